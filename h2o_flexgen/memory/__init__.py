@@ -1,0 +1,1 @@
+"""Where bytes live: tiers (device, host, disk), one file each, and Pack, the buffer with named views that is moved between them."""

@@ -1,0 +1,247 @@
+"""Disk: direct reads and writes past the page cache, several aligned ranges in flight from a small pool of threads.
+
+Two users: checkpoint files, read where they lie (`Files.read`), and the offload file for KV and activations (`DiskTier`). A range
+that lies in its file as it should lie in memory is read straight to its place; any other one (another dtype, an odd address) goes
+through a buffer of the reading thread. Threads of this pool live as long as the `Files` object and do nothing but reads, writes and
+the copies that belong to them.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Iterable, Sequence
+
+import numpy
+import torch
+from torch import Tensor
+
+from h2o_flexgen.memory.tier import ALIGNMENT, Meter, aligned
+
+READERS = 6
+CHUNK_BYTES = 4 << 20
+COPY_VALUES = 1 << 15  # torch keeps a copy of fewer values in the calling thread, which is what a reader wants
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of a file and the values in memory that it becomes."""
+
+    file: Path
+    offset: int
+    out: Tensor  # (values,), contiguous
+    dtype: torch.dtype  # as stored
+
+    @property
+    def nbytes(self) -> int:
+        return self.out.numel() * self.dtype.itemsize
+
+    @property
+    def is_direct(self) -> bool:
+        """The bytes can be read to their place: same dtype, and place and offset agree modulo the alignment of direct reads."""
+        return self.out.dtype == self.dtype and (self.out.data_ptr() - self.offset) % ALIGNMENT == 0
+
+    def cut(self, chunk_bytes: int = CHUNK_BYTES) -> list[Piece]:
+        values = chunk_bytes // self.dtype.itemsize
+        return [
+            Piece(self.file, self.offset + start * self.dtype.itemsize, self.out[start : start + values], self.dtype)
+            for start in range(0, self.out.numel(), values)
+        ]
+
+
+class Files:
+    """Open files and the threads that read and write them."""
+
+    def __init__(self, readers: int = READERS) -> None:
+        self.readers = readers
+        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="disk")
+        self._lock = threading.Lock()
+        self._open: dict[Path, int] = {}
+        self._buffers = threading.local()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            for descriptor in self._open.values():
+                os.close(descriptor)
+            self._open.clear()
+
+    def read(self, pieces: Iterable[Piece]) -> int:
+        """Reads them all, in parallel, and returns the bytes that they are."""
+        chunks = [chunk for piece in pieces for chunk in piece.cut()]
+        self.each(self._read_chunk, chunks)
+        return sum(chunk.nbytes for chunk in chunks)
+
+    def each(self, action: Callable[..., None], items: Sequence[object]) -> None:
+        """Runs the action on every item in the pool; the first error of any is raised here, after all have ended."""
+        if len(items) == 1:
+            action(items[0])  # no hand-over for a single small range
+            return
+        futures = [self._pool.submit(action, item) for item in items]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """Aligned scratch memory of the calling thread, grown when needed and kept."""
+        pages = getattr(self._buffers, "pages", None)
+        if pages is None or len(pages) < nbytes:
+            pages = mmap.mmap(-1, aligned(max(nbytes, CHUNK_BYTES + 2 * ALIGNMENT)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._buffers.pages = pages
+        return memoryview(pages)[:nbytes]
+
+    def descriptor(self, file: Path) -> int:
+        with self._lock:
+            if file not in self._open:
+                self._open[file] = open_direct(file, os.O_RDONLY)
+            return self._open[file]
+
+    def _read_chunk(self, piece: Piece) -> None:
+        descriptor = self.descriptor(piece.file)
+        start = piece.offset // ALIGNMENT * ALIGNMENT
+        end = aligned(piece.offset + piece.nbytes)
+        skip = piece.offset - start
+        if piece.is_direct and skip == 0 and end == piece.offset + piece.nbytes:
+            read_fully(descriptor, start, memory_of(piece.out), piece.nbytes, piece.file)
+            return
+        buffer = self.buffer(end - start)
+        read_fully(descriptor, start, buffer, skip + piece.nbytes, piece.file)
+        source = torch.frombuffer(buffer, dtype=torch.uint8)[skip : skip + piece.nbytes]
+        if skip % piece.dtype.itemsize:
+            source = source.clone()  # values at an odd address cannot be viewed as such
+        copy_here(source.view(piece.dtype), piece.out)
+
+
+def copy_here(source: Tensor, out: Tensor) -> None:
+    """A copy, with conversion of dtype, that stays in this thread: readers must not start torch's threads as well."""
+    if source.dtype == out.dtype:
+        numpy.copyto(numpy_of(out), numpy_of(source))
+        return
+    for start in range(0, out.numel(), COPY_VALUES - 1):
+        out[start : start + COPY_VALUES - 1].copy_(source[start : start + COPY_VALUES - 1])
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def open_direct(file: Path, flags: int) -> int:
+    """Past the page cache where the file system allows it, else through it."""
+    if hasattr(os, "O_DIRECT"):
+        try:
+            return os.open(file, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    return os.open(file, flags)
+
+
+def read_fully(descriptor: int, offset: int, out: memoryview, wanted: int, file: Path) -> None:
+    """Fills `out` from an aligned offset; less than all of it is fine at the end of the file when it is what is wanted."""
+    done = 0
+    while done < wanted:
+        # after a short read (a signal, the file's end) a direct read must go on from an aligned place
+        at = done // ALIGNMENT * ALIGNMENT
+        count = os.preadv(descriptor, [out[at:]], offset + at)
+        if at + count <= done:
+            raise OSError(f"{file}: ends at byte {offset + done}, {wanted - done} bytes too early; is it truncated?")
+        done = at + count
+
+
+def write_fully(descriptor: int, offset: int, source: memoryview) -> None:
+    done = 0
+    while done < len(source):
+        done += os.pwrite(descriptor, source[done:], offset + done)
+
+
+@dataclass(frozen=True)
+class DiskRegion:
+    offset: int
+    nbytes: int
+
+
+class DiskTier:
+    """One file for everything that a run puts on disk. Its name is removed as soon as it is open, so that nothing stays behind
+    however the process ends; its space is reserved at once, so that a full disk is met before the work and not in it."""
+
+    def __init__(self, files: Files, folder: Path) -> None:
+        self.meter: Meter[DiskRegion] = Meter()
+        self.files = files
+        self.folder = folder
+        self._descriptor: int | None = None
+        self._end = 0
+
+    def alloc(self, nbytes: int) -> DiskRegion:
+        region = DiskRegion(self._end, aligned(nbytes))
+        if self._descriptor is None:
+            self._descriptor = self._create()
+        try:
+            if region.nbytes:
+                os.posix_fallocate(self._descriptor, region.offset, region.nbytes)
+        except OSError as error:
+            raise self._failure(error, region.nbytes) from error
+        self._end += region.nbytes
+        self.meter.add(region.nbytes)
+        return region
+
+    def free(self, region: DiskRegion) -> None:
+        self.meter.remove(region.nbytes)
+        if self.meter.used_bytes == 0 and self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            self._end = 0
+
+    def read_into(self, region: DiskRegion, start: int, out: Tensor) -> None:
+        """`start` and the place of `out` are aligned."""
+        assert self._descriptor is not None
+        read_fully(self._descriptor, region.offset + start, memory_of(out), out.nbytes, self.folder)
+
+    def write_from(self, region: DiskRegion, start: int, source: Tensor) -> None:
+        """`start`, the place and the size of `source` are aligned."""
+        assert self._descriptor is not None
+        try:
+            write_fully(self._descriptor, region.offset + start, memory_of(source))
+        except OSError as error:
+            raise self._failure(error, source.nbytes) from error
+
+    def scratch(self, nbytes: int) -> Tensor:
+        """Aligned memory of the calling thread to read into or write from."""
+        return torch.frombuffer(self.files.buffer(aligned(nbytes)), dtype=torch.uint8)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _create(self) -> int:
+        path = self.folder / f"h2o_flexgen-{os.getpid()}-{id(self):x}.offload"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+            try:
+                return open_direct(path, os.O_RDWR)
+            finally:
+                path.unlink()
+        except OSError as error:
+            raise ValueError(f"offload folder {self.folder} cannot be written ({error.strerror}); give another --offload-dir") from error
+
+    def _failure(self, error: OSError, nbytes: int) -> OSError:
+        reason = "is full" if error.errno == errno.ENOSPC else f"failed ({error.strerror})"
+        return OSError(
+            error.errno, f"disk {reason}: {nbytes / 1e9:.3f} GB more could not be written in {self.folder}; lower the disk share"
+        )
+
+
+def numpy_of(tensor: Tensor) -> numpy.ndarray:
+    """The values as raw integers of the same size: numpy copies them without torch's threads, and knows no bfloat16."""
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]).numpy()

@@ -1,0 +1,131 @@
+"""The table of architectures, and how a model comes to be from the name or the folder of one. Importing this stays cheap."""
+
+from __future__ import annotations
+
+import json
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Mapping
+
+from h2o_flexgen.planning.model_spec import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from h2o_flexgen.models.base import Model
+    from h2o_flexgen.models.layout import Config
+
+# the model_type of a config -> module and class
+MODELS: Mapping[str, tuple[str, str]] = {
+    "opt": ("opt", "OPT"),
+    "llama": ("llama", "Llama"),
+    "mistral": ("llama", "Llama"),
+    "qwen2": ("llama", "Llama"),
+    "qwen3": ("llama", "Llama"),
+    "gpt_neox": ("neox", "NeoX"),
+}
+
+
+def create_model(config: Config, dtype: str, sep_layer: bool = True, name: str = "") -> Model:
+    """The architecture that the config names, its spec made for `dtype`; with sep_layer off a block is one layer."""
+    _check_architecture(getattr(config, "model_type", None))
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype {dtype!r} is not supported; known are {', '.join(DTYPE_BYTES)}")
+    if method := (getattr(config, "quantization_config", None) or {}):
+        kind = method.get("quant_method", "unknown") if isinstance(method, dict) else type(method).__name__
+        raise ValueError(f"the checkpoint is quantised ({kind}); give one in float32, float16 or bfloat16")
+    module, kind = MODELS[config.model_type]
+    model: Model = getattr(import_module(f"{__name__}.{module}"), kind)(config, dtype, sep_layer, name)
+    return model
+
+
+def load_config(name_or_path: str, download: bool = True) -> Config:
+    """Of a local folder, or by hub name: from the hub, or (download off) from the shapes that ship with the package."""
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return _config_of(_read_folder(path), name_or_path)
+    if not download:
+        if (config := known_config(name_or_path)) is None:
+            raise ValueError(f"no shapes are known for model {name_or_path!r}" + _nearest(name_or_path))
+        return config
+    return _config_of(_read_hub(name_or_path), name_or_path)
+
+
+def known_config(name: str) -> Config | None:
+    """The shapes that ship with the package, by hub name or its part behind the slash, in any case."""
+    hub = hub_name(name)
+    if hub is None:
+        return None
+    values = _known_files()[hub].read_text(encoding="utf-8")
+    return _config_of(json.loads(values), hub)
+
+
+def hub_name(name: str) -> str | None:
+    """The full name of a known model ("facebook/opt-30b" for "OPT-30B")."""
+    wanted = name.lower()
+    return next((hub for hub in _known_files() if wanted in (hub.lower(), hub.lower().rpartition("/")[2])), None)
+
+
+def known_names() -> list[str]:
+    return sorted(_known_files())
+
+
+def _known_files() -> dict[str, Path]:
+    package = Path(__file__).resolve().parents[1]
+    places = (package / "configs" / "models", package.parent / "configs" / "models")  # installed, or a source checkout
+    folder = next((place for place in places if place.is_dir()), places[0])
+    return {file.stem.replace("--", "/"): file for file in folder.glob("*.json")}
+
+
+def _config_of(values: Mapping[str, Any], name: str) -> Config:
+    """Only classes that transformers itself has are ever made: code that comes with a checkpoint is not run."""
+    architecture = values.get("model_type")
+    _check_architecture(architecture)
+    from transformers import CONFIG_MAPPING
+
+    try:
+        config: Config = CONFIG_MAPPING[architecture].from_dict(dict(values))
+    except Exception as error:  # whatever transformers objects to stands in a file of the user's
+        raise ValueError(f"the config of {name!r} is not valid: {_one_line(error)}") from error
+    return config
+
+
+def _read_folder(folder: Path) -> Mapping[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"folder {str(folder)!r} has no config.json; give the folder of a Hugging Face checkpoint")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {str(file)!r}: {_one_line(error)}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{str(file)!r} holds no JSON object; give the folder of a Hugging Face checkpoint")
+    return values
+
+
+def _read_hub(name: str) -> Mapping[str, Any]:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"model folder {name!r} does not exist")
+    from transformers import PretrainedConfig
+
+    try:
+        values, _ = PretrainedConfig.get_config_dict(hub_name(name) or name)
+    except (OSError, ValueError) as error:
+        hint = "" if hub_name(name) else _nearest(name)
+        raise ValueError(f"no config for model {name!r}: no such folder, and the hub says: {_one_line(error)}{hint}") from error
+    return values
+
+
+def _check_architecture(architecture: object) -> None:
+    if architecture not in MODELS:
+        raise ValueError(f"architecture {architecture!r} is not supported; known are {', '.join(MODELS)}")
+
+
+def _nearest(name: str) -> str:
+    """The end of an error message: which known names look like this one."""
+    by_part = {part: hub for hub in known_names() for part in (hub.lower(), hub.lower().rpartition("/")[2])}
+    near = dict.fromkeys(by_part[part] for part in get_close_matches(name.lower(), by_part, n=3, cutoff=0.5))
+    return f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(known_names())}"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,115 @@
+"""WeightSource: what the engine asks of weights. Checkpoint: those of a model folder, straight from its safetensors files.
+
+Only headers are read here. A source says where a tensor lies, or makes it; moving the bytes is the disk tier's work.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from h2o_flexgen.models.convert import convert
+from h2o_flexgen.models.files import SAFETENSORS, TORCH, Progress, find_shards
+from h2o_flexgen.models.safetensors_format import FLOATS, StoredTensor, read_header
+from h2o_flexgen.planning.model_spec import DTYPE_BYTES, TensorSpec
+
+__all__ = ["Checkpoint", "StoredTensor", "WeightSource", "open_checkpoint"]
+
+BASE_PREFIXES = ("model.", "transformer.", "gpt_neox.", "decoder.")  # files of a base model lack them, those of a head add them
+
+
+class WeightSource(Protocol):
+    def stored_itemsize(self, name: str) -> int:
+        """Bytes of a value on disk, for ModelSpec.map_tensors, before anything is placed."""
+
+    def locate(self, tensors: Iterable[TensorSpec]) -> dict[str, StoredTensor]:
+        """Where these tensors can be read on disk, by their names in the spec. Called once."""
+
+    def fill(self, tensor: TensorSpec, out: torch.Tensor) -> bool:
+        """Makes the value in `out`, which has its shape; False from a source whose tensors lie in files: see `locate`."""
+
+    def close(self) -> None: ...
+
+
+class Checkpoint:
+    """Every header of the folder is read and checked when it is opened, before anything runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shards = find_shards(folder, SAFETENSORS)
+        if not shards.files:
+            raise ValueError(f"{folder} has no weights: neither {SAFETENSORS.single} nor {SAFETENSORS.index} is there")
+        stored = [tensor for file in shards.files for tensor in read_header(file) if shards.owns(file, tensor.name)]
+        self._tensors = {tensor.name: tensor for tensor in stored}
+        self._by_bare_name: dict[str, list[StoredTensor]] = defaultdict(list)
+        for tensor in self._tensors.values():
+            self._by_bare_name[_bare_name(tensor.name)].append(tensor)
+
+    @property
+    def dtype(self) -> str:
+        """The type that most of the values are stored in."""
+        values: Counter[str] = Counter()
+        for tensor in self._tensors.values():
+            if tensor.dtype in DTYPE_BYTES:
+                values[tensor.dtype] += tensor.nbytes // DTYPE_BYTES[tensor.dtype]
+        if not values:
+            raise ValueError(f"{self.folder} stores no tensor as {', '.join(FLOATS)}; give a checkpoint that does")
+        return values.most_common(1)[0][0]
+
+    def stored_itemsize(self, name: str) -> int:
+        return DTYPE_BYTES[self._find(name).dtype]
+
+    def locate(self, tensors: Iterable[TensorSpec]) -> dict[str, StoredTensor]:
+        return {tensor.name: self._checked(tensor) for tensor in tensors}
+
+    def fill(self, tensor: TensorSpec, out: torch.Tensor) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+    def _checked(self, tensor: TensorSpec) -> StoredTensor:
+        stored = self._find(tensor.name)
+        if stored.shape != tensor.shape:
+            raise ValueError(
+                f"tensor {tensor.name} in {stored.file} has the shape {stored.shape}, "
+                f"but the model's config asks for {tensor.shape}; the config and the weights do not belong together"
+            )
+        return stored
+
+    def _find(self, name: str) -> StoredTensor:
+        exact = self._tensors.get(name)
+        found = [exact] if exact else self._by_bare_name.get(_bare_name(name), [])
+        if not found:
+            raise ValueError(f"tensor {name} is missing in {self.folder}; download the model again or check its config")
+        if len(found) > 1:
+            names = " and ".join(tensor.name for tensor in found)
+            raise ValueError(f"tensor {name} is not in {self.folder}, and {names} could both be meant; rename one of them")
+        if found[0].dtype not in DTYPE_BYTES:
+            raise ValueError(
+                f"tensor {name} in {found[0].file} has the dtype {found[0].dtype}; only {', '.join(FLOATS)} can be run"
+            )
+        return found[0]
+
+
+def _bare_name(name: str) -> str:
+    for prefix in BASE_PREFIXES:
+        if name.startswith(prefix):
+            return _bare_name(name.removeprefix(prefix))
+    return name
+
+
+def open_checkpoint(folder: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Checkpoint:
+    """Safetensors as they are; .bin files through a converted copy in `cache_dir`, which is made once."""
+    if not folder.is_dir():
+        raise ValueError(f"model folder {folder} does not exist")
+    if any((folder / name).exists() for name in (SAFETENSORS.single, SAFETENSORS.index)):
+        return Checkpoint(folder)
+    if any((folder / name).exists() for name in (TORCH.single, TORCH.index)):
+        return Checkpoint(convert(folder, cache_dir, progress))
+    looked_for = ", ".join((SAFETENSORS.single, SAFETENSORS.index, TORCH.single, TORCH.index))
+    raise ValueError(f"{folder} has no weights: none of {looked_for} is there; give another folder, or --dummy-weights")

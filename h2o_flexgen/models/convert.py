@@ -1,0 +1,197 @@
+"""Turns the .bin files of a model folder into safetensors, once, in a cache folder that appears whole or not at all.
+
+The engine reads tensors by offset with O_DIRECT; .bin files are pickles in zip archives. They are only read by torch's safe
+unpickler, and memory holds no more than one tensor (old files are no zip archives and cannot be mapped: one file of those).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+
+from h2o_flexgen.models.files import (
+    SAFETENSORS,
+    TORCH,
+    Progress,
+    Shards,
+    find_shards,
+    reason,
+    refuse_pointer,
+    require_free_space,
+)
+from h2o_flexgen.models.safetensors_format import CODES, TensorForm, write_safetensors
+
+ZIP_MAGIC = b"PK\x03\x04"
+TAIL_BYTES = 1 << 16
+REOPEN_BYTES = 256 << 20  # pages that were touched count as our memory for as long as their file is mapped
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One .bin file, what is in it, and the name of what it becomes."""
+
+    source: Path
+    forms: tuple[TensorForm, ...]
+    file_name: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(form.nbytes for form in self.forms)
+
+
+def convert(folder: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
+    """The folder with the converted weights; made now if there is none yet for exactly these files."""
+    shards = find_shards(folder, TORCH)
+    if not shards.files:
+        raise ValueError(f"{folder} has no weights: neither {TORCH.single} nor {TORCH.index} is there")
+    cache = cache_dir or default_cache_dir()
+    try:
+        target = cache / f"{_model_name(folder)}-{_fingerprint(shards.files)}"
+        if not target.is_dir():
+            cache.mkdir(parents=True, exist_ok=True)
+            with _alone_in(cache):
+                if not target.is_dir():  # another process may have made it while we waited
+                    _build(target, shards, progress)
+    except OSError as error:
+        raise ValueError(
+            f"cannot convert {folder} to safetensors in {cache}: {reason(error)}; "
+            "free some space, or set XDG_CACHE_HOME to another folder"
+        ) from error
+    return target
+
+
+def default_cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "h2o_flexgen" / "converted"
+
+
+def _model_name(folder: Path) -> str:
+    """In the cache of the hub a folder is named by its commit; the model's name stands two levels above."""
+    folder = folder.resolve()
+    return folder.parents[1].name if folder.parent.name == "snapshots" else folder.name
+
+
+def _fingerprint(files: tuple[Path, ...]) -> str:
+    """The end of a zip archive holds the checksums of all that is in it: as good as reading the whole file."""
+    digest = blake2b(digest_size=8)
+    for path in files:
+        status = path.stat()
+        digest.update(f"{path.name}/{status.st_size}/{status.st_mtime_ns}/".encode())
+        with path.open("rb") as file:
+            file.seek(max(0, status.st_size - TAIL_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+@contextmanager
+def _alone_in(cache: Path) -> Iterator[None]:
+    """One conversion at a time: two of the same model would need twice the disk."""
+    descriptor = os.open(cache, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _build(target: Path, shards: Shards, progress: Progress | None) -> None:
+    for leftover in target.parent.glob(f"{glob.escape(target.name)}.partial-*"):  # of a process that was killed
+        shutil.rmtree(leftover)
+    conversions = _survey(shards)
+    require_free_space(target.parent, sum(conversion.nbytes for conversion in conversions), "converting the model")
+    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir()
+        _write_all(partial, conversions, progress)
+        os.rename(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _survey(shards: Shards) -> list[Conversion]:
+    """Opens every file before anything is written, so that a damaged one is found at once."""
+    conversions = []
+    for number, source in enumerate(shards.files, start=1):
+        single = len(shards.files) == 1
+        file_name = SAFETENSORS.single if single else f"model-{number:05d}-of-{len(shards.files):05d}.safetensors"
+        tensors, _ = load_shard(source)
+        forms = [_form(source, name, tensor) for name, tensor in tensors.items() if shards.owns(source, name)]
+        conversions.append(Conversion(source, tuple(forms), file_name))
+    return conversions
+
+
+def _form(source: Path, name: str, tensor: torch.Tensor) -> TensorForm:
+    if tensor.dtype not in CODES or tensor.layout is not torch.strided:
+        kind = f"{tensor.dtype} {tensor.layout}".replace("torch.", "")
+        raise ValueError(f"tensor {name} in {source} is of the kind {kind}, which safetensors cannot hold")
+    return TensorForm(name, tensor.dtype, tuple(tensor.shape))
+
+
+def load_shard(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
+    """The tensors of a .bin file by name, and whether they are only mapped: then values are read when they are touched."""
+    with path.open("rb") as file:
+        start = file.read(64)
+    refuse_pointer(path, start)
+    mapped = start.startswith(ZIP_MAGIC)
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # of half a dozen kinds; their texts advise to unpickle unsafely
+        raise ValueError(
+            f"{path} is damaged or holds more than plain tensors ({type(error).__name__}); "
+            "it is not unpickled unsafely: download it again, or save it as safetensors"
+        ) from error
+    items = loaded.items() if isinstance(loaded, dict) else ()
+    tensors = {name: value for name, value in items if isinstance(name, str) and isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise ValueError(f"{path} holds no named tensors; save the model's state_dict as safetensors")
+    return tensors, mapped
+
+
+def _write_all(folder: Path, conversions: list[Conversion], progress: Progress | None) -> None:
+    total = sum(conversion.nbytes for conversion in conversions)
+    done = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress:
+            progress(done, total)
+
+    for conversion in conversions:
+        reader = ShardReader(conversion.source, advance)
+        write_safetensors(folder / conversion.file_name, conversion.forms, reader.value)
+    if len(conversions) > 1:
+        owner = {form.name: conversion.file_name for conversion in conversions for form in conversion.forms}
+        index = {"metadata": {"total_size": total}, "weight_map": owner}
+        (folder / SAFETENSORS.index).write_text(json.dumps(index, indent=2))
+
+
+class ShardReader:
+    """Hands out each tensor of a .bin file once, and maps the file anew before too many of its pages were touched."""
+
+    def __init__(self, path: Path, advance: Callable[[int], None]) -> None:
+        self._path = path
+        self._advance = advance
+        self._tensors, self._mapped = load_shard(path)
+        self._touched = 0
+
+    def value(self, name: str) -> torch.Tensor:
+        if self._mapped and self._touched >= REOPEN_BYTES:
+            self._tensors = {}
+            self._tensors, _ = load_shard(self._path)
+            self._touched = 0
+        tensor = self._tensors.pop(name)
+        self._touched += tensor.nbytes
+        self._advance(tensor.nbytes)
+        return tensor

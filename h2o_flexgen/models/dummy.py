@@ -1,0 +1,121 @@
+"""DummySource: seeded random weights for a model whose files are not there, so that speed can be measured without a download.
+
+A value depends on the seed, the tensor's name and its place in the tensor, and on nothing else. A tensor is a cut out of one
+random block that repeats for ever, so making weights costs a copy. The block's length is prime, or else rows of a matrix would
+equal each other and tokens would tie.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from hashlib import blake2b
+from io import BufferedWriter
+from pathlib import Path
+
+import torch
+
+from h2o_flexgen.models.files import Progress, align_up, flush_to_disk, reason, require_free_space
+from h2o_flexgen.models.safetensors_format import StoredTensor, tensor_bytes
+from h2o_flexgen.planning.model_spec import DTYPE_BYTES, TensorSpec
+
+BLOCK_VALUES = 4_194_301  # at most 16 MiB of them are in memory
+SCALE = 0.02
+FLUSH_BYTES = 512 << 20
+
+
+class DummySource:
+    """A WeightSource: what stays in memory is made in place, what is to lie on disk is really written, to `offload_dir`."""
+
+    def __init__(self, seed: int, dtype: str, offload_dir: Path, progress: Progress | None = None) -> None:
+        self.seed = seed
+        self.dtype = dtype
+        self._offload_dir = offload_dir
+        self._progress = progress
+        self._files: list[Path] = []
+        weakref.finalize(self, _remove, self._files)  # should nobody come to close us
+
+    @cached_property
+    def _block(self) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        block = torch.empty(BLOCK_VALUES, dtype=torch.float32).normal_(0.0, SCALE, generator=generator)
+        return block.to(getattr(torch, self.dtype))
+
+    def stored_itemsize(self, name: str) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    def fill(self, tensor: TensorSpec, out: torch.Tensor) -> bool:
+        assert tuple(out.shape) == tensor.shape, (tensor, out.shape)
+        flat = out.view(-1)
+        start = 0
+        for piece in self._pieces(tensor):
+            flat[start : start + len(piece)].copy_(piece)
+            start += len(piece)
+        return True
+
+    def locate(self, tensors: Iterable[TensorSpec]) -> dict[str, StoredTensor]:
+        """Writes them to one file of our own, each where O_DIRECT can read it."""
+        wanted = list(tensors)
+        if not wanted:
+            return {}
+        try:
+            require_free_space(self._offload_dir, sum(self._room(tensor) for tensor in wanted), "random weights on disk")
+            descriptor, path = tempfile.mkstemp(prefix="h2o_flexgen-weights-", suffix=".bin", dir=self._offload_dir)
+            self._files.append(Path(path))
+            with os.fdopen(descriptor, "wb") as file:
+                return self._write(file, Path(path), wanted)
+        except OSError as error:
+            self.close()
+            raise ValueError(
+                f"cannot write random weights in {self._offload_dir}: {reason(error)}; give another folder"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        _remove(self._files)
+
+    def _write(self, file: BufferedWriter, path: Path, tensors: list[TensorSpec]) -> dict[str, StoredTensor]:
+        total = sum(self._room(tensor) for tensor in tensors)
+        located = {}
+        offset = flushed = 0
+        for tensor in tensors:
+            nbytes = tensor.numel * DTYPE_BYTES[self.dtype]
+            located[tensor.name] = StoredTensor(tensor.name, path, offset, nbytes, self.dtype, tensor.shape)
+            for piece in self._pieces(tensor):
+                file.write(tensor_bytes(piece))
+            file.write(bytes(self._room(tensor) - nbytes))
+            offset += self._room(tensor)
+            if offset - flushed >= FLUSH_BYTES or offset == total:
+                flush_to_disk(file)
+                flushed = offset
+            if self._progress:
+                self._progress(offset, total)
+        return located
+
+    def _room(self, tensor: TensorSpec) -> int:
+        return align_up(tensor.numel * DTYPE_BYTES[self.dtype])
+
+    def _pieces(self, tensor: TensorSpec) -> Iterator[torch.Tensor]:
+        """The values of a tensor in order, in cuts of the block. Norm weights, the only flat ones, lie around one."""
+        is_norm = len(tensor.shape) == 1 and tensor.name.endswith("weight")
+        start = self._start(tensor.name)
+        left = tensor.numel
+        while left:
+            piece = self._block[start : start + left]
+            yield piece + 1 if is_norm else piece
+            left -= len(piece)
+            start = 0
+
+    def _start(self, name: str) -> int:
+        digest = blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % BLOCK_VALUES
+
+
+def _remove(files: list[Path]) -> None:
+    while files:
+        files.pop().unlink(missing_ok=True)

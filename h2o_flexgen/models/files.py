@@ -1,0 +1,102 @@
+"""The files that weights lie in: which ones a folder has, whether a disk has room for more, how written ones leave memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import BufferedWriter
+from pathlib import Path
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+ALIGNMENT = 4096  # what O_DIRECT wants of offsets
+LFS_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class FileNames:
+    """How the weight files of one kind are called: a single one, or the list of several."""
+
+    single: str
+    index: str
+
+
+SAFETENSORS = FileNames("model.safetensors", "model.safetensors.index.json")
+TORCH = FileNames("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+@dataclass(frozen=True)
+class Shards:
+    files: tuple[Path, ...]
+    owner: Mapping[str, str]  # which file the index says a tensor is in; empty without an index
+
+    def owns(self, file: Path, name: str) -> bool:
+        return self.owner.get(name, file.name) == file.name
+
+
+def find_shards(folder: Path, names: FileNames) -> Shards:
+    """The files of one kind in a folder; none of them where it has none of this kind."""
+    if (folder / names.single).is_file():
+        return Shards((folder / names.single,), {})
+    if not (folder / names.index).is_file():
+        return Shards((), {})
+    owner = read_index(folder / names.index)
+    files = tuple(folder / name for name in sorted(set(owner.values())))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ValueError(
+            f"{folder / missing[0]} is missing ({len(missing)} of the {len(files)} files that {names.index} names); "
+            "download the model again"
+        )
+    return Shards(files, owner)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    try:
+        owner: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
+        names = [*owner.keys(), *owner.values()]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no index of weight files ({type(error).__name__}); download it again") from error
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(f"{path} names {name!r} where a tensor or a file should stand; download it again")
+    for name in owner.values():
+        if name in ("", ".", "..") or Path(name).name != name:
+            raise ValueError(f"{path} names the file {name!r}, which is not in the same folder; download it again")
+    if not owner:
+        raise ValueError(f"{path} names no tensor at all; download it again")
+    return owner
+
+
+def refuse_pointer(path: Path, start: bytes) -> None:
+    """A clone without git-lfs has short texts where the weights should be."""
+    if start.startswith(LFS_POINTER):
+        raise ValueError(f"{path} is a git-lfs pointer and not the weights themselves; run 'git lfs pull' in its folder")
+
+
+def reason(error: OSError) -> str:
+    return error.strerror or type(error).__name__
+
+
+def require_free_space(folder: Path, need_bytes: int, purpose: str) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    if need_bytes > free_bytes:
+        raise ValueError(
+            f"{purpose} needs {need_bytes / 1e9:.2f} GB, but {folder} has {free_bytes / 1e9:.2f} GB free; "
+            "free some space or give another folder"
+        )
+
+
+def flush_to_disk(file: BufferedWriter) -> None:
+    """Out of the page cache too: what was just written should neither fill memory nor make later disk reads look fast."""
+    file.flush()
+    os.fsync(file.fileno())
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def align_up(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

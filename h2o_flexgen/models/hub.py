@@ -1,0 +1,74 @@
+"""From what a person calls a model to the folder it lies in: a local one as it is, a hub name through the hub's own cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from h2o_flexgen.models.files import SAFETENSORS, TORCH
+
+TEXTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
+VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "chat_template*")
+SAFETENSORS_FILES = (SAFETENSORS.single, SAFETENSORS.index, "model-*.safetensors")
+TORCH_FILES = (TORCH.single, TORCH.index, "pytorch_model-*.bin")
+TIMEOUT_SECONDS = 10
+ADVICE = "give a local folder, or --dummy-weights"
+
+
+def resolve_model(name_or_path: str, with_weights: bool = True) -> Path:
+    """The folder with config, tokenizer and, unless only those are wanted, weights. Code of the repository is never fetched."""
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f"model {name_or_path!r} is a file; give the folder that it lies in")
+    if not name_or_path or name_or_path.count("/") > 1 or name_or_path[0] in "./~":
+        raise ValueError(f"model {name_or_path!r} is neither an existing folder nor a name on the hub; {ADVICE}")
+    return _from_hub(name_or_path, with_weights)
+
+
+def _from_hub(name: str, with_weights: bool) -> Path:
+    from huggingface_hub import HfApi, snapshot_download  # slow to import, and local folders do without
+
+    try:
+        siblings = HfApi().model_info(name, timeout=TIMEOUT_SECONDS).siblings or []
+    except Exception as error:  # of two HTTP libraries, over the versions that we allow
+        cached = _cached(name, with_weights)
+        if cached is None:
+            raise _unreachable(name, error) from error
+        return cached
+    patterns = _patterns([sibling.rfilename for sibling in siblings], with_weights)
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=TIMEOUT_SECONDS))
+    except Exception as error:
+        raise _unreachable(name, error) from error
+
+
+def _unreachable(name: str, error: Exception) -> ValueError:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        why = "its owner must grant access on its page; then run 'hf auth login'"
+    elif isinstance(error, RepositoryNotFoundError):
+        why = "there is no such model, or it is private"
+    else:
+        why = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+    return ValueError(f"model {name!r} is neither a local folder nor to be had from the hub ({why}); {ADVICE}")
+
+
+def _patterns(files: list[str], with_weights: bool) -> list[str]:
+    """.bin files only where there are no safetensors, and neither twice what other frameworks want."""
+    has_safetensors = SAFETENSORS.single in files or SAFETENSORS.index in files
+    weights = SAFETENSORS_FILES if has_safetensors else TORCH_FILES
+    return [*TEXTS, *VOCABULARIES, *(weights if with_weights else ())]
+
+
+def _cached(name: str, with_weights: bool) -> Path | None:
+    """What an earlier download left; a folder without the files that are wanted is none."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except Exception:  # as above: there is none, or the cache cannot be read
+        return None
+    weights = any((folder / file).exists() for kind in (SAFETENSORS, TORCH) for file in (kind.single, kind.index))
+    return folder if (folder / "config.json").exists() and (weights or not with_weights) else None

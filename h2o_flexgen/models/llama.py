@@ -1,0 +1,130 @@
+"""LLaMA and its relatives: RMS norm, rotary positions, gated mlp, grouped keys and values; Mistral, Qwen2 and Qwen3 differ in traits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Callable, Mapping
+
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.models import ops
+from h2o_flexgen.models.base import Attend, Weights
+from h2o_flexgen.models.layout import Config, Shapes, in_order, joined, layer, linear, norm
+from h2o_flexgen.models.rotary import Rope
+from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What some relatives have and others lack."""
+
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    head_norm: bool = False  # queries and keys are normalised head by head
+    window: int | None = None  # how far back a token can see, where that is not everything
+
+
+TRAITS: Mapping[str, Callable[[Config], Traits]] = {
+    "llama": lambda config: Traits(config.attention_bias, config.attention_bias, config.mlp_bias),
+    "mistral": lambda config: Traits(window=_window(config)),
+    "qwen2": lambda config: Traits(qkv_bias=True, window=_window(config)),
+    "qwen3": lambda config: Traits(config.attention_bias, config.attention_bias, head_norm=True, window=_window(config)),
+}
+
+
+class Llama:
+    def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
+        self.spec = _spec(config, dtype, sep_layer, name)
+        self._activation = ops.activation(config.hidden_act)
+        self._eps = config.rms_norm_eps
+        self._rotary = Rope.of(config).rotary(self.spec.head_dim)
+
+    def embed(self, tokens: Tensor, positions: Tensor, weights: Weights) -> Tensor:
+        return functional.embedding(tokens, weights["embed_tokens.weight"])
+
+    def attention(self, hidden: Tensor, weights: Weights, attend: Attend) -> Tensor:
+        x = ops.rms_norm(hidden, weights, "input_layernorm", self._eps)
+        q, k, v = (ops.split_heads(ops.linear(x, weights, f"self_attn.{part}_proj"), self.spec.head_dim) for part in "qkv")
+        if "self_attn.q_norm.weight" in weights:
+            q = ops.rms_norm(q, weights, "self_attn.q_norm", self._eps)
+            k = ops.rms_norm(k, weights, "self_attn.k_norm", self._eps)
+        out = ops.linear(attend(q, k, v, self._rotary), weights, "self_attn.o_proj")
+        out += hidden
+        return out
+
+    def mlp(self, hidden: Tensor, weights: Weights) -> Tensor:
+        x = ops.rms_norm(hidden, weights, "post_attention_layernorm", self._eps)
+        gated = self._activation(ops.linear(x, weights, "mlp.gate_proj"))
+        gated *= ops.linear(x, weights, "mlp.up_proj")
+        out = ops.linear(gated, weights, "mlp.down_proj")
+        out += hidden
+        return out
+
+    def head(self, hidden: Tensor, weights: Weights) -> Tensor:
+        return ops.linear(ops.rms_norm(hidden, weights, "norm", self._eps), weights, "lm_head")
+
+
+def _window(config: Config) -> int | None:
+    window = getattr(config, "sliding_window", None)
+    if not window or not getattr(config, "use_sliding_window", True):
+        return None
+    kinds = getattr(config, "layer_types", None)  # transformers 5 says it layer by layer, 4 by the number of dense layers
+    if kinds is not None:
+        return window if "sliding_attention" in kinds else None
+    return window if getattr(config, "max_window_layers", 0) < config.num_hidden_layers else None
+
+
+def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
+    hidden, heads, traits = config.hidden_size, config.num_attention_heads, TRAITS[config.model_type](config)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    attention_shapes = _attention_shapes(hidden, heads * head_dim, kv_heads * head_dim, head_dim, traits)
+
+    def parts(index: int) -> tuple[LayerSpec, LayerSpec]:
+        prefix = f"model.layers.{index}."
+        return (
+            layer("attention", attention_shapes, hidden, dtype, prefix, index),
+            layer("mlp", _mlp_shapes(hidden, config.intermediate_size, traits), hidden, dtype, prefix, index),
+        )
+
+    head_weight = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    embed = layer("embed", {"embed_tokens.weight": (config.vocab_size, hidden)}, hidden, dtype, "model.")
+    head_shapes = joined(norm("norm", hidden, bias=False), linear("lm_head", config.vocab_size, hidden, bias=False))
+    head = layer("head", head_shapes, config.vocab_size, dtype, "model.", stored_as={"lm_head.weight": head_weight})
+    return ModelSpec(
+        name=name,
+        architecture=config.model_type,
+        hidden=hidden,
+        ffn=config.intermediate_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=config.vocab_size,
+        # within its window a text is attended like any other; longer ones are refused rather than computed otherwise
+        max_positions=min(config.max_position_embeddings, traits.window or config.max_position_embeddings),
+        dtype=dtype,
+        layers=in_order(embed, config.num_hidden_layers, parts, head, sep_layer),
+    )
+
+
+def _attention_shapes(hidden: int, q_width: int, kv_width: int, head_dim: int, traits: Traits) -> Shapes:
+    head_norms = joined(*(norm(f"self_attn.{part}_norm", head_dim, bias=False) for part in "qk")) if traits.head_norm else {}
+    return joined(
+        norm("input_layernorm", hidden, bias=False),
+        linear("self_attn.q_proj", q_width, hidden, traits.qkv_bias),
+        linear("self_attn.k_proj", kv_width, hidden, traits.qkv_bias),
+        linear("self_attn.v_proj", kv_width, hidden, traits.qkv_bias),
+        linear("self_attn.o_proj", hidden, q_width, traits.out_bias),
+        head_norms,
+    )
+
+
+def _mlp_shapes(hidden: int, ffn: int, traits: Traits) -> Shapes:
+    return joined(
+        norm("post_attention_layernorm", hidden, bias=False),
+        linear("mlp.gate_proj", ffn, hidden, traits.mlp_bias),
+        linear("mlp.up_proj", ffn, hidden, traits.mlp_bias),
+        linear("mlp.down_proj", hidden, ffn, traits.mlp_bias),
+    )

@@ -1,0 +1,59 @@
+"""The arithmetic of decoder layers: pure functions over tensors and a dict of weights. None writes into what it is given,
+except the activations, which are handed only what nobody else needs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.models.base import Weights
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
+    return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+
+def layer_norm(x: Tensor, weights: Weights, name: str, eps: float = 1e-5) -> Tensor:
+    return functional.layer_norm(x, x.shape[-1:], weights.get(f"{name}.weight"), weights.get(f"{name}.bias"), eps)
+
+
+def rms_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
+    """In fp32, and rounded before the weight is applied: the order that these models were trained with."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype).mul_(weights[f"{name}.weight"])
+
+
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
+    return x.unflatten(-1, (-1, head_dim))  # (rows, tokens, heads, head_dim)
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return torch.sigmoid(1.702 * x).mul_(x)
+
+
+_gelu_tanh = partial(functional.gelu, approximate="tanh")
+
+# may overwrite their argument
+ACTIVATIONS: Mapping[str, Activation] = {
+    "relu": torch.relu_,
+    "silu": partial(functional.silu, inplace=True),
+    "swish": partial(functional.silu, inplace=True),
+    "gelu": functional.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+}
+
+
+def activation(name: str) -> Activation:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation {name!r} is not supported; known are {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]

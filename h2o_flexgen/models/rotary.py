@@ -1,0 +1,89 @@
+"""Rotary positions: how a model's config says to rotate queries and keys, and the rotation itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.models.layout import Config
+
+
+class Rotary:
+    """Turns the pairs (j, j + half) of a head's first 2 * half values by position * frequency[j]; the rest stays."""
+
+    def __init__(self, frequencies: Tensor) -> None:
+        self._frequencies = {frequencies.device: frequencies}  # one copy per device: nothing is moved in the token loop
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        angles = positions[..., None, None].float() * self._on(x.device)  # (rows, tokens, 1, half)
+        cos, sin, half = angles.cos().to(x.dtype), angles.sin().to(x.dtype), angles.shape[-1]
+        first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+        turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        torch.sub(first * cos, second * sin, out=turned[..., :half])
+        torch.add(second * cos, first * sin, out=turned[..., half : 2 * half])
+        turned[..., 2 * half :] = rest
+        return turned
+
+    def _on(self, device: torch.device) -> Tensor:
+        if device not in self._frequencies:
+            self._frequencies[device] = next(iter(self._frequencies.values())).to(device)
+        return self._frequencies[device]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """What a config says of rotary positions."""
+
+    kind: str
+    theta: float
+    share: float  # of each head that is rotated
+    scaling: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, config: Config) -> Rope:
+        """transformers 5 keeps everything in rope_parameters; 4 keeps the scaling in rope_scaling, the rest in attributes."""
+        scaling = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+        if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
+            raise ValueError(f"rope parameters that differ by layer ({', '.join(nested)}) are not supported")
+
+        def read(*names: str, default: float) -> float:
+            found = [scaling.get(name, getattr(config, name, None)) for name in names]
+            return next((float(value) for value in found if value is not None), default)
+
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        theta = read("rope_theta", "rotary_emb_base", default=10000.0)
+        return cls(kind, theta, read("partial_rotary_factor", "rotary_pct", default=1.0), scaling)
+
+    def rotary(self, width: int) -> Rotary:
+        """For heads of which the first `width` values are rotated."""
+        if self.kind not in SCALINGS:
+            raise ValueError(f"rope type {self.kind!r} is not supported; known are {', '.join(SCALINGS)}")
+        frequencies = 1.0 / (self.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+        return Rotary(SCALINGS[self.kind](frequencies, self.scaling))
+
+
+def _unscaled(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    return frequencies
+
+
+def _linear(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    return frequencies / scaling["factor"]
+
+
+def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Waves that fit often into the original length stay, those that hardly fit are stretched, between them it is blended."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # over the original length
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / scaling["factor"])
+
+
+SCALINGS: Mapping[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
+    "default": _unscaled,
+    "linear": _linear,
+    "llama3": _llama3,
+}

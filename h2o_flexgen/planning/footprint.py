@@ -1,0 +1,225 @@
+"""The footprint of a plan: the bytes that a block holds on every tier, peak included, before anything is allocated.
+
+A budget is a promise. `refuse_what_does_not_fit` is what keeps it: it names the tier, the need, the budget and what would fit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Mapping
+
+from h2o_flexgen.kv.policy import POLICIES
+from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.placement import Placement, moves, place
+from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan, Shares
+from h2o_flexgen.planning.schedule import SCHEDULES, Schedule
+from h2o_flexgen.planning.workload import Batch, Block, Workload
+
+PAGE = 4096
+READ_BUFFERS = 6 * ((4 << 20) + 2 * PAGE)  # of the disk threads
+SLACK = 1.15  # on the estimate of what the functions of a layer allocate in passing: allocators keep some of it
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """tier -> what it holds -> bytes."""
+
+    parts: Mapping[str, Mapping[str, int]]
+
+    def total(self, tier: str) -> int:
+        return sum(self.parts.get(tier, {}).values())
+
+    def __or__(self, other: Footprint) -> Footprint:
+        """What is enough for both: blocks of a workload run one after the other."""
+        return Footprint(
+            {
+                tier: {
+                    name: max(self.parts.get(tier, {}).get(name, 0), other.parts.get(tier, {}).get(name, 0))
+                    for name in [*self.parts.get(tier, {}), *other.parts.get(tier, {})]
+                }
+                for tier in TIERS
+            }
+        )
+
+
+def footprint(
+    spec: ModelSpec, plan: Plan, block: Block, placement: Placement, schedule: Schedule, writes_weights: bool = False
+) -> Footprint:
+    """`writes_weights`: the disk share of the weights is not there yet but written for the run (dummy weights)."""
+    parts: dict[str, dict[str, int]] = {tier: defaultdict(int) for tier in TIERS}
+    accelerator = schedule.moves.accelerator
+    compute = DEVICE if accelerator else HOST
+    _add_weights(parts, spec, placement, schedule, compute, writes_weights)
+    _add_kv(parts, spec, plan, block, schedule, compute)
+    _add_hidden(parts, spec, block, schedule, compute)
+    parts[compute]["working space"] = int(SLACK * max(working_bytes(spec, batch, block.gen_len) for batch in block.batches))
+    if parts[DISK] or any(schedule.moves.weights_on_disk):
+        parts[HOST]["read buffers"] = READ_BUFFERS
+    return Footprint({tier: dict(held) for tier, held in parts.items()})
+
+
+def _add_weights(
+    parts: dict[str, dict[str, int]], spec: ModelSpec, placement: Placement, schedule: Schedule, compute: str, written: bool
+) -> None:
+    for tensor in spec.tensors.values():
+        tier = placement.weights[tensor.name]
+        if tier != DISK or written:
+            parts[tier if tier != DEVICE else compute]["weights"] += tensor.stored_nbytes if tier == DISK else tensor.nbytes
+    largest = {tier: max(_layer_bytes(spec, placement, layer, tier) for layer in range(len(spec.layers))) for tier in (DISK, HOST)}
+    both = max(
+        _layer_bytes(spec, placement, layer, DISK) + _layer_bytes(spec, placement, layer, HOST) for layer in range(len(spec.layers))
+    )
+    if largest[DISK]:
+        parts[HOST]["weight slots"] += schedule.weight_slots * largest[DISK]
+    if schedule.moves.accelerator and both:
+        parts[DEVICE]["weight slots"] += schedule.weight_slots * both
+
+
+def _layer_bytes(spec: ModelSpec, placement: Placement, layer: int, tier: str) -> int:
+    sizes = [tensor.nbytes for _, tensor in spec.layers[layer].tensors if placement.weights[tensor.name] == tier]
+    return sum(sizes) + PAGE * len(sizes)  # each may start at a page
+
+
+def _add_kv(parts: dict[str, dict[str, int]], spec: ModelSpec, plan: Plan, block: Block, schedule: Schedule, compute: str) -> None:
+    policy, moved = POLICIES[plan.kv_policy], schedule.moves
+    slots = [policy.capacity(batch, block.gen_len) for batch in block.batches]
+    images = [count * batch.size * spec.kv_bytes_per_slot for count, batch in zip(slots, block.batches)]
+    for (_, batch), tier in moved.kv.items():
+        padded = slots[batch] * -(-block.batches[batch].size * spec.kv_bytes_per_slot // PAGE) * PAGE
+        parts[tier if tier != DEVICE else compute]["KV"] += padded if tier == DISK else images[batch] + PAGE
+    ring = schedule.slots * (max(images) + PAGE)
+    if DISK in moved.kv.values():
+        parts[HOST]["KV slots"] += ring
+    if moved.accelerator and any(moved.moves_kv(*place) for place in moved.kv):
+        parts[DEVICE]["KV slots"] += ring
+
+
+def _add_hidden(parts: dict[str, dict[str, int]], spec: ModelSpec, block: Block, schedule: Schedule, compute: str) -> None:
+    sizes = [hidden_bytes(spec, batch) for batch in block.batches]
+    for nbytes, tier in zip(sizes, schedule.moves.hidden):
+        parts[tier if tier != DEVICE else compute]["activations"] += nbytes
+    moved = [nbytes for batch, nbytes in enumerate(sizes) if schedule.moves.moves_hidden(batch)]
+    if moved:
+        parts[compute]["activation slots"] += schedule.slots * max(moved)
+    if DISK in schedule.moves.hidden:
+        parts[HOST]["activation slots"] += (schedule.slots if compute == DEVICE else 0) * max(moved) + max(moved)
+
+
+def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
+    return -(-batch.size * batch.prompt_len * spec.widest * spec.itemsize // PAGE) * PAGE
+
+
+def working_bytes(spec: ModelSpec, batch: Batch, gen_len: int) -> int:
+    """The most that the functions of one visit allocate at once: an estimate from their shapes, held against runs by a test."""
+    tokens = batch.size * batch.prompt_len
+    heads = spec.heads * spec.head_dim
+    normed = 3 * spec.hidden * 4 + 2 * spec.widest * spec.itemsize  # norms work in fp32
+    attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * max(spec.itemsize, 4))
+    mlp = tokens * (normed + 3 * spec.ffn * spec.itemsize)
+    decode = batch.size * spec.heads * (batch.prompt_len + gen_len) * (8 + 2 * spec.itemsize)
+    head = batch.size * spec.vocab * (3 * 4 + spec.itemsize)
+    return max(attention, mlp, decode, head) + tokens * spec.widest * spec.itemsize
+
+
+# -- budgets -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Bytes that may be held per tier; None is no limit. `host_base` is what the process holds before anything is loaded."""
+
+    device: int | None = None
+    host: int | None = None
+    disk: int | None = None
+    host_base: int = 0
+
+    def of(self, tier: str) -> int | None:
+        return {DEVICE: self.device, HOST: self.host, DISK: self.disk}[tier]
+
+    def needs(self, footprint: Footprint, tier: str) -> int:
+        return footprint.total(tier) + (self.host_base if tier == HOST else 0)
+
+    def first_exceeded(self, footprint: Footprint) -> str | None:
+        for tier in TIERS:
+            budget = self.of(tier)
+            if budget is not None and self.needs(footprint, tier) > budget:
+                return tier
+        return None
+
+
+@dataclass(frozen=True)
+class Request:
+    """All that decides whether a plan fits."""
+
+    spec: ModelSpec
+    plan: Plan
+    workload: Workload
+    accelerator: bool
+    writes_weights: bool = False
+
+    def blocks(self) -> tuple[Block, ...]:
+        return self.workload.blocks(self.plan.gpu_batch_size, self.plan.num_gpu_batches)
+
+    def footprint(self) -> Footprint:
+        total = Footprint({})
+        for block in dict.fromkeys(self.blocks()):
+            placement = place(self.spec, self.plan, block)
+            schedule = SCHEDULES[self.plan.schedule](moves(self.spec, self.plan, block, placement, self.accelerator))
+            total = total | footprint(self.spec, self.plan, block, placement, schedule, self.writes_weights)
+        return total
+
+
+def refuse_what_does_not_fit(request: Request, budgets: Budgets) -> Footprint:
+    needed = request.footprint()
+    tier = budgets.first_exceeded(needed)
+    if tier is None:
+        return needed
+    budget = budgets.of(tier)
+    assert budget is not None
+    held = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in needed.parts[tier].items() if nbytes)
+    if tier == HOST and budgets.host_base:
+        held += f", process {_size(budgets.host_base)}"
+    raise ValueError(
+        f"plan needs {_size(budgets.needs(needed, tier))} on {tier} ({held}), the budget is {_size(budget)}; "
+        + what_would_fit(request, budgets)
+    )
+
+
+def what_would_fit(request: Request, budgets: Budgets) -> str:
+    """The nearest plans that fit: a smaller batch, or less of the weights and KV in memory."""
+    found = []
+    for size in _halves(request.plan.gpu_batch_size):
+        plan = replace(request.plan, gpu_batch_size=size)
+        if budgets.first_exceeded(replace(request, plan=plan).footprint()) is None:
+            found.append(f"--gpu-batch-size {size}")
+            break
+    for kept in (0.75, 0.5, 0.25, 0.1, 0.0):
+        plan = _with_less_in_memory(request.plan, kept, request.accelerator)
+        if budgets.first_exceeded(replace(request, plan=plan).footprint()) is None:
+            found.append("--percent " + " ".join(f"{value:g}" for value in plan.percent))
+            break
+    return "would fit: " + " or ".join(found) if found else "no smaller batch or share fits: give more memory or a smaller model"
+
+
+def _halves(size: int) -> list[int]:
+    halves = []
+    while size > 1:
+        size //= 2
+        halves.append(size)
+    return halves
+
+
+def _with_less_in_memory(plan: Plan, kept: float, accelerator: bool) -> Plan:
+    """Device and host shares of weights and KV scaled down. What leaves a device goes to the host, and from there to disk."""
+
+    def less(shares: Shares) -> Shares:
+        device = round(shares.device * kept, 2)
+        host = shares.host + (shares.device - device if accelerator else 0.0)
+        return Shares(device, min(round(host * (1.0 if accelerator else kept), 2), 1.0 - device))
+
+    return replace(plan, weights=less(plan.weights), kv=less(plan.kv))
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"

@@ -1,0 +1,118 @@
+"""ModelSpec: the sizes of a model, layer by layer and tensor by tensor. The files in models/ write it; all of planning reads it.
+
+A *layer* here is a step of the schedule: the embedding, a decoder block (or its attention and its mlp apart), the head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Callable
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor: its name in the checkpoint, its shape, the bytes of a value as computed with and as stored on disk."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    stored_itemsize: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def stored_nbytes(self) -> int:
+        return self.numel * self.stored_itemsize
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One step of the schedule. `tensors` pairs the name that the layer's function uses with the tensor in the checkpoint."""
+
+    kind: str  # "embed", "attention", "mlp", "block" (both at once) or "head"
+    index: int  # which decoder block; 0 for embed and head
+    tensors: tuple[tuple[str, TensorSpec], ...]
+    out_width: int  # values per token that it hands to the next layer
+
+    @property
+    def has_kv(self) -> bool:
+        return self.kind in ("attention", "block")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.tensors)
+
+    @property
+    def matmul_values(self) -> int:
+        """Weights that every token is multiplied with: two flops each. A lookup in the embedding costs none."""
+        tables = 1 if self.kind == "embed" else 0
+        matrices = [tensor.numel for _, tensor in self.tensors if len(tensor.shape) == 2]
+        lookups = [tensor.numel for name, tensor in self.tensors if name.startswith("embed_")]
+        return sum(matrices) - tables * sum(lookups)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    name: str
+    architecture: str  # a key of models.MODELS
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int
+    dtype: str  # computed with
+    layers: tuple[LayerSpec, ...]
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def kv_bytes_per_slot(self) -> int:
+        """Bytes of key and value that one token leaves in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.itemsize
+
+    @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        return tuple(index for index, layer in enumerate(self.layers) if layer.has_kv)
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Every tensor of the model once, in layer order: a tied head is the embedding again and not counted twice."""
+        return {tensor.name: tensor for layer in self.layers for _, tensor in layer.tensors}
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def widest(self) -> int:
+        """Values per token of the widest hidden state between two layers."""
+        return max(layer.out_width for layer in self.layers[:-1])
+
+    def flops(self, layer: int, rows: int, tokens: int, context: float) -> float:
+        """Of `rows` sequences with `tokens` new tokens each, that attend `context` keys on average."""
+        spec = self.layers[layer]
+        counted = 1 if spec.kind == "head" else tokens  # logits are made for the last position only
+        attention = 4.0 * self.heads * self.head_dim * context if spec.has_kv else 0.0
+        return rows * (2.0 * spec.matmul_values * counted + attention * tokens)
+
+    def map_tensors(self, change: Callable[[TensorSpec], TensorSpec]) -> ModelSpec:
+        """The same model with every tensor replaced, e.g. by what the checkpoint really stores."""
+        layers = tuple(
+            replace(layer, tensors=tuple((name, change(tensor)) for name, tensor in layer.tensors))
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)

@@ -1,0 +1,117 @@
+"""Placement: the exact tier of every tensor, of the KV of every (layer, batch) and of every batch's activations.
+
+Nothing is ever split over two tiers. What a tier got too much or too little is carried to the next item, so that over the first
+layers, however many, and so over all, each tier is within one item of what the plan asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from h2o_flexgen.kv.policy import POLICIES
+from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan, Shares
+from h2o_flexgen.planning.schedule import Moves
+from h2o_flexgen.planning.workload import Block
+
+
+@dataclass(frozen=True)
+class Placement:
+    weights: Mapping[str, str]  # tensor's name in the checkpoint -> tier; a tied head is the embedding and stands here once
+    kv: Mapping[tuple[int, int], str]  # (layer of the schedule, batch) -> tier, layer by layer
+    hidden: tuple[str, ...]  # tier of each batch
+
+
+def spread(sizes: Sequence[int], shares: Shares) -> tuple[str, ...]:
+    """Each item goes whole to the tier that lacks most of its share of the bytes so far, this item included.
+
+    Behind every item each tier is then within one largest item of its share. Before an item is placed the three lacks sum up to
+    its size s, so the largest is s/3 at least: no tier gets 2/3 of an item too much. And if a tier that lacks more than an item is
+    passed over, the one that is chosen lacks as much, so that the third would have had more than an item too much."""
+    wanted = [tier for tier in TIERS if shares.of(tier) > 1e-9]  # 1 - 0.58 - 0.42 is not quite 0
+    placed = dict.fromkeys(wanted, 0)
+    total, tiers = 0, []
+    for size in sizes:
+        total += size
+        tier = max(wanted, key=lambda tier: shares.of(tier) * total - placed[tier])  # of equals the first, the fastest
+        placed[tier] += size
+        tiers.append(tier)
+    return tuple(tiers)
+
+
+def place(spec: ModelSpec, plan: Plan, block: Block) -> Placement:
+    weights, kv, hidden = _weight_sizes(spec), _kv_sizes(spec, plan, block), _hidden_sizes(spec, block)
+    return Placement(
+        weights=dict(zip(weights, spread(list(weights.values()), plan.weights))),
+        kv=dict(zip(kv, spread(list(kv.values()), plan.kv))),
+        hidden=spread(hidden, plan.hidden),
+    )
+
+
+def placed_shares(spec: ModelSpec, plan: Plan, block: Block, placement: Placement) -> tuple[float, ...]:
+    """What was really placed, as FlexGen's six numbers: per cent on device and host of weights, KV and activations."""
+    weights, kv, hidden = _weight_sizes(spec), _kv_sizes(spec, plan, block), _hidden_sizes(spec, block)
+    return (
+        *_percent((placement.weights[name], size) for name, size in weights.items()),
+        *_percent((placement.kv[unit], size) for unit, size in kv.items()),
+        *_percent(zip(placement.hidden, hidden)),
+    )
+
+
+def moves(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, accelerator: bool) -> Moves:
+    """What a schedule has to move under this placement."""
+    return Moves(
+        steps=block.gen_len,
+        layers=len(spec.layers),
+        batches=len(block.batches),
+        slots=plan.slots,
+        accelerator=accelerator,
+        weights_on_disk=_layers_with(spec, placement, DISK),
+        weights_on_host=_layers_with(spec, placement, HOST),
+        kv=placement.kv,
+        hidden=placement.hidden,
+    )
+
+
+# -- sizes in bytes ------------------------------------------------------------------------------------------------------
+
+
+def _weight_sizes(spec: ModelSpec) -> dict[str, int]:
+    """Layer by layer, within a layer the largest first: the small ones then mend what the large ones left uneven."""
+    sizes: dict[str, int] = {}
+    for layer in spec.layers:
+        for _, tensor in sorted(layer.tensors, key=lambda pair: -pair[1].nbytes):
+            sizes.setdefault(tensor.name, tensor.nbytes)
+    return sizes
+
+
+def _kv_sizes(spec: ModelSpec, plan: Plan, block: Block) -> dict[tuple[int, int], int]:
+    if plan.kv_policy not in POLICIES:
+        raise ValueError(f"unknown kv_policy {plan.kv_policy!r}; known are {', '.join(POLICIES)}")
+    policy = POLICIES[plan.kv_policy]
+    batches = [batch.size * policy.capacity(batch, block.gen_len) * spec.kv_bytes_per_slot for batch in block.batches]
+    return {(layer, batch): size for layer in spec.kv_layers for batch, size in enumerate(batches)}
+
+
+def _hidden_sizes(spec: ModelSpec, block: Block) -> list[int]:
+    return [batch.size * batch.prompt_len * spec.widest * spec.itemsize for batch in block.batches]
+
+
+# -- what came of it -----------------------------------------------------------------------------------------------------
+
+
+def _layers_with(spec: ModelSpec, placement: Placement, tier: str) -> frozenset[int]:
+    return frozenset(
+        index
+        for index, layer in enumerate(spec.layers)
+        if any(placement.weights[tensor.name] == tier for _, tensor in layer.tensors)
+    )
+
+
+def _percent(placed: Iterable[tuple[str, int]]) -> tuple[float, float]:
+    sizes = dict.fromkeys(TIERS, 0)
+    for tier, size in placed:
+        sizes[tier] += size
+    total = sum(sizes.values()) or 1
+    return round(100 * sizes[DEVICE] / total, 2), round(100 * sizes[HOST] / total, 2)

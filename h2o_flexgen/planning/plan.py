@@ -1,0 +1,96 @@
+"""Plan: where everything should live and how large a block is. A request; planning/placement.py turns it into exact places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Sequence
+
+DEVICE, HOST, DISK = "device", "host", "disk"
+TIERS = (DEVICE, HOST, DISK)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Fractions of one kind of data per tier; what device and host leave goes to disk."""
+
+    device: float
+    host: float
+
+    def __post_init__(self) -> None:
+        if min(self.device, self.host) < 0 or self.device + self.host > 1 + 1e-9:
+            raise ValueError(
+                f"shares device={self.device:g} host={self.host:g} must not be negative nor exceed 1 together"
+            )
+
+    @property
+    def disk(self) -> float:
+        return max(0.0, 1.0 - self.device - self.host)
+
+    def of(self, tier: str) -> float:
+        return {DEVICE: self.device, HOST: self.host, DISK: self.disk}[tier]
+
+    def folded(self) -> Shares:
+        """On a machine without an accelerator what was meant for it lives in host memory."""
+        return Shares(0.0, self.device + self.host)
+
+
+ALL_DEVICE = Shares(1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    gpu_batch_size: int = 4
+    num_gpu_batches: int = 1
+    weights: Shares = ALL_DEVICE
+    kv: Shares = ALL_DEVICE
+    hidden: Shares = ALL_DEVICE
+    slots: int = 2  # visits whose data may be under way or in use at once; 1 means no overlap
+    sep_layer: bool = True  # attention and mlp are two layers of the schedule instead of one
+    pin_weight: bool = True  # host weights in page-locked memory (CUDA)
+    schedule: str = "zigzag"
+    kv_policy: str = "full"
+    weight_codec: str = "plain"
+    kv_codec: str = "plain"
+
+    def __post_init__(self) -> None:
+        for name in ("gpu_batch_size", "num_gpu_batches", "slots"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+
+    @classmethod
+    def create(cls, **options: object) -> Plan:
+        """Like the constructor, but an unknown key is an error that names the nearest known one."""
+        known = [field.name for field in fields(cls)]
+        for key in options:
+            if key not in known:
+                near = get_close_matches(key, known, n=1)
+                raise ValueError(f"unknown plan option {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        return cls(**options)  # type: ignore[arg-type]
+
+    @property
+    def block_size(self) -> int:
+        return self.gpu_batch_size * self.num_gpu_batches
+
+    def with_percent(self, percent: Sequence[float]) -> Plan:
+        """FlexGen's six numbers: weights, KV, activations, each as per cent on GPU and in CPU memory; the rest is disk."""
+        if len(percent) != 6:
+            raise ValueError(f"--percent takes six numbers, got {len(percent)}: {list(percent)}")
+        shares = []
+        for name, gpu, cpu in zip(("weights", "KV", "activations"), percent[0::2], percent[1::2], strict=True):
+            if gpu < 0 or cpu < 0 or gpu + cpu > 100:
+                raise ValueError(
+                    f"--percent for {name} is {gpu:g} (GPU) and {cpu:g} (CPU): "
+                    "neither may be negative and together they may not exceed 100"
+                )
+            shares.append(Shares(gpu / 100, cpu / 100))
+        return replace(self, weights=shares[0], kv=shares[1], hidden=shares[2])
+
+    def folded(self) -> Plan:
+        return replace(self, weights=self.weights.folded(), kv=self.kv.folded(), hidden=self.hidden.folded())
+
+    @property
+    def percent(self) -> tuple[float, ...]:
+        return tuple(
+            round(100 * value, 4) for share in (self.weights, self.kv, self.hidden) for value in (share.device, share.host)
+        )

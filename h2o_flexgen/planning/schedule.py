@@ -1,0 +1,486 @@
+"""The schedule as data: generators of Task(op, step, layer, batch, needs).
+
+A *visit* is one COMPUTE: one layer on one batch at one step. Visits are numbered in compute order, so "the next" is
+always `+ 1` and no wrap-around has to be treated. Data that does not live where it is computed with passes through *slots*
+(buffers used in turn: visit number modulo their count), and a slot is used again only after a *declared* need.
+
+Four readers share these objects: `check` proves them sound, `simulate` prices them, the executor runs them, the trace draws them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Callable, Iterator, Mapping, NamedTuple
+
+from h2o_flexgen.planning.plan import DEVICE, DISK, HOST
+
+
+class Op(str, Enum):
+    READ_W = "READ_W"  # a slice of a layer's weights, disk -> host
+    LOAD_W = "LOAD_W"  # a slice of a layer's weights, host -> device
+    READ_KV = "READ_KV"  # the KV of a visit, disk -> host
+    LOAD_KV = "LOAD_KV"  # the KV of a visit, host -> device
+    LOAD_H = "LOAD_H"  # the hidden state of a visit, from its home to where it is computed with
+    COMPUTE = "COMPUTE"
+    STORE_H = "STORE_H"  # the hidden state of a visit, to its home
+    STORE_KV = "STORE_KV"  # what a visit changed of its KV, device -> host
+    WRITE_KV = "WRITE_KV"  # what a visit changed of its KV, host -> disk
+
+    def __str__(self) -> str:
+        return self.value
+
+
+COMPUTE_LANE = "compute"
+LANES: Mapping[Op, str] = {
+    Op.READ_W: "read",
+    Op.READ_KV: "read",
+    Op.LOAD_W: "load",
+    Op.LOAD_KV: "load",
+    Op.LOAD_H: "load",
+    Op.COMPUTE: COMPUTE_LANE,
+    Op.STORE_H: "store",
+    Op.STORE_KV: "store",
+    Op.WRITE_KV: "write",
+}
+
+
+class Key(NamedTuple):
+    """What names a task. For READ_W and LOAD_W `batch` is the slice when the schedule cuts layers, else the visit's batch."""
+
+    op: Op
+    step: int
+    layer: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.step}.{self.layer}.{self.batch}"
+
+
+class Task(NamedTuple):
+    op: Op
+    step: int
+    layer: int
+    batch: int
+    needs: tuple[Key, ...] = ()
+
+    @property
+    def key(self) -> Key:
+        return Key(*self[:4])
+
+    @property
+    def lane(self) -> str:
+        return LANES[self.op]
+
+    def __str__(self) -> str:
+        return str(self.key)
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What a plan moves in one block: all that a schedule must know of it."""
+
+    steps: int
+    layers: int
+    batches: int
+    slots: int = 2
+    accelerator: bool = False  # is there a device whose memory is not the host's
+    weights_on_disk: frozenset[int] = frozenset()  # layers that have some
+    weights_on_host: frozenset[int] = frozenset()
+    kv: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (layer, batch) -> tier, for layers that have KV
+    hidden: tuple[str, ...] = ()  # tier of each batch's activations
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.layers, self.batches, self.slots) < 1:
+            raise ValueError("steps, layers, batches and slots must be 1 or more")
+
+    @property
+    def visits(self) -> int:
+        return self.steps * self.layers * self.batches
+
+    def reads_weights(self, layer: int) -> bool:
+        return layer in self.weights_on_disk
+
+    def loads_weights(self, layer: int) -> bool:
+        return self.accelerator and (layer in self.weights_on_disk or layer in self.weights_on_host)
+
+    def moves_kv(self, layer: int, batch: int) -> bool:
+        return self._is_away(self.kv.get((layer, batch), DEVICE))
+
+    def kv_on_disk(self, layer: int, batch: int) -> bool:
+        return self.kv.get((layer, batch)) == DISK
+
+    def moves_hidden(self, batch: int) -> bool:
+        return bool(self.hidden) and self._is_away(self.hidden[batch])
+
+    def _is_away(self, tier: str) -> bool:
+        return tier == DISK or (self.accelerator and tier == HOST)
+
+
+class Visit(NamedTuple):
+    step: int
+    layer: int
+    batch: int
+
+
+class Touch(NamedTuple):
+    """A task works in this slot of this ring of buffers, on behalf of this user (a visit's number)."""
+
+    ring: str
+    slot: int
+    user: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order of visits and the issue order of everything that serves them. Subclasses say `visits` and `tasks`."""
+
+    moves: Moves
+
+    name = ""
+    cuts_layers = False  # are a layer's weights fetched in slices, one per batch
+
+    # -- numbering ---------------------------------------------------------------------------------------------------
+
+    def visit(self, number: int) -> Visit:
+        raise NotImplementedError
+
+    def number(self, step: int, layer: int, batch: int) -> int:
+        raise NotImplementedError
+
+    def weight_number(self, step: int, layer: int, batch: int) -> int:
+        """Number of the pass over a layer's weights that this visit belongs to."""
+        raise NotImplementedError
+
+    def weight_batch(self, batch: int) -> int:
+        """The batch in whose name the weights that this batch uses are fetched."""
+        raise NotImplementedError
+
+    @property
+    def slices(self) -> int:
+        return self.moves.batches if self.cuts_layers else 1
+
+    @property
+    def slots(self) -> int:
+        """Of KV and of hidden states."""
+        return self.moves.slots
+
+    @property
+    def weight_slots(self) -> int:
+        return self.moves.slots
+
+    # -- what is where -----------------------------------------------------------------------------------------------
+
+    def slot(self, step: int, layer: int, batch: int) -> int:
+        return self.number(step, layer, batch) % self.slots
+
+    def weight_slot(self, step: int, layer: int, batch: int) -> int:
+        return self.weight_number(step, layer, batch) % self.weight_slots
+
+    def touches(self, task: Task | Key) -> list[Touch]:
+        """The slots that a task works in. A slot has one user at a time: that is what `check` proves."""
+        moves, op, step, layer, batch = self.moves, task.op, task.step, task.layer, task.batch
+        if op in (Op.READ_W, Op.LOAD_W) or op is Op.COMPUTE:
+            user = self.weight_number(step, layer, batch)
+            host = Touch("weights.host", user % self.weight_slots, user)
+            device = Touch("weights.device", user % self.weight_slots, user)
+            in_host, on_device = moves.reads_weights(layer), moves.loads_weights(layer)
+            if op is Op.READ_W:
+                return [host]
+            if op is Op.LOAD_W:
+                return [device] + ([host] if in_host else [])
+            touched = [device] if on_device else [host] if in_host else []
+            user = self.number(step, layer, batch)
+            if moves.moves_kv(layer, batch):
+                touched.append(Touch("kv.device" if moves.accelerator else "kv.host", user % self.slots, user))
+            if moves.moves_hidden(batch):
+                touched.append(Touch("hidden", user % self.slots, user))
+            return touched
+        user = self.number(step, layer, batch)
+        slot = user % self.slots
+        if op in (Op.LOAD_H, Op.STORE_H):
+            return [Touch("hidden", slot, user)]
+        touched = []
+        if op in (Op.LOAD_KV, Op.STORE_KV):
+            touched.append(Touch("kv.device", slot, user))
+        if moves.kv_on_disk(layer, batch):
+            touched.append(Touch("kv.host", slot, user))
+        return touched
+
+    def tasks(self) -> Iterator[Task]:
+        raise NotImplementedError
+
+
+class _Issuer:
+    """Makes the tasks of one run of a schedule and remembers, per slot, which tasks must be over before it is used again."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.moves = schedule.moves
+        self.freed_by: dict[tuple[str, int], tuple[Key, ...]] = {}
+
+    def weights_read(self, step: int, layer: int, batch: int) -> Iterator[Task]:
+        if self.moves.reads_weights(layer):
+            slot = self.schedule.weight_slot(step, layer, batch)
+            yield Task(Op.READ_W, step, layer, batch, self._freed("weights.host", slot))
+
+    def weights_loaded(self, step: int, layer: int, batch: int) -> Iterator[Task]:
+        if not self.moves.loads_weights(layer):
+            return
+        slot = self.schedule.weight_slot(step, layer, batch)
+        needs = self._freed("weights.device", slot)
+        if self.moves.reads_weights(layer):
+            needs += (Key(Op.READ_W, step, layer, batch),)
+            self.freed_by["weights.host", slot] = self._slices(Op.LOAD_W, step, layer, batch)
+        yield Task(Op.LOAD_W, step, layer, batch, needs)
+
+    def kv_fetched(self, visit: Visit) -> Iterator[Task]:
+        step, layer, batch = visit
+        if step == 0 or not self.moves.moves_kv(layer, batch):
+            return
+        slot = self.schedule.slot(*visit)
+        came = (Key(Op.STORE_KV, step - 1, layer, batch),)
+        if self.moves.kv_on_disk(layer, batch):
+            yield Task(Op.READ_KV, *visit, self._freed("kv.host", slot) + (Key(Op.WRITE_KV, step - 1, layer, batch),))
+            came = (Key(Op.READ_KV, *visit),)
+        if self.moves.accelerator:
+            yield Task(Op.LOAD_KV, *visit, self._freed("kv.device", slot) + came)
+
+    def hidden_fetched(self, visit: Visit) -> Iterator[Task]:
+        step, layer, batch = visit
+        if layer > 0 and self.moves.moves_hidden(batch):
+            stored = (Key(Op.STORE_H, step, layer - 1, batch),)
+            yield Task(Op.LOAD_H, *visit, self._freed("hidden", self.schedule.slot(*visit)) + stored)
+
+    def computed(self, visit: Visit) -> Iterator[Task]:
+        step, layer, batch = visit
+        needs = self._previous(visit) + self._weights_needed(visit)
+        if self.moves.moves_kv(layer, batch):
+            if step == 0:
+                needs += self._freed("kv.device" if self.moves.accelerator else "kv.host", self.schedule.slot(*visit))
+            else:
+                needs += (Key(Op.LOAD_KV if self.moves.accelerator else Op.READ_KV, *visit),)
+        if self.moves.moves_hidden(batch):
+            needs += (Key(Op.LOAD_H, *visit),) if layer else self._freed("hidden", self.schedule.slot(*visit))
+        yield Task(Op.COMPUTE, *visit, needs)
+        self._free_after_compute(visit)
+
+    def stored(self, visit: Visit) -> Iterator[Task]:
+        step, layer, batch = visit
+        ready = (Key(Op.COMPUTE, *visit),)
+        if self.moves.moves_hidden(batch) and layer < self.moves.layers - 1:
+            yield Task(Op.STORE_H, *visit, ready)
+        if not self.moves.moves_kv(layer, batch) or self._is_last_step(step):
+            return  # nobody reads the KV of the last step
+        slot, on_disk = self.schedule.slot(*visit), self.moves.kv_on_disk(layer, batch)
+        if self.moves.accelerator:
+            free = self._freed("kv.host", slot) if on_disk and step == 0 else ()
+            yield Task(Op.STORE_KV, *visit, ready + free)
+            ready = (Key(Op.STORE_KV, *visit),)
+        if on_disk:
+            self.freed_by["kv.host", slot] = (Key(Op.WRITE_KV, *visit),)
+            yield Task(Op.WRITE_KV, *visit, ready)
+
+    # -- needs -------------------------------------------------------------------------------------------------------
+
+    def _freed(self, ring: str, slot: int) -> tuple[Key, ...]:
+        return self.freed_by.get((ring, slot), ())
+
+    def _is_last_step(self, step: int) -> bool:
+        return step == self.moves.steps - 1
+
+    def _slices(self, op: Op, step: int, layer: int, batch: int) -> tuple[Key, ...]:
+        """All the tasks that bring the weights which this visit uses."""
+        if self.schedule.cuts_layers:
+            return tuple(Key(op, step, layer, part) for part in range(self.schedule.slices))
+        return (Key(op, step, layer, self.schedule.weight_batch(batch)),)
+
+    def _previous(self, visit: Visit) -> tuple[Key, ...]:
+        step, layer, batch = visit
+        if layer > 0:
+            return (Key(Op.COMPUTE, step, layer - 1, batch),)
+        return (Key(Op.COMPUTE, step - 1, self.moves.layers - 1, batch),) if step else ()
+
+    def _weights_needed(self, visit: Visit) -> tuple[Key, ...]:
+        if self.schedule.weight_batch(visit.batch) != visit.batch:
+            return ()  # the first batch of the layer has waited for them already
+        if self.moves.loads_weights(visit.layer):
+            return self._slices(Op.LOAD_W, *visit)
+        return self._slices(Op.READ_W, *visit) if self.moves.reads_weights(visit.layer) else ()
+
+    def _free_after_compute(self, visit: Visit) -> None:
+        """Whatever this COMPUTE was the last to use is free after it, or after the tasks that carry its results away."""
+        step, layer, batch = visit
+        key, slot, moves = (Key(Op.COMPUTE, *visit),), self.schedule.slot(*visit), self.moves
+        if moves.loads_weights(layer):
+            self.freed_by["weights.device", self.schedule.weight_slot(*visit)] = key
+        elif moves.reads_weights(layer):
+            self.freed_by["weights.host", self.schedule.weight_slot(*visit)] = key
+        if moves.moves_kv(layer, batch):
+            last = self._is_last_step(step)
+            if moves.accelerator:
+                self.freed_by["kv.device", slot] = key if last else (Key(Op.STORE_KV, *visit),)
+                if last and step > 0 and moves.kv_on_disk(layer, batch):
+                    self.freed_by["kv.host", slot] = (Key(Op.LOAD_KV, *visit),)
+            else:
+                self.freed_by["kv.host", slot] = key if last else (Key(Op.WRITE_KV, *visit),)
+        if moves.moves_hidden(batch):
+            self.freed_by["hidden", slot] = key if layer == moves.layers - 1 else (Key(Op.STORE_H, *visit),)
+
+
+class _BlockOrder(Schedule):
+    """step, then layer, then batch: all batches of a block use a layer's weights before the next layer comes."""
+
+    def visit(self, number: int) -> Visit:
+        rest, batch = divmod(number, self.moves.batches)
+        return Visit(*divmod(rest, self.moves.layers), batch)
+
+    def number(self, step: int, layer: int, batch: int) -> int:
+        return (step * self.moves.layers + layer) * self.moves.batches + batch
+
+    def weight_number(self, step: int, layer: int, batch: int) -> int:
+        return step * self.moves.layers + layer
+
+    def weight_batch(self, batch: int) -> int:
+        return 0
+
+    def weight_pass(self, number: int) -> tuple[int, int] | None:
+        """Step and layer of a pass over weights, or None behind the last."""
+        step, layer = divmod(number, self.moves.layers)
+        return (step, layer) if step < self.moves.steps else None
+
+
+@dataclass(frozen=True)
+class Zigzag(_BlockOrder):
+    """The block schedule: while a layer's batches compute, the weights of a later layer arrive slice by slice."""
+
+    name = "zigzag"
+    cuts_layers = True
+
+    @property
+    def load_ahead(self) -> int:
+        """Layers between the one whose weights are loaded and the one that is computed."""
+        return self.moves.slots - 1
+
+    @property
+    def read_ahead(self) -> int:
+        """With an accelerator the disk runs one layer before the link, so that no load waits for a read issued with it."""
+        return self.load_ahead + (1 if self.moves.accelerator and self.load_ahead else 0)
+
+    def tasks(self) -> Iterator[Task]:
+        moves, issue = self.moves, _Issuer(self)
+        kv_ahead = min(moves.slots, moves.layers * moves.batches) - 1  # any further and a fetch would overtake its own store
+        hidden_ahead = min(moves.slots, moves.batches) - 1
+        every = tuple(range(moves.batches))
+
+        for at in range(self.read_ahead):
+            yield from self._fetch(issue.weights_read, at, every)
+            if at < self.load_ahead:
+                yield from self._fetch(issue.weights_loaded, at, every)
+        for number in range(moves.visits):
+            visit = self.visit(number)
+            at = self.weight_number(*visit)
+            # with one slot nothing is fetched beside a compute: all slices come before the layer starts
+            slices = (visit.batch,) if self.load_ahead else every if visit.batch == 0 else ()
+            yield from self._fetch(issue.weights_read, at + self.read_ahead, slices)
+            yield from self._fetch(issue.weights_loaded, at + self.load_ahead, slices)
+            if number + kv_ahead < moves.visits:
+                yield from issue.kv_fetched(self.visit(number + kv_ahead))
+            if number + hidden_ahead < moves.visits:
+                yield from issue.hidden_fetched(self.visit(number + hidden_ahead))
+            yield from issue.computed(visit)
+            yield from issue.stored(visit)
+
+    def _fetch(self, fetch: Callable[[int, int, int], Iterator[Task]], at: int, slices: tuple[int, ...]) -> Iterator[Task]:
+        if weights := self.weight_pass(at):
+            for part in slices:
+                yield from fetch(*weights, part)
+
+
+@dataclass(frozen=True)
+class FlexGenBarrier(_BlockOrder):
+    """The original's block loop: a whole layer's weights come with the first batch of the layer before, and a barrier after
+    every visit makes the next one wait for all that was under way."""
+
+    name = "flexgen_barrier"
+
+    @property
+    def slots(self) -> int:
+        return 3  # one being fetched, one computed with, one stored: the original has a buffer for each
+
+    @property
+    def weight_slots(self) -> int:
+        return 2
+
+    def tasks(self) -> Iterator[Task]:
+        issue = _Issuer(self)
+        before = list(self._weights(issue, 0))
+        yield from before
+        for number in range(self.moves.visits):
+            barrier = tuple(task.key for task in before)
+            before = list(self._iteration(issue, number))
+            for task in before:
+                yield task._replace(needs=tuple(dict.fromkeys(task.needs + barrier)))
+
+    def _iteration(self, issue: _Issuer, number: int) -> Iterator[Task]:
+        moves, visit = self.moves, self.visit(number)
+        if number > 0:
+            yield from issue.stored(self.visit(number - 1))
+        if visit.batch == 0:
+            yield from self._weights(issue, self.weight_number(*visit) + 1)
+        kv, hidden = number + min(1, moves.layers * moves.batches - 1), number + min(1, moves.batches - 1)
+        if kv < moves.visits:
+            yield from issue.kv_fetched(self.visit(kv))
+        if hidden < moves.visits:
+            yield from issue.hidden_fetched(self.visit(hidden))
+        yield from issue.computed(visit)
+
+    def _weights(self, issue: _Issuer, at: int) -> Iterator[Task]:
+        if weights := self.weight_pass(at):
+            yield from issue.weights_read(*weights, 0)
+            yield from issue.weights_loaded(*weights, 0)
+
+
+@dataclass(frozen=True)
+class RowByRow(Schedule):
+    """batch, then step, then layer: every batch is generated to its end before the next one starts, and each reads all the
+    weights anew. With two slots the next layer is fetched meanwhile (ZeRO-Inference), with one it is not (Accelerate)."""
+
+    name = "row_by_row"
+
+    def visit(self, number: int) -> Visit:
+        rest, layer = divmod(number, self.moves.layers)
+        batch, step = divmod(rest, self.moves.steps)
+        return Visit(step, layer, batch)
+
+    def number(self, step: int, layer: int, batch: int) -> int:
+        return (batch * self.moves.steps + step) * self.moves.layers + layer
+
+    def weight_number(self, step: int, layer: int, batch: int) -> int:
+        return self.number(step, layer, batch)
+
+    def weight_batch(self, batch: int) -> int:
+        return batch
+
+    def tasks(self) -> Iterator[Task]:
+        moves, issue = self.moves, _Issuer(self)
+        ahead = moves.slots - 1
+        kv_ahead = min(ahead, moves.layers - 1)
+        for number in range(min(ahead, moves.visits)):
+            yield from self._weights(issue, number)
+        for number in range(moves.visits):
+            visit = self.visit(number)
+            if number + ahead < moves.visits:
+                yield from self._weights(issue, number + ahead)
+            if number + kv_ahead < moves.visits:
+                yield from issue.kv_fetched(self.visit(number + kv_ahead))
+            yield from issue.hidden_fetched(visit)
+            yield from issue.computed(visit)
+            yield from issue.stored(visit)
+
+    def _weights(self, issue: _Issuer, number: int) -> Iterator[Task]:
+        yield from issue.weights_read(*self.visit(number))
+        yield from issue.weights_loaded(*self.visit(number))
+
+
+SCHEDULES: Mapping[str, type[Schedule]] = {schedule.name: schedule for schedule in (Zigzag, FlexGenBarrier, RowByRow)}

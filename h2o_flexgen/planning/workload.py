@@ -1,0 +1,73 @@
+"""Workload: the prompts to run and how many tokens each may grow; and its division into blocks.
+
+A *batch* (micro-batch) is what one COMPUTE task works on; a *block* is the batches that share one pass over the weights.
+Prompts are sorted by length before they are divided, so that rows of one batch need little padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one micro-batch: their places in the input, their prompt lengths."""
+
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    @property
+    def prompt_len(self) -> int:
+        """Length of the longest row: what the others are padded to (on the right) in prefill."""
+        return max(self.lengths)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The batches that share one pass over the weights, and the tokens that each row may grow."""
+
+    batches: tuple[Batch, ...]
+    gen_len: int
+
+    @property
+    def num_rows(self) -> int:
+        return sum(batch.size for batch in self.batches)
+
+
+@dataclass(frozen=True)
+class Workload:
+    prompt_lens: tuple[int, ...]
+    gen_len: int
+
+    def __post_init__(self) -> None:
+        if not self.prompt_lens:
+            raise ValueError("no prompts were given; give at least one")
+        if self.gen_len < 1:
+            raise ValueError(f"tokens to generate is {self.gen_len}; give 1 or more")
+        for row, length in enumerate(self.prompt_lens):
+            if length < 1:
+                raise ValueError(f"prompt {row} is empty; every prompt needs at least one token")
+
+    @classmethod
+    def uniform(cls, num_prompts: int, prompt_len: int, gen_len: int) -> Workload:
+        return cls((prompt_len,) * num_prompts, gen_len)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt_lens)
+
+    def blocks(self, batch_size: int, num_batches: int) -> tuple[Block, ...]:
+        """Longest prompts first, so that what needs most memory is met at the start and not after hours."""
+        order = sorted(range(self.num_prompts), key=lambda row: (-self.prompt_lens[row], row))
+        batches = [
+            Batch(rows := tuple(order[start : start + batch_size]), tuple(self.prompt_lens[row] for row in rows))
+            for start in range(0, len(order), batch_size)
+        ]
+        return tuple(
+            Block(tuple(batches[start : start + num_batches]), self.gen_len)
+            for start in range(0, len(batches), num_batches)
+        )

@@ -1,0 +1,1 @@
+"""The running half: executes a schedule on real memory."""

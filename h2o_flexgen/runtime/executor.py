@@ -1,0 +1,172 @@
+"""The executor: runs a schedule. The only place of the running half where work happens beside other work.
+
+One FIFO worker per lane moves data; COMPUTE runs in the caller's thread. Every task waits for the needs that it declares and for
+nothing else. An error in any lane surfaces in the caller, with the task named; whatever happens, no thread outlives `run`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from queue import SimpleQueue
+from typing import Callable, Iterable, Mapping
+
+from h2o_flexgen.memory.device import Device, Marker
+from h2o_flexgen.planning.schedule import COMPUTE_LANE, LANES, Key, Op, Task
+from h2o_flexgen.planning.trace import Span, Trace
+
+Action = Callable[[Task], int]  # does the task and returns the bytes that it moved
+WORKERS = {"read": 2}  # the tail of one disk read leaves readers idle that the next can use; other lanes have one worker
+ON_HOST = frozenset({Op.READ_W, Op.READ_KV, Op.WRITE_KV})  # touch host memory from the CPU: must see what they need in place
+
+
+class _Pending:
+    """A task that was issued and whose effects may not all be there yet."""
+
+    __slots__ = ("issued", "marker")
+
+    def __init__(self) -> None:
+        self.issued = threading.Event()
+        self.marker: Marker | None = None
+
+
+class TaskFailed(RuntimeError):
+    """An action raised. The message names the task; the error itself is `cause`."""
+
+    def __init__(self, task: Task, cause: BaseException) -> None:
+        kind = "" if isinstance(cause, (OSError, MemoryError, ValueError)) else f"{type(cause).__name__}: "
+        super().__init__(f"{kind}{cause} (while running {task})")
+        self.task = task
+        self.cause = cause
+
+
+class Executor:
+    def __init__(self, actions: Mapping[Op, Action], device: Device, ahead: int = 1) -> None:
+        self._actions = actions
+        self._device = device
+        self._ahead = ahead  # COMPUTEs that may wait in line while their transfers are under way
+        self._pending: dict[Key, _Pending] = {}  # a key that is missing here is done
+        self._queues: dict[str, SimpleQueue[Task | None]] = {}
+        self._failure: tuple[Task, BaseException] | None = None
+        self._stopped = False
+        self._spans: list[Span] = []
+        self._marked: list[tuple[Task, Marker, Marker, int]] = []
+
+    def run(self, tasks: Iterable[Task]) -> Trace:
+        threads = self._start_lanes()
+        self._started_at = time.perf_counter()
+        with self._device.stream(COMPUTE_LANE):
+            self._first_marker = self._device.mark()
+            try:
+                self._issue(tasks)
+            except BaseException:
+                self._abandon()
+                raise
+            finally:
+                for lane, queue in self._queues.items():
+                    for _ in range(WORKERS.get(lane, 1)):
+                        queue.put(None)
+                for thread in threads:
+                    thread.join()
+                self._device.close()
+        self._raise_failure()
+        return self._trace()
+
+    # -- the caller's thread -----------------------------------------------------------------------------------------
+
+    def _issue(self, tasks: Iterable[Task]) -> None:
+        computes: deque[Task] = deque()
+        for task in tasks:
+            self._raise_failure()
+            self._pending[task.key] = _Pending()
+            if task.op is Op.COMPUTE:
+                computes.append(task)
+                if len(computes) > self._ahead:
+                    self._perform(computes.popleft())
+            else:
+                self._queues[task.lane].put(task)
+        while computes:
+            self._perform(computes.popleft())
+            self._raise_failure()
+
+    def _abandon(self) -> None:
+        """Nothing more is done; whoever waits for a task that will never run is let go."""
+        self._stopped = True
+        for pending in list(self._pending.values()):
+            pending.issued.set()
+
+    def _raise_failure(self) -> None:
+        if self._failure is None:
+            return
+        task, error = self._failure
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        raise TaskFailed(task, error) from error
+
+    # -- the lanes ---------------------------------------------------------------------------------------------------
+
+    def _start_lanes(self) -> list[threading.Thread]:
+        threads = []
+        for lane in sorted(set(LANES.values()) - {COMPUTE_LANE}):
+            self._queues[lane] = SimpleQueue()
+            for worker in range(WORKERS.get(lane, 1)):
+                threads.append(threading.Thread(target=self._work, args=(lane,), name=f"lane-{lane}-{worker}", daemon=True))
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def _work(self, lane: str) -> None:
+        with self._device.stream(lane):
+            while (task := self._queues[lane].get()) is not None:
+                self._perform(task)
+
+    def _perform(self, task: Task) -> None:
+        """Waits for the needs, acts, and lets those who wait go on: also when it failed, or nothing could ever end."""
+        pending = self._pending[task.key]
+        try:
+            if not self._stopped and self._wait(task):
+                self._act(task, pending)
+        except BaseException as error:
+            self._failure = self._failure or (task, error)
+            self._stopped = True
+        finally:
+            pending.issued.set()
+            if pending.marker is None:
+                self._pending.pop(task.key, None)
+
+    def _wait(self, task: Task) -> bool:
+        for key in task.needs:
+            need = self._pending.get(key)
+            if need is None:
+                continue
+            need.issued.wait()
+            if need.marker is None:
+                continue
+            if task.op in ON_HOST:
+                need.marker.synchronize()
+            else:
+                self._device.wait(need.marker)
+            if need.marker.query():
+                self._pending.pop(key, None)
+        return not self._stopped
+
+    def _act(self, task: Task, pending: _Pending) -> None:
+        first, start = self._device.mark(), time.perf_counter()
+        moved = self._actions[task.op](task)
+        last = None if task.op in ON_HOST else self._device.mark()
+        if first is not None and last is not None:
+            pending.marker = last
+            self._marked.append((task, first, last, moved))
+        else:
+            begun = start - self._started_at
+            self._spans.append(Span(task.key, task.lane, begun, time.perf_counter() - self._started_at, moved))
+
+    # -- what happened -----------------------------------------------------------------------------------------------
+
+    def _trace(self) -> Trace:
+        for task, first, last, moved in self._marked:
+            assert self._first_marker is not None
+            begun, ended = (self._device.seconds_between(self._first_marker, marker) for marker in (first, last))
+            self._spans.append(Span(task.key, task.lane, begun, ended, moved))
+        return Trace(sorted(self._spans, key=lambda span: span.start))

@@ -1,0 +1,96 @@
+"""The rows of one batch while they are generated: who is still alive, what is computed next, who fills the places of the finished.
+
+A finished row leaves at once: from the next layer on it is no longer computed. The caches follow when they are next opened: living
+rows from behind fill the gaps (`kept`), so that the living always stand in front.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, Sequence
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kv.cache import Pass
+from h2o_flexgen.planning.workload import Batch
+from h2o_flexgen.runtime.output import StepLogprobs
+from h2o_flexgen.runtime.sampling import Sampler, SamplingParams
+
+
+class Row(Protocol):
+    """One prompt and what became of it (runtime/tokens.py)."""
+
+    index: int
+    prompt_token_ids: Sequence[int]
+    token_ids: list[int]
+    params: SamplingParams
+    finish_reason: str | None
+
+    def push(self, token: int, logprobs: StepLogprobs | None) -> object: ...
+
+
+class BatchRows:
+    def __init__(self, batch: Batch, rows: Sequence[Row], capacity: int, device: torch.device) -> None:
+        self.batch = batch  # the living
+        self.generation = 0  # how often the living moved up
+        self.kept: list[int] = list(range(batch.size))  # place now -> place before they last moved up
+        self._rows = list(rows)
+        self._capacity = capacity
+        self._device = device
+        self.tokens = self._padded_prompts()
+        self.now = self._pass(0)
+
+    @property
+    def is_done(self) -> bool:
+        return not self._rows
+
+    def _padded_prompts(self) -> Tensor:
+        """(rows, tokens), padded on the right with 0: pads are computed, but nothing ever looks at them."""
+        tokens = torch.zeros(self.batch.size, self.batch.prompt_len, dtype=torch.long)
+        for place, row in enumerate(self._rows):
+            tokens[place, : len(row.prompt_token_ids)] = torch.tensor(row.prompt_token_ids)
+        return tokens.to(self._device)
+
+    def _pass(self, step: int) -> Pass:
+        lengths = torch.tensor(self.batch.lengths, device=self._device)
+        if step == 0:
+            positions = torch.arange(self.batch.prompt_len, device=self._device).expand(self.batch.size, -1)
+            return Pass(True, positions, torch.zeros_like(lengths), self._capacity)
+        counts = lengths + step - 1
+        return Pass(False, counts.unsqueeze(1), counts, self._capacity)
+
+    def last_hidden(self, hidden: Tensor) -> Tensor:
+        """(rows, tokens, width) -> (rows, width) of each row's last token: the only one that logits are made for."""
+        if not self.now.is_prefill:
+            return hidden[:, 0]
+        last = torch.tensor(self.batch.lengths, device=hidden.device) - 1
+        return hidden[torch.arange(len(self._rows), device=hidden.device), last]
+
+    def advance(self, logits: Tensor, sampler: Sampler, step: int) -> int:
+        """Picks a token for every row, drops the rows that it finishes, and says how many tokens were picked."""
+        rows, params = self._rows, [row.params for row in self._rows]
+        seen = None
+        if any(one.repetition_penalty != 1 for one in params):
+            seen = [[*row.prompt_token_ids, *row.token_ids] for row in rows]
+        picked = sampler.sample(logits, params, [row.index for row in rows], step, seen)
+        for row, token, logprobs in zip(rows, picked.tokens.tolist(), picked.logprobs):
+            row.push(token, logprobs)
+        self._move_up([place for place, row in enumerate(rows) if row.finish_reason is None])
+        if self._rows:
+            self.tokens = picked.tokens[self.kept].unsqueeze(1).to(self._device)
+            self.now = self._pass(step + 1)
+        return len(rows)
+
+    def _move_up(self, alive: list[int]) -> None:
+        """Those that already stand in front stay where they are; gaps are filled from behind."""
+        count = len(alive)
+        from_behind = [place for place in reversed(alive) if place >= count]
+        in_front = set(alive)
+        kept = [place if place in in_front else from_behind.pop(0) for place in range(count)]
+        if count < len(self._rows):
+            self.generation += 1
+            self._rows = [self._rows[place] for place in kept]
+            self.batch = Batch(
+                tuple(self.batch.rows[place] for place in kept), tuple(self.batch.lengths[place] for place in kept)
+            )
+        self.kept = kept

@@ -1,0 +1,313 @@
+"""Every architecture against transformers: logits, tokens, names and shapes of the tensors; and what bad configs are told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from h2o_flexgen.models import MODELS, create_model, hub_name, known_config, known_names, load_config
+from h2o_flexgen.models.layout import Config
+from h2o_flexgen.models.rotary import Rope
+from tests.reference import reference_generate, weights_by_layer
+from tests.tiny import KINDS, POSITIONS, VOCAB, tiny_config, tiny_hf_model
+
+STEPS = 6
+
+
+def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+PROMPTS = prompts_of((9, 1, 40, 23))
+
+
+@cache
+def hf_model(kind: str) -> PreTrainedModel:
+    return tiny_hf_model(kind, seed=3)
+
+
+def generate_alone(model: PreTrainedModel, prompt: list[int], steps: int) -> tuple[list[int], Tensor]:
+    """transformers' greedy tokens and the logits (steps, vocab) that each was taken from, of one row without padding."""
+    tokens = torch.tensor([prompt])
+    found = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        do_sample=False,
+        max_new_tokens=steps,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return found.sequences[0, len(prompt) :].tolist(), torch.cat(found.logits)
+
+
+@cache
+def expected(kind: str) -> list[tuple[list[int], Tensor]]:
+    return [generate_alone(hf_model(kind), prompt, STEPS) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("sep_layer", [True, False], ids=["apart", "joined"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ragged_rows_give_the_logits_and_tokens_of_transformers(kind: str, sep_layer: bool) -> None:
+    model = create_model(tiny_config(kind), "float32", sep_layer)
+    weights = weights_by_layer(model, hf_model(kind).state_dict())
+    tokens, logits = reference_generate(model, weights, PROMPTS, STEPS)
+    for row, (expected_tokens, expected_logits) in enumerate(expected(kind)):
+        torch.testing.assert_close(torch.stack(logits)[:, row], expected_logits, atol=2e-5, rtol=0)
+        assert tokens[row] == expected_tokens
+    assert len({tuple(row) for row in tokens}) > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_and_mlp_apart_are_bitwise_the_joined_block(kind: str) -> None:
+    config, tensors = tiny_config(kind), hf_model(kind).state_dict()
+    apart, joined = (create_model(config, "float32", sep_layer) for sep_layer in (True, False))
+    logits = [reference_generate(model, weights_by_layer(model, tensors), PROMPTS, 3)[1] for model in (apart, joined)]
+    assert torch.equal(torch.stack(logits[0]), torch.stack(logits[1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_stays_near_the_logits_in_float32(kind: str) -> None:
+    model = create_model(tiny_config(kind), "bfloat16")
+    _, logits = reference_generate(model, weights_by_layer(model, hf_model(kind).state_dict()), PROMPTS, 1)
+    assert logits[0].dtype == torch.bfloat16
+    exact = torch.stack([row_logits[0] for _, row_logits in expected(kind)])
+    assert (logits[0].float() - exact).norm() < 0.05 * exact.norm()
+
+
+@pytest.mark.parametrize("sep_layer", [True, False], ids=["apart", "joined"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_spec_names_exactly_the_tensors_of_the_checkpoint(kind: str, sep_layer: bool) -> None:
+    spec = create_model(tiny_config(kind), "float32", sep_layer).spec
+    parameters = {name: tuple(tensor.shape) for name, tensor in hf_model(kind).named_parameters()}  # tied ones once
+    assert {name: tensor.shape for name, tensor in spec.tensors.items()} == parameters
+    assert spec.weight_bytes == 4 * sum(tensor.numel() for tensor in hf_model(kind).parameters())
+    for layer in spec.layers:
+        assert len({name for name, _ in layer.tensors}) == len(layer.tensors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_hand_on_hidden_states_of_the_width_that_the_spec_says(kind: str) -> None:
+    model = create_model(tiny_config(kind), "float32")
+    weights = weights_by_layer(model, hf_model(kind).state_dict())
+    hidden = model.embed(torch.tensor([[5, 7]]), torch.tensor([[0, 1]]), weights[0])
+    widths = [hidden.shape[-1]]
+    for layer in range(1, len(weights) - 1):
+        before = hidden.clone()
+        if model.spec.layers[layer].has_kv:
+            after = model.attention(hidden, weights[layer], lambda q, k, v, rotate=None: q.flatten(2))
+        else:
+            after = model.mlp(hidden, weights[layer])
+        assert torch.equal(hidden, before), "a layer may not write into what it is given"
+        widths.append(after.shape[-1])
+        hidden = after
+    widths.append(model.head(hidden[:, -1], weights[-1]).shape[-1])
+    assert widths == [layer.out_width for layer in model.spec.layers]
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama-gqa", "qwen2", "neox-tied"])
+def test_matrix_products_are_counted_once_per_token_and_lookups_not_at_all(kind: str) -> None:
+    spec = create_model(tiny_config(kind), "float32").spec
+    assert spec.layers[0].matmul_values == 0
+    assert spec.layers[-1].matmul_values == spec.vocab * spec.hidden
+    matrices = [
+        tensor.numel() for name, tensor in hf_model(kind).named_parameters() if ".layers.0." in name and tensor.ndim == 2
+    ]
+    assert sum(layer.matmul_values for layer in spec.layers[1:3]) == sum(matrices)
+
+
+def test_sizes_of_grouped_heads_come_from_the_config() -> None:
+    spec = create_model(tiny_config("llama-gqa"), "bfloat16", name="tiny").spec
+    assert (spec.name, spec.architecture, spec.heads, spec.kv_heads, spec.head_dim) == ("tiny", "llama", 4, 2, 12)
+    assert spec.kv_bytes_per_slot == 2 * 2 * 12 * 2
+
+
+# -- rotary positions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SimpleNamespace(rope_theta=500.0, rope_scaling={"type": "linear", "factor": 2.0}, partial_rotary_factor=0.5),
+        SimpleNamespace(rotary_emb_base=500, rope_scaling={"rope_type": "linear", "factor": 2.0}, rotary_pct=0.5),
+        SimpleNamespace(
+            rope_parameters={"rope_theta": 500.0, "rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
+        ),
+    ],
+    ids=["transformers 4", "transformers 4 neox", "transformers 5"],
+)
+def test_rope_reads_old_and_new_configs_alike(config: Config) -> None:
+    rope = Rope.of(config)
+    assert (rope.kind, rope.theta, rope.share, rope.scaling["factor"]) == ("linear", 500.0, 0.5, 2.0)
+
+
+def test_rope_without_any_parameters_is_the_default() -> None:
+    rope = Rope.of(SimpleNamespace(rope_scaling=None))  # type: ignore[arg-type]
+    assert (rope.kind, rope.theta, rope.share) == ("default", 10000.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_keeps_dtype_shape_and_lengths_and_depends_on_distance_only(dtype: torch.dtype) -> None:
+    rotate = Rope("default", 10000.0, 1.0, {}).rotary(16)
+    q, k = torch.randn(2, 1, 2, 3, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    first, second = torch.tensor([[3, 8]]), torch.tensor([[103, 108]])
+    turned = rotate(q, first)
+    assert turned.dtype == dtype and turned.shape == q.shape
+    assert torch.equal(turned[..., 16:], q[..., 16:])
+    assert torch.equal(rotate(q, torch.zeros_like(first)), q)
+    if dtype == torch.float32:
+        torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1))
+        near, far = ((rotate(q, at)[:, 0] * rotate(k, at)[:, 1]).sum(-1) for at in (first, second))
+        torch.testing.assert_close(near, far, atol=1e-4, rtol=0)
+
+
+# -- windows ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_sliding_window_limits_the_positions() -> None:
+    assert create_model(tiny_config("mistral"), "float32").spec.max_positions == 64
+    assert create_model(tiny_config("mistral", sliding_window=None), "float32").spec.max_positions == POSITIONS
+
+
+@pytest.mark.parametrize(
+    ("use_sliding_window", "dense_layers", "positions"), [(False, 0, POSITIONS), (True, 3, POSITIONS), (True, 1, 32)]
+)
+def test_a_window_counts_only_where_layers_use_it(use_sliding_window: bool, dense_layers: int, positions: int) -> None:
+    changes = {"use_sliding_window": use_sliding_window, "sliding_window": 32, "max_window_layers": dense_layers}
+    assert create_model(tiny_config("qwen2", **changes), "float32").spec.max_positions == positions
+
+
+# -- shapes that ship with the package -------------------------------------------------------------------------------
+
+PUBLISHED = {
+    "EleutherAI/gpt-neox-20b": 20.55e9,
+    "EleutherAI/pythia-1b": 1.012e9,
+    "EleutherAI/pythia-1.4b": 1.415e9,
+    "EleutherAI/pythia-2.8b": 2.775e9,
+    "EleutherAI/pythia-6.9b": 6.857e9,
+    "EleutherAI/pythia-12b": 11.846e9,
+    "Qwen/Qwen2.5-7B": 7.61e9,
+    "Qwen/Qwen2.5-32B": 32.5e9,
+    "Qwen/Qwen2.5-72B": 72.7e9,
+    "facebook/opt-125m": 125e6,
+    "facebook/opt-350m": 331e6,
+    "facebook/opt-1.3b": 1.3e9,
+    "facebook/opt-2.7b": 2.7e9,
+    "facebook/opt-6.7b": 6.7e9,
+    "facebook/opt-13b": 13e9,
+    "facebook/opt-30b": 30e9,
+    "facebook/opt-66b": 66e9,
+    "facebook/opt-175b": 175e9,
+    "meta-llama/Llama-2-7b-hf": 6.74e9,
+    "meta-llama/Llama-2-13b-hf": 13.02e9,
+    "meta-llama/Llama-2-70b-hf": 68.98e9,
+    "meta-llama/Meta-Llama-3-8B": 8.03e9,
+    "meta-llama/Meta-Llama-3-70B": 70.55e9,
+    "meta-llama/Llama-3.1-8B": 8.03e9,
+    "meta-llama/Llama-3.1-70B": 70.55e9,
+    "mistralai/Mistral-7B-v0.1": 7.24e9,
+    "mistralai/Mistral-7B-v0.3": 7.25e9,
+}
+
+
+def test_every_known_model_has_a_published_size() -> None:
+    assert known_names() == sorted(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_known_shapes_add_up_to_the_published_number_of_parameters(name: str) -> None:
+    config = known_config(name)
+    assert config is not None
+    spec = create_model(config, "bfloat16", name=name).spec
+    assert spec.weight_bytes / 2 == pytest.approx(PUBLISHED[name], rel=0.015)
+    assert spec.hidden == spec.heads * spec.head_dim
+
+
+@pytest.mark.parametrize("name", ["facebook/opt-30b", "opt-30b", "OPT-30B", "Facebook/OPT-30b"])
+def test_a_known_model_is_found_by_short_name_and_in_any_case(name: str) -> None:
+    config = load_config(name, download=False)
+    assert (hub_name(name), config.num_hidden_layers, config.hidden_size) == ("facebook/opt-30b", 48, 7168)
+
+
+def test_llama_31_shapes_carry_their_rope_scaling() -> None:
+    rope = Rope.of(load_config("Llama-3.1-8B", download=False))
+    assert (rope.kind, rope.theta, rope.scaling["factor"]) == ("llama3", 500000.0, 8.0)
+
+
+def test_importing_the_table_does_not_import_torch_or_transformers() -> None:
+    code = "import sys, h2o_flexgen.models; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# -- configs on disk, and what is wrong with them --------------------------------------------------------------------
+
+
+def error_of(call: object, *arguments: object, **options: object) -> str:
+    with pytest.raises(ValueError) as caught:
+        call(*arguments, **options)  # type: ignore[operator]
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_config_is_read_back_to_the_same_spec(kind: str, tmp_path: Path) -> None:
+    tiny_config(kind).save_pretrained(tmp_path)
+    assert create_model(load_config(str(tmp_path)), "float32").spec == create_model(tiny_config(kind), "float32").spec
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "gpt2", None])
+def test_an_unknown_architecture_is_named_beside_the_known_ones(architecture: str | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": architecture}))
+    for call, argument in ((create_model, SimpleNamespace(model_type=architecture)), (load_config, str(tmp_path))):
+        message = error_of(call, argument, *(("float32",) if call is create_model else ()))
+        assert repr(architecture) in message and all(known in message for known in MODELS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "named"),
+    [
+        ("llama-mha", {"hidden_act": "tanh"}, ["'tanh'", "silu", "gelu"]),
+        ("opt", {"activation_function": "mish"}, ["'mish'", "relu"]),
+        ("llama-mha", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["gptq", "bfloat16"]),
+        (
+            "llama-mha",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}},
+            ["'yarn'", "default", "linear", "llama3"],
+        ),
+    ],
+)
+def test_what_a_config_asks_for_and_is_not_known_is_named(kind: str, changes: dict[str, object], named: list[str]) -> None:
+    message = error_of(create_model, tiny_config(kind, **changes), "float32")
+    assert all(word in message for word in named)
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    message = error_of(create_model, tiny_config("opt"), "float8")
+    assert "'float8'" in message and "bfloat16" in message
+
+
+def test_a_folder_without_a_config_and_a_broken_config_are_told_apart(tmp_path: Path) -> None:
+    assert "has no config.json" in error_of(load_config, str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "opt", ')
+    assert "config.json" in error_of(load_config, str(tmp_path))
+    (tmp_path / "config.json").write_text('["opt"]')
+    assert "no JSON object" in error_of(load_config, str(tmp_path))
+    assert "does not exist" in error_of(load_config, str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize("name", ["facebook/opt-30", "opt30b"])
+def test_a_misspelt_model_is_told_the_nearest_known_one(name: str) -> None:
+    message = error_of(load_config, name, download=False)
+    assert repr(name) in message and "facebook/opt-30b" in message
+    assert known_config(name) is None

@@ -1,0 +1,62 @@
+"""The contract: a plain loop over one batch with everything resident. What the engine generates must equal what this does."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.models.base import Model, Rotate, Weights, block
+
+Slots = dict[str, Tensor]  # "k" and "v" of one layer: (rows, slots, kv_heads, head_dim); slot j holds a row's j-th token
+
+
+def weights_by_layer(model: Model, tensors: Mapping[str, Tensor]) -> list[Weights]:
+    """`tensors` by their names in the checkpoint."""
+    dtype = getattr(torch, model.spec.dtype)
+    return [{name: tensors[spec.name].to(dtype) for name, spec in layer.tensors} for layer in model.spec.layers]
+
+
+@torch.inference_mode()
+def reference_generate(
+    model: Model, weights: Sequence[Weights], prompts: Sequence[Sequence[int]], steps: int
+) -> tuple[list[list[int]], list[Tensor]]:
+    """Greedy: the tokens of each row, and for every step the logits (rows, vocab)."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    longest, every_row = int(lengths.max()), torch.arange(len(prompts))
+    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+    positions, last = torch.arange(longest).repeat(len(prompts), 1), lengths - 1
+    functions = {"attention": model.attention, "block": partial(block, model)}
+    cache: dict[int, Slots] = {layer: {} for layer in model.spec.kv_layers}
+    logits: list[Tensor] = []
+    for step in range(steps):
+        hidden = model.embed(tokens, positions, weights[0])
+        for layer, spec in enumerate(model.spec.layers[1:-1], start=1):
+            if spec.has_kv:
+                attend = partial(_attend, cache[layer], positions, longest + steps)
+                hidden = functions[spec.kind](hidden, weights[layer], attend)
+            else:
+                hidden = model.mlp(hidden, weights[layer])
+        logits.append(model.head(hidden[every_row, last], weights[-1]))
+        tokens, positions, last = logits[-1].argmax(-1)[:, None], (lengths + step)[:, None], torch.zeros_like(lengths)
+    return torch.stack(logits).argmax(-1).T.tolist(), logits
+
+
+def _attend(
+    slots: Slots, positions: Tensor, capacity: int, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None
+) -> Tensor:
+    """Padding stands behind a row's text, in slots that its own queries never look at and later tokens take over."""
+    if rotate is not None:
+        q, k = rotate(q, positions), rotate(k, positions)
+    rows = torch.arange(len(positions))[:, None]
+    for name, new in (("k", k), ("v", v)):
+        slots.setdefault(name, new.new_zeros(len(rows), capacity, *new.shape[2:]))[rows, positions] = new
+    held = int(positions.max()) + 1
+    group = q.shape[2] // k.shape[2]
+    keys, values = (slots[name][:, :held].float().repeat_interleave(group, dim=2).transpose(1, 2) for name in "kv")
+    scores = q.float().transpose(1, 2) @ keys.transpose(-1, -2) * q.shape[-1] ** -0.5  # (rows, heads, tokens, slots)
+    visible = torch.arange(held) <= positions[:, None, :, None]
+    mixed = scores.masked_fill(~visible, float("-inf")).softmax(-1) @ values
+    return mixed.transpose(1, 2).flatten(2).to(q.dtype)

@@ -1,0 +1,110 @@
+"""Tiny seeded models of every kind that is supported, and checkpoint folders of them: what all tests run on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCAB, POSITIONS, BLOCKS = 113, 128, 3
+
+_OPT = {"hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 80, "word_embed_proj_dim": 32}
+_LLAMA = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 56}
+_NEOX = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 96, "rotary_pct": 0.5}
+_LLAMA3_ROPE = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+# kind -> the model_type of transformers and what its config says
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt": ("opt", _OPT),
+    "opt-350m": ("opt", {**_OPT, "word_embed_proj_dim": 24, "do_layer_norm_before": False}),
+    "opt-untied": ("opt", {**_OPT, "tie_word_embeddings": False, "_remove_final_layer_norm": True}),
+    "opt-bare": (
+        "opt",
+        {**_OPT, "enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"},
+    ),
+    "llama-mha": ("llama", {**_LLAMA, "num_key_value_heads": 4}),
+    "llama-gqa": ("llama", {**_LLAMA, "head_dim": 12, "attention_bias": True, "mlp_bias": True}),
+    "llama-linear": ("llama", {**_LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
+    "llama31": (
+        "llama",
+        {**_LLAMA, "num_key_value_heads": 1, "rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3", **_LLAMA3_ROPE}},
+    ),
+    "mistral": ("mistral", {**_LLAMA, "sliding_window": 64, "rope_theta": 300.0}),
+    "qwen2": ("qwen2", {**_LLAMA, "tie_word_embeddings": True, "rope_theta": 1000.0}),
+    "qwen3": ("qwen3", {**_LLAMA, "head_dim": 16}),
+    "neox-parallel": ("gpt_neox", {**_NEOX, "use_parallel_residual": True, "hidden_act": "gelu"}),
+    "neox-sequential": (
+        "gpt_neox",
+        {**_NEOX, "use_parallel_residual": False, "hidden_act": "gelu_fast", "attention_bias": False, "rotary_pct": 0.25},
+    ),
+    "neox-tied": ("gpt_neox", {**_NEOX, "tie_word_embeddings": True, "hidden_act": "gelu_new", "rotary_pct": 1.0}),
+}
+
+
+def tiny_config(kind: str, **changes: Any) -> PretrainedConfig:
+    model_type, values = KINDS[kind]
+    common = {
+        "vocab_size": VOCAB,
+        "max_position_embeddings": POSITIONS,
+        "num_hidden_layers": BLOCKS,
+        "tie_word_embeddings": model_type == "opt",
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    return CONFIG_MAPPING[model_type](**_copied({**common, **values, **changes}))
+
+
+def tiny_hf_model(kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """In fp32. Every parameter is random, norms and biases too, so that none of them can be forgotten unnoticed."""
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes)).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        middle = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        parameter.data = middle + 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def save_tiny(
+    kind: str,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str | int = "5GB",
+    safe: bool = True,
+    seed: int = 0,
+    **changes: Any,
+) -> PreTrainedModel:
+    """Writes a checkpoint folder; returns the model that it holds, rounded to `dtype` but computing in fp32."""
+    model = tiny_hf_model(kind, seed, **changes).to(dtype)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if not safe:
+        _to_bin(Path(folder))
+    return model.float()
+
+
+def _to_bin(folder: Path) -> None:
+    """The same shards as pickles of torch, which is what older checkpoints consist of."""
+    from safetensors.torch import load_file
+
+    for file in folder.glob("*.safetensors"):
+        torch.save(load_file(file), file.with_name(_bin_name(file.name)))
+        file.unlink()
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        content = json.loads(index.read_text())
+        content["weight_map"] = {name: _bin_name(file) for name, file in content["weight_map"].items()}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(content))
+        index.unlink()
+
+
+def _bin_name(safetensors_name: str) -> str:
+    return safetensors_name.replace("model", "pytorch_model").replace(".safetensors", ".bin")
+
+
+def _copied(values: dict[str, Any]) -> dict[str, Any]:
+    """Configs write into the dicts that they are given."""
+    return json.loads(json.dumps(values))
