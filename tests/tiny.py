@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -67,6 +68,12 @@ def tiny_hf_model(kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         middle = 1.0 if "norm" in name and name.endswith("weight") else 0.0
         parameter.data = middle + 0.2 * torch.randn(parameter.shape, generator=generator)
     return model
+
+
+def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Every parameter once, by its name in a checkpoint; transformers 5 has another one for NeoX's head in memory."""
+    head = "embed_out.weight" if model.config.model_type == "gpt_neox" else "lm_head.weight"
+    return {head if name == "lm_head.weight" else name: tensor.detach() for name, tensor in model.named_parameters()}
 
 
 def save_tiny(

@@ -13,7 +13,8 @@ from h2o_flexgen.planning.workload import Batch
 
 
 class KVPolicy(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def capacity(self, batch: Batch, gen_len: int) -> int:
         """Slots per row that must be allocated. The last token generated is never stored."""

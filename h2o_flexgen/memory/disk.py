@@ -165,6 +165,32 @@ def write_fully(descriptor: int, offset: int, source: memoryview) -> None:
         done += os.pwrite(descriptor, source[done:], offset + done)
 
 
+def unwritable(folder: Path, error: OSError) -> ValueError:
+    return ValueError(f"offload folder {folder} cannot be written ({error.strerror}); give another --offload-dir")
+
+
+class OffloadFolder:
+    """The folder where a run puts what it has to: made when it is not there, and then taken away again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        missing = [place for place in (path, *path.parents) if not place.exists()]
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(path, error) from error
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise unwritable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+        self._made = missing
+
+    def close(self) -> None:
+        for place in self._made:
+            try:
+                place.rmdir()
+            except OSError:  # somebody else put something in it
+                return
+
+
 @dataclass(frozen=True)
 class DiskRegion:
     offset: int
@@ -226,14 +252,13 @@ class DiskTier:
     def _create(self) -> int:
         path = self.folder / f"h2o_flexgen-{os.getpid()}-{id(self):x}.offload"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
             try:
                 return open_direct(path, os.O_RDWR)
             finally:
                 path.unlink()
         except OSError as error:
-            raise ValueError(f"offload folder {self.folder} cannot be written ({error.strerror}); give another --offload-dir") from error
+            raise unwritable(self.folder, error) from error
 
     def _failure(self, error: OSError, nbytes: int) -> OSError:
         reason = "is full" if error.errno == errno.ENOSPC else f"failed ({error.strerror})"

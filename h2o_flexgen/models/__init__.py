@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES
 
@@ -27,27 +28,32 @@ MODELS: Mapping[str, tuple[str, str]] = {
 
 def create_model(config: Config, dtype: str, sep_layer: bool = True, name: str = "") -> Model:
     """The architecture that the config names, its spec made for `dtype`; with sep_layer off a block is one layer."""
-    _check_architecture(getattr(config, "model_type", None))
+    module, kind = MODELS[_checked_architecture(getattr(config, "model_type", None))]
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype {dtype!r} is not supported; known are {', '.join(DTYPE_BYTES)}")
-    if method := (getattr(config, "quantization_config", None) or {}):
-        kind = method.get("quant_method", "unknown") if isinstance(method, dict) else type(method).__name__
-        raise ValueError(f"the checkpoint is quantised ({kind}); give one in float32, float16 or bfloat16")
-    module, kind = MODELS[config.model_type]
+    if method := getattr(config, "quantization_config", None):
+        by = method.get("quant_method", "unknown") if isinstance(method, dict) else type(method).__name__
+        raise ValueError(f"the checkpoint is quantised ({by}); give one in float32, float16 or bfloat16")
     model: Model = getattr(import_module(f"{__name__}.{module}"), kind)(config, dtype, sep_layer, name)
     return model
 
 
 def load_config(name_or_path: str, download: bool = True) -> Config:
     """Of a local folder, or by hub name: from the hub, or (download off) from the shapes that ship with the package."""
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return _config_of(_read_folder(path), name_or_path)
-    if not download:
+    is_folder = Path(name_or_path).is_dir()
+    if not is_folder and not download:
         if (config := known_config(name_or_path)) is None:
-            raise ValueError(f"no shapes are known for model {name_or_path!r}" + _nearest(name_or_path))
+            hint = _nearest(name_or_path) or f"; known are {', '.join(known_names())}"
+            raise ValueError(f"no shapes are known for model {name_or_path!r}{hint}")
         return config
-    return _config_of(_read_hub(name_or_path), name_or_path)
+    from h2o_flexgen.models.hub import resolve_model
+
+    try:
+        folder = resolve_model(name_or_path if is_folder else hub_name(name_or_path) or name_or_path, with_weights=False)
+    except ValueError as error:
+        hint = "" if hub_name(name_or_path) else _nearest(name_or_path)
+        raise ValueError(f"{error}{hint}") from error
+    return _config_of(_read_folder(folder), name_or_path)
 
 
 def known_config(name: str) -> Config | None:
@@ -78,15 +84,13 @@ def _known_files() -> dict[str, Path]:
 
 def _config_of(values: Mapping[str, Any], name: str) -> Config:
     """Only classes that transformers itself has are ever made: code that comes with a checkpoint is not run."""
-    architecture = values.get("model_type")
-    _check_architecture(architecture)
+    architecture = _checked_architecture(values.get("model_type"))
     from transformers import CONFIG_MAPPING
 
     try:
-        config: Config = CONFIG_MAPPING[architecture].from_dict(dict(values))
+        return cast("Config", CONFIG_MAPPING[architecture].from_dict(dict(values)))
     except Exception as error:  # whatever transformers objects to stands in a file of the user's
         raise ValueError(f"the config of {name!r} is not valid: {_one_line(error)}") from error
-    return config
 
 
 def _read_folder(folder: Path) -> Mapping[str, Any]:
@@ -102,29 +106,17 @@ def _read_folder(folder: Path) -> Mapping[str, Any]:
     return values
 
 
-def _read_hub(name: str) -> Mapping[str, Any]:
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"model folder {name!r} does not exist")
-    from transformers import PretrainedConfig
-
-    try:
-        values, _ = PretrainedConfig.get_config_dict(hub_name(name) or name)
-    except (OSError, ValueError) as error:
-        hint = "" if hub_name(name) else _nearest(name)
-        raise ValueError(f"no config for model {name!r}: no such folder, and the hub says: {_one_line(error)}{hint}") from error
-    return values
-
-
-def _check_architecture(architecture: object) -> None:
-    if architecture not in MODELS:
+def _checked_architecture(architecture: object) -> str:
+    if not isinstance(architecture, str) or architecture not in MODELS:
         raise ValueError(f"architecture {architecture!r} is not supported; known are {', '.join(MODELS)}")
+    return architecture
 
 
 def _nearest(name: str) -> str:
-    """The end of an error message: which known names look like this one."""
+    """The end of an error message: which known names look like this one, if any does."""
     by_part = {part: hub for hub in known_names() for part in (hub.lower(), hub.lower().rpartition("/")[2])}
-    near = dict.fromkeys(by_part[part] for part in get_close_matches(name.lower(), by_part, n=3, cutoff=0.5))
-    return f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(known_names())}"
+    near = dict.fromkeys(by_part[part] for part in get_close_matches(name.lower(), by_part, n=3))
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _one_line(error: Exception) -> str:

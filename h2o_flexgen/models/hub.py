@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from h2o_flexgen.models.files import SAFETENSORS, TORCH
@@ -16,12 +17,14 @@ ADVICE = "give a local folder, or --dummy-weights"
 
 def resolve_model(name_or_path: str, with_weights: bool = True) -> Path:
     """The folder with config, tokenizer and, unless only those are wanted, weights. Code of the repository is never fetched."""
-    folder = Path(name_or_path).expanduser()
+    if not name_or_path:
+        raise ValueError(f"model {name_or_path!r} is empty; {ADVICE}")
+    folder = Path(os.path.expanduser(name_or_path))  # Path's own raises for an unknown user
     if folder.is_dir():
         return folder
     if folder.exists():
         raise ValueError(f"model {name_or_path!r} is a file; give the folder that it lies in")
-    if not name_or_path or name_or_path.count("/") > 1 or name_or_path[0] in "./~":
+    if name_or_path.count("/") > 1 or name_or_path[0] in "./~":
         raise ValueError(f"model {name_or_path!r} is neither an existing folder nor a name on the hub; {ADVICE}")
     return _from_hub(name_or_path, with_weights)
 

@@ -5,7 +5,8 @@ Inside a layer a tensor goes by its name in the checkpoint less the prefix of it
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES, LayerSpec, TensorSpec
 
@@ -14,8 +15,6 @@ Shapes = Mapping[str, tuple[int, ...]]  # name inside the layer -> shape
 
 class Config(Protocol):
     """A PretrainedConfig of transformers, or anything with its attributes: they differ by architecture and version."""
-
-    model_type: str
 
     def __getattr__(self, name: str) -> Any: ...
 

@@ -1,9 +1,9 @@
-"""LLaMA and its relatives: RMS norm, rotary positions, gated mlp, grouped keys and values; Mistral, Qwen2 and Qwen3 differ in traits."""
+"""LLaMA and its relatives Mistral, Qwen2 and Qwen3: RMS norm, rotary positions, gated mlp, grouped keys and values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Callable, Mapping
 
 from torch import Tensor
 from torch.nn import functional

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: rotary positions on a part of each head, attention and mlp beside each other (or one after the other)."""
+"""GPT-NeoX and Pythia: rotary positions on a part of each head, attention and mlp side by side or one after the other."""
 
 from __future__ import annotations
 

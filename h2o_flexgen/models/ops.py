@@ -3,8 +3,8 @@ except the activations, which are handed only what nobody else needs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
-    return x.unflatten(-1, (-1, head_dim))  # (rows, tokens, heads, head_dim)
+    return x.view(*x.shape[:-1], -1, head_dim)  # (rows, tokens, heads, head_dim)
 
 
 def _quick_gelu(x: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +22,11 @@ class Rotary:
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         angles = positions[..., None, None].float() * self._on(x.device)  # (rows, tokens, 1, half)
         cos, sin, half = angles.cos().to(x.dtype), angles.sin().to(x.dtype), angles.shape[-1]
-        first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+        first, second = x[..., :half], x[..., half : 2 * half]
         turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         torch.sub(first * cos, second * sin, out=turned[..., :half])
         torch.add(second * cos, first * sin, out=turned[..., half : 2 * half])
-        turned[..., 2 * half :] = rest
+        turned[..., 2 * half :] = x[..., 2 * half :]
         return turned
 
     def _on(self, device: torch.device) -> Tensor:
@@ -54,7 +55,7 @@ class Rope:
             found = [scaling.get(name, getattr(config, name, None)) for name in names]
             return next((float(value) for value in found if value is not None), default)
 
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
         theta = read("rope_theta", "rotary_emb_base", default=10000.0)
         return cls(kind, theta, read("partial_rotary_factor", "rotary_pct", default=1.0), scaling)
 
@@ -71,15 +72,15 @@ def _unscaled(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _linear(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    return frequencies / scaling["factor"]
+    return frequencies / float(scaling["factor"])
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Waves that fit often into the original length stay, those that hardly fit are stretched, between them it is blended."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # over the original length
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    turns = frequencies * (float(scaling["original_max_position_embeddings"]) / (2 * math.pi))  # over the original length
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / scaling["factor"])
+    return frequencies * (kept + (1.0 - kept) / float(scaling["factor"]))
 
 
 SCALINGS: Mapping[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {

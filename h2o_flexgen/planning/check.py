@@ -1,8 +1,8 @@
 """check: proof that a schedule is sound, whatever its tasks will take.
 
-A task *happens before* another if the other needs it, or follows it in a lane with one worker, or over several such steps. Every
-promise of a schedule is then a question about ancestors: does the data exist when it is used, is a slot free before its next user
-comes. Meant for schedules of some thousand tasks: the ancestors of a task are one bit each.
+A task *happens before* another if the other needs it, or follows it in a lane with one worker, or over several such steps. So
+every promise of a schedule is a question about ancestors: does the data exist when it is used, is a slot free before its next
+user comes. Meant for schedules of some thousand tasks: the ancestors of a task are one bit each.
 """
 
 from __future__ import annotations

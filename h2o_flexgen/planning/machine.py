@@ -1,4 +1,7 @@
-"""Machine: what the hardware can hold, move and compute, kept as a YAML file. Units: bytes, seconds, bytes or flops per second."""
+"""Machine: what the hardware can hold, move and compute, measured once and kept as a YAML file.
+
+Units are bytes, seconds, bytes per second and flops per second.
+"""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def spread(sizes: Sequence[int], shares: Shares) -> tuple[str, ...]:
     """Each item goes whole to the tier that lacks most of its share of the bytes so far, this item included.
 
     Behind every item each tier is then within one largest item of its share. Before an item is placed the three lacks sum up to
-    its size s, so the largest is s/3 at least: no tier gets 2/3 of an item too much. And if a tier that lacks more than an item is
-    passed over, the one that is chosen lacks as much, so that the third would have had more than an item too much."""
+    its size s, so the largest is s/3 at least: no tier gets more than 2/3 of an item too much. And if a tier that lacks more
+    than an item were passed over, the one chosen would lack as much, and the third would have had an item too much."""
     wanted = [tier for tier in TIERS if shares.of(tier) > 1e-9]  # 1 - 0.58 - 0.42 is not quite 0
     placed = dict.fromkeys(wanted, 0)
     total, tiers = 0, []
@@ -40,10 +40,16 @@ def spread(sizes: Sequence[int], shares: Shares) -> tuple[str, ...]:
     return tuple(tiers)
 
 
+def place_weights(spec: ModelSpec, plan: Plan) -> dict[str, str]:
+    """They stay where they are for all blocks of a workload."""
+    sizes = _weight_sizes(spec)
+    return dict(zip(sizes, spread(list(sizes.values()), plan.weights)))
+
+
 def place(spec: ModelSpec, plan: Plan, block: Block) -> Placement:
-    weights, kv, hidden = _weight_sizes(spec), _kv_sizes(spec, plan, block), _hidden_sizes(spec, block)
+    kv, hidden = _kv_sizes(spec, plan, block), _hidden_sizes(spec, block)
     return Placement(
-        weights=dict(zip(weights, spread(list(weights.values()), plan.weights))),
+        weights=place_weights(spec, plan),
         kv=dict(zip(kv, spread(list(kv.values()), plan.kv))),
         hidden=spread(hidden, plan.hidden),
     )

@@ -1,11 +1,11 @@
 """simulate: a schedule and the seconds of each task -> the Trace that a run should leave.
 
-It predicts the executor, so it knows how that issues. One thread takes tasks from the schedule in issue order. A task of another
-lane it hands over at once; a COMPUTE it puts aside, and whenever more than `ahead` of them are put aside it runs the oldest,
-waiting for its needs, before it takes the next task. So whatever stands behind the k-th COMPUTE in issue order is issued when
-COMPUTE number k - ahead has ended (at the start if there is none), and never before the task in front of it. With ahead=0 nothing
-that stands behind a COMPUTE is issued before it has ended; with ahead=1 the fetches for the next COMPUTE are under way while one
-runs; None issues everything at once.
+It predicts the executor, so it knows how that issues. One thread takes tasks from the schedule in issue order. A task of
+another lane it hands over at once; a COMPUTE it puts aside, and whenever more than `ahead` of them are put aside it runs the
+oldest, waiting for its needs, before it takes the next task. So whatever stands behind the k-th COMPUTE in issue order is
+issued when COMPUTE number k - ahead has ended (at the start if there is none). With ahead=0 nothing that stands behind a
+COMPUTE is issued before it has ended; with ahead=1 the fetches for the next COMPUTE are under way while one runs; None issues
+everything at once.
 """
 
 from __future__ import annotations

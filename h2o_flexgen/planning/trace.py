@@ -87,7 +87,7 @@ class Trace:
         return "\n".join(lines)
 
     def to_chrome(self) -> dict[str, object]:
-        """For chrome://tracing or ui.perfetto.dev. Tasks of one lane that overlap get a row each, or they would hide each other."""
+        """For chrome://tracing or ui.perfetto.dev. Tasks of one lane that overlap get rows of their own."""
         events: list[dict[str, object]] = [_metadata("process_name", 0, "h2o_flexgen")]
         row = 0
         for lane in self.lanes:
@@ -104,9 +104,7 @@ class Trace:
 def _clip(span: Span, start: float, end: float) -> Span:
     inside = min(span.end, end) - max(span.start, start)
     share = inside / (span.end - span.start) if span.end > span.start else 1.0
-    return span._replace(
-        start=max(span.start, start) - start, end=min(span.end, end) - start, bytes=round(share * span.bytes)
-    )
+    return span._replace(start=max(span.start, start) - start, end=min(span.end, end) - start, bytes=round(share * span.bytes))
 
 
 def _scale(seconds: float, width: int, every: int = 20) -> str:

@@ -5,32 +5,36 @@ blocks of a workload one after the other.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Callable, Iterator, Sequence
+from typing import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.kv.policy import POLICIES
 from h2o_flexgen.memory.device import Device, DeviceTier
-from h2o_flexgen.memory.disk import DiskTier, Files
+from h2o_flexgen.memory.disk import DiskTier, Files, OffloadFolder
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.models import base
 from h2o_flexgen.models.checkpoint import WeightSource
-from h2o_flexgen.planning.placement import moves, place
+from h2o_flexgen.planning.placement import moves, place, place_weights
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.schedule import SCHEDULES, Op, Schedule, Task
 from h2o_flexgen.planning.trace import Trace
-from h2o_flexgen.planning.workload import Batch, Block, Workload
+from h2o_flexgen.planning.workload import Batch, Block
 from h2o_flexgen.runtime.executor import Executor
 from h2o_flexgen.runtime.hidden import HiddenStore
 from h2o_flexgen.runtime.kvstore import KVStore
-from h2o_flexgen.runtime.rows import BatchRows, Row
+from h2o_flexgen.runtime.rows import BatchRows, OnToken
 from h2o_flexgen.runtime.sampling import Sampler
+from h2o_flexgen.runtime.tokens import RowState
 from h2o_flexgen.runtime.weights import WeightStore
 
 OnVisit = Callable[[Task, int], None]  # a COMPUTE is over; tokens picked so far in its block
+Until = Callable[[Task], bool]
 
 
 class Memories:
@@ -40,6 +44,7 @@ class Memories:
         self.device = device
         self.host = HostTier(pinned=pin_host and device.accelerator)
         self.compute: HostTier | DeviceTier = device.memory(self.host)
+        self._folder = OffloadFolder(offload_folder)
         self.files = Files()
         self.disk = DiskTier(self.files, offload_folder)
 
@@ -47,6 +52,7 @@ class Memories:
         self.device.close()
         self.files.close()
         self.disk.close()
+        self._folder.close()
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,17 @@ class BlockRun:
     schedule: Schedule
     trace: Trace
     prefill_seconds: float
-    decode_seconds: float
     step_seconds: tuple[float, ...]  # of each decode step
     tokens: int  # generated
+    moved_bytes: Mapping[str, int]  # per lane
+    busy_seconds: Mapping[str, float]
+
+    def without_trace(self) -> BlockRun:
+        return replace(self, trace=Trace(()))
+
+    @property
+    def decode_seconds(self) -> float:
+        return sum(self.step_seconds)
 
 
 @dataclass
@@ -70,9 +84,18 @@ class _Progress:
     kv: KVStore
     hidden: HiddenStore
     sampler: Sampler
-    started: float = field(default_factory=time.perf_counter)
-    step_ends: dict[int, float] = field(default_factory=dict)
+    on_visit: OnVisit | None
+    on_token: OnToken | None
     tokens: int = 0
+    clock: float = field(default_factory=time.perf_counter)  # when a head was last computed
+    step_seconds: Counter[int] = field(default_factory=Counter)
+
+    def count(self, step: int, tokens: int) -> None:
+        """The time since the last head was for this one: in whatever order a schedule visits, each step gets its own."""
+        now = time.perf_counter()
+        self.step_seconds[step] += now - self.clock  # type: ignore[assignment]
+        self.clock = now
+        self.tokens += tokens
 
     @property
     def is_done(self) -> bool:
@@ -80,15 +103,13 @@ class _Progress:
 
 
 class Engine:
-    def __init__(self, model: base.Model, source: WeightSource, plan: Plan, workload: Workload, memories: Memories) -> None:
+    def __init__(self, model: base.Model, source: WeightSource, plan: Plan, memories: Memories) -> None:
         self._model = model
         self._spec = model.spec
         self._plan = plan
         self._memories = memories
         self._policy = POLICIES[plan.kv_policy]
-        first = workload.blocks(plan.gpu_batch_size, plan.num_gpu_batches)[0]
-        self.placement = place(self._spec, plan, first)
-        self.weights = WeightStore(self._spec, self.placement.weights, source, memories)
+        self._weights = WeightStore(self._spec, place_weights(self._spec, plan), source, memories)
 
     def schedule(self, block: Block) -> Schedule:
         placement = place(self._spec, self._plan, block)
@@ -99,31 +120,28 @@ class Engine:
     def run(
         self,
         block: Block,
-        rows: Sequence[Row],
+        rows: Sequence[RowState],
         sampler: Sampler,
         on_visit: OnVisit | None = None,
-        until: Callable[[Task], bool] | None = None,
+        on_token: OnToken | None = None,
+        until: Until | None = None,
     ) -> BlockRun:
         """Generates one block. `rows` are all rows of the workload, in input order; `until` ends the run early at a task."""
         schedule = self.schedule(block)
-        self.weights.prepare(schedule)
-        memories = self._memories
-        kv = KVStore(self._spec, self._policy, block, schedule, memories, memories.disk)
-        hidden = HiddenStore(self._spec, block, schedule, memories, memories.disk)
-        state = _Progress([self._rows_of(batch, rows, kv.capacity(at)) for at, batch in enumerate(block.batches)], kv, hidden, sampler)
-        try:
-            with torch.inference_mode():
-                executor = Executor(self._actions(state, on_visit), memories.device, ahead=self._plan.slots - 1)
-                trace = executor.run(self._tasks(schedule, state, until))
-        finally:
-            kv.close()
-            hidden.close()
+        self._weights.prepare(schedule)
+        with ExitStack() as opened, torch.inference_mode():
+            kv = opened.enter_context(closing(KVStore(self._spec, self._policy, block, schedule, self._memories)))
+            hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
+            alive = [self._rows_of(batch, rows, kv.capacity(place)) for place, batch in enumerate(block.batches)]
+            state = _Progress(alive, kv, hidden, sampler, on_visit, on_token)
+            executor = Executor(self._actions(state), self._memories.device, ahead=self._plan.slots - 1)
+            trace = executor.run(self._tasks(schedule, state, until))
         return self._summary(block, schedule, trace, state)
 
-    def _rows_of(self, batch: Batch, rows: Sequence[Row], capacity: int) -> BatchRows:
+    def _rows_of(self, batch: Batch, rows: Sequence[RowState], capacity: int) -> BatchRows:
         return BatchRows(batch, [rows[row] for row in batch.rows], capacity, self._memories.device.torch_device)
 
-    def _tasks(self, schedule: Schedule, state: _Progress, until: Callable[[Task], bool] | None) -> Iterator[Task]:
+    def _tasks(self, schedule: Schedule, state: _Progress, until: Until | None) -> Iterator[Task]:
         """The schedule, until nobody is left to compute for."""
         for task in schedule.tasks():
             if state.is_done or (until is not None and until(task)):
@@ -132,7 +150,7 @@ class Engine:
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
-    def _actions(self, state: _Progress, on_visit: OnVisit | None) -> dict[Op, Callable[[Task], int]]:
+    def _actions(self, state: _Progress) -> dict[Op, Callable[[Task], int]]:
         def for_the_living(action: Callable[[Task], int]) -> Callable[[Task], int]:
             return lambda task: 0 if state.rows[task.batch].is_done else action(task)
 
@@ -143,13 +161,13 @@ class Engine:
         def compute(task: Task) -> int:
             if not state.rows[task.batch].is_done:
                 self._compute(task, state)
-                if on_visit is not None:
-                    on_visit(task, state.tokens)
+                if state.on_visit is not None:
+                    state.on_visit(task, state.tokens)
             return 0
 
         return {
-            Op.READ_W: for_anyone(self.weights.read),
-            Op.LOAD_W: for_anyone(self.weights.load),
+            Op.READ_W: for_anyone(self._weights.read),
+            Op.LOAD_W: for_anyone(self._weights.load),
             Op.READ_KV: for_the_living(state.kv.read),
             Op.LOAD_KV: for_the_living(state.kv.load),
             Op.LOAD_H: for_the_living(state.hidden.load),
@@ -162,15 +180,14 @@ class Engine:
     def _compute(self, task: Task, state: _Progress) -> None:
         """One layer on one batch."""
         rows, layer = state.rows[task.batch], self._spec.layers[task.layer]
-        weights = self.weights.views(task.step, task.layer, task.batch)
+        weights = self._weights.views(task.step, task.layer, task.batch)
         if layer.kind == "embed":
             state.hidden.put(task.batch, self._model.embed(rows.tokens, rows.now.positions, weights))
             return
         hidden = state.hidden.take(task.batch)
         if layer.kind == "head":
             logits = self._model.head(rows.last_hidden(hidden), weights)
-            state.tokens += rows.advance(logits, state.sampler, task.step)
-            state.step_ends[task.step] = time.perf_counter()
+            state.count(task.step, rows.advance(logits, state.sampler, task.step, state.on_token))
         elif layer.kind == "mlp":
             state.hidden.put(task.batch, self._model.mlp(hidden, weights))
         else:
@@ -190,6 +207,14 @@ class Engine:
     # -- what happened -------------------------------------------------------------------------------------------------
 
     def _summary(self, block: Block, schedule: Schedule, trace: Trace, state: _Progress) -> BlockRun:
-        ends = [state.started, *(state.step_ends[step] for step in sorted(state.step_ends))]
-        steps = [later - earlier for earlier, later in zip(ends, ends[1:])]
-        return BlockRun(block, schedule, trace, sum(steps[:1]), sum(steps[1:]), tuple(steps[1:]), state.tokens)
+        steps = [state.step_seconds[step] for step in sorted(state.step_seconds)]
+        return BlockRun(
+            block=block,
+            schedule=schedule,
+            trace=trace,
+            prefill_seconds=sum(steps[:1]),
+            step_seconds=tuple(steps[1:]),
+            tokens=state.tokens,
+            moved_bytes={lane: trace.moved_bytes(lane) for lane in trace.lanes},
+            busy_seconds={lane: trace.busy_seconds(lane) for lane in trace.lanes},
+        )

@@ -169,4 +169,4 @@ class Executor:
             assert self._first_marker is not None
             begun, ended = (self._device.seconds_between(self._first_marker, marker) for marker in (first, last))
             self._spans.append(Span(task.key, task.lane, begun, ended, moved))
-        return Trace(sorted(self._spans, key=lambda span: span.start))
+        return Trace(tuple(sorted(self._spans, key=lambda span: span.start)))

@@ -6,7 +6,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from h2o_flexgen.memory.disk import DiskRegion, DiskTier, numpy_of
+from h2o_flexgen.memory.disk import DiskRegion, numpy_of
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.memory.tier import aligned
 from h2o_flexgen.planning.model_spec import ModelSpec
@@ -17,10 +17,10 @@ from h2o_flexgen.runtime.weights import Memories
 
 
 class HiddenStore:
-    def __init__(self, spec: ModelSpec, block: Block, schedule: Schedule, memories: Memories, disk: DiskTier) -> None:
+    def __init__(self, spec: ModelSpec, block: Block, schedule: Schedule, memories: Memories) -> None:
         self._schedule = schedule
         self._memories = memories
-        self._disk = disk
+        self._disk = memories.disk
         self._dtype = DTYPES[spec.dtype]
         self._now: dict[int, Tensor] = {}  # batch -> where it is computed with
         self._shapes: dict[int, torch.Size] = {}
@@ -28,7 +28,7 @@ class HiddenStore:
         moved = [batch for batch in range(len(block.batches)) if schedule.moves.moves_hidden(batch)]
         sizes = {batch: _bytes(spec, block.batches[batch]) for batch in moved}
         for batch in moved:
-            memory = disk if self._on_disk(batch) else memories.host
+            memory = memories.disk if self._on_disk(batch) else memories.host
             self._homes[batch] = memory.alloc(sizes[batch])
         largest = max(sizes.values(), default=0)
         slots = schedule.slots if moved else 0

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.policy import KVPolicy
-from h2o_flexgen.memory.disk import CHUNK_BYTES, DiskRegion, DiskTier, numpy_of
+from h2o_flexgen.memory.disk import CHUNK_BYTES, DiskRegion, numpy_of
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.memory.tier import aligned
@@ -40,14 +40,14 @@ class Unit:
 
 class KVStore:
     def __init__(
-        self, spec: ModelSpec, policy: KVPolicy, block: Block, schedule: Schedule, memories: Memories, disk: DiskTier
+        self, spec: ModelSpec, policy: KVPolicy, block: Block, schedule: Schedule, memories: Memories
     ) -> None:
         self._spec = spec
         self._policy = policy
         self._block = block
         self._schedule = schedule
         self._memories = memories
-        self._disk = disk
+        self._disk = memories.disk
         self._dtype = DTYPES[spec.dtype]
         self._accelerator = memories.device.accelerator
         self._units = {

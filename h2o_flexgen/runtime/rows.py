@@ -6,31 +6,22 @@ rows from behind fill the gaps (`kept`), so that the living always stand in fron
 
 from __future__ import annotations
 
-from typing import Protocol, Sequence
+from typing import Callable, Sequence, Union
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.kv.cache import Pass
 from h2o_flexgen.planning.workload import Batch
-from h2o_flexgen.runtime.output import StepLogprobs
-from h2o_flexgen.runtime.sampling import Sampler, SamplingParams
+from h2o_flexgen.runtime.sampling import Sampler
+from h2o_flexgen.runtime.tokens import RowState
 
 
-class Row(Protocol):
-    """One prompt and what became of it (runtime/tokens.py)."""
-
-    index: int
-    prompt_token_ids: Sequence[int]
-    token_ids: list[int]
-    params: SamplingParams
-    finish_reason: str | None
-
-    def push(self, token: int, logprobs: StepLogprobs | None) -> object: ...
+OnToken = Callable[[int, int, Union[str, None]], None]  # place of the prompt in the input, token, new text if it is followed
 
 
 class BatchRows:
-    def __init__(self, batch: Batch, rows: Sequence[Row], capacity: int, device: torch.device) -> None:
+    def __init__(self, batch: Batch, rows: Sequence[RowState], capacity: int, device: torch.device) -> None:
         self.batch = batch  # the living
         self.generation = 0  # how often the living moved up
         self.kept: list[int] = list(range(batch.size))  # place now -> place before they last moved up
@@ -48,7 +39,7 @@ class BatchRows:
         """(rows, tokens), padded on the right with 0: pads are computed, but nothing ever looks at them."""
         tokens = torch.zeros(self.batch.size, self.batch.prompt_len, dtype=torch.long)
         for place, row in enumerate(self._rows):
-            tokens[place, : len(row.prompt_token_ids)] = torch.tensor(row.prompt_token_ids)
+            tokens[place, : row.prompt_len] = torch.tensor(row.prompt_ids)
         return tokens.to(self._device)
 
     def _pass(self, step: int) -> Pass:
@@ -66,16 +57,17 @@ class BatchRows:
         last = torch.tensor(self.batch.lengths, device=hidden.device) - 1
         return hidden[torch.arange(len(self._rows), device=hidden.device), last]
 
-    def advance(self, logits: Tensor, sampler: Sampler, step: int) -> int:
+    def advance(self, logits: Tensor, sampler: Sampler, step: int, on_token: OnToken | None = None) -> int:
         """Picks a token for every row, drops the rows that it finishes, and says how many tokens were picked."""
-        rows, params = self._rows, [row.params for row in self._rows]
-        seen = None
-        if any(one.repetition_penalty != 1 for one in params):
-            seen = [[*row.prompt_token_ids, *row.token_ids] for row in rows]
-        picked = sampler.sample(logits, params, [row.index for row in rows], step, seen)
+        rows = self._rows
+        picked = sampler.sample(
+            logits, [row.params for row in rows], [row.index for row in rows], step, [row.seen for row in rows]
+        )
         for row, token, logprobs in zip(rows, picked.tokens.tolist(), picked.logprobs):
-            row.push(token, logprobs)
-        self._move_up([place for place, row in enumerate(rows) if row.finish_reason is None])
+            text = row.push(token, logprobs)
+            if on_token is not None:
+                on_token(row.index, token, text)
+        self._move_up([place for place, row in enumerate(rows) if not row.finished])
         if self._rows:
             self.tokens = picked.tokens[self.kept].unsqueeze(1).to(self._device)
             self.now = self._pass(step + 1)

@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from h2o_flexgen.runtime.output import Completion, StepLogprobs
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from h2o_flexgen.runtime.sampling import SamplingParams
 
 UNFINISHED = "\ufffd"  # what a decoder shows for a character of which bytes are still to come
-UNFINISHED_AT_MOST = 3  # characters at the end that the next token may still change: all but one of the bytes of one
+UNFINISHED_AT_MOST = 3  # of these at the end can become a character: it has at most four bytes
 CONTEXT_TOKENS = 6  # of the prompt: decoders that drop a leading space need something before the first new token
-WINDOW_TOKENS = 16  # decoded again with each new token; at least this many make it worth to move on
-WINDOW_TOKENS_AT_MOST = 64  # without a complete character among them: move on, it is no text anyway
+WINDOW_TOKENS = 16  # are decoded again with each new token, before the window moves on
+WINDOW_TOKENS_AT_MOST = 64  # where no place to move to was found: this is no text
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
@@ -61,7 +61,7 @@ class HfTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Spaces are left as the tokens have them: "cleaned up" text would change behind what is already shown."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class ByteTokenizer:
@@ -118,27 +118,29 @@ def _generation_config(folder: Path) -> Mapping[str, object]:
 
 class Detokenizer:
     """Text that grows token by token: only a short window of the last tokens is decoded again for each new one, and characters
-    of which bytes are missing are held back. The pieces joined are the text; it continues the prompt, leading space included."""
+    of which bytes are missing are held back. The pieces joined are the text; it goes on where the prompt ends."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = list(prompt_ids[-CONTEXT_TOKENS:])
-        text = tokenizer.decode(self._window)
-        self._shown = len(text) - _unfinished(text)  # characters of the window's text that were handed out
-        self._clean = self._last_clean = 0  # windows may start here: no character spans these places
-        self._text = text
+        self._window = _context(tokenizer, prompt_ids)
+        self._text = tokenizer.decode(self._window)
+        self._shown = _length_shown(self._text)  # characters of the window's text that were handed out
+        self._clean = self._last_clean = 0  # the last two places that no character spans: a window may start there
 
     def add(self, token: int) -> str:
         """The text that is certain now."""
         self._window.append(token)
-        before, self._text = self._text, self._tokenizer.decode(self._window)
-        held = _unfinished(self._text)
-        piece = self._text[self._shown : len(self._text) - held]
+        self._text = self._tokenizer.decode(self._window)
+        held = _unfinished(self._text)  # all of them: while one byte misses, some decoders show none of the characters before
+        is_garbage = len(self._window) > WINDOW_TOKENS_AT_MOST and not self._clean
+        piece = self._text[self._shown : _length_shown(self._text) if is_garbage else len(self._text) - held]
         self._shown += len(piece)
-        if not held and len(self._text) > len(before):
+        if piece and not held:
             self._clean, self._last_clean = self._last_clean, len(self._window)
-        if len(self._window) > WINDOW_TOKENS:
-            self._move_on(held)
+        if is_garbage:
+            self._move_to(len(self._window) - WINDOW_TOKENS)
+        elif len(self._window) > WINDOW_TOKENS and self._clean and not held:
+            self._move_to(self._clean)
         return piece
 
     def rest(self) -> str:
@@ -146,28 +148,37 @@ class Detokenizer:
         piece, self._shown = self._text[self._shown :], len(self._text)
         return piece
 
-    def _move_on(self, held: int) -> None:
-        """Starts the window at the last clean place but one, so that it holds some text that was shown."""
-        start = self._clean
-        if len(self._window) > WINDOW_TOKENS_AT_MOST and not start:
-            start = len(self._window) - CONTEXT_TOKENS
-        if start:
-            self._window = self._window[start:]
-            self._text = self._tokenizer.decode(self._window)
-            self._shown = len(self._text) - held
-            self._clean, self._last_clean = 0, max(0, self._last_clean - start)
+    def _move_to(self, start: int) -> None:
+        """The window starts here from now on: before the last clean place, so that it holds some text that was shown."""
+        held = len(self._text) - self._shown
+        self._window = self._window[start:]
+        self._text = self._tokenizer.decode(self._window)
+        self._shown = max(0, len(self._text) - held)
+        self._clean, self._last_clean = 0, max(0, self._last_clean - start)
+
+
+def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
+    """The last tokens of the prompt, from where a character begins."""
+    for length in range(CONTEXT_TOKENS, 0, -1):
+        ids = list(prompt_ids[-length:])
+        if UNFINISHED not in tokenizer.decode(ids):
+            return ids
+    return list(prompt_ids[-CONTEXT_TOKENS:])
 
 
 def _unfinished(text: str) -> int:
-    """How many characters at the end another token may still change."""
-    return min(UNFINISHED_AT_MOST, len(text) - len(text.rstrip(UNFINISHED)))
+    return len(text) - len(text.rstrip(UNFINISHED))
+
+
+def _length_shown(text: str) -> int:
+    """Without the characters at its end that the next token may still complete."""
+    return len(text) - min(UNFINISHED_AT_MOST, _unfinished(text))
 
 
 def decode_new(tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
-    """All at once what a Detokenizer gives piece by piece."""
-    context = list(prompt_ids[-CONTEXT_TOKENS:])
-    before = tokenizer.decode(context)
-    return tokenizer.decode([*context, *ids])[len(before) - _unfinished(before) :]
+    """All at once what a Detokenizer gives piece by piece (bytes that are no text may show differently)."""
+    context = _context(tokenizer, prompt_ids)
+    return tokenizer.decode([*context, *ids])[_length_shown(tokenizer.decode(context)) :]
 
 
 class StopChecker:
@@ -320,17 +331,17 @@ class RowState:
 PARAGRAPH = (
     "The ferry left the harbour an hour before sunrise, when the water was flat and the gulls were still asleep on the roofs.",
     "Nobody on deck spoke much, because the baker's daughter had brought warm bread and everyone was busy with it.",
-    "In the hold lay nine crates of apples, a piano without strings, and a clock that had been promised to the island's school.",
-    "The captain, who had crossed this strait four thousand times, still wrote down the wind and the depth every quarter of an hour.",
+    "In the hold lay nine crates of apples, a piano without strings, and a clock promised to the island's school.",
+    "The captain, who had crossed here four thousand times, still wrote down wind and depth every quarter of an hour.",
     "A boy asked why the lamp on the far cliff turned, and an old surveyor drew him the answer with a wet finger on the bench.",
     "Light travels in straight lines, she said, but people do not, and so a lamp that turns is seen by more of them.",
     "Toward eight the fog came down like a curtain, and the engine was slowed until its beat could be counted by hand.",
-    "They listened for the bell of the sandbank, then for the second bell, and steered between the two as their fathers had done.",
-    "By noon the sky had cleared, the crates were stacked on the quay, and three men argued about the best way to lift a piano.",
+    "They listened for the bell of the sandbank, then for the second, and steered between the two as ever.",
+    "By noon the sky had cleared, the crates stood on the quay, and three men argued about how to lift a piano.",
     "One wanted a crane, one wanted patience, and the third went home and came back with eleven cousins and a door.",
     "The clock was hung above the blackboard, where it ran four minutes fast for the rest of the winter.",
     "Children learned to subtract by it, and the teacher decided that a mistake which everybody knows is as good as the truth.",
-    "When the first storm closed the strait, the island counted its flour, its candles and its books, and found enough of each.",
+    "When the first storm closed the strait, the island counted its flour, candles and books, and found enough.",
     "Letters were written and kept in a tin until the ferry could sail, so that news arrived in bundles, already a little old.",
     "In spring the surveyor measured the coast again and found that the northern beach had moved by the length of a boat.",
     "She drew the new line in blue beside the old one in black, signed the map, and left room at the edge for the next.",
@@ -342,17 +353,37 @@ def synthetic_prompts(num: int, prompt_len: int, tokenizer: Tokenizer, vocab: in
     if num < 1 or prompt_len < 1:
         raise ValueError(f"cannot make {num} prompts of {prompt_len} tokens; give 1 or more of each")
     draw = random.Random(seed)
-    start = _start_ids(tokenizer)[: prompt_len - 1]
-    sentences = [[token % vocab for token in _plain_ids(tokenizer, " " + sentence)] for sentence in PARAGRAPH]
-    made: dict[tuple[int, ...], None] = {}
-    prompts: list[list[int]] = []
+    start = [token % vocab for token in tokenizer.encode("")][: prompt_len - 1]
+    sentences = [[token % vocab for token in _without_start(tokenizer, " " + sentence)] for sentence in PARAGRAPH]
+    made: set[tuple[int, ...]] = set()
+    prompts = []
     for _ in range(num):
-        prompt = start + _story(draw, sentences, prompt_len - len(start))
-        for _ in range(100):  # short prompts soon repeat; then any tokens of the text will do, in any order
-            if tuple(prompt) not in made:
-                break
-            words = [token for sentence in sentences for token in sentence]
-            prompt = start + draw.choices(words, k=prompt_len - len(start))
-        made[tuple(prompt)] = None
-        prompts.append(prompt)
+        text = _new_text(draw, sentences, prompt_len - len(start), made)
+        made.add(text)
+        prompts.append([*start, *text])
     return prompts
+
+
+def _without_start(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The text's own tokens: without what the tokenizer puts before every text."""
+    start, ids = tokenizer.encode(""), tokenizer.encode(text)
+    return ids[len(start) :] if ids[: len(start)] == start else ids
+
+
+def _new_text(draw: random.Random, sentences: list[list[int]], length: int, made: set[tuple[int, ...]]) -> tuple[int, ...]:
+    """A text not made before. Short ones soon repeat: then tokens of the text in any order have to do."""
+    text = _story(draw, sentences, length)
+    tries = 100
+    while text in made and tries:
+        text = tuple(draw.choice(draw.choice(sentences)) for _ in range(length))
+        tries -= 1
+    return text
+
+
+def _story(draw: random.Random, sentences: list[list[int]], length: int) -> tuple[int, ...]:
+    """The sentences in an order of its own, over and over, from a place of its own."""
+    order = draw.sample(sentences, len(sentences))
+    ids = [token for sentence in order for token in sentence]
+    place = draw.randrange(len(ids))
+    around = ids[place:] + ids[:place]
+    return tuple((around * (length // len(around) + 1))[:length])

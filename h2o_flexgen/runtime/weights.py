@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.memory.device import Device, DeviceTier
-from h2o_flexgen.memory.disk import Files, Piece
+from h2o_flexgen.memory.disk import DiskTier, Files, Piece
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES, Layout, Pack, Range, slices
 from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
@@ -26,6 +26,7 @@ class Memories(Protocol):
     host: HostTier
     compute: HostTier | DeviceTier  # where things are computed with: the host's memory when there is no accelerator
     files: Files
+    disk: DiskTier
 
 
 class WeightStore:

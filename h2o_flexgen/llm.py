@@ -1,0 +1,276 @@
+"""LLM: a model under a plan, and `generate`. The public face of the engine in Python.
+
+    llm = LLM("facebook/opt-1.3b", percent=(0, 50, 0, 100, 100, 0), gpu_batch_size=8, num_gpu_batches=4)
+    outputs = llm.generate(["Hello", "The ferry"], SamplingParams(max_tokens=32))
+
+Nothing is loaded by the constructor: the first `generate` knows the workload, refuses what does not fit, and then loads.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Callable, Sequence
+
+import psutil
+
+from h2o_flexgen.memory.device import open_device
+from h2o_flexgen.models import create_model, known_config, load_config
+from h2o_flexgen.models.base import Model
+from h2o_flexgen.models.checkpoint import WeightSource, open_checkpoint
+from h2o_flexgen.models.dummy import DummySource
+from h2o_flexgen.models.hub import resolve_model
+from h2o_flexgen.planning.footprint import Budgets, Footprint, Request, refuse_what_does_not_fit
+from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.runtime.engine import BlockRun, Engine, Memories, OnVisit, Until
+from h2o_flexgen.runtime.output import Completion
+from h2o_flexgen.runtime.rows import OnToken
+from h2o_flexgen.runtime.sampling import Sampler, SamplingParams
+from h2o_flexgen.runtime.tokens import RowState, Tokenizer, load_tokenizer
+
+OnStage = Callable[[str], None]
+DUMMY_SEED = 0
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Of the last `generate`."""
+
+    num_prompts: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    total_seconds: float
+    step_seconds: tuple[float, ...]  # of every decode step of every block
+    moved_bytes: dict[str, int]  # per lane
+    busy_seconds: dict[str, float]  # per lane
+    peak_bytes: dict[str, int]  # per tier; the host's is the process's resident memory
+    last_block: BlockRun
+
+
+class LLM:
+    def __init__(
+        self,
+        model: str,
+        *,
+        percent: Sequence[float] | None = None,
+        plan: Plan | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        gpu_mem: int | str | None = None,
+        cpu_mem: int | str | None = None,
+        offload_dir: str | Path | None = None,
+        dummy_weights: bool = False,
+        overlap: bool = True,
+        **plan_options: object,
+    ) -> None:
+        asked = plan or Plan.create(**plan_options)
+        if percent is not None:
+            asked = asked.with_percent(percent)
+        if not overlap:
+            asked = replace(asked, slots=1)
+        self.requested = asked
+        self.name = model
+        self.dummy_weights = dummy_weights
+        self.device = open_device(device)
+        self.plan = asked if self.device.accelerator else asked.folded()
+        self.stats: Stats | None = None
+        self._offload_folder = Path(offload_dir or default_offload_folder()).expanduser()
+        self._host_base = psutil.Process().memory_info().rss
+        self._open_model(dtype)
+        self._budgets = self._measure_budgets(gpu_mem, cpu_mem)
+        self._memories: Memories | None = None
+        self._engine: Engine | None = None
+
+    def _open_model(self, dtype: str) -> None:
+        folder: Path | None = None
+        if self.dummy_weights:
+            config = known_config(self.name) or load_config(self.name)
+            dtype = self._default_dtype(None) if dtype == "auto" else dtype
+            self._source: WeightSource = DummySource(DUMMY_SEED, dtype, self._offload_folder)
+        else:
+            folder = resolve_model(self.name)
+            config = load_config(str(folder))
+            checkpoint = open_checkpoint(folder)
+            dtype = self._default_dtype(checkpoint.dtype) if dtype == "auto" else dtype
+            self._source = checkpoint
+        built = create_model(config, dtype, self.plan.sep_layer, self.name)
+        stored = self._source.stored_itemsize
+        built.spec = built.spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=stored(tensor.name)))
+        self._model: Model = built
+        self.tokenizer: Tokenizer = load_tokenizer(folder, config, built.spec.vocab)
+
+    def _default_dtype(self, stored: str | None) -> str:
+        """bf16 is the fast type of CPUs, where fp16 is some 20 times slower; a GPU takes what the checkpoint has, at 16 bits."""
+        if not self.device.accelerator:
+            return "bfloat16"
+        return stored if stored in ("float16", "bfloat16") else "float16"
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._model.spec
+
+    # -- budgets -------------------------------------------------------------------------------------------------------
+
+    def _measure_budgets(self, gpu_mem: int | str | None, cpu_mem: int | str | None) -> Budgets:
+        free = psutil.virtual_memory().available + self._host_base
+        device = parse_bytes(gpu_mem) if gpu_mem is not None else self.device.free_bytes()
+        if gpu_mem is not None and device is not None:
+            self.device.limit(device)
+        return Budgets(
+            device=device if self.device.accelerator else None,
+            host=parse_bytes(cpu_mem) if cpu_mem is not None else free,
+            disk=_free_disk(self._offload_folder),
+            host_base=self._host_base,
+        )
+
+    def check(self, workload: Workload) -> Footprint:
+        """Refuses a workload that the plan does not fit, before anything is loaded; else says what will be held."""
+        longest = max(workload.prompt_lens)
+        if longest + workload.gen_len > self.spec.max_positions + 1:
+            row = workload.prompt_lens.index(longest)
+            raise ValueError(
+                f"prompt {row} has {longest} tokens and {workload.gen_len} are to be generated, but {self.name} has "
+                f"{self.spec.max_positions} positions; shorten the prompt or generate fewer"
+            )
+        request = Request(self.spec, self.plan, workload, self.device.accelerator, writes_weights=self.dummy_weights)
+        return refuse_what_does_not_fit(request, self._budgets)
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]] | str,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        seed: int | None = None,
+        on_token: OnToken | None = None,
+        on_stage: OnStage | None = None,
+        on_visit: OnVisit | None = None,
+        until: Until | None = None,
+    ) -> list[Completion]:
+        """Completions in the order of the prompts. `on_token` gets every token as it comes; rows of one block take turns."""
+        rows = self._rows([prompts] if isinstance(prompts, str) else prompts, params, streamed=on_token is not None)
+        workload = Workload(tuple(row.prompt_len for row in rows), max(row.params.max_tokens for row in rows))
+        self.check(workload)
+        engine = self._load(on_stage)
+        sampler = Sampler(seed)
+        runs: list[BlockRun] = []
+        for block in workload.blocks(self.plan.gpu_batch_size, self.plan.num_gpu_batches):
+            runs = [run.without_trace() for run in runs]  # a long job has many blocks: the last one's trace is kept
+            runs.append(engine.run(block, rows, sampler, on_visit, on_token, until))
+        self.stats = self._measured(rows, runs)
+        return [row.completion() for row in rows if row.finished]
+
+    def _rows(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None, streamed: bool
+    ) -> list[RowState]:
+        each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts came with {len(each)} sampling params; give one for all or one for each")
+        rows = []
+        for index, (prompt, own) in enumerate(zip(prompts, each)):
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            self._check_prompt(index, ids)
+            rows.append(RowState(index, ids, own, self.tokenizer, prompt if isinstance(prompt, str) else None, streamed))
+        return rows
+
+    def _check_prompt(self, index: int, ids: Sequence[int]) -> None:
+        if not ids:
+            raise ValueError(f"prompt {index} is empty; every prompt needs at least one token")
+        wrong = [token for token in ids if not 0 <= token < self.spec.vocab]
+        if wrong:
+            raise ValueError(f"prompt {index} has the token id {wrong[0]}; {self.name} knows 0 to {self.spec.vocab - 1}")
+
+    def _load(self, on_stage: OnStage | None) -> Engine:
+        if self._engine is None:
+            if on_stage is not None:
+                on_stage("loading weights")
+            self._memories = Memories(self.device, self._offload_folder, self.plan.pin_weight)
+            self._engine = Engine(self._model, self._source, self.plan, self._memories)
+        if on_stage is not None:
+            on_stage("generating")
+        return self._engine
+
+    def _measured(self, rows: Sequence[RowState], runs: Sequence[BlockRun]) -> Stats:
+        assert self._memories is not None
+        moved: Counter[str] = Counter()
+        busy: Counter[str] = Counter()
+        for run in runs:
+            moved.update(run.moved_bytes)
+            busy.update(run.busy_seconds)  # type: ignore[arg-type]
+        prefill, decode = sum(run.prefill_seconds for run in runs), sum(run.decode_seconds for run in runs)
+        peaks = {"device": self.device.peak_bytes(), "host": peak_resident_bytes(), "disk": self._memories.disk.meter.peak_bytes}
+        return Stats(
+            num_prompts=len(rows),
+            prompt_tokens=sum(row.prompt_len for row in rows),
+            generated_tokens=sum(run.tokens for run in runs),
+            prefill_seconds=prefill,
+            decode_seconds=decode,
+            total_seconds=prefill + decode,
+            step_seconds=tuple(seconds for run in runs for seconds in run.step_seconds),
+            moved_bytes=dict(moved),
+            busy_seconds=dict(busy),
+            peak_bytes=peaks,
+            last_block=runs[-1],
+        )
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the disk threads, closes files and removes what was written. The object can no longer generate."""
+        self._engine = None
+        self._source.close()
+        if self._memories is not None:
+            self._memories.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def default_offload_folder() -> Path:
+    """Not the system's folder for temporary files: that is often memory."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "h2o_flexgen" / "offload"
+
+
+def _free_disk(folder: Path) -> int | None:
+    existing = next((place for place in (folder, *folder.parents) if place.exists()), None)
+    return shutil.disk_usage(existing).free if existing else None
+
+
+UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def parse_bytes(size: int | str) -> int:
+    """16000000000, "16GB" and "14.9GiB" are sizes."""
+    if isinstance(size, int):
+        return size
+    text = size.strip().lower()
+    digits = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = text[len(digits) :].strip()
+    try:
+        value = float(digits) * UNITS[unit]
+    except (ValueError, KeyError):
+        raise ValueError(f"size {size!r} is not understood; write it like 16GB or 8GiB") from None
+    if value <= 0:
+        raise ValueError(f"size {size!r} must be above 0")
+    return int(value)
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process ever held."""
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

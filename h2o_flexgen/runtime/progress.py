@@ -1,0 +1,89 @@
+"""Progress: a line that tells how far a long job is. It is never silent for more than five seconds, even while a single task
+runs: a ticker thread writes it, which ends with the `with` block. A terminal shows one line, a file gets few lines."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import TextIO
+
+SECONDS_BETWEEN_LINES = 4.0  # below the five that are promised, by more than a busy machine is late
+SECONDS_BETWEEN_REWRITES = 0.5
+
+
+class Progress:
+    """`with Progress(total, "generate") as progress: progress.update("12.3 tokens/s", done)`. Updates only note what is to be
+    shown, so they may come as often as they like."""
+
+    def __init__(
+        self,
+        total: int,
+        label: str,
+        stream: TextIO | None = None,  # None: stderr
+        quiet: bool = False,
+        interval_seconds: float | None = None,  # None: as the stream deserves
+    ) -> None:
+        self._total = total
+        self._label = label
+        self._stream = sys.stderr if stream is None else stream
+        self._quiet = quiet
+        self._rewrites = self._stream.isatty()
+        default = SECONDS_BETWEEN_REWRITES if self._rewrites else SECONDS_BETWEEN_LINES
+        self._interval = default if interval_seconds is None else interval_seconds
+        self._stage = self._text = ""
+        self._done = 0
+        self._width = 0  # of the line that stands on the terminal
+        self._started = time.monotonic()
+        self._over = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name=f"progress {label}", daemon=True)
+
+    def stage(self, name: str) -> None:
+        """Names what is done now ("load", "prefill", "decode") and forgets the text of the stage before."""
+        self._stage, self._text = name, ""
+
+    def update(self, text: str, done: int) -> None:
+        self._text, self._done = text, done
+
+    def __enter__(self) -> Progress:
+        self._started = time.monotonic()
+        self._write(self._line())
+        if not self._quiet:
+            self._ticker.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._over.set()
+        if self._ticker.ident is not None:  # it was started
+            self._ticker.join()
+        self._write(self._line() + (" done" if kind is None else " stopped"))
+        if self._rewrites:
+            self._put("\n")
+
+    def _tick(self) -> None:
+        while not self._over.wait(self._interval):
+            self._write(self._line())
+
+    def _line(self) -> str:
+        share = f"{self._done}/{self._total}" if self._total else ""
+        words = (f"{self._label}:", self._stage, share, self._text, f"[{time.monotonic() - self._started:.0f} s]")
+        return " ".join(word for word in words if word)
+
+    def _write(self, line: str) -> None:
+        if not self._rewrites:
+            self._put(line + "\n")
+            return
+        line = line[: shutil.get_terminal_size().columns - 1]  # a line that wraps could not be rewritten
+        self._put("\r" + line.ljust(self._width))
+        self._width = len(line)
+
+    def _put(self, text: str) -> None:
+        if self._quiet:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # whoever was reading has gone: no reason to end a long job
+            self._quiet = True

@@ -1,0 +1,132 @@
+"""A machine file says all that planning asks, and what is wrong with it is said in one line."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from math import log
+from pathlib import Path
+
+import pytest
+import yaml
+
+from h2o_flexgen.planning.machine import Machine
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "machines"
+
+SMALL = Machine(
+    name="small",
+    device="cuda",
+    device_bytes=16_000_000_000,
+    host_bytes=64_000_000_000,
+    disk_bytes=500_000_000_000,
+    disk_read_per_s=2e9,
+    disk_write_per_s=1e9,
+    host_copy_per_s=20e9,
+    host_to_device_per_s=12e9,
+    device_to_host_per_s=11e9,
+    flops_per_s={"float16": ((1, 1e12), (16, 9e12), (256, 50e12))},
+    attention_bytes_per_s={"device": 300e9, "host": 20e9},
+    task_seconds=5e-5,
+)
+
+
+def test_a_saved_machine_is_loaded_as_it_was(tmp_path: Path) -> None:
+    SMALL.save(tmp_path / "small.yaml", "measured by hand\non a Tuesday")
+    assert Machine.load(tmp_path / "small.yaml") == SMALL
+    assert (tmp_path / "small.yaml").read_text().startswith("# measured by hand\n# on a Tuesday\nname: small\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["small.yaml"]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_machine_of_the_package_loads_under_its_own_name(path: Path) -> None:
+    assert Machine.load(path).name == path.stem
+
+
+def test_the_two_core_machine_is_among_them() -> None:
+    machine = Machine.load(CONFIGS / "cpu-2core.yaml")
+    assert (machine.device, machine.bandwidth("read")) == ("cpu", 1.5e9)
+    assert machine.flop_rate("bfloat16", 64) == 700e9
+
+
+@pytest.mark.parametrize(("rows", "rate"), [(1, 1e12), (16, 9e12), (256, 50e12), (4, 5e12), (1000, 50e12), (0.5, 1e12)])
+def test_flop_rates_meet_the_points_lie_between_them_and_stop_at_the_ends(rows: float, rate: float) -> None:
+    assert SMALL.flop_rate("float16", rows) == pytest.approx(rate)
+
+
+def test_flop_rates_are_linear_in_the_logarithm_of_the_rows() -> None:
+    expected = 9e12 + 41e12 * log(100 / 16) / log(256 / 16)
+    assert SMALL.flop_rate("float16", 100) == pytest.approx(expected)
+
+
+def test_a_type_without_a_measured_rate_is_refused() -> None:
+    with pytest.raises(ValueError, match="machine 'small' has no flops_per_s for bfloat16; it has float16"):
+        SMALL.flop_rate("bfloat16", 1)
+
+
+def test_every_lane_that_moves_data_has_a_bandwidth() -> None:
+    assert [SMALL.bandwidth(lane) for lane in ("read", "load", "store", "write")] == [2e9, 12e9, 11e9, 1e9]
+    with pytest.raises(ValueError, match="lane 'compute' has no bandwidth"):
+        SMALL.bandwidth("compute")
+
+
+def test_without_an_accelerator_load_and_store_lead_to_the_disk() -> None:
+    machine = replace(SMALL, device="cpu")
+    assert [machine.bandwidth(lane) for lane in ("load", "store")] == [2e9, 1e9]
+
+
+def test_numbers_may_be_written_without_a_sign_in_the_exponent(tmp_path: Path) -> None:
+    SMALL.save(path := tmp_path / "m.yaml")
+    path.write_text(path.read_text().replace("disk_read_per_s: 2000000000.0", "disk_read_per_s: 2e9"))
+    assert yaml.safe_load(path.read_text())["disk_read_per_s"] == "2e9"
+    assert Machine.load(path) == SMALL
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("disk_reads_per_s", 1e9, "unknown key 'disk_reads_per_s'; did you mean 'disk_read_per_s'?"),
+        ("zzz", 1, "unknown key 'zzz'; remove it"),
+        ("device", "tpu", "device is 'tpu'; give one of cpu, cuda"),
+        ("disk_read_per_s", "fast", "disk_read_per_s is 'fast'; give a number"),
+        ("disk_read_per_s", True, "disk_read_per_s is True; give a number"),
+        ("disk_read_per_s", 0, "disk_read_per_s is 0; give a rate above 0"),
+        ("disk_write_per_s", float("nan"), "disk_write_per_s is nan; give a number of at least 0"),
+        ("host_bytes", -1, "host_bytes is -1; give a number of at least 0"),
+        ("name", "", "name is ''; give a name"),
+        ("flops_per_s", {}, "flops_per_s is {}; give one line or more"),
+        ("flops_per_s", {"float61": [[1, 1]]}, "unknown key in flops_per_s 'float61'; did you mean 'float16'?"),
+        ("flops_per_s", {"float16": [[1, 2, 3]]}, "flops_per_s.float16 has the point [1, 2, 3]; give [rows, flop/s]"),
+        ("flops_per_s", {"float16": [[4, 1], [4, 2]]}, "flops_per_s.float16 has 4 rows after 4; sort the points by rows"),
+        ("attention_bytes_per_s", {"hots": 1}, "unknown key in attention_bytes_per_s 'hots'; did you mean 'host'?"),
+    ],
+)
+def test_a_wrong_value_is_named_in_one_line(tmp_path: Path, key: str, value: object, message: str) -> None:
+    content = asdict(SMALL) | {"flops_per_s": {"float16": [[1, 1e12]]}, key: value}
+    path = tmp_path / "m.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ValueError) as caught:
+        Machine.load(path)
+    assert str(caught.value).startswith(f"machine file {path}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_keys_are_named(tmp_path: Path) -> None:
+    content = {key: value for key, value in asdict(SMALL).items() if key not in ("host_bytes", "task_seconds")}
+    with pytest.raises(ValueError, match="missing key host_bytes, task_seconds"):
+        Machine.create(content)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("a: [", "is not YAML"), ("- 1", "holds no keys"), ("!!python/name:os.system {}", "is not YAML")]
+)
+def test_a_file_that_is_no_machine_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "m.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        Machine.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere\.yaml cannot be read: No such file"):
+        Machine.load(tmp_path / "nowhere.yaml")

@@ -1,0 +1,146 @@
+"""Small made-up worlds for the planning tests: random moves, a model of plain sizes, an executor in slow motion."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec, TensorSpec
+from h2o_flexgen.planning.plan import DEVICE, DISK, HOST
+from h2o_flexgen.planning.schedule import COMPUTE_LANE, Key, Moves, Task
+from h2o_flexgen.planning.workload import Batch, Block
+
+TIER_MIXES = ([DEVICE], [HOST], [DISK], [HOST, DISK], [DEVICE, HOST, DISK])
+
+
+def random_moves(random: Random, layers: int = 6, batches: int = 5) -> Moves:
+    count, width = random.randint(1, layers), random.randint(1, batches)
+    kv_tiers, hidden_tiers = random.choice(TIER_MIXES), random.choice(TIER_MIXES)
+    with_kv = [layer for layer in range(count) if random.random() < 0.7]
+    return Moves(
+        steps=random.randint(1, 4),
+        layers=count,
+        batches=width,
+        slots=random.randint(1, 4),
+        accelerator=random.random() < 0.5,
+        weights_on_disk=_some(random, count),
+        weights_on_host=_some(random, count),
+        kv={(layer, batch): random.choice(kv_tiers) for layer in with_kv for batch in range(width)},
+        hidden=tuple(random.choice(hidden_tiers) for _ in range(width)),
+    )
+
+
+def _some(random: Random, count: int) -> frozenset[int]:
+    share = random.choice([0.0, 0.5, 1.0])
+    return frozenset(index for index in range(count) if random.random() < share)
+
+
+def streamed(steps: int, layers: int, batches: int, slots: int, accelerator: bool = False) -> Moves:
+    """All weights on disk, all else where it is computed with."""
+    return Moves(steps, layers, batches, slots, accelerator, weights_on_disk=frozenset(range(layers)))
+
+
+def tiny_spec(blocks: int = 2, hidden: int = 8, vocab: int = 50, tied: bool = True) -> ModelSpec:
+    """An OPT-like model: embedding, attention and mlp apart, a head that is the embedding again if it is tied."""
+
+    def tensor(name: str, *shape: int) -> TensorSpec:
+        return TensorSpec(name, shape, itemsize=4, stored_itemsize=2)
+
+    embedding = tensor("embed", vocab, hidden)
+    layers = [LayerSpec("embed", 0, (("embed_tokens", embedding),), hidden)]
+    for index in range(blocks):
+        attention = [(part, tensor(f"{index}.{part}", hidden, hidden)) for part in ("q", "k", "v", "o")]
+        attention.append(("norm", tensor(f"{index}.norm", hidden)))
+        mlp = [("up", tensor(f"{index}.up", 4 * hidden, hidden)), ("down", tensor(f"{index}.down", hidden, 4 * hidden))]
+        layers.append(LayerSpec("attention", index, tuple(attention), hidden))
+        layers.append(LayerSpec("mlp", index, tuple(mlp), hidden))
+    head = embedding if tied else tensor("head", vocab, hidden)
+    layers.append(LayerSpec("head", 0, (("head", head), ("norm", tensor("final.norm", hidden))), vocab))
+    return ModelSpec("tiny", "opt", hidden, 4 * hidden, 2, 2, hidden // 2, vocab, 64, "float32", tuple(layers))
+
+
+def block_of(lengths: Sequence[Sequence[int]], gen_len: int = 3) -> Block:
+    """A batch for every list of prompt lengths."""
+    starts = [sum(map(len, lengths[:index])) for index in range(len(lengths))]
+    rows = [tuple(range(start, start + len(each))) for start, each in zip(starts, lengths)]
+    return Block(tuple(Batch(row, tuple(each)) for row, each in zip(rows, lengths)), gen_len)
+
+
+def durations(tasks: Sequence[Task], random: Random) -> Callable[[Task], float]:
+    """Each task its own, some much longer than others."""
+    seconds = {task.key: random.random() * random.choice([0.1, 1.0, 5.0]) for task in tasks}
+    return lambda task: seconds[task.key]
+
+
+# -- an executor in slow motion ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Worker:
+    """Takes the first task of its queue, waits for its needs, does it."""
+
+    lane: str
+    task: Task | None = None
+    end: float | None = None
+
+
+@dataclass
+class SlowMotion:
+    """An event by event model of the executor, written without a look at `simulate`: one thread that issues and computes,
+    workers that take from the queue of their lane in order."""
+
+    seconds: Callable[[Task], float]
+    ahead: int | None
+    workers_of: dict[str, int] = field(default_factory=dict)
+    intervals: dict[Key, tuple[float, float]] = field(default_factory=dict)
+    now: float = 0.0
+
+    def run(self, tasks: Sequence[Task]) -> dict[Key, tuple[float, float]]:
+        self.to_issue, self.pending = deque(tasks), deque[Task]()
+        self.queues = {lane: deque[Task]() for lane in sorted({task.lane for task in tasks})}
+        others = [lane for lane in self.queues if lane != COMPUTE_LANE]
+        self.workers = [_Worker(lane) for lane in others for _ in range(self.workers_of.get(lane, 1))]
+        self.main = _Worker(COMPUTE_LANE)
+        while len(self.intervals) < len(tasks) or any(worker.end is not None for worker in [*self.workers, self.main]):
+            while self._act():
+                pass
+            self._wait()
+        return self.intervals
+
+    def _act(self) -> bool:
+        """Whatever takes no time; True if anything did."""
+        acted = self._issue()
+        for worker in [*self.workers, self.main]:
+            if worker.task is None and worker is not self.main and self.queues[worker.lane]:
+                worker.task, acted = self.queues[worker.lane].popleft(), True
+            if worker.task is not None and worker.end is None and all(self._ended(need) for need in worker.task.needs):
+                worker.end, acted = self.now + self.seconds(worker.task), True
+                self.intervals[worker.task.key] = (self.now, worker.end)
+        return acted
+
+    def _issue(self) -> bool:
+        if self.main.task is not None:
+            return False
+        limit = len(self.to_issue) + len(self.pending) if self.ahead is None else self.ahead
+        if self.pending and (len(self.pending) > limit or not self.to_issue):
+            self.main.task = self.pending.popleft()
+        elif self.to_issue:
+            task = self.to_issue.popleft()
+            (self.pending if task.lane == COMPUTE_LANE else self.queues[task.lane]).append(task)
+        else:
+            return False
+        return True
+
+    def _ended(self, need: Key) -> bool:
+        return need in self.intervals and self.intervals[need][1] <= self.now
+
+    def _wait(self) -> None:
+        """On to the next end of a task."""
+        busy = [worker for worker in [*self.workers, self.main] if worker.end is not None]
+        assert busy, "nothing runs and nothing can start: the schedule is stuck"
+        self.now = min(worker.end for worker in busy if worker.end is not None)
+        for worker in busy:
+            if worker.end == self.now:
+                worker.task = worker.end = None

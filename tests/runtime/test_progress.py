@@ -1,0 +1,129 @@
+"""Progress: never silent, never a flood, no thread left behind."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+
+import pytest
+
+from h2o_flexgen.runtime.progress import SECONDS_BETWEEN_LINES, Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def tickers(label: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == f"progress {label}"]
+
+
+def wait_for(text: str, stream: io.StringIO) -> None:
+    deadline = time.monotonic() + 5
+    while text not in stream.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert text in stream.getvalue()
+
+
+def test_lines_keep_coming_while_nothing_is_updated() -> None:
+    stream = io.StringIO()
+    with Progress(8, "job", stream, interval_seconds=0.01) as progress:
+        assert stream.getvalue().startswith("job: 0/8")
+        progress.stage("prefill")
+        progress.update("one long task", 3)
+        wait_for("one long task", stream)
+        seen = stream.getvalue().count("\n")
+        deadline = time.monotonic() + 5
+        while stream.getvalue().count("\n") < seen + 3 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert stream.getvalue().count("\n") >= seen + 3
+    assert "job: prefill 3/8 one long task [0 s] done\n" in stream.getvalue()
+    assert "\r" not in stream.getvalue()
+
+
+def test_the_interval_keeps_the_promise_of_five_seconds() -> None:
+    assert SECONDS_BETWEEN_LINES < 5
+
+
+def test_many_updates_are_no_flood() -> None:
+    stream = io.StringIO()
+    with Progress(10_000, "job", stream) as progress:
+        for done in range(10_000):
+            progress.update("fast", done)
+    assert stream.getvalue().count("\n") == 2
+
+
+def test_a_new_stage_forgets_the_text_of_the_last() -> None:
+    stream = io.StringIO()
+    with Progress(2, "job", stream) as progress:
+        progress.stage("load")
+        progress.update("3.1 GB/s", 1)
+        progress.stage("decode")
+    assert stream.getvalue().endswith("job: decode 1/2 [0 s] done\n")
+
+
+def test_a_terminal_has_one_line_that_is_rewritten() -> None:
+    stream = Terminal()
+    with Progress(5, "job", stream, interval_seconds=0.01) as progress:
+        progress.update("a rather long text", 1)
+        wait_for("a rather long text", stream)
+        progress.update("short", 2)
+        wait_for("short", stream)
+    shown = stream.getvalue()
+    assert shown.count("\n") == 1
+    assert shown.endswith("\n")
+    lines = shown.rstrip("\n").split("\r")
+    first_short = next(place for place, line in enumerate(lines) if "short" in line)
+    assert len(lines[first_short]) >= len(lines[first_short - 1].rstrip()), "the longer line before is not wiped out"
+
+
+def test_a_line_never_wraps_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    stream = Terminal()
+    with Progress(5, "job", stream) as progress:
+        progress.update("x" * 200, 1)
+    assert max(map(len, stream.getvalue().rstrip("\n").split("\r"))) < 30
+
+
+def test_quiet_writes_nothing_and_starts_no_thread() -> None:
+    stream = io.StringIO()
+    with Progress(5, "silent job", stream, quiet=True, interval_seconds=0.001) as progress:
+        progress.update("text", 1)
+        assert not tickers("silent job")
+        time.sleep(0.01)
+    assert stream.getvalue() == ""
+
+
+def test_the_thread_is_gone_after_the_end() -> None:
+    with Progress(5, "ending job", io.StringIO()):
+        assert len(tickers("ending job")) == 1
+    assert not tickers("ending job")
+
+
+def test_the_thread_is_gone_after_an_exception_and_the_line_says_stopped() -> None:
+    stream = io.StringIO()
+    with pytest.raises(KeyboardInterrupt), Progress(5, "failing job", stream):
+        raise KeyboardInterrupt
+    assert not tickers("failing job")
+    assert stream.getvalue().endswith("stopped\n")
+
+
+def test_the_end_does_not_wait_for_the_interval() -> None:
+    before = time.monotonic()
+    with Progress(5, "job", io.StringIO(), interval_seconds=60):
+        pass
+    assert time.monotonic() - before < 5
+
+
+def test_a_reader_that_has_gone_does_not_end_the_job() -> None:
+    with Progress(5, "piped job", ClosedPipe(), interval_seconds=0.001) as progress:
+        progress.update("text", 1)
+        time.sleep(0.01)
+    assert not tickers("piped job")
