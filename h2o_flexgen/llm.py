@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Callable, Sequence
+from typing import TypeAlias
 
 import psutil
 
@@ -34,6 +35,8 @@ from h2o_flexgen.runtime.rows import OnToken
 from h2o_flexgen.runtime.sampling import Sampler, SamplingParams
 from h2o_flexgen.runtime.tokens import RowState, Tokenizer, load_tokenizer
 
+Prompts: TypeAlias = "Sequence[str] | Sequence[Sequence[int]]"
+Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"  # one for all prompts, or one for each
 OnStage = Callable[[str], None]
 DUMMY_SEED = 0
 
@@ -108,7 +111,7 @@ class LLM:
         self.tokenizer: Tokenizer = load_tokenizer(folder, config, built.spec.vocab)
 
     def _default_dtype(self, stored: str | None) -> str:
-        """bf16 is the fast type of CPUs, where fp16 is some 20 times slower; a GPU takes what the checkpoint has, at 16 bits."""
+        """bf16 is the fast type of CPUs, where fp16 is some 20 times slower; a GPU takes the checkpoint's, at 16 bits."""
         if not self.device.accelerator:
             return "bfloat16"
         return stored if stored in ("float16", "bfloat16") else "float16"
@@ -147,8 +150,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]] | str,
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts | str,
+        params: Params = None,
         *,
         seed: int | None = None,
         on_token: OnToken | None = None,
@@ -169,17 +172,17 @@ class LLM:
         self.stats = self._measured(rows, runs)
         return [row.completion() for row in rows if row.finished]
 
-    def _rows(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None, streamed: bool
-    ) -> list[RowState]:
-        each = [params or SamplingParams()] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
+    def _rows(self, prompts: Prompts, params: Params, streamed: bool) -> list[RowState]:
+        params = params or SamplingParams()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts came with {len(each)} sampling params; give one for all or one for each")
         rows = []
         for index, (prompt, own) in enumerate(zip(prompts, each)):
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            text = prompt if isinstance(prompt, str) else None
+            ids: list[int] = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)  # type: ignore[arg-type]
             self._check_prompt(index, ids)
-            rows.append(RowState(index, ids, own, self.tokenizer, prompt if isinstance(prompt, str) else None, streamed))
+            rows.append(RowState(index, ids, own, self.tokenizer, text, streamed))
         return rows
 
     def _check_prompt(self, index: int, ids: Sequence[int]) -> None:
@@ -205,9 +208,10 @@ class LLM:
         busy: Counter[str] = Counter()
         for run in runs:
             moved.update(run.moved_bytes)
-            busy.update(run.busy_seconds)  # type: ignore[arg-type]
+            busy.update(run.busy_seconds)
         prefill, decode = sum(run.prefill_seconds for run in runs), sum(run.decode_seconds for run in runs)
-        peaks = {"device": self.device.peak_bytes(), "host": peak_resident_bytes(), "disk": self._memories.disk.meter.peak_bytes}
+        disk_peak = self._memories.disk.meter.peak_bytes
+        peaks = {"device": self.device.peak_bytes(), "host": peak_resident_bytes(), "disk": disk_peak}
         return Stats(
             num_prompts=len(rows),
             prompt_tokens=sum(row.prompt_len for row in rows),
@@ -248,7 +252,8 @@ def _free_disk(folder: Path) -> int | None:
     return shutil.disk_usage(existing).free if existing else None
 
 
-UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+UNITS = {**DECIMAL, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def parse_bytes(size: int | str) -> int:

@@ -65,9 +65,17 @@ def tiny_hf_model(kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes)).float().eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        middle = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-        parameter.data = middle + 0.2 * torch.randn(parameter.shape, generator=generator)
+        parameter.data = _middle(name) + _spread(name) * torch.randn(parameter.shape, generator=generator)
     return model
+
+
+def _middle(name: str) -> float:
+    return 1.0 if "norm" in name and name.endswith("weight") else 0.0
+
+
+def _spread(name: str) -> float:
+    """Token embeddings are small beside what the blocks add, or else a tied head says every token again for ever."""
+    return 0.1 if "embed_tokens" in name or "embed_in" in name else 0.25
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -1,14 +1,14 @@
 """KVCache: the slots of one (layer, batch): append, attend, and drop rows that are finished.
 
-The slots are an image (2, rows, kv_heads, slots, head_dim), wherever it happens to lie while it is computed with. What all layers of
-a batch have in common at a step (positions, counts, mask) is worked out once, in a Pass.
+The slots are an image (2, rows, kv_heads, slots, head_dim), wherever it happens to lie while it is computed with. What all
+layers of a batch have in common at a step (positions, counts, mask) is worked out once, in a Pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Sequence
 
 import torch
 import torch.nn.functional as functional

@@ -6,7 +6,8 @@ file: policies do their arithmetic without torch.
 
 from __future__ import annotations
 
-from typing import Mapping, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 from h2o_flexgen.kv.full import Full
 from h2o_flexgen.planning.workload import Batch

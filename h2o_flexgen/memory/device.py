@@ -1,13 +1,13 @@
-"""The device that computes: an accelerator with memory, streams and events of its own, or the CPU, whose memory is the host's.
+"""The device that computes: an accelerator with memory, streams and events of its own, or the CPU, whose memory is the
+host's.
 
-Everything that differs between the two stands here, so that the engine has one code path: on a CPU every marker is already passed
-and every stream is the calling thread.
+Everything that differs between the two stands here, so that the engine has one code path: on a CPU every marker is already
+passed and every stream is the calling thread.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,13 +15,7 @@ from torch import Tensor
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.tier import Meter
 
-
-class Marker(Protocol):
-    """A point in a lane's stream of work."""
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool: ...
+Marker = torch.cuda.Event  # a point in a lane's stream of work
 
 
 class Device:
@@ -62,8 +56,8 @@ class Device:
     def limit(self, nbytes: int) -> None:
         """Holds what this process may allocate on the device below a budget."""
 
-    def close(self) -> None:
-        """Waits until nothing issued here uses memory any more."""
+    def settle(self) -> None:
+        """Waits until everything that was issued on any stream is over."""
 
 
 class CudaDevice(Device):
@@ -94,7 +88,7 @@ class CudaDevice(Device):
             torch.cuda.current_stream(self.torch_device).wait_event(marker)
 
     def seconds_between(self, start: Marker, end: Marker) -> float:
-        return start.elapsed_time(end) / 1000  # type: ignore[attr-defined]
+        return float(start.elapsed_time(end)) / 1000
 
     def keep(self, tensor: Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(self.torch_device))
@@ -112,7 +106,7 @@ class CudaDevice(Device):
         total = torch.cuda.mem_get_info(self.torch_device)[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
 
-    def close(self) -> None:
+    def settle(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
 
@@ -142,7 +136,7 @@ class DeviceTier:
 
 
 def open_device(name: str = "auto") -> Device:
-    """"auto" takes the GPU when there is one."""
+    """ "auto" takes the GPU when there is one."""
     kind, _, index = name.partition(":")
     if kind == "auto":
         kind = CudaDevice.kind if torch.cuda.is_available() else Device.kind

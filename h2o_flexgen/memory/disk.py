@@ -1,9 +1,9 @@
 """Disk: direct reads and writes past the page cache, several aligned ranges in flight from a small pool of threads.
 
-Two users: checkpoint files, read where they lie (`Files.read`), and the offload file for KV and activations (`DiskTier`). A range
-that lies in its file as it should lie in memory is read straight to its place; any other one (another dtype, an odd address) goes
-through a buffer of the reading thread. Threads of this pool live as long as the `Files` object and do nothing but reads, writes and
-the copies that belong to them.
+Two users: checkpoint files, read where they lie (`Files.read`), and the offload file for KV and activations (`DiskTier`). A
+range that lies in its file as it should lie in memory is read straight to its place; any other one (another dtype, an odd
+address) goes through a buffer of the reading thread. Threads of this pool live as long as the `Files` object and do nothing
+but reads, writes and the copies that belong to them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import errno
 import mmap
 import os
 import threading
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterable, Sequence
 
 import numpy
 import torch
@@ -97,7 +97,9 @@ class Files:
         """Aligned scratch memory of the calling thread, grown when needed and kept."""
         pages = getattr(self._buffers, "pages", None)
         if pages is None or len(pages) < nbytes:
-            pages = mmap.mmap(-1, aligned(max(nbytes, CHUNK_BYTES + 2 * ALIGNMENT)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = mmap.mmap(
+                -1, aligned(max(nbytes, CHUNK_BYTES + 2 * ALIGNMENT)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
             self._buffers.pages = pages
         return memoryview(pages)[:nbytes]
 
@@ -263,7 +265,8 @@ class DiskTier:
     def _failure(self, error: OSError, nbytes: int) -> OSError:
         reason = "is full" if error.errno == errno.ENOSPC else f"failed ({error.strerror})"
         return OSError(
-            error.errno, f"disk {reason}: {nbytes / 1e9:.3f} GB more could not be written in {self.folder}; lower the disk share"
+            error.errno,
+            f"disk {reason}: {nbytes / 1e9:.3f} GB more could not be written in {self.folder}; lower the disk share",
         )
 
 

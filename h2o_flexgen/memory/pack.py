@@ -53,8 +53,8 @@ class Range:
 
 
 def slices(tensors: dict[str, tuple[int, int]], parts: int) -> list[list[Range]]:
-    """Cuts tensors, given as name -> (values, bytes per value), into parts of nearly the same bytes. Cuts inside a tensor are at
-    whole pages from its start, so that direct reads of the parts stay aligned when that of the whole is."""
+    """Cuts tensors, given as name -> (values, bytes per value), into parts of nearly the same bytes. Cuts inside a tensor are
+    at whole pages from its start, so that direct reads of the parts stay aligned when that of the whole is."""
     total = sum(values * itemsize for values, itemsize in tensors.values())
     cut: list[list[Range]] = [[] for _ in range(parts)]
     offset = 0

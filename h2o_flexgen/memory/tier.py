@@ -1,5 +1,5 @@
-"""Tier: a kind of memory. Host memory is the hub: a tier knows how to bring bytes into a host view and how to take them from one,
-so that n tiers are n files and not n * n copy paths.
+"""Tier: a kind of memory. Host memory is the hub: a tier knows how to bring bytes into a host view and how to take them from
+one, so that n tiers are n files and not n * n copy paths.
 """
 
 from __future__ import annotations

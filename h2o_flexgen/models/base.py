@@ -1,12 +1,13 @@
 """What the engine asks of an architecture, and what an architecture may ask of the engine.
 
-A model is a list of layers (its ModelSpec) and one pure function per kind of layer over a dict of weights. It knows neither where
-weights come from nor how many keys are kept: attention is done by the `attend` that it is handed.
+A model is a list of layers (its ModelSpec) and one pure function per kind of layer over a dict of weights. It knows neither
+where weights come from nor how many keys are kept: attention is done by the `attend` that it is handed.
 """
 
 from __future__ import annotations
 
-from typing import Callable, Mapping, Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from torch import Tensor
 
@@ -17,9 +18,9 @@ Rotate = Callable[[Tensor, Tensor], Tensor]  # (x (rows, tokens, heads, head_dim
 
 
 class Attend(Protocol):
-    """Appends the new keys and values and attends: q (rows, tokens, heads, head_dim), k and v (rows, tokens, kv_heads, head_dim)
-    -> (rows, tokens, heads * head_dim). Rotary models hand over q and k unrotated and say how to rotate them, because which
-    positions they stand at is the cache's business. Scores are scaled by head_dim ** -0.5."""
+    """Appends the new keys and values and attends: q (rows, tokens, heads, head_dim), k and v (rows, tokens, kv_heads,
+    head_dim) -> (rows, tokens, heads * head_dim). Rotary models hand over q and k unrotated and say how to rotate them,
+    because which positions they stand at is the cache's business. Scores are scaled by head_dim ** -0.5."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor: ...
 

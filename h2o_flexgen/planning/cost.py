@@ -60,7 +60,8 @@ class Cost:
         """Per layer: bytes of weights that an accelerator has to fetch."""
         tiers = self.placement.weights
         return tuple(
-            sum(tensor.nbytes for _, tensor in layer.tensors if tiers[tensor.name] in (DISK, HOST)) for layer in self.spec.layers
+            sum(tensor.nbytes for _, tensor in layer.tensors if tiers[tensor.name] in (DISK, HOST))
+            for layer in self.spec.layers
         )
 
     def _kv_bytes(self, task: Task, slots: int) -> int:

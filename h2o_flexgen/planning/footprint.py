@@ -6,8 +6,8 @@ A budget is a promise. `refuse_what_does_not_fit` is what keeps it: it names the
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Mapping
 
 from h2o_flexgen.kv.policy import POLICIES
 from h2o_flexgen.planning.model_spec import ModelSpec
@@ -19,6 +19,9 @@ from h2o_flexgen.planning.workload import Batch, Block, Workload
 PAGE = 4096
 READ_BUFFERS = 6 * ((4 << 20) + 2 * PAGE)  # of the disk threads
 SLACK = 1.15  # on the estimate of what the functions of a layer allocate in passing: allocators keep some of it
+
+
+Parts = dict[str, dict[str, int]]  # tier -> what it holds -> bytes
 
 
 @dataclass(frozen=True)
@@ -47,41 +50,38 @@ def footprint(
     spec: ModelSpec, plan: Plan, block: Block, placement: Placement, schedule: Schedule, writes_weights: bool = False
 ) -> Footprint:
     """`writes_weights`: the disk share of the weights is not there yet but written for the run (dummy weights)."""
-    parts: dict[str, dict[str, int]] = {tier: defaultdict(int) for tier in TIERS}
+    parts: Parts = {tier: defaultdict(int) for tier in TIERS}
     accelerator = schedule.moves.accelerator
     compute = DEVICE if accelerator else HOST
     _add_weights(parts, spec, placement, schedule, compute, writes_weights)
     _add_kv(parts, spec, plan, block, schedule, compute)
     _add_hidden(parts, spec, block, schedule, compute)
     parts[compute]["working space"] = int(SLACK * max(working_bytes(spec, batch, block.gen_len) for batch in block.batches))
-    if parts[DISK] or any(schedule.moves.weights_on_disk):
+    if parts[DISK] or schedule.moves.weights_on_disk:
         parts[HOST]["read buffers"] = READ_BUFFERS
     return Footprint({tier: dict(held) for tier, held in parts.items()})
 
 
-def _add_weights(
-    parts: dict[str, dict[str, int]], spec: ModelSpec, placement: Placement, schedule: Schedule, compute: str, written: bool
-) -> None:
+def _add_weights(parts: Parts, spec: ModelSpec, placement: Placement, schedule: Schedule, compute: str, written: bool) -> None:
     for tensor in spec.tensors.values():
         tier = placement.weights[tensor.name]
         if tier != DISK or written:
             parts[tier if tier != DEVICE else compute]["weights"] += tensor.stored_nbytes if tier == DISK else tensor.nbytes
-    largest = {tier: max(_layer_bytes(spec, placement, layer, tier) for layer in range(len(spec.layers))) for tier in (DISK, HOST)}
-    both = max(
-        _layer_bytes(spec, placement, layer, DISK) + _layer_bytes(spec, placement, layer, HOST) for layer in range(len(spec.layers))
+    if schedule.moves.weights_on_disk:
+        parts[HOST]["weight slots"] += schedule.weight_slots * _largest_layer(spec, placement, DISK)
+    if schedule.moves.accelerator:
+        parts[DEVICE]["weight slots"] += schedule.weight_slots * _largest_layer(spec, placement, DISK, HOST)
+
+
+def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
+    """Bytes of the layer that has most on these tiers; each tensor may start at a page."""
+    return max(
+        sum(tensor.nbytes + PAGE for _, tensor in layer.tensors if placement.weights[tensor.name] in tiers)
+        for layer in spec.layers
     )
-    if largest[DISK]:
-        parts[HOST]["weight slots"] += schedule.weight_slots * largest[DISK]
-    if schedule.moves.accelerator and both:
-        parts[DEVICE]["weight slots"] += schedule.weight_slots * both
 
 
-def _layer_bytes(spec: ModelSpec, placement: Placement, layer: int, tier: str) -> int:
-    sizes = [tensor.nbytes for _, tensor in spec.layers[layer].tensors if placement.weights[tensor.name] == tier]
-    return sum(sizes) + PAGE * len(sizes)  # each may start at a page
-
-
-def _add_kv(parts: dict[str, dict[str, int]], spec: ModelSpec, plan: Plan, block: Block, schedule: Schedule, compute: str) -> None:
+def _add_kv(parts: Parts, spec: ModelSpec, plan: Plan, block: Block, schedule: Schedule, compute: str) -> None:
     policy, moved = POLICIES[plan.kv_policy], schedule.moves
     slots = [policy.capacity(batch, block.gen_len) for batch in block.batches]
     images = [count * batch.size * spec.kv_bytes_per_slot for count, batch in zip(slots, block.batches)]
@@ -95,7 +95,7 @@ def _add_kv(parts: dict[str, dict[str, int]], spec: ModelSpec, plan: Plan, block
         parts[DEVICE]["KV slots"] += ring
 
 
-def _add_hidden(parts: dict[str, dict[str, int]], spec: ModelSpec, block: Block, schedule: Schedule, compute: str) -> None:
+def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule, compute: str) -> None:
     sizes = [hidden_bytes(spec, batch) for batch in block.batches]
     for nbytes, tier in zip(sizes, schedule.moves.hidden):
         parts[tier if tier != DEVICE else compute]["activations"] += nbytes
@@ -199,7 +199,7 @@ def what_would_fit(request: Request, budgets: Budgets) -> str:
         if budgets.first_exceeded(replace(request, plan=plan).footprint()) is None:
             found.append("--percent " + " ".join(f"{value:g}" for value in plan.percent))
             break
-    return "would fit: " + " or ".join(found) if found else "no smaller batch or share fits: give more memory or a smaller model"
+    return "would fit: " + " or ".join(found) if found else "no smaller batch or share fits: give more memory"
 
 
 def _halves(size: int) -> list[int]:

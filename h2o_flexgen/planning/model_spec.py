@@ -1,14 +1,15 @@
-"""ModelSpec: the sizes of a model, layer by layer and tensor by tensor. The files in models/ write it; all of planning reads it.
+"""ModelSpec: the sizes of a model, layer by layer and tensor by tensor. The files in models/ write it; all of planning reads
+it.
 
 A *layer* here is a step of the schedule: the embedding, a decoder block (or its attention and its mlp apart), the head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Callable
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -112,7 +113,6 @@ class ModelSpec:
     def map_tensors(self, change: Callable[[TensorSpec], TensorSpec]) -> ModelSpec:
         """The same model with every tensor replaced, e.g. by what the checkpoint really stores."""
         layers = tuple(
-            replace(layer, tensors=tuple((name, change(tensor)) for name, tensor in layer.tensors))
-            for layer in self.layers
+            replace(layer, tensors=tuple((name, change(tensor)) for name, tensor in layer.tensors)) for layer in self.layers
         )
         return replace(self, layers=layers)

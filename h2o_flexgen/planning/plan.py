@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from typing import Sequence
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 TIERS = (DEVICE, HOST, DISK)
@@ -19,9 +19,7 @@ class Shares:
 
     def __post_init__(self) -> None:
         if min(self.device, self.host) < 0 or self.device + self.host > 1 + 1e-9:
-            raise ValueError(
-                f"shares device={self.device:g} host={self.host:g} must not be negative nor exceed 1 together"
-            )
+            raise ValueError(f"shares device={self.device:g} host={self.host:g} must not be negative nor exceed 1 together")
 
     @property
     def disk(self) -> float:

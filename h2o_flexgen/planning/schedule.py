@@ -1,17 +1,19 @@
 """The schedule as data: generators of Task(op, step, layer, batch, needs).
 
-A *visit* is one COMPUTE: one layer on one batch at one step. Visits are numbered in compute order, so "the next" is
-always `+ 1` and no wrap-around has to be treated. Data that does not live where it is computed with passes through *slots*
-(buffers used in turn: visit number modulo their count), and a slot is used again only after a *declared* need.
+A *visit* is one COMPUTE: one layer on one batch at one step. Visits are numbered in compute order, so "the next" is always `+
+1` and no wrap-around has to be treated. Data that does not live where it is computed with passes through *slots* (buffers
+used in turn: visit number modulo their count), and a slot is used again only after a *declared* need.
 
-Four readers share these objects: `check` proves them sound, `simulate` prices them, the executor runs them, the trace draws them.
+Four readers share these objects: `check` proves them sound, `simulate` prices them, the executor runs them, the trace draws
+them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Callable, Iterator, Mapping, NamedTuple
+from typing import NamedTuple
 
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST
 
@@ -241,7 +243,7 @@ class _Issuer:
         slot = self.schedule.slot(*visit)
         came = (Key(Op.STORE_KV, step - 1, layer, batch),)
         if self.moves.kv_on_disk(layer, batch):
-            yield Task(Op.READ_KV, *visit, self._freed("kv.host", slot) + (Key(Op.WRITE_KV, step - 1, layer, batch),))
+            yield Task(Op.READ_KV, *visit, (*self._freed("kv.host", slot), Key(Op.WRITE_KV, step - 1, layer, batch)))
             came = (Key(Op.READ_KV, *visit),)
         if self.moves.accelerator:
             yield Task(Op.LOAD_KV, *visit, self._freed("kv.device", slot) + came)
@@ -356,6 +358,11 @@ class Zigzag(_BlockOrder):
 
     name = "zigzag"
     cuts_layers = True
+
+    @property
+    def slots(self) -> int:
+        """With overlap one more than for weights: what was computed is still being stored while the next is fetched."""
+        return self.moves.slots + 1 if self.moves.slots > 1 else 1
 
     @property
     def load_ahead(self) -> int:

@@ -68,6 +68,5 @@ class Workload:
             for start in range(0, len(order), batch_size)
         ]
         return tuple(
-            Block(tuple(batches[start : start + num_batches]), self.gen_len)
-            for start in range(0, len(batches), num_batches)
+            Block(tuple(batches[start : start + num_batches]), self.gen_len) for start in range(0, len(batches), num_batches)
         )

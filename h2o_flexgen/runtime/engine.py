@@ -1,15 +1,15 @@
-"""The engine: the one place where the halves meet. It turns a plan into a schedule, gives every op its small action, and runs the
-blocks of a workload one after the other.
+"""The engine: the one place where the halves meet. It turns a plan into a schedule, gives every op its small action, and runs
+the blocks of a workload one after the other.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class Memories:
         self.disk = DiskTier(self.files, offload_folder)
 
     def close(self) -> None:
-        self.device.close()
+        self.device.settle()
         self.files.close()
         self.disk.close()
         self._folder.close()

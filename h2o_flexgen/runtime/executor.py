@@ -1,7 +1,8 @@
 """The executor: runs a schedule. The only place of the running half where work happens beside other work.
 
-One FIFO worker per lane moves data; COMPUTE runs in the caller's thread. Every task waits for the needs that it declares and for
-nothing else. An error in any lane surfaces in the caller, with the task named; whatever happens, no thread outlives `run`.
+One FIFO worker per lane moves data; COMPUTE runs in the caller's thread. Every task waits for the needs that it declares and
+for nothing else. An error in any lane surfaces in the caller, with the task named; whatever happens, no thread outlives
+`run`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
-from typing import Callable, Iterable, Mapping
 
 from h2o_flexgen.memory.device import Device, Marker
 from h2o_flexgen.planning.schedule import COMPUTE_LANE, LANES, Key, Op, Task
@@ -54,6 +55,7 @@ class Executor:
         self._marked: list[tuple[Task, Marker, Marker, int]] = []
 
     def run(self, tasks: Iterable[Task]) -> Trace:
+        self._device.settle()  # weights and buffers were prepared on another stream than those of the lanes
         threads = self._start_lanes()
         self._started_at = time.perf_counter()
         with self._device.stream(COMPUTE_LANE):
@@ -69,7 +71,7 @@ class Executor:
                         queue.put(None)
                 for thread in threads:
                     thread.join()
-                self._device.close()
+                self._device.settle()
         self._raise_failure()
         return self._trace()
 

@@ -1,4 +1,4 @@
-"""The hidden states of a block between two layers: kept as they are, or carried to a home in host memory or on disk and back."""
+"""The hidden states of a block between layers: kept where they are, or carried to a home in host memory or on disk and back."""
 
 from __future__ import annotations
 

@@ -1,21 +1,22 @@
-"""The KV of a block: a home for every (layer, batch) on the tier where the placement puts it, and the slots through which those
-that live elsewhere pass while they are computed with.
+"""The KV of a block: a home for every (layer, batch) on the tier where the placement puts it, and the slots through which
+those that live elsewhere pass while they are computed with.
 
-In host memory next to the CPU an image lies head by head, as CPU attention wants it; where a device fetches it, and on disk, token by
-token, so that what is held is one range from the start and a step's new tokens are one range as well.
+In host memory next to the CPU an image lies head by head, as CPU attention wants it; where a device fetches it, and on disk,
+token by token, so that what is held is one range from the start and a step's new tokens are one range as well.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy
-import torch
 from torch import Tensor
 
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.policy import KVPolicy
-from h2o_flexgen.memory.disk import CHUNK_BYTES, DiskRegion, numpy_of
+from h2o_flexgen.memory.device import DeviceTier
+from h2o_flexgen.memory.disk import CHUNK_BYTES, DiskRegion, DiskTier, numpy_of
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.memory.tier import aligned
@@ -25,6 +26,8 @@ from h2o_flexgen.planning.schedule import Schedule, Task
 from h2o_flexgen.planning.workload import Batch, Block
 from h2o_flexgen.runtime.rows import BatchRows
 from h2o_flexgen.runtime.weights import Memories
+
+SlotAction = Callable[["Unit", numpy.ndarray, int, int], None]
 
 
 @dataclass
@@ -39,9 +42,7 @@ class Unit:
 
 
 class KVStore:
-    def __init__(
-        self, spec: ModelSpec, policy: KVPolicy, block: Block, schedule: Schedule, memories: Memories
-    ) -> None:
+    def __init__(self, spec: ModelSpec, policy: KVPolicy, block: Block, schedule: Schedule, memories: Memories) -> None:
         self._spec = spec
         self._policy = policy
         self._block = block
@@ -85,10 +86,12 @@ class KVStore:
             nbytes = self._policy.capacity(batch, self._block.gen_len) * self._row_bytes(batch)
         return self._memory_of(tier).alloc(nbytes)
 
-    def _memory_of(self, tier: str):  # type: ignore[no-untyped-def]
-        return {DISK: self._disk, HOST: self._memories.host}.get(tier, self._memories.compute)
+    def _memory_of(self, tier: str) -> DiskTier | HostTier | DeviceTier:
+        if tier == DISK:
+            return self._disk
+        return self._memories.host if tier == HOST else self._memories.compute
 
-    def _ring(self, memory, needed: bool) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    def _ring(self, memory: HostTier | DeviceTier, needed: bool) -> list[Tensor]:
         nbytes = max(self._image_bytes(batch) for batch in self._block.batches)
         return [memory.alloc(nbytes) for _ in range(self._schedule.slots)] if needed else []
 
@@ -150,7 +153,7 @@ class KVStore:
         unit = self._units[task.layer, task.batch]
         return self._disk_slots(task, unit, *unit.changed, self._write_slots)
 
-    def _disk_slots(self, task: Task, unit: Unit, first: int, last: int, action) -> int:  # type: ignore[no-untyped-def]
+    def _disk_slots(self, task: Task, unit: Unit, first: int, last: int, action: SlotAction) -> int:
         """Cuts a range of slots into chunks that the disk threads work on side by side."""
         assert isinstance(unit.home, DiskRegion)
         image = numpy_of(self._image(self._host_ring[self._schedule.slot(*task[1:4])], task.batch))
@@ -176,4 +179,5 @@ class KVStore:
         shape = (slots, 2, batch.size, self._spec.kv_heads, self._spec.head_dim)
         values = batch.size * self._spec.kv_bytes_per_slot // self._spec.itemsize
         raw = numpy_of(scratch.view(self._dtype)).reshape(slots, -1)[:, :values]
-        return raw.reshape(shape).transpose(1, 2, 3, 0, 4)
+        image: numpy.ndarray = raw.reshape(shape).transpose(1, 2, 3, 0, 4)
+        return image

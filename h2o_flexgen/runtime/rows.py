@@ -1,12 +1,13 @@
-"""The rows of one batch while they are generated: who is still alive, what is computed next, who fills the places of the finished.
+"""The rows of one batch while they are generated: who is still alive, what is computed next, who fills the places of the
+finished.
 
-A finished row leaves at once: from the next layer on it is no longer computed. The caches follow when they are next opened: living
-rows from behind fill the gaps (`kept`), so that the living always stand in front.
+A finished row leaves at once: from the next layer on it is no longer computed. The caches follow when they are next opened:
+living rows from behind fill the gaps (`kept`), so that the living always stand in front.
 """
 
 from __future__ import annotations
 
-from typing import Callable, Sequence, Union
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +17,7 @@ from h2o_flexgen.planning.workload import Batch
 from h2o_flexgen.runtime.sampling import Sampler
 from h2o_flexgen.runtime.tokens import RowState
 
-
-OnToken = Callable[[int, int, Union[str, None]], None]  # place of the prompt in the input, token, new text if it is followed
+OnToken = Callable[[int, int, str | None], None]  # place of the prompt in the input, token, new text if it is followed
 
 
 class BatchRows:

@@ -132,15 +132,15 @@ class Detokenizer:
         self._window.append(token)
         self._text = self._tokenizer.decode(self._window)
         held = _unfinished(self._text)  # all of them: while one byte misses, some decoders show none of the characters before
-        is_garbage = len(self._window) > WINDOW_TOKENS_AT_MOST and not self._clean
+        is_garbage = len(self._window) > WINDOW_TOKENS_AT_MOST
         piece = self._text[self._shown : _length_shown(self._text) if is_garbage else len(self._text) - held]
         self._shown += len(piece)
         if piece and not held:
             self._clean, self._last_clean = self._last_clean, len(self._window)
-        if is_garbage:
-            self._move_to(len(self._window) - WINDOW_TOKENS)
-        elif len(self._window) > WINDOW_TOKENS and self._clean and not held:
+        if len(self._window) > WINDOW_TOKENS and self._clean and not held:
             self._move_to(self._clean)
+        elif is_garbage:
+            self._move_to(len(self._window) - WINDOW_TOKENS)
         return piece
 
     def rest(self) -> str:

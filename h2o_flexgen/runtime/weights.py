@@ -1,10 +1,11 @@
-"""The weights of a run: those that stay where they are computed with, those in host memory that a device fetches, and those that
-are read from the files they lie in. Reads and loads go into rings of slots, in slices that the schedule asks for."""
+"""The weights of a run: those that stay where they are computed with, those in host memory that a device fetches, and those
+that are read from the files they lie in. Reads and loads go into rings of slots, in slices that the schedule asks for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Iterable, Mapping, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class WeightStore:
         return Layout.pack({tensor.name: (tensor.shape, self._dtype) for tensor in tensors})
 
     def _fill(self, source: WeightSource, tensors: list[TensorSpec], memory: HostTier | DeviceTier) -> Pack:
-        """Makes or reads the tensors into one arena, holding no more than the arena and, for a device, one tensor on the way."""
+        """Makes or reads the tensors into one arena; besides it, only one tensor on its way to a device is ever held."""
         layout = self._layout(tensors)
         pack = Pack(memory.alloc(layout.nbytes) if tensors else torch.empty(0, dtype=torch.uint8), layout)
         stored: dict[str, StoredTensor] = {}
@@ -69,15 +70,18 @@ class WeightStore:
     # -- for a block ---------------------------------------------------------------------------------------------------
 
     def prepare(self, schedule: Schedule) -> None:
-        """Makes the rings that this schedule turns over."""
+        """Makes the rings that this schedule turns over. Pieces, copies and views into them are made once and kept."""
         self._schedule = schedule
-        self._pieces: dict[tuple[int, int, int], list[Piece]] = {}
-        host_bytes = max(layout.nbytes for layout in self._disk_layouts)
-        device_bytes = max(layout.nbytes for layout in self._moved_layouts) if self._memories.device.accelerator else 0
-        self._host_ring = self._ring(self._host_ring, self._memories.host, host_bytes)
-        self._device_ring = self._ring(self._device_ring, self._memories.compute, device_bytes)
+        self._pieces: dict[Place, list[Piece]] = {}
+        self._copies: dict[Place, list[tuple[Tensor, Tensor]]] = {}
+        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+        accelerator = self._memories.device.accelerator
+        moved = self._moved_layouts if accelerator else []
+        self._host_ring = self._ring(self._host_ring, self._memories.host, self._disk_layouts)
+        self._device_ring = self._ring(self._device_ring, self._memories.compute, moved)
 
-    def _ring(self, ring: list[Tensor], memory: HostTier | DeviceTier, nbytes: int) -> list[Tensor]:
+    def _ring(self, ring: list[Tensor], memory: HostTier | DeviceTier, layouts: list[Layout]) -> list[Tensor]:
+        nbytes = max((layout.nbytes for layout in layouts), default=0)
         missing = self._schedule.weight_slots - len(ring) if nbytes else 0
         return ring + [memory.alloc(nbytes) for _ in range(missing)]
 
@@ -92,48 +96,62 @@ class WeightStore:
     def _of(self, layer: LayerSpec, *tiers: str) -> list[TensorSpec]:
         return [tensor for _, tensor in layer.tensors if self._tiers[tensor.name] in tiers]
 
-    def _slice(self, layer: int, part: int, *tiers: str) -> list[Range]:
-        sizes = {tensor.name: (tensor.numel, tensor.itemsize) for tensor in self._of(self._spec.layers[layer], *tiers)}
-        return slices(sizes, self._schedule.slices)[part]
+    def _slice(self, place: Place, tier: str) -> list[Range]:
+        tensors = self._of(self._spec.layers[place.layer], tier)
+        sizes = {tensor.name: (tensor.numel, tensor.itemsize) for tensor in tensors}
+        return slices(sizes, self._schedule.slices)[place.part]
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
     def read(self, task: Task) -> int:
-        slot, part = self._schedule.weight_slot(*task[1:4]), self._part(task)
-        key = (task.layer, part, slot)
-        if key not in self._pieces:
-            pack = Pack(self._host_ring[slot], self._disk_layouts[task.layer])
-            self._pieces[key] = [
-                _piece(self._stored[part.name], pack.range(part), part.start) for part in self._slice(task.layer, part, DISK)
+        """Disk -> host."""
+        place = self._place(task)
+        if place not in self._pieces:
+            target = self._read_pack(place)
+            self._pieces[place] = [
+                _piece(self._stored[cut.name], target.range(cut), cut.start) for cut in self._slice(place, DISK)
             ]
-        return self._memories.files.read(self._pieces[key])
+        return self._memories.files.read(self._pieces[place])
 
     def load(self, task: Task) -> int:
-        """Host -> device: what rests in host memory and what the read of the same slice has brought there."""
-        slot, part = self._schedule.weight_slot(*task[1:4]), self._part(task)
-        target = Pack(self._device_ring[slot], self._moved_layouts[task.layer])
-        moved = 0
-        for tier in (HOST, DISK):
-            read = Pack(self._host_ring[slot], self._disk_layouts[task.layer]) if tier == DISK and self._host_ring else None
-            for cut in self._slice(task.layer, part, tier):
-                source = (read or self._host).range(cut)
-                target.range(cut).copy_(source, non_blocking=True)
-                moved += source.nbytes
-        return moved
+        """Host -> device: what rests in host memory, and what the read of the same slice has brought there."""
+        place = self._place(task)
+        if place not in self._copies:
+            target = Pack(self._device_ring[place.slot], self._moved_layouts[place.layer])
+            resting = [(target.range(cut), self._host.range(cut)) for cut in self._slice(place, HOST)]
+            read = [(target.range(cut), self._read_pack(place).range(cut)) for cut in self._slice(place, DISK)]
+            self._copies[place] = resting + read
+        for device, host in self._copies[place]:
+            device.copy_(host, non_blocking=True)
+        return sum(host.nbytes for _, host in self._copies[place])
 
-    def _part(self, task: Task) -> int:
-        return task.batch if self._schedule.cuts_layers else 0
+    def _place(self, task: Task) -> Place:
+        part = task.batch if self._schedule.cuts_layers else 0
+        return Place(task.layer, part, self._schedule.weight_slot(task.step, task.layer, task.batch))
+
+    def _read_pack(self, place: Place) -> Pack:
+        return Pack(self._host_ring[place.slot], self._disk_layouts[place.layer])
 
     def views(self, step: int, layer: int, batch: int) -> dict[str, Tensor]:
         """The layer's weights by local name, where they are computed with."""
-        accelerator = self._memories.device.accelerator
-        ring = self._device_ring if accelerator else self._host_ring
-        layout = (self._moved_layouts if accelerator else self._disk_layouts)[layer]
-        moved = Pack(ring[self._schedule.weight_slot(step, layer, batch)], layout) if layout.entries else self._resident
-        return {
-            local: (self._resident if self._tiers[tensor.name] in self._stays_in else moved).view(tensor.name)
-            for local, tensor in self._spec.layers[layer].tensors
-        }
+        slot = self._schedule.weight_slot(step, layer, batch)
+        if (layer, slot) not in self._views:
+            accelerator = self._memories.device.accelerator
+            ring, layouts = (self._device_ring, self._moved_layouts) if accelerator else (self._host_ring, self._disk_layouts)
+            moved = Pack(ring[slot], layouts[layer]) if layouts[layer].entries else self._resident
+            self._views[layer, slot] = {
+                local: (self._resident if self._tiers[tensor.name] in self._stays_in else moved).view(tensor.name)
+                for local, tensor in self._spec.layers[layer].tensors
+            }
+        return self._views[layer, slot]
+
+
+class Place(NamedTuple):
+    """A slice of a layer in a slot of a ring."""
+
+    layer: int
+    part: int
+    slot: int
 
 
 def _piece(stored: StoredTensor, out: Tensor, start: int = 0) -> Piece:

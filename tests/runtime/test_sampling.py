@@ -176,6 +176,13 @@ def test_broken_logits_are_refused_naming_prompt_and_step(params: SamplingParams
         Sampler().sample(logits, [params] * 3, [10, 11, 12], 4)
 
 
+def test_logits_made_in_inference_mode_are_sampled_outside_of_it() -> None:
+    with torch.inference_mode():
+        logits = some_logits(3, 50)
+    params = [SamplingParams(), SamplingParams(temperature=1.0, top_k=4), SamplingParams(repetition_penalty=2.0, logprobs=1)]
+    assert len(Sampler(0).sample(logits, params, range(3), 0, [[1]] * 3).tokens) == 3
+
+
 def test_tokens_of_minus_infinity_are_never_drawn() -> None:
     logits = torch.full((500, 40), -math.inf)
     logits[:, [7, 30]] = 0

@@ -1,0 +1,62 @@
+"""What all tests share: the options of the test run, tiny checkpoints made once, the devices that a test body is run on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:  # tests that need no engine pay for none
+    from tests.contract import Checkpoints
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--plans", type=int, default=200, help="random plans that `pytest -m fuzz` draws")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for a `fuzz_seed` is run for as many as --plans says; they go on where the default run's end."""
+    if "fuzz_seed" in metafunc.fixturenames:
+        metafunc.parametrize("fuzz_seed", range(30, 30 + metafunc.config.getoption("--plans")))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["cpu", "pretended", pytest.param("cuda", marks=pytest.mark.cuda)])
+def any_device(request: pytest.FixtureRequest, pretended: None) -> str:
+    """Also the CPU that pretends to have memory of its own, which takes the accelerator's way through the engine."""
+    return request.param
+
+
+@pytest.fixture
+def pretended() -> Iterator[None]:
+    from tests.pretended import pretend
+
+    with pretend():
+        yield
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    from tests.contract import Checkpoints
+
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture
+def offload(tmp_path: Path) -> Iterator[Path]:
+    """A folder for what goes to disk that does not exist yet; whoever made it must have taken it away again."""
+    folder = tmp_path / "offload" / "deep"
+    yield folder
+    assert not folder.parent.exists(), f"{sorted(folder.parent.rglob('*'))} is left behind"

@@ -1,0 +1,153 @@
+"""The contract of the engine, to be held for any plan: what it generates is what the resident loop generates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.models import create_model, load_config
+from h2o_flexgen.models.base import Model, Weights
+from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.runtime.output import Completion
+from h2o_flexgen.runtime.sampling import Sampler, SamplingParams
+from tests import tiny
+from tests.reference import weights_by_layer
+from tests.resident import resident_generate
+
+Logits = dict[tuple[int, int], Tensor]  # (step, row of the workload) -> (vocab,)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan and a workload. Printed, it is what repeats it."""
+
+    kind: str = "opt"
+    percent: tuple[float, ...] = (100, 0, 100, 0, 100, 0)
+    lengths: tuple[int, ...] = (5, 9, 2, 7, 4)
+    gen_len: int = 4
+    gpu_batch_size: int = 2
+    num_gpu_batches: int = 2
+    slots: int = 2
+    sep_layer: bool = True
+    overlap: bool = True
+    schedule: str = "zigzag"
+    device: str = "cpu"
+    dtype: str = "float32"
+    stored: str = "float32"
+
+    @property
+    def plan_options(self) -> dict[str, Any]:
+        names = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "schedule")
+        return {name: getattr(self, name) for name in names} | {"pin_weight": self.device == "cuda"}
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        return distinct_prompts(self.lengths)
+
+    def batches(self) -> list[tuple[int, ...]]:
+        blocks = Workload(self.lengths, self.gen_len).blocks(self.gpu_batch_size, self.num_gpu_batches)
+        return [batch.rows for block in blocks for batch in block.batches]
+
+    def open(self, checkpoints: Checkpoints, offload: Path, **options: Any) -> LLM:
+        folder = checkpoints.folder(self.kind, self.stored)
+        chosen = {"dtype": self.dtype, "device": self.device, "overlap": self.overlap, **self.plan_options, **options}
+        return LLM(str(folder), percent=self.percent, offload_dir=offload, **chosen)
+
+    def __str__(self) -> str:
+        defaults = Case()
+        changed = [field.name for field in fields(self) if getattr(self, field.name) != getattr(defaults, field.name)]
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in changed) or "defaults"
+
+
+def distinct_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """No two rows share a prompt: a row that gets another one's data shows."""
+    random = Random(seed)
+    prompts = [[random.randrange(tiny.VOCAB) for _ in range(length)] for length in lengths]
+    while len({tuple(prompt) for prompt in prompts}) < len(prompts):
+        prompts = [[random.randrange(tiny.VOCAB) for _ in range(length)] for length in lengths]
+    return prompts
+
+
+@dataclass
+class Checkpoints:
+    """Tiny checkpoints, each made when first asked for, and what the resident loop says to them."""
+
+    root: Path
+    hf_models: dict[tuple[str, str], PreTrainedModel] = field(default_factory=dict)
+    resident: dict[tuple[object, ...], list[Tensor]] = field(default_factory=dict)
+
+    def folder(self, kind: str, stored: str = "float32") -> Path:
+        folder = self.root / f"{kind}-{stored}"
+        if (kind, stored) not in self.hf_models:
+            self.hf_models[kind, stored] = tiny.save_tiny(kind, folder, getattr(torch, stored), max_shard_size="40KB")
+        return folder
+
+    def hf_model(self, kind: str, stored: str = "float32") -> PreTrainedModel:
+        self.folder(kind, stored)
+        return self.hf_models[kind, stored]
+
+    def model(self, kind: str, stored: str, dtype: str, device: str = "cpu") -> tuple[Model, list[Weights]]:
+        folder = self.folder(kind, stored)
+        tensors: dict[str, Tensor] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            tensors |= {name: tensor.clone() for name, tensor in load_file(file).items()}
+        model = create_model(load_config(str(folder)), dtype)
+        weights = weights_by_layer(model, tensors)
+        return model, [{name: tensor.to(device) for name, tensor in layer.items()} for layer in weights]
+
+    def resident_logits(self, case: Case, rows: Sequence[int]) -> list[Tensor]:
+        """Of one batch, for every step (rows, vocab): worked out once for all plans that have this batch."""
+        prompts = [case.prompts[row] for row in rows]
+        by_token, device = case.device != "cpu", "cuda" if case.device == "cuda" else "cpu"
+        key = (case.kind, case.stored, case.dtype, by_token, device, case.gen_len, *map(tuple, prompts))
+        if key not in self.resident:
+            model, weights = self.model(case.kind, case.stored, case.dtype, device)
+            self.resident[key] = resident_generate(model, weights, prompts, case.gen_len, by_token)
+        return self.resident[key]
+
+
+@contextmanager
+def recorded_logits() -> Iterator[Logits]:
+    """What every Sampler is handed inside."""
+    logits: Logits = {}
+    sample = Sampler.sample
+
+    def record(self: Sampler, given: Tensor, params: Any, rows: Sequence[int], step: int, *rest: Any) -> Any:
+        for place, row in enumerate(rows):
+            assert (step, row) not in logits, f"row {row} was sampled twice at step {step}"
+            logits[step, row] = given[place].clone()
+        return sample(self, given, params, rows, step, *rest)
+
+    with patch.object(Sampler, "sample", record):
+        yield logits
+
+
+def generate(case: Case, checkpoints: Checkpoints, offload: Path) -> tuple[list[Completion], Logits]:
+    with case.open(checkpoints, offload) as llm, recorded_logits() as logits:
+        return llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len)), logits
+
+
+def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
+    """Tokens and logits, bit for bit, are those of the resident loop over the same batches."""
+    completions, logits = generate(case, checkpoints, offload)
+    assert [completion.index for completion in completions] == list(range(len(case.lengths))), case
+    assert len(logits) == len(case.lengths) * case.gen_len, case
+    for rows in case.batches():
+        expected = checkpoints.resident_logits(case, rows)
+        for place, row in enumerate(rows):
+            tokens = [int(step[place].argmax()) for step in expected]
+            assert list(completions[row].token_ids) == tokens, f"row {row}: {case}"
+            for step in range(case.gen_len):
+                assert torch.equal(logits[step, row], expected[step][place]), f"step {step}, row {row}: {case}"

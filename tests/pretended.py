@@ -1,0 +1,31 @@
+"""An accelerator for machines that have none: the CPU with memory of its own, so that everything has to be loaded and stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from h2o_flexgen import llm
+from h2o_flexgen.memory.device import Device, DeviceTier, open_device
+from h2o_flexgen.memory.host import HostTier
+
+
+class PretendedDevice(Device):
+    """Takes every way of an accelerator through schedule and stores; its copies are over when the call returns."""
+
+    accelerator = True
+
+    def memory(self, host: HostTier) -> HostTier | DeviceTier:
+        return DeviceTier(self.torch_device)
+
+
+def open_any_device(name: str) -> Device:
+    return PretendedDevice() if name == "pretended" else open_device(name)
+
+
+@contextmanager
+def pretend() -> Iterator[None]:
+    """LLM(device="pretended") works inside; with pin_weight=False, as nobody can page-lock memory for it."""
+    with patch.object(llm, "open_device", open_any_device):
+        yield
