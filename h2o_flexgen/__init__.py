@@ -1,0 +1,54 @@
+"""h2o_flexgen: large language models in little memory. Weights, KV cache and activations on any mix of GPU, CPU memory and disk.
+
+The public names. They are looked up on first use, so that importing the package costs nothing: torch comes with the first of them
+that needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from h2o_flexgen.llm import LLM, Stats
+    from h2o_flexgen.planning.machine import Machine
+    from h2o_flexgen.planning.plan import Plan, Shares
+    from h2o_flexgen.planning.workload import Workload
+    from h2o_flexgen.runtime.output import Completion, StepLogprobs, TokenLogprob
+    from h2o_flexgen.runtime.sampling import SamplingParams
+
+_MODULES = {
+    "LLM": "llm",
+    "Stats": "llm",
+    "Machine": "planning.machine",
+    "Plan": "planning.plan",
+    "Shares": "planning.plan",
+    "Workload": "planning.workload",
+    "Completion": "runtime.output",
+    "StepLogprobs": "runtime.output",
+    "TokenLogprob": "runtime.output",
+    "SamplingParams": "runtime.sampling",
+}
+
+__all__ = [
+    "LLM",
+    "Completion",
+    "Machine",
+    "Plan",
+    "SamplingParams",
+    "Shares",
+    "Stats",
+    "StepLogprobs",
+    "TokenLogprob",
+    "Workload",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.memory.tier import ALIGNMENT, aligned
+from h2o_flexgen.quant.codec import CODECS
 
 VIEW_ALIGNMENT = 64  # of every tensor: with less, the same product may come out with other last bits (measured with one row)
 PAGE_ALIGNED_FROM = 16 * ALIGNMENT  # larger tensors start at a page, so that disk reads can go straight to their place
@@ -17,13 +18,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Entry:
-    offset: int  # of the first value
+    offset: int  # of the first byte
     shape: tuple[int, ...]
     dtype: torch.dtype
+    codec: str = "plain"
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return CODECS[self.codec].nbytes(self.shape, self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,12 @@ class Layout:
     nbytes: int
 
     @classmethod
-    def pack(cls, tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> Layout:
-        """One tensor behind the other."""
+    def pack(cls, tensors: Mapping[str, Entry]) -> Layout:
+        """One tensor behind the other, wherever the entries said that they lie."""
         entries, end = {}, 0
-        for name, (shape, dtype) in tensors.items():
-            entry = Entry(0, shape, dtype)
+        for name, entry in tensors.items():
             start = aligned(end, ALIGNMENT if entry.nbytes >= PAGE_ALIGNED_FROM else VIEW_ALIGNMENT)
-            entries[name] = Entry(start, shape, dtype)
+            entries[name] = replace(entry, offset=start)
             end = start + entry.nbytes
         return cls(entries, aligned(end, ALIGNMENT))
 
@@ -77,7 +78,8 @@ class Pack:
 
     def view(self, name: str) -> Tensor:
         entry = self.layout.entries[name]
-        return self.buffer[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).view(entry.shape)
+        data = self.buffer[entry.offset : entry.offset + entry.nbytes]
+        return CODECS[entry.codec].decode(data, entry.shape, entry.dtype)
 
     def range(self, part: Range) -> Tensor:
         return self.view(part.name).view(-1)[part.start : part.stop]

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
+from h2o_flexgen.quant.codec import CODECS
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -22,6 +24,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     itemsize: int
     stored_itemsize: int
+    codec: str = "plain"
 
     @property
     def numel(self) -> int:
@@ -29,11 +32,12 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.itemsize
+        """In memory and on the way."""
+        return CODECS[self.codec].nbytes(self.shape, self.itemsize)
 
     @property
     def stored_nbytes(self) -> int:
-        return self.numel * self.stored_itemsize
+        return CODECS[self.codec].nbytes(self.shape, self.stored_itemsize)
 
 
 @dataclass(frozen=True)

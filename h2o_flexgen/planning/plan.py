@@ -48,8 +48,6 @@ class Plan:
     pin_weight: bool = True  # host weights in page-locked memory (CUDA)
     schedule: str = "zigzag"
     kv_policy: str = "full"
-    weight_codec: str = "plain"
-    kv_codec: str = "plain"
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "slots"):

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from queue import SimpleQueue
 
+import torch
+
 from h2o_flexgen.memory.device import Device, Marker
 from h2o_flexgen.planning.schedule import COMPUTE_LANE, LANES, Key, Op, Task
 from h2o_flexgen.planning.trace import Span, Trace
@@ -49,6 +51,7 @@ class Executor:
         self._ahead = ahead  # COMPUTEs that may wait in line while their transfers are under way
         self._pending: dict[Key, _Pending] = {}  # a key that is missing here is done
         self._queues: dict[str, SimpleQueue[Task | None]] = {}
+        self._threads: list[tuple[threading.Thread, threading.Event]] = []
         self._failure: tuple[Task, BaseException] | None = None
         self._stopped = False
         self._spans: list[Span] = []
@@ -56,21 +59,17 @@ class Executor:
 
     def run(self, tasks: Iterable[Task]) -> Trace:
         self._device.settle()  # weights and buffers were prepared on another stream than those of the lanes
-        threads = self._start_lanes()
         self._started_at = time.perf_counter()
         with self._device.stream(COMPUTE_LANE):
             self._first_marker = self._device.mark()
             try:
+                self._start_lanes()
                 self._issue(tasks)
             except BaseException:
                 self._abandon()
                 raise
             finally:
-                for lane, queue in self._queues.items():
-                    for _ in range(WORKERS.get(lane, 1)):
-                        queue.put(None)
-                for thread in threads:
-                    thread.join()
+                self._end_lanes()
                 self._device.settle()
         self._raise_failure()
         return self._trace()
@@ -108,20 +107,41 @@ class Executor:
 
     # -- the lanes ---------------------------------------------------------------------------------------------------
 
-    def _start_lanes(self) -> list[threading.Thread]:
-        threads = []
-        for lane in sorted(set(LANES.values()) - {COMPUTE_LANE}):
-            self._queues[lane] = SimpleQueue()
+    def _start_lanes(self) -> None:
+        self._queues = {lane: SimpleQueue() for lane in sorted(set(LANES.values()) - {COMPUTE_LANE})}
+        for lane in self._queues:
             for worker in range(WORKERS.get(lane, 1)):
-                threads.append(threading.Thread(target=self._work, args=(lane,), name=f"lane-{lane}-{worker}", daemon=True))
-        for thread in threads:
-            thread.start()
-        return threads
+                ended = threading.Event()
+                name = f"lane-{lane}-{worker}"
+                thread = threading.Thread(target=self._work, args=(lane, ended), name=name, daemon=True)
+                thread.start()
+                self._threads.append((thread, ended))
 
-    def _work(self, lane: str) -> None:
-        with self._device.stream(lane):
-            while (task := self._queues[lane].get()) is not None:
-                self._perform(task)
+    def _end_lanes(self) -> None:
+        """Waits for them through any further Ctrl-C: what they work in is freed after this."""
+        interrupt: KeyboardInterrupt | None = None
+        while not all(ended.is_set() for _, ended in self._threads):
+            try:
+                for lane, queue in self._queues.items():
+                    for _ in range(WORKERS.get(lane, 1)):
+                        queue.put(None)
+                for _, ended in self._threads:
+                    ended.wait()  # not join: when that is interrupted the thread counts as ended
+            except KeyboardInterrupt as error:
+                self._abandon()
+                interrupt = error
+        for thread, _ in self._threads:
+            thread.join()
+        if interrupt is not None:
+            raise interrupt
+
+    def _work(self, lane: str, ended: threading.Event) -> None:
+        try:
+            with torch.inference_mode(), self._device.stream(lane):  # a mode of the thread: the caller's does not reach here
+                while (task := self._queues[lane].get()) is not None:
+                    self._perform(task)
+        finally:
+            ended.set()
 
     def _perform(self, task: Task) -> None:
         """Waits for the needs, acts, and lets those who wait go on: also when it failed, or nothing could ever end."""

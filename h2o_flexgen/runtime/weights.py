@@ -13,7 +13,7 @@ from torch import Tensor
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.disk import DiskTier, Files, Piece
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.memory.pack import DTYPES, Layout, Pack, Range, slices
+from h2o_flexgen.memory.pack import DTYPES, Entry, Layout, Pack, Range, slices
 from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
 from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST
@@ -50,7 +50,7 @@ class WeightStore:
         return [tensor for tensor in self._spec.tensors.values() if self._tiers[tensor.name] in tiers]
 
     def _layout(self, tensors: Iterable[TensorSpec]) -> Layout:
-        return Layout.pack({tensor.name: (tensor.shape, self._dtype) for tensor in tensors})
+        return Layout.pack({tensor.name: Entry(0, tensor.shape, self._dtype, tensor.codec) for tensor in tensors})
 
     def _fill(self, source: WeightSource, tensors: list[TensorSpec], memory: HostTier | DeviceTier) -> Pack:
         """Makes or reads the tensors into one arena; besides it, only one tensor on its way to a device is ever held."""

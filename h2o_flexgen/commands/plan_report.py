@@ -1,0 +1,147 @@
+"""The plan on paper: what was asked for beside what was really placed, in shares and bytes, and what each tier must hold at most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from h2o_flexgen.commands.planned import PlannedBlock
+from h2o_flexgen.planning.footprint import Budgets, Footprint
+from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.placement import Placement
+from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan
+from h2o_flexgen.planning.workload import Workload
+
+NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
+KINDS = ("weights", "KV", "activations")
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    model: str
+    dummy_weights: bool
+    spec: ModelSpec
+    requested: Plan  # as asked for
+    plan: Plan  # in force: folded where there is no accelerator
+    workload: Workload
+    blocks: Sequence[PlannedBlock]
+    needed: Footprint
+    budgets: Budgets
+    accelerator: bool
+
+    @property
+    def first(self) -> PlannedBlock:
+        """The largest block: prompts are sorted, longest first."""
+        return self.blocks[0]
+
+    def lines(self) -> list[str]:
+        return [*self._head(), "", *self._shares(), "", *self._needs()]
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "plan": asdict(self.plan),
+            "requested_percent": list(self.requested.percent),
+            "placed_percent": [round(share, 2) for share in self.first.placed_percent],
+            "num_prompts": self.workload.num_prompts,
+            "placed_bytes": placed_bytes(self.first),
+            "needed_bytes": {tier: self.budgets.needs(self.needed, tier) for tier in TIERS},
+            "budget_bytes": {tier: self.budgets.of(tier) for tier in TIERS},
+        }
+
+    def _head(self) -> list[str]:
+        spec, plan, longest = self.spec, self.plan, max(self.workload.prompt_lens)
+        lines = [
+            f"model     {self.model}: {spec.architecture}, {size(spec.weight_bytes)} of weights in {spec.dtype}",
+            f"prompts   {self.workload.num_prompts} of up to {longest} tokens, {self.workload.gen_len} more to generate for each",
+            f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches, {len(self.blocks)} to run",
+            f"schedule  {plan.schedule}, {_slots(plan)}, "
+            f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}, KV policy {plan.kv_policy}",
+        ]
+        if self.dummy_weights:
+            lines.append("weights are random, so the text is noise")
+        if not self.accelerator and self.requested != self.plan:
+            lines.append("no GPU: what was meant for it lives in host memory")
+        return lines
+
+    def _shares(self) -> list[str]:
+        placed, held = self.first.placed_percent, placed_bytes(self.first)
+        rows = [["", "requested % " + _tiers(), "placed % " + _tiers(), *(f"bytes on {NAMES[tier]}" for tier in TIERS)]]
+        for place, kind in enumerate(KINDS):
+            asked, got = (_three(percent[2 * place : 2 * place + 2]) for percent in (self.requested.percent, placed))
+            rows.append([kind, asked, got, *(size(held[kind][tier]) for tier in TIERS)])
+        return table(rows)
+
+    def _needs(self) -> list[str]:
+        rows = [["tier", "needs at most", "budget", "of which"]]
+        for tier in TIERS:
+            need, budget = self.budgets.needs(self.needed, tier), self.budgets.of(tier)
+            if need or tier == HOST:
+                limit = size(budget) if budget is not None else "none"
+                rows.append([NAMES[tier], size(need), limit, self._parts(tier)])
+        return table(rows)
+
+    def _parts(self, tier: str) -> str:
+        parts = {name: nbytes for name, nbytes in self.needed.parts.get(tier, {}).items() if nbytes}
+        if tier == HOST and self.budgets.host_base:
+            parts["process"] = self.budgets.host_base
+        return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items())
+
+
+def placed_bytes(planned: PlannedBlock) -> dict[str, dict[str, int]]:
+    """kind -> tier -> bytes."""
+    placement, cost = planned.placement, planned.cost
+    weights = ((placement.weights[name], tensor.nbytes) for name, tensor in planned.spec.tensors.items())
+    return {
+        "weights": _per_tier(weights),
+        "KV": _per_tier(_kv(planned, placement)),
+        "activations": _per_tier(
+            (tier, batch.size * batch.prompt_len * cost.spec.widest * cost.spec.itemsize)
+            for tier, batch in zip(placement.hidden, planned.block.batches)
+        ),
+    }
+
+
+def _kv(planned: PlannedBlock, placement: Placement) -> Iterable[tuple[str, int]]:
+    block, policy = planned.block, planned.cost.policy
+    for (_, batch), tier in placement.kv.items():
+        rows = block.batches[batch]
+        yield tier, rows.size * policy.capacity(rows, block.gen_len) * planned.spec.kv_bytes_per_slot
+
+
+def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = dict.fromkeys(TIERS, 0)
+    for tier, nbytes in sizes:
+        total[tier] += nbytes
+    return total
+
+
+def _slots(plan: Plan) -> str:
+    return "1 slot, nothing overlaps" if plan.slots == 1 else f"{plan.slots} slots"
+
+
+def _tiers() -> str:
+    return "/".join(NAMES[tier] for tier in TIERS)
+
+
+def _three(percent: Sequence[float]) -> str:
+    device, host = percent
+    return f"{device:.4g} / {host:.4g} / {max(0.0, 100 - device - host):.4g}"
+
+
+def size(nbytes: float) -> str:
+    if nbytes >= 1e8:
+        return f"{nbytes / 1e9:.2f} GB"
+    return f"{nbytes / 1e6:.2f} MB" if nbytes >= 1e4 else f"{nbytes:.0f} B"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell, numbers to the left like words: they carry their units."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def shares_of(parts: Mapping[str, float]) -> dict[str, float]:
+    """Of the whole; nothing of nothing is 0."""
+    whole = sum(parts.values())
+    return {name: part / whole if whole else 0.0 for name, part in parts.items()}

@@ -1,0 +1,64 @@
+"""The prompts of a command: given as texts, in a file, or made up: readable, of one length, and every one different."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from h2o_flexgen.runtime.tokens import Tokenizer
+
+DEFAULT_TOKENS = 512  # of a prompt that is made up
+
+
+def given_prompts(texts: Sequence[str] | None, file: str | None, num: int | None = None) -> list[str]:
+    """Those of --prompt, then those of the file; `num` takes the first of them. None given is an empty list."""
+    if texts is None and file is None:
+        return []
+    prompts = [*(texts or ()), *(read_prompts(Path(file).expanduser()) if file is not None else ())]
+    for place, prompt in enumerate(prompts):
+        if not prompt.strip():
+            raise ValueError(f"prompt {place} is empty; every prompt needs at least one token")
+    if num is not None and not 1 <= num <= len(prompts):
+        raise ValueError(f"--num-prompts is {num}, but {len(prompts)} prompts are given; give 1 to {len(prompts)}")
+    return prompts[:num]
+
+
+def read_prompts(file: Path) -> list[str]:
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise ValueError(f"prompt file {file} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt file {file} is not UTF-8 text (byte {error.start})") from error
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if not lines:
+        raise ValueError(f"prompt file {file} is empty; write a prompt per line")
+    take = _from_json if file.suffix == ".jsonl" else str
+    return [_of_line(line, take, f"prompt file {file}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _of_line(line: str, take: Callable[[str], str], where: str) -> str:
+    try:
+        prompt = take(line)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f'{where} is no {{"prompt": "..."}}; mend or remove it') from error
+    if not prompt.strip():
+        raise ValueError(f"{where} is empty; remove it")
+    return prompt
+
+
+def _from_json(line: str) -> str:
+    prompt = json.loads(line)["prompt"] if line.strip() else ""
+    if not isinstance(prompt, str):
+        raise TypeError(prompt)
+    return prompt
+
+
+def made_up_prompts(num: int, prompt_len: int, tokenizer: Tokenizer, vocab: int) -> list[list[int]]:
+    from h2o_flexgen.runtime.tokens import synthetic_prompts
+
+    return synthetic_prompts(num, prompt_len, tokenizer, vocab)

@@ -1,0 +1,104 @@
+"""What a finished run has to say: the texts, FlexGen's summary of five lines, and one JSON document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from h2o_flexgen.commands.projection import Timing
+from h2o_flexgen.planning.cost import Cost
+from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload import Workload
+
+if TYPE_CHECKING:
+    from h2o_flexgen.runtime.output import Completion, StepLogprobs
+
+FIRST = 3  # completions that are shown unless all are wanted
+CHARACTERS = 240  # of a text that is shown unless all is wanted
+GB = 1 << 30  # FlexGen's
+
+
+# -- texts -----------------------------------------------------------------------------------------------------------------
+
+
+def completion_lines(completions: Sequence[Completion], everything: bool) -> Iterator[str]:
+    shown = completions if everything else completions[:FIRST]
+    for one in shown:
+        counts = f"{len(one.prompt_token_ids)} + {len(one.token_ids)} tokens, {one.finish_reason}"
+        yield f"prompt {one.index} ({counts}): {_shown(one.text, everything)}"
+        if one.logprobs is not None:
+            yield f"  logprobs: {_logprobs(one.logprobs, everything)}"
+    if len(shown) < len(completions):
+        yield f"({len(completions) - len(shown)} more; --verbose 2 shows all)"
+
+
+def _shown(text: str, everything: bool) -> str:
+    return repr(text if everything or len(text) <= CHARACTERS else text[:CHARACTERS] + "...")
+
+
+def _logprobs(logprobs: Sequence[StepLogprobs], everything: bool) -> str:
+    steps = logprobs if everything else logprobs[:FIRST]
+    words = []
+    for step in steps:
+        top = "".join(f" {one.token_id}:{one.logprob:.3f}" for one in step.top)
+        words.append(f"{step.chosen.token_id}:{step.chosen.logprob:.3f}" + (f" (of{top})" if top else ""))
+    return ", ".join(words) + (" ..." if len(steps) < len(logprobs) else "")
+
+
+# -- FlexGen's summary -----------------------------------------------------------------------------------------------------
+
+
+def summary_lines(spec: ModelSpec, workload: Workload, timing: Timing, peak_device_bytes: int, cost: Cost) -> list[str]:
+    """The layout of FlexGen's logs, tabs included; sizes are those of the whole workload at its full length."""
+    slots = sum(length + workload.gen_len for length in workload.prompt_lens)
+    cache = slots * spec.kv_bytes_per_slot * len(spec.kv_layers)
+    hidden = slots * spec.hidden * spec.itemsize
+    return [
+        f"model size: {spec.weight_bytes / GB:.3f} GB\tcache size: {cache / GB:.3f} GB\thidden size (p): {hidden / GB:.3f} GB",
+        f"peak gpu mem: {peak_device_bytes / GB:.3f} GB\tprojected: {timing.projected}",
+        _pair("prefill", timing.prefill_seconds, timing.prefill_tokens_per_second),
+        _pair("decode", timing.decode_seconds, timing.decode_tokens_per_second),
+        _pair("total", timing.total_seconds, timing.tokens_per_second),
+    ]
+
+
+def _pair(phase: str, seconds: float, rate: float) -> str:
+    return f"{phase} latency: {seconds:.3f} s\t{phase} throughput: {rate:.3f} token/s"
+
+
+def log_name(model: str, plan: Plan, prompt_len: int, gen_len: int) -> str:
+    percent = "-".join(f"{share:g}" for share in plan.percent)
+    short = model.rstrip("/").rpartition("/")[2]
+    block = f"gbs{plan.gpu_batch_size}-ngbs{plan.num_gpu_batches}"
+    return f"fo-{short}-{block}-prompt{prompt_len}-gen{gen_len}-percent-{percent}.log"
+
+
+def append_log(file: Path, lines: Sequence[str]) -> None:
+    with file.open("a", encoding="utf-8") as log:
+        log.write("\n".join(lines) + "\n")
+
+
+def check_writable(file: str | None, flag: str) -> None:
+    """Before the work and not behind it."""
+    if file is None:
+        return
+    path = Path(file).expanduser()
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"{flag} {file} cannot be written: give a file in a folder that exists")
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------------
+
+
+def timing_json(timing: Timing) -> Mapping[str, object]:
+    seconds = ("prefill_seconds", "decode_seconds", "total_seconds")
+    rates = ("prefill_tokens_per_second", "decode_tokens_per_second", "tokens_per_second")
+    return {
+        "prompt_tokens": timing.prompt_tokens,
+        "generated_tokens": timing.generated_tokens,
+        **{name: round(getattr(timing, name), 6) for name in seconds},
+        **{name: round(getattr(timing, name), 3) for name in rates},
+        "projected": timing.projected,
+    }

@@ -1,0 +1,179 @@
+"""The project as a newcomer meets it: the README is true, the licence is there, and every file keeps the rules of the house."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAIN_COMMAND = "pip install . && python -m h2o_flexgen.run"
+TEST_COMMAND = "pip install -e '.[test]' && pytest"
+LARGEST_BYTES = 12_000_000
+LONGEST_FUNCTION = 60
+PRIVATE = re.compile(r"(?<![\w.~/-])/(?:home|root|work|Users)/\w")
+MADE_BY_TOOLS = re.compile(r"(^|/)(__pycache__|build|dist|\.[a-z_]+(?<!\.ci)|[^/]*\.egg-info)(/|$)")
+
+
+def project_files() -> list[Path]:
+    """What is tracked or waits to be; without git, all that no tool made."""
+    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        every = (path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*"))
+        listed = [name for name in every if not MADE_BY_TOOLS.search(name)]
+    return sorted(ROOT / name for name in listed if name and (ROOT / name).is_file())
+
+
+def is_python(path: Path) -> bool:
+    """Also a script without a suffix, by its first line."""
+    if path.suffix:
+        return path.suffix == ".py"
+    with path.open("rb") as file:
+        first = file.readline()
+    return first.startswith(b"#!") and b"python" in first
+
+
+FILES = project_files()
+SOURCES = [path for path in FILES if is_python(path)]
+
+
+def place(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def code_blocks(markdown: str) -> Iterator[str]:
+    yield from re.findall(r"^```[a-z]*\n(.*?)^```", markdown, re.MULTILINE | re.DOTALL)
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def tree_paths(block: str) -> list[str]:
+    """The paths that a file tree names: an indented line stands in the folder above it."""
+    folders: list[tuple[int, str]] = []
+    paths = []
+    for line in filter(str.strip, block.splitlines()):
+        indent, name = len(line) - len(line.lstrip()), line.split()[0]
+        while folders and folders[-1][0] >= indent:
+            folders.pop()
+        path = (folders[-1][1] if folders else "") + name
+        paths.append(path)
+        if name.endswith("/"):
+            folders.append((indent, path))
+    return paths
+
+
+def readme_tree() -> list[str]:
+    trees = [block for block in code_blocks(readme()) if block.startswith("h2o_flexgen/")]
+    assert len(trees) == 1, "the README has one file tree, and it starts with h2o_flexgen/"
+    return tree_paths(trees[0])
+
+
+# -- the README --------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_has_exactly_the_two_commands_that_do_everything() -> None:
+    lines = [line for block in code_blocks(readme()) for line in block.splitlines()]
+    assert [line for line in lines if line.startswith("pip ")] == [MAIN_COMMAND, TEST_COMMAND]
+
+
+def test_ci_runs_the_readmes_test_command_and_the_checks() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111, ".ci/run can be executed"
+    pattern = re.search(r'grep -m1 "(.*)" README\.md', script.read_text(encoding="utf-8"))
+    assert pattern is not None
+    assert [line for line in readme().splitlines() if re.search(pattern[1], line)] == [TEST_COMMAND]
+    for check in ("ruff check .", "ruff format --check .", "mypy"):
+        assert check in script.read_text(encoding="utf-8")
+
+
+def test_whatever_the_readmes_file_tree_names_is_there() -> None:
+    assert [path for path in readme_tree() if not (ROOT / path).exists()] == []
+
+
+def test_every_top_level_folder_stands_in_the_readmes_file_tree() -> None:
+    folders = {place(path).split("/")[0] + "/" for path in FILES if "/" in place(path)}
+    assert folders - set(readme_tree()) == set()
+
+
+def test_every_line_of_the_readmes_file_tree_says_what_it_is_for() -> None:
+    tree = next(block for block in code_blocks(readme()) if block.startswith("h2o_flexgen/"))
+    assert [line for line in tree.splitlines() if line.strip() and len(line.split()) < 3] == []
+
+
+def test_every_local_link_in_the_documents_leads_somewhere() -> None:
+    documents = [path for path in FILES if path.suffix == ".md"]
+    links = [(path, link) for path in documents for link in re.findall(r"\]\(([^)#:]+)[^):]*\)", path.read_text("utf-8"))]
+    assert [f"{place(path)}: {link}" for path, link in links if not (path.parent / link).exists()] == []
+
+
+def test_the_reader_of_file_trees_puts_names_into_their_folders() -> None:
+    tree = "a/   one\n  b.py   two\n  c/   three\n    d.py   four\ne/   five\nf   six\n"
+    assert tree_paths(tree) == ["a/", "a/b.py", "a/c/", "a/c/d.py", "e/", "f"]
+
+
+# -- packaging ---------------------------------------------------------------------------------------------------------
+
+
+def setup_arguments() -> dict[str, ast.expr]:
+    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"]
+    assert len(calls) == 1
+    return {str(keyword.arg): keyword.value for keyword in calls[0].keywords}
+
+
+def test_the_version_is_three_numbers_in_setup() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", ast.literal_eval(setup_arguments()["version"]))
+
+
+def test_the_licence_is_apache_2_in_full() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert text.split()[:4] == ["Apache", "License", "Version", "2.0,"]
+    assert [number for number in range(1, 10) if f"\n   {number}. " not in text] == []
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert ast.literal_eval(setup_arguments()["license"]) == "Apache-2.0"
+
+
+# -- every file --------------------------------------------------------------------------------------------------------
+
+
+def test_no_file_is_large() -> None:
+    assert [place(path) for path in FILES if path.stat().st_size > LARGEST_BYTES] == []
+
+
+def test_no_file_names_a_folder_of_one_persons_machine() -> None:
+    found = []
+    for path in FILES:
+        text = path.read_bytes().decode("utf-8", errors="replace")
+        found += [f"{place(path)}: {line.strip()[:80]}" for line in text.splitlines() if PRIVATE.search(line)]
+    assert found == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=place)
+def test_a_source_file_says_what_it_is_for_and_defers_annotations(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    if not tree.body:
+        return  # an empty __init__.py makes a folder a package and says nothing else
+    assert ast.get_docstring(tree), "a file's docstring says what it is for"
+    defines = any(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) for node in ast.walk(tree))
+    assert not defines or "\nfrom __future__ import annotations\n" in text
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=place)
+def test_no_function_is_long(path: Path) -> None:
+    functions = (node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.FunctionDef))
+    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
+    assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FUNCTION} == {}
+
+
+def test_nothing_is_left_to_do() -> None:
+    marks = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+    assert [place(path) for path in FILES if path.suffix != ".json" and marks.search(path.read_text("utf-8", "replace"))] == []
