@@ -164,6 +164,7 @@ class LLM:
         workload = Workload(tuple(row.prompt_len for row in rows), max(row.params.max_tokens for row in rows))
         self.check(workload)
         engine = self._load(on_stage)
+        engine.trim()
         sampler = Sampler(seed)
         runs: list[BlockRun] = []
         for block in workload.blocks(self.plan.gpu_batch_size, self.plan.num_gpu_batches):

@@ -17,6 +17,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--plans", type=int, default=200, help="random plans that `pytest -m fuzz` draws")
 
 
+def pytest_configure() -> None:
+    torch.set_num_threads(1)  # tensors here are tiny: on a busy machine a second thread is mostly waited for
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for a `fuzz_seed` is run for as many as --plans says; they go on where the default run's end."""
     if "fuzz_seed" in metafunc.fixturenames:

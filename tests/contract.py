@@ -134,14 +134,18 @@ def recorded_logits() -> Iterator[Logits]:
         yield logits
 
 
-def generate(case: Case, checkpoints: Checkpoints, offload: Path) -> tuple[list[Completion], Logits]:
-    with case.open(checkpoints, offload) as llm, recorded_logits() as logits:
-        return llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len)), logits
+def generate_with(llm: LLM, case: Case, params: SamplingParams | None = None) -> tuple[list[Completion], Logits]:
+    with recorded_logits() as logits:
+        return llm.generate(case.prompts, params or SamplingParams(max_tokens=case.gen_len)), logits
 
 
 def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
+    with case.open(checkpoints, offload) as llm:
+        compare(case, checkpoints, *generate_with(llm, case))
+
+
+def compare(case: Case, checkpoints: Checkpoints, completions: Sequence[Completion], logits: Logits) -> None:
     """Tokens and logits, bit for bit, are those of the resident loop over the same batches."""
-    completions, logits = generate(case, checkpoints, offload)
     assert [completion.index for completion in completions] == list(range(len(case.lengths))), case
     assert len(logits) == len(case.lengths) * case.gen_len, case
     for rows in case.batches():

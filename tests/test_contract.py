@@ -10,7 +10,8 @@ from random import Random
 import pytest
 import torch
 
-from tests.contract import Case, Checkpoints, hold_contract
+from tests.contract import Case, Checkpoints, compare, generate_with, hold_contract
+from tests.reference import reference_generate
 from tests.resident import resident_generate
 
 RAGGED, EQUAL, MANY = (5, 9, 2, 7, 4), (6, 6, 6, 6), (3, 11, 8, 1, 6, 2, 9, 5, 4, 7)
@@ -62,3 +63,111 @@ def test_tokens_and_logits_equal_the_resident_loop_for_every_pair_of_choices(
     values: dict[str, object], any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
     hold_contract(Case(device=any_device, **values), checkpoints, offload)  # type: ignore[arg-type]
+
+
+TIERS = ((100, 0), (0, 100), (0, 0))
+
+
+@pytest.mark.parametrize("hidden", TIERS)
+@pytest.mark.parametrize("kv", TIERS)
+@pytest.mark.parametrize("weights", TIERS)
+def test_every_tier_for_each_kind_of_data(
+    weights: tuple[int, int],
+    kv: tuple[int, int],
+    hidden: tuple[int, int],
+    any_device: str,
+    checkpoints: Checkpoints,
+    offload: Path,
+) -> None:
+    case = Case("llama-gqa", (*weights, *kv, *hidden), lengths=RAGGED, num_gpu_batches=3, device=any_device)
+    hold_contract(case, checkpoints, offload)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_gpu_batches", [1, 2, 4])
+@pytest.mark.parametrize("gen_len", [1, 2, 6])
+def test_every_number_of_slots_batches_and_steps_with_all_on_disk(
+    slots: int, num_gpu_batches: int, gen_len: int, any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    case = Case(
+        percent=(0, 0, 0, 0, 0, 0),
+        lengths=MANY,
+        gen_len=gen_len,
+        gpu_batch_size=3,
+        num_gpu_batches=num_gpu_batches,
+        slots=slots,
+        device=any_device,
+    )
+    hold_contract(case, checkpoints, offload)
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [
+        ("float16", "float32"),
+        ("bfloat16", "float32"),
+        ("float32", "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        ("float16", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("percent", [MIXES[0], MIXES[2], MIXES[3]])
+def test_every_stored_and_computed_type(
+    stored: str, dtype: str, percent: tuple[float, ...], any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    case = Case("neox-parallel", percent, num_gpu_batches=3, device=any_device, stored=stored, dtype=dtype)
+    hold_contract(case, checkpoints, offload)
+
+
+def test_a_single_prompt_of_a_single_token(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
+    hold_contract(Case(percent=MIXES[2], lengths=(1,), gen_len=3, device=any_device), checkpoints, offload)
+
+
+def test_one_engine_generates_again_with_other_shapes(checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
+    """Buffers are made for the first workload and used again for a larger and a smaller one."""
+    for device in ("cpu", "pretended"):
+        first = Case(percent=MIXES[3], device=device, lengths=(4, 6))
+        others = (Case(percent=MIXES[3], device=device, lengths=MANY, gen_len=6), Case(percent=MIXES[3], device=device))
+        with first.open(checkpoints, offload) as llm:
+            for case in (first, *others, first):
+                compare(case, checkpoints, *generate_with(llm, case))
+
+
+# -- what the resident loop is held to -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CHOICES["kind"])
+def test_the_resident_loop_equals_the_greedy_generate_of_transformers(kind: str, checkpoints: Checkpoints) -> None:
+    case = Case(kind, lengths=RAGGED, gen_len=8)
+    resident = checkpoints.resident_logits(case, range(len(RAGGED)))
+    for row, prompt in enumerate(case.prompts):
+        generated = checkpoints.hf_model(kind).generate(
+            torch.tensor([prompt]),
+            max_new_tokens=8,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+        )
+        tokens = generated.sequences[0, len(prompt) :].tolist()
+        assert [int(step[row].argmax()) for step in resident] == tokens
+        torch.testing.assert_close(
+            torch.stack([step[row] for step in resident]), torch.cat(generated.logits), atol=1e-4, rtol=0
+        )
+
+
+@pytest.mark.parametrize("kind", CHOICES["kind"])
+def test_the_resident_loop_equals_the_reference_that_shares_no_code_with_the_cache(kind: str, checkpoints: Checkpoints) -> None:
+    case = Case(kind, lengths=RAGGED, gen_len=8)
+    model, weights = checkpoints.model(kind, "float32", "float32")
+    tokens, logits = reference_generate(model, weights, case.prompts, 8)
+    resident = checkpoints.resident_logits(case, range(len(RAGGED)))
+    assert torch.stack(resident).argmax(-1).T.tolist() == tokens
+    torch.testing.assert_close(torch.stack(resident), torch.stack(logits), atol=1e-4, rtol=0)
+
+
+def test_the_layout_of_a_cache_changes_no_token_of_the_resident_loop(checkpoints: Checkpoints) -> None:
+    model, weights = checkpoints.model("llama-gqa", "float32", "float32")
+    prompts = Case(lengths=RAGGED).prompts
+    by_head, by_token = (torch.stack(resident_generate(model, weights, prompts, 6, layout)) for layout in (False, True))
+    torch.testing.assert_close(by_head, by_token, atol=1e-5, rtol=0)

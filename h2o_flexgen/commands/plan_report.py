@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from h2o_flexgen.commands.planned import PlannedBlock
@@ -139,9 +139,3 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns as wide as their widest cell, numbers to the left like words: they carry their units."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-
-
-def shares_of(parts: Mapping[str, float]) -> dict[str, float]:
-    """Of the whole; nothing of nothing is 0."""
-    whole = sum(parts.values())
-    return {name: part / whole if whole else 0.0 for name, part in parts.items()}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.commands.projection import Timing
-from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload import Workload
@@ -50,7 +49,7 @@ def _logprobs(logprobs: Sequence[StepLogprobs], everything: bool) -> str:
 # -- FlexGen's summary -----------------------------------------------------------------------------------------------------
 
 
-def summary_lines(spec: ModelSpec, workload: Workload, timing: Timing, peak_device_bytes: int, cost: Cost) -> list[str]:
+def summary_lines(spec: ModelSpec, workload: Workload, timing: Timing, peak_device_bytes: int) -> list[str]:
     """The layout of FlexGen's logs, tabs included; sizes are those of the whole workload at its full length."""
     slots = sum(length + workload.gen_len for length in workload.prompt_lens)
     cache = slots * spec.kv_bytes_per_slot * len(spec.kv_layers)

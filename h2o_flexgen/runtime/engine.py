@@ -50,6 +50,7 @@ class Memories:
 
     def close(self) -> None:
         self.device.settle()
+        self.host.trim()
         self.files.close()
         self.disk.close()
         self._folder.close()
@@ -110,6 +111,10 @@ class Engine:
         self._memories = memories
         self._policy = POLICIES[plan.kv_policy]
         self._weights = WeightStore(self._spec, place_weights(self._spec, plan), source, memories)
+
+    def trim(self) -> None:
+        """Lets go of buffers that the blocks of an earlier workload left for reuse: this one's may have other sizes."""
+        self._memories.host.trim()
 
     def schedule(self, block: Block) -> Schedule:
         placement = place(self._spec, self._plan, block)

@@ -25,11 +25,13 @@ class Progress:
         stream: TextIO | None = None,  # None: stderr
         quiet: bool = False,
         interval_seconds: float | None = None,  # None: as the stream deserves
+        late: bool = False,  # nothing is written before the first interval is over: for what is quick as a rule
     ) -> None:
         self._total = total
         self._label = label
         self._stream = sys.stderr if stream is None else stream
         self._quiet = quiet
+        self._late = late
         self._rewrites = self._stream.isatty()
         default = SECONDS_BETWEEN_REWRITES if self._rewrites else SECONDS_BETWEEN_LINES
         self._interval = default if interval_seconds is None else interval_seconds
@@ -49,7 +51,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._started = time.monotonic()
-        self._write(self._line())
+        if not self._late:
+            self._write(self._line())
         if not self._quiet:
             self._ticker.start()
         return self
@@ -58,12 +61,15 @@ class Progress:
         self._over.set()
         if self._ticker.ident is not None:  # it was started
             self._ticker.join()
+        if self._late:
+            return
         self._write(self._line() + (" done" if kind is None else " stopped"))
         if self._rewrites:
             self._put("\n")
 
     def _tick(self) -> None:
         while not self._over.wait(self._interval):
+            self._late = False
             self._write(self._line())
 
     def _line(self) -> str:
