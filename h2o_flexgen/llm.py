@@ -55,7 +55,11 @@ class Stats:
     moved_bytes: dict[str, int]  # per lane
     busy_seconds: dict[str, float]  # per lane
     peak_bytes: dict[str, int]  # per tier; the host's is the process's resident memory
-    last_block: BlockRun
+    blocks: tuple[BlockRun, ...]  # of these only the last has kept its trace
+
+    @property
+    def last_block(self) -> BlockRun:
+        return self.blocks[-1]
 
 
 class LLM:
@@ -85,10 +89,10 @@ class LLM:
         self.device = open_device(device)
         self.plan = asked if self.device.accelerator else asked.folded()
         self.stats: Stats | None = None
-        self._offload_folder = Path(offload_dir or default_offload_folder()).expanduser()
-        self._host_base = psutil.Process().memory_info().rss
+        self.offload_folder = Path(offload_dir or default_offload_folder()).expanduser()
         self._open_model(dtype)
-        self._budgets = self._measure_budgets(gpu_mem, cpu_mem)
+        self._host_base = psutil.Process().memory_info().rss
+        self.budgets = self._measure_budgets(gpu_mem, cpu_mem)
         self._memories: Memories | None = None
         self._engine: Engine | None = None
 
@@ -97,7 +101,7 @@ class LLM:
         if self.dummy_weights:
             config = known_config(self.name) or load_config(self.name)
             dtype = self._default_dtype(None) if dtype == "auto" else dtype
-            self._source: WeightSource = DummySource(DUMMY_SEED, dtype, self._offload_folder)
+            self._source: WeightSource = DummySource(DUMMY_SEED, dtype, self.offload_folder)
         else:
             folder = resolve_model(self.name)
             config = load_config(str(folder))
@@ -120,6 +124,11 @@ class LLM:
     def spec(self) -> ModelSpec:
         return self._model.spec
 
+    @property
+    def weight_files(self) -> tuple[Path, ...]:
+        """Where weights are read from in every step; none before the first `generate`."""
+        return self._engine.weight_files if self._engine is not None else ()
+
     # -- budgets -------------------------------------------------------------------------------------------------------
 
     def _measure_budgets(self, gpu_mem: int | str | None, cpu_mem: int | str | None) -> Budgets:
@@ -130,7 +139,7 @@ class LLM:
         return Budgets(
             device=device if self.device.accelerator else None,
             host=parse_bytes(cpu_mem) if cpu_mem is not None else free,
-            disk=_free_disk(self._offload_folder),
+            disk=_free_disk(self.offload_folder),
             host_base=self._host_base,
         )
 
@@ -144,7 +153,7 @@ class LLM:
                 f"{self.spec.max_positions} positions; shorten the prompt or generate fewer"
             )
         request = Request(self.spec, self.plan, workload, self.device.accelerator, writes_weights=self.dummy_weights)
-        return refuse_what_does_not_fit(request, self._budgets)
+        return refuse_what_does_not_fit(request, self.budgets)
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -181,7 +190,8 @@ class LLM:
         rows = []
         for index, (prompt, own) in enumerate(zip(prompts, each)):
             text = prompt if isinstance(prompt, str) else None
-            ids: list[int] = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)  # type: ignore[arg-type]
+            # no text is no prompt, also where the tokenizer puts a start token before it
+            ids: list[int] = self.tokenizer.encode(text) if text else list(prompt)  # type: ignore[arg-type]
             self._check_prompt(index, ids)
             rows.append(RowState(index, ids, own, self.tokenizer, text, streamed))
         return rows
@@ -197,7 +207,7 @@ class LLM:
         if self._engine is None:
             if on_stage is not None:
                 on_stage("loading weights")
-            self._memories = Memories(self.device, self._offload_folder, self.plan.pin_weight)
+            self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight)
             self._engine = Engine(self._model, self._source, self.plan, self._memories)
         if on_stage is not None:
             on_stage("generating")
@@ -212,6 +222,8 @@ class LLM:
             busy.update(run.busy_seconds)
         prefill, decode = sum(run.prefill_seconds for run in runs), sum(run.decode_seconds for run in runs)
         disk_peak = self._memories.disk.meter.peak_bytes
+        if self.dummy_weights:
+            disk_peak += sum(file.stat().st_size for file in self.weight_files)
         peaks = {"device": self.device.peak_bytes(), "host": peak_resident_bytes(), "disk": disk_peak}
         return Stats(
             num_prompts=len(rows),
@@ -224,7 +236,7 @@ class LLM:
             moved_bytes=dict(moved),
             busy_seconds=dict(busy),
             peak_bytes=peaks,
-            last_block=runs[-1],
+            blocks=tuple(runs),
         )
 
     # -- the end -------------------------------------------------------------------------------------------------------

@@ -1,22 +1,23 @@
-"""Writes the results in README.md from benchmarks/results/*.json, between two comments that mark their place.
+"""Writes the results in README.md, and the picture of a timeline, from benchmarks/results/*.json, between comments that mark their
+places.
 
     python scripts/readme_results.py            # rewrites README.md
     python scripts/readme_results.py --check    # says whether README.md is what the files say; exit status 1 if it is not
 
-No figure comes into the README by hand. A file is one table and must say where its figures are from, or it is refused:
+No figure comes into the README by hand. A file is one table and must say where its figures are from (machine, command, ceiling), or
+it is refused. What `benchmarks/overlap.py --output FILE` writes is taken as it is; any other file has this form:
 
     {
-      "title": "OPT-1.3B shape in bfloat16, all weights on disk: one decode step",
-      "machine": "2 cores of an AMD EPYC (Zen 5), 24 GB, one virtio disk, torch 2.13.0",
-      "command": "python benchmarks/overlap.py",
-      "ceiling": "the busiest lane alone: bytes over the disk bandwidth measured in the same run",
+      "title": "OPT-6.7B shape, weights in host memory, the GPU held to 16 GB",
+      "machine": "NVIDIA H200, 16 cores, 128 GB of memory, torch 2.11.0",
+      "command": "scripts/gpu_check OUT_FOLDER",
+      "ceiling": "the busiest lane alone: bytes over the bandwidth measured in the same run",
       "unit": "seconds",
       "higher_is_better": false,
-      "rows": [{"name": "zigzag", "measured": 1.31, "ceiling": 1.22}]
+      "rows": [{"name": "opt-6.7b", "measured": 20.0, "ceiling": 15.0}]
     }
 
-A row may have "simulated" besides: it gets a column of its own. "notes", a text, may stand below the table. Other keys are the
-benchmark's own and are left alone.
+A row may have "simulated" besides: it gets a column of its own. "notes", a text, may stand below the table.
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-START = "<!-- results: written by scripts/readme_results.py -->"
-END = "<!-- results: end -->"
-TEXTS = ("title", "machine", "command", "ceiling", "unit")
+RESULTS, TIMELINE = "results", "timeline"
+Content = Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Result:
     rows: tuple[Row, ...]
     higher_is_better: bool = False
     notes: str = ""
+    timeline: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         old = options.readme.read_text(encoding="utf-8")
-        new = replace_part(old, render([read_result(file) for file in sorted(options.results.glob("*.json"))]))
+        new = rewritten(old, [read_result(file) for file in sorted(options.results.glob("*.json"))])
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -86,50 +87,125 @@ def write_whole(file: Path, text: str) -> None:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_result(file: Path) -> Result:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}); run its benchmark again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object; see scripts/readme_results.py for the form")
-    texts = {key: _text(file, content, key) for key in TEXTS}
-    higher = content.get("higher_is_better", False)
-    if not isinstance(higher, bool):
-        raise ValueError(f"{file}: higher_is_better is {higher!r}; give true or false")
-    rows = content.get("rows")
+class File:
+    """A JSON file, read with errors that name it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is not JSON ({error}); run its benchmark again") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} holds no JSON object; see scripts/readme_results.py for the form")
+        self.content: Content = content
+
+    def text(self, key: str) -> str:
+        value = self.content.get(key)
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(f"{self.path} has no {key}; a figure without it does not go into the README")
+        return value.strip().rstrip(".")
+
+    def machine(self) -> str:
+        """In words, or as h2o_flexgen.runtime.measure describes it."""
+        value = self.content.get("machine")
+        if not isinstance(value, dict) or not {"cpu", "cores", "torch", "device"} <= value.keys():
+            return self.text("machine")
+        device = "" if value["device"] == "cpu" else f"{value['device']}, "
+        return f"{device}{value['cpu']}, {value['cores']} cores, torch {value['torch']}"
+
+    def row(self, name: str, values: object, measured: str, ceiling: str, simulated: str) -> Row:
+        if not isinstance(values, dict):
+            raise ValueError(f"{self.path} has the row {values!r}; see scripts/readme_results.py for the form")
+        predicted = None if values.get(simulated) is None else self._positive(name, values, simulated)
+        return Row(name, self._positive(name, values, measured), self._positive(name, values, ceiling), predicted)
+
+    def _positive(self, name: str, row: Content, key: str) -> float:
+        value = row.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise ValueError(f"{self.path}, row {name!r}: {key} is {value!r}; give a number above 0")
+        return float(value)
+
+
+def read_result(path: Path) -> Result:
+    file = File(path)
+    return READERS.get(str(file.content.get("benchmark", "")), _plain)(file)
+
+
+def _plain(file: File) -> Result:
+    rows, higher = file.content.get("rows"), file.content.get("higher_is_better", False)
     if not isinstance(rows, list) or not rows:
-        raise ValueError(f"{file} has no rows; see scripts/readme_results.py for the form")
-    found = tuple(_read_row(file, row) for row in rows)
-    return Result(**texts, rows=found, higher_is_better=higher, notes=str(content.get("notes", "")))
+        raise ValueError(f"{file.path} has no rows; see scripts/readme_results.py for the form")
+    if not isinstance(higher, bool):
+        raise ValueError(f"{file.path}: higher_is_better is {higher!r}; give true or false")
+    return Result(
+        title=file.text("title"),
+        machine=file.machine(),
+        command=file.text("command"),
+        ceiling=file.text("ceiling"),
+        unit=file.text("unit"),
+        rows=tuple(file.row(_name(file, row), row, "measured", "ceiling", "simulated") for row in rows),
+        higher_is_better=higher,
+        notes=str(file.content.get("notes", "")),
+    )
 
 
-def _text(file: Path, content: Mapping[str, object], key: str) -> str:
-    value = content.get(key)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{file} has no {key}; a figure without it does not go into the README")
-    return value.strip().rstrip(".")
-
-
-def _read_row(file: Path, row: object) -> Row:
+def _name(file: File, row: object) -> str:
     if not isinstance(row, dict) or not isinstance(row.get("name"), str):
-        raise ValueError(f"{file} has the row {row!r}; every row needs a name")
-    measured, ceiling = _positive(file, row, "measured"), _positive(file, row, "ceiling")
-    return Row(row["name"], measured, ceiling, _positive(file, row, "simulated") if "simulated" in row else None)
+        raise ValueError(f"{file.path} has the row {row!r}; every row needs a name")
+    return str(row["name"])
 
 
-def _positive(file: Path, row: Mapping[str, object], key: str) -> float:
-    value = row.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ValueError(f"{file}, row {row['name']!r}: {key} is {value!r}; give a number above 0")
-    return float(value)
+def _overlap(file: File) -> Result:
+    """What benchmarks/overlap.py says: a row for each schedule."""
+    schedules, shape = file.content.get("schedules"), file.content.get("workload")
+    if not isinstance(schedules, dict) or not schedules or not isinstance(shape, dict):
+        raise ValueError(f"{file.path} has no schedules or no workload; run benchmarks/overlap.py again")
+    command, machine, ceiling = file.text("command"), file.machine(), file.text("ceiling")
+    rows = tuple(
+        file.row(name, row, "step_seconds", "bound_seconds", "simulated_step_seconds") for name, row in schedules.items()
+    )
+    percent = " ".join(f"{share:g}" for share in shape["percent"])
+    return Result(
+        title=f"One decode step of {shape['num_gpu_batches']} x {shape['gpu_batch_size']} rows, {file.text('model')} shapes in "
+        f"{shape['dtype']}, `--percent {percent}`, {shape['prompt_len']} + {shape['gen_len']} tokens",
+        machine=machine,
+        command=command,
+        ceiling=ceiling,
+        unit="seconds",
+        rows=rows,
+        notes=_memory(file.content.get("budget_host_bytes"), schedules),
+        timeline=_timeline(schedules),
+    )
+
+
+def _memory(budget: object, schedules: Mapping[str, Content]) -> str:
+    peaks = {name: row["peak_host_bytes"] for name, row in schedules.items() if "peak_host_bytes" in row}
+    if not peaks or budget is None:
+        return ""
+    held = ", ".join(f"{name} {float(str(peak)) / 1e9:.2f} GB" for name, peak in peaks.items())
+    return f"Memory held at most: {held}; the budget is {float(str(budget)) / 1e9:.2f} GB."
+
+
+def _timeline(schedules: Mapping[str, Content]) -> str:
+    """Of the first schedule's last run."""
+    runs = next(iter(schedules.values())).get("runs")
+    return str(runs[-1].get("timeline", "")) if isinstance(runs, list) and runs else ""
+
+
+READERS: Mapping[str, Callable[[File], Result]] = {"overlap": _overlap}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def render(results: Sequence[Result]) -> str:
-    return "\n".join(map(_table, results)) if results else "Nothing has been measured yet.\n"
+def rewritten(readme: str, results: Sequence[Result]) -> str:
+    tables = "\n".join(map(_table, results)) if results else "Nothing has been measured yet.\n"
+    readme = replace_part(readme, RESULTS, tables)
+    drawn = next((result for result in results if result.timeline), None)
+    if drawn is None:
+        return readme
+    return replace_part(readme, TIMELINE, f"```\n{drawn.timeline}\n```\n\n{drawn.title}; `{drawn.command}`.\n")
 
 
 def _table(result: Result) -> str:
@@ -160,12 +236,17 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
-def replace_part(readme: str, part: str) -> str:
-    before, start, rest = readme.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"the README has no place for results; it needs the lines {START!r} and {END!r}")
-    return f"{before}{START}\n\n{part}\n{END}{after}"
+def marks(part: str) -> tuple[str, str]:
+    return f"<!-- {part}: written by scripts/readme_results.py -->", f"<!-- {part}: end -->"
+
+
+def replace_part(readme: str, part: str, text: str) -> str:
+    start, end = marks(part)
+    before, found_start, rest = readme.partition(start)
+    _, found_end, after = rest.partition(end)
+    if not found_start or not found_end:
+        raise ValueError(f"the README has no place for the {part}; it needs the lines {start!r} and {end!r}")
+    return f"{before}{start}\n\n{text}\n{end}{after}"
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     add(
         "--debug-mode",
         choices=(FEWER_BATCH, BREAKDOWN),
-        help="fewer_batch: stop after 20 layers of the first decode step and project; breakdown: no overlap, seconds per operation",
+        help="fewer_batch: 20 layers of the first decode step, then project; breakdown: no overlap, seconds per operation",
     )
 
 

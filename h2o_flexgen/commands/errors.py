@@ -1,4 +1,4 @@
-"""What a person is told when a command fails: one line for what can be mended from outside; anything else is a bug and is shown whole."""
+"""What a person is told when a command fails: one line for what can be mended from outside. Anything else is a bug."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lanes of a run beside their bounds: what each moved, how busy it was, and the least time that the machine needs for that."""
+"""The lanes of a run beside their bounds: what each moved, how busy it was, and the least time that this machine needs."""
 
 from __future__ import annotations
 

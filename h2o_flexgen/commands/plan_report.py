@@ -1,4 +1,4 @@
-"""The plan on paper: what was asked for beside what was really placed, in shares and bytes, and what each tier must hold at most."""
+"""The plan on paper: what was asked for beside what was really placed, in shares and bytes, and what each tier must hold."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class PlanReport:
         spec, plan, longest = self.spec, self.plan, max(self.workload.prompt_lens)
         lines = [
             f"model     {self.model}: {spec.architecture}, {size(spec.weight_bytes)} of weights in {spec.dtype}",
-            f"prompts   {self.workload.num_prompts} of up to {longest} tokens, {self.workload.gen_len} more to generate for each",
-            f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches, {len(self.blocks)} to run",
+            f"prompts   {self.workload.num_prompts} of up to {longest} tokens, {self.workload.gen_len} to generate for each",
+            f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {len(self.blocks)} of them to run",
             f"schedule  {plan.schedule}, {_slots(plan)}, "
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}, KV policy {plan.kv_policy}",
         ]

@@ -1,4 +1,4 @@
-"""The blocks of a workload as they will run under a plan: what lies where, in which order things happen, what each task costs."""
+"""The blocks of a workload as they will run under a plan: what lies where, in which order it is done, what each task costs."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ def _rate(tokens: int, seconds: float) -> float:
 
 
 def measured(stats: Stats) -> Timing:
-    return Timing(
-        stats.num_prompts, stats.prompt_tokens, stats.generated_tokens, stats.prefill_seconds, stats.decode_seconds
-    )
+    return Timing(stats.num_prompts, stats.prompt_tokens, stats.generated_tokens, stats.prefill_seconds, stats.decode_seconds)
 
 
 def projected(stats: Stats, generated: int, decode_seconds: Iterable[float]) -> Timing:
@@ -76,8 +74,8 @@ def _any_of(block: Block, cut_off: Mapping[int, bool]) -> bool:
 
 
 def extended_seconds(step_seconds: Sequence[float], steps: int) -> float:
-    """Of `steps` decode steps, of which the first were measured: a line through these, as the KV grows by a token a step. A line
-    that falls is noise, and then every further step takes the mean."""
+    """Of `steps` decode steps, of which the first were measured: a line through these, as the KV grows by a token a step. A
+    line that falls is noise, and then every further step takes the mean."""
     count = len(step_seconds)
     middle, mean = (count - 1) / 2, sum(step_seconds) / count
     spread = sum((place - middle) ** 2 for place in range(count))

@@ -17,7 +17,9 @@ LOADING, GENERATING = "loading weights", "generating"
 class Watch:
     def __init__(self, blocks: Sequence[PlannedBlock], progress: Progress) -> None:
         self.flops: Counter[int] = Counter()  # rows of a matrix product -> flops done with so many
-        self.first_decode_ends: list[dict[int, float]] = [{} for _ in blocks]  # of the first decode step: layer -> when it ended
+        self.first_decode_ends: list[dict[int, float]] = [
+            {} for _ in blocks
+        ]  # of the first decode step: layer -> when it ended
         self.load_seconds = 0.0
         self._blocks = blocks
         self._progress = progress
@@ -71,7 +73,9 @@ class Watch:
         moves = self._blocks[self._index].schedule.moves
         seconds, done = max(self.seconds, 1e-9), self._done(task)
         block = f"block {self._index + 1}/{len(self._blocks)} " if len(self._blocks) > 1 else ""
-        place = f"step {task.step + 1}/{moves.steps} layer {task.layer + 1}/{moves.layers} batch {task.batch + 1}/{moves.batches}"
+        place = (
+            f"step {task.step + 1}/{moves.steps} layer {task.layer + 1}/{moves.layers} batch {task.batch + 1}/{moves.batches}"
+        )
         rate = (self._tokens_before + self._tokens) / seconds
         return f"{block}{place}, {rate:.2f} tokens/s, ETA {clock(seconds / done * (self.total - done))}"
 

@@ -50,6 +50,9 @@ class Device:
     def peak_bytes(self) -> int:
         return 0
 
+    def restart_peak(self) -> None:
+        """From now on the peak is of what comes."""
+
     def free_bytes(self) -> int | None:
         return None
 
@@ -98,6 +101,9 @@ class CudaDevice(Device):
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
+
+    def restart_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info(self.torch_device)[0]

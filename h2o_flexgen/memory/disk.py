@@ -125,6 +125,7 @@ class Files:
         copy_here(source.view(piece.dtype), piece.out)
 
 
+@torch.inference_mode()  # which is a mode of the thread, and the places of a run are made in it
 def copy_here(source: Tensor, out: Tensor) -> None:
     """A copy, with conversion of dtype, that stays in this thread: readers must not start torch's threads as well."""
     if source.dtype == out.dtype:
@@ -215,7 +216,7 @@ class DiskTier:
         if self._descriptor is None:
             self._descriptor = self._create()
         try:
-            if region.nbytes:
+            if region.nbytes and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._descriptor, region.offset, region.nbytes)
         except OSError as error:
             raise self._failure(error, region.nbytes) from error

@@ -115,6 +115,12 @@ class Engine:
     def trim(self) -> None:
         """Lets go of buffers that the blocks of an earlier workload left for reuse: this one's may have other sizes."""
         self._memories.host.trim()
+        self._memories.disk.meter.restart_peak()
+        self._memories.device.restart_peak()
+
+    @property
+    def weight_files(self) -> tuple[Path, ...]:
+        return self._weights.files
 
     def schedule(self, block: Block) -> Schedule:
         placement = place(self._spec, self._plan, block)
@@ -139,7 +145,7 @@ class Engine:
             hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
             alive = [self._rows_of(batch, rows, kv.capacity(place)) for place, batch in enumerate(block.batches)]
             state = _Progress(alive, kv, hidden, sampler, on_visit, on_token)
-            executor = Executor(self._actions(state), self._memories.device, ahead=self._plan.slots - 1)
+            executor = Executor(self._actions(schedule, state), self._memories.device, ahead=self._plan.slots - 1)
             trace = executor.run(self._tasks(schedule, state, until))
         return self._summary(block, schedule, trace, state)
 
@@ -155,13 +161,17 @@ class Engine:
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
-    def _actions(self, state: _Progress) -> dict[Op, Callable[[Task], int]]:
+    def _actions(self, schedule: Schedule, state: _Progress) -> dict[Op, Callable[[Task], int]]:
         def for_the_living(action: Callable[[Task], int]) -> Callable[[Task], int]:
             return lambda task: 0 if state.rows[task.batch].is_done else action(task)
 
-        def for_anyone(action: Callable[[Task], int]) -> Callable[[Task], int]:
-            """Weights serve all batches when they are cut in slices, else the batch in whose name they come."""
-            return lambda task: 0 if state.is_done else action(task)
+        def for_its_users(action: Callable[[Task], int]) -> Callable[[Task], int]:
+            """Weights serve all batches when they are cut in slices, else those in whose name they come."""
+            return lambda task: 0 if state.is_done or is_for_nobody(task) else action(task)
+
+        def is_for_nobody(task: Task) -> bool:
+            users = (rows for batch, rows in enumerate(state.rows) if schedule.weight_batch(batch) == task.batch)
+            return not schedule.cuts_layers and all(rows.is_done for rows in users)
 
         def compute(task: Task) -> int:
             if not state.rows[task.batch].is_done:
@@ -171,8 +181,8 @@ class Engine:
             return 0
 
         return {
-            Op.READ_W: for_anyone(self._weights.read),
-            Op.LOAD_W: for_anyone(self._weights.load),
+            Op.READ_W: for_its_users(self._weights.read),
+            Op.LOAD_W: for_its_users(self._weights.load),
             Op.READ_KV: for_the_living(state.kv.read),
             Op.LOAD_KV: for_the_living(state.kv.load),
             Op.LOAD_H: for_the_living(state.hidden.load),

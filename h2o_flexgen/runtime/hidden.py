@@ -25,16 +25,23 @@ class HiddenStore:
         self._now: dict[int, Tensor] = {}  # batch -> where it is computed with
         self._shapes: dict[int, torch.Size] = {}
         self._homes: dict[int, Tensor | DiskRegion] = {}
-        moved = [batch for batch in range(len(block.batches)) if schedule.moves.moves_hidden(batch)]
-        sizes = {batch: _bytes(spec, block.batches[batch]) for batch in moved}
-        for batch in moved:
-            memory = memories.disk if self._on_disk(batch) else memories.host
-            self._homes[batch] = memory.alloc(sizes[batch])
-        largest = max(sizes.values(), default=0)
-        slots = schedule.slots if moved else 0
-        host_slots = slots if any(self._on_disk(batch) for batch in moved) else 0
-        self._host_ring = [memories.host.alloc(largest) for _ in range(host_slots)]
-        self._device_ring = [memories.compute.alloc(largest) for _ in range(slots)] if memories.device.accelerator else []
+        self._host_ring: list[Tensor] = []
+        self._device_ring: list[Tensor] = []
+        sizes = {place: _bytes(spec, batch) for place, batch in enumerate(block.batches) if schedule.moves.moves_hidden(place)}
+        try:
+            self._allocate(sizes)
+        except BaseException:  # a full disk, for one: what was reserved so far goes back
+            self.close()
+            raise
+
+    def _allocate(self, sizes: dict[int, int]) -> None:
+        for batch, nbytes in sizes.items():
+            self._homes[batch] = (self._disk if self._on_disk(batch) else self._memories.host).alloc(nbytes)
+        slots, largest = self._schedule.slots if sizes else 0, max(sizes.values(), default=0)
+        if any(map(self._on_disk, sizes)):
+            self._host_ring = [self._memories.host.alloc(largest) for _ in range(slots)]
+        if self._memories.device.accelerator:
+            self._device_ring = [self._memories.compute.alloc(largest) for _ in range(slots)]
 
     def close(self) -> None:
         for batch, home in self._homes.items():

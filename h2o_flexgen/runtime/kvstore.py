@@ -51,13 +51,23 @@ class KVStore:
         self._disk = memories.disk
         self._dtype = DTYPES[spec.dtype]
         self._accelerator = memories.device.accelerator
-        self._units = {
-            place: Unit(tier, self._home(tier, block.batches[place[1]]), block.batches[place[1]])
-            for place, tier in schedule.moves.kv.items()
-        }
-        self._host_ring = self._ring(memories.host, any(unit.tier == DISK for unit in self._units.values()))
-        moved = any(schedule.moves.moves_kv(*place) for place in self._units)
-        self._device_ring = self._ring(memories.compute, moved and self._accelerator)
+        self._units: dict[tuple[int, int], Unit] = {}
+        self._host_ring: list[Tensor] = []
+        self._device_ring: list[Tensor] = []
+        try:
+            self._allocate()
+        except BaseException:  # a full disk, for one: what was reserved so far goes back
+            self.close()
+            raise
+
+    def _allocate(self) -> None:
+        moves = self._schedule.moves
+        for place, tier in moves.kv.items():
+            batch = self._block.batches[place[1]]
+            self._units[place] = Unit(tier, self._home(tier, batch), batch)
+        self._host_ring = self._ring(self._memories.host, DISK in moves.kv.values())
+        moved = any(moves.moves_kv(*place) for place in self._units)
+        self._device_ring = self._ring(self._memories.compute, moved and self._accelerator)
 
     def close(self) -> None:
         for unit in self._units.values():

@@ -1,6 +1,6 @@
-"""What this machine can do, measured with the very means that a run uses: disk reads and writes past the page cache, copies, and
-matrix products. Each takes a fraction of a second; `repetitions` and `seconds` make a benchmark of it. The best of the repetitions
-counts: a bound is what the machine can do, not what it did while somebody else disturbed it.
+"""What this machine can do, measured with the very means that a run uses: disk reads and writes past the page cache, copies,
+and matrix products. Each takes a fraction of a second; `repetitions` and `seconds` make a benchmark of it. The best of the
+repetitions counts: a bound is what the machine can do, not what it did while somebody else disturbed it.
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ def link_rates(device: Device, nbytes: int, repetitions: int = 1) -> tuple[float
     finally:
         there.free(region)
         memory.free(host)
+        memory.trim()
     return host.nbytes / up, host.nbytes / down
 
 

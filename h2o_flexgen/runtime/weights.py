@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -43,6 +44,11 @@ class WeightStore:
         self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.host)
         self._host_ring: list[Tensor] = []
         self._device_ring: list[Tensor] = []
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Those that are read from in every step."""
+        return tuple(dict.fromkeys(stored.file for stored in self._stored.values()))
 
     # -- once ----------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import pytest
 from tests.scripts.loading import load_script
 
 SCRIPT = load_script("readme_results.py")
+(START, END), (SKETCH, SKETCHED) = SCRIPT.marks("results"), SCRIPT.marks("timeline")
 RESULT: dict[str, Any] = {
     "title": "one decode step",
     "machine": "a laptop",
@@ -24,8 +25,36 @@ RESULT: dict[str, Any] = {
 @pytest.fixture
 def readme(tmp_path: Path) -> Path:
     file = tmp_path / "README.md"
-    file.write_text(f"above\n{SCRIPT.START}\nold figures\n{SCRIPT.END}\nbelow\n")
+    file.write_text(f"above\n{START}\nold figures\n{END}\nbetween\n{SKETCH}\nold picture\n{SKETCHED}\nbelow\n")
     return file
+
+
+OVERLAP: dict[str, Any] = {
+    "benchmark": "overlap",
+    "machine": {"cpu": "a processor", "cores": 2, "torch": "2.13.0", "device": "cpu"},
+    "command": "python benchmarks/overlap.py",
+    "ceiling": "bytes over bandwidth",
+    "model": "facebook/opt-1.3b",
+    "workload": {
+        "percent": [0.0, 0.0, 0.0, 100.0, 0.0, 100.0],
+        "gpu_batch_size": 16,
+        "num_gpu_batches": 4,
+        "prompt_len": 64,
+        "gen_len": 16,
+        "dtype": "bfloat16",
+    },
+    "budget_host_bytes": 2_000_000_000,
+    "schedules": {
+        "zigzag": {
+            "step_seconds": 1.25,
+            "bound_seconds": 1.0,
+            "simulated_step_seconds": 1.125,
+            "peak_host_bytes": 1_900_000_000,
+            "runs": [{"timeline": "|first|"}, {"timeline": "|W1.0--|"}],
+        },
+        "row_by_row": {"step_seconds": 4.0, "bound_seconds": 3.0, "simulated_step_seconds": None, "peak_host_bytes": 2e9},
+    },
+}
 
 
 def run(readme: Path, *results: object, check: bool = False) -> int:
@@ -39,7 +68,7 @@ def run(readme: Path, *results: object, check: bool = False) -> int:
 def test_only_the_part_between_the_marks_is_rewritten(readme: Path) -> None:
     assert run(readme, RESULT) == 0
     text = readme.read_text()
-    assert text.startswith(f"above\n{SCRIPT.START}\n") and text.endswith(f"{SCRIPT.END}\nbelow\n")
+    assert text.startswith(f"above\n{START}\n") and f"{END}\nbetween\n{SKETCH}\nold picture\n{SKETCHED}\nbelow\n" in text
     assert "old figures" not in text
 
 
@@ -93,3 +122,19 @@ def test_a_readme_without_marks_is_refused(readme: Path) -> None:
     readme.write_text("no place here")
     assert run(readme, RESULT) == 2
     assert readme.read_text() == "no place here"
+
+
+def test_what_the_overlap_benchmark_writes_is_a_table_and_a_picture(readme: Path) -> None:
+    assert run(readme, OVERLAP) == 0
+    text = readme.read_text()
+    assert "| zigzag | 1.25 | 1.00 | 80% | 1.12 |" in text and "| row_by_row | 4.00 | 3.00 | 75% |  |" in text
+    assert "a processor, 2 cores, torch 2.13.0" in text and "4 x 16 rows" in text and "`--percent 0 0 0 100 0 100`" in text
+    assert "zigzag 1.90 GB, row_by_row 2.00 GB; the budget is 2.00 GB" in text
+    assert f"{SKETCH}\n\n```\n|W1.0--|\n```\n" in text and "old picture" not in text
+
+
+@pytest.mark.parametrize("key", ["machine", "command", "ceiling", "model", "workload", "schedules"])
+def test_an_overlap_result_without_its_origin_is_refused(readme: Path, key: str) -> None:
+    before = readme.read_text()
+    assert run(readme, {name: value for name, value in OVERLAP.items() if name != key}) == 2
+    assert readme.read_text() == before

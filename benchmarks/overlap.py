@@ -1,0 +1,229 @@
+"""How much of the transfers hides behind compute, or of the compute behind transfers: time per decode step against the busiest
+lane's bound, for the zig-zag schedule, FlexGen's loop with its barrier, and row by row.
+
+    python benchmarks/overlap.py                              # OPT-1.3B shapes in bf16, all weights on disk, 2 GB of memory
+    python benchmarks/overlap.py --repeats 1 --model facebook/opt-125m --cpu-mem 1GB
+
+Every schedule runs in a process of its own, in turns (A B C A B C ...), because machines drift. In each process the disk and the
+matrix products are measured before and after the run with the means that the run itself uses; the bound takes the faster of the
+two. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from h2o_flexgen.llm import LLM, default_offload_folder, parse_bytes
+from h2o_flexgen.planning.cost import Cost
+from h2o_flexgen.planning.files import write_text
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.placement import place
+from h2o_flexgen.planning.schedule import COMPUTE_LANE, Op, Task
+from h2o_flexgen.planning.simulate import simulate
+from h2o_flexgen.runtime.engine import BlockRun
+from h2o_flexgen.runtime.measure import Needs, describe_machine, measure
+from h2o_flexgen.runtime.sampling import SamplingParams
+
+SCHEDULES = ("zigzag", "flexgen_barrier", "row_by_row")
+MEASURING = {"repetitions": 3, "seconds": 0.7}
+
+
+def main() -> int:
+    args = parse(sys.argv[1:])
+    if args.one:
+        print(json.dumps(run_one(args)))
+        return 0
+    runs = [run_in_process(args, schedule) for _ in range(args.repeats) for schedule in args.schedules]
+    result = summary(args, runs)
+    print_table(result)
+    if args.output:
+        write_text(args.output, json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="facebook/opt-1.3b", help="a model whose shapes are known; weights are random")
+    add("--cpu-mem", default="2GB", help="what the process may hold")
+    add("--percent", type=float, nargs=6, default=[0, 0, 0, 100, 0, 100])
+    add("--gpu-batch-size", type=int, default=16)
+    add("--num-gpu-batches", type=int, default=4)
+    add("--prompt-len", type=int, default=64)
+    add("--gen-len", type=int, default=16)
+    add("--slots", type=int, default=2)
+    add("--dtype", default="bfloat16")
+    add("--repeats", type=int, default=3)
+    add("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
+    add("--offload-dir", default=str(default_offload_folder()))
+    add("--output", help="also write the JSON document here")
+    add("--one", choices=SCHEDULES, help=argparse.SUPPRESS)  # the run of one process
+    return parser.parse_args(argv)
+
+
+# -- one process -----------------------------------------------------------------------------------------------------------
+
+
+def run_one(args: argparse.Namespace) -> dict[str, Any]:
+    shape = {name: getattr(args, name) for name in ("gpu_batch_size", "num_gpu_batches", "slots")}
+    budget = {"cpu_mem": args.cpu_mem, "offload_dir": args.offload_dir, "dtype": args.dtype}
+    with LLM(args.model, dummy_weights=True, percent=args.percent, schedule=args.one, **shape, **budget) as llm:
+        prompts = random_prompts(args, llm.spec.vocab)
+        llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # loads: random weights are written to disk
+        before = calibrate(llm, args)
+        llm.generate(prompts, SamplingParams(max_tokens=args.gen_len, ignore_eos=True))
+        after = calibrate(llm, args)
+        assert llm.stats is not None
+        return measured(args, llm, llm.stats.last_block, best_of(before, after), drift(before, after))
+
+
+def random_prompts(args: argparse.Namespace, vocab: int) -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randrange(4, vocab) for _ in range(args.prompt_len)] for _ in range(args.gpu_batch_size * args.num_gpu_batches)]
+
+
+def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:
+    rows = (args.gpu_batch_size, args.gpu_batch_size * args.prompt_len)
+    needs = Needs(args.dtype, (llm.spec.ffn, llm.spec.hidden), rows, read_files=llm.weight_files)
+    return measure(llm.device, needs, **MEASURING)
+
+
+def best_of(before: Machine, after: Machine) -> Machine:
+    curve = {
+        dtype: tuple((rows, max(early, late)) for (rows, early), (_, late) in zip(points, after.flops_per_s[dtype]))
+        for dtype, points in before.flops_per_s.items()
+    }
+    return replace(before, disk_read_per_s=max(before.disk_read_per_s, after.disk_read_per_s), flops_per_s=curve)
+
+
+def drift(before: Machine, after: Machine) -> dict[str, list[float]]:
+    """Rates before and after: a machine that changed in between was not quiet."""
+    points = [machine.flops_per_s for machine in (before, after)]
+    gemm = [next(iter(flops.values()))[-1][1] / 1e9 for flops in points]
+    disk = [machine.disk_read_per_s / 1e9 for machine in (before, after)]
+    return {"disk_gb_per_s": [round(rate, 2) for rate in disk], "gemm_gflop_per_s": [round(rate) for rate in gemm]}
+
+
+def measured(
+    args: argparse.Namespace, llm: LLM, run: BlockRun, machine: Machine, rates: Mapping[str, list[float]]
+) -> dict[str, Any]:
+    assert llm.stats is not None
+    cost = Cost(llm.spec, llm.plan, run.block, place(llm.spec, llm.plan, run.block), run.schedule)
+    bounds = decode_bounds(cost, machine)
+    lane = max(bounds, key=lambda name: bounds[name])
+    steps = sorted(run.step_seconds)
+    simulated = simulate(run.schedule.tasks(), lambda task: cost.seconds(task, machine), ahead=llm.plan.slots - 1)
+    ends = simulated.step_ends()
+    return {
+        "schedule": args.one,
+        "prefill_seconds": run.prefill_seconds,
+        "step_seconds": statistics.median(steps),
+        "step_seconds_range": [steps[0], steps[-1]],
+        "busiest_lane": lane,
+        "bound_seconds": bounds[lane],
+        "bounds": bounds,
+        "to_bound": statistics.median(steps) / bounds[lane],
+        "simulated_step_seconds": None if args.one == "row_by_row" else (ends[-1] - ends[0]) / (len(ends) - 1),
+        "read_gb_per_step": step_bytes(cost) / 1e9,
+        "tokens_per_second": llm.stats.generated_tokens / llm.stats.total_seconds,
+        "decode_tokens_per_second": run.block.num_rows / statistics.median(steps),
+        "peak_host_bytes": llm.stats.peak_bytes["host"],
+        "rates": rates,
+        "gemm_gflop_per_s": {str(rows): round(rate / 1e9) for rows, rate in machine.flops_per_s[args.dtype]},
+        "timeline": run.trace.between(*one_step(run)).text_timeline(110) if args.one != "row_by_row" else "",
+        "machine": describe_machine(llm.device),
+    }
+
+
+def one_step(run: BlockRun) -> tuple[float, float]:
+    ends = run.trace.step_ends()
+    middle = len(ends) // 2
+    return ends[middle - 1], ends[middle]
+
+
+def decode_tasks(cost: Cost) -> list[Task]:
+    middle = max(1, cost.block.gen_len // 2)
+    return [task for task in cost.schedule.tasks() if task.step == middle]
+
+
+def decode_bounds(cost: Cost, machine: Machine) -> dict[str, float]:
+    """Seconds that each lane needs for one decode step: bytes over bandwidth, flops over the rate of matrix products."""
+    bounds: dict[str, float] = {}
+    for task in decode_tasks(cost):
+        if task.op is Op.COMPUTE:
+            rows = cost.block.batches[task.batch].size
+            seconds = cost.flops(task) / machine.flop_rate(cost.spec.dtype, rows)
+        else:
+            seconds = cost.nbytes(task) / machine.bandwidth(task.lane)
+        bounds[task.lane] = bounds.get(task.lane, 0.0) + seconds
+    return bounds
+
+
+def step_bytes(cost: Cost) -> float:
+    return sum(cost.nbytes(task) for task in decode_tasks(cost) if task.lane != COMPUTE_LANE)
+
+
+# -- all of them -----------------------------------------------------------------------------------------------------------
+
+
+def run_in_process(args: argparse.Namespace, schedule: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, *sys.argv[1:], "--one", schedule]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    run: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    print(
+        f"{schedule:16} step {run['step_seconds']:.2f} s, bound {run['bound_seconds']:.2f} s ({run['busiest_lane']}), "
+        f"rates before and after: {run['rates']}",
+        file=sys.stderr,
+    )
+    return run
+
+
+def summary(args: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    rows = {}
+    for schedule in args.schedules:
+        own = [run for run in runs if run["schedule"] == schedule]
+        numbers = [key for key, value in own[0].items() if isinstance(value, (int, float))]
+        medians = {key: statistics.median(run[key] for run in own) for key in numbers}
+        rows[schedule] = {**medians, "busiest_lane": own[0]["busiest_lane"], "runs": own}
+    fastest = rows[args.schedules[0]]["step_seconds"]
+    for row in rows.values():
+        row["times_the_first"] = row["step_seconds"] / fastest
+    workload = {key: getattr(args, key) for key in ("percent", "gpu_batch_size", "num_gpu_batches", "prompt_len", "gen_len")}
+    return {
+        "benchmark": "overlap",
+        "command": "python benchmarks/overlap.py " + " ".join(sys.argv[1:]),
+        "model": args.model,
+        "workload": {**workload, "slots": args.slots, "dtype": args.dtype},
+        "machine": runs[0]["machine"],
+        "ceiling": "bytes read per step over the disk's rate, or flops over the rate of matrix products, both measured in the run",
+        "budget_host_bytes": parse_bytes(args.cpu_mem),
+        "schedules": rows,
+    }
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    machine = result["machine"]
+    print(f"\n{result['model']}, {result['workload']}\nmachine: {machine}\nceiling: {result['ceiling']}\n")
+    print(f"{'schedule':16} {'prefill s':>9} {'step s':>7} {'bound s':>8} {'lane':>8} {'step/bound':>10} {'simulated s':>11} {'peak GB':>8}")
+    for name, row in result["schedules"].items():
+        simulated = row.get("simulated_step_seconds")
+        print(
+            f"{name:16} {row['prefill_seconds']:9.1f} {row['step_seconds']:7.2f} {row['bound_seconds']:8.2f} "
+            f"{row['busiest_lane']:>8} {row['to_bound']:10.2f} {f'{simulated:11.2f}' if simulated else ' ' * 10 + '-'} "
+            f"{row['peak_host_bytes'] / 1e9:8.2f}"
+        )
+    print(f"\nmemory budget {result['budget_host_bytes'] / 1e9:.2f} GB. One decode step of the zig-zag schedule:")
+    print(result["schedules"].get("zigzag", {"runs": [{"timeline": ""}]})["runs"][-1]["timeline"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,337 @@
+"""The main command: generates text under a plan, and measures.
+
+    python -m h2o_flexgen.run --model facebook/opt-30b --percent 20 80 0 100 0 100 --gpu-batch-size 48 --num-gpu-batches 3
+
+The plan comes first, then the texts, then FlexGen's summary; the last line of stdout is one JSON document. Progress and errors
+go to stderr: an error that can be mended from outside is one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from h2o_flexgen.commands import projection, report
+from h2o_flexgen.commands.arguments import AUTO_LOG, BREAKDOWN, FEWER_BATCH, TRACEBACK, parse
+from h2o_flexgen.commands.breakdown import breakdown_lines, breakdown_seconds
+from h2o_flexgen.commands.choose_model import ChosenModel, choose_model
+from h2o_flexgen.commands.errors import one_line
+from h2o_flexgen.commands.lanes import lane_reports
+from h2o_flexgen.commands.plan_report import PlanReport
+from h2o_flexgen.commands.planned import PlannedBlock, Until, plan_blocks, predicted_bytes
+from h2o_flexgen.commands.projection import Timing
+from h2o_flexgen.commands.prompts import DEFAULT_TOKENS, given_prompts, made_up_prompts
+from h2o_flexgen.commands.watch import Watch, total_visits
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.runtime.progress import Progress
+
+if TYPE_CHECKING:
+    from h2o_flexgen.llm import LLM, Stats
+    from h2o_flexgen.runtime.output import Completion
+    from h2o_flexgen.runtime.sampling import SamplingParams
+
+FAILED, INTERRUPTED = 2, 130
+MEASURING_BYTES = (16 << 20, 256 << 20)  # memory for measuring: at least, at most
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status. Wrong flags end the process with 2, as argparse does it."""
+    level = 0
+    try:
+        args = parse(argv)
+        level = args.verbose
+        return _run(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        line = one_line(error)
+        if line is None:
+            raise
+        if level >= TRACEBACK:
+            traceback.print_exc()
+        print(f"error: {line}", file=sys.stderr)
+        return FAILED
+
+
+def _run(args: Namespace) -> int:
+    texts = given_prompts(args.prompt, args.prompt_file, args.num_prompts)
+    report.check_writable(args.trace, "--trace")
+    if args.log_file != AUTO_LOG:
+        report.check_writable(args.log_file, "--log-file")
+    chosen = choose_model(args.model, args.path, args.dummy_weights)
+    if args.dry_run:
+        chosen = chosen.without_weights()
+    with Progress(0, f"opening {chosen.name}", late=True):
+        llm = _open(args, chosen)
+    with llm:
+        job = Job(args, chosen, llm, texts)
+        job.announce()
+        if args.dry_run:
+            print(json.dumps(job.plan_report.as_json()))
+        else:
+            job.run()
+    return 0
+
+
+def _open(args: Namespace, chosen: ChosenModel) -> LLM:
+    from h2o_flexgen.llm import LLM
+
+    plan_options = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "pin_weight", "schedule", "kv_policy")
+    return LLM(
+        chosen.source,
+        percent=args.percent,
+        dtype=args.dtype,
+        device=args.device,
+        gpu_mem=args.gpu_mem,
+        cpu_mem=args.cpu_mem,
+        offload_dir=args.offload_dir,
+        dummy_weights=chosen.dummy_weights,
+        overlap=args.overlap and args.debug_mode != BREAKDOWN,
+        **{name: getattr(args, name) for name in plan_options},
+    )
+
+
+def say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of the command: what it is to generate, and what it tells of that."""
+
+    args: Namespace
+    chosen: ChosenModel
+    llm: LLM
+    texts: list[str]
+
+    # -- what is to be done --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def prompts(self) -> list[str] | list[list[int]]:
+        if self.texts:
+            return self.texts
+        num = self.llm.plan.block_size if self.args.num_prompts is None else self.args.num_prompts
+        length = DEFAULT_TOKENS if self.args.prompt_len is None else self.args.prompt_len
+        return made_up_prompts(num, length, self.llm.tokenizer, self.llm.spec.vocab)
+
+    @cached_property
+    def params(self) -> SamplingParams:
+        from h2o_flexgen.runtime.sampling import SamplingParams
+
+        args = self.args
+        return SamplingParams(
+            max_tokens=args.gen_len,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            repetition_penalty=args.repetition_penalty,
+            stop=args.stop,
+            stop_token_ids=args.stop_token_id,
+            ignore_eos=args.ignore_eos,
+            logprobs=args.logprobs,
+        )
+
+    @cached_property
+    def workload(self) -> Workload:
+        """All of it, also where only a part is run."""
+        encode = self.llm.tokenizer.encode
+        lengths = (len(encode(prompt) if isinstance(prompt, str) else prompt) for prompt in self.prompts)
+        return Workload(tuple(lengths), self.params.max_tokens)
+
+    @cached_property
+    def steps(self) -> int:
+        """That are run."""
+        cut = self.args.cut_gen_len
+        return self.workload.gen_len if cut is None else min(cut, self.workload.gen_len)
+
+    @property
+    def until(self) -> Until | None:
+        return projection.after_first_layers if self.args.debug_mode == FEWER_BATCH else None
+
+    def blocks(self, gen_len: int) -> tuple[PlannedBlock, ...]:
+        workload = replace(self.workload, gen_len=gen_len)
+        return plan_blocks(self.llm.spec, self.llm.plan, workload, self.llm.device.accelerator)
+
+    # -- before --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def plan_report(self) -> PlanReport:
+        llm, needed = self.llm, self.llm.check(self.workload)
+        return PlanReport(
+            model=self.chosen.name,
+            dummy_weights=self.chosen.dummy_weights,
+            spec=llm.spec,
+            requested=llm.requested,
+            plan=llm.plan,
+            workload=self.workload,
+            blocks=self.blocks(self.workload.gen_len),
+            needed=needed,
+            budgets=llm.budgets,
+            accelerator=llm.device.accelerator,
+        )
+
+    def announce(self) -> None:
+        say(self.plan_report.lines())
+        if self.texts and self.args.prompt_len is not None and not self.args.demo:
+            say([f"--prompt-len {self.args.prompt_len} is not used: the prompts are given"])
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        from h2o_flexgen.runtime.sampling import resolve_seed
+
+        blocks, seed = self.blocks(self.steps), resolve_seed(self.args.seed)
+        params = replace(self.params, max_tokens=self.steps)
+        with Progress(total_visits(blocks), "run", late=True) as progress:
+            watch = Watch(blocks, progress)
+            completions = self.llm.generate(
+                self.prompts, params, seed=seed, on_stage=watch.stage, on_visit=watch.visit, until=self.until
+            )
+            seconds = watch.seconds
+        stats = self.llm.stats
+        assert stats is not None
+        Outcome(self, blocks, stats, completions, watch, seconds, seed).tell()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has left."""
+
+    job: Job
+    blocks: tuple[PlannedBlock, ...]  # as run
+    stats: Stats
+    completions: list[Completion]
+    watch: Watch
+    seconds: float  # of generating, from the first task to the last
+    seed: int
+
+    def tell(self) -> None:
+        args = self.job.args
+        summary = self._summary()
+        say(self._texts())
+        say(self._pictures())
+        say(["", *summary])
+        print(json.dumps(self._json()), flush=True)
+        if args.log_file is not None and not args.no_log:
+            report.append_log(self._log_file(), summary)
+        if args.trace is not None:
+            self.stats.last_block.trace.write_chrome(Path(args.trace).expanduser())
+
+    @cached_property
+    def timing(self) -> Timing:
+        job, stats, gen_len = self.job, self.stats, self.job.workload.gen_len
+        if job.until is not None:
+            layers = len(job.llm.spec.layers)
+            return projection.from_first_layers(stats, self.watch.first_decode_ends, layers, gen_len)
+        if job.steps < gen_len:
+            return projection.from_first_steps(stats, self.completions, gen_len)
+        return projection.measured(stats)
+
+    # -- lines ---------------------------------------------------------------------------------------------------------
+
+    def _texts(self) -> Iterable[str]:
+        if self.job.args.verbose >= 1 and self.job.until is None:
+            yield ""
+            yield from report.completion_lines(self.completions, everything=self.job.args.verbose >= 2)
+        if self.timing.projected:
+            yield ""
+            yield f"only a part was run: decode and total are projected to {self.job.workload.gen_len} tokens for each prompt"
+
+    def _pictures(self) -> Iterable[str]:
+        trace = self.stats.last_block.trace
+        if self.job.args.debug_mode == BREAKDOWN:
+            yield from ("", "the last block without overlap:", *breakdown_lines(trace))
+        if self.job.args.verbose >= 2:
+            yield from ("", "the last block, lane by lane:", trace.text_timeline())
+
+    def _summary(self) -> list[str]:
+        return report.summary_lines(self.job.llm.spec, self.job.workload, self.timing, self.stats.peak_bytes["device"])
+
+    def _log_file(self) -> Path:
+        job = self.job
+        if job.args.log_file != AUTO_LOG:
+            return Path(job.args.log_file).expanduser()
+        longest = max(job.workload.prompt_lens)
+        return Path(report.log_name(job.chosen.name, job.llm.requested, longest, job.workload.gen_len))
+
+    # -- JSON ----------------------------------------------------------------------------------------------------------
+
+    def _json(self) -> dict[str, object]:
+        from h2o_flexgen.runtime.measure import describe_machine
+
+        job, stats, machine = self.job, self.stats, self._machine()
+        predicted = predicted_bytes(self.blocks, job.until)
+        lanes = lane_reports(stats, predicted, self.watch.flops, self.seconds, machine, job.llm.spec.dtype)
+        steps = stats.step_seconds
+        return {
+            **job.plan_report.as_json(),
+            **report.timing_json(self.timing),
+            "load_seconds": round(self.watch.load_seconds, 6),
+            "step_seconds_median": round(statistics.median(steps), 6) if steps else None,
+            "peak_bytes": stats.peak_bytes,
+            "lanes": {lane: asdict(one) for lane, one in lanes.items()},
+            "seed": self.seed,
+            "machine": describe_machine(job.llm.device),
+            "rates": _rates(machine),
+            **self._breakdown(),
+        }
+
+    def _breakdown(self) -> dict[str, object]:
+        if self.job.args.debug_mode != BREAKDOWN:
+            return {}
+        return {"breakdown_seconds": breakdown_seconds(self.stats.last_block.trace)}
+
+    def _machine(self) -> Machine:
+        """Measured behind the run, with what memory the budget leaves."""
+        from h2o_flexgen.runtime.measure import Needs, measure
+
+        llm = self.job.llm
+        needs = Needs(
+            dtype=llm.spec.dtype,
+            weight_shape=(llm.spec.ffn, llm.spec.hidden),
+            rows=tuple(self.watch.flops),
+            read_files=llm.weight_files,
+            offload_folder=llm.offload_folder,
+            offload_bytes=self._offloaded_bytes(),
+            links=llm.device.accelerator,
+            memory_bytes=self._memory_left(),
+        )
+        return measure(llm.device, needs)
+
+    def _memory_left(self) -> int:
+        """Of what the process may hold: to measure must not break a promise that the run has kept."""
+        least, most = MEASURING_BYTES
+        budget = self.job.llm.budgets.host
+        return most if budget is None else min(most, max(least, budget - self.stats.peak_bytes["host"]))
+
+    def _offloaded_bytes(self) -> int:
+        """What KV and activations took on disk: so much can be had again."""
+        written = sum(self.stats.moved_bytes.get(lane, 0) for lane in ("store", "write"))
+        return min(written, self.stats.peak_bytes["disk"])
+
+
+def _rates(machine: Machine) -> dict[str, object]:
+    """Those that were measured."""
+    rates = {
+        name: value
+        for name, value in asdict(machine).items()
+        if name.endswith("_per_s") and isinstance(value, float) and isfinite(value)
+    }
+    return {**rates, "flops_per_s": {dtype: list(curve) for dtype, curve in machine.flops_per_s.items()}}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Cost: the bytes that it predicts are the bytes that a run moves; seconds follow from them and from a machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.memory import disk
+from h2o_flexgen.planning.cost import Cost
+from h2o_flexgen.planning.placement import moves, place
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.schedule import SCHEDULES, Op, Task
+from h2o_flexgen.planning.workload import Block, Workload
+from h2o_flexgen.runtime.sampling import SamplingParams
+from tests.contract import Case, Checkpoints
+from tests.planning.worlds import block_of, tiny_spec
+
+ALL_ON_DISK, MIXED, WEIGHTS_ON_DISK = (0, 0, 0, 0, 0, 0), (30, 30, 20, 30, 40, 30), (0, 0, 100, 0, 100, 0)
+RAGGED = (5, 9, 2, 7, 4, 11, 3)
+
+
+def cost_of(llm: LLM, block: Block) -> Cost:
+    placement = place(llm.spec, llm.plan, block)
+    schedule = SCHEDULES[llm.plan.schedule](moves(llm.spec, llm.plan, block, placement, llm.device.accelerator))
+    return Cost(llm.spec, llm.plan, block, placement, schedule)
+
+
+def predicted(llm: LLM, case: Case) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for block in Workload(case.lengths, case.gen_len).blocks(case.gpu_batch_size, case.num_gpu_batches):
+        total.update(cost_of(llm, block).lane_bytes())
+    return total
+
+
+def assert_moved_as_predicted(case: Case, checkpoints: Checkpoints, offload: Path) -> Counter[str]:
+    with case.open(checkpoints, offload) as llm:
+        llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
+        assert llm.stats is not None
+        moved = Counter({lane: nbytes for lane, nbytes in llm.stats.moved_bytes.items() if nbytes})
+        assert moved == predicted(llm, case), case
+    return moved
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("percent", [ALL_ON_DISK, MIXED, WEIGHTS_ON_DISK])
+def test_a_run_moves_the_bytes_that_are_predicted_lane_by_lane(
+    schedule: str, percent: tuple[float, ...], any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    case = Case("llama-gqa", percent, RAGGED, num_gpu_batches=3, device=any_device, schedule=schedule)
+    moved = assert_moved_as_predicted(case, checkpoints, offload)
+    assert moved["read"] > 0
+
+
+@pytest.mark.parametrize("kind", ["opt", "opt-350m", "qwen2", "neox-parallel"])
+@pytest.mark.parametrize("sep_layer", [True, False])
+def test_tied_and_projected_models_too(kind: str, sep_layer: bool, checkpoints: Checkpoints, offload: Path) -> None:
+    assert_moved_as_predicted(Case(kind, ALL_ON_DISK, RAGGED, sep_layer=sep_layer), checkpoints, offload)
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("float16", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_reads_are_as_large_as_what_is_stored_and_loads_as_what_is_computed_with(
+    stored: str, dtype: str, any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    case = Case("llama-gqa", WEIGHTS_ON_DISK, RAGGED, device=any_device, stored=stored, dtype=dtype)
+    moved = assert_moved_as_predicted(case, checkpoints, offload)
+    if "load" in moved:
+        assert moved["load"] / moved["read"] == (2 if dtype == "float32" else 0.5)
+
+
+def test_the_bytes_really_go_over_the_disk(checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted where the system is called: a run that kept things in memory would say the same and read less."""
+    went: Counter[str] = Counter()
+    read, write = disk.os.preadv, disk.os.pwrite
+
+    def counted_read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = read(descriptor, buffers, offset)
+        went["read"] += count
+        return count
+
+    def counted_write(descriptor: int, source: memoryview, offset: int) -> int:
+        count = write(descriptor, source, offset)
+        went["write"] += count
+        return count
+
+    monkeypatch.setattr(disk.os, "preadv", counted_read)
+    monkeypatch.setattr(disk.os, "pwrite", counted_write)
+    case = Case("opt", ALL_ON_DISK, (60, 50, 40, 30), gpu_batch_size=4, num_gpu_batches=1)
+    moved = assert_moved_as_predicted(case, checkpoints, offload)
+    assert went["read"] >= moved["read"] + moved["load"]  # hidden states are loaded from disk
+    assert went["write"] >= moved["write"] + moved["store"]
+
+
+def test_nothing_is_moved_when_all_rests_where_it_is_computed_with(checkpoints: Checkpoints, offload: Path) -> None:
+    assert assert_moved_as_predicted(Case(percent=(0, 100, 0, 100, 0, 100)), checkpoints, offload) == {}
+
+
+# -- without a run -------------------------------------------------------------------------------------------------------
+
+
+def tiny_cost(lengths: list[list[int]], accelerator: bool = True, **options: object) -> Cost:
+    spec, plan, block = tiny_spec(), Plan.create(**options).with_percent((0, 50, 0, 0, 0, 50)), block_of(lengths)
+    placement = place(spec, plan, block)
+    return Cost(spec, plan, block, placement, SCHEDULES[plan.schedule](moves(spec, plan, block, placement, accelerator)))
+
+
+def test_kv_bytes_by_hand() -> None:
+    cost = tiny_cost([[4, 2], [3, 3]])
+    per_slot = cost.spec.kv_bytes_per_slot
+    layer = cost.spec.kv_layers[0]
+    assert cost.nbytes(Task(Op.STORE_KV, 0, layer, 0)) == 2 * 4 * per_slot  # the whole padded prompt of two rows
+    assert (
+        cost.nbytes(Task(Op.WRITE_KV, 1, layer, 0)) == 2 * (5 - 2) * per_slot
+    )  # from the shortest row's token to the longest's
+    assert cost.nbytes(Task(Op.WRITE_KV, 1, layer, 1)) == 2 * 1 * per_slot  # equal rows: one token
+    assert cost.nbytes(Task(Op.READ_KV, 1, layer, 0)) == 2 * 4 * per_slot
+    assert cost.nbytes(Task(Op.LOAD_KV, 2, layer, 0)) == 2 * 5 * per_slot
+
+
+def test_hidden_bytes_by_hand() -> None:
+    cost = tiny_cost([[4, 2]])
+    assert cost.nbytes(Task(Op.STORE_H, 0, 1, 0)) == 2 * 4 * cost.spec.hidden * 4
+    assert cost.nbytes(Task(Op.LOAD_H, 1, 1, 0)) == 2 * 1 * cost.spec.hidden * 4
+
+
+def test_slices_of_a_layer_add_up_to_what_it_stores() -> None:
+    cost = tiny_cost([[4, 2], [3, 3], [1, 1]])
+    reads = [task for task in cost.schedule.tasks() if task.op is Op.READ_W and task.step == 0]
+    assert sum(cost.nbytes(task) for task in reads) == pytest.approx(sum(cost.stored_bytes))
+    assert 0 < sum(cost.stored_bytes) < sum(cost.loaded_bytes)  # half of the model rests in host memory

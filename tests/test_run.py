@@ -1,0 +1,455 @@
+"""The main command, from its arguments to its last line: what it prints, what it refuses, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen import run
+from h2o_flexgen.commands.watch import Watch
+from h2o_flexgen.runtime import measure
+from tests.tiny import POSITIONS, save_tiny
+
+DISK_HEAVY = ("--percent", "0", "30", "0", "40", "0", "50")
+SMALL = ("--gpu-batch-size", "2", "--num-gpu-batches", "2", "--prompt-len", "7", "--gen-len", "5")
+KEYS = {
+    "model", "plan", "requested_percent", "placed_percent", "num_prompts", "generated_tokens", "prefill_seconds",
+    "decode_seconds", "total_seconds", "prefill_tokens_per_second", "decode_tokens_per_second", "tokens_per_second",
+    "peak_bytes", "lanes", "projected", "machine",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    status: int
+    out: list[str]
+    err: list[str]
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out[-1])
+
+    @property
+    def texts(self) -> list[str]:
+        """The completions as printed, with their tokens where they were asked for."""
+        return [line for line in self.out if line.startswith(("prompt ", "  logprobs"))]
+
+    @property
+    def error(self) -> str:
+        """The one line that a failed command writes, beside progress."""
+        lines = [line for line in self.err if not line.startswith(("opening ", "run: "))]
+        assert self.status == 2 and len(lines) == 1 and lines[0].startswith("error: "), (self.status, self.err)
+        return lines[0]
+
+
+@pytest.fixture(autouse=True)
+def quick_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "measure", partial(measure.measure, seconds=0.005))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Any:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture(scope="module")
+def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny-opt"
+    save_tiny("opt", folder)
+    return folder
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str], offload: Path) -> Any:
+    """Runs the command with an offload folder that must be gone afterwards."""
+
+    def call(*argv: object) -> Result:
+        status = run.main(["--device", "cpu", "--offload-dir", str(offload), *map(str, argv)])
+        captured = capfd.readouterr()
+        return Result(status, captured.out.splitlines(), captured.err.splitlines())
+
+    return call
+
+
+# -- what a run says -----------------------------------------------------------------------------------------------------
+
+
+def test_the_last_line_is_json_with_every_promised_key(command: Any, opt: Path) -> None:
+    result = command("--model", opt, *SMALL, *DISK_HEAVY)
+    assert result.status == 0, result.err
+    document = result.json
+    assert KEYS <= document.keys()
+    assert document["requested_percent"] == [0, 30, 0, 40, 0, 50]
+    assert (document["num_prompts"], document["generated_tokens"], document["projected"]) == (4, 20, False)
+    assert document["total_seconds"] == pytest.approx(document["prefill_seconds"] + document["decode_seconds"], abs=1e-5)
+    assert document["tokens_per_second"] == pytest.approx(20 / document["total_seconds"], rel=0.01)
+    assert document["decode_tokens_per_second"] == pytest.approx(16 / document["decode_seconds"], rel=0.01)
+    assert document["prefill_tokens_per_second"] == pytest.approx(28 / document["prefill_seconds"], rel=0.01)
+    assert set(document["peak_bytes"]) == {"device", "host", "disk"} and document["peak_bytes"]["disk"] > 0
+
+
+def test_every_lane_moved_what_was_predicted_and_has_a_bound(command: Any, opt: Path) -> None:
+    lanes = command("--model", opt, *SMALL, "--num-prompts", "7", *DISK_HEAVY).json["lanes"]
+    assert set(lanes) == {"read", "load", "store", "write", "compute"}
+    for name, lane in lanes.items():
+        assert lane["moved_bytes"] == lane["predicted_bytes"], name
+        assert 0 <= lane["busy_share"] <= 1 and lane["bound_seconds"] > 0, name
+    assert all(lanes[name]["moved_bytes"] > 0 for name in ("read", "load", "store", "write"))
+
+
+def test_the_plan_comes_first_and_says_what_lives_where(command: Any, opt: Path) -> None:
+    out = command("--model", opt, *SMALL, "--percent", 50, 0, 0, 100, 100, 0).out
+    assert out[0].startswith(f"model     {opt}: opt, ")
+    assert "no GPU: what was meant for it lives in host memory" in out
+    weights = next(line for line in out if line.startswith("weights "))
+    assert weights.split()[1:6] == ["50", "/", "0", "/", "50"] and "MB" in weights
+    assert any(line.startswith("CPU ") and "budget" not in line for line in out)
+    first_text = next(place for place, line in enumerate(out) if line.startswith("prompt 0 ("))
+    assert out.index("no GPU: what was meant for it lives in host memory") < first_text
+
+
+def test_without_a_share_for_the_gpu_nothing_is_said_about_one(command: Any, opt: Path) -> None:
+    out = command("--model", opt, *SMALL, "--percent", 0, 100, 0, 100, 0, 100).out
+    assert not any("no GPU" in line for line in out)
+
+
+def test_the_summary_has_the_five_lines_of_flexgen(command: Any, opt: Path) -> None:
+    summary = command("--model", opt, *SMALL).out[-6:-1]
+    number = r"\d+\.\d{3}"
+    for line, form in zip(
+        summary,
+        (
+            f"model size: {number} GB\tcache size: {number} GB\thidden size \\(p\\): {number} GB",
+            f"peak gpu mem: {number} GB\tprojected: False",
+            f"prefill latency: {number} s\tprefill throughput: {number} token/s",
+            f"decode latency: {number} s\tdecode throughput: {number} token/s",
+            f"total latency: {number} s\ttotal throughput: {number} token/s",
+        ),
+        strict=True,
+    ):
+        assert re.fullmatch(form, line), line
+
+
+def test_without_overlap_the_tokens_are_the_same(command: Any, opt: Path) -> None:
+    common = ("--model", opt, *SMALL, *DISK_HEAVY, "--verbose", 2, "--logprobs", "--dtype", "float32")
+    with_overlap, without = command(*common), command(*common, "--overlap", "0")
+    assert without.json["plan"]["slots"] == 1 and with_overlap.json["plan"]["slots"] == 2
+    assert len(with_overlap.texts) == 8  # a line of text and one of tokens for each prompt
+    assert without.texts == with_overlap.texts
+
+
+def test_results_come_in_the_order_of_the_prompts(command: Any, opt: Path, tmp_path: Path) -> None:
+    prompts = ["of middling length", "short", "the longest of them all, by far", "tiny", "another one"]
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(prompts[1:]) + "\n", encoding="utf-8")
+    options = ("--model", opt, "--gpu-batch-size", 2, "--gen-len", 3, "--verbose", 2, "--logprobs", "--dtype", "float32")
+    together = command(*options, "--prompt", prompts[0], "--prompt-file", file)
+    lengths = [int(re.match(r"prompt \d+ \((\d+) \+ 3 tokens", line)[1]) for line in together.texts[::2]]  # type: ignore[index]
+    assert lengths == [len(prompt) for prompt in prompts]
+    for place in (0, 2):
+        alone = command(*options, "--prompt", prompts[place])
+        assert alone.texts[0].split(":", 1)[1] == together.texts[2 * place].split(":", 1)[1]
+
+
+def test_a_prompt_length_is_said_to_be_unused_when_prompts_are_given(command: Any, opt: Path) -> None:
+    out = command("--model", opt, "--prompt", "hello", "--prompt-len", 9, "--gen-len", 2).out
+    assert "--prompt-len 9 is not used: the prompts are given" in out
+
+
+def test_verbose_chooses_how_many_texts_are_shown(command: Any, opt: Path) -> None:
+    options = ("--model", opt, *SMALL, "--num-prompts", 5)
+    shown = [command(*options, "--verbose", level) for level in (0, 1, 2)]
+    assert [len(result.texts) for result in shown] == [0, 3, 5]
+    assert any(line.startswith("compute |") for line in shown[2].out)
+
+
+def test_one_seed_gives_one_result(command: Any, opt: Path) -> None:
+    options = ("--model", opt, *SMALL, "--temperature", 1.0, "--top-k", 50, "--verbose", 2, "--logprobs")
+    first, again, other = (command(*options, "--seed", seed) for seed in (3, 3, 4))
+    assert first.texts == again.texts != other.texts
+    assert first.json["seed"] == 3
+
+
+def test_a_stop_token_ends_the_text_there(command: Any, opt: Path) -> None:
+    options = ("--model", opt, "--prompt", "hello", "--gen-len", 4, "--logprobs", "--verbose", 2, "--dtype", "float32")
+    whole = command(*options)
+    second = re.findall(r"(\d+):-", whole.texts[1])[1]
+    stopped = command(*options, "--stop-token-id", second)
+    assert "+ 2 tokens, stop)" in stopped.texts[0] or "+ 1 tokens, stop)" in stopped.texts[0]
+    assert stopped.json["generated_tokens"] < 4
+
+
+# -- what a run writes ---------------------------------------------------------------------------------------------------
+
+
+def test_no_file_is_written_unless_it_is_asked_for(command: Any, opt: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert command("--model", opt, *SMALL).status == 0
+    assert command("--model", opt, *SMALL, "--log-file", "--no-log").status == 0
+    assert list(here.iterdir()) == []
+
+
+def test_the_log_gets_the_summary_of_every_run(command: Any, opt: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [command("--model", opt, *SMALL, "--log-file") for _ in range(2)]
+    log = tmp_path / "fo-tiny-opt-gbs2-ngbs2-prompt7-gen5-percent-100-0-100-0-100-0.log"
+    assert log.read_text().splitlines() == [line for result in runs for line in result.out[-6:-1]]
+
+
+def test_the_trace_file_holds_the_last_block_for_perfetto(command: Any, opt: Path, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    command("--model", opt, *SMALL, *DISK_HEAVY, "--trace", file)
+    names = {event["name"] for event in json.loads(file.read_text())["traceEvents"]}
+    assert {"COMPUTE 4.7.1", "READ_W 0.1.0", "WRITE_KV 0.1.0"} & names and "COMPUTE 4.7.1" in names
+
+
+def test_a_dry_run_loads_and_writes_nothing(command: Any, opt: Path, offload: Path, monkeypatch: Any) -> None:
+    from h2o_flexgen.llm import LLM
+
+    monkeypatch.setattr(LLM, "generate", lambda *_, **__: pytest.fail("a dry run generates"))
+    monkeypatch.setattr(LLM, "_load", lambda *_: pytest.fail("a dry run loads weights"))
+    result = command("--model", opt, *SMALL, *DISK_HEAVY, "--dry-run")
+    assert result.status == 0 and not offload.exists()
+    assert any(line.startswith("activations ") for line in result.out)
+    placed = result.json["placed_bytes"]
+    assert sum(placed["weights"].values()) > placed["weights"]["disk"] > 0
+    assert result.json["needed_bytes"]["host"] > 0
+
+
+def test_a_dry_run_knows_the_sizes_of_the_largest_models(command: Any) -> None:
+    published = ("--percent", 0, 50, 0, 0, 0, 100, "--gpu-batch-size", 32, "--num-gpu-batches", 8)
+    result = command("--model", "facebook/opt-175b", "--path", "_DUMMY_", *published, "--dry-run", "--cpu-mem", "100TB")
+    if result.status == 2:  # honest where the disk is too small for it
+        assert "on disk" in result.error
+    else:
+        assert sum(result.json["placed_bytes"]["weights"].values()) == pytest.approx(350e9, rel=0.01)
+
+
+# -- parts of a run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_cut_run_is_projected_and_says_so(command: Any, opt: Path) -> None:
+    result = command("--model", opt, *SMALL, "--gen-len", 40, "--cut-gen-len", 4)
+    document = result.json
+    assert document["projected"] is True and "projected: True" in result.out[-5]
+    assert document["generated_tokens"] == 4 * 40
+    assert document["decode_seconds"] > 39 * document["step_seconds_median"] * 0.3
+    assert any("projected to 40 tokens" in line for line in result.out)
+    assert all("+ 4 tokens" in line for line in result.texts)
+
+
+def test_fewer_batch_stops_early_and_prints_no_texts(command: Any, tmp_path: Path) -> None:
+    save_tiny("opt", tmp_path / "deep", num_hidden_layers=14)
+    visits = []
+    watched = Watch.visit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Watch, "visit", lambda self, task, tokens: (visits.append(task), watched(self, task, tokens)))
+        result = command("--model", tmp_path / "deep", *SMALL, *DISK_HEAVY, "--debug", "fewer_batch")
+    assert (visits[-1].step, visits[-1].layer, visits[-1].batch) == (1, 19, 1)
+    assert result.json["projected"] is True and result.json["generated_tokens"] == 20
+    assert result.json["decode_seconds"] > 0 and result.texts == []
+    for lane in result.json["lanes"].values():  # the run ends within a layer, and a slice counts as its even part of one
+        assert lane["moved_bytes"] == pytest.approx(lane["predicted_bytes"], rel=0.02)
+
+
+def test_breakdown_shows_the_seconds_of_every_operation_without_overlap(command: Any, opt: Path) -> None:
+    result = command("--model", opt, *SMALL, *DISK_HEAVY, "--debug-mode", "breakdown")
+    assert result.json["plan"]["slots"] == 1
+    rows = {line.split()[0]: line.split()[1:] for line in result.out if line.startswith(("COMPUTE ", "READ_", "WRITE_"))}
+    assert rows.keys() == {"READ_W", "READ_KV", "COMPUTE", "WRITE_KV"}
+    assert rows["READ_KV"][0] == "0.000"  # there is nothing to read in prefill
+    assert result.json["breakdown_seconds"]["COMPUTE"]["decode"] > 0
+
+
+# -- which model ---------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_model_random_weights_use_every_tier(command: Any) -> None:
+    result = command("--prompt-len", 5, "--gen-len", 2, "--gpu-batch-size", 1)
+    assert result.status == 0, result.err
+    assert "weights are random, so the text is noise" in result.out
+    for kind, tiers in result.json["placed_bytes"].items():
+        assert tiers["host"] > 0 and (tiers["disk"] > 0 or kind == "activations")
+
+
+def test_path_names_the_folder_that_has_the_model(command: Any, opt: Path) -> None:
+    by_folder = command("--model", opt, *SMALL, "--verbose", 2)
+    for model in (("--model", "somebody/tiny-opt"), ("--model", "tiny-opt")):
+        assert command(*model, "--path", opt.parent, *SMALL, "--verbose", 2).texts == by_folder.texts
+    assert command("--path", opt, *SMALL, "--verbose", 2).texts == by_folder.texts
+    assert "no config.json" in command("--model", "other", "--path", opt.parent, *SMALL).error
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--percent", -10, 50, 0, 100, 0, 100), ("-10", "weights", "negative")),
+        (("--percent", 0, 100, 60, 50, 0, 100), ("60", "50", "KV", "exceed 100")),
+        (("--prompt", ""), ("prompt 0 is empty",)),
+        (("--prompt", "fine", "--prompt", " "), ("prompt 1 is empty",)),
+        (("--prompt-len", POSITIONS + 1), (str(POSITIONS + 1), f"{POSITIONS} positions")),
+        (("--prompt-len", POSITIONS - 2, "--gen-len", 4), ("4 are to be generated", f"{POSITIONS} positions")),
+        (("--gpu-batch-size", 0), ("gpu_batch_size", "0")),
+        (("--slots", 0), ("slots", "0")),
+        (("--num-prompts", 0), ("0 prompts",)),
+        (("--prompt", "one", "--num-prompts", 2), ("--num-prompts is 2", "1 prompts are given")),
+        (("--gen-len", 0), ("max_tokens", "0")),
+        (("--temperature", -1), ("temperature", "-1")),
+        (("--cut-gen-len", 1), ("--cut-gen-len is 1",)),
+        (("--gpu-mem", "many"), ("'many'", "16GB")),
+        (("--device", "abacus"), ("'abacus'", "cpu")),
+        (("--trace", "/no/such/folder/trace.json"), ("--trace", "/no/such/folder")),
+        (("--log-file", "/no/such/folder/log"), ("--log-file", "/no/such/folder")),
+        (("--compress-weight",), ("--compress-weight", "not supported")),
+        (("--compress-cache",), ("--compress-cache", "not supported")),
+        (("--cpu",), ("--cpu-cache-compute", "not supported")),
+        (("--attn-sparsity", 0.1), ("--attn-sparsity", "not supported")),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) and str(value[0]).startswith("--") else "",
+)
+def test_bad_flags_get_one_line(command: Any, opt: Path, flags: tuple[object, ...], words: tuple[str, ...]) -> None:
+    error = command("--model", opt, *flags).error
+    assert all(word in error for word in words), error
+
+
+def test_flags_that_are_refused_when_on_are_fine_when_off(command: Any, opt: Path) -> None:
+    assert command("--model", opt, *SMALL, "--attn-sparsity", "1.0").status == 0
+
+
+def test_an_empty_prompt_file_is_named(command: Any, opt: Path, tmp_path: Path) -> None:
+    file = tmp_path / "none.txt"
+    file.write_text("\n\n")
+    assert f"prompt file {file} is empty" in command("--model", opt, "--prompt-file", file).error
+
+
+def test_a_truncated_shard_is_named(command: Any, tmp_path: Path) -> None:
+    save_tiny("opt", tmp_path / "model")
+    shard = tmp_path / "model" / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert str(shard) in command("--model", tmp_path / "model", *SMALL).error
+
+
+def test_a_corrupt_shard_is_named(command: Any, tmp_path: Path) -> None:
+    save_tiny("opt", tmp_path / "model")
+    shard = tmp_path / "model" / "model.safetensors"
+    shard.write_bytes(b"\xff" * 500)
+    assert str(shard) in command("--model", tmp_path / "model", *SMALL).error
+
+
+def test_a_missing_shard_is_named(command: Any, tmp_path: Path) -> None:
+    save_tiny("opt", tmp_path / "model", max_shard_size=40_000)
+    shard = sorted((tmp_path / "model").glob("model-*.safetensors"))[1]
+    shard.unlink()
+    assert shard.name in command("--model", tmp_path / "model", *SMALL).error
+
+
+def test_an_unknown_architecture_is_answered_with_the_known_ones(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "abacus"}))
+    error = command("--model", tmp_path, "--dummy-weights", *SMALL).error
+    assert "'abacus'" in error and all(known in error for known in ("opt", "llama", "gpt_neox"))
+
+
+def test_a_plan_that_does_not_fit_says_what_would(command: Any) -> None:
+    model = ("--model", "facebook/opt-1.3b", "--dummy-weights", "--prompt-len", 16, "--gen-len", 4)
+    error = command(*model, "--percent", 0, 100, 0, 100, 0, 100, "--cpu-mem", "2GB").error
+    assert re.search(r"needs \d\.\d\d GB on host .*, the budget is 2\.00 GB; would fit: .*--percent", error), error
+
+
+def test_an_offload_folder_that_cannot_be_made_is_named(opt: Path, tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "file").write_text("in the way")
+    folder = tmp_path / "file" / "below"
+    status = run.main(["--model", str(opt), *SMALL, *DISK_HEAVY, "--device", "cpu", "--offload-dir", str(folder)])
+    errors = capfd.readouterr().err.splitlines()
+    assert (status, len(errors)) == (2, 1) and errors[0].startswith("error: ") and str(folder) in errors[0]
+
+
+def test_a_disk_that_fills_up_in_mid_run_ends_it_cleanly(command: Any, opt: Path, offload: Path, monkeypatch: Any) -> None:
+    writes = []
+
+    def full(*call: Any) -> int:
+        writes.append(call)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    error = command("--model", opt, *SMALL, "--percent", 100, 0, 0, 0, 100, 0).error
+    assert writes and "disk is full" in error and str(offload) in error and "WRITE_KV" in error
+    assert not offload.exists()
+
+
+def test_an_error_that_is_a_bug_is_not_hidden(command: Any, opt: Path, monkeypatch: Any) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Watch, "visit", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        command("--model", opt, *SMALL)
+
+
+def test_the_highest_verbosity_shows_where_an_error_comes_from(command: Any, opt: Path) -> None:
+    result = command("--model", opt, "--prompt-len", 500, "--verbose", 3)
+    assert result.err[0].startswith("Traceback") and result.err[-1].startswith("error: ") and result.status == 2
+
+
+@pytest.mark.parametrize("flags", [("--overlap", "perhaps"), ("--percent", "1", "2"), ("--gpu", "3"), ("--unknown",)])
+def test_flags_that_cannot_be_parsed_end_with_status_2(flags: tuple[str, ...], capfd: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run.main(list(flags))
+    assert ended.value.code == 2 and flags[0] in capfd.readouterr().err
+
+
+def test_an_interrupt_leaves_no_file_and_one_line(command: Any, opt: Path, offload: Path, monkeypatch: Any) -> None:
+    watched = Watch.visit
+
+    def interrupted(self: Watch, task: Any, tokens: int) -> None:
+        watched(self, task, tokens)
+        if task.step == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Watch, "visit", interrupted)
+    result = command("--model", opt, *SMALL, *DISK_HEAVY)
+    assert (result.status, result.err) == (130, ["interrupted"])
+    assert not offload.exists()
+
+
+# -- as a process --------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_the_process_with_130_and_nothing_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "offload"
+    command = [sys.executable, "-m", "h2o_flexgen.run", "--device", "cpu", "--offload-dir", str(folder), "--gen-len", "1500"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("disk "):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert errors.splitlines()[-1] == "interrupted" and "Traceback" not in errors
+    assert not folder.exists()
+
+
+def test_help_comes_without_loading_torch() -> None:
+    code = (
+        "import sys\nfrom h2o_flexgen import run\ntry: run.main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "--percent W_GPU W_CPU" in output and output.splitlines()[-1] == "False"
