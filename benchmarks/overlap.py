@@ -121,7 +121,7 @@ def measured(
     bounds = decode_bounds(cost, machine)
     lane = max(bounds, key=lambda name: bounds[name])
     steps = sorted(run.step_seconds)
-    simulated = simulate(run.schedule.tasks(), lambda task: cost.seconds(task, machine), ahead=llm.plan.slots - 1)
+    simulated = simulate(run.schedule.tasks(), lambda task: cost.seconds(task, machine), ahead=run.schedule.ahead)
     ends = simulated.step_ends()
     return {
         "schedule": args.one,

@@ -208,7 +208,11 @@ class LLM:
             if on_stage is not None:
                 on_stage("loading weights")
             self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight)
-            self._engine = Engine(self._model, self._source, self.plan, self._memories)
+            try:
+                self._engine = Engine(self._model, self._source, self.plan, self._memories)
+            except BaseException:  # whoever tries again starts from nothing
+                self._memories.close()
+                raise
         if on_stage is not None:
             on_stage("generating")
         return self._engine

@@ -307,6 +307,7 @@ class Outcome:
             offload_folder=llm.offload_folder,
             offload_bytes=self._offloaded_bytes(),
             links=llm.device.accelerator,
+            pinned=llm.plan.pin_weight,
             memory_bytes=self._memory_left(),
         )
         return measure(llm.device, needs)

@@ -1,11 +1,11 @@
-"""Writes the results in README.md, and the picture of a timeline, from benchmarks/results/*.json, between comments that mark their
-places.
+"""Writes the results in README.md, and the picture of a timeline, from benchmarks/results/*.json, between comments that mark
+their places.
 
     python scripts/readme_results.py            # rewrites README.md
     python scripts/readme_results.py --check    # says whether README.md is what the files say; exit status 1 if it is not
 
-No figure comes into the README by hand. A file is one table and must say where its figures are from (machine, command, ceiling), or
-it is refused. What `benchmarks/overlap.py --output FILE` writes is taken as it is; any other file has this form:
+No figure comes into the README by hand. A file is one table and must say where its figures are from (machine, command,
+ceiling), or it is refused. What `benchmarks/overlap.py --output FILE` writes is taken as it is; any other file has this form:
 
     {
       "title": "OPT-6.7B shape, weights in host memory, the GPU held to 16 GB",

@@ -177,19 +177,22 @@ class OffloadFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        missing = [place for place in (path, *path.parents) if not place.exists()]
+        self._made: list[Path] = []
         try:
+            self._made = [place for place in (path, *path.parents) if not place.exists()]
             path.mkdir(parents=True, exist_ok=True)
+            if not os.access(path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
+            self.close()
             raise unwritable(path, error) from error
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise unwritable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
-        self._made = missing
 
     def close(self) -> None:
         for place in self._made:
             try:
                 place.rmdir()
+            except FileNotFoundError:  # another engine that made it as well was here first
+                continue
             except OSError:  # somebody else put something in it
                 return
 

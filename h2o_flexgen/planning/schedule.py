@@ -171,6 +171,12 @@ class Schedule:
     def weight_slots(self) -> int:
         return self.moves.slots
 
+    @property
+    def ahead(self) -> int:
+        """Visits whose tasks may be issued before an earlier COMPUTE is over. Needs, not the issue order, should be what a
+        transfer waits for; with one slot nothing is to overlap."""
+        return self.moves.slots - 1
+
     # -- what is where -----------------------------------------------------------------------------------------------
 
     def slot(self, step: int, layer: int, batch: int) -> int:
@@ -363,6 +369,11 @@ class Zigzag(_BlockOrder):
     def slots(self) -> int:
         """With overlap one more than for weights: what was computed is still being stored while the next is fetched."""
         return self.moves.slots + 1 if self.moves.slots > 1 else 1
+
+    @property
+    def ahead(self) -> int:
+        """A whole layer: or a short fetch behind a long compute would be issued too late to keep its lane busy."""
+        return self.load_ahead * self.moves.batches
 
     @property
     def load_ahead(self) -> int:

@@ -145,7 +145,7 @@ class Engine:
             hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
             alive = [self._rows_of(batch, rows, kv.capacity(place)) for place, batch in enumerate(block.batches)]
             state = _Progress(alive, kv, hidden, sampler, on_visit, on_token)
-            executor = Executor(self._actions(schedule, state), self._memories.device, ahead=self._plan.slots - 1)
+            executor = Executor(self._actions(schedule, state), self._memories.device, ahead=schedule.ahead)
             trace = executor.run(self._tasks(schedule, state, until))
         return self._summary(block, schedule, trace, state)
 

@@ -44,6 +44,7 @@ class Needs:
     offload_folder: Path | None = None  # where the run reads and writes KV or activations
     offload_bytes: int = 0  # no more is written there to measure
     links: bool = False  # between host and device
+    pinned: bool = True  # is the host's end of them page-locked
     memory_bytes: int = 256 << 20  # no more is taken to measure
 
 
@@ -55,7 +56,7 @@ def measure(device: Device, needs: Needs, repetitions: int = 1, seconds: float =
         read = disk_read_rate(needs.read_files, repetitions, seconds)
     if needs.links and device.accelerator:
         copy = host_copy_rate(needs.memory_bytes // 4, repetitions)
-        up, down = link_rates(device, needs.memory_bytes // 2, repetitions)
+        up, down = link_rates(device, needs.memory_bytes // 2, needs.pinned, repetitions)
     return Machine(
         name=platform.node() or device.kind,
         device=device.kind,
@@ -138,9 +139,9 @@ def host_copy_rate(nbytes: int, repetitions: int = 1) -> float:
     return nbytes / _best_seconds(Device(), lambda: target.copy_(source), repetitions)
 
 
-def link_rates(device: Device, nbytes: int, repetitions: int = 1) -> tuple[float, float]:
-    """Host -> device and device -> host, from and to page-locked memory."""
-    memory = HostTier(pinned=True)
+def link_rates(device: Device, nbytes: int, pinned: bool = True, repetitions: int = 1) -> tuple[float, float]:
+    """Host -> device and device -> host, in bytes per second."""
+    memory = HostTier(pinned=pinned)
     host = memory.alloc(nbytes)
     there = device.memory(memory)
     region = there.alloc(host.nbytes)

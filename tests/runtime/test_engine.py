@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -290,6 +291,23 @@ def full_after(monkeypatch: pytest.MonkeyPatch, function: str, calls: int) -> No
         return work(*arguments)
 
     monkeypatch.setattr(disk.os, function, fill_up)
+
+
+@pytest.mark.parametrize("percent", [ALL_ON_HOST, ALL_ON_DISK])
+def test_weights_that_are_cut_off_while_they_are_used_are_named_and_nothing_is_left(
+    percent: tuple[float, ...], checkpoints: Checkpoints, offload: Path, tmp_path: Path
+) -> None:
+    """Headers and lengths were right when the model was opened."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints.folder("opt"), folder)
+    before = open_files()
+    with LLM(str(folder), percent=percent, dtype="float32", offload_dir=offload) as llm:
+        shards = sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_size)
+        os.truncate(shards[-1], 4096)
+        for _ in range(2):
+            with pytest.raises((OSError, TaskFailed), match=rf"{shards[-1]}: ends at byte 4096.* is it truncated"):
+                llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+    assert open_files() == before
 
 
 def test_two_engines_share_a_process_and_an_offload_folder(checkpoints: Checkpoints, offload: Path) -> None:

@@ -127,3 +127,18 @@ def test_a_reader_that_has_gone_does_not_end_the_job() -> None:
         progress.update("text", 1)
         time.sleep(0.01)
     assert not tickers("piped job")
+
+
+def test_a_late_line_is_not_written_for_what_is_quick() -> None:
+    stream = io.StringIO()
+    with Progress(3, "job", stream, interval_seconds=60, late=True) as progress:
+        progress.update("quick", 3)
+    assert stream.getvalue() == ""
+
+
+def test_a_late_line_is_as_any_other_once_the_interval_is_over() -> None:
+    stream = io.StringIO()
+    with Progress(3, "job", stream, interval_seconds=0.01, late=True) as progress:
+        progress.update("slow", 3)
+        wait_for("slow", stream)
+    assert stream.getvalue().endswith("job: 3/3 slow [0 s] done\n")

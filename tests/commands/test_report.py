@@ -1,0 +1,75 @@
+"""Reports: what is shown of completions, plans and lanes, and how errors are put into one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from h2o_flexgen.commands.errors import one_line
+from h2o_flexgen.commands.lanes import compute_bound
+from h2o_flexgen.commands.plan_report import size, table
+from h2o_flexgen.commands.report import completion_lines, log_name
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.schedule import Op, Task
+from h2o_flexgen.runtime.executor import TaskFailed
+from h2o_flexgen.runtime.output import Completion, StepLogprobs, TokenLogprob
+
+
+def completion(index: int, text: str = "text", **changes: object) -> Completion:
+    values = {"prompt": None, "prompt_token_ids": (1, 2), "token_ids": (3, 4, 5), "logprobs": None, "finish_reason": "stop"}
+    return Completion(index=index, text=text, **{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_the_first_completions_are_shown_and_the_others_counted() -> None:
+    lines = list(completion_lines([completion(index) for index in range(5)], everything=False))
+    assert lines[0] == "prompt 0 (2 + 3 tokens, stop): 'text'"
+    assert lines[3:] == ["(2 more; --verbose 2 shows all)"]
+    assert len(list(completion_lines([completion(index) for index in range(5)], everything=True))) == 5
+
+
+def test_a_completion_is_one_line_and_a_long_one_is_cut() -> None:
+    (line,) = completion_lines([completion(0, "two\nlines " * 100)], everything=False)
+    assert "\n" not in line and line.endswith("...'")
+    (line,) = completion_lines([completion(0, "two\nlines " * 100)], everything=True)
+    assert len(line) > 1000
+
+
+def test_logprobs_name_the_chosen_token_and_its_rivals() -> None:
+    steps = tuple(StepLogprobs(TokenLogprob(token, -0.5), (TokenLogprob(9, -0.25),)) for token in (3, 4, 5, 6))
+    lines = list(completion_lines([completion(0, logprobs=steps)], everything=False))
+    assert lines[1] == "  logprobs: 3:-0.500 (of 9:-0.250), 4:-0.500 (of 9:-0.250), 5:-0.500 (of 9:-0.250) ..."
+
+
+def test_the_name_of_a_log_tells_the_plan() -> None:
+    plan = Plan(gpu_batch_size=48, num_gpu_batches=3).with_percent((20, 80, 0, 100, 0, 100))
+    name = log_name("facebook/opt-30b", plan, 512, 32)
+    assert name == "fo-opt-30b-gbs48-ngbs3-prompt512-gen32-percent-20-80-0-100-0-100.log"
+
+
+def test_columns_of_a_table_stand_below_each_other() -> None:
+    lines = table([["a", "long head", "b"], ["longer", "x", "y"]])
+    assert [line.index(word) for line, word in zip(lines, ("b", "y"))] == [19, 19]
+
+
+@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (2.5e6, "2.50 MB"), (3.251e9, "3.25 GB")])
+def test_sizes_carry_their_unit(nbytes: float, text: str) -> None:
+    assert size(nbytes) == text
+
+
+def test_an_error_is_one_line_without_numbers_of_the_system() -> None:
+    assert one_line(ValueError("one\n  and two")) == "one and two"
+    assert one_line(OSError(28, "disk is full")) == "disk is full"
+    assert one_line(FileNotFoundError(2, "No such file or directory", "x.txt")) == "No such file or directory: x.txt"
+    assert one_line(MemoryError()) == "MemoryError"
+
+
+def test_an_error_of_a_lane_names_its_task_and_a_bug_is_no_users_error() -> None:
+    task = Task(Op.WRITE_KV, 1, 2, 3)
+    assert one_line(TaskFailed(task, OSError(28, "disk is full"))) == "disk is full (while running WRITE_KV 1.2.3)"
+    assert one_line(TaskFailed(task, KeyError("bug"))) is None
+    assert one_line(RuntimeError("bug")) is None
+
+
+def test_the_bound_of_compute_adds_up_over_the_sizes_of_products() -> None:
+    machine = Machine("m", "cpu", 0, 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0, {"float32": ((2, 10.0), (8, 100.0))}, {}, 0.0)
+    assert compute_bound({2: 30.0, 8: 200.0}, machine, "float32") == pytest.approx(5.0)

@@ -1,0 +1,75 @@
+"""Watch: the work that it adds up is the work of the schedule, over all blocks, whatever their shapes."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from h2o_flexgen.commands.planned import PlannedBlock, plan_blocks, predicted_bytes
+from h2o_flexgen.commands.watch import Watch, clock, total_visits
+from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.schedule import SCHEDULES, Op
+from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.runtime.progress import Progress
+from tests.tiny import tiny_config
+
+WORKLOAD = Workload((9, 3, 7, 5, 4), gen_len=3)
+PLAN = Plan(gpu_batch_size=2, num_gpu_batches=2).with_percent((0, 40, 0, 50, 0, 50))
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    from h2o_flexgen.models import create_model
+
+    return create_model(tiny_config("opt"), "float32").spec
+
+
+def planned(spec: ModelSpec, schedule: str = "zigzag") -> tuple[PlannedBlock, ...]:
+    return plan_blocks(spec, Plan.create(**{**vars(PLAN), "schedule": schedule}), WORKLOAD, accelerator=False)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_visit_of_every_block_counts_once(spec: ModelSpec, schedule: str) -> None:
+    blocks, stream = planned(spec, schedule), io.StringIO()
+    watch = Watch(blocks, Progress(0, "run", stream))
+    done = []
+    watch._progress.update = lambda text, number: done.append(number)  # type: ignore[method-assign]
+    for block in blocks:
+        for task in block.tasks():
+            if task.op is Op.COMPUTE:
+                watch.visit(task, tokens=0)
+    assert done == list(range(1, total_visits(blocks) + 1))
+    assert watch.total == done[-1] == sum(3 * len(spec.layers) * batches for batches in (2, 1))
+    flops = sum(block.cost.flops(task) for block in blocks for task in block.tasks() if task.op is Op.COMPUTE)
+    assert sum(watch.flops.values()) == pytest.approx(flops)
+    assert watch.flops.keys() == {2 * 9, 2 * 5, 3, 2, 1}  # rows of the products: prefills of the batches, decode steps
+    assert [set(ends) for ends in watch.first_decode_ends] == [set(range(len(spec.layers)))] * 2
+
+
+def test_the_text_names_block_step_layer_batch_rate_and_the_time_left(spec: ModelSpec) -> None:
+    blocks = planned(spec)
+    seen: list[str] = []
+    progress = Progress(0, "run", io.StringIO())
+    progress.update = lambda text, done: seen.append(text)  # type: ignore[method-assign]
+    watch = Watch(blocks, progress)
+    watch.stage("loading weights")
+    watch.stage("generating")
+    for task in blocks[0].tasks():
+        if task.op is Op.COMPUTE:
+            watch.visit(task, tokens=task.step)
+    assert seen[0].startswith(f"block 1/2 step 1/3 layer 1/{len(spec.layers)} batch 1/2, 0.00 tokens/s, ETA ")
+    assert seen[-1].startswith(f"block 1/2 step 3/3 layer {len(spec.layers)}/{len(spec.layers)} batch 2/2, ")
+    assert watch.load_seconds >= 0
+
+
+def test_blocks_of_one_shape_are_predicted_once_and_counted_each(spec: ModelSpec) -> None:
+    alike = plan_blocks(spec, PLAN, Workload.uniform(8, 6, 3), accelerator=False)
+    assert predicted_bytes(alike) == {lane: 2 * nbytes for lane, nbytes in predicted_bytes(alike[:1]).items()}
+    assert predicted_bytes(alike[:1]) == alike[0].cost.lane_bytes()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (61, "1:01"), (3600, "1:00:00"), (36061, "10:01:01")])
+def test_times_are_written_like_a_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text

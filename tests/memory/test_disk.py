@@ -1,0 +1,395 @@
+"""Disk: ranges of files as they become values in memory, the offload file, and what happens when a disk refuses."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as draw
+
+from h2o_flexgen.memory import disk
+from h2o_flexgen.memory.disk import CHUNK_BYTES, DiskRegion, DiskTier, Files, OffloadFolder, Piece
+from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.tier import ALIGNMENT
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+NAMES = ("float32", "float16", "bfloat16")
+
+
+@pytest.fixture
+def files() -> Iterator[Files]:
+    before = set(threading.enumerate())
+    with Files() as opened:
+        yield opened
+    assert set(threading.enumerate()) == before
+
+
+def values_of(dtype: torch.dtype, count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def written(folder: Path, values: torch.Tensor, before: int = 0, behind: int = 0, name: str = "file") -> Path:
+    """A file with the values from byte `before` on."""
+    file = folder / name
+    noise = numpy.random.default_rng(1).bytes(before + behind)
+    file.write_bytes(noise[:before] + values.view(torch.uint8).numpy().tobytes() + noise[before:])
+    return file
+
+
+def arena(values: int, dtype: torch.dtype, skip: int = 0) -> torch.Tensor:
+    """Page-aligned, or `skip` bytes behind a page."""
+    region = HostTier().alloc(values * dtype.itemsize + skip)
+    return region[skip : skip + values * dtype.itemsize].view(dtype)
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("computed", FLOATS, ids=NAMES)
+@pytest.mark.parametrize("stored", FLOATS, ids=NAMES)
+@pytest.mark.parametrize("before", [0, 4096, 130, 4099])
+def test_any_range_becomes_the_values_that_torch_converts_it_to(
+    stored: torch.dtype, computed: torch.dtype, before: int, tmp_path: Path, files: Files
+) -> None:
+    values = values_of(stored, 5000)
+    file = written(tmp_path, values, before, behind=77)
+    for first, last in ((0, 5000), (1, 2), (7, 4111), (2048, 4096), (4999, 5000)):
+        out = arena(last - first, computed)
+        piece = Piece(file, before + first * stored.itemsize, out, stored)
+        assert files.read([piece]) == (last - first) * stored.itemsize
+        assert torch.equal(out, values[first:last].to(computed))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    before=draw.integers(0, 9000),
+    count=draw.integers(1, 40_000),
+    behind=draw.integers(0, 9000),
+    skip=draw.sampled_from([0, 64, 4096, 4160]),
+    pair=draw.tuples(draw.sampled_from(FLOATS), draw.sampled_from(FLOATS)),
+    chunk=draw.sampled_from([4096, 12288, CHUNK_BYTES]),
+)
+def test_reading_equals_numpys_slice_whatever_is_aligned(
+    tmp_path_factory: pytest.TempPathFactory,
+    before: int,
+    count: int,
+    behind: int,
+    skip: int,
+    pair: tuple[torch.dtype, torch.dtype],
+    chunk: int,
+) -> None:
+    stored, computed = pair
+    file = written(tmp_path_factory.mktemp("range"), values_of(stored, count), before, behind)
+    whole = numpy.frombuffer(file.read_bytes(), dtype=numpy.uint8)[before : before + count * stored.itemsize]
+    expected = torch.from_numpy(whole.copy()).view(stored).to(computed)
+    out = arena(count, computed, skip)
+    with Files(readers=2) as files:
+        files.each(files._read_chunk, Piece(file, before, out, stored).cut(chunk))
+    assert torch.equal(out.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_several_files_and_many_pieces_in_one_call(tmp_path: Path, files: Files) -> None:
+    values = [values_of(torch.float32, 3 * CHUNK_BYTES // 4 + 11 * part, seed=part) for part in range(3)]
+    outs = [arena(len(each), torch.float32) for each in values]
+    pieces = [
+        Piece(written(tmp_path, each, 64 * at, name=str(at)), 64 * at, outs[at], torch.float32)
+        for at, each in enumerate(values)
+    ]
+    assert files.read(pieces) == sum(each.nbytes for each in values)
+    assert all(torch.equal(*pair) for pair in zip(values, outs))
+
+
+def test_reading_nothing_reads_nothing(files: Files) -> None:
+    assert files.read([]) == 0
+
+
+def test_a_range_is_direct_when_its_place_agrees_with_its_offset() -> None:
+    page, odd = arena(2048, torch.float32), arena(2048, torch.float32, skip=64)
+    assert Piece(Path("x"), 8192, page, torch.float32).is_direct
+    assert Piece(Path("x"), 8192 + 64, odd, torch.float32).is_direct
+    assert not Piece(Path("x"), 8192 + 64, page, torch.float32).is_direct
+    assert not Piece(Path("x"), 8192, page, torch.bfloat16).is_direct
+
+
+@pytest.mark.parametrize(("before", "is_straight"), [(8192, True), (8192 + 36, False)])
+def test_an_aligned_range_goes_straight_to_its_place_and_any_other_through_a_buffer(
+    before: int, is_straight: bool, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = values_of(torch.float32, 64 * 1024)
+    file, out = written(tmp_path, values, before), arena(64 * 1024, torch.float32)
+    places: list[int] = []
+    preadv = disk.os.preadv
+
+    def watched(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        places.append(numpy.frombuffer(buffers[0], numpy.uint8).ctypes.data)
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(disk.os, "preadv", watched)
+    files.read([Piece(file, before, out, torch.float32)])
+    inside = [out.data_ptr() <= place < out.data_ptr() + out.nbytes for place in places]
+    assert places and all(inside) == is_straight == any(inside)
+    assert torch.equal(out, values)
+
+
+def test_short_reads_are_gone_on_with(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may give fewer bytes than asked for, and not whole pages."""
+    values = values_of(torch.bfloat16, 30_000)
+    file, out = written(tmp_path, values, 130), arena(30_000, torch.float32)
+    preadv = disk.os.preadv
+
+    def short(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return preadv(descriptor, [buffers[0][: max(ALIGNMENT, len(buffers[0]) // 2 // ALIGNMENT * ALIGNMENT)]], offset)
+
+    monkeypatch.setattr(disk.os, "preadv", short)
+    files.read([Piece(file, 130, out, torch.bfloat16)])
+    assert torch.equal(out, values.float())
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [5000, 4096 * 1024])
+def test_a_file_that_ends_too_early_is_named(count: int, tmp_path: Path, files: Files) -> None:
+    file, out = written(tmp_path, values_of(torch.float32, 3000)), arena(count, torch.float32)
+    with pytest.raises(OSError, match=rf"{file}: ends at byte 12000, .* too early; is it truncated\?"):
+        files.read([Piece(file, 0, out, torch.float32)])
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path, files: Files) -> None:
+    with pytest.raises(OSError, match="gone"):
+        files.read([Piece(tmp_path / "gone", 0, arena(8, torch.float32), torch.float32)])
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A file system without O_DIRECT (tmpfs of older kernels, some network file systems)."""
+    opened: list[int] = []
+    work = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        opened.append(flags)
+        return work(path, flags, *rest, **named)
+
+    monkeypatch.setattr(disk.os, "open", refuse)
+    return opened
+
+
+def test_where_direct_reads_are_refused_buffered_ones_do(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = refuse_direct(monkeypatch)
+    values = values_of(torch.float16, 30_001)
+    file, out = written(tmp_path, values, 37), arena(30_001, torch.float32)
+    files.read([Piece(file, 37, out, torch.float16)])
+    assert torch.equal(out, values.float()) and opened
+
+
+def test_where_direct_access_is_refused_the_offload_file_is_buffered(
+    tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_direct(monkeypatch)
+    round_trip(DiskTier(files, tmp_path))
+
+
+def test_an_error_in_one_range_comes_out_after_all_have_ended(files: Files) -> None:
+    running: list[int] = []
+
+    def action(place: int) -> None:
+        running.append(place)
+        if place == 3:
+            raise OSError(errno.EIO, "cable")
+        running.remove(place)
+
+    with pytest.raises(OSError, match="cable"):
+        files.each(action, list(range(20)))
+    assert running == [3]
+
+
+def test_a_file_is_opened_once_and_closed_at_the_end(tmp_path: Path) -> None:
+    file = written(tmp_path, values_of(torch.float32, 100))
+    with Files() as files:
+        for _ in range(3):
+            files.read([Piece(file, 0, arena(100, torch.float32), torch.float32)])
+        assert descriptors_of(file) == 1
+    assert descriptors_of(file) == 0
+
+
+def descriptors_of(path: Path) -> int:
+    gc.collect()
+    return sum(target.startswith(str(path)) for target in map(link_of, os.listdir("/proc/self/fd")))
+
+
+def link_of(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}")
+    except OSError:  # the descriptor of the listing itself
+        return ""
+
+
+# -- the offload file ----------------------------------------------------------------------------------------------------
+
+
+def round_trip(tier: DiskTier) -> None:
+    regions = [tier.alloc(size) for size in (1, 4096, 10_000)]
+    pages = [values_of(torch.float32, 1024 * (1 + at), seed=at) for at in range(3)]
+    for region, page in zip(regions, pages):
+        source = arena(len(page), torch.float32).copy_(page)
+        tier.write_from(region, 0, source[: region.nbytes // 4])
+    for region, page in zip(regions, pages):
+        out = arena(region.nbytes // 4, torch.float32)
+        tier.read_into(region, 0, out)
+        assert torch.equal(out[: len(page)], page[: len(out)])
+    tier.close()
+
+
+def test_what_is_written_to_a_region_is_read_back(tmp_path: Path, files: Files) -> None:
+    round_trip(DiskTier(files, tmp_path))
+
+
+def test_regions_do_not_overlap_and_are_as_large_as_asked(tmp_path: Path, files: Files) -> None:
+    tier = DiskTier(files, tmp_path)
+    regions = [tier.alloc(size) for size in (5, 4096, 4097, 0, 12_288)]
+    assert [region.nbytes for region in regions] == [4096, 4096, 8192, 0, 12_288]
+    ends = [region.offset + region.nbytes for region in regions]
+    assert [region.offset for region in regions] == [0, *ends[:-1]]
+    assert tier.meter.used_bytes == tier.meter.peak_bytes == ends[-1]
+    tier.close()
+
+
+def test_the_file_has_no_name_takes_its_room_at_once_and_gives_it_back(tmp_path: Path, files: Files) -> None:
+    tier = DiskTier(files, tmp_path)
+    assert not list(tmp_path.iterdir())
+    regions = [tier.alloc(1 << 20) for _ in range(3)]
+    assert not list(tmp_path.iterdir()), "a crash would leave this file behind"
+    assert tier._descriptor is not None
+    assert os.fstat(tier._descriptor).st_blocks * 512 >= 3 << 20, "a full disk would be met in mid-run"
+    for region in regions:
+        tier.free(region)
+    assert os.fstat(tier._descriptor).st_size == 0
+    tier.close()
+    assert descriptors_of(tmp_path) == 0
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, function: str, number: int) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(disk.os, function, fail)
+
+
+@pytest.mark.parametrize("step", ["alloc", "write"])
+def test_a_full_disk_is_told_with_its_folder_and_what_to_do(
+    step: str, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(files, tmp_path)
+    region = tier.alloc(8192)
+    failing(monkeypatch, "posix_fallocate" if step == "alloc" else "pwrite", errno.ENOSPC)
+    work: Callable[[], object] = {
+        "alloc": lambda: tier.alloc(5_000_000),
+        "write": lambda: tier.write_from(region, 0, arena(2048, torch.float32)),
+    }[step]
+    with pytest.raises(
+        OSError, match=rf"disk is full: 0.00\d GB more could not be written in {tmp_path}; lower the disk share"
+    ) as caught:
+        work()
+    assert caught.value.errno == errno.ENOSPC
+    assert tier.meter.used_bytes == 8192 and not list(tmp_path.iterdir())
+    tier.close()
+
+
+def test_a_disk_that_fails_is_not_called_full(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier(files, tmp_path)
+    region = tier.alloc(4096)
+    failing(monkeypatch, "pwrite", errno.EIO)
+    with pytest.raises(OSError, match=r"disk failed \(Input/output error\)"):
+        tier.write_from(region, 0, arena(1024, torch.float32))
+    tier.close()
+
+
+def test_a_write_that_is_cut_short_is_gone_on_with(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = disk.os.pwrite
+    monkeypatch.setattr(disk.os, "pwrite", lambda descriptor, source, offset: pwrite(descriptor, source[:4096], offset))
+    round_trip(DiskTier(files, tmp_path))
+
+
+def test_scratch_memory_is_aligned_and_of_its_thread(tmp_path: Path, files: Files) -> None:
+    tier = DiskTier(files, tmp_path)
+    own = tier.scratch(5000)
+    assert own.nbytes == 8192 and own.data_ptr() % ALIGNMENT == 0
+    assert tier.scratch(100).data_ptr() == own.data_ptr(), "one buffer per thread, used again"
+    places: list[int] = []
+    barrier = threading.Barrier(3)
+
+    def take() -> None:
+        places.append(tier.scratch(100).data_ptr())
+        barrier.wait(10)
+
+    threads = [threading.Thread(target=take) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({own.data_ptr(), *places}) == 4
+    assert tier.scratch(3 * CHUNK_BYTES).nbytes == 3 * CHUNK_BYTES
+
+
+# -- the offload folder --------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_was_not_there_is_made_and_taken_away(tmp_path: Path) -> None:
+    folder = OffloadFolder(tmp_path / "a" / "b")
+    assert folder.path.is_dir()
+    folder.close()
+    assert not list(tmp_path.iterdir())
+    folder.close()
+
+
+def test_a_folder_that_was_there_or_holds_something_is_left(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.mkdir()
+    OffloadFolder(there).close()
+    assert there.is_dir()
+    made = OffloadFolder(tmp_path / "a" / "b")
+    (tmp_path / "a" / "note").write_text("mine")
+    made.close()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["note"]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_that_made_the_same_folder_leave_none(order: tuple[int, int], tmp_path: Path) -> None:
+    """Two engines that start at once both find parts of it missing."""
+    first = OffloadFolder(tmp_path / "a" / "b")
+    (tmp_path / "a" / "b").rmdir()
+    second = OffloadFolder(tmp_path / "a" / "b")
+    for place in order:
+        (first, second)[place].close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_nobody_may_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk.os, "access", lambda *_: False)
+    with pytest.raises(ValueError, match=rf"offload folder {tmp_path} cannot be written \(Permission denied\); give another"):
+        OffloadFolder(tmp_path)
+
+
+@pytest.mark.parametrize("step", ["mkdir", "access"])
+def test_a_refused_folder_leaves_no_part_of_its_path(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if step == "access":
+        monkeypatch.setattr(disk.os, "access", lambda *_: False)
+    else:
+        name = "b" * 300  # longer than a file system takes: its parent is made before that shows
+    with pytest.raises(ValueError, match="cannot be written"):
+        OffloadFolder(tmp_path / "a" / ("b" if step == "access" else name))
+    assert not list(tmp_path.iterdir())
+
+
+def test_regions_are_plain_ranges() -> None:
+    assert DiskRegion(4096, 8192) == DiskRegion(offset=4096, nbytes=8192)
