@@ -1,12 +1,14 @@
 """Package metadata. The folder configs/ travels with the package as h2o_flexgen.configs."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 setup(
     name="h2o_flexgen",
     version="0.1.0",
-    description="Offloading inference engine for large language models: zig-zag block schedule, H2O KV cache, exact placement",
-    long_description=open("README.md", encoding="utf-8").read(),
+    description="Large language models in little memory: weights, KV cache and activations on GPU, CPU memory and disk",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",

@@ -4,9 +4,9 @@ lane's bound, for the zig-zag schedule, FlexGen's loop with its barrier, and row
     python benchmarks/overlap.py                              # OPT-1.3B shapes in bf16, all weights on disk, 2 GB of memory
     python benchmarks/overlap.py --repeats 1 --model facebook/opt-125m --cpu-mem 1GB
 
-Every schedule runs in a process of its own, in turns (A B C A B C ...), because machines drift. In each process the disk and the
-matrix products are measured before and after the run with the means that the run itself uses; the bound takes the faster of the
-two. The last line is one JSON document.
+Every schedule runs in a process of its own, in turns (A B C A B C ...), because machines drift. In each process the disk and
+the matrix products are measured before and after the run with the means that the run itself uses; the bound takes the faster of
+the two. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
 
 def random_prompts(args: argparse.Namespace, vocab: int) -> list[list[int]]:
     draw = random.Random(0)
-    return [[draw.randrange(4, vocab) for _ in range(args.prompt_len)] for _ in range(args.gpu_batch_size * args.num_gpu_batches)]
+    rows = args.gpu_batch_size * args.num_gpu_batches
+    return [[draw.randrange(4, vocab) for _ in range(args.prompt_len)] for _ in range(rows)]
 
 
 def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:
@@ -204,7 +205,7 @@ def summary(args: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, A
         "model": args.model,
         "workload": {**workload, "slots": args.slots, "dtype": args.dtype},
         "machine": runs[0]["machine"],
-        "ceiling": "bytes read per step over the disk's rate, or flops over the rate of matrix products, both measured in the run",
+        "ceiling": "bytes read per step over the disk's rate, or flops over that of matrix products, both measured in the run",
         "budget_host_bytes": parse_bytes(args.cpu_mem),
         "schedules": rows,
     }
@@ -213,7 +214,8 @@ def summary(args: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, A
 def print_table(result: Mapping[str, Any]) -> None:
     machine = result["machine"]
     print(f"\n{result['model']}, {result['workload']}\nmachine: {machine}\nceiling: {result['ceiling']}\n")
-    print(f"{'schedule':16} {'prefill s':>9} {'step s':>7} {'bound s':>8} {'lane':>8} {'step/bound':>10} {'simulated s':>11} {'peak GB':>8}")
+    print(f"{'schedule':16} {'prefill s':>9} {'step s':>7} {'bound s':>8} {'lane':>8} ", end="")
+    print(f"{'step/bound':>10} {'simulated s':>11} {'peak GB':>8}")
     for name, row in result["schedules"].items():
         simulated = row.get("simulated_step_seconds")
         print(

@@ -98,6 +98,21 @@ class Checkpoints:
         self.folder(kind, stored)
         return self.hf_models[kind, stored]
 
+    def greedy(self, case: Case, row: int, steps: int) -> tuple[list[int], Tensor]:
+        """What transformers generates for one row alone: its tokens, and its logits (steps, vocab)."""
+        prompt = torch.tensor([case.prompts[row]])
+        mask = torch.ones_like(prompt)  # or it takes every token 0 of a prompt for padding
+        generated = self.hf_model(case.kind, case.stored).generate(
+            prompt,
+            attention_mask=mask,
+            max_new_tokens=steps,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+        )
+        return generated.sequences[0, prompt.shape[1] :].tolist(), torch.cat(generated.logits)
+
     def model(self, kind: str, stored: str, dtype: str, device: str = "cpu") -> tuple[Model, list[Weights]]:
         folder = self.folder(kind, stored)
         tensors: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""An accelerator for machines that have none: the CPU with memory of its own, so that everything has to be loaded and stored."""
+"""An accelerator for machines that have none: the CPU with memory of its own, so that all has to be loaded and stored."""
 
 from __future__ import annotations
 

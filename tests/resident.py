@@ -17,7 +17,7 @@ from h2o_flexgen.models.base import Model, Weights, block
 def resident_generate(
     model: Model, weights: Sequence[Weights], prompts: Sequence[Sequence[int]], steps: int, by_token: bool = False
 ) -> list[Tensor]:
-    """Greedy: for every step the logits (rows, vocab). `by_token`: caches lie slot by slot, as they do beside an accelerator."""
+    """Greedy: for every step the logits (rows, vocab). `by_token`: caches lie slot by slot, as beside an accelerator."""
     device = next(iter(weights[0].values())).device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     rows, longest = torch.arange(len(prompts), device=device), int(lengths.max())

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from h2o_flexgen.memory.device import DeviceTier
+from h2o_flexgen.memory.host import HostTier
 from tests.contract import Case, Checkpoints, compare, generate_with, hold_contract
 from tests.reference import reference_generate
 from tests.resident import resident_generate
@@ -123,6 +127,29 @@ def test_a_single_prompt_of_a_single_token(any_device: str, checkpoints: Checkpo
     hold_contract(Case(percent=MIXES[2], lengths=(1,), gen_len=3, device=any_device), checkpoints, offload)
 
 
+@pytest.mark.parametrize("percent", [MIXES[2], MIXES[3], (0, 50, 20, 30, 10, 40), (0, 50, 0, 60, 0, 50)])
+@pytest.mark.parametrize("num_gpu_batches", [1, 3, 4])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_nothing_depends_on_what_memory_held_before(
+    percent: tuple[float, ...],
+    num_gpu_batches: int,
+    slots: int,
+    any_device: str,
+    checkpoints: Checkpoints,
+    offload: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regions are used again for other things. Here all are full of NaN when they are handed out."""
+    for tier in (HostTier, DeviceTier):
+        monkeypatch.setattr(tier, "alloc", poisoned(tier.alloc))
+    case = Case("llama-gqa", percent, MANY, num_gpu_batches=num_gpu_batches, slots=slots, device=any_device)
+    hold_contract(case, checkpoints, offload)
+
+
+def poisoned(alloc: Callable[[Any, int], Tensor]) -> Callable[[Any, int], Tensor]:
+    return lambda tier, nbytes: alloc(tier, nbytes).fill_(0xFF)
+
+
 def test_one_engine_generates_again_with_other_shapes(checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
     """Buffers are made for the first workload and used again for a larger and a smaller one."""
     for device in ("cpu", "pretended"):
@@ -140,20 +167,10 @@ def test_one_engine_generates_again_with_other_shapes(checkpoints: Checkpoints, 
 def test_the_resident_loop_equals_the_greedy_generate_of_transformers(kind: str, checkpoints: Checkpoints) -> None:
     case = Case(kind, lengths=RAGGED, gen_len=8)
     resident = checkpoints.resident_logits(case, range(len(RAGGED)))
-    for row, prompt in enumerate(case.prompts):
-        generated = checkpoints.hf_model(kind).generate(
-            torch.tensor([prompt]),
-            max_new_tokens=8,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-            pad_token_id=0,
-        )
-        tokens = generated.sequences[0, len(prompt) :].tolist()
+    for row in range(len(RAGGED)):
+        tokens, logits = checkpoints.greedy(case, row, 8)
         assert [int(step[row].argmax()) for step in resident] == tokens
-        torch.testing.assert_close(
-            torch.stack([step[row] for step in resident]), torch.cat(generated.logits), atol=1e-4, rtol=0
-        )
+        torch.testing.assert_close(torch.stack([step[row] for step in resident]), logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", CHOICES["kind"])

@@ -112,6 +112,17 @@ def test_every_lane_moved_what_was_predicted_and_has_a_bound(command: Any, opt: 
     assert all(lanes[name]["moved_bytes"] > 0 for name in ("read", "load", "store", "write"))
 
 
+def test_an_accelerators_lanes_too_move_what_was_predicted(command: Any, opt: Path, pretended: None) -> None:
+    flags = ("--device", "pretended", "--pin-weight", 0, "--percent", 30, 30, 30, 30, 0, 40)
+    result = command("--model", opt, *SMALL, *flags)
+    assert not any("no GPU" in line for line in result.out)
+    lanes = result.json["lanes"]
+    assert {name: lane["moved_bytes"] for name, lane in lanes.items()} == {
+        name: lane["predicted_bytes"] for name, lane in lanes.items()
+    }
+    assert all(lanes[name]["moved_bytes"] > 0 for name in ("read", "load", "store", "write"))
+
+
 def test_the_plan_comes_first_and_says_what_lives_where(command: Any, opt: Path) -> None:
     out = command("--model", opt, *SMALL, "--percent", 50, 0, 0, 100, 100, 0).out
     assert out[0].startswith(f"model     {opt}: opt, ")

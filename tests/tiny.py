@@ -94,11 +94,18 @@ def save_tiny(
     **changes: Any,
 ) -> PreTrainedModel:
     """Writes a checkpoint folder; returns the model that it holds, rounded to `dtype` but computing in fp32."""
-    model = tiny_hf_model(kind, seed, **changes).to(dtype)
+    model = _cast(tiny_hf_model(kind, seed, **changes), dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if not safe:
         _to_bin(Path(folder))
-    return model.float()
+    return _cast(model, torch.float32)
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Parameters only: `model.to` would round rotary frequencies as well, which no checkpoint holds."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def _to_bin(folder: Path) -> None:

@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,7 +159,8 @@ def read_fully(descriptor: int, offset: int, out: memoryview, wanted: int, file:
         at = done // ALIGNMENT * ALIGNMENT
         count = os.preadv(descriptor, [out[at:]], offset + at)
         if at + count <= done:
-            raise OSError(f"{file}: ends at byte {offset + done}, {wanted - done} bytes too early; is it truncated?")
+            end = os.fstat(descriptor).st_size
+            raise OSError(f"{file}: ends at byte {end}, {offset + wanted - end} bytes too early; is it truncated?")
         done = at + count
 
 
@@ -189,12 +191,8 @@ class OffloadFolder:
 
     def close(self) -> None:
         for place in self._made:
-            try:
+            with suppress(OSError):  # somebody else put something in it, or took it away
                 place.rmdir()
-            except FileNotFoundError:  # another engine that made it as well was here first
-                continue
-            except OSError:  # somebody else put something in it
-                return
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ A budget is a promise. `refuse_what_does_not_fit` is what keeps it: it names the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from h2o_flexgen.kv.policy import POLICIES
@@ -16,8 +16,9 @@ from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan, Shares
 from h2o_flexgen.planning.schedule import SCHEDULES, Schedule
 from h2o_flexgen.planning.workload import Batch, Block, Workload
 
-PAGE = 4096
-READ_BUFFERS = 6 * ((4 << 20) + 2 * PAGE)  # of the disk threads
+PAGE, LINE = 4096, 64  # what large and small tensors are aligned to
+BUFFERS = 6 + 2 + 1 + 1  # threads that have one: disk threads, both workers of the read lane, the write lane, the caller
+BUFFER_BYTES = (4 << 20) + 2 * PAGE
 SLACK = 1.15  # on the estimate of what the functions of a layer allocate in passing: allocators keep some of it
 
 
@@ -57,16 +58,19 @@ def footprint(
     _add_kv(parts, spec, plan, block, schedule, compute)
     _add_hidden(parts, spec, block, schedule, compute)
     parts[compute]["working space"] = int(SLACK * max(working_bytes(spec, batch, block.gen_len) for batch in block.batches))
-    if parts[DISK] or schedule.moves.weights_on_disk:
-        parts[HOST]["read buffers"] = READ_BUFFERS
+    largest = max(_kv_row_bytes(spec, batch) for batch in block.batches) if DISK in schedule.moves.kv.values() else 0
+    parts[HOST]["disk buffers"] = BUFFERS * max(BUFFER_BYTES, largest)  # weights that stay in memory come through them as well
     return Footprint({tier: dict(held) for tier, held in parts.items()})
 
 
 def _add_weights(parts: Parts, spec: ModelSpec, placement: Placement, schedule: Schedule, compute: str, written: bool) -> None:
-    for tensor in spec.tensors.values():
-        tier = placement.weights[tensor.name]
-        if tier != DISK or written:
-            parts[tier if tier != DEVICE else compute]["weights"] += tensor.stored_nbytes if tier == DISK else tensor.nbytes
+    arenas: dict[tuple[str, ...], str] = {(DEVICE,): DEVICE, (HOST,): HOST} if compute == DEVICE else {(DEVICE, HOST): HOST}
+    for tiers, holder in arenas.items():
+        sizes = [tensor.nbytes for tensor in spec.tensors.values() if placement.weights[tensor.name] in tiers]
+        parts[holder]["weights"] += packed_bytes(sizes)
+    if written:
+        on_disk = [tensor for tensor in spec.tensors.values() if placement.weights[tensor.name] == DISK]
+        parts[DISK]["weights"] += sum(_aligned(tensor.stored_nbytes) for tensor in on_disk)
     if schedule.moves.weights_on_disk:
         parts[HOST]["weight slots"] += schedule.weight_slots * _largest_layer(spec, placement, DISK)
     if schedule.moves.accelerator:
@@ -74,11 +78,23 @@ def _add_weights(parts: Parts, spec: ModelSpec, placement: Placement, schedule: 
 
 
 def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
-    """Bytes of the layer that has most on these tiers; each tensor may start at a page."""
+    """Bytes of the layer that has most on these tiers."""
     return max(
-        sum(tensor.nbytes + PAGE for _, tensor in layer.tensors if placement.weights[tensor.name] in tiers)
+        packed_bytes([tensor.nbytes for _, tensor in layer.tensors if placement.weights[tensor.name] in tiers])
         for layer in spec.layers
     )
+
+
+def packed_bytes(sizes: Sequence[int]) -> int:
+    """Of tensors that lie in one arena, as memory.pack lays them out: large ones start at a page, others at a line."""
+    end = 0
+    for nbytes in sizes:
+        end = _aligned(end, PAGE if nbytes >= 16 * PAGE else LINE) + nbytes
+    return _aligned(end)
+
+
+def _aligned(nbytes: int, alignment: int = PAGE) -> int:
+    return -(-nbytes // alignment) * alignment
 
 
 def _add_kv(parts: Parts, spec: ModelSpec, plan: Plan, block: Block, schedule: Schedule, compute: str) -> None:
@@ -86,13 +102,18 @@ def _add_kv(parts: Parts, spec: ModelSpec, plan: Plan, block: Block, schedule: S
     slots = [policy.capacity(batch, block.gen_len) for batch in block.batches]
     images = [count * batch.size * spec.kv_bytes_per_slot for count, batch in zip(slots, block.batches)]
     for (_, batch), tier in moved.kv.items():
-        padded = slots[batch] * -(-block.batches[batch].size * spec.kv_bytes_per_slot // PAGE) * PAGE
+        padded = slots[batch] * _kv_row_bytes(spec, block.batches[batch])
         parts[tier if tier != DEVICE else compute]["KV"] += padded if tier == DISK else images[batch] + PAGE
     ring = schedule.slots * (max(images) + PAGE)
     if DISK in moved.kv.values():
         parts[HOST]["KV slots"] += ring
     if moved.accelerator and any(moved.moves_kv(*place) for place in moved.kv):
         parts[DEVICE]["KV slots"] += ring
+
+
+def _kv_row_bytes(spec: ModelSpec, batch: Batch) -> int:
+    """One slot of all rows, as it lies on disk."""
+    return _aligned(batch.size * spec.kv_bytes_per_slot)
 
 
 def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule, compute: str) -> None:
@@ -107,7 +128,7 @@ def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule,
 
 
 def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
-    return -(-batch.size * batch.prompt_len * spec.widest * spec.itemsize // PAGE) * PAGE
+    return _aligned(batch.size * batch.prompt_len * spec.widest * spec.itemsize)
 
 
 def working_bytes(spec: ModelSpec, batch: Batch, gen_len: int) -> int:
@@ -194,8 +215,9 @@ def what_would_fit(request: Request, budgets: Budgets) -> str:
         if budgets.first_exceeded(replace(request, plan=plan).footprint()) is None:
             found.append(f"--gpu-batch-size {size}")
             break
-    for kept in (0.75, 0.5, 0.25, 0.1, 0.0):
-        plan = _with_less_in_memory(request.plan, kept, request.accelerator)
+    tier = budgets.first_exceeded(request.footprint())
+    with_less = (plan for kept in (0.75, 0.5, 0.25, 0.1, 0.0) for plan in _with_less(request.plan, tier, kept))
+    for plan in with_less:
         if budgets.first_exceeded(replace(request, plan=plan).footprint()) is None:
             found.append("--percent " + " ".join(f"{value:g}" for value in plan.percent))
             break
@@ -210,15 +232,23 @@ def _halves(size: int) -> list[int]:
     return halves
 
 
-def _with_less_in_memory(plan: Plan, kept: float, accelerator: bool) -> Plan:
-    """Device and host shares of weights and KV scaled down. What leaves a device goes to the host, and from there to disk."""
+def _with_less(plan: Plan, tier: str | None, kept: float) -> Iterator[Plan]:
+    """Plans that keep only a part of the weights and KV on a tier. What leaves a device goes to the host, or else to disk."""
 
-    def less(shares: Shares) -> Shares:
-        device = round(shares.device * kept, 2)
-        host = shares.host + (shares.device - device if accelerator else 0.0)
-        return Shares(device, min(round(host * (1.0 if accelerator else kept), 2), 1.0 - device))
+    def scaled(device_kept: float, host_kept: float, to_host: bool) -> Plan:
+        def less(shares: Shares) -> Shares:
+            device = round(shares.device * device_kept, 2)
+            host = shares.host * host_kept + (shares.device - device if to_host else 0.0)
+            return Shares(device, min(round(host, 2), 1.0 - device))
 
-    return replace(plan, weights=less(plan.weights), kv=less(plan.kv))
+        return replace(plan, weights=less(plan.weights), kv=less(plan.kv))
+
+    if tier == DEVICE:
+        yield scaled(kept, 1.0, to_host=True)
+        yield scaled(kept, 1.0, to_host=False)
+        yield scaled(kept, kept, to_host=False)
+    elif tier == HOST:
+        yield scaled(1.0, kept, to_host=False)
 
 
 def _size(nbytes: float) -> str:

@@ -102,8 +102,9 @@ class KVStore:
         return self._memories.host if tier == HOST else self._memories.compute
 
     def _ring(self, memory: HostTier | DeviceTier, needed: bool) -> list[Tensor]:
+        """Zeroed: slots that a row does not fill are masked, but 0 * NaN of an earlier user would still be NaN."""
         nbytes = max(self._image_bytes(batch) for batch in self._block.batches)
-        return [memory.alloc(nbytes) for _ in range(self._schedule.slots)] if needed else []
+        return [memory.alloc(nbytes).zero_() for _ in range(self._schedule.slots)] if needed else []
 
     def _image(self, region: Tensor, batch: int) -> Tensor:
         """(2, rows, kv_heads, slots, head_dim) over the bytes of a region."""

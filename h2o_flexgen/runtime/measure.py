@@ -30,6 +30,8 @@ from h2o_flexgen.planning.machine import Curve, Machine
 SECONDS = 0.25  # for one rate
 READ_BYTES_AT_ONCE = 8 * CHUNK_BYTES
 ROWS_AT_MOST = 2048  # of a matrix product: from there on its rate stays the same
+POINTS_AT_MOST = 4  # of a curve over rows
+CALLS_IN_A_ROW = 4
 WEIGHT_BYTES_AT_LEAST = 96 << 20  # products take turns over so much of weights, as a run does: no cache holds it
 
 
@@ -91,7 +93,7 @@ def disk_read_rate(files: Sequence[Path], repetitions: int = 1, seconds: float =
             return disk.read([Piece(file, start, buffer[:nbytes], torch.uint8)])
 
         read(0)  # opens the file and starts the threads
-        return max(_bytes_per_second(read, seconds) for _ in range(repetitions))
+        return max(_per_second(read, seconds) for _ in range(repetitions))
 
 
 def offload_rates(folder: Path, nbytes: int, repetitions: int = 1, seconds: float = SECONDS) -> tuple[float, float]:
@@ -118,7 +120,7 @@ def offload_rates(folder: Path, nbytes: int, repetitions: int = 1, seconds: floa
             disk.read_into(region, start, disk.scratch(chunk))
 
         files.each(write, [number * chunk for number in range(min(chunks, files.readers))])  # starts the threads
-        rates = [max(_bytes_per_second(all_with(action), seconds) for _ in range(repetitions)) for action in (write, read)]
+        rates = [max(_per_second(all_with(action), seconds) for _ in range(repetitions)) for action in (write, read)]
     return rates[0], rates[1]
 
 
@@ -152,6 +154,7 @@ def link_rates(device: Device, nbytes: int, pinned: bool = True, repetitions: in
         there.free(region)
         memory.free(host)
         memory.trim()
+        memory.trim()
     return host.nbytes / up, host.nbytes / down
 
 
@@ -165,7 +168,14 @@ def gemm_curve(device: Device, needs: Needs, repetitions: int = 1, seconds: floa
     weights = _weights((outputs, inputs), dtype, device, min(needs.memory_bytes // 2, WEIGHT_BYTES_AT_LEAST))
     rows_fit = max(1, needs.memory_bytes // 2 // ((inputs + outputs) * dtype.itemsize))
     wanted = sorted({max(1, min(rows, ROWS_AT_MOST, rows_fit)) for rows in needs.rows})
-    return tuple((rows, gemm_rate(device, weights, rows, repetitions, seconds)) for rows in wanted)
+    return tuple((rows, gemm_rate(device, weights, rows, repetitions, seconds)) for rows in _few(wanted))
+
+
+def _few(rows: Sequence[int]) -> list[int]:
+    """The ends and what lies evenly between: prompts of many lengths make many sizes, and rates between points are guessed."""
+    if len(rows) <= POINTS_AT_MOST:
+        return list(rows)
+    return [rows[round(place * (len(rows) - 1) / (POINTS_AT_MOST - 1))] for place in range(POINTS_AT_MOST)]
 
 
 def gemm_rate(device: Device, weights: Sequence[Tensor], rows: int, repetitions: int = 1, seconds: float = SECONDS) -> float:
@@ -179,7 +189,7 @@ def gemm_rate(device: Device, weights: Sequence[Tensor], rows: int, repetitions:
 
     with torch.inference_mode():
         multiply(0)
-        return max(_per_second(device, multiply, seconds) for _ in range(repetitions))
+        return max(_best_per_second(device, multiply, seconds) for _ in range(repetitions))
 
 
 def _weights(shape: tuple[int, int], dtype: torch.dtype, device: Device, nbytes: int) -> list[Tensor]:
@@ -191,21 +201,27 @@ def _weights(shape: tuple[int, int], dtype: torch.dtype, device: Device, nbytes:
 # -- time ----------------------------------------------------------------------------------------------------------------
 
 
-def _bytes_per_second(action: Callable[[int], int], seconds: float) -> float:
-    return _per_second(Device(), action, seconds)
-
-
-def _per_second(device: Device, action: Callable[[int], int], seconds: float, at_once: int = 8) -> float:
-    """Of what the action says that it did, called with 0, 1, 2 ... until the time is over. On an accelerator calls return
-    before they are done, so it is let finish now and then."""
-    device.settle()
+def _per_second(action: Callable[[int], int], seconds: float) -> float:
+    """Of what the action says that it did, called with 0, 1, 2 ... until the time is over: what lasts counts, not a burst."""
     begun, done, calls = time.perf_counter(), 0, 0
     while (passed := time.perf_counter() - begun) < seconds:
-        for _ in range(at_once if device.accelerator else 1):
-            done += action(calls)
-            calls += 1
-        device.settle()
+        done += action(calls)
+        calls += 1
     return done / passed
+
+
+def _best_per_second(device: Device, action: Callable[[int], int], seconds: float) -> float:
+    """The same for what computes, but of the best few calls in a row: threads that share their cores with those of others are
+    slowed down out of all proportion. On an accelerator calls return before they are done, so it is let finish."""
+    device.settle()
+    in_a_row = CALLS_IN_A_ROW * (8 if device.accelerator else 1)
+    ends, best, calls = time.perf_counter() + seconds, 0.0, 0
+    while (begun := time.perf_counter()) < ends or not calls:
+        done = sum(action(calls + call) for call in range(in_a_row))
+        device.settle()
+        best = max(best, done / (time.perf_counter() - begun))
+        calls += in_a_row
+    return best
 
 
 def _best_seconds(device: Device, action: Callable[[], object], repetitions: int) -> float:
@@ -225,9 +241,8 @@ def _best_seconds(device: Device, action: Callable[[], object], repetitions: int
 
 def describe_machine(device: Device) -> dict[str, object]:
     words = {"cpu": cpu_name(), "cores": _cores(), "torch": torch.__version__, "device": device.kind}
-    if device.accelerator:
-        words["device"] = torch.get_device_module(device.torch_device).get_device_name(device.torch_device)
-    return words
+    name_of = getattr(torch.get_device_module(device.torch_device), "get_device_name", None)  # the CPU's has none
+    return words if name_of is None else {**words, "device": name_of(device.torch_device)}
 
 
 def cpu_name(lines: Iterable[str] | None = None) -> str:

@@ -156,7 +156,7 @@ def _refuse_broken(best: Tensor, rows: Sequence[int], steps: Sequence[int]) -> N
     broken = (~torch.isfinite(best)).nonzero().flatten().tolist()
     if broken:
         place = broken[0]
-        raise RuntimeError(
+        raise ValueError(
             f"logits of prompt {rows[place]} at step {steps[place]} have the maximum {best[place].item()}; "
             "the checkpoint is broken or overflows its dtype: try bfloat16 or float32"
         )

@@ -143,7 +143,7 @@ def test_a_lane_of_one_worker_does_one_task_at_a_time_and_compute_stays_in_the_c
 
 
 def test_transfers_run_beside_compute() -> None:
-    """Each fetch waits for the COMPUTE that it is issued beside to have begun: alone, one after the other, nothing would end."""
+    """Each fetch waits until the COMPUTE beside which it is issued has begun: one after the other, nothing would end."""
     fetches = [Task(Op.READ_W, 0, layer, 0) for layer in range(3)]
     computes = [Task(Op.COMPUTE, 0, layer, 0, (fetches[layer].key,)) for layer in range(3)]
     begun = [threading.Event() for _ in computes]

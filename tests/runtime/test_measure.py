@@ -63,6 +63,11 @@ def test_a_product_that_would_not_fit_is_made_smaller() -> None:
     assert rows * 64 * 4 < 1 << 20 and rate > 0
 
 
+def test_prompts_of_many_lengths_do_not_make_it_long() -> None:
+    curve = gemm_curve(Device(), Needs("float32", (96, 64), rows=tuple(range(1, 101))), seconds=0.001)
+    assert [rows for rows, _ in curve] == [1, 34, 67, 100]
+
+
 def test_copies_have_a_rate() -> None:
     assert 1e7 < host_copy_rate(1 << 20, repetitions=2) < 1e13
 

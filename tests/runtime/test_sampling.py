@@ -172,7 +172,7 @@ def test_tiny_temperatures_are_greedy() -> None:
 def test_broken_logits_are_refused_naming_prompt_and_step(params: SamplingParams, value: float) -> None:
     logits = some_logits(3, 50)
     logits[1, 20] = value
-    with pytest.raises(RuntimeError, match=f"prompt 11 at step 4 have the maximum {value}"):
+    with pytest.raises(ValueError, match=f"prompt 11 at step 4 have the maximum {value}"):
         Sampler().sample(logits, [params] * 3, [10, 11, 12], 4)
 
 

@@ -1,0 +1,136 @@
+"""KVCache: attention over slots equals attention over the whole text, row by row, whatever lies in slots that are empty."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kv.cache import KVCache, Pass
+
+HEADS, DIM, STEPS = 4, 8, 5
+LENGTHS = (5, 1, 3)
+
+
+def fresh_image(rows: int, kv_heads: int, slots: int, by_token: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+    """As bad as memory can be: NaN wherever nobody wrote."""
+    if by_token:
+        return torch.full((slots, 2, rows, kv_heads, DIM), torch.nan, dtype=dtype).permute(1, 2, 3, 0, 4)
+    return torch.full((2, rows, kv_heads, slots, DIM), torch.nan, dtype=dtype)
+
+
+def texts(kv_heads: int, lengths: Sequence[int], seed: int = 0) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """q, k and v of every row's whole text."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randn(length + STEPS, HEADS, DIM, generator=generator),
+            torch.randn(length + STEPS, kv_heads, DIM, generator=generator),
+            torch.randn(length + STEPS, kv_heads, DIM, generator=generator),
+        )
+        for length in lengths
+    ]
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, place: int) -> Tensor:
+    """Attention of one token of one row over what stands before it and itself."""
+    k, v = (part[: place + 1].repeat_interleave(HEADS // k.shape[1], dim=1) for part in (k, v))
+    shares = torch.einsum("hd,thd->ht", q[place], k).mul(DIM**-0.5).softmax(-1)
+    return torch.einsum("ht,thd->hd", shares, v).flatten()
+
+
+def pass_of(lengths: Sequence[int], step: int) -> Pass:
+    counts, capacity = torch.tensor(lengths), max(lengths) + STEPS - 1
+    if step == 0:
+        return Pass(True, torch.arange(max(lengths)).expand(len(lengths), -1), torch.zeros_like(counts), capacity)
+    return Pass(False, (counts + step - 1)[:, None], counts + step - 1, capacity)
+
+
+def tokens_of(rows: Sequence[tuple[Tensor, Tensor, Tensor]], lengths: Sequence[int], step: int) -> list[Tensor]:
+    """q, k and v as a layer hands them over: (rows, tokens, heads, dim), pads with values of their own."""
+    if step == 0:
+        return [
+            torch.stack(
+                [
+                    torch.cat([row[part][:length], 9 * torch.ones(max(lengths) - length, *row[part].shape[1:])])
+                    for row, length in zip(rows, lengths)
+                ]
+            )
+            for part in range(3)
+        ]
+    return [torch.stack([row[part][length + step - 1][None] for row, length in zip(rows, lengths)]) for part in range(3)]
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("lengths", [LENGTHS, (1,), (4, 4), (1, 1)])
+def test_every_token_attends_to_its_own_text_and_nothing_else(kv_heads: int, by_token: bool, lengths: tuple[int, ...]) -> None:
+    rows = texts(kv_heads, lengths)
+    cache = KVCache(fresh_image(len(lengths), kv_heads, max(lengths) + STEPS - 1, by_token))
+    for step in range(STEPS):
+        out = cache.attend(pass_of(lengths, step), *tokens_of(rows, lengths, step))
+        for row, length in enumerate(lengths):
+            places = range(length) if step == 0 else [length + step - 1]
+            for at, place in enumerate(places):
+                torch.testing.assert_close(out[row, at], expected(*rows[row], place), atol=1e-5, rtol=1e-5)
+
+
+def test_queries_and_keys_are_rotated_to_their_positions_and_values_are_not() -> None:
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:
+        return x * (1 + positions[:, :, None, None])
+
+    rows = texts(2, LENGTHS)
+    turned = [tuple(part * (1 + torch.arange(len(part))[:, None, None]) for part in row[:2]) + row[2:] for row in rows]
+    cache = KVCache(fresh_image(len(LENGTHS), 2, max(LENGTHS) + STEPS - 1, by_token=False))
+    for step in range(STEPS):
+        out = cache.attend(pass_of(LENGTHS, step), *tokens_of(rows, LENGTHS, step), rotate)
+        for row, length in enumerate(LENGTHS):
+            place = length - 1 + step
+            torch.testing.assert_close(out[row, 0 if step else length - 1], expected(*turned[row], place), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_rows_that_move_up_take_their_text_with_them(by_token: bool) -> None:
+    """Rows 0 and 2 of four have ended; the last row takes the place of the first."""
+    lengths = (5, 1, 3, 4)
+    rows = texts(2, lengths)
+    cache = KVCache(fresh_image(4, 2, max(lengths) + STEPS - 1, by_token))
+    for step in range(2):
+        cache.attend(pass_of(lengths, step), *tokens_of(rows, lengths, step))
+    alive = [3, 1]
+    cache.keep_rows(alive, slots=6)
+    lived, left = [rows[row] for row in alive], [lengths[row] for row in alive]
+    for step in range(2, STEPS):
+        now = Pass(False, pass_of(left, step).positions, pass_of(left, step).counts, max(lengths) + STEPS - 1)
+        out = cache.attend(now, *tokens_of(lived, left, step))
+        for row, length in enumerate(left):
+            torch.testing.assert_close(out[row, 0], expected(*lived[row], length + step - 1), atol=1e-5, rtol=1e-5)
+
+
+def test_rows_behind_those_that_are_alive_are_left_alone() -> None:
+    image = fresh_image(3, 2, 6, by_token=False)
+    image[:, 2] = 7
+    cache = KVCache(image)
+    cache.attend(
+        Pass(True, torch.arange(2).expand(2, -1), torch.zeros(2, dtype=torch.long), 6), *tokens_of(texts(2, (2, 2)), (2, 2), 0)
+    )
+    assert (image[:, 2] == 7).all() and image[:, :2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_types_of_16_bits_stay_near_what_fp32_says(dtype: torch.dtype) -> None:
+    rows = texts(2, LENGTHS)
+    cache = KVCache(fresh_image(len(LENGTHS), 2, max(LENGTHS) + STEPS - 1, by_token=False, dtype=dtype))
+    for step in range(STEPS):
+        out = cache.attend(pass_of(LENGTHS, step), *(part.to(dtype) for part in tokens_of(rows, LENGTHS, step)))
+        assert out.dtype == dtype
+    for row, length in enumerate(LENGTHS):
+        torch.testing.assert_close(out[row, 0].float(), expected(*rows[row], length + STEPS - 2), atol=0.05, rtol=0.05)
+
+
+def test_the_mask_opens_each_row_up_to_its_newest_slot() -> None:
+    mask = Pass(False, torch.tensor([[2], [0]]), torch.tensor([2, 0]), 4).mask
+    assert mask.shape == (2, 1, 1, 4)
+    assert mask.flatten(1).tolist() == [[0, 0, 0, -torch.inf], [0, -torch.inf, -torch.inf, -torch.inf]]

@@ -1,0 +1,82 @@
+"""Pack: tensors side by side in one buffer, and the parts of nearly equal bytes in which a layer arrives."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as draw
+
+from h2o_flexgen.memory.pack import PAGE_ALIGNED_FROM, VIEW_ALIGNMENT, Entry, Layout, Pack, Range, slices
+from h2o_flexgen.memory.tier import ALIGNMENT
+
+SHAPES = draw.lists(draw.lists(draw.integers(1, 60), min_size=1, max_size=3).map(tuple), max_size=8)
+DTYPES = draw.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+@given(SHAPES, DTYPES)
+def test_views_lie_apart_aligned_and_inside(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+    layout = Layout.pack({str(place): Entry(0, shape, dtype) for place, shape in enumerate(shapes)})
+    assert layout.nbytes % ALIGNMENT == 0
+    end = 0
+    for place, shape in enumerate(shapes):
+        entry = layout.entries[str(place)]
+        assert entry.shape == shape and entry.offset >= end
+        assert entry.offset % (ALIGNMENT if entry.nbytes >= PAGE_ALIGNED_FROM else VIEW_ALIGNMENT) == 0
+        end = entry.offset + entry.nbytes
+    assert end <= layout.nbytes
+
+
+@given(SHAPES, DTYPES)
+def test_what_is_put_into_a_view_stays_there(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+    layout = Layout.pack({str(place): Entry(0, shape, dtype) for place, shape in enumerate(shapes)})
+    pack = Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout)
+    values = {name: torch.randn(entry.shape).to(dtype) for name, entry in layout.entries.items()}
+    for name, value in values.items():
+        pack.view(name).copy_(value)
+    views = pack.views()
+    assert views.keys() == values.keys()
+    assert all(torch.equal(views[name], value) for name, value in values.items())
+
+
+@given(draw.lists(draw.integers(1, 50_000), max_size=6), draw.sampled_from([1, 2, 4]), draw.integers(1, 7))
+def test_slices_are_every_value_once_in_order_and_cut_at_pages(values: list[int], itemsize: int, parts: int) -> None:
+    tensors = {str(place): (count, itemsize) for place, count in enumerate(values)}
+    cut = slices(tensors, parts)
+    assert len(cut) == parts
+    whole = [value for part in cut for value in part]
+    for name, (count, _) in tensors.items():
+        own = [value for value in whole if value.name == name]
+        assert own[0].start == 0 and own[-1].stop == count
+        assert all(first.stop == second.start for first, second in pairwise(own))
+        assert all(value.start * itemsize % ALIGNMENT == 0 for value in own)
+    assert [value.name for value in whole] == sorted((value.name for value in whole), key=int)
+
+
+@given(draw.lists(draw.integers(1, 50_000), min_size=1, max_size=6), draw.integers(1, 7))
+def test_no_slice_is_more_than_a_page_per_cut_larger_than_its_part(values: list[int], parts: int) -> None:
+    tensors = {str(place): (count, 4) for place, count in enumerate(values)}
+    sizes = [sum((each.stop - each.start) * 4 for each in part) for part in slices(tensors, parts)]
+    assert sum(sizes) == 4 * sum(values)
+    assert max(sizes) <= 4 * sum(values) / parts + 2 * ALIGNMENT
+
+
+def test_a_range_is_the_values_of_its_tensor() -> None:
+    layout = Layout.pack({"a": Entry(0, (3, 4), torch.float32), "b": Entry(0, (5,), torch.float32)})
+    pack = Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout)
+    pack.view("a").copy_(torch.arange(12).view(3, 4))
+    assert pack.range(Range("a", 5, 9)).tolist() == [5, 6, 7, 8]
+    pack.range(Range("b", 1, 2)).fill_(7)
+    assert pack.view("b").tolist() == [0, 7, 0, 0, 0]
+
+
+def test_nothing_is_packed_into_nothing() -> None:
+    assert Layout.pack({}).nbytes == 0
+    assert slices({}, 3) == [[], [], []]
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_tensor_smaller_than_a_page_is_not_cut(parts: int) -> None:
+    assert [value for part in slices({"norm": (1000, 4)}, parts) for value in part] == [Range("norm", 0, 1000)]

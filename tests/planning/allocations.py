@@ -1,0 +1,47 @@
+"""Bytes that code allocates in passing: of all tensors that it makes, the most that are alive at once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.seen = {tensor.untyped_storage()._cdata for tensor in known}
+        self.alive_bytes = 0
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for made in tree_leaves(out):
+            if isinstance(made, Tensor):
+                self._count(made.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self.seen:
+            return
+        self.seen.add(storage._cdata)
+        self.alive_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
+        weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self.seen.discard(key)
+        self.alive_bytes -= nbytes
+
+
+def peak_allocated(run: Callable[[], object], known: Iterable[Tensor]) -> int:
+    """`known` are the tensors that are there already. What kernels keep to themselves is not seen."""
+    with torch.inference_mode(), _Watch(known) as watch:
+        kept = run()
+    del kept
+    return watch.peak_bytes

@@ -1,0 +1,257 @@
+"""Footprint: what it predicts is enough for what the tiers really hold, and not much more; what does not fit is refused with a
+suggestion that fits."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from h2o_flexgen.kv.cache import KVCache, Pass
+from h2o_flexgen.memory.pack import Entry, Layout
+from h2o_flexgen.models import create_model
+from h2o_flexgen.models.base import Model, block
+from h2o_flexgen.planning.footprint import (
+    SLACK,
+    Budgets,
+    Footprint,
+    Request,
+    packed_bytes,
+    refuse_what_does_not_fit,
+    working_bytes,
+)
+from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.placement import place_weights
+from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan
+from h2o_flexgen.planning.schedule import SCHEDULES
+from h2o_flexgen.planning.workload import Batch, Workload
+from h2o_flexgen.runtime.sampling import SamplingParams
+from tests.contract import Case, Checkpoints
+from tests.planning.allocations import peak_allocated
+from tests.planning.worlds import tiny_spec
+from tests.tiny import tiny_config
+
+NOT_IN_ARENAS = ("working space", "disk buffers")
+PAGE = 4096
+
+
+def random_case(random: Random) -> Case:
+    def pair() -> tuple[int, int]:
+        device = random.choice([0, 0, 30, 50, 100])
+        return device, random.choice([0, 40, 100 - device]) if device < 60 else 0
+
+    return Case(
+        kind=random.choice(["opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen2"]),
+        percent=(*pair(), *pair(), *pair()),
+        lengths=tuple(random.randint(1, 60) for _ in range(random.randint(1, 14))),
+        gen_len=random.randint(1, 5),
+        gpu_batch_size=random.randint(1, 5),
+        num_gpu_batches=random.randint(1, 4),
+        slots=random.randint(1, 3),
+        sep_layer=random.random() < 0.7,
+        schedule=random.choice(list(SCHEDULES)),
+        dtype=random.choice(["float32", "bfloat16"]),
+    )
+
+
+def arena_parts(footprint: Footprint, tier: str, accelerator: bool) -> dict[str, int]:
+    """What lies in arenas. Hidden states that rest where they are computed with are tensors of torch's own."""
+    parts = {name: nbytes for name, nbytes in footprint.parts[tier].items() if name not in NOT_IN_ARENAS}
+    if tier == (DEVICE if accelerator else HOST):
+        parts.pop("activations", None)
+    return parts
+
+
+def held_by(tiers: object) -> dict[str, int]:
+    memories = tiers._memories  # type: ignore[attr-defined]
+    peaks = {HOST: memories.host.meter.peak_bytes, DISK: memories.disk.meter.peak_bytes}
+    return peaks | ({DEVICE: memories.compute.meter.peak_bytes} if memories.device.accelerator else {})
+
+
+@pytest.mark.parametrize("device", ["cpu", "pretended"])
+@pytest.mark.parametrize("seed", range(12))
+def test_arenas_stay_within_what_is_predicted_and_near_it(
+    seed: int, device: str, checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    case = replace(random_case(Random(seed)), device=device)
+    accelerator = device == "pretended"
+    with case.open(checkpoints, offload) as llm:
+        footprint = llm.check(Workload(case.lengths, case.gen_len))
+        llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
+        held = held_by(llm)
+        regions = len(llm.spec.tensors) + len(llm.spec.layers) * (case.num_gpu_batches + 8)
+    for tier, peak in held.items():
+        predicted = sum(arena_parts(footprint, tier, accelerator).values())
+        assert peak <= predicted, f"{tier}: {footprint.parts[tier]}, {case}"
+        assert predicted <= 1.3 * peak + PAGE * regions, f"{tier}: {footprint.parts[tier]}, {case}"
+
+
+def test_arenas_are_as_large_as_the_layout_of_their_tensors() -> None:
+    random = Random(0)
+    for _ in range(50):
+        shapes = [(random.choice([1, 7, 100, 16_384, 16_385, 50_001]),) for _ in range(random.randint(0, 9))]
+        layout = Layout.pack({str(place): Entry(0, shape, torch.float32) for place, shape in enumerate(shapes)})
+        assert packed_bytes([4 * count for (count,) in shapes]) == layout.nbytes
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama-gqa"])
+def test_weights_alone_stay_within_what_is_predicted_for_them(kind: str, checkpoints: Checkpoints, offload: Path) -> None:
+    """Tensors start at whole lines or pages of their arena, and that costs some bytes for each."""
+    case = Case(kind, (0, 100, 0, 100, 0, 100))
+    with case.open(checkpoints, offload) as llm:
+        footprint = llm.check(Workload(case.lengths, case.gen_len))
+        llm._load(None)
+        assert llm.spec.weight_bytes < held_by(llm)[HOST] <= footprint.parts[HOST]["weights"]
+
+
+def test_the_disk_share_is_predicted_to_the_byte(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("llama-gqa", (0, 0, 0, 0, 0, 0), (50, 31, 17, 3), gpu_batch_size=2, num_gpu_batches=2)
+    with case.open(checkpoints, offload) as llm:
+        footprint = llm.check(Workload(case.lengths, case.gen_len))
+        llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
+        assert held_by(llm)[DISK] == footprint.total(DISK) > 0
+
+
+@pytest.mark.parametrize("percent", [(0, 50, 0, 50, 0, 50), (37, 20, 0, 0, 0, 0), (100, 0, 0, 0, 0, 0), (1, 98, 0, 0, 0, 0)])
+def test_weights_are_placed_within_one_tensor_of_the_request(percent: tuple[float, ...], checkpoints: Checkpoints) -> None:
+    for kind in ("opt", "llama-gqa", "neox-parallel", "qwen2"):
+        spec = checkpoints.model(kind, "float32", "float32")[0].spec
+        plan = Plan().with_percent(percent)
+        placed: Counter[str] = Counter()
+        for name, tier in place_weights(spec, plan).items():
+            placed[tier] += spec.tensors[name].nbytes
+        largest = max(tensor.nbytes for tensor in spec.tensors.values())
+        for tier in TIERS:
+            assert abs(placed[tier] - plan.weights.of(tier) * spec.weight_bytes) <= largest
+
+
+# -- working space -----------------------------------------------------------------------------------------------------------
+
+LARGER = {"hidden_size": 256, "num_attention_heads": 8, "max_position_embeddings": 512}
+WIDER = {
+    "opt": {"ffn_dim": 1024, "word_embed_proj_dim": 256},
+    "llama-gqa": {"intermediate_size": 688, "head_dim": 32},
+    "qwen3": {"intermediate_size": 688, "head_dim": 32},
+    "neox-parallel": {"intermediate_size": 1024},
+    "neox-sequential": {"intermediate_size": 1024},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "tokens", "gen_len"), [(8, 64, 8), (64, 4, 200), (3, 200, 4)])
+@pytest.mark.parametrize("kind", WIDER)
+def test_a_visit_allocates_no_more_in_passing_than_is_estimated(
+    kind: str, rows: int, tokens: int, gen_len: int, dtype: str
+) -> None:
+    model = create_model(tiny_config(kind, **LARGER, **WIDER[kind]), dtype, sep_layer=False)
+    most = max(passing_bytes(model, rows, tokens, gen_len, step) for step in (0, 1))
+    estimate = SLACK * working_bytes(model.spec, Batch(tuple(range(rows)), (tokens,) * rows), gen_len)
+    assert 0.2 * estimate < most <= estimate
+
+
+def passing_bytes(model: Model, rows: int, tokens: int, gen_len: int, step: int) -> int:
+    """Of the visit of prefill (0) or of the first decode step (1) that allocates most."""
+    spec, dtype, new = model.spec, getattr(torch, model.spec.dtype), 1 if step else tokens
+    counts = torch.full((rows,), tokens if step else 0)
+    now = Pass(step == 0, counts[:, None] + torch.arange(new), counts, tokens + gen_len - 1)
+    image = torch.zeros(2, rows, spec.kv_heads, now.capacity, spec.head_dim, dtype=dtype)
+    weights = [{name: torch.randn(tensor.shape, dtype=dtype) for name, tensor in layer.tensors} for layer in spec.layers]
+    ids, hidden = torch.zeros(rows, new, dtype=torch.long), torch.randn(rows, new, spec.hidden, dtype=dtype)
+    visits = (
+        lambda: model.embed(ids, now.positions, weights[0]),
+        lambda: block(model, hidden, weights[1], partial(KVCache(image).attend, now)),
+        lambda: model.head(hidden[:, -1], weights[-1]),
+    )
+    there = [ids, hidden, image, counts, now.positions, *(tensor for layer in weights for tensor in layer.values())]
+    return max(peak_allocated(visit, there) for visit in visits)
+
+
+# -- what does not fit ---------------------------------------------------------------------------------------------------
+
+
+def large_spec() -> ModelSpec:
+    return tiny_spec(blocks=8, hidden=512, vocab=20_000)
+
+
+def request_of(percent: tuple[float, ...], accelerator: bool, batch_size: int = 16, prompts: int = 64) -> Request:
+    plan = Plan(gpu_batch_size=batch_size, num_gpu_batches=2).with_percent(percent)
+    return Request(large_spec(), plan if accelerator else plan.folded(), Workload.uniform(prompts, 60, 4), accelerator)
+
+
+def suggested(message: str, request: Request) -> list[Request]:
+    """The plans that a message says would fit."""
+    found = []
+    if size := re.search(r"--gpu-batch-size (\d+)", message):
+        found.append(replace(request, plan=replace(request.plan, gpu_batch_size=int(size[1]))))
+    if percent := re.search(r"--percent ([\d. ]+?)(?: or |$)", message):
+        plan = request.plan.with_percent([float(value) for value in percent[1].split()])
+        found.append(replace(request, plan=plan if request.accelerator else plan.folded()))
+    return found
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("tier", [DEVICE, HOST, DISK])
+@pytest.mark.parametrize("share", [0.95, 0.7, 0.4, 0.1])
+def test_a_refusal_names_tier_need_and_budget_and_what_it_suggests_fits(tier: str, accelerator: bool, share: float) -> None:
+    percent = {DEVICE: (100, 0, 100, 0, 100, 0), HOST: (0, 100, 0, 100, 0, 100), DISK: (0, 50, 0, 30, 0, 50)}[tier]
+    request = request_of(percent, accelerator)
+    needed = request.footprint()
+    tier = HOST if tier == DEVICE and not accelerator else tier
+    budgets = Budgets(**{tier: int(share * needed.total(tier))})
+    with pytest.raises(ValueError) as caught:
+        refuse_what_does_not_fit(request, budgets)
+    message = str(caught.value)
+    assert "\n" not in message and f" on {tier} (" in message and "the budget is" in message
+    plans = suggested(message, request)
+    assert bool(plans) == ("would fit: " in message)
+    for each in plans:
+        refuse_what_does_not_fit(each, budgets)
+    if share >= 0.7 and tier != DISK:
+        assert plans, message
+
+
+def test_the_exact_need_fits_and_a_byte_less_does_not() -> None:
+    request = request_of((0, 50, 0, 50, 0, 50), accelerator=False)
+    need = request.footprint().total(HOST)
+    assert refuse_what_does_not_fit(request, Budgets(host=need)) == request.footprint()
+    with pytest.raises(ValueError, match=r"plan needs .* on host"):
+        refuse_what_does_not_fit(request, Budgets(host=need - 1))
+
+
+def test_what_the_process_holds_already_counts() -> None:
+    request = request_of((0, 50, 0, 50, 0, 50), accelerator=False)
+    need = request.footprint().total(HOST)
+    refuse_what_does_not_fit(request, Budgets(host=need + 10_000_000, host_base=10_000_000))
+    with pytest.raises(ValueError, match=r"process 0\.01 GB"):
+        refuse_what_does_not_fit(request, Budgets(host=need, host_base=10_000_000))
+
+
+def test_blocks_of_a_workload_are_met_at_their_largest() -> None:
+    """They run one after the other, so the workload needs what its largest block needs and no more."""
+    one = request_of((0, 50, 0, 50, 0, 50), accelerator=False, prompts=32)
+    assert request_of((0, 50, 0, 50, 0, 50), accelerator=False, prompts=320).footprint() == one.footprint()
+
+
+def test_dummy_weights_on_disk_count_where_they_are_written() -> None:
+    request = request_of((0, 0, 0, 100, 0, 100), accelerator=False)
+    assert request.footprint().total(DISK) == 0
+    written = replace(request, writes_weights=True).footprint().total(DISK)
+    assert written >= sum(tensor.stored_nbytes for tensor in request.spec.tensors.values())
+
+
+@pytest.mark.parametrize("option", [{"cpu_mem": "1MB"}, {"cpu_mem": 10**6}])
+def test_an_engine_refuses_before_it_makes_or_loads_anything(
+    option: dict[str, object], checkpoints: Checkpoints, offload: Path
+) -> None:
+    with (
+        Case(percent=(0, 0, 0, 0, 0, 0)).open(checkpoints, offload, **option) as llm,
+        pytest.raises(ValueError, match=r"plan needs .* on host .* the budget is 1\.00 MB"),
+    ):
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+    assert not offload.exists()

@@ -1,0 +1,117 @@
+"""Random plans, ragged prompts, random params and rows that end when they like. A failure names its seed and its case."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.schedule import SCHEDULES
+from h2o_flexgen.runtime.output import Completion
+from h2o_flexgen.runtime.sampling import SamplingParams
+from tests import tiny
+from tests.contract import Case, Checkpoints, recorded_logits
+
+KINDS = [kind for kind in tiny.KINDS if kind != "mistral"] + ["mistral"]
+
+
+def random_share(random: Random) -> tuple[int, int]:
+    device = random.choice([0, 0, 100, random.randint(0, 100)])
+    return device, random.choice([0, 100 - device, random.randint(0, 100 - device)])
+
+
+def random_case(random: Random) -> Case:
+    return Case(
+        kind=random.choice(KINDS),
+        percent=(*random_share(random), *random_share(random), *random_share(random)),
+        lengths=tuple(random.choice([1, 2, random.randint(1, 30)]) for _ in range(random.randint(1, 12))),
+        gen_len=random.choice([1, 2, random.randint(1, 12)]),
+        gpu_batch_size=random.randint(1, 5),
+        num_gpu_batches=random.randint(1, 5),
+        slots=random.randint(1, 4),
+        sep_layer=random.random() < 0.7,
+        overlap=random.random() < 0.8,
+        schedule=random.choice([*SCHEDULES, "zigzag", "zigzag"]),
+        device=random.choice(["cpu", "pretended"]),
+        stored=random.choice(["float32", "float32", "bfloat16"]),
+    )
+
+
+def random_params(random: Random, gen_len: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=random.randint(1, gen_len),
+        temperature=random.choice([0.0, 0.0, 0.7, 1.5]),
+        top_k=random.choice([0, 5, 50]),
+        top_p=random.choice([1.0, 0.9]),
+        min_p=random.choice([0.0, 0.02]),
+        repetition_penalty=random.choice([1.0, 1.2]),
+        seed=random.choice([None, 3]),
+        stop_token_ids=[random.randrange(tiny.VOCAB) for _ in range(random.choice([0, 4, 20]))],
+        logprobs=random.choice([None, 2]),
+    )
+
+
+def generate(case: Case, params: Sequence[SamplingParams], checkpoints: Checkpoints, offload: Path) -> list[Completion]:
+    with case.open(checkpoints, offload) as llm, recorded_logits() as logits:
+        completions = llm.generate(case.prompts, params, seed=11)
+        check_books(llm, completions)
+    assert len(logits) == sum(len(each.token_ids) for each in completions), "a row was computed after its end"
+    return completions
+
+
+def check_books(llm: LLM, completions: Sequence[Completion]) -> None:
+    assert llm.stats is not None and llm._memories is not None
+    assert llm.stats.generated_tokens == sum(len(each.token_ids) for each in completions)
+    assert llm._memories.disk.meter.used_bytes == 0
+
+
+def hold(seed: int, checkpoints: Checkpoints, offload: Path) -> None:
+    """The tokens of a random plan are those of the plainest one: all resident, one row at a time."""
+    random = Random(seed)
+    case = random_case(random)
+    params = [random_params(random, case.gen_len) for _ in case.lengths]
+    plain = replace(
+        case, percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=1, num_gpu_batches=1, slots=1, schedule="zigzag", device="cpu"
+    )
+    try:
+        completions = generate(case, params, checkpoints, offload)
+        expected = generate(plain, params, checkpoints, offload)
+        for got, wanted in zip(completions, expected, strict=True):
+            assert (got.token_ids, got.finish_reason, got.text) == (wanted.token_ids, wanted.finish_reason, wanted.text)
+            check_logprobs(got, wanted)
+        greedy_rows_equal_transformers(case, params, completions, checkpoints)
+    except BaseException as error:
+        raise AssertionError(f"seed {seed}: Case({case})\nparams {params}") from error
+
+
+def check_logprobs(got: Completion, wanted: Completion) -> None:
+    assert (got.logprobs is None) == (wanted.logprobs is None)
+    for mine, theirs in zip(got.logprobs or (), wanted.logprobs or (), strict=True):
+        assert mine.chosen.logprob == pytest.approx(theirs.chosen.logprob, abs=1e-4)
+
+
+def greedy_rows_equal_transformers(
+    case: Case, params: Sequence[SamplingParams], completions: Sequence[Completion], checkpoints: Checkpoints
+) -> None:
+    """Of one row that neither samples nor is penalised."""
+    for row, own in enumerate(params):
+        if own.is_greedy and own.repetition_penalty == 1:
+            tokens = list(completions[row].token_ids)
+            assert tokens == checkpoints.greedy(case, row, len(tokens))[0]
+            return
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_plans_generate_what_the_plainest_plan_generates(
+    seed: int, checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    hold(seed, checkpoints, offload)
+
+
+@pytest.mark.fuzz
+def test_many_more_random_plans(fuzz_seed: int, checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
+    hold(fuzz_seed, checkpoints, offload)
