@@ -21,18 +21,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from h2o_flexgen.llm import LLM, default_offload_folder, parse_bytes
+from h2o_flexgen.llm import LLM, default_offload_folder
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.files import write_text
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.placement import place
-from h2o_flexgen.planning.schedule import COMPUTE_LANE, Op, Task
-from h2o_flexgen.planning.simulate import simulate
+from h2o_flexgen.planning.planned import PlannedBlock
+from h2o_flexgen.planning.schedule import COMPUTE_LANE, SCHEDULES, Op, Task
+from h2o_flexgen.planning.units import format_bytes, parse_bytes
 from h2o_flexgen.runtime.engine import BlockRun
 from h2o_flexgen.runtime.measure import Needs, describe_machine, measure
-from h2o_flexgen.runtime.sampling import SamplingParams
+from h2o_flexgen.runtime.sampling_params import SamplingParams
 
-SCHEDULES = ("zigzag", "flexgen_barrier", "row_by_row")
 MEASURING = {"repetitions": 3, "seconds": 0.7}
 
 
@@ -63,10 +62,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--slots", type=int, default=2)
     add("--dtype", default="bfloat16")
     add("--repeats", type=int, default=3)
-    add("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
+    add("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     add("--offload-dir", default=str(default_offload_folder()))
     add("--output", help="also write the JSON document here")
-    add("--one", choices=SCHEDULES, help=argparse.SUPPRESS)  # the run of one process
+    add("--one", choices=list(SCHEDULES), help=argparse.SUPPRESS)  # the run of one process
     return parser.parse_args(argv)
 
 
@@ -118,12 +117,11 @@ def measured(
     args: argparse.Namespace, llm: LLM, run: BlockRun, machine: Machine, rates: Mapping[str, list[float]]
 ) -> dict[str, Any]:
     assert llm.stats is not None
-    cost = Cost(llm.spec, llm.plan, run.block, place(llm.spec, llm.plan, run.block), run.schedule)
+    cost = Cost(PlannedBlock.of(llm.spec, llm.plan, run.block, llm.device.accelerator))
     bounds = decode_bounds(cost, machine)
     lane = max(bounds, key=lambda name: bounds[name])
     steps = sorted(run.step_seconds)
-    simulated = simulate(run.schedule.tasks(), lambda task: cost.seconds(task, machine), ahead=run.schedule.ahead)
-    ends = simulated.step_ends()
+    ends = cost.simulated(machine).step_ends()
     return {
         "schedule": args.one,
         "prefill_seconds": run.prefill_seconds,
@@ -223,7 +221,7 @@ def print_table(result: Mapping[str, Any]) -> None:
             f"{row['busiest_lane']:>8} {row['to_bound']:10.2f} {f'{simulated:11.2f}' if simulated else ' ' * 10 + '-'} "
             f"{row['peak_host_bytes'] / 1e9:8.2f}"
         )
-    print(f"\nmemory budget {result['budget_host_bytes'] / 1e9:.2f} GB. One decode step of the zig-zag schedule:")
+    print(f"\nmemory budget {format_bytes(result['budget_host_bytes'])}. One decode step of the zig-zag schedule:")
     print(result["schedules"].get("zigzag", {"runs": [{"timeline": ""}]})["runs"][-1]["timeline"])
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from h2o_flexgen.planning.plan import Plan, Shares
     from h2o_flexgen.planning.workload import Workload
     from h2o_flexgen.runtime.output import Completion, StepLogprobs, TokenLogprob
-    from h2o_flexgen.runtime.sampling import SamplingParams
+    from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 _MODULES = {
     "LLM": "llm",
@@ -27,7 +27,7 @@ _MODULES = {
     "Completion": "runtime.output",
     "StepLogprobs": "runtime.output",
     "TokenLogprob": "runtime.output",
-    "SamplingParams": "runtime.sampling",
+    "SamplingParams": "runtime.sampling_params",
 }
 
 __all__ = [

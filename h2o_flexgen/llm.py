@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from inspect import signature
 from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
@@ -20,24 +21,30 @@ from typing import TypeAlias
 import psutil
 
 from h2o_flexgen.memory.device import open_device
+from h2o_flexgen.memory.host import available_bytes
+from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models import create_model, known_config, load_config
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.models.checkpoint import WeightSource, open_checkpoint
 from h2o_flexgen.models.dummy import DummySource
 from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.planning.footprint import Budgets, Footprint, Request, refuse_what_does_not_fit
+from h2o_flexgen.planning.hints import did_you_mean
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.units import parse_bytes
 from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.runtime.engine import BlockRun, Engine, Memories, OnVisit, Until
+from h2o_flexgen.runtime.engine import BlockRun, Engine, OnVisit, Until
 from h2o_flexgen.runtime.output import Completion
+from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.rows import OnToken
-from h2o_flexgen.runtime.sampling import Sampler, SamplingParams
-from h2o_flexgen.runtime.tokens import RowState, Tokenizer, load_tokenizer
+from h2o_flexgen.runtime.sampling import Sampler
+from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.runtime.stage import OnStage, Stage
+from h2o_flexgen.runtime.tokenizer import Tokenizer, load_tokenizer
 
 Prompts: TypeAlias = "Sequence[str] | Sequence[Sequence[int]]"
 Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"  # one for all prompts, or one for each
-OnStage = Callable[[str], None]
 DUMMY_SEED = 0
 
 
@@ -76,16 +83,16 @@ class LLM:
         offload_dir: str | Path | None = None,
         dummy_weights: bool = False,
         overlap: bool = True,
+        on_stage: OnStage | None = None,
         **plan_options: object,
     ) -> None:
-        asked = plan or Plan.create(**plan_options)
-        if percent is not None:
-            asked = asked.with_percent(percent)
-        if not overlap:
-            asked = replace(asked, slots=1)
+        """`plan_options` are the fields of Plan: gpu_batch_size, num_gpu_batches, slots, ..."""
+        asked = _asked_plan(plan, percent, plan_options)
+        asked = asked if overlap else asked.without_overlap()
         self.requested = asked
         self.name = model
         self.dummy_weights = dummy_weights
+        self._on_stage = self._listener = on_stage
         self.device = open_device(device)
         self.plan = asked if self.device.accelerator else asked.folded()
         self.stats: Stats | None = None
@@ -93,6 +100,7 @@ class LLM:
         self._open_model(dtype)
         self._host_base = psutil.Process().memory_info().rss
         self.budgets = self._measure_budgets(gpu_mem, cpu_mem)
+        self._closed = False
         self._memories: Memories | None = None
         self._engine: Engine | None = None
 
@@ -101,11 +109,11 @@ class LLM:
         if self.dummy_weights:
             config = known_config(self.name) or load_config(self.name)
             dtype = self._default_dtype(None) if dtype == "auto" else dtype
-            self._source: WeightSource = DummySource(DUMMY_SEED, dtype, self.offload_folder)
+            self._source: WeightSource = DummySource(DUMMY_SEED, dtype, self.offload_folder, self._wrote)
         else:
             folder = resolve_model(self.name)
             config = load_config(str(folder))
-            checkpoint = open_checkpoint(folder)
+            checkpoint = open_checkpoint(folder, progress=self._converted)
             dtype = self._default_dtype(checkpoint.dtype) if dtype == "auto" else dtype
             self._source = checkpoint
         built = create_model(config, dtype, self.plan.sep_layer, self.name)
@@ -132,26 +140,31 @@ class LLM:
     # -- budgets -------------------------------------------------------------------------------------------------------
 
     def _measure_budgets(self, gpu_mem: int | str | None, cpu_mem: int | str | None) -> Budgets:
-        free = psutil.virtual_memory().available + self._host_base
-        device = parse_bytes(gpu_mem) if gpu_mem is not None else self.device.free_bytes()
-        if gpu_mem is not None and device is not None:
-            self.device.limit(device)
+        device = None if gpu_mem is None else parse_bytes(gpu_mem)
+        self.device.limit(device)
+        known = [nbytes for nbytes in (device, self.device.free_bytes()) if nbytes is not None]
         return Budgets(
-            device=device if self.device.accelerator else None,
-            host=parse_bytes(cpu_mem) if cpu_mem is not None else free,
+            device=min(known) if known and self.device.accelerator else None,
+            host=available_bytes() + self._host_base if cpu_mem is None else parse_bytes(cpu_mem),
             disk=_free_disk(self.offload_folder),
             host_base=self._host_base,
         )
 
     def check(self, workload: Workload) -> Footprint:
         """Refuses a workload that the plan does not fit, before anything is loaded; else says what will be held."""
-        longest = max(workload.prompt_lens)
-        if longest + workload.gen_len > self.spec.max_positions + 1:
-            row = workload.prompt_lens.index(longest)
+        for row, length in enumerate(workload.prompt_lens):
+            self._check_positions(row, length, workload.gen_len)
+        return self._refuse_what_does_not_fit(workload)
+
+    def _check_positions(self, row: int, length: int, max_tokens: int) -> None:
+        """The last token is generated, but no layer ever sees it."""
+        if length + max_tokens > self.spec.max_positions + 1:
             raise ValueError(
-                f"prompt {row} has {longest} tokens and {workload.gen_len} are to be generated, but {self.name} has "
+                f"prompt {row} has {length} tokens and {max_tokens} are to be generated, but {self.name} has "
                 f"{self.spec.max_positions} positions; shorten the prompt or generate fewer"
             )
+
+    def _refuse_what_does_not_fit(self, workload: Workload) -> Footprint:
         request = Request(self.spec, self.plan, workload, self.device.accelerator, writes_weights=self.dummy_weights)
         return refuse_what_does_not_fit(request, self.budgets)
 
@@ -170,9 +183,10 @@ class LLM:
     ) -> list[Completion]:
         """Completions in the order of the prompts. `on_token` gets every token as it comes; rows of one block take turns."""
         rows = self._rows([prompts] if isinstance(prompts, str) else prompts, params, streamed=on_token is not None)
-        workload = Workload(tuple(row.prompt_len for row in rows), max(row.params.max_tokens for row in rows))
-        self.check(workload)
-        engine = self._load(on_stage)
+        workload = Workload(tuple(row.prompt_len for row in rows), max((row.params.max_tokens for row in rows), default=1))
+        self._refuse_what_does_not_fit(workload)
+        self._listener = on_stage or self._on_stage
+        engine = self._load()
         engine.trim()
         sampler = Sampler(seed)
         runs: list[BlockRun] = []
@@ -193,6 +207,7 @@ class LLM:
             # no text is no prompt, also where the tokenizer puts a start token before it
             ids: list[int] = self.tokenizer.encode(text) if text else list(prompt)  # type: ignore[arg-type]
             self._check_prompt(index, ids)
+            self._check_positions(index, len(ids), own.max_tokens)
             rows.append(RowState(index, ids, own, self.tokenizer, text, streamed))
         return rows
 
@@ -203,19 +218,32 @@ class LLM:
         if wrong:
             raise ValueError(f"prompt {index} has the token id {wrong[0]}; {self.name} knows 0 to {self.spec.vocab - 1}")
 
-    def _load(self, on_stage: OnStage | None) -> Engine:
+    def _load(self) -> Engine:
+        if self._closed:
+            raise ValueError(f"this LLM of {self.name} is closed; make a new one to generate")
         if self._engine is None:
-            if on_stage is not None:
-                on_stage("loading weights")
+            self._report(Stage.LOADING)
             self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight)
             try:
                 self._engine = Engine(self._model, self._source, self.plan, self._memories)
             except BaseException:  # whoever tries again starts from nothing
+                self._source.close()
                 self._memories.close()
                 raise
-        if on_stage is not None:
-            on_stage("generating")
+        self._report(Stage.GENERATING)
         return self._engine
+
+    def _report(self, stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
+        if self._listener is not None:
+            self._listener(stage, done_bytes, total_bytes)
+
+    def _converted(self, done_bytes: int, total_bytes: int) -> None:
+        self._report(Stage.CONVERTING, done_bytes, total_bytes)
+
+    def _wrote(self, done_bytes: int, total_bytes: int) -> None:
+        self._report(Stage.WRITING, done_bytes, total_bytes)
+        if done_bytes == total_bytes:
+            self._report(Stage.LOADING)
 
     def _measured(self, rows: Sequence[RowState], runs: Sequence[BlockRun]) -> Stats:
         assert self._memories is not None
@@ -247,16 +275,33 @@ class LLM:
 
     def close(self) -> None:
         """Ends the disk threads, closes files and removes what was written. The object can no longer generate."""
-        self._engine = None
-        self._source.close()
-        if self._memories is not None:
-            self._memories.close()
+        self._closed = True
+        try:
+            self._source.close()
+        finally:
+            if self._memories is not None:
+                self._memories.close()
+            self._engine = None  # last: what it holds is page-locked until its memory is closed
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _asked_plan(plan: Plan | None, percent: Sequence[float] | None, options: Mapping[str, object]) -> Plan:
+    """Nothing that was asked for is dropped in silence."""
+    of_plan, of_llm = [field.name for field in fields(Plan)], list(signature(LLM).parameters)[:-1]
+    for name in options:
+        if name not in of_plan:
+            raise ValueError(f"unknown option {name!r}{did_you_mean(name, [*of_plan, *of_llm])}")
+    if plan is None:
+        asked = Plan.create(**options)
+        return asked if percent is None else asked.with_percent(percent)
+    if other := next(iter([*options, *(["percent"] if percent is not None else [])]), None):
+        raise ValueError(f"both plan and {other} are given; put {other} into the plan, or leave the plan out")
+    return plan
 
 
 def default_offload_folder() -> Path:
@@ -267,26 +312,6 @@ def default_offload_folder() -> Path:
 def _free_disk(folder: Path) -> int | None:
     existing = next((place for place in (folder, *folder.parents) if place.exists()), None)
     return shutil.disk_usage(existing).free if existing else None
-
-
-DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-UNITS = {**DECIMAL, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-
-
-def parse_bytes(size: int | str) -> int:
-    """16000000000, "16GB" and "14.9GiB" are sizes."""
-    if isinstance(size, int):
-        return size
-    text = size.strip().lower()
-    digits = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
-    unit = text[len(digits) :].strip()
-    try:
-        value = float(digits) * UNITS[unit]
-    except (ValueError, KeyError):
-        raise ValueError(f"size {size!r} is not understood; write it like 16GB or 8GiB") from None
-    if value <= 0:
-        raise ValueError(f"size {size!r} must be above 0")
-    return int(value)
 
 
 def peak_resident_bytes() -> int:

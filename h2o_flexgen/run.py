@@ -13,7 +13,7 @@ import statistics
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import isfinite
@@ -26,19 +26,23 @@ from h2o_flexgen.commands.breakdown import breakdown_lines, breakdown_seconds
 from h2o_flexgen.commands.choose_model import ChosenModel, choose_model
 from h2o_flexgen.commands.errors import one_line
 from h2o_flexgen.commands.lanes import lane_reports
+from h2o_flexgen.commands.made_up import DEFAULT_TOKENS, made_up_prompts
 from h2o_flexgen.commands.plan_report import PlanReport
-from h2o_flexgen.commands.planned import PlannedBlock, Until, plan_blocks, predicted_bytes
 from h2o_flexgen.commands.projection import Timing
-from h2o_flexgen.commands.prompts import DEFAULT_TOKENS, given_prompts, made_up_prompts
+from h2o_flexgen.commands.prompts import given_prompts
+from h2o_flexgen.commands.stages import Opening
 from h2o_flexgen.commands.watch import Watch, total_visits
+from h2o_flexgen.planning.cost import predicted_bytes
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
+from h2o_flexgen.planning.schedule import Task
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from h2o_flexgen.llm import LLM, Stats
     from h2o_flexgen.runtime.output import Completion
-    from h2o_flexgen.runtime.sampling import SamplingParams
+    from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 FAILED, INTERRUPTED = 2, 130
 MEASURING_BYTES = (16 << 20, 256 << 20)  # memory for measuring: at least, at most
@@ -72,8 +76,7 @@ def _run(args: Namespace) -> int:
     chosen = choose_model(args.model, args.path, args.dummy_weights)
     if args.dry_run:
         chosen = chosen.without_weights()
-    with Progress(0, f"opening {chosen.name}", late=True):
-        llm = _open(args, chosen)
+    llm = _open(args, chosen)
     with llm:
         job = Job(args, chosen, llm, texts)
         job.announce()
@@ -85,21 +88,20 @@ def _run(args: Namespace) -> int:
 
 
 def _open(args: Namespace, chosen: ChosenModel) -> LLM:
-    from h2o_flexgen.llm import LLM
+    with Progress(0, f"opening {chosen.name}", late=True) as progress:
+        from h2o_flexgen.llm import LLM
 
-    plan_options = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "pin_weight", "schedule", "kv_policy")
-    return LLM(
-        chosen.source,
-        percent=args.percent,
-        dtype=args.dtype,
-        device=args.device,
-        gpu_mem=args.gpu_mem,
-        cpu_mem=args.cpu_mem,
-        offload_dir=args.offload_dir,
-        dummy_weights=chosen.dummy_weights,
-        overlap=args.overlap and args.debug_mode != BREAKDOWN,
-        **{name: getattr(args, name) for name in plan_options},
-    )
+        return LLM(
+            chosen.source,
+            plan=args.plan,
+            dtype=args.dtype,
+            device=args.device,
+            gpu_mem=args.gpu_mem,
+            cpu_mem=args.cpu_mem,
+            offload_dir=args.offload_dir,
+            dummy_weights=chosen.dummy_weights,
+            on_stage=Opening(progress).stage,
+        )
 
 
 def say(lines: Iterable[str]) -> None:
@@ -128,7 +130,7 @@ class Job:
 
     @cached_property
     def params(self) -> SamplingParams:
-        from h2o_flexgen.runtime.sampling import SamplingParams
+        from h2o_flexgen.runtime.sampling_params import SamplingParams
 
         args = self.args
         return SamplingParams(
@@ -158,12 +160,12 @@ class Job:
         return self.workload.gen_len if cut is None else min(cut, self.workload.gen_len)
 
     @property
-    def until(self) -> Until | None:
+    def until(self) -> Callable[[Task], bool] | None:
         return projection.after_first_layers if self.args.debug_mode == FEWER_BATCH else None
 
     def blocks(self, gen_len: int) -> tuple[PlannedBlock, ...]:
         workload = replace(self.workload, gen_len=gen_len)
-        return plan_blocks(self.llm.spec, self.llm.plan, workload, self.llm.device.accelerator)
+        return tuple(plan_blocks(self.llm.spec, self.llm.plan, workload, self.llm.device.accelerator))
 
     # -- before --------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:  # tests that need no engine pay for none
+    from h2o_flexgen.runtime.tokenizer import Tokenizer
     from tests.contract import Checkpoints
 
 
@@ -34,13 +35,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> str:
-    return request.param
+    return str(request.param)
 
 
 @pytest.fixture(params=["cpu", "pretended", pytest.param("cuda", marks=pytest.mark.cuda)])
 def any_device(request: pytest.FixtureRequest, pretended: None) -> str:
     """Also the CPU that pretends to have memory of its own, which takes the accelerator's way through the engine."""
-    return request.param
+    return str(request.param)
 
 
 @pytest.fixture
@@ -56,6 +57,23 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     from tests.contract import Checkpoints
 
     return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    from tests.real_tokenizers import KINDS, saved_tokenizer
+
+    return {kind: saved_tokenizer(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+
+
+@pytest.fixture(params=["byte_level", "byte_fallback", "bytes"])
+def tokenizer_kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def tokenizer(tokenizer_kind: str, tokenizers: dict[str, Tokenizer]) -> Tokenizer:
+    return tokenizers[tokenizer_kind]
 
 
 @pytest.fixture

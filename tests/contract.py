@@ -21,7 +21,8 @@ from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Model, Weights
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.runtime.output import Completion
-from h2o_flexgen.runtime.sampling import Sampler, SamplingParams
+from h2o_flexgen.runtime.sampling import Sampler
+from h2o_flexgen.runtime.sampling_params import SamplingParams
 from tests import tiny
 from tests.reference import weights_by_layer
 from tests.resident import resident_generate
@@ -62,7 +63,8 @@ class Case:
 
     def open(self, checkpoints: Checkpoints, offload: Path, **options: Any) -> LLM:
         folder = checkpoints.folder(self.kind, self.stored)
-        chosen = {"dtype": self.dtype, "device": self.device, "overlap": self.overlap, **self.plan_options, **options}
+        overlap = self.overlap or self.schedule == "flexgen_barrier"  # which cannot do without
+        chosen = {"dtype": self.dtype, "device": self.device, "overlap": overlap, **self.plan_options, **options}
         return LLM(str(folder), percent=self.percent, offload_dir=offload, **chosen)
 
     def __str__(self) -> str:
@@ -102,7 +104,8 @@ class Checkpoints:
         """What transformers generates for one row alone: its tokens, and its logits (steps, vocab)."""
         prompt = torch.tensor([case.prompts[row]])
         mask = torch.ones_like(prompt)  # or it takes every token 0 of a prompt for padding
-        generated = self.hf_model(case.kind, case.stored).generate(
+        model: Any = self.hf_model(case.kind, case.stored)
+        generated = model.generate(
             prompt,
             attention_mask=mask,
             max_new_tokens=steps,

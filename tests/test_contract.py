@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -42,7 +42,7 @@ CHOICES = {
 }
 
 
-def covering(choices: dict[str, Sequence[object]], seed: int = 0, tries: int = 40) -> Iterator[dict[str, object]]:
+def covering(choices: Mapping[str, Sequence[object]], seed: int = 0, tries: int = 40) -> Iterator[dict[str, object]]:
     """Cases in which every two values of any two choices meet at least once: of random ones those that bring most new pairs."""
     random, names = Random(seed), list(choices)
     missing = {
@@ -127,9 +127,8 @@ def test_a_single_prompt_of_a_single_token(any_device: str, checkpoints: Checkpo
     hold_contract(Case(percent=MIXES[2], lengths=(1,), gen_len=3, device=any_device), checkpoints, offload)
 
 
-@pytest.mark.parametrize("percent", [MIXES[2], MIXES[3], (0, 50, 20, 30, 10, 40), (0, 50, 0, 60, 0, 50)])
-@pytest.mark.parametrize("num_gpu_batches", [1, 3, 4])
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("percent", [MIXES[2], MIXES[3], (0, 50, 0, 60, 0, 50)])
+@pytest.mark.parametrize(("num_gpu_batches", "slots"), [(1, 1), (1, 3), (3, 2), (4, 3)])
 def test_nothing_depends_on_what_memory_held_before(
     percent: tuple[float, ...],
     num_gpu_batches: int,

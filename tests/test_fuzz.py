@@ -12,7 +12,7 @@ import pytest
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.schedule import SCHEDULES
 from h2o_flexgen.runtime.output import Completion
-from h2o_flexgen.runtime.sampling import SamplingParams
+from h2o_flexgen.runtime.sampling_params import SamplingParams
 from tests import tiny
 from tests.contract import Case, Checkpoints, recorded_logits
 

@@ -128,15 +128,54 @@ def test_the_plan_comes_first_and_says_what_lives_where(command: Any, opt: Path)
     assert out[0].startswith(f"model     {opt}: opt, ")
     assert "no GPU: what was meant for it lives in host memory" in out
     weights = next(line for line in out if line.startswith("weights "))
-    assert weights.split()[1:6] == ["50", "/", "0", "/", "50"] and "MB" in weights
+    assert weights.split()[1:6] == ["50", "+", "0", "/", "50"] and "kB" in weights
     assert any(line.startswith("CPU ") and "budget" not in line for line in out)
     first_text = next(place for place, line in enumerate(out) if line.startswith("prompt 0 ("))
     assert out.index("no GPU: what was meant for it lives in host memory") < first_text
 
 
+def test_a_share_for_a_gpu_that_is_not_there_is_shown_beside_what_it_went_to(command: Any, opt: Path) -> None:
+    out = command("--model", opt, *SMALL, "--percent", 20, 30, 0, 50, 0, 100, "--dry-run").out
+    head, weights = (next(line for line in out if line.startswith(start)) for start in ("    ", "weights "))
+    assert re.split(r" {2,}", head.strip()) == [
+        "requested % GPU + CPU / disk",
+        "placed % CPU / disk",
+        "bytes on CPU",
+        "bytes on disk",
+    ]
+    assert weights.split()[1:6] == ["20", "+", "30", "/", "50"] and weights.split()[7] == "/"
+    assert float(weights.split()[6]) == pytest.approx(50, abs=10)
+
+
+def test_the_slots_that_are_shown_are_those_of_the_schedule(command: Any, opt: Path) -> None:
+    shown = {}
+    for flags in ((), ("--slots", 3), ("--overlap", 0), ("--schedule", "flexgen_barrier"), ("--schedule", "row_by_row")):
+        out = command("--model", opt, *SMALL, "--dry-run", *flags).out
+        shown[flags] = next(line for line in out if line.startswith("schedule ")).split(", ")[1]
+    assert list(shown.values()) == [
+        "2 slots for weights and 3 for KV and activations",
+        "3 slots for weights and 4 for KV and activations",
+        "1 slot",
+        "2 slots for weights and 3 for KV and activations",
+        "2 slots",
+    ]
+
+
+def test_a_checkpoint_that_has_to_be_converted_says_so_once_and_where_the_copy_is(
+    command: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_tiny("opt", tmp_path / "model", safe=False)
+    first, second = (command("--model", tmp_path / "model", *SMALL) for _ in range(2))
+    assert (first.status, second.status) == (0, 0)
+    (line,) = (line for line in first.err if "converted to safetensors" in line)
+    assert str(tmp_path / "cache" / "h2o_flexgen" / "converted") in line and "kB" in line
+    assert not any("converted" in line for line in second.err)
+
+
 def test_without_a_share_for_the_gpu_nothing_is_said_about_one(command: Any, opt: Path) -> None:
     out = command("--model", opt, *SMALL, "--percent", 0, 100, 0, 100, 0, 100).out
-    assert not any("no GPU" in line for line in out)
+    assert not any("GPU" in line for line in out)
 
 
 def test_the_summary_has_the_five_lines_of_flexgen(command: Any, opt: Path) -> None:
@@ -145,8 +184,8 @@ def test_the_summary_has_the_five_lines_of_flexgen(command: Any, opt: Path) -> N
     for line, form in zip(
         summary,
         (
-            f"model size: {number} GB\tcache size: {number} GB\thidden size \\(p\\): {number} GB",
-            f"peak gpu mem: {number} GB\tprojected: False",
+            f"model size: {number} GiB\tcache size: {number} GiB\thidden size \\(p\\): {number} GiB",
+            f"peak gpu mem: {number} GiB\tprojected: False",
             f"prefill latency: {number} s\tprefill throughput: {number} token/s",
             f"decode latency: {number} s\tdecode throughput: {number} token/s",
             f"total latency: {number} s\ttotal throughput: {number} token/s",
@@ -335,6 +374,11 @@ def test_path_names_the_folder_that_has_the_model(command: Any, opt: Path) -> No
         (("--compress-cache",), ("--compress-cache", "not supported")),
         (("--cpu",), ("--cpu-cache-compute", "not supported")),
         (("--attn-sparsity", 0.1), ("--attn-sparsity", "not supported")),
+        (("--kv-policy", "h2o"), ("'h2o' is not there yet; known: full",)),
+        (("--schedule", "zigzagg"), ("'zigzagg'", "row_by_row", "did you mean zigzag?")),
+        (("--schedule", "flexgen_barrier", "--overlap", 0), ("flexgen_barrier", "cannot do without overlap")),
+        (("--schedule", "flexgen_barrier", "--debug-mode", "breakdown"), ("flexgen_barrier", "cannot do without overlap")),
+        (("--schedule", "flexgen_barrier", "--slots", 3), ("--slots 3", "flexgen_barrier has slots of its own")),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) and str(value[0]).startswith("--") else "",
 )
@@ -383,7 +427,7 @@ def test_an_unknown_architecture_is_answered_with_the_known_ones(command: Any, t
 def test_a_plan_that_does_not_fit_says_what_would(command: Any) -> None:
     model = ("--model", "facebook/opt-1.3b", "--dummy-weights", "--prompt-len", 16, "--gen-len", 4)
     error = command(*model, "--percent", 0, 100, 0, 100, 0, 100, "--cpu-mem", "2GB").error
-    assert re.search(r"needs \d\.\d\d GB on host .*, the budget is 2\.00 GB; would fit: .*--percent", error), error
+    assert re.search(r"needs \d\.\d\d GB on host .*, the budget is 2\.00 GB; would fit: .*percent", error), error
 
 
 def test_an_offload_folder_that_cannot_be_made_is_named(opt: Path, tmp_path: Path, capfd: Any) -> None:
@@ -421,11 +465,29 @@ def test_the_highest_verbosity_shows_where_an_error_comes_from(command: Any, opt
     assert result.err[0].startswith("Traceback") and result.err[-1].startswith("error: ") and result.status == 2
 
 
-@pytest.mark.parametrize("flags", [("--overlap", "perhaps"), ("--percent", "1", "2"), ("--gpu", "3"), ("--unknown",)])
-def test_flags_that_cannot_be_parsed_end_with_status_2(flags: tuple[str, ...], capfd: Any) -> None:
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--overlap", "perhaps"), ("--overlap", "'perhaps'")),
+        (("--percent", "1", "2"), ("--percent", "6")),
+        (("--gpu", "3"), ("--gpu-mem", "--gpu-batch-size")),
+        (("--modle", "facebook/opt-1.3b"), ("unknown flag --modle; did you mean --model?",)),
+        (("--gen-length=3",), ("unknown flag --gen-length; did you mean --gen-len?",)),
+        (("--abacus",), ("unknown flag --abacus; --help",)),
+        (("facebook/opt-1.3b",), ("'facebook/opt-1.3b' belongs to no flag", "--model")),
+        (("--model", "m", "--prompt", "The", "ferry"), ("'ferry' belongs to no flag", "quotes")),
+    ],
+    ids=" ".join,
+)
+def test_flags_that_cannot_be_parsed_get_one_line_and_status_2(
+    flags: tuple[str, ...], words: tuple[str, ...], capfd: Any
+) -> None:
     with pytest.raises(SystemExit) as ended:
         run.main(list(flags))
-    assert ended.value.code == 2 and flags[0] in capfd.readouterr().err
+    captured = capfd.readouterr()
+    (line,) = captured.err.splitlines()
+    assert ended.value.code == 2 and captured.out == "" and line.startswith("error: ")
+    assert all(word in line for word in words), line
 
 
 def test_an_interrupt_leaves_no_file_and_one_line(command: Any, opt: Path, offload: Path, monkeypatch: Any) -> None:

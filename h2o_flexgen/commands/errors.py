@@ -12,7 +12,7 @@ def one_line(error: Exception) -> str | None:
     from h2o_flexgen.runtime.executor import TaskFailed  # imports torch, which an early error must not wait for
 
     if isinstance(error, TaskFailed) and isinstance(error.cause, USERS):
-        return f"{_text(error.cause)} (while running {error.task})"
+        return f"{_text(error.cause)} (while running {error.doing})"
     return None
 
 

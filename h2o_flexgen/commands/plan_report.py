@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from h2o_flexgen.commands.planned import PlannedBlock
+from h2o_flexgen.kv.policy import POLICIES
 from h2o_flexgen.planning.footprint import Budgets, Footprint
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan
+from h2o_flexgen.planning.planned import PlannedBlock
+from h2o_flexgen.planning.schedule import Schedule
+from h2o_flexgen.planning.units import format_bytes
 from h2o_flexgen.planning.workload import Workload
 
 NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
@@ -52,58 +55,73 @@ class PlanReport:
     def _head(self) -> list[str]:
         spec, plan, longest = self.spec, self.plan, max(self.workload.prompt_lens)
         lines = [
-            f"model     {self.model}: {spec.architecture}, {size(spec.weight_bytes)} of weights in {spec.dtype}",
+            f"model     {self.model}: {spec.architecture}, {format_bytes(spec.weight_bytes)} of weights in {spec.dtype}",
             f"prompts   {self.workload.num_prompts} of up to {longest} tokens, {self.workload.gen_len} to generate for each",
             f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {len(self.blocks)} of them to run",
-            f"schedule  {plan.schedule}, {_slots(plan)}, "
+            f"schedule  {plan.schedule}, {_slots(self.first.schedule)}, "
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}, KV policy {plan.kv_policy}",
         ]
         if self.dummy_weights:
             lines.append("weights are random, so the text is noise")
-        if not self.accelerator and self.requested != self.plan:
+        if self._is_folded:
             lines.append("no GPU: what was meant for it lives in host memory")
         return lines
 
     def _shares(self) -> list[str]:
+        tiers = TIERS if self.accelerator else (HOST, DISK)
+        names = [NAMES[tier] for tier in tiers]
+        asked_of = "GPU + CPU / disk" if self._is_folded else " / ".join(names)
+        rows = [["", f"requested % {asked_of}", f"placed % {' / '.join(names)}", *(f"bytes on {name}" for name in names)]]
         placed, held = self.first.placed_percent, placed_bytes(self.first)
-        rows = [["", "requested % " + _tiers(), "placed % " + _tiers(), *(f"bytes on {NAMES[tier]}" for tier in TIERS)]]
         for place, kind in enumerate(KINDS):
-            asked, got = (_three(percent[2 * place : 2 * place + 2]) for percent in (self.requested.percent, placed))
-            rows.append([kind, asked, got, *(size(held[kind][tier]) for tier in TIERS)])
+            pair = slice(2 * place, 2 * place + 2)
+            asked, got = self._asked(*self.requested.percent[pair]), " / ".join(_three(*placed[pair])[-len(tiers) :])
+            rows.append([kind, asked, got, *(format_bytes(held[kind][tier]) for tier in tiers)])
         return table(rows)
+
+    def _asked(self, device_percent: float, host_percent: float) -> str:
+        device, host, disk = _three(device_percent, host_percent)
+        if self._is_folded:
+            return f"{device} + {host} / {disk}"
+        return f"{device} / {host} / {disk}" if self.accelerator else f"{host} / {disk}"
+
+    @property
+    def _is_folded(self) -> bool:
+        """Something was meant for a GPU that is not there."""
+        return not self.accelerator and self.requested != self.plan
 
     def _needs(self) -> list[str]:
         rows = [["tier", "needs at most", "budget", "of which"]]
         for tier in TIERS:
             need, budget = self.budgets.needs(self.needed, tier), self.budgets.of(tier)
             if need or tier == HOST:
-                limit = size(budget) if budget is not None else "none"
-                rows.append([NAMES[tier], size(need), limit, self._parts(tier)])
+                limit = format_bytes(budget) if budget is not None else "none"
+                rows.append([NAMES[tier], format_bytes(need), limit, self._parts(tier)])
         return table(rows)
 
     def _parts(self, tier: str) -> str:
         parts = {name: nbytes for name, nbytes in self.needed.parts.get(tier, {}).items() if nbytes}
         if tier == HOST and self.budgets.host_base:
             parts["process"] = self.budgets.host_base
-        return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parts.items())
+        return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items())
 
 
 def placed_bytes(planned: PlannedBlock) -> dict[str, dict[str, int]]:
     """kind -> tier -> bytes."""
-    placement, cost = planned.placement, planned.cost
+    placement, spec = planned.placement, planned.spec
     weights = ((placement.weights[name], tensor.nbytes) for name, tensor in planned.spec.tensors.items())
     return {
         "weights": _per_tier(weights),
         "KV": _per_tier(_kv(planned, placement)),
         "activations": _per_tier(
-            (tier, batch.size * batch.prompt_len * cost.spec.widest * cost.spec.itemsize)
+            (tier, batch.size * batch.prompt_len * spec.widest * spec.itemsize)
             for tier, batch in zip(placement.hidden, planned.block.batches)
         ),
     }
 
 
 def _kv(planned: PlannedBlock, placement: Placement) -> Iterable[tuple[str, int]]:
-    block, policy = planned.block, planned.cost.policy
+    block, policy = planned.block, POLICIES[planned.plan.kv_policy]
     for (_, batch), tier in placement.kv.items():
         rows = block.batches[batch]
         yield tier, rows.size * policy.capacity(rows, block.gen_len) * planned.spec.kv_bytes_per_slot
@@ -116,23 +134,16 @@ def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
     return total
 
 
-def _slots(plan: Plan) -> str:
-    return "1 slot, nothing overlaps" if plan.slots == 1 else f"{plan.slots} slots"
+def _slots(schedule: Schedule) -> str:
+    weights, others = schedule.weight_slots, schedule.slots
+    if weights == others:
+        return "1 slot, nothing overlaps" if weights == 1 else f"{weights} slots"
+    return f"{weights} slots for weights and {others} for KV and activations"
 
 
-def _tiers() -> str:
-    return "/".join(NAMES[tier] for tier in TIERS)
-
-
-def _three(percent: Sequence[float]) -> str:
-    device, host = percent
-    return f"{device:.4g} / {host:.4g} / {max(0.0, 100 - device - host):.4g}"
-
-
-def size(nbytes: float) -> str:
-    if nbytes >= 1e8:
-        return f"{nbytes / 1e9:.2f} GB"
-    return f"{nbytes / 1e6:.2f} MB" if nbytes >= 1e4 else f"{nbytes:.0f} B"
+def _three(device_percent: float, host_percent: float) -> tuple[str, str, str]:
+    disk_percent = max(0.0, 100 - device_percent - host_percent)
+    return f"{device_percent:.4g}", f"{host_percent:.4g}", f"{disk_percent:.4g}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

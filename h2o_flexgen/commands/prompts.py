@@ -1,16 +1,10 @@
-"""The prompts of a command: given as texts, in a file, or made up: readable, of one length, and every one different."""
+"""The prompts that a command is given: as texts, in a file."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from h2o_flexgen.runtime.tokens import Tokenizer
-
-DEFAULT_TOKENS = 512  # of a prompt that is made up
 
 
 def given_prompts(texts: Sequence[str] | None, file: str | None, num: int | None = None) -> list[str]:
@@ -56,9 +50,3 @@ def _from_json(line: str) -> str:
     if not isinstance(prompt, str):
         raise TypeError(prompt)
     return prompt
-
-
-def made_up_prompts(num: int, prompt_len: int, tokenizer: Tokenizer, vocab: int) -> list[list[int]]:
-    from h2o_flexgen.runtime.tokens import synthetic_prompts
-
-    return synthetic_prompts(num, prompt_len, tokenizer, vocab)

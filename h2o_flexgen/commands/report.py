@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FIRST = 3  # completions that are shown unless all are wanted
 CHARACTERS = 240  # of a text that is shown unless all is wanted
-GB = 1 << 30  # FlexGen's
+GIB = 1 << 30  # FlexGen counts in these, and calls them GB
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------------
@@ -54,9 +54,10 @@ def summary_lines(spec: ModelSpec, workload: Workload, timing: Timing, peak_devi
     slots = sum(length + workload.gen_len for length in workload.prompt_lens)
     cache = slots * spec.kv_bytes_per_slot * len(spec.kv_layers)
     hidden = slots * spec.hidden * spec.itemsize
+    sizes = {"model size": spec.weight_bytes, "cache size": cache, "hidden size (p)": hidden}
     return [
-        f"model size: {spec.weight_bytes / GB:.3f} GB\tcache size: {cache / GB:.3f} GB\thidden size (p): {hidden / GB:.3f} GB",
-        f"peak gpu mem: {peak_device_bytes / GB:.3f} GB\tprojected: {timing.projected}",
+        "\t".join(f"{name}: {nbytes / GIB:.3f} GiB" for name, nbytes in sizes.items()),
+        f"peak gpu mem: {peak_device_bytes / GIB:.3f} GiB\tprojected: {timing.projected}",
         _pair("prefill", timing.prefill_seconds, timing.prefill_tokens_per_second),
         _pair("decode", timing.decode_seconds, timing.decode_tokens_per_second),
         _pair("total", timing.total_seconds, timing.tokens_per_second),

@@ -7,11 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from h2o_flexgen.commands.planned import PlannedBlock
+from h2o_flexgen.commands.stages import show_stage
+from h2o_flexgen.planning.cost import Cost
+from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.schedule import Task
 from h2o_flexgen.runtime.progress import Progress
-
-LOADING, GENERATING = "loading weights", "generating"
+from h2o_flexgen.runtime.stage import Stage
 
 
 class Watch:
@@ -37,16 +38,16 @@ class Watch:
         """Since the weights were there."""
         return time.perf_counter() - self._generation_began
 
-    def stage(self, name: str) -> None:
+    def stage(self, stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
         now = time.perf_counter()
-        if name == GENERATING:
+        if stage is Stage.GENERATING:
             self.load_seconds = now - self._stage_began
             self._generation_began = now
-        self._progress.stage(name)
+        show_stage(self._progress, stage, done_bytes, total_bytes)
 
     def visit(self, task: Task, tokens: int) -> None:
         """A COMPUTE is over; `tokens` were generated in its block so far."""
-        if self._blocks[max(self._index, 0)].schedule.number(*task[1:4]) == 0:
+        if self._blocks[max(self._index, 0)].schedule.number(*task.visit) == 0:
             self._next_block()
         self._tokens = tokens
         self._count_work(task)
@@ -62,12 +63,12 @@ class Watch:
         planned = self._blocks[self._index]
         batch = planned.block.batches[task.batch]
         rows = batch.size * (batch.prompt_len if task.step == 0 else 1)
-        self.flops[rows] += planned.cost.flops(task)  # type: ignore[assignment]
+        self.flops[rows] += Cost(planned).flops(task)  # type: ignore[assignment]
         if task.step == 1:
             self.first_decode_ends[self._index][task.layer] = time.perf_counter()
 
     def _done(self, task: Task) -> int:
-        return self._visits_before + self._blocks[self._index].schedule.number(*task[1:4]) + 1
+        return self._visits_before + self._blocks[self._index].schedule.number(*task.visit) + 1
 
     def _text(self, task: Task) -> str:
         moves = self._blocks[self._index].schedule.moves

@@ -61,8 +61,10 @@ class KVCache:
         image[0, :, :, :tokens] = k
         image[1, :, :, :tokens] = v
         image[:, :, :, tokens:] = 0  # masked, but 0 * NaN of an earlier user would still be NaN
+        if heads != k.shape[1]:  # torch's own grouping takes an n x n path on many devices and versions; this never does
+            k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
         # pads stand behind the text, so causal attention keeps them from every token that counts
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1, enable_gqa=heads != k.shape[1])
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1)
         return out.transpose(1, 2).reshape(rows, tokens, heads * head_dim)
 
     def _decode(self, now: Pass, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -41,9 +41,6 @@ class Device:
     def seconds_between(self, start: Marker, end: Marker) -> float:
         raise AssertionError("a CPU has no markers to measure between")
 
-    def keep(self, tensor: Tensor) -> None:
-        """The current stream still uses this tensor: its memory may not be given to others before that is over."""
-
     def memory(self, host: HostTier) -> HostTier | DeviceTier:
         return host
 
@@ -56,8 +53,8 @@ class Device:
     def free_bytes(self) -> int | None:
         return None
 
-    def limit(self, nbytes: int) -> None:
-        """Holds what this process may allocate on the device below a budget."""
+    def limit(self, nbytes: int | None) -> None:
+        """Holds what this process may allocate on the device below a budget; None takes an earlier limit away."""
 
     def settle(self) -> None:
         """Waits until everything that was issued on any stream is over."""
@@ -69,11 +66,22 @@ class CudaDevice(Device):
 
     def __init__(self, index: int | None = None) -> None:
         if not torch.cuda.is_available():
-            raise ValueError("device 'cuda' was asked for, but torch finds no CUDA device; use --device cpu")
+            raise ValueError("device 'cuda' was asked for, but torch finds no CUDA device; use the device 'cpu'")
         super().__init__()
+        torch.cuda.init()
+        count = torch.cuda.device_count()
+        if index is not None and index >= count:
+            raise ValueError(f"device 'cuda:{index}' was asked for, but there are {count}; they count from 0")
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        torch.cuda.set_device(self.torch_device)  # page-locked memory belongs to the device that is current
         self._streams: dict[str, torch.cuda.Stream] = {}
+        self._warm_up()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def _warm_up(self) -> None:
+        """Loads what the libraries keep in host memory, so that it is counted before a plan is held against a budget."""
+        one = torch.ones(64, 64, device=self.torch_device, dtype=torch.float16)
+        (one @ one).cpu()
 
     def stream(self, lane: str) -> AbstractContextManager[object]:
         stream = self._streams.get(lane)
@@ -93,9 +101,6 @@ class CudaDevice(Device):
     def seconds_between(self, start: Marker, end: Marker) -> float:
         return float(start.elapsed_time(end)) / 1000
 
-    def keep(self, tensor: Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(self.torch_device))
-
     def memory(self, host: HostTier) -> DeviceTier:
         return DeviceTier(self.torch_device)
 
@@ -108,19 +113,20 @@ class CudaDevice(Device):
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
-    def limit(self, nbytes: int) -> None:
+    def limit(self, nbytes: int | None) -> None:
         total = torch.cuda.mem_get_info(self.torch_device)[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), self.torch_device)
+        fraction = 1.0 if nbytes is None else min(1.0, nbytes / total)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.torch_device)
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
 
 class DeviceTier:
-    """The accelerator's own memory. Copies go to the current stream and do not wait when the host side is page-locked."""
+    """The accelerator's own memory."""
 
     def __init__(self, device: torch.device) -> None:
-        self.meter: Meter[Tensor] = Meter()
+        self.meter = Meter()
         self._device = device
 
     def alloc(self, nbytes: int) -> Tensor:
@@ -134,12 +140,6 @@ class DeviceTier:
     def free(self, region: Tensor) -> None:
         self.meter.remove(region.nbytes)
 
-    def read_into(self, region: Tensor, start: int, out: Tensor) -> None:
-        out.view(-1).view(torch.uint8).copy_(region[start : start + out.nbytes], non_blocking=True)
-
-    def write_from(self, region: Tensor, start: int, source: Tensor) -> None:
-        region[start : start + source.nbytes].copy_(source.view(-1).view(torch.uint8), non_blocking=True)
-
 
 def open_device(name: str = "auto") -> Device:
     """ "auto" takes the GPU when there is one."""
@@ -148,6 +148,6 @@ def open_device(name: str = "auto") -> Device:
         kind = CudaDevice.kind if torch.cuda.is_available() else Device.kind
     if kind == Device.kind:
         return Device()
-    if kind == CudaDevice.kind:
+    if kind == CudaDevice.kind and (not index or index.isdigit()):
         return CudaDevice(int(index) if index else None)
     raise ValueError(f"unknown device {name!r}; known are auto, cpu, cuda and cuda:N")

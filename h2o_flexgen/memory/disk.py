@@ -164,6 +164,16 @@ def read_fully(descriptor: int, offset: int, out: memoryview, wanted: int, file:
         done = at + count
 
 
+def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
+    """Space on disk; only the length of the file where the file system or the system cannot reserve."""
+    try:
+        os.posix_fallocate(descriptor, offset, nbytes)
+    except (OSError, AttributeError) as error:
+        if getattr(error, "errno", errno.EINVAL) not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        os.ftruncate(descriptor, max(offset + nbytes, os.fstat(descriptor).st_size))
+
+
 def write_fully(descriptor: int, offset: int, source: memoryview) -> None:
     done = 0
     while done < len(source):
@@ -206,7 +216,7 @@ class DiskTier:
     however the process ends; its space is reserved at once, so that a full disk is met before the work and not in it."""
 
     def __init__(self, files: Files, folder: Path) -> None:
-        self.meter: Meter[DiskRegion] = Meter()
+        self.meter = Meter()
         self.files = files
         self.folder = folder
         self._descriptor: int | None = None
@@ -217,8 +227,8 @@ class DiskTier:
         if self._descriptor is None:
             self._descriptor = self._create()
         try:
-            if region.nbytes and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._descriptor, region.offset, region.nbytes)
+            if region.nbytes:
+                _reserve(self._descriptor, region.offset, region.nbytes)
         except OSError as error:
             raise self._failure(error, region.nbytes) from error
         self._end += region.nbytes
@@ -256,6 +266,7 @@ class DiskTier:
     def _create(self) -> int:
         path = self.folder / f"h2o_flexgen-{os.getpid()}-{id(self):x}.offload"
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)  # another process may have taken it away again
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
             try:
                 return open_direct(path, os.O_RDWR)
@@ -274,4 +285,4 @@ class DiskTier:
 
 def numpy_of(tensor: Tensor) -> numpy.ndarray:
     """The values as raw integers of the same size: numpy copies them without torch's threads, and knows no bfloat16."""
-    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]).numpy()
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]).numpy()

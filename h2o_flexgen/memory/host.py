@@ -7,7 +7,10 @@ want page alignment, and because reads into small pages were measured three time
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -16,9 +19,10 @@ from h2o_flexgen.memory.tier import Meter, aligned
 
 class HostTier:
     def __init__(self, pinned: bool = False) -> None:
-        self.meter: Meter[Tensor] = Meter()
+        self.meter = Meter()
         self._pinned = pinned
-        self._spare: list[Tensor] = []
+        self._mapped: list[Tensor] = []  # all that is held
+        self._spare: list[Tensor] = []  # of it what nobody uses
 
     def alloc(self, nbytes: int) -> Tensor:
         """Page-aligned bytes: of what was freed the smallest that is large enough, else new ones."""
@@ -36,36 +40,56 @@ class HostTier:
 
     def trim(self) -> None:
         """Gives what was freed back to the system."""
-        for region in self._spare:
-            if self._pinned:
+        self._let_go(self._spare)
+
+    def close(self) -> None:
+        """Gives everything back; memory that somebody still looks at goes with the last view of it."""
+        self._let_go(self._mapped)
+
+    def _let_go(self, regions: list[Tensor]) -> None:
+        gone = {id(region) for region in regions}
+        for region in regions:
+            if self._pinned:  # before the pages go: the driver would keep them, and refuse their address to others
                 torch.cuda.cudart().cudaHostUnregister(region.data_ptr())
             self.meter.remove(region.nbytes)
-        self._spare = []
+        self._mapped = [region for region in self._mapped if id(region) not in gone]
+        self._spare = [region for region in self._spare if id(region) not in gone]
 
     def _map(self, size: int) -> Tensor:
         try:
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
             raise MemoryError(f"host memory: {size / 1e9:.2f} GB could not be had ({error}); lower the CPU share") from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError, AttributeError):  # where there are huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
         region = torch.frombuffer(pages, dtype=torch.uint8)
         if self._pinned:
             _page_lock(region)
+        self._mapped.append(region)
         self.meter.add(size)
         return region
 
-    def read_into(self, region: Tensor, start: int, out: Tensor) -> None:
-        out.view(-1).view(torch.uint8).copy_(region[start : start + out.nbytes])
-
-    def write_from(self, region: Tensor, start: int, source: Tensor) -> None:
-        region[start : start + source.nbytes].copy_(source.contiguous().view(-1).view(torch.uint8))
-
 
 def _page_lock(region: Tensor) -> None:
-    status = int(torch.cuda.cudart().cudaHostRegister(region.data_ptr(), region.nbytes, 0))
+    portable = 1  # page-locked for every device
+    status = int(torch.cuda.cudart().cudaHostRegister(region.data_ptr(), region.nbytes, portable))
     if status != 0:
         raise MemoryError(
             f"page-locking {region.nbytes / 1e9:.2f} GB of host memory failed (CUDA error {status}); "
             "try --pin-weight 0 or raise the limit on locked memory (ulimit -l)"
         )
+
+
+CGROUPS = (  # limit and use of the container that this process may be in: version 2, version 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping, within the limit of the container if there is one."""
+    free = psutil.virtual_memory().available
+    for limit, used in CGROUPS:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return int(max(0, free))

@@ -1,4 +1,7 @@
-"""Pack: one flat buffer with named views, the only thing that is ever moved. A Layout says where in it each tensor lies."""
+"""Pack: one flat buffer of named tensors, the only thing that is ever moved. A Layout says where in it each tensor lies.
+
+What moves are bytes, whatever the codec; values are seen by who computes with them and by nobody else.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.memory.tier import ALIGNMENT, aligned
-from h2o_flexgen.quant.codec import CODECS
+from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 VIEW_ALIGNMENT = 64  # of every tensor: with less, the same product may come out with other last bits (measured with one row)
 PAGE_ALIGNED_FROM = 16 * ALIGNMENT  # larger tensors start at a page, so that disk reads can go straight to their place
@@ -21,7 +24,7 @@ class Entry:
     offset: int  # of the first byte
     shape: tuple[int, ...]
     dtype: torch.dtype
-    codec: str = "plain"
+    codec: str = PLAIN
 
     @property
     def nbytes(self) -> int:
@@ -46,28 +49,26 @@ class Layout:
 
 @dataclass(frozen=True)
 class Range:
-    """Values [start, stop) of a tensor."""
+    """Bytes [start, stop) of a tensor."""
 
     name: str
     start: int
     stop: int
 
 
-def slices(tensors: dict[str, tuple[int, int]], parts: int) -> list[list[Range]]:
-    """Cuts tensors, given as name -> (values, bytes per value), into parts of nearly the same bytes. Cuts inside a tensor are
-    at whole pages from its start, so that direct reads of the parts stay aligned when that of the whole is."""
-    total = sum(values * itemsize for values, itemsize in tensors.values())
+def slices(tensors: Mapping[str, int], parts: int) -> list[list[Range]]:
+    """Cuts tensors, given as name -> bytes, into parts of nearly the same bytes. Cuts inside a tensor are at whole pages from
+    its start: direct reads of the parts stay aligned when that of the whole is, and no value is cut through."""
+    total = sum(tensors.values())
     cut: list[list[Range]] = [[] for _ in range(parts)]
     offset = 0
-    for name, (values, itemsize) in tensors.items():
-        page = ALIGNMENT // itemsize
-        bounds = [(total * part // parts - offset) // itemsize // page * page for part in range(parts)] + [values]
-        bounds = [min(max(bound, 0), values) for bound in bounds]
+    for name, nbytes in tensors.items():
+        bounds = [(total * part // parts - offset) // ALIGNMENT * ALIGNMENT for part in range(parts)] + [nbytes]
+        bounds = [min(max(bound, 0), nbytes) for bound in bounds]
         for part in range(parts):
-            stop = values if part == parts - 1 else bounds[part + 1]
-            if bounds[part] < stop:
-                cut[part].append(Range(name, bounds[part], stop))
-        offset += values * itemsize
+            if bounds[part] < bounds[part + 1]:
+                cut[part].append(Range(name, bounds[part], bounds[part + 1]))
+        offset += nbytes
     return cut
 
 
@@ -76,13 +77,15 @@ class Pack:
     buffer: Tensor  # (bytes,)
     layout: Layout
 
-    def view(self, name: str) -> Tensor:
+    def bytes(self, name: str) -> Tensor:
+        """What is read, loaded and encoded into."""
         entry = self.layout.entries[name]
-        data = self.buffer[entry.offset : entry.offset + entry.nbytes]
-        return CODECS[entry.codec].decode(data, entry.shape, entry.dtype)
+        return self.buffer[entry.offset : entry.offset + entry.nbytes]
 
     def range(self, part: Range) -> Tensor:
-        return self.view(part.name).view(-1)[part.start : part.stop]
+        return self.bytes(part.name)[part.start : part.stop]
 
-    def views(self) -> dict[str, Tensor]:
-        return {name: self.view(name) for name in self.layout.entries}
+    def view(self, name: str) -> Tensor:
+        """The values, to compute with: decoded at each call, and into the buffer only when the codec is one of views."""
+        entry = self.layout.entries[name]
+        return CODECS[entry.codec].decode(self.bytes(name), entry.shape, entry.dtype)

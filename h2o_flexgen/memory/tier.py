@@ -1,14 +1,9 @@
-"""Tier: a kind of memory. Host memory is the hub: a tier knows how to bring bytes into a host view and how to take them from
-one, so that n tiers are n files and not n * n copy paths.
+"""What the tiers share: an alignment, and a meter of what each holds. Every kind of memory is a file beside this one, with
+`alloc`, `free` and a meter; how data comes to it and goes from it is with the stores that put it there, because each kind of
+data lies there in its own way.
 """
 
 from __future__ import annotations
-
-from typing import Generic, Protocol, TypeVar
-
-from torch import Tensor
-
-Region = TypeVar("Region")
 
 ALIGNMENT = 4096  # of everything that is allocated or lies in a file of ours: what direct disk access asks for
 
@@ -17,23 +12,7 @@ def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-class Tier(Protocol[Region]):
-    """Regions are tensors of bytes on device and host, ranges of a file on disk."""
-
-    meter: Meter[Region]
-
-    def alloc(self, nbytes: int) -> Region: ...
-
-    def free(self, region: Region) -> None: ...
-
-    def read_into(self, region: Region, start: int, out: Tensor) -> None:
-        """Bytes [start, start + out.nbytes) of the region -> a host view."""
-
-    def write_from(self, region: Region, start: int, source: Tensor) -> None:
-        """A host view -> bytes [start, ...) of the region."""
-
-
-class Meter(Generic[Region]):
+class Meter:
     """Counts what a tier holds and the most that it ever held."""
 
     def __init__(self) -> None:

@@ -38,18 +38,13 @@ def create_model(config: Config, dtype: str, sep_layer: bool = True, name: str =
     return model
 
 
-def load_config(name_or_path: str, download: bool = True) -> Config:
-    """Of a local folder, or by hub name: from the hub, or (download off) from the shapes that ship with the package."""
-    is_folder = Path(name_or_path).is_dir()
-    if not is_folder and not download:
-        if (config := known_config(name_or_path)) is None:
-            hint = _nearest(name_or_path) or f"; known are {', '.join(known_names())}"
-            raise ValueError(f"no shapes are known for model {name_or_path!r}{hint}")
-        return config
+def load_config(name_or_path: str) -> Config:
+    """Of a local folder, or by its name from the hub."""
     from h2o_flexgen.models.hub import resolve_model
 
+    name = name_or_path if Path(name_or_path).is_dir() else hub_name(name_or_path) or name_or_path
     try:
-        folder = resolve_model(name_or_path if is_folder else hub_name(name_or_path) or name_or_path, with_weights=False)
+        folder = resolve_model(name, with_weights=False)
     except ValueError as error:
         hint = "" if hub_name(name_or_path) else _nearest(name_or_path)
         raise ValueError(f"{error}{hint}") from error

@@ -112,4 +112,5 @@ def open_checkpoint(folder: Path, cache_dir: Path | None = None, progress: Progr
     if any((folder / name).exists() for name in (TORCH.single, TORCH.index)):
         return Checkpoint(convert(folder, cache_dir, progress))
     looked_for = ", ".join((SAFETENSORS.single, SAFETENSORS.index, TORCH.single, TORCH.index))
-    raise ValueError(f"{folder} has no weights: none of {looked_for} is there; give another folder, or --dummy-weights")
+    advice = "give another folder, or dummy weights (--dummy-weights)"
+    raise ValueError(f"{folder} has no weights: none of {looked_for} is there; {advice}")

@@ -62,6 +62,7 @@ class DummySource:
         if not wanted:
             return {}
         try:
+            self._offload_dir.mkdir(parents=True, exist_ok=True)  # another process may have taken it away again
             require_free_space(self._offload_dir, sum(self._room(tensor) for tensor in wanted), "random weights on disk")
             descriptor, path = tempfile.mkstemp(prefix="h2o_flexgen-weights-", suffix=".bin", dir=self._offload_dir)
             self._files.append(Path(path))

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
 
+from h2o_flexgen.planning.units import format_bytes
+
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 ALIGNMENT = 4096  # what O_DIRECT wants of offsets
@@ -85,7 +87,7 @@ def require_free_space(folder: Path, need_bytes: int, purpose: str) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if need_bytes > free_bytes:
         raise ValueError(
-            f"{purpose} needs {need_bytes / 1e9:.2f} GB, but {folder} has {free_bytes / 1e9:.2f} GB free; "
+            f"{purpose} needs {format_bytes(need_bytes)}, but {folder} has {format_bytes(free_bytes)} free; "
             "free some space or give another folder"
         )
 

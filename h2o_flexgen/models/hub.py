@@ -12,7 +12,7 @@ VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "chat_template*")
 SAFETENSORS_FILES = (SAFETENSORS.single, SAFETENSORS.index, "model-*.safetensors")
 TORCH_FILES = (TORCH.single, TORCH.index, "pytorch_model-*.bin")
 TIMEOUT_SECONDS = 10
-ADVICE = "give a local folder, or --dummy-weights"
+ADVICE = "give a local folder, or dummy weights (--dummy-weights)"
 
 
 def resolve_model(name_or_path: str, with_weights: bool = True) -> Path:

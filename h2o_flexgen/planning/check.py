@@ -10,9 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from h2o_flexgen.planning.schedule import COMPUTE_LANE, Key, Op, Schedule, Task, Visit
+from h2o_flexgen.planning.schedule import WORKERS, Key, Op, Schedule, Task, Visit
 
-ORDERED_LANES = (COMPUTE_LANE, "load", "store", "write")  # "read" has two workers: its order proves nothing
+ORDERED_LANES = tuple(lane for lane, workers in WORKERS.items() if workers == 1)  # the order of others proves nothing
 
 
 class ScheduleError(ValueError):

@@ -5,30 +5,42 @@ The bytes are exact: a test holds them against what a run moved. The seconds are
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 
 from h2o_flexgen.kv.policy import POLICIES, KVPolicy
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.placement import Placement
-from h2o_flexgen.planning.plan import DISK, HOST, Plan
-from h2o_flexgen.planning.schedule import Op, Schedule, Task
+from h2o_flexgen.planning.plan import DISK, HOST
+from h2o_flexgen.planning.planned import PlannedBlock
+from h2o_flexgen.planning.schedule import LANES, Op, Schedule, Task
+from h2o_flexgen.planning.simulate import simulate
+from h2o_flexgen.planning.trace import Trace
 from h2o_flexgen.planning.workload import Block
 
 
 @dataclass(frozen=True)
 class Cost:
-    spec: ModelSpec
-    plan: Plan
-    block: Block
-    placement: Placement
-    schedule: Schedule
+    planned: PlannedBlock
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.planned.spec
+
+    @property
+    def block(self) -> Block:
+        return self.planned.block
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.planned.schedule
 
     @property
     def policy(self) -> KVPolicy:
-        return POLICIES[self.plan.kv_policy]
+        return POLICIES[self.planned.plan.kv_policy]
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -50,7 +62,7 @@ class Cost:
     @cached_property
     def stored_bytes(self) -> tuple[int, ...]:
         """Per layer: bytes of weights that are read from disk."""
-        tiers = self.placement.weights
+        tiers = self.planned.placement.weights
         return tuple(
             sum(tensor.stored_nbytes for _, tensor in layer.tensors if tiers[tensor.name] == DISK) for layer in self.spec.layers
         )
@@ -58,7 +70,7 @@ class Cost:
     @cached_property
     def loaded_bytes(self) -> tuple[int, ...]:
         """Per layer: bytes of weights that an accelerator has to fetch."""
-        tiers = self.placement.weights
+        tiers = self.planned.placement.weights
         return tuple(
             sum(tensor.nbytes for _, tensor in layer.tensors if tiers[tensor.name] in (DISK, HOST))
             for layer in self.spec.layers
@@ -73,12 +85,48 @@ class Cost:
         return batch.size * tokens * self.spec.layers[layer].out_width * self.spec.itemsize
 
     def lane_bytes(self) -> dict[str, int]:
-        """What a whole run of the block moves, lane by lane."""
+        """What a whole run of the block moves, lane by lane, when no row finishes early. Sums, because a long job has more
+        tasks than one would care to walk through: a test holds them against the tasks."""
         moved: Counter[str] = Counter()
-        for task in self.schedule.tasks():
-            if task.op is not Op.COMPUTE:
-                moved[task.lane] += self.nbytes(task)  # type: ignore[assignment]
-        return {lane: round(nbytes) for lane, nbytes in moved.items()}
+        for sums in (self._weight_sums(), self._kv_sums(), self._hidden_sums()):
+            moved.update(sums)
+        return {lane: nbytes for lane, nbytes in moved.items() if nbytes}
+
+    def lane_bytes_until(self, until: Callable[[Task], bool]) -> dict[str, int]:
+        moved: dict[str, float] = defaultdict(float)
+        for task in takewhile(lambda task: not until(task), self.schedule.tasks()):
+            moved[task.lane] += self.nbytes(task)
+        return {lane: round(nbytes) for lane, nbytes in moved.items() if nbytes}
+
+    def _weight_sums(self) -> dict[str, int]:
+        alone = {self.schedule.weight_batch(batch) for batch in range(len(self.block.batches))}
+        passes = self.block.gen_len * len(alone)
+        loaded = sum(self.loaded_bytes) if self.schedule.moves.accelerator else 0
+        return {LANES[Op.READ_W]: passes * sum(self.stored_bytes), LANES[Op.LOAD_W]: passes * loaded}
+
+    def _kv_sums(self) -> Counter[str]:
+        moves, steps, sums = self.schedule.moves, range(1, self.block.gen_len), Counter[str]()
+        for number, batch in enumerate(self.block.batches):
+            fetched = sum(self.policy.held(batch, step) for step in steps)
+            stored = sum(last - first for first, last in (self.policy.changed(batch, step - 1) for step in steps))
+            layers = [layer for layer in self.spec.kv_layers if moves.moves_kv(layer, number)]
+            from_disk = sum(moves.kv_on_disk(layer, number) for layer in layers)
+            linked = len(layers) if moves.accelerator else 0
+            slot_bytes = batch.size * self.spec.kv_bytes_per_slot
+            for op, units in ((Op.READ_KV, from_disk), (Op.LOAD_KV, linked)):
+                sums[LANES[op]] += units * fetched * slot_bytes
+            for op, units in ((Op.WRITE_KV, from_disk), (Op.STORE_KV, linked)):
+                sums[LANES[op]] += units * stored * slot_bytes
+        return sums
+
+    def _hidden_sums(self) -> dict[str, int]:
+        width = sum(layer.out_width for layer in self.spec.layers[:-1])
+        tokens = sum(
+            batch.size * (batch.prompt_len + self.block.gen_len - 1)
+            for number, batch in enumerate(self.block.batches)
+            if self.schedule.moves.moves_hidden(number)
+        )
+        return {LANES[op]: tokens * width * self.spec.itemsize for op in (Op.LOAD_H, Op.STORE_H)}
 
     # -- seconds -------------------------------------------------------------------------------------------------------
 
@@ -94,3 +142,20 @@ class Cost:
         batch = self.block.batches[task.batch]
         rows = batch.size * (batch.prompt_len if task.step == 0 else 1)
         return self.flops(task) / machine.flop_rate(self.spec.dtype, rows) + machine.task_seconds
+
+    def simulated(self, machine: Machine) -> Trace:
+        """The block as it should run on this machine."""
+        return simulate(self.schedule.tasks(), lambda task: self.seconds(task, machine), self.schedule.ahead)
+
+
+def predicted_bytes(blocks: Iterable[PlannedBlock], until: Callable[[Task], bool] | None = None) -> dict[str, int]:
+    """What a run of these blocks moves, lane by lane, when no row finishes early; with `until`, of runs that end at a task."""
+    total: Counter[str] = Counter()
+    alike: dict[object, list[PlannedBlock]] = defaultdict(list)
+    for block in blocks:
+        alike[block.shape].append(block)
+    for first, *others in alike.values():
+        cost = Cost(first)
+        moved = cost.lane_bytes() if until is None else cost.lane_bytes_until(until)
+        total.update({lane: nbytes * (1 + len(others)) for lane, nbytes in moved.items()})
+    return dict(total)

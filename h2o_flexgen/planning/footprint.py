@@ -11,14 +11,17 @@ from dataclasses import dataclass, replace
 
 from h2o_flexgen.kv.policy import POLICIES
 from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.placement import Placement, moves, place
+from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan, Shares
-from h2o_flexgen.planning.schedule import SCHEDULES, Schedule
+from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
+from h2o_flexgen.planning.schedule import Schedule
+from h2o_flexgen.planning.units import format_bytes
 from h2o_flexgen.planning.workload import Batch, Block, Workload
 
 PAGE, LINE = 4096, 64  # what large and small tensors are aligned to
 BUFFERS = 6 + 2 + 1 + 1  # threads that have one: disk threads, both workers of the read lane, the write lane, the caller
 BUFFER_BYTES = (4 << 20) + 2 * PAGE
+DEVICE_LIBRARIES = 64 << 20  # work space that matrix products keep; the context itself is outside of every budget
 SLACK = 1.15  # on the estimate of what the functions of a layer allocate in passing: allocators keep some of it
 
 
@@ -47,17 +50,21 @@ class Footprint:
         )
 
 
-def footprint(
-    spec: ModelSpec, plan: Plan, block: Block, placement: Placement, schedule: Schedule, writes_weights: bool = False
-) -> Footprint:
+def footprint(planned: PlannedBlock, writes_weights: bool = False) -> Footprint:
     """`writes_weights`: the disk share of the weights is not there yet but written for the run (dummy weights)."""
+    spec, block, schedule = planned.spec, planned.block, planned.schedule
     parts: Parts = {tier: defaultdict(int) for tier in TIERS}
-    accelerator = schedule.moves.accelerator
-    compute = DEVICE if accelerator else HOST
-    _add_weights(parts, spec, placement, schedule, compute, writes_weights)
-    _add_kv(parts, spec, plan, block, schedule, compute)
+    compute = DEVICE if schedule.moves.accelerator else HOST
+    _add_weights(parts, spec, planned.placement, schedule, compute, writes_weights)
+    _add_kv(parts, spec, planned.plan, block, schedule, compute)
     _add_hidden(parts, spec, block, schedule, compute)
-    parts[compute]["working space"] = int(SLACK * max(working_bytes(spec, batch, block.gen_len) for batch in block.batches))
+    decoded = max(layer.decoded_nbytes for layer in spec.layers)
+    working = max(working_bytes(spec, batch, block.gen_len) for batch in block.batches)
+    if compute == DEVICE:
+        largest = max((tensor.nbytes for tensor in spec.tensors.values()), default=0)
+        parts[HOST]["loading"] = largest  # one tensor on its way to the device
+        parts[DEVICE]["libraries"] = DEVICE_LIBRARIES
+    parts[compute]["working space"] = int(SLACK * working) + decoded
     largest = max(_kv_row_bytes(spec, batch) for batch in block.batches) if DISK in schedule.moves.kv.values() else 0
     parts[HOST]["disk buffers"] = BUFFERS * max(BUFFER_BYTES, largest)  # weights that stay in memory come through them as well
     return Footprint({tier: dict(held) for tier, held in parts.items()})
@@ -179,15 +186,12 @@ class Request:
     accelerator: bool
     writes_weights: bool = False
 
-    def blocks(self) -> tuple[Block, ...]:
-        return self.workload.blocks(self.plan.gpu_batch_size, self.plan.num_gpu_batches)
-
     def footprint(self) -> Footprint:
-        total = Footprint({})
-        for block in dict.fromkeys(self.blocks()):
-            placement = place(self.spec, self.plan, block)
-            schedule = SCHEDULES[self.plan.schedule](moves(self.spec, self.plan, block, placement, self.accelerator))
-            total = total | footprint(self.spec, self.plan, block, placement, schedule, self.writes_weights)
+        total, met = Footprint({}), set()
+        for planned in plan_blocks(self.spec, self.plan, self.workload, self.accelerator):
+            if planned.shape not in met:
+                met.add(planned.shape)
+                total = total | footprint(planned, self.writes_weights)
         return total
 
 
@@ -198,11 +202,11 @@ def refuse_what_does_not_fit(request: Request, budgets: Budgets) -> Footprint:
         return needed
     budget = budgets.of(tier)
     assert budget is not None
-    held = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in needed.parts[tier].items() if nbytes)
+    held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in needed.parts[tier].items() if nbytes)
     if tier == HOST and budgets.host_base:
-        held += f", process {_size(budgets.host_base)}"
+        held += f", process {format_bytes(budgets.host_base)}"
     raise ValueError(
-        f"plan needs {_size(budgets.needs(needed, tier))} on {tier} ({held}), the budget is {_size(budget)}; "
+        f"plan needs {format_bytes(budgets.needs(needed, tier))} on {tier} ({held}), the budget is {format_bytes(budget)}; "
         + what_would_fit(request, budgets)
     )
 
@@ -213,13 +217,13 @@ def what_would_fit(request: Request, budgets: Budgets) -> str:
     for size in _halves(request.plan.gpu_batch_size):
         plan = replace(request.plan, gpu_batch_size=size)
         if budgets.first_exceeded(replace(request, plan=plan).footprint()) is None:
-            found.append(f"--gpu-batch-size {size}")
+            found.append(f"gpu_batch_size {size}")
             break
     tier = budgets.first_exceeded(request.footprint())
     with_less = (plan for kept in (0.75, 0.5, 0.25, 0.1, 0.0) for plan in _with_less(request.plan, tier, kept))
     for plan in with_less:
         if budgets.first_exceeded(replace(request, plan=plan).footprint()) is None:
-            found.append("--percent " + " ".join(f"{value:g}" for value in plan.percent))
+            found.append("percent " + " ".join(f"{value:g}" for value in plan.percent))
             break
     return "would fit: " + " or ".join(found) if found else "no smaller batch or share fits: give more memory"
 
@@ -249,7 +253,3 @@ def _with_less(plan: Plan, tier: str | None, kept: float) -> Iterator[Plan]:
         yield scaled(kept, kept, to_host=False)
     elif tier == HOST:
         yield scaled(1.0, kept, to_host=False)
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e7 else f"{nbytes / 1e6:.2f} MB"

@@ -11,20 +11,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from h2o_flexgen.quant.codec import CODECS
+from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor: its name in the checkpoint, its shape, the bytes of a value as computed with and as stored on disk."""
+    """One tensor: its name in the checkpoint, its shape, the bytes of a value as computed with and as stored on disk, and how
+    the values are written down: in memory and on the way, and in the file."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
     stored_itemsize: int
-    codec: str = "plain"
+    codec: str = PLAIN
+    stored_codec: str = PLAIN
 
     @property
     def numel(self) -> int:
@@ -37,7 +39,12 @@ class TensorSpec:
 
     @property
     def stored_nbytes(self) -> int:
-        return CODECS[self.codec].nbytes(self.shape, self.stored_itemsize)
+        return CODECS[self.stored_codec].nbytes(self.shape, self.stored_itemsize)
+
+    @property
+    def decoded_nbytes(self) -> int:
+        """Held beside the bytes of the codec while the tensor is computed with."""
+        return 0 if CODECS[self.codec].is_view else self.numel * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,10 @@ class LayerSpec:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for _, tensor in self.tensors)
+
+    @property
+    def decoded_nbytes(self) -> int:
+        return sum(tensor.decoded_nbytes for _, tensor in self.tensors)
 
     @property
     def matmul_values(self) -> int:

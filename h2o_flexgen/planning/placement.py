@@ -93,8 +93,6 @@ def _weight_sizes(spec: ModelSpec) -> dict[str, int]:
 
 
 def _kv_sizes(spec: ModelSpec, plan: Plan, block: Block) -> dict[tuple[int, int], int]:
-    if plan.kv_policy not in POLICIES:
-        raise ValueError(f"unknown kv_policy {plan.kv_policy!r}; known are {', '.join(POLICIES)}")
     policy = POLICIES[plan.kv_policy]
     batches = [batch.size * policy.capacity(batch, block.gen_len) * spec.kv_bytes_per_slot for batch in block.batches]
     return {(layer, batch): size for layer in spec.kv_layers for batch, size in enumerate(batches)}

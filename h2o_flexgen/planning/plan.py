@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
+
+from h2o_flexgen.kv.policy import POLICIES
+from h2o_flexgen.planning.hints import did_you_mean
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 TIERS = (DEVICE, HOST, DISK)
+NOT_YET = ("h2o",)  # policies that people ask for by the project's name
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,18 @@ class Plan:
         for name in ("gpu_batch_size", "num_gpu_batches", "slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        from h2o_flexgen.planning.schedule import SCHEDULES  # schedules take the names of the tiers from this file
+
+        _require_known("schedule", self.schedule, SCHEDULES)
+        _require_known("kv_policy", self.kv_policy, POLICIES)
 
     @classmethod
     def create(cls, **options: object) -> Plan:
-        """Like the constructor, but an unknown key is an error that names the nearest known one."""
+        """Like the constructor, but an unknown option is an error that names the nearest known one."""
         known = [field.name for field in fields(cls)]
-        for key in options:
-            if key not in known:
-                near = get_close_matches(key, known, n=1)
-                raise ValueError(f"unknown plan option {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        for name in options:
+            if name not in known:
+                raise ValueError(f"unknown plan option {name!r}{did_you_mean(name, known)}")
         return cls(**options)  # type: ignore[arg-type]
 
     @property
@@ -71,16 +77,29 @@ class Plan:
     def with_percent(self, percent: Sequence[float]) -> Plan:
         """FlexGen's six numbers: weights, KV, activations, each as per cent on GPU and in CPU memory; the rest is disk."""
         if len(percent) != 6:
-            raise ValueError(f"--percent takes six numbers, got {len(percent)}: {list(percent)}")
+            raise ValueError(f"percent takes six numbers, got {len(percent)}: {list(percent)}")
         shares = []
         for name, gpu, cpu in zip(("weights", "KV", "activations"), percent[0::2], percent[1::2], strict=True):
             if gpu < 0 or cpu < 0 or gpu + cpu > 100:
                 raise ValueError(
-                    f"--percent for {name} is {gpu:g} (GPU) and {cpu:g} (CPU): "
+                    f"percent for {name} is {gpu:g} (GPU) and {cpu:g} (CPU): "
                     "neither may be negative and together they may not exceed 100"
                 )
             shares.append(Shares(gpu / 100, cpu / 100))
         return replace(self, weights=shares[0], kv=shares[1], hidden=shares[2])
+
+    @property
+    def has_own_slots(self) -> bool:
+        """Has the schedule a number of slots that nobody can choose?"""
+        from h2o_flexgen.planning.schedule import SCHEDULES, Moves  # as above
+
+        return SCHEDULES[self.schedule](Moves(steps=1, layers=1, batches=1, slots=1)).slots > 1
+
+    def without_overlap(self) -> Plan:
+        """One slot: fetch, compute and store one after the other."""
+        if self.has_own_slots:
+            raise ValueError(f"schedule {self.schedule} cannot do without overlap: it has slots of its own; choose another")
+        return replace(self, slots=1)
 
     def folded(self) -> Plan:
         return replace(self, weights=self.weights.folded(), kv=self.kv.folded(), hidden=self.hidden.folded())
@@ -90,3 +109,9 @@ class Plan:
         return tuple(
             round(100 * value, 4) for share in (self.weights, self.kv, self.hidden) for value in (share.device, share.host)
         )
+
+
+def _require_known(name: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        what = "is not there yet" if value in NOT_YET else "is unknown"
+        raise ValueError(f"{name} {value!r} {what}; known: {', '.join(known)}{did_you_mean(value, known)}")

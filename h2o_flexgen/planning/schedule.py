@@ -47,6 +47,10 @@ LANES: Mapping[Op, str] = {
 }
 
 
+# The tail of one disk read leaves readers idle that the next can use. In all other lanes one task ends before the next begins.
+WORKERS: Mapping[str, int] = {**dict.fromkeys(LANES.values(), 1), "read": 2}
+
+
 class Key(NamedTuple):
     """What names a task. For READ_W and LOAD_W `batch` is the slice when the schedule cuts layers, else the visit's batch."""
 
@@ -69,6 +73,11 @@ class Task(NamedTuple):
     @property
     def key(self) -> Key:
         return Key(*self[:4])
+
+    @property
+    def visit(self) -> Visit:
+        """That it belongs to."""
+        return Visit(self.step, self.layer, self.batch)
 
     @property
     def lane(self) -> str:
@@ -179,11 +188,11 @@ class Schedule:
 
     # -- what is where -----------------------------------------------------------------------------------------------
 
-    def slot(self, step: int, layer: int, batch: int) -> int:
-        return self.number(step, layer, batch) % self.slots
+    def slot(self, visit: Visit) -> int:
+        return self.number(*visit) % self.slots
 
-    def weight_slot(self, step: int, layer: int, batch: int) -> int:
-        return self.weight_number(step, layer, batch) % self.weight_slots
+    def weight_slot(self, visit: Visit) -> int:
+        return self.weight_number(*visit) % self.weight_slots
 
     def touches(self, task: Task | Key) -> list[Touch]:
         """The slots that a task works in. A slot has one user at a time: that is what `check` proves."""
@@ -229,13 +238,13 @@ class _Issuer:
 
     def weights_read(self, step: int, layer: int, batch: int) -> Iterator[Task]:
         if self.moves.reads_weights(layer):
-            slot = self.schedule.weight_slot(step, layer, batch)
+            slot = self.schedule.weight_slot(Visit(step, layer, batch))
             yield Task(Op.READ_W, step, layer, batch, self._freed("weights.host", slot))
 
     def weights_loaded(self, step: int, layer: int, batch: int) -> Iterator[Task]:
         if not self.moves.loads_weights(layer):
             return
-        slot = self.schedule.weight_slot(step, layer, batch)
+        slot = self.schedule.weight_slot(Visit(step, layer, batch))
         needs = self._freed("weights.device", slot)
         if self.moves.reads_weights(layer):
             needs += (Key(Op.READ_W, step, layer, batch),)
@@ -246,7 +255,7 @@ class _Issuer:
         step, layer, batch = visit
         if step == 0 or not self.moves.moves_kv(layer, batch):
             return
-        slot = self.schedule.slot(*visit)
+        slot = self.schedule.slot(visit)
         came = (Key(Op.STORE_KV, step - 1, layer, batch),)
         if self.moves.kv_on_disk(layer, batch):
             yield Task(Op.READ_KV, *visit, (*self._freed("kv.host", slot), Key(Op.WRITE_KV, step - 1, layer, batch)))
@@ -258,18 +267,18 @@ class _Issuer:
         step, layer, batch = visit
         if layer > 0 and self.moves.moves_hidden(batch):
             stored = (Key(Op.STORE_H, step, layer - 1, batch),)
-            yield Task(Op.LOAD_H, *visit, self._freed("hidden", self.schedule.slot(*visit)) + stored)
+            yield Task(Op.LOAD_H, *visit, self._freed("hidden", self.schedule.slot(visit)) + stored)
 
     def computed(self, visit: Visit) -> Iterator[Task]:
         step, layer, batch = visit
         needs = self._previous(visit) + self._weights_needed(visit)
         if self.moves.moves_kv(layer, batch):
             if step == 0:
-                needs += self._freed("kv.device" if self.moves.accelerator else "kv.host", self.schedule.slot(*visit))
+                needs += self._freed("kv.device" if self.moves.accelerator else "kv.host", self.schedule.slot(visit))
             else:
                 needs += (Key(Op.LOAD_KV if self.moves.accelerator else Op.READ_KV, *visit),)
         if self.moves.moves_hidden(batch):
-            needs += (Key(Op.LOAD_H, *visit),) if layer else self._freed("hidden", self.schedule.slot(*visit))
+            needs += (Key(Op.LOAD_H, *visit),) if layer else self._freed("hidden", self.schedule.slot(visit))
         yield Task(Op.COMPUTE, *visit, needs)
         self._free_after_compute(visit)
 
@@ -280,7 +289,7 @@ class _Issuer:
             yield Task(Op.STORE_H, *visit, ready)
         if not self.moves.moves_kv(layer, batch) or self._is_last_step(step):
             return  # nobody reads the KV of the last step
-        slot, on_disk = self.schedule.slot(*visit), self.moves.kv_on_disk(layer, batch)
+        slot, on_disk = self.schedule.slot(visit), self.moves.kv_on_disk(layer, batch)
         if self.moves.accelerator:
             free = self._freed("kv.host", slot) if on_disk and step == 0 else ()
             yield Task(Op.STORE_KV, *visit, ready + free)
@@ -319,11 +328,11 @@ class _Issuer:
     def _free_after_compute(self, visit: Visit) -> None:
         """Whatever this COMPUTE was the last to use is free after it, or after the tasks that carry its results away."""
         step, layer, batch = visit
-        key, slot, moves = (Key(Op.COMPUTE, *visit),), self.schedule.slot(*visit), self.moves
+        key, slot, moves = (Key(Op.COMPUTE, *visit),), self.schedule.slot(visit), self.moves
         if moves.loads_weights(layer):
-            self.freed_by["weights.device", self.schedule.weight_slot(*visit)] = key
+            self.freed_by["weights.device", self.schedule.weight_slot(visit)] = key
         elif moves.reads_weights(layer):
-            self.freed_by["weights.host", self.schedule.weight_slot(*visit)] = key
+            self.freed_by["weights.host", self.schedule.weight_slot(visit)] = key
         if moves.moves_kv(layer, batch):
             last = self._is_last_step(step)
             if moves.accelerator:

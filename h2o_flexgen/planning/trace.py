@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ class Span(NamedTuple):
 @dataclass(frozen=True)
 class Trace:
     spans: tuple[Span, ...]
+    earlier: Mapping[str, tuple[float, int]] = field(default_factory=dict)  # lane -> busy seconds and bytes of spans let go
 
     @property
     def makespan(self) -> float:
@@ -44,13 +45,13 @@ class Trace:
     @property
     def lanes(self) -> tuple[str, ...]:
         """Those that did something, in the order in which data passes through them."""
-        used = {span.lane for span in self.spans}
+        used = {span.lane for span in self.spans} | set(self.earlier)
         order = list(dict.fromkeys(LANES.values()))
         return tuple(sorted(used, key=lambda lane: (order.index(lane) if lane in order else len(order), lane)))
 
     def busy_seconds(self, lane: str) -> float:
         """Seconds in which the lane did at least one task: two at once count once."""
-        total, reached = 0.0, 0.0
+        total, reached = self.earlier.get(lane, (0.0, 0))[0], 0.0
         for start, end in sorted((span.start, span.end) for span in self.spans if span.lane == lane):
             total += max(0.0, end - max(start, reached))
             reached = max(reached, end)
@@ -61,7 +62,12 @@ class Trace:
         return {lane: self.busy_seconds(lane) / makespan if makespan else 0.0 for lane in self.lanes}
 
     def moved_bytes(self, lane: str) -> int:
-        return sum(span.bytes for span in self.spans if span.lane == lane)
+        return self.earlier.get(lane, (0.0, 0))[1] + sum(span.bytes for span in self.spans if span.lane == lane)
+
+    def with_latest(self, count: int) -> Trace:
+        """Only the latest spans, with what the lanes did before as sums: a long job has more spans than one would keep."""
+        gone = Trace(self.spans[:-count], self.earlier)
+        return Trace(self.spans[-count:], {lane: (gone.busy_seconds(lane), gone.moved_bytes(lane)) for lane in gone.lanes})
 
     def step_ends(self) -> list[float]:
         """When the last COMPUTE of each step ended: the differences are the times of the decode steps."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Plain:
     name: str = "plain"
+    is_view: bool = True
 
     def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         return prod(shape) * itemsize

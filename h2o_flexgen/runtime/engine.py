@@ -15,45 +15,25 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kv.policy import POLICIES
-from h2o_flexgen.memory.device import Device, DeviceTier
-from h2o_flexgen.memory.disk import DiskTier, Files, OffloadFolder
-from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models import base
 from h2o_flexgen.models.checkpoint import WeightSource
-from h2o_flexgen.planning.placement import moves, place, place_weights
+from h2o_flexgen.planning.placement import place_weights
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.schedule import SCHEDULES, Op, Schedule, Task
+from h2o_flexgen.planning.planned import PlannedBlock
+from h2o_flexgen.planning.schedule import Op, Schedule, Task
 from h2o_flexgen.planning.trace import Trace
 from h2o_flexgen.planning.workload import Batch, Block
 from h2o_flexgen.runtime.executor import Executor
 from h2o_flexgen.runtime.hidden import HiddenStore
 from h2o_flexgen.runtime.kvstore import KVStore
+from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.rows import BatchRows, OnToken
 from h2o_flexgen.runtime.sampling import Sampler
-from h2o_flexgen.runtime.tokens import RowState
 from h2o_flexgen.runtime.weights import WeightStore
 
 OnVisit = Callable[[Task, int], None]  # a COMPUTE is over; tokens picked so far in its block
 Until = Callable[[Task], bool]
-
-
-class Memories:
-    """The device, the tiers and the disk threads of an engine: opened once, closed whatever happens."""
-
-    def __init__(self, device: Device, offload_folder: Path, pin_host: bool = True) -> None:
-        self.device = device
-        self.host = HostTier(pinned=pin_host and device.accelerator)
-        self.compute: HostTier | DeviceTier = device.memory(self.host)
-        self._folder = OffloadFolder(offload_folder)
-        self.files = Files()
-        self.disk = DiskTier(self.files, offload_folder)
-
-    def close(self) -> None:
-        self.device.settle()
-        self.host.trim()
-        self.files.close()
-        self.disk.close()
-        self._folder.close()
 
 
 @dataclass(frozen=True)
@@ -123,10 +103,7 @@ class Engine:
         return self._weights.files
 
     def schedule(self, block: Block) -> Schedule:
-        placement = place(self._spec, self._plan, block)
-        return SCHEDULES[self._plan.schedule](
-            moves(self._spec, self._plan, block, placement, self._memories.device.accelerator)
-        )
+        return PlannedBlock.of(self._spec, self._plan, block, self._memories.device.accelerator).schedule
 
     def run(
         self,
@@ -195,18 +172,18 @@ class Engine:
     def _compute(self, task: Task, state: _Progress) -> None:
         """One layer on one batch."""
         rows, layer = state.rows[task.batch], self._spec.layers[task.layer]
-        weights = self._weights.views(task.step, task.layer, task.batch)
+        weights = self._weights.views(task.visit)
         if layer.kind == "embed":
-            state.hidden.put(task.batch, self._model.embed(rows.tokens, rows.now.positions, weights))
+            state.hidden.put(task, self._model.embed(rows.tokens, rows.now.positions, weights))
             return
         hidden = state.hidden.take(task.batch)
         if layer.kind == "head":
             logits = self._model.head(rows.last_hidden(hidden), weights)
             state.count(task.step, rows.advance(logits, state.sampler, task.step, state.on_token))
         elif layer.kind == "mlp":
-            state.hidden.put(task.batch, self._model.mlp(hidden, weights))
+            state.hidden.put(task, self._model.mlp(hidden, weights))
         else:
-            state.hidden.put(task.batch, self._attend_layer(task, layer.kind, state, hidden, weights))
+            state.hidden.put(task, self._attend_layer(task, layer.kind, state, hidden, weights))
 
     def _attend_layer(self, task: Task, kind: str, state: _Progress, hidden: Tensor, weights: dict[str, Tensor]) -> Tensor:
         rows = state.rows[task.batch]

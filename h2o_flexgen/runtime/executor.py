@@ -16,11 +16,11 @@ from queue import SimpleQueue
 import torch
 
 from h2o_flexgen.memory.device import Device, Marker
-from h2o_flexgen.planning.schedule import COMPUTE_LANE, LANES, Key, Op, Task
-from h2o_flexgen.planning.trace import Span, Trace
+from h2o_flexgen.planning.schedule import COMPUTE_LANE, LANES, WORKERS, Key, Op, Task
+from h2o_flexgen.planning.trace import Trace
+from h2o_flexgen.runtime.recorder import Recorder
 
 Action = Callable[[Task], int]  # does the task and returns the bytes that it moved
-WORKERS = {"read": 2}  # the tail of one disk read leaves readers idle that the next can use; other lanes have one worker
 ON_HOST = frozenset({Op.READ_W, Op.READ_KV, Op.WRITE_KV})  # touch host memory from the CPU: must see what they need in place
 
 
@@ -37,10 +37,10 @@ class _Pending:
 class TaskFailed(RuntimeError):
     """An action raised. The message names the task; the error itself is `cause`."""
 
-    def __init__(self, task: Task, cause: BaseException) -> None:
+    def __init__(self, doing: Task | str, cause: BaseException) -> None:
         kind = "" if isinstance(cause, (OSError, MemoryError, ValueError)) else f"{type(cause).__name__}: "
-        super().__init__(f"{kind}{cause} (while running {task})")
-        self.task = task
+        super().__init__(f"{kind}{cause} (while running {doing})")
+        self.doing = doing
         self.cause = cause
 
 
@@ -52,16 +52,13 @@ class Executor:
         self._pending: dict[Key, _Pending] = {}  # a key that is missing here is done
         self._queues: dict[str, SimpleQueue[Task | None]] = {}
         self._threads: list[tuple[threading.Thread, threading.Event]] = []
-        self._failure: tuple[Task, BaseException] | None = None
+        self._failure: tuple[Task | str, BaseException] | None = None
         self._stopped = False
-        self._spans: list[Span] = []
-        self._marked: list[tuple[Task, Marker, Marker, int]] = []
 
     def run(self, tasks: Iterable[Task]) -> Trace:
         self._device.settle()  # weights and buffers were prepared on another stream than those of the lanes
-        self._started_at = time.perf_counter()
         with self._device.stream(COMPUTE_LANE):
-            self._first_marker = self._device.mark()
+            self._recorder = Recorder(self._device, time.perf_counter(), self._device.mark())
             try:
                 self._start_lanes()
                 self._issue(tasks)
@@ -72,7 +69,8 @@ class Executor:
                 self._end_lanes()
                 self._device.settle()
         self._raise_failure()
-        return self._trace()
+        self._collect()
+        return self._recorder.trace()
 
     # -- the caller's thread -----------------------------------------------------------------------------------------
 
@@ -84,12 +82,21 @@ class Executor:
             if task.op is Op.COMPUTE:
                 computes.append(task)
                 if len(computes) > self._ahead:
-                    self._perform(computes.popleft())
+                    self._compute(computes.popleft())
             else:
                 self._queues[task.lane].put(task)
         while computes:
-            self._perform(computes.popleft())
+            self._compute(computes.popleft())
             self._raise_failure()
+
+    def _compute(self, task: Task) -> None:
+        self._perform(task)
+        self._collect()
+
+    def _collect(self) -> None:
+        """What has ended is forgotten here and remembered there: neither may grow with the length of a job."""
+        for key in self._recorder.collect():
+            self._pending.pop(key, None)
 
     def _abandon(self) -> None:
         """Nothing more is done; whoever waits for a task that will never run is let go."""
@@ -100,17 +107,18 @@ class Executor:
     def _raise_failure(self) -> None:
         if self._failure is None:
             return
-        task, error = self._failure
+        doing, error = self._failure
+        self._failure = None  # or the error's traceback and this object would keep each other, and all buffers, alive
         if isinstance(error, KeyboardInterrupt):
             raise error
-        raise TaskFailed(task, error) from error
+        raise TaskFailed(doing, _out_of_memory(error) or error) from error
 
     # -- the lanes ---------------------------------------------------------------------------------------------------
 
     def _start_lanes(self) -> None:
         self._queues = {lane: SimpleQueue() for lane in sorted(set(LANES.values()) - {COMPUTE_LANE})}
         for lane in self._queues:
-            for worker in range(WORKERS.get(lane, 1)):
+            for worker in range(WORKERS[lane]):
                 ended = threading.Event()
                 name = f"lane-{lane}-{worker}"
                 thread = threading.Thread(target=self._work, args=(lane, ended), name=name, daemon=True)
@@ -123,7 +131,7 @@ class Executor:
         while not all(ended.is_set() for _, ended in self._threads):
             try:
                 for lane, queue in self._queues.items():
-                    for _ in range(WORKERS.get(lane, 1)):
+                    for _ in range(WORKERS[lane]):
                         queue.put(None)
                 for _, ended in self._threads:
                     ended.wait()  # not join: when that is interrupted the thread counts as ended
@@ -140,6 +148,9 @@ class Executor:
             with torch.inference_mode(), self._device.stream(lane):  # a mode of the thread: the caller's does not reach here
                 while (task := self._queues[lane].get()) is not None:
                     self._perform(task)
+        except BaseException as error:  # not of a task, which are caught below: of the lane's stream
+            self._failure = self._failure or (f"lane {lane}", error)
+            self._abandon()
         finally:
             ended.set()
 
@@ -179,16 +190,13 @@ class Executor:
         last = None if task.op in ON_HOST else self._device.mark()
         if first is not None and last is not None:
             pending.marker = last
-            self._marked.append((task, first, last, moved))
+            self._recorder.add_marked(task, first, last, moved)
         else:
-            begun = start - self._started_at
-            self._spans.append(Span(task.key, task.lane, begun, time.perf_counter() - self._started_at, moved))
+            self._recorder.add(task, start, time.perf_counter(), moved)
 
-    # -- what happened -----------------------------------------------------------------------------------------------
 
-    def _trace(self) -> Trace:
-        for task, first, last, moved in self._marked:
-            assert self._first_marker is not None
-            begun, ended = (self._device.seconds_between(self._first_marker, marker) for marker in (first, last))
-            self._spans.append(Span(task.key, task.lane, begun, ended, moved))
-        return Trace(tuple(sorted(self._spans, key=lambda span: span.start)))
+def _out_of_memory(error: BaseException) -> MemoryError | None:
+    """Torch has errors of its own for what is a MemoryError everywhere else."""
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return MemoryError(f"{str(error).splitlines()[0]} Lower the batch size, or the shares of the tier that is full")
+    return None

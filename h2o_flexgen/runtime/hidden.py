@@ -2,89 +2,92 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import numpy
 import torch
 from torch import Tensor
 
 from h2o_flexgen.memory.disk import DiskRegion, numpy_of
+from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.memory.ring import Ring
 from h2o_flexgen.memory.tier import aligned
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import DISK
 from h2o_flexgen.planning.schedule import Schedule, Task
 from h2o_flexgen.planning.workload import Batch, Block
-from h2o_flexgen.runtime.weights import Memories
 
 
 class HiddenStore:
     def __init__(self, spec: ModelSpec, block: Block, schedule: Schedule, memories: Memories) -> None:
         self._schedule = schedule
         self._memories = memories
-        self._disk = memories.disk
         self._dtype = DTYPES[spec.dtype]
         self._now: dict[int, Tensor] = {}  # batch -> where it is computed with
         self._shapes: dict[int, torch.Size] = {}
-        self._homes: dict[int, Tensor | DiskRegion] = {}
-        self._host_ring: list[Tensor] = []
-        self._device_ring: list[Tensor] = []
+        self._on_host: dict[int, Tensor] = {}
+        self._on_disk: dict[int, DiskRegion] = {}
         sizes = {place: _bytes(spec, batch) for place, batch in enumerate(block.batches) if schedule.moves.moves_hidden(place)}
-        try:
-            self._allocate(sizes)
-        except BaseException:  # a full disk, for one: what was reserved so far goes back
-            self.close()
-            raise
+        with ExitStack() as held:  # when the disk is full, for one, what was reserved so far goes back
+            self._allocate(held, sizes)
+            self._held = held.pop_all()
 
-    def _allocate(self, sizes: dict[int, int]) -> None:
+    def _allocate(self, held: ExitStack, sizes: dict[int, int]) -> None:
+        moves, memories = self._schedule.moves, self._memories
         for batch, nbytes in sizes.items():
-            self._homes[batch] = (self._disk if self._on_disk(batch) else self._memories.host).alloc(nbytes)
-        slots, largest = self._schedule.slots if sizes else 0, max(sizes.values(), default=0)
-        if any(map(self._on_disk, sizes)):
-            self._host_ring = [self._memories.host.alloc(largest) for _ in range(slots)]
-        if self._memories.device.accelerator:
-            self._device_ring = [self._memories.compute.alloc(largest) for _ in range(slots)]
+            if moves.hidden[batch] == DISK:
+                self._on_disk[batch] = memories.disk.alloc(nbytes)
+                held.callback(memories.disk.free, self._on_disk[batch])
+            else:
+                self._on_host[batch] = memories.host.alloc(nbytes)
+                held.callback(memories.host.free, self._on_host[batch])
+        slots, largest = self._schedule.slots, max(sizes.values(), default=0)
+        self._host_ring = Ring(memories.host, slots, largest if self._on_disk else 0)
+        held.callback(self._host_ring.free)
+        self._device_ring = Ring(memories.compute, slots, largest if moves.accelerator else 0)
+        held.callback(self._device_ring.free)
 
     def close(self) -> None:
-        for batch, home in self._homes.items():
-            (self._disk if self._on_disk(batch) else self._memories.host).free(home)  # type: ignore[arg-type]
-        for region in self._host_ring:
-            self._memories.host.free(region)
-        for region in self._device_ring:
-            self._memories.compute.free(region)
-        self._homes.clear()
+        self._held.close()
         self._now.clear()
 
     def take(self, batch: int) -> Tensor:
         return self._now[batch]
 
-    def put(self, batch: int, hidden: Tensor) -> None:
-        self._now[batch] = hidden
+    def put(self, task: Task, hidden: Tensor) -> None:
+        """What goes home from a device is put into its slot first: its own memory is then free when the layer is done, and
+        not only when the copy has been made, which the launching of layers may be far ahead of."""
+        if self._device_ring and self._schedule.moves.moves_hidden(task.batch):
+            hidden = self._view(self._device_ring[self._schedule.slot(task.visit)], hidden.shape).copy_(hidden)
+        self._now[task.batch] = hidden
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
     def store(self, task: Task) -> int:
         hidden = self._now.pop(task.batch).contiguous()
         self._shapes[task.batch] = hidden.shape
-        home = self._homes[task.batch]
-        if isinstance(home, Tensor):
-            self._view(home, hidden.shape).copy_(hidden, non_blocking=True)
-            self._memories.device.keep(hidden)
-            return hidden.nbytes
-        if self._device_ring:
-            staged = self._view(self._host_ring[self._schedule.slot(*task[1:4])], hidden.shape)
-            staged.copy_(hidden)  # waits: the disk reads host memory
-            hidden = staged
-        scratch = self._disk.scratch(hidden.nbytes)
-        numpy.copyto(numpy_of(self._view(scratch, hidden.shape)), numpy_of(hidden))
-        self._disk.write_from(home, 0, scratch)
+        if task.batch in self._on_disk:
+            self._write(task, hidden)
+        else:
+            self._view(self._on_host[task.batch], hidden.shape).copy_(hidden, non_blocking=True)
         return hidden.nbytes
 
+    def _write(self, task: Task, hidden: Tensor) -> None:
+        if self._device_ring:
+            staged = self._view(self._host_ring[self._schedule.slot(task.visit)], hidden.shape)
+            hidden = staged.copy_(hidden)  # waits: the disk reads host memory
+        scratch = self._memories.disk.scratch(hidden.nbytes)
+        numpy.copyto(numpy_of(self._view(scratch, hidden.shape)), numpy_of(hidden))
+        self._memories.disk.write_from(self._on_disk[task.batch], 0, scratch)
+
     def load(self, task: Task) -> int:
-        shape, home, slot = self._shapes[task.batch], self._homes[task.batch], self._schedule.slot(*task[1:4])
-        region = home
-        if isinstance(region, DiskRegion):
-            region = self._host_ring[slot]
-            self._disk.read_into(self._homes[task.batch], 0, region[: aligned(self._view(region, shape).nbytes)])  # type: ignore[arg-type]
-        hidden = self._view(region, shape)
+        shape, slot = self._shapes[task.batch], self._schedule.slot(task.visit)
+        if task.batch in self._on_disk:
+            hidden = self._view(self._host_ring[slot], shape)
+            self._memories.disk.read_into(self._on_disk[task.batch], 0, self._host_ring[slot][: aligned(hidden.nbytes)])
+        else:
+            hidden = self._view(self._on_host[task.batch], shape)
         if self._device_ring:
             hidden = self._view(self._device_ring[slot], shape).copy_(hidden, non_blocking=True)
         self._now[task.batch] = hidden
@@ -92,9 +95,6 @@ class HiddenStore:
 
     def _view(self, region: Tensor, shape: torch.Size) -> Tensor:
         return region[: shape.numel() * self._dtype.itemsize].view(self._dtype).view(shape)
-
-    def _on_disk(self, batch: int) -> bool:
-        return self._schedule.moves.hidden[batch] == DISK
 
 
 def _bytes(spec: ModelSpec, batch: Batch) -> int:

@@ -8,6 +8,7 @@ token by token, so that what is held is one range from the start and a step's ne
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy
@@ -16,26 +17,25 @@ from torch import Tensor
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.policy import KVPolicy
 from h2o_flexgen.memory.device import DeviceTier
-from h2o_flexgen.memory.disk import CHUNK_BYTES, DiskRegion, DiskTier, numpy_of
+from h2o_flexgen.memory.disk import CHUNK_BYTES, DiskRegion, numpy_of
 from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.memory.ring import Ring
 from h2o_flexgen.memory.tier import aligned
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import DISK, HOST
 from h2o_flexgen.planning.schedule import Schedule, Task
 from h2o_flexgen.planning.workload import Batch, Block
 from h2o_flexgen.runtime.rows import BatchRows
-from h2o_flexgen.runtime.weights import Memories
 
-SlotAction = Callable[["Unit", numpy.ndarray, int, int], None]
+SlotAction = Callable[[DiskRegion, numpy.ndarray, int, int], None]
 
 
 @dataclass
 class Unit:
     """The KV of one (layer, batch), as it lies at home."""
 
-    tier: str
-    home: Tensor | DiskRegion
     batch: Batch  # the rows in it
     generation: int = 0  # how often its rows were filled up
     changed: tuple[int, int] = (0, 0)  # slots that the last COMPUTE wrote
@@ -48,63 +48,54 @@ class KVStore:
         self._block = block
         self._schedule = schedule
         self._memories = memories
-        self._disk = memories.disk
         self._dtype = DTYPES[spec.dtype]
         self._accelerator = memories.device.accelerator
-        self._units: dict[tuple[int, int], Unit] = {}
-        self._host_ring: list[Tensor] = []
-        self._device_ring: list[Tensor] = []
-        try:
-            self._allocate()
-        except BaseException:  # a full disk, for one: what was reserved so far goes back
-            self.close()
-            raise
+        self._units = {(layer, batch): Unit(block.batches[batch]) for layer, batch in schedule.moves.kv}
+        self._in_memory: dict[tuple[int, int], Tensor] = {}  # homes on device or host
+        self._on_disk: dict[tuple[int, int], DiskRegion] = {}
+        with ExitStack() as held:  # when the disk is full, for one, what was reserved so far goes back
+            self._allocate(held)
+            self._held = held.pop_all()
 
-    def _allocate(self) -> None:
-        moves = self._schedule.moves
+    def _allocate(self, held: ExitStack) -> None:
+        moves, memories = self._schedule.moves, self._memories
         for place, tier in moves.kv.items():
             batch = self._block.batches[place[1]]
-            self._units[place] = Unit(tier, self._home(tier, batch), batch)
-        self._host_ring = self._ring(self._memories.host, DISK in moves.kv.values())
+            if tier == DISK:
+                self._on_disk[place] = memories.disk.alloc(self._slots_at_most(batch) * self._row_bytes(batch.size))
+                held.callback(memories.disk.free, self._on_disk[place])
+            else:
+                memory = memories.host if tier == HOST else memories.compute
+                self._in_memory[place] = memory.alloc(self._image_bytes(batch))
+                held.callback(memory.free, self._in_memory[place])
+        self._host_ring = self._ring(held, memories.host, bool(self._on_disk))
         moved = any(moves.moves_kv(*place) for place in self._units)
-        self._device_ring = self._ring(self._memories.compute, moved and self._accelerator)
+        self._device_ring = self._ring(held, memories.compute, moved and self._accelerator)
+
+    def _ring(self, held: ExitStack, memory: HostTier | DeviceTier, needed: bool) -> Ring:
+        """Zeroed: slots that a row does not fill are masked, but 0 * NaN of an earlier user would still be NaN."""
+        ring = Ring(memory, self._schedule.slots, max(map(self._image_bytes, self._block.batches)) if needed else 0)
+        held.callback(ring.free)
+        ring.zero()
+        return ring
 
     def close(self) -> None:
-        for unit in self._units.values():
-            self._memory_of(unit.tier).free(unit.home)  # type: ignore[arg-type]
-        for region in self._host_ring:
-            self._memories.host.free(region)
-        for region in self._device_ring:
-            self._memories.compute.free(region)
-        self._units.clear()
+        self._held.close()
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def capacity(self, batch: int) -> int:
-        return self._policy.capacity(self._block.batches[batch], self._block.gen_len)
+        return self._slots_at_most(self._block.batches[batch])
+
+    def _slots_at_most(self, batch: Batch) -> int:
+        return self._policy.capacity(batch, self._block.gen_len)
 
     def _image_bytes(self, batch: Batch) -> int:
-        return self._policy.capacity(batch, self._block.gen_len) * batch.size * self._spec.kv_bytes_per_slot
+        return self._slots_at_most(batch) * batch.size * self._spec.kv_bytes_per_slot
 
-    def _row_bytes(self, batch: Batch) -> int:
+    def _row_bytes(self, rows: int) -> int:
         """One slot of all rows, as it lies on disk: padded, so that any range of slots can be read and written directly."""
-        return aligned(batch.size * self._spec.kv_bytes_per_slot)
-
-    def _home(self, tier: str, batch: Batch) -> Tensor | DiskRegion:
-        nbytes = self._image_bytes(batch)
-        if tier == DISK:
-            nbytes = self._policy.capacity(batch, self._block.gen_len) * self._row_bytes(batch)
-        return self._memory_of(tier).alloc(nbytes)
-
-    def _memory_of(self, tier: str) -> DiskTier | HostTier | DeviceTier:
-        if tier == DISK:
-            return self._disk
-        return self._memories.host if tier == HOST else self._memories.compute
-
-    def _ring(self, memory: HostTier | DeviceTier, needed: bool) -> list[Tensor]:
-        """Zeroed: slots that a row does not fill are masked, but 0 * NaN of an earlier user would still be NaN."""
-        nbytes = max(self._image_bytes(batch) for batch in self._block.batches)
-        return [memory.alloc(nbytes).zero_() for _ in range(self._schedule.slots)] if needed else []
+        return aligned(rows * self._spec.kv_bytes_per_slot)
 
     def _image(self, region: Tensor, batch: int) -> Tensor:
         """(2, rows, kv_heads, slots, head_dim) over the bytes of a region."""
@@ -120,7 +111,7 @@ class KVStore:
     def open(self, task: Task, rows: BatchRows) -> KVCache:
         """For COMPUTE: the cache, with the rows that are still alive."""
         unit = self._units[task.layer, task.batch]
-        cache = KVCache(self._image(self._working_region(task, unit), task.batch))
+        cache = KVCache(self._image(self._working_region(task), task.batch))
         unit.changed = self._policy.changed(rows.batch, task.step)
         if task.step and unit.generation != rows.generation:
             cache.keep_rows(rows.kept, self._policy.held(unit.batch, task.step))
@@ -128,26 +119,24 @@ class KVStore:
         unit.batch, unit.generation = rows.batch, rows.generation
         return cache
 
-    def _working_region(self, task: Task, unit: Unit) -> Tensor:
+    def _working_region(self, task: Task) -> Tensor:
         if not self._schedule.moves.moves_kv(task.layer, task.batch):
-            assert isinstance(unit.home, Tensor)
-            return unit.home
-        return (self._device_ring or self._host_ring)[self._schedule.slot(*task[1:4])]
+            return self._in_memory[task.layer, task.batch]
+        return (self._device_ring or self._host_ring)[self._schedule.slot(task.visit)]
 
     def load(self, task: Task) -> int:
         """Host -> device: all that is held, one range from the start."""
         unit = self._units[task.layer, task.batch]
-        return self._transfer(task, unit, 0, self._policy.held(unit.batch, task.step), to_device=True)
+        return self._transfer(task, 0, self._policy.held(unit.batch, task.step), to_device=True)
 
     def store(self, task: Task) -> int:
         """Device -> host: what the step changed."""
         unit = self._units[task.layer, task.batch]
-        return self._transfer(task, unit, *unit.changed, to_device=False)
+        return self._transfer(task, *unit.changed, to_device=False)
 
-    def _transfer(self, task: Task, unit: Unit, first: int, last: int, to_device: bool) -> int:
-        slot = self._schedule.slot(*task[1:4])
-        host, device = self._host_ring[slot] if unit.tier == DISK else unit.home, self._device_ring[slot]
-        assert isinstance(host, Tensor)
+    def _transfer(self, task: Task, first: int, last: int, to_device: bool) -> int:
+        place, slot = (task.layer, task.batch), self._schedule.slot(task.visit)
+        host, device = self._host_ring[slot] if place in self._on_disk else self._in_memory[place], self._device_ring[slot]
         per_slot = self._block.batches[task.batch].size * self._spec.kv_bytes_per_slot
         source, target = (host, device) if to_device else (device, host)
         part = slice(first * per_slot, last * per_slot)
@@ -166,29 +155,29 @@ class KVStore:
 
     def _disk_slots(self, task: Task, unit: Unit, first: int, last: int, action: SlotAction) -> int:
         """Cuts a range of slots into chunks that the disk threads work on side by side."""
-        assert isinstance(unit.home, DiskRegion)
-        image = numpy_of(self._image(self._host_ring[self._schedule.slot(*task[1:4])], task.batch))
-        chunk = max(1, CHUNK_BYTES // self._row_bytes(unit.batch))
-        cuts = [(unit, image, start, min(start + chunk, last)) for start in range(first, last, chunk)]
+        home, region = self._on_disk[task.layer, task.batch], self._host_ring[self._schedule.slot(task.visit)]
+        image = numpy_of(self._image(region, task.batch))[:, : unit.batch.size]
+        chunk = max(1, CHUNK_BYTES // self._row_bytes(unit.batch.size))
+        cuts = [(home, image, start, min(start + chunk, last)) for start in range(first, last, chunk)]
         self._memories.files.each(lambda cut: action(*cut), cuts)
         return (last - first) * unit.batch.size * self._spec.kv_bytes_per_slot
 
-    def _read_slots(self, unit: Unit, image: numpy.ndarray, first: int, last: int) -> None:
-        stride = self._row_bytes(unit.batch)
-        scratch = self._disk.scratch((last - first) * stride)
-        self._disk.read_into(unit.home, first * stride, scratch)  # type: ignore[arg-type]
-        numpy.copyto(image[:, : unit.batch.size, :, first:last], self._slots_of(scratch, unit.batch, last - first))
+    def _read_slots(self, home: DiskRegion, image: numpy.ndarray, first: int, last: int) -> None:
+        rows, stride = image.shape[1], self._row_bytes(image.shape[1])
+        scratch = self._memories.disk.scratch((last - first) * stride)
+        self._memories.disk.read_into(home, first * stride, scratch)
+        numpy.copyto(image[:, :, :, first:last], self._slots_of(scratch, rows, last - first))
 
-    def _write_slots(self, unit: Unit, image: numpy.ndarray, first: int, last: int) -> None:
-        stride = self._row_bytes(unit.batch)
-        scratch = self._disk.scratch((last - first) * stride)
-        numpy.copyto(self._slots_of(scratch, unit.batch, last - first), image[:, : unit.batch.size, :, first:last])
-        self._disk.write_from(unit.home, first * stride, scratch)  # type: ignore[arg-type]
+    def _write_slots(self, home: DiskRegion, image: numpy.ndarray, first: int, last: int) -> None:
+        rows, stride = image.shape[1], self._row_bytes(image.shape[1])
+        scratch = self._memories.disk.scratch((last - first) * stride)
+        numpy.copyto(self._slots_of(scratch, rows, last - first), image[:, :, :, first:last])
+        self._memories.disk.write_from(home, first * stride, scratch)
 
-    def _slots_of(self, scratch: Tensor, batch: Batch, slots: int) -> numpy.ndarray:
+    def _slots_of(self, scratch: Tensor, rows: int, slots: int) -> numpy.ndarray:
         """Bytes as they lie on disk, seen as an image: (2, rows, kv_heads, slots, head_dim)."""
-        shape = (slots, 2, batch.size, self._spec.kv_heads, self._spec.head_dim)
-        values = batch.size * self._spec.kv_bytes_per_slot // self._spec.itemsize
+        shape = (slots, 2, rows, self._spec.kv_heads, self._spec.head_dim)
+        values = rows * self._spec.kv_bytes_per_slot // self._spec.itemsize
         raw = numpy_of(scratch.view(self._dtype)).reshape(slots, -1)[:, :values]
         image: numpy.ndarray = raw.reshape(shape).transpose(1, 2, 3, 0, 4)
         return image

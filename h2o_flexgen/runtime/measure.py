@@ -148,12 +148,11 @@ def link_rates(device: Device, nbytes: int, pinned: bool = True, repetitions: in
     there = device.memory(memory)
     region = there.alloc(host.nbytes)
     try:
-        up = _best_seconds(device, lambda: there.write_from(region, 0, host), repetitions)
-        down = _best_seconds(device, lambda: there.read_into(region, 0, host), repetitions)
+        up = _best_seconds(device, lambda: region.copy_(host, non_blocking=True), repetitions)
+        down = _best_seconds(device, lambda: host.copy_(region, non_blocking=True), repetitions)
     finally:
         there.free(region)
         memory.free(host)
-        memory.trim()
         memory.trim()
     return host.nbytes / up, host.nbytes / down
 

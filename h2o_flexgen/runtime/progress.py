@@ -23,44 +23,48 @@ class Progress:
         total: int,
         label: str,
         stream: TextIO | None = None,  # None: stderr
-        quiet: bool = False,
         interval_seconds: float | None = None,  # None: as the stream deserves
         late: bool = False,  # nothing is written before the first interval is over: for what is quick as a rule
     ) -> None:
         self._total = total
         self._label = label
         self._stream = sys.stderr if stream is None else stream
-        self._quiet = quiet
+        self._is_unread = False
         self._late = late
         self._rewrites = self._stream.isatty()
         default = SECONDS_BETWEEN_REWRITES if self._rewrites else SECONDS_BETWEEN_LINES
         self._interval = default if interval_seconds is None else interval_seconds
         self._stage = self._text = ""
         self._done = 0
+        self._counts = True  # is how many are done of how many what is to be shown
         self._width = 0  # of the line that stands on the terminal
         self._started = time.monotonic()
         self._over = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name=f"progress {label}", daemon=True)
 
-    def stage(self, name: str) -> None:
-        """Names what is done now ("load", "prefill", "decode") and forgets the text of the stage before."""
-        self._stage, self._text = name, ""
+    def stage(self, name: str, text: str = "") -> None:
+        """Names what is done now ("load", "prefill", "decode") and forgets the text of the stage before. A text that comes with
+        it says itself how far the stage is."""
+        self._stage, self._text, self._counts = name, text, not text
 
     def update(self, text: str, done: int) -> None:
-        self._text, self._done = text, done
+        self._text, self._done, self._counts = text, done, True
+
+    def note(self, line: str) -> None:
+        """A line that stays."""
+        self._put(f"\r{line.ljust(self._width)}\n" if self._rewrites else f"{line}\n")
+        self._width = 0
 
     def __enter__(self) -> Progress:
         self._started = time.monotonic()
         if not self._late:
             self._write(self._line())
-        if not self._quiet:
-            self._ticker.start()
+        self._ticker.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
-        if self._ticker.ident is not None:  # it was started
-            self._ticker.join()
+        self._ticker.join()
         if self._late:
             return
         self._write(self._line() + (" done" if kind is None else " stopped"))
@@ -73,7 +77,7 @@ class Progress:
             self._write(self._line())
 
     def _line(self) -> str:
-        share = f"{self._done}/{self._total}" if self._total else ""
+        share = f"{self._done}/{self._total}" if self._total and self._counts else ""
         words = (f"{self._label}:", self._stage, share, self._text, f"[{time.monotonic() - self._started:.0f} s]")
         return " ".join(word for word in words if word)
 
@@ -86,10 +90,10 @@ class Progress:
         self._width = len(line)
 
     def _put(self, text: str) -> None:
-        if self._quiet:
+        if self._is_unread:
             return
         try:
             self._stream.write(text)
             self._stream.flush()
         except (OSError, ValueError):  # whoever was reading has gone: no reason to end a long job
-            self._quiet = True
+            self._is_unread = True

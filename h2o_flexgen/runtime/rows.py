@@ -14,8 +14,8 @@ from torch import Tensor
 
 from h2o_flexgen.kv.cache import Pass
 from h2o_flexgen.planning.workload import Batch
+from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.sampling import Sampler
-from h2o_flexgen.runtime.tokens import RowState
 
 OnToken = Callable[[int, int, str | None], None]  # place of the prompt in the input, token, new text if it is followed
 

@@ -1,34 +1,33 @@
 """The weights of a run: those that stay where they are computed with, those in host memory that a device fetches, and those
-that are read from the files they lie in. Reads and loads go into rings of slots, in slices that the schedule asks for."""
+that are read from the files they lie in. Reads and loads go into rings of slots, in slices that the schedule asks for.
+
+What moves are the bytes of a tensor's codec. They become values when a layer is computed with, once for all its batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.memory.device import Device, DeviceTier
-from h2o_flexgen.memory.disk import DiskTier, Files, Piece
+from h2o_flexgen.memory.device import DeviceTier
+from h2o_flexgen.memory.disk import Piece
 from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES, Entry, Layout, Pack, Range, slices
+from h2o_flexgen.memory.ring import Ring
 from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
 from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST
-from h2o_flexgen.planning.schedule import Schedule, Task
+from h2o_flexgen.planning.schedule import Schedule, Task, Visit
+from h2o_flexgen.quant.codec import CODECS, PLAIN
 
-
-class Memories(Protocol):
-    """What the stores of a run need of the machine."""
-
-    device: Device
-    host: HostTier
-    compute: HostTier | DeviceTier  # where things are computed with: the host's memory when there is no accelerator
-    files: Files
-    disk: DiskTier
+Located = Callable[[], Mapping[str, StoredTensor]]  # asked only when something has to be read
 
 
 class WeightStore:
@@ -39,11 +38,11 @@ class WeightStore:
         self._dtype = DTYPES[spec.dtype]
         accelerator = memories.device.accelerator
         self._stays_in = (DEVICE,) if accelerator else (DEVICE, HOST)
+        _refuse_what_cannot_be_kept(spec, tiers)
         self._stored = source.locate(self._on(DISK))
         self._resident = self._fill(source, self._on(*self._stays_in), memories.compute)
         self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.host)
-        self._host_ring: list[Tensor] = []
-        self._device_ring: list[Tensor] = []
+        self._host_ring = self._device_ring = Ring(memories.host, slots=0, nbytes=0)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -59,37 +58,50 @@ class WeightStore:
         return Layout.pack({tensor.name: Entry(0, tensor.shape, self._dtype, tensor.codec) for tensor in tensors})
 
     def _fill(self, source: WeightSource, tensors: list[TensorSpec], memory: HostTier | DeviceTier) -> Pack:
-        """Makes or reads the tensors into one arena; besides it, only one tensor on its way to a device is ever held."""
+        """Makes or reads the tensors into one arena; besides it, only one tensor on its way there is ever held."""
         layout = self._layout(tensors)
         pack = Pack(memory.alloc(layout.nbytes) if tensors else torch.empty(0, dtype=torch.uint8), layout)
-        stored: dict[str, StoredTensor] = {}
+        located = cache(lambda: source.locate(tensors))
         for tensor in tensors:
-            out = pack.view(tensor.name)
-            here = out if out.device.type == "cpu" else torch.empty(tensor.shape, dtype=self._dtype)
-            if not source.fill(tensor, here):
-                stored = stored or source.locate(tensors)
-                self._memories.files.read([_piece(stored[tensor.name], here.view(-1))])
+            out = pack.bytes(tensor.name)
+            here = out if out.device.type == "cpu" else torch.empty(out.nbytes, dtype=torch.uint8)
+            self._bring(tensor, here, source, located)
             if here is not out:
                 out.copy_(here)
         return pack
 
+    def _bring(self, tensor: TensorSpec, out: Tensor, source: WeightSource, located: Located) -> None:
+        """One tensor -> host bytes of its codec."""
+        if tensor.codec != tensor.stored_codec:  # plain values, encoded on their only way to memory
+            values = torch.empty(tensor.shape, dtype=self._dtype)
+            as_stored = replace(tensor, codec=tensor.stored_codec)
+            self._bring(as_stored, values.view(-1).view(torch.uint8), source, located)
+            CODECS[tensor.codec].encode(values, out)
+        elif tensor.codec != PLAIN or not source.fill(tensor, out.view(self._dtype).view(tensor.shape)):
+            self._memories.files.read([self._piece(tensor, located()[tensor.name], out)])
+
+    def _piece(self, tensor: TensorSpec, stored: StoredTensor, out: Tensor, start: int = 0) -> Piece:
+        """Bytes of a tensor from `start` on, and where they lie in its file. Plain values may have another type there."""
+        if tensor.codec != PLAIN:
+            return Piece(stored.file, stored.offset + start, out, torch.uint8)
+        dtype = DTYPES[stored.dtype]
+        before = start // self._dtype.itemsize * dtype.itemsize
+        return Piece(stored.file, stored.offset + before, out.view(self._dtype), dtype)
+
     # -- for a block ---------------------------------------------------------------------------------------------------
 
     def prepare(self, schedule: Schedule) -> None:
-        """Makes the rings that this schedule turns over. Pieces, copies and views into them are made once and kept."""
+        """Makes the rings that schedules turn over, once: all blocks of a plan move the same weights through the same slots.
+        Pieces, copies and views into them are kept for the block."""
         self._schedule = schedule
         self._pieces: dict[Place, list[Piece]] = {}
         self._copies: dict[Place, list[tuple[Tensor, Tensor]]] = {}
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
-        accelerator = self._memories.device.accelerator
-        moved = self._moved_layouts if accelerator else []
-        self._host_ring = self._ring(self._host_ring, self._memories.host, self._disk_layouts)
-        self._device_ring = self._ring(self._device_ring, self._memories.compute, moved)
-
-    def _ring(self, ring: list[Tensor], memory: HostTier | DeviceTier, layouts: list[Layout]) -> list[Tensor]:
-        nbytes = max((layout.nbytes for layout in layouts), default=0)
-        missing = self._schedule.weight_slots - len(ring) if nbytes else 0
-        return ring + [memory.alloc(nbytes) for _ in range(missing)]
+        self._decoded_pass, self._decoded = -1, dict[str, Tensor]()
+        memories, slots = self._memories, schedule.weight_slots
+        largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
+        self._host_ring = self._host_ring or Ring(memories.host, slots, _largest(self._disk_layouts))
+        self._device_ring = self._device_ring or Ring(memories.compute, slots, largest_moved)
 
     @cached_property
     def _disk_layouts(self) -> list[Layout]:
@@ -104,8 +116,7 @@ class WeightStore:
 
     def _slice(self, place: Place, tier: str) -> list[Range]:
         tensors = self._of(self._spec.layers[place.layer], tier)
-        sizes = {tensor.name: (tensor.numel, tensor.itemsize) for tensor in tensors}
-        return slices(sizes, self._schedule.slices)[place.part]
+        return slices({tensor.name: tensor.nbytes for tensor in tensors}, self._schedule.slices)[place.part]
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -115,7 +126,8 @@ class WeightStore:
         if place not in self._pieces:
             target = self._read_pack(place)
             self._pieces[place] = [
-                _piece(self._stored[cut.name], target.range(cut), cut.start) for cut in self._slice(place, DISK)
+                self._piece(self._spec.tensors[cut.name], self._stored[cut.name], target.range(cut), cut.start)
+                for cut in self._slice(place, DISK)
             ]
         return self._memories.files.read(self._pieces[place])
 
@@ -133,23 +145,31 @@ class WeightStore:
 
     def _place(self, task: Task) -> Place:
         part = task.batch if self._schedule.cuts_layers else 0
-        return Place(task.layer, part, self._schedule.weight_slot(task.step, task.layer, task.batch))
+        return Place(task.layer, part, self._schedule.weight_slot(task.visit))
 
     def _read_pack(self, place: Place) -> Pack:
         return Pack(self._host_ring[place.slot], self._disk_layouts[place.layer])
 
-    def views(self, step: int, layer: int, batch: int) -> dict[str, Tensor]:
-        """The layer's weights by local name, where they are computed with."""
-        slot = self._schedule.weight_slot(step, layer, batch)
+    def views(self, visit: Visit) -> dict[str, Tensor]:
+        """The layer's weights by local name, where they are computed with: views of what lies there, which are kept, and values
+        decoded from it, which are kept for one pass over the layer's weights: the next one finds other bytes in the slot."""
+        layer, slot, number = visit.layer, self._schedule.weight_slot(visit), self._schedule.weight_number(*visit)
         if (layer, slot) not in self._views:
-            accelerator = self._memories.device.accelerator
-            ring, layouts = (self._device_ring, self._moved_layouts) if accelerator else (self._host_ring, self._disk_layouts)
-            moved = Pack(ring[slot], layouts[layer]) if layouts[layer].entries else self._resident
-            self._views[layer, slot] = {
-                local: (self._resident if self._tiers[tensor.name] in self._stays_in else moved).view(tensor.name)
-                for local, tensor in self._spec.layers[layer].tensors
-            }
-        return self._views[layer, slot]
+            self._views[layer, slot] = self._values(layer, slot, views=True)
+        if number != self._decoded_pass:
+            self._decoded = {}  # first, or two layers would be held
+            self._decoded_pass, self._decoded = number, self._values(layer, slot, views=False)
+        return self._views[layer, slot] | self._decoded
+
+    def _values(self, layer: int, slot: int, views: bool) -> dict[str, Tensor]:
+        accelerator = self._memories.device.accelerator
+        ring, layouts = (self._device_ring, self._moved_layouts) if accelerator else (self._host_ring, self._disk_layouts)
+        moved = Pack(ring[slot], layouts[layer]) if layouts[layer].entries else self._resident
+        return {
+            local: (self._resident if self._tiers[tensor.name] in self._stays_in else moved).view(tensor.name)
+            for local, tensor in self._spec.layers[layer].tensors
+            if CODECS[tensor.codec].is_view == views
+        }
 
 
 class Place(NamedTuple):
@@ -160,6 +180,22 @@ class Place(NamedTuple):
     slot: int
 
 
-def _piece(stored: StoredTensor, out: Tensor, start: int = 0) -> Piece:
-    dtype = DTYPES[stored.dtype]
-    return Piece(stored.file, stored.offset + start * dtype.itemsize, out, dtype)
+def _largest(layouts: Iterable[Layout]) -> int:
+    return max(layout.nbytes for layout in layouts)
+
+
+def _refuse_what_cannot_be_kept(spec: ModelSpec, tiers: Mapping[str, str]) -> None:
+    """Plain values can be encoded once, while they are loaded. What is read in every step must lie in its file as it is."""
+    for tensor in spec.tensors.values():
+        if tensor.codec == tensor.stored_codec:
+            continue
+        if tensor.stored_codec != PLAIN:
+            raise ValueError(
+                f"tensor {tensor.name} is stored as {tensor.stored_codec} and cannot be kept as {tensor.codec}; "
+                "ask for it as it is stored or give a plain checkpoint"
+            )
+        if tiers[tensor.name] == DISK:
+            raise ValueError(
+                f"tensor {tensor.name} is to be read from disk as {tensor.codec} but is stored {PLAIN}; "
+                f"make a checkpoint packed as {tensor.codec} first, or place no weights on disk"
+            )

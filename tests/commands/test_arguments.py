@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import shlex
+
 import pytest
 
+from h2o_flexgen.commands import arguments
 from h2o_flexgen.commands.arguments import parse
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 
 def test_a_published_command_parses_with_flexgens_meaning() -> None:
@@ -48,6 +54,39 @@ def test_without_a_model_there_is_a_small_one_whose_defaults_can_be_overruled() 
 def test_a_path_without_a_model_is_no_demo() -> None:
     assert not parse(["--path", "/some/folder"]).demo
     assert parse(["--path", "_DUMMY_"]).demo
+
+
+def test_defaults_are_those_of_plan_and_sampling_params() -> None:
+    args = parse(["--model", "m"])
+    assert args.plan == Plan() == parse(["--model", "m", "--overlap", "1"]).plan
+    assert args.gen_len == SamplingParams.max_tokens
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos", "logprobs", "seed"):
+        assert getattr(args, name) == getattr(SamplingParams, name), name
+
+
+def test_the_plan_is_what_the_flags_ask_for() -> None:
+    flags = "--percent 0 50 0 100 0 100 --gpu-batch-size 8 --num-gpu-batches 2 --slots 3 --sep-layer 0 --schedule row_by_row"
+    asked = Plan(8, 2, slots=3, sep_layer=False, schedule="row_by_row").with_percent((0, 50, 0, 100, 0, 100))
+    assert parse(["--model", "m", *flags.split()]).plan == asked
+    for without in (["--overlap", "0"], ["--debug-mode", "breakdown"]):
+        assert parse(["--model", "m", *flags.split(), *without]).plan == asked.without_overlap()
+
+
+def test_every_flag_has_help_and_every_default_is_shown() -> None:
+    parser = arguments._parser()
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    assert len(shown) > 35 and [action.dest for action in shown if len(action.help or "") < 10] == []
+    text = " ".join(parser.format_help().split())
+    for default in ("100 0 100 0 100 0", Plan.gpu_batch_size, SamplingParams.max_tokens, Plan.schedule, 512, "what is free"):
+        assert f"(default: {default})" in text
+    assert "None" not in text and "True" not in text and "[]" not in text
+
+
+def test_help_ends_with_an_example_that_parses() -> None:
+    commands = [line.split(None, 3)[3] for line in arguments.EPILOG.splitlines() if line.startswith("  python")]
+    assert len(commands) == 2
+    for command in commands:
+        assert parse(shlex.split(command)).model == "facebook/opt-1.3b"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from h2o_flexgen.commands.errors import one_line
 from h2o_flexgen.commands.lanes import compute_bound
-from h2o_flexgen.commands.plan_report import size, table
+from h2o_flexgen.commands.plan_report import table
 from h2o_flexgen.commands.report import completion_lines, log_name
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -49,11 +49,6 @@ def test_the_name_of_a_log_tells_the_plan() -> None:
 def test_columns_of_a_table_stand_below_each_other() -> None:
     lines = table([["a", "long head", "b"], ["longer", "x", "y"]])
     assert [line.index(word) for line, word in zip(lines, ("b", "y"))] == [19, 19]
-
-
-@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (2.5e6, "2.50 MB"), (3.251e9, "3.25 GB")])
-def test_sizes_carry_their_unit(nbytes: float, text: str) -> None:
-    assert size(nbytes) == text
 
 
 def test_an_error_is_one_line_without_numbers_of_the_system() -> None:

@@ -6,13 +6,15 @@ import io
 
 import pytest
 
-from h2o_flexgen.commands.planned import PlannedBlock, plan_blocks, predicted_bytes
 from h2o_flexgen.commands.watch import Watch, clock, total_visits
+from h2o_flexgen.planning.cost import Cost, predicted_bytes
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
 from h2o_flexgen.planning.schedule import SCHEDULES, Op
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.runtime.progress import Progress
+from h2o_flexgen.runtime.stage import Stage
 from tests.tiny import tiny_config
 
 WORKLOAD = Workload((9, 3, 7, 5, 4), gen_len=3)
@@ -27,7 +29,7 @@ def spec() -> ModelSpec:
 
 
 def planned(spec: ModelSpec, schedule: str = "zigzag") -> tuple[PlannedBlock, ...]:
-    return plan_blocks(spec, Plan.create(**{**vars(PLAN), "schedule": schedule}), WORKLOAD, accelerator=False)
+    return tuple(plan_blocks(spec, Plan.create(**{**vars(PLAN), "schedule": schedule}), WORKLOAD, accelerator=False))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -37,12 +39,12 @@ def test_every_visit_of_every_block_counts_once(spec: ModelSpec, schedule: str) 
     done = []
     watch._progress.update = lambda text, number: done.append(number)  # type: ignore[method-assign]
     for block in blocks:
-        for task in block.tasks():
+        for task in block.schedule.tasks():
             if task.op is Op.COMPUTE:
                 watch.visit(task, tokens=0)
     assert done == list(range(1, total_visits(blocks) + 1))
     assert watch.total == done[-1] == sum(3 * len(spec.layers) * batches for batches in (2, 1))
-    flops = sum(block.cost.flops(task) for block in blocks for task in block.tasks() if task.op is Op.COMPUTE)
+    flops = sum(Cost(block).flops(task) for block in blocks for task in block.schedule.tasks() if task.op is Op.COMPUTE)
     assert sum(watch.flops.values()) == pytest.approx(flops)
     assert watch.flops.keys() == {2 * 9, 2 * 5, 3, 2, 1}  # rows of the products: prefills of the batches, decode steps
     assert [set(ends) for ends in watch.first_decode_ends] == [set(range(len(spec.layers)))] * 2
@@ -54,9 +56,9 @@ def test_the_text_names_block_step_layer_batch_rate_and_the_time_left(spec: Mode
     progress = Progress(0, "run", io.StringIO())
     progress.update = lambda text, done: seen.append(text)  # type: ignore[method-assign]
     watch = Watch(blocks, progress)
-    watch.stage("loading weights")
-    watch.stage("generating")
-    for task in blocks[0].tasks():
+    watch.stage(Stage.LOADING)
+    watch.stage(Stage.GENERATING)
+    for task in blocks[0].schedule.tasks():
         if task.op is Op.COMPUTE:
             watch.visit(task, tokens=task.step)
     assert seen[0].startswith(f"block 1/2 step 1/3 layer 1/{len(spec.layers)} batch 1/2, 0.00 tokens/s, ETA ")
@@ -65,9 +67,9 @@ def test_the_text_names_block_step_layer_batch_rate_and_the_time_left(spec: Mode
 
 
 def test_blocks_of_one_shape_are_predicted_once_and_counted_each(spec: ModelSpec) -> None:
-    alike = plan_blocks(spec, PLAN, Workload.uniform(8, 6, 3), accelerator=False)
+    alike = tuple(plan_blocks(spec, PLAN, Workload.uniform(8, 6, 3), accelerator=False))
     assert predicted_bytes(alike) == {lane: 2 * nbytes for lane, nbytes in predicted_bytes(alike[:1]).items()}
-    assert predicted_bytes(alike[:1]) == alike[0].cost.lane_bytes()
+    assert predicted_bytes(alike[:1]) == Cost(alike[0]).lane_bytes()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (61, "1:01"), (3600, "1:00:00"), (36061, "10:01:01")])

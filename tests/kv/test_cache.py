@@ -12,6 +12,7 @@ from h2o_flexgen.kv.cache import KVCache, Pass
 
 HEADS, DIM, STEPS = 4, 8, 5
 LENGTHS = (5, 1, 3)
+Text = tuple[Tensor, Tensor, Tensor]  # q, k and v
 
 
 def fresh_image(rows: int, kv_heads: int, slots: int, by_token: bool, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -21,7 +22,7 @@ def fresh_image(rows: int, kv_heads: int, slots: int, by_token: bool, dtype: tor
     return torch.full((2, rows, kv_heads, slots, DIM), torch.nan, dtype=dtype)
 
 
-def texts(kv_heads: int, lengths: Sequence[int], seed: int = 0) -> list[tuple[Tensor, Tensor, Tensor]]:
+def texts(kv_heads: int, lengths: Sequence[int], seed: int = 0) -> list[Text]:
     """q, k and v of every row's whole text."""
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -48,19 +49,21 @@ def pass_of(lengths: Sequence[int], step: int) -> Pass:
     return Pass(False, (counts + step - 1)[:, None], counts + step - 1, capacity)
 
 
-def tokens_of(rows: Sequence[tuple[Tensor, Tensor, Tensor]], lengths: Sequence[int], step: int) -> list[Tensor]:
+def tokens_of(rows: Sequence[Text], lengths: Sequence[int], step: int) -> Text:
     """q, k and v as a layer hands them over: (rows, tokens, heads, dim), pads with values of their own."""
-    if step == 0:
-        return [
-            torch.stack(
-                [
-                    torch.cat([row[part][:length], 9 * torch.ones(max(lengths) - length, *row[part].shape[1:])])
-                    for row, length in zip(rows, lengths)
-                ]
-            )
-            for part in range(3)
-        ]
-    return [torch.stack([row[part][length + step - 1][None] for row, length in zip(rows, lengths)]) for part in range(3)]
+
+    def part(which: int) -> Tensor:
+        whole = [row[which] for row in rows]
+        if step:
+            return torch.stack([one[length + step - 1][None] for one, length in zip(whole, lengths)])
+        return torch.stack(
+            [
+                torch.cat([one[:length], 9 * torch.ones_like(one[: max(lengths) - length])])
+                for one, length in zip(whole, lengths)
+            ]
+        )
+
+    return part(0), part(1), part(2)
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -82,7 +85,8 @@ def test_queries_and_keys_are_rotated_to_their_positions_and_values_are_not() ->
         return x * (1 + positions[:, :, None, None])
 
     rows = texts(2, LENGTHS)
-    turned = [tuple(part * (1 + torch.arange(len(part))[:, None, None]) for part in row[:2]) + row[2:] for row in rows]
+    factors = [1 + torch.arange(length + STEPS)[:, None, None] for length in LENGTHS]
+    turned = [(q * factor, k * factor, v) for (q, k, v), factor in zip(rows, factors)]
     cache = KVCache(fresh_image(len(LENGTHS), 2, max(LENGTHS) + STEPS - 1, by_token=False))
     for step in range(STEPS):
         out = cache.attend(pass_of(LENGTHS, step), *tokens_of(rows, LENGTHS, step), rotate)
@@ -122,9 +126,10 @@ def test_rows_behind_those_that_are_alive_are_left_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_types_of_16_bits_stay_near_what_fp32_says(dtype: torch.dtype) -> None:
     rows = texts(2, LENGTHS)
+    rows16 = [(q.to(dtype), k.to(dtype), v.to(dtype)) for q, k, v in rows]
     cache = KVCache(fresh_image(len(LENGTHS), 2, max(LENGTHS) + STEPS - 1, by_token=False, dtype=dtype))
     for step in range(STEPS):
-        out = cache.attend(pass_of(LENGTHS, step), *(part.to(dtype) for part in tokens_of(rows, LENGTHS, step)))
+        out = cache.attend(pass_of(LENGTHS, step), *tokens_of(rows16, LENGTHS, step))
         assert out.dtype == dtype
     for row, length in enumerate(LENGTHS):
         torch.testing.assert_close(out[row, 0].float(), expected(*rows[row], length + STEPS - 2), atol=0.05, rtol=0.05)

@@ -30,7 +30,7 @@ def test_what_a_step_holds_and_changes_fits_into_the_capacity(name: str, batch: 
 @given(batch=BATCHES, gen_len=draw.integers(2, 20))
 def test_all_that_a_step_holds_was_stored_by_those_before(name: str, batch: Batch, gen_len: int) -> None:
     """A store that moves only what changed loses nothing."""
-    policy, stored = POLICIES[name], set()
+    policy, stored = POLICIES[name], set[int]()
     for step in range(gen_len):
         if step:
             assert set(range(policy.held(batch, step))) <= stored

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as draw
 
-from h2o_flexgen.memory import host
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.tier import ALIGNMENT
 
@@ -52,7 +51,7 @@ def test_trimmed_memory_is_no_longer_held() -> None:
 @settings(max_examples=50, deadline=None)
 @given(draw.lists(draw.tuples(draw.booleans(), draw.integers(0, 50_000)), max_size=30))
 def test_regions_in_use_never_overlap(steps: list[tuple[bool, int]]) -> None:
-    tier, used = HostTier(), []
+    tier, used = HostTier(), list[torch.Tensor]()
     for free, nbytes in steps:
         if free and used:
             tier.free(used.pop(nbytes % len(used)))
@@ -68,21 +67,12 @@ def test_memory_that_cannot_be_had_is_told_with_its_size(monkeypatch: pytest.Mon
     def refuse(*_: object, **__: object) -> object:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(host.mmap, "mmap", refuse)
+    monkeypatch.setattr(mmap, "mmap", refuse)
     tier = HostTier()
     with pytest.raises(MemoryError, match=r"host memory: 3\.00 GB could not be had .*; lower the CPU share"):
         tier.alloc(3_000_000_000)
     assert tier.meter.used_bytes == 0
     assert mmap.PAGESIZE <= ALIGNMENT
-
-
-def test_bytes_go_in_and_out_of_a_region() -> None:
-    tier = HostTier()
-    region, values = tier.alloc(8192), torch.arange(12, dtype=torch.float32).view(3, 4)
-    tier.write_from(region, 128, values.T)
-    out = torch.empty(12)
-    tier.read_into(region, 128, out)
-    assert torch.equal(out.view(4, 3), values.T)
 
 
 @pytest.mark.cuda

@@ -181,7 +181,7 @@ def test_too_little_space_is_said_before_anything_is_written(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage(100, 0, 100))
     message = one_line(lambda: convert(model, tmp_path / "cache"))
-    assert str(tmp_path / "cache") in message and "GB free" in message
+    assert str(tmp_path / "cache") in message and "has 100 B free" in message
     assert list((tmp_path / "cache").iterdir()) == []
 
 

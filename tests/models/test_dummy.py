@@ -139,8 +139,9 @@ def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, mon
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    message = one_line(lambda: source(tmp_path / "not there").locate([spec(MATRIX, 10, 10)]))
-    assert str(tmp_path / "not there") in message
+    (tmp_path / "file").touch()
+    message = one_line(lambda: source(tmp_path / "file" / "below").locate([spec(MATRIX, 10, 10)]))
+    assert str(tmp_path / "file" / "below") in message
 
 
 def test_progress_ends_at_all_that_is_written(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class _Watch(TorchDispatchMode):
 
 def peak_allocated(run: Callable[[], object], known: Iterable[Tensor]) -> int:
     """`known` are the tensors that are there already. What kernels keep to themselves is not seen."""
-    with torch.inference_mode(), _Watch(known) as watch:
-        kept = run()
-    del kept
+    watch = _Watch(known)
+    with torch.inference_mode(), watch:
+        run()
     return watch.peak_bytes

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.memory import disk
 from h2o_flexgen.planning.cost import Cost
-from h2o_flexgen.planning.placement import moves, place
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.schedule import SCHEDULES, Op, Task
 from h2o_flexgen.planning.workload import Block, Workload
-from h2o_flexgen.runtime.sampling import SamplingParams
+from h2o_flexgen.runtime.sampling_params import SamplingParams
 from tests.contract import Case, Checkpoints
 from tests.planning.worlds import block_of, tiny_spec
 
@@ -23,9 +23,7 @@ RAGGED = (5, 9, 2, 7, 4, 11, 3)
 
 
 def cost_of(llm: LLM, block: Block) -> Cost:
-    placement = place(llm.spec, llm.plan, block)
-    schedule = SCHEDULES[llm.plan.schedule](moves(llm.spec, llm.plan, block, placement, llm.device.accelerator))
-    return Cost(llm.spec, llm.plan, block, placement, schedule)
+    return Cost(PlannedBlock.of(llm.spec, llm.plan, block, llm.device.accelerator))
 
 
 def predicted(llm: LLM, case: Case) -> Counter[str]:
@@ -73,7 +71,7 @@ def test_reads_are_as_large_as_what_is_stored_and_loads_as_what_is_computed_with
 def test_the_bytes_really_go_over_the_disk(checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted where the system is called: a run that kept things in memory would say the same and read less."""
     went: Counter[str] = Counter()
-    read, write = disk.os.preadv, disk.os.pwrite
+    read, write = os.preadv, os.pwrite
 
     def counted_read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
         count = read(descriptor, buffers, offset)
@@ -85,8 +83,8 @@ def test_the_bytes_really_go_over_the_disk(checkpoints: Checkpoints, offload: Pa
         went["write"] += count
         return count
 
-    monkeypatch.setattr(disk.os, "preadv", counted_read)
-    monkeypatch.setattr(disk.os, "pwrite", counted_write)
+    monkeypatch.setattr(os, "preadv", counted_read)
+    monkeypatch.setattr(os, "pwrite", counted_write)
     case = Case("opt", ALL_ON_DISK, (60, 50, 40, 30), gpu_batch_size=4, num_gpu_batches=1)
     moved = assert_moved_as_predicted(case, checkpoints, offload)
     assert went["read"] >= moved["read"] + moved["load"]  # hidden states are loaded from disk
@@ -102,8 +100,7 @@ def test_nothing_is_moved_when_all_rests_where_it_is_computed_with(checkpoints: 
 
 def tiny_cost(lengths: list[list[int]], accelerator: bool = True, **options: object) -> Cost:
     spec, plan, block = tiny_spec(), Plan.create(**options).with_percent((0, 50, 0, 0, 0, 50)), block_of(lengths)
-    placement = place(spec, plan, block)
-    return Cost(spec, plan, block, placement, SCHEDULES[plan.schedule](moves(spec, plan, block, placement, accelerator)))
+    return Cost(PlannedBlock.of(spec, plan, block, accelerator))
 
 
 def test_kv_bytes_by_hand() -> None:
@@ -130,3 +127,14 @@ def test_slices_of_a_layer_add_up_to_what_it_stores() -> None:
     reads = [task for task in cost.schedule.tasks() if task.op is Op.READ_W and task.step == 0]
     assert sum(cost.nbytes(task) for task in reads) == pytest.approx(sum(cost.stored_bytes))
     assert 0 < sum(cost.stored_bytes) < sum(cost.loaded_bytes)  # half of the model rests in host memory
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_sums_of_a_block_are_those_of_its_tasks(schedule: str, accelerator: bool) -> None:
+    cost = tiny_cost([[4, 2], [3, 3], [5]], accelerator, schedule=schedule)
+    moved: Counter[str] = Counter()
+    for task in cost.schedule.tasks():
+        moved[task.lane] += cost.nbytes(task)  # type: ignore[assignment]
+    assert cost.lane_bytes() == {lane: round(nbytes) for lane, nbytes in moved.items() if nbytes}
+    assert cost.lane_bytes() == cost.lane_bytes_until(lambda task: False)

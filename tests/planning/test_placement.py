@@ -100,11 +100,6 @@ def test_whole_shares_are_placed_as_asked(percent: tuple[float, ...]) -> None:
     assert placed_shares(spec, plan, BLOCK, place(spec, plan, BLOCK)) == percent
 
 
-def test_an_unknown_kv_policy_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="unknown kv_policy 'ful'; known are full"):
-        place(tiny_spec(), Plan(kv_policy="ful"), BLOCK)
-
-
 def test_moves_name_the_layers_that_have_weights_on_disk_and_host() -> None:
     spec = tiny_spec(blocks=1, tied=True)
     placement = Placement(

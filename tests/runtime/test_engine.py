@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import threading
@@ -15,12 +14,11 @@ import pytest
 import torch
 
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.memory import disk
 from h2o_flexgen.models.llama import Llama
 from h2o_flexgen.planning.schedule import SCHEDULES, Op, Task
 from h2o_flexgen.runtime.executor import TaskFailed
 from h2o_flexgen.runtime.output import Completion
-from h2o_flexgen.runtime.sampling import SamplingParams
+from h2o_flexgen.runtime.sampling_params import SamplingParams
 from tests.contract import Case, Checkpoints, generate_with, recorded_logits
 
 ALL_ON_DISK, ALL_ON_HOST, MIXED = (0, 0, 0, 0, 0, 0), (0, 100, 0, 100, 0, 100), (30, 30, 20, 30, 40, 30)
@@ -32,7 +30,6 @@ GEN_LEN = 9
 def nothing_runs_on() -> Iterator[None]:
     before = {thread.name for thread in threading.enumerate()}
     yield
-    gc.collect()
     assert {thread.name for thread in threading.enumerate()} - {"tqdm_monitor"} <= before  # that one is of transformers
 
 
@@ -100,7 +97,7 @@ def test_no_layer_computes_a_row_that_has_ended(
     def count(name: str) -> None:
         function = getattr(Llama, name)
 
-        def counted(self: Llama, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        def counted(self: Llama, hidden: torch.Tensor, *rest: Any) -> Any:
             computed[name] += hidden.shape[0]
             return function(self, hidden, *rest)
 
@@ -133,6 +130,19 @@ def test_when_all_rows_have_ended_the_run_ends(
         assert max(span.key.step for span in trace.spans if span.key.op is Op.COMPUTE) <= 3
     read = sum(span.bytes for span in trace.spans if span.key.op is Op.READ_W and span.key.step > 3)
     assert read == 0, "weights were read for nobody"
+
+
+def test_a_batch_that_has_ended_moves_nothing_while_others_go_on(
+    any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    case = Case("opt", ALL_ON_DISK, (9, 8, 3, 2), GEN_LEN, num_gpu_batches=2, device=any_device)
+    with case.open(checkpoints, offload) as llm:
+        llm.generate(case.prompts, [SamplingParams(max_tokens=limit) for limit in (2, 1, GEN_LEN, 4)])
+        assert llm.stats is not None
+        spans = llm.stats.last_block.trace.spans
+    own = [span for span in spans if span.key.batch == 0 and span.key.op not in (Op.READ_W, Op.LOAD_W)]
+    assert sum(span.bytes for span in own if span.key.step > 2) == 0, "the second step was its last; a third may be under way"
+    assert all(span.bytes for span in spans if span.key.batch == 1 and span.key.op in (Op.READ_KV, Op.WRITE_KV, Op.STORE_H))
 
 
 def test_a_run_can_be_ended_from_outside_and_gives_the_rows_that_are_finished(checkpoints: Checkpoints, offload: Path) -> None:
@@ -277,14 +287,14 @@ def test_a_disk_that_is_full_in_mid_run_is_told_and_leaves_nothing(
 
 
 def full_after(monkeypatch: pytest.MonkeyPatch, function: str, calls: int) -> None:
-    work, counted = getattr(disk.os, function), iter(range(calls))
+    work, counted = getattr(os, function), iter(range(calls))
 
     def fill_up(*arguments: Any) -> Any:
         if next(counted, None) is None:
             raise OSError(28, "No space left on device")
         return work(*arguments)
 
-    monkeypatch.setattr(disk.os, function, fill_up)
+    monkeypatch.setattr(os, function, fill_up)
 
 
 @pytest.mark.parametrize("percent", [ALL_ON_HOST, ALL_ON_DISK])

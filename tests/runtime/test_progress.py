@@ -69,6 +69,15 @@ def test_a_new_stage_forgets_the_text_of_the_last() -> None:
     assert stream.getvalue().endswith("job: decode 1/2 [0 s] done\n")
 
 
+def test_a_stage_with_a_text_of_its_own_shows_that_instead_of_a_count() -> None:
+    stream = io.StringIO()
+    with Progress(2, "job", stream, interval_seconds=0.01) as progress:
+        progress.stage("write", "1.20 GB of 3.40 GB")
+        wait_for("job: write 1.20 GB of 3.40 GB [", stream)
+        progress.update("3.1 tokens/s", 1)
+    assert stream.getvalue().endswith("job: write 1/2 3.1 tokens/s [0 s] done\n")
+
+
 def test_a_terminal_has_one_line_that_is_rewritten() -> None:
     stream = Terminal()
     with Progress(5, "job", stream, interval_seconds=0.01) as progress:
@@ -92,13 +101,13 @@ def test_a_line_never_wraps_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     assert max(map(len, stream.getvalue().rstrip("\n").split("\r"))) < 30
 
 
-def test_quiet_writes_nothing_and_starts_no_thread() -> None:
-    stream = io.StringIO()
-    with Progress(5, "silent job", stream, quiet=True, interval_seconds=0.001) as progress:
-        progress.update("text", 1)
-        assert not tickers("silent job")
-        time.sleep(0.01)
-    assert stream.getvalue() == ""
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_note_is_a_line_of_its_own_that_stays(is_terminal: bool) -> None:
+    stream = Terminal() if is_terminal else io.StringIO()
+    with Progress(5, "job", stream, interval_seconds=60) as progress:
+        progress.note("noted")
+    lines = [line.split("\r")[-1].rstrip() for line in stream.getvalue().rstrip("\n").split("\n")]
+    assert "noted" in lines and lines[-1].startswith("job: 0/5") and lines[-1].endswith("done")
 
 
 def test_the_thread_is_gone_after_the_end() -> None:

@@ -15,7 +15,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from h2o_flexgen.runtime.sampling import Sampler, SamplingParams, resolve_seed, uniform
+from h2o_flexgen.runtime.sampling import Sampler, resolve_seed, uniform
+from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 DRAWS = 4000
 FILTERS = [

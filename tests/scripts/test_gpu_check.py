@@ -12,7 +12,7 @@ import pytest
 
 from h2o_flexgen import run
 from h2o_flexgen.commands.arguments import parse
-from h2o_flexgen.models import create_model, load_config
+from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.planning.footprint import Request
 from h2o_flexgen.planning.plan import DEVICE, HOST, Plan
 from h2o_flexgen.planning.workload import Workload
@@ -51,7 +51,7 @@ def test_the_command_accepts_what_it_is_called_with(model: str, capsys: pytest.C
 def test_its_plans_fit_a_gpu_that_is_held_to_16_gb(model: str) -> None:
     args = parse(SCRIPT.run_command(model)[3:])
     plan = Plan(args.gpu_batch_size, args.num_gpu_batches).with_percent(args.percent)
-    spec = create_model(load_config(args.model, download=False), "float16", name=args.model).spec
+    spec = create_model(known_config(args.model), "float16", name=args.model).spec
     workload = Workload.uniform(plan.block_size, args.prompt_len, args.gen_len)
     needed = Request(spec, plan, workload, accelerator=True).footprint()
     assert needed.total(DEVICE) < SCRIPT.GPU_BYTES and needed.total(HOST) < HOST_BYTES

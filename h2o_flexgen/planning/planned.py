@@ -1,0 +1,45 @@
+"""PlannedBlock: a block under a plan, with all that follows from the two: what lies where, and in which order it is done.
+
+Engine, footprint, cost, command line and benchmarks start from this one object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.placement import Placement, moves, place, placed_shares
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.schedule import SCHEDULES, Schedule
+from h2o_flexgen.planning.workload import Block, Workload
+
+
+@dataclass(frozen=True)
+class PlannedBlock:
+    spec: ModelSpec
+    plan: Plan
+    block: Block
+    placement: Placement
+    schedule: Schedule
+
+    @classmethod
+    def of(cls, spec: ModelSpec, plan: Plan, block: Block, accelerator: bool) -> PlannedBlock:
+        placement = place(spec, plan, block)
+        schedule = SCHEDULES[plan.schedule](moves(spec, plan, block, placement, accelerator))
+        return cls(spec, plan, block, placement, schedule)
+
+    @cached_property
+    def placed_percent(self) -> tuple[float, ...]:
+        return placed_shares(self.spec, self.plan, self.block, self.placement)
+
+    @property
+    def shape(self) -> tuple[tuple[int, ...], ...]:
+        """Blocks of one shape cost the same."""
+        return tuple(batch.lengths for batch in self.block.batches)
+
+
+def plan_blocks(spec: ModelSpec, plan: Plan, workload: Workload, accelerator: bool) -> Iterator[PlannedBlock]:
+    for block in workload.blocks(plan.gpu_batch_size, plan.num_gpu_batches):
+        yield PlannedBlock.of(spec, plan, block, accelerator)

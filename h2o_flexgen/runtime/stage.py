@@ -1,0 +1,19 @@
+"""Stage: what an LLM is at, for whoever shows how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+
+class Stage(str, Enum):
+    CONVERTING = "converting weights"  # of .bin files, once
+    WRITING = "writing random weights"  # those that are to be read from disk
+    LOADING = "loading weights"
+    GENERATING = "generating"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+OnStage = Callable[[Stage, int, int], None]  # bytes done and bytes in all: both 0 where they are not counted

@@ -1,0 +1,122 @@
+"""A codec for tests: every bit turned round, and a trailer. It loses nothing, so what is computed with it is bit-identical; but
+its bytes are of odd numbers, are no values, and decoding them takes memory of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.models.checkpoint import StoredTensor, open_checkpoint
+from h2o_flexgen.planning.model_spec import ModelSpec, TensorSpec
+from h2o_flexgen.quant.codec import CODECS, PLAIN
+from tests.contract import Case, Checkpoints
+
+TRAILER = torch.tensor([0x5A] * 7, dtype=torch.uint8)
+ODD_OFFSET = 13  # of the first tensor in a packed file
+
+
+@dataclass
+class Inverted:
+    name: str = "inverted"
+    is_view: bool = False
+    decoded: int = 0  # tensors
+    held_bytes: int = 0  # of decoded values
+    peak_bytes: int = 0
+
+    def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
+        return prod(shape) * itemsize + len(TRAILER)
+
+    def encode(self, values: Tensor, out: Tensor) -> None:
+        assert out.nbytes == self.nbytes(tuple(values.shape), values.dtype.itemsize)
+        out.copy_(torch.cat([~values.contiguous().view(-1).view(torch.uint8), TRAILER]))
+
+    def decode(self, data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert data.nbytes == self.nbytes(shape, dtype.itemsize)
+        assert torch.equal(data[-len(TRAILER) :].cpu(), TRAILER), "these bytes were never encoded, or not all have come"
+        values = ~data[: -len(TRAILER)]
+        self._count(values)
+        return values.view(dtype).view(shape)
+
+    def _count(self, values: Tensor) -> None:
+        self.decoded += 1
+        self.held_bytes += values.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        weakref.finalize(values.untyped_storage(), self._gone, values.nbytes)
+
+    def _gone(self, nbytes: int) -> None:
+        self.held_bytes -= nbytes
+
+
+@contextmanager
+def registered(codec: Inverted) -> Iterator[Inverted]:
+    with patch.dict(CODECS, {codec.name: codec}):
+        yield codec
+
+
+def inverted_matrices(tensor: TensorSpec) -> TensorSpec:
+    """What a real codec would pack; a model has plain tensors besides."""
+    return replace(tensor, codec="inverted") if len(tensor.shape) == 2 else tensor
+
+
+def stored_as_kept(tensor: TensorSpec) -> TensorSpec:
+    if tensor.codec == PLAIN:
+        return tensor
+    return replace(tensor, stored_codec=tensor.codec, stored_itemsize=tensor.itemsize)
+
+
+class PackedCheckpoint:
+    """A WeightSource: plain tensors lie in a checkpoint, all others in one file of their own, as they are kept in memory."""
+
+    def __init__(self, kind: str, stored: str, dtype: str, spec: ModelSpec, checkpoints: Checkpoints) -> None:
+        self._plain = open_checkpoint(checkpoints.folder(kind, stored))
+        model, weights = checkpoints.model(kind, stored, dtype)
+        values = {tensor.name: own[name] for layer, own in zip(model.spec.layers, weights) for name, tensor in layer.tensors}
+        file = checkpoints.root / f"{kind}-{stored}-{dtype}.inverted"
+        self._packed: dict[str, StoredTensor] = {}
+        content = bytearray(ODD_OFFSET)
+        for tensor in spec.tensors.values():
+            if tensor.stored_codec != PLAIN:
+                data = torch.empty(tensor.stored_nbytes, dtype=torch.uint8)
+                CODECS[tensor.stored_codec].encode(values[tensor.name], data)
+                at = len(content)
+                self._packed[tensor.name] = StoredTensor(tensor.name, file, at, data.nbytes, "U8", tensor.shape)
+                content += data.numpy().tobytes()
+        file.write_bytes(content)
+
+    def stored_itemsize(self, name: str) -> int:
+        return self._plain.stored_itemsize(name)
+
+    def locate(self, tensors: Iterable[TensorSpec]) -> dict[str, StoredTensor]:
+        wanted = list(tensors)
+        plain = self._plain.locate(tensor for tensor in wanted if tensor.stored_codec == PLAIN)
+        return plain | {tensor.name: self._packed[tensor.name] for tensor in wanted if tensor.stored_codec != PLAIN}
+
+    def fill(self, tensor: TensorSpec, out: Tensor) -> bool:
+        assert tensor.stored_codec == PLAIN
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def opened_inverted(
+    case: Case, checkpoints: Checkpoints, offload: Path, packed: bool = True, codec: Inverted | None = None
+) -> Iterator[LLM]:
+    """The case with its matrices inverted: in a packed file, or else while they are loaded."""
+    with registered(codec or Inverted()), case.open(checkpoints, offload) as llm:
+        spec = llm.spec.map_tensors(inverted_matrices)
+        if packed:
+            spec = spec.map_tensors(stored_as_kept)
+            llm._source = PackedCheckpoint(case.kind, case.stored, case.dtype, spec, checkpoints)
+        llm._model.spec = spec
+        yield llm

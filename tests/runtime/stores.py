@@ -1,0 +1,21 @@
+"""What the tests of the stores share: the memories of an engine, opened and closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from h2o_flexgen.memory.device import Device
+from h2o_flexgen.memory.memories import Memories
+from tests.pretended import open_any_device
+
+
+@contextmanager
+def opened_memories(device: str, folder: Path) -> Iterator[Memories]:
+    opened: Device = open_any_device(device)
+    memories = Memories(opened, folder, pin_host=device == "cuda")
+    try:
+        yield memories
+    finally:
+        memories.close()
