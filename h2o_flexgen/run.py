@@ -34,6 +34,7 @@ from h2o_flexgen.commands.stages import Opening
 from h2o_flexgen.commands.watch import Watch, total_visits
 from h2o_flexgen.planning.cost import predicted_bytes
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import DEVICE, HOST
 from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
 from h2o_flexgen.planning.schedule import Task
 from h2o_flexgen.planning.workload import Workload
@@ -192,6 +193,17 @@ class Job:
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
+    def _listener(self, watch: Watch) -> Callable[[Task, int], None]:
+        if self.until is None:
+            return watch.visit
+
+        def visit_when_done(task: Task, tokens: int) -> None:
+            """Where the time of single layers is what is asked for, launching a layer must not count as its end."""
+            self.llm.device.settle()
+            watch.visit(task, tokens)
+
+        return visit_when_done
+
     def run(self) -> None:
         from h2o_flexgen.runtime.sampling import resolve_seed
 
@@ -200,7 +212,7 @@ class Job:
         with Progress(total_visits(blocks), "run", late=True) as progress:
             watch = Watch(blocks, progress)
             completions = self.llm.generate(
-                self.prompts, params, seed=seed, on_stage=watch.stage, on_visit=watch.visit, until=self.until
+                self.prompts, params, seed=seed, on_stage=watch.stage, on_visit=self._listener(watch), until=self.until
             )
             seconds = watch.seconds
         stats = self.llm.stats
@@ -296,8 +308,8 @@ class Outcome:
             return {}
         return {"breakdown_seconds": breakdown_seconds(self.stats.last_block.trace)}
 
-    def _machine(self) -> Machine:
-        """Measured behind the run, with what memory the budget leaves."""
+    def _machine(self) -> Machine | None:
+        """Measured behind the run, with what memory the budgets leave. A run that is done is told of even if this fails."""
         from h2o_flexgen.runtime.measure import Needs, measure
 
         llm = self.job.llm
@@ -312,13 +324,18 @@ class Outcome:
             pinned=llm.plan.pin_weight,
             memory_bytes=self._memory_left(),
         )
-        return measure(llm.device, needs)
+        try:
+            return measure(llm.device, needs)
+        except (MemoryError, OSError, RuntimeError) as error:  # torch's want of memory is a RuntimeError
+            print(f"the machine could not be measured, so there are no bounds: {error}", file=sys.stderr)
+            return None
 
     def _memory_left(self) -> int:
         """Of what the process may hold: to measure must not break a promise that the run has kept."""
         least, most = MEASURING_BYTES
-        budget = self.job.llm.budgets.host
-        return most if budget is None else min(most, max(least, budget - self.stats.peak_bytes["host"]))
+        budgets, peaks = self.job.llm.budgets, self.stats.peak_bytes
+        left = [budget - peaks[tier] for tier in (DEVICE, HOST) if (budget := budgets.of(tier)) is not None]
+        return min([most, *(max(least, nbytes) for nbytes in left)])
 
     def _offloaded_bytes(self) -> int:
         """What KV and activations took on disk: so much can be had again."""
@@ -326,8 +343,10 @@ class Outcome:
         return min(written, self.stats.peak_bytes["disk"])
 
 
-def _rates(machine: Machine) -> dict[str, object]:
+def _rates(machine: Machine | None) -> dict[str, object]:
     """Those that were measured."""
+    if machine is None:
+        return {}
     rates = {
         name: value
         for name, value in asdict(machine).items()
