@@ -1,7 +1,7 @@
 """How much of the transfers hides behind compute, or of the compute behind transfers: time per decode step against the busiest
 lane's bound, for the zig-zag schedule, FlexGen's loop with its barrier, and row by row.
 
-    python benchmarks/overlap.py                              # OPT-1.3B shapes in bf16, all weights on disk, 2 GB of memory
+    python benchmarks/overlap.py                              # OPT-1.3B shapes in bf16, all weights on disk, 2.1 GB of memory
     python benchmarks/overlap.py --repeats 1 --model facebook/opt-125m --cpu-mem 1GB
 
 Every schedule runs in a process of its own, in turns (A B C A B C ...), because machines drift. In each process the disk and
@@ -53,13 +53,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default="facebook/opt-1.3b", help="a model whose shapes are known; weights are random")
-    add("--cpu-mem", default="2GB", help="what the process may hold")
+    add("--cpu-mem", default="2.1GB", help="what the process may hold")
     add("--percent", type=float, nargs=6, default=[0, 0, 0, 100, 0, 100])
     add("--gpu-batch-size", type=int, default=16)
     add("--num-gpu-batches", type=int, default=4)
     add("--prompt-len", type=int, default=64)
     add("--gen-len", type=int, default=16)
-    add("--slots", type=int, default=2)
+    add("--slots", type=int, default=3)
+    add("--sep-layer", type=int, choices=(0, 1), default=0, help="1: attention and mlp are two layers of the schedule")
     add("--dtype", default="bfloat16")
     add("--repeats", type=int, default=3)
     add("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
@@ -73,7 +74,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run_one(args: argparse.Namespace) -> dict[str, Any]:
-    shape = {name: getattr(args, name) for name in ("gpu_batch_size", "num_gpu_batches", "slots")}
+    shape = {name: getattr(args, name) for name in ("gpu_batch_size", "num_gpu_batches")}
+    if args.one != "flexgen_barrier":  # which has slots of its own
+        shape["slots"] = args.slots
+    shape["sep_layer"] = bool(args.sep_layer)
     budget = {"cpu_mem": args.cpu_mem, "offload_dir": args.offload_dir, "dtype": args.dtype}
     with LLM(args.model, dummy_weights=True, percent=args.percent, schedule=args.one, **shape, **budget) as llm:
         prompts = random_prompts(args, llm.spec.vocab)
@@ -201,7 +205,7 @@ def summary(args: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, A
         "benchmark": "overlap",
         "command": "python benchmarks/overlap.py " + " ".join(sys.argv[1:]),
         "model": args.model,
-        "workload": {**workload, "slots": args.slots, "dtype": args.dtype},
+        "workload": {**workload, "slots": args.slots, "sep_layer": args.sep_layer, "dtype": args.dtype},
         "machine": runs[0]["machine"],
         "ceiling": "bytes read per step over the disk's rate, or flops over that of matrix products, both measured in the run",
         "budget_host_bytes": parse_bytes(args.cpu_mem),
