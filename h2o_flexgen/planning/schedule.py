@@ -10,6 +10,7 @@ them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -143,7 +144,7 @@ class Touch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(ABC):
     """An order of visits and the issue order of everything that serves them. Subclasses say `visits` and `tasks`."""
 
     moves: Moves
@@ -153,19 +154,19 @@ class Schedule:
 
     # -- numbering ---------------------------------------------------------------------------------------------------
 
-    def visit(self, number: int) -> Visit:
-        raise NotImplementedError
+    @abstractmethod
+    def visit(self, number: int) -> Visit: ...
 
-    def number(self, step: int, layer: int, batch: int) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def number(self, step: int, layer: int, batch: int) -> int: ...
 
+    @abstractmethod
     def weight_number(self, step: int, layer: int, batch: int) -> int:
         """Number of the pass over a layer's weights that this visit belongs to."""
-        raise NotImplementedError
 
+    @abstractmethod
     def weight_batch(self, batch: int) -> int:
         """The batch in whose name the weights that this batch uses are fetched."""
-        raise NotImplementedError
 
     @property
     def slices(self) -> int:
@@ -224,8 +225,8 @@ class Schedule:
             touched.append(Touch("kv.host", slot, user))
         return touched
 
-    def tasks(self) -> Iterator[Task]:
-        raise NotImplementedError
+    @abstractmethod
+    def tasks(self) -> Iterator[Task]: ...
 
 
 class _Issuer:
