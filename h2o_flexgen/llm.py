@@ -33,7 +33,7 @@ from h2o_flexgen.planning.hints import did_you_mean
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.units import parse_bytes
-from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.planning.workload import Batch, Workload
 from h2o_flexgen.runtime.engine import BlockRun, Engine, OnVisit, Until
 from h2o_flexgen.runtime.output import Completion
 from h2o_flexgen.runtime.row_state import RowState
@@ -119,6 +119,8 @@ class LLM:
         built = create_model(config, dtype, self.plan.sep_layer, self.name)
         stored = self._source.stored_itemsize
         built.spec = built.spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=stored(tensor.name)))
+        if self.plan.policy.rolls and not built.spec.rotary:
+            raise ValueError(f"positions 'rolling' needs rotary positions, but {self.name} has learned ones; leave it out")
         self._model: Model = built
         self.tokenizer: Tokenizer = load_tokenizer(folder, config, built.spec.vocab)
 
@@ -157,8 +159,15 @@ class LLM:
         return self._refuse_what_does_not_fit(workload)
 
     def _check_positions(self, row: int, length: int, max_tokens: int) -> None:
-        """The last token is generated, but no layer ever sees it."""
-        if length + max_tokens > self.spec.max_positions + 1:
+        """The last token is generated, but no layer ever sees it. Rolling positions end where the budget does."""
+        if self.plan.policy.rolls:
+            slots = self.plan.policy.slots(Batch((row,), (length,)), max_tokens).capacity
+            if max(length, slots) > self.spec.max_positions:
+                raise ValueError(
+                    f"prompt {row} has {length} tokens and {slots} slots, but {self.name} has {self.spec.max_positions} "
+                    "positions; shorten the prompt or keep fewer"
+                )
+        elif length + max_tokens > self.spec.max_positions + 1:
             raise ValueError(
                 f"prompt {row} has {length} tokens and {max_tokens} are to be generated, but {self.name} has "
                 f"{self.spec.max_positions} positions; shorten the prompt or generate fewer"

@@ -16,9 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from h2o_flexgen.kv.policy import KVPolicy
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Model, Weights
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.runtime.output import Completion
 from h2o_flexgen.runtime.sampling import Sampler
@@ -28,6 +30,22 @@ from tests.reference import weights_by_layer
 from tests.resident import resident_generate
 
 Logits = dict[tuple[int, int], Tensor]  # (step, row of the workload) -> (vocab,)
+
+
+# plan options, one policy each, with budgets that tiny texts outgrow
+POLICIES: tuple[tuple[tuple[str, Any], ...], ...] = (
+    (),
+    (("kv_policy", "h2o"), ("heavy", 2), ("recent", 2)),
+    (("kv_policy", "h2o"), ("heavy", 3), ("recent", 1), ("sinks", 1), ("score_decay", 0.9), ("grace", 2)),
+    (("kv_policy", "h2o"), ("kv_budget", 0.4), ("hh_prompt_only", True)),
+    (("kv_policy", "h2o-flexgen"), ("heavy", 2), ("recent", 2)),
+    (("kv_policy", "local"), ("recent", 3)),
+    (("kv_policy", "streaming"), ("sinks", 1), ("recent", 3)),
+    (("kv_policy", "heavy"), ("heavy", 4)),
+    (("kv_policy", "random"), ("kv_budget", 0.5)),
+    (("kv_policy", "snapkv"), ("heavy", 2), ("recent", 2)),
+    (("kv_policy", "tova"), ("heavy", 4)),
+)
 
 
 @dataclass(frozen=True)
@@ -47,11 +65,16 @@ class Case:
     device: str = "cpu"
     dtype: str = "float32"
     stored: str = "float32"
+    policy: tuple[tuple[str, Any], ...] = ()  # plan options
 
     @property
     def plan_options(self) -> dict[str, Any]:
         names = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "schedule")
-        return {name: getattr(self, name) for name in names} | {"pin_weight": self.device == "cuda"}
+        return {name: getattr(self, name) for name in names} | {"pin_weight": self.device == "cuda", **dict(self.policy)}
+
+    @property
+    def kv_policy(self) -> KVPolicy:
+        return Plan.create(**dict(self.policy)).policy
 
     @cached_property
     def prompts(self) -> list[list[int]]:
@@ -129,10 +152,10 @@ class Checkpoints:
         """Of one batch, for every step (rows, vocab): worked out once for all plans that have this batch."""
         prompts = [case.prompts[row] for row in rows]
         by_token, device = case.device != "cpu", "cuda" if case.device == "cuda" else "cpu"
-        key = (case.kind, case.stored, case.dtype, by_token, device, case.gen_len, *map(tuple, prompts))
+        key = (case.kind, case.stored, case.dtype, by_token, device, case.gen_len, case.policy, *map(tuple, prompts))
         if key not in self.resident:
             model, weights = self.model(case.kind, case.stored, case.dtype, device)
-            self.resident[key] = resident_generate(model, weights, prompts, case.gen_len, by_token)
+            self.resident[key] = resident_generate(model, weights, prompts, case.gen_len, by_token, case.kv_policy)
         return self.resident[key]
 
 

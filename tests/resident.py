@@ -9,22 +9,39 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kv.cache import KVCache, Pass
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.full import Full
+from h2o_flexgen.kv.notes import Notes
+from h2o_flexgen.kv.passes import Pass
+from h2o_flexgen.kv.policy import KVPolicy
 from h2o_flexgen.models.base import Model, Weights, block
+from h2o_flexgen.planning.workload import Batch
 
 
 @torch.inference_mode()
 def resident_generate(
-    model: Model, weights: Sequence[Weights], prompts: Sequence[Sequence[int]], steps: int, by_token: bool = False
+    model: Model,
+    weights: Sequence[Weights],
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    by_token: bool = False,
+    policy: KVPolicy | None = None,
 ) -> list[Tensor]:
     """Greedy: for every step the logits (rows, vocab). `by_token`: caches lie slot by slot, as beside an accelerator."""
+    policy = policy or Full()
     device = next(iter(weights[0].values())).device
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     rows, longest = torch.arange(len(prompts), device=device), int(lengths.max())
-    capacity = longest + steps - 1
+    slots = policy.slots(Batch(tuple(range(len(prompts))), tuple(map(len, prompts))), steps)
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
-    now = Pass(True, torch.arange(longest, device=device).expand(len(prompts), -1), torch.zeros_like(lengths), capacity)
-    caches = {layer: KVCache(_image(model, len(prompts), capacity, by_token, device)) for layer in model.spec.kv_layers}
+    now = Pass.of(slots, 0, slots.capacity, device)
+    caches = {
+        layer: KVCache(
+            _image(model, len(prompts), slots.capacity, by_token, device),
+            _notes(model, policy, len(prompts), slots.capacity, device),
+        )
+        for layer in model.spec.kv_layers
+    }
     last, logits = lengths - 1, []
     for step in range(steps):
         hidden = model.embed(tokens, now.positions, weights[0])
@@ -35,8 +52,8 @@ def resident_generate(
             else:
                 hidden = model.mlp(hidden, weights[layer])
         logits.append(model.head(hidden[rows, last], weights[-1]))
-        tokens, last, counts = logits[-1].argmax(-1)[:, None], torch.zeros_like(lengths), lengths + step
-        now = Pass(False, counts[:, None], counts, capacity)
+        tokens, last = logits[-1].argmax(-1)[:, None], torch.zeros_like(lengths)
+        now = Pass.of(slots, step + 1, slots.capacity, device)
     return logits
 
 
@@ -45,3 +62,9 @@ def _image(model: Model, rows: int, slots: int, by_token: bool, device: torch.de
     if by_token:
         return torch.zeros(slots, 2, rows, heads, dim, dtype=dtype, device=device).permute(1, 2, 3, 0, 4)
     return torch.zeros(2, rows, heads, slots, dim, dtype=dtype, device=device)
+
+
+def _notes(model: Model, policy: KVPolicy, rows: int, slots: int, device: torch.device) -> Notes | None:
+    shape = (rows, model.spec.kv_heads, slots)
+    region = torch.zeros(rows * model.spec.kv_heads * slots * policy.note_bytes, dtype=torch.uint8, device=device)
+    return Notes.over(region, policy, shape) if policy.note_bytes else None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier
-from tests.contract import Case, Checkpoints, compare, generate_with, hold_contract
+from tests.contract import POLICIES, Case, Checkpoints, compare, generate_with, hold_contract
 from tests.reference import reference_generate
 from tests.resident import resident_generate
 
@@ -39,6 +39,7 @@ CHOICES = {
     "sep_layer": (True, False),
     "overlap": (True, False),
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
+    "policy": POLICIES,
 }
 
 

@@ -14,7 +14,7 @@ from h2o_flexgen.planning.schedule import SCHEDULES
 from h2o_flexgen.runtime.output import Completion
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 from tests import tiny
-from tests.contract import Case, Checkpoints, recorded_logits
+from tests.contract import POLICIES, Case, Checkpoints, recorded_logits
 
 KINDS = [kind for kind in tiny.KINDS if kind != "mistral"] + ["mistral"]
 
@@ -38,6 +38,7 @@ def random_case(random: Random) -> Case:
         schedule=random.choice([*SCHEDULES, "zigzag", "zigzag"]),
         device=random.choice(["cpu", "pretended"]),
         stored=random.choice(["float32", "float32", "bfloat16"]),
+        policy=random.choice(POLICIES),
     )
 
 

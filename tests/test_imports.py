@@ -66,8 +66,8 @@ def files_in(*folders: str) -> list[Path]:
 
 def policy_modules() -> list[str]:
     """The table of cache policies, and the policies in it."""
-    table = f"{ROOT}.kv.policy"
-    return [table, *(name for name in imported_by(PACKAGE / "kv" / "policy.py") if below(name, f"{ROOT}.kv"))]
+    named = (imported_by(PACKAGE / "kv" / f"{file}.py") for file in ("policies", "policy"))
+    return [f"{ROOT}.kv.policies", *(name for names in named for name in names if below(name, f"{ROOT}.kv"))]
 
 
 @pytest.mark.parametrize("path", files_in("planning"), ids=module_name)

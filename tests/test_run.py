@@ -374,7 +374,7 @@ def test_path_names_the_folder_that_has_the_model(command: Any, opt: Path) -> No
         (("--compress-cache",), ("--compress-cache", "not supported")),
         (("--cpu",), ("--cpu-cache-compute", "not supported")),
         (("--attn-sparsity", 0.1), ("--attn-sparsity", "not supported")),
-        (("--kv-policy", "h2o"), ("'h2o' is not there yet; known: full",)),
+        (("--kv-policy", "h20"), ("'h20' is unknown; known: full, h2o",)),
         (("--schedule", "zigzagg"), ("'zigzagg'", "row_by_row", "did you mean zigzag?")),
         (("--schedule", "flexgen_barrier", "--overlap", 0), ("flexgen_barrier", "cannot do without overlap")),
         (("--schedule", "flexgen_barrier", "--debug-mode", "breakdown"), ("flexgen_barrier", "cannot do without overlap")),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from h2o_flexgen.commands.made_up import DEFAULT_TOKENS
-from h2o_flexgen.kv.policy import POLICIES
+from h2o_flexgen.kv.policies import POLICIES
 from h2o_flexgen.planning.hints import did_you_mean
 from h2o_flexgen.planning.machine import DEVICES
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES

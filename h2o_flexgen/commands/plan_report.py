@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from h2o_flexgen.kv.policy import POLICIES
 from h2o_flexgen.planning.footprint import Budgets, Footprint
 from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.placement import Placement
+from h2o_flexgen.planning.placement import Placement, image_bytes
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan
 from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.schedule import Schedule
@@ -121,10 +120,9 @@ def placed_bytes(planned: PlannedBlock) -> dict[str, dict[str, int]]:
 
 
 def _kv(planned: PlannedBlock, placement: Placement) -> Iterable[tuple[str, int]]:
-    block, policy = planned.block, POLICIES[planned.plan.kv_policy]
+    block, policy = planned.block, planned.plan.policy
     for (_, batch), tier in placement.kv.items():
-        rows = block.batches[batch]
-        yield tier, rows.size * policy.capacity(rows, block.gen_len) * planned.spec.kv_bytes_per_slot
+        yield tier, image_bytes(planned.spec, policy, block.batches[batch], block.gen_len)
 
 
 def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import ClassVar
 
-from h2o_flexgen.planning.workload import Batch
+from h2o_flexgen.kv.policy import NONE, KVPolicy
+from h2o_flexgen.kv.slots import Budget
 
 
-@dataclass(frozen=True)
-class Full:
-    name: str = "full"
+class Full(KVPolicy):
+    name: ClassVar[str] = "full"
+    ranks_by: ClassVar[str] = NONE
+    takes: ClassVar[tuple[str, ...]] = ()
 
-    def capacity(self, batch: Batch, gen_len: int) -> int:
-        return batch.prompt_len + gen_len - 1
-
-    def held(self, batch: Batch, step: int) -> int:
-        return batch.prompt_len + step - 1
-
-    def changed(self, batch: Batch, step: int) -> tuple[int, int]:
-        if step == 0:
-            return 0, batch.prompt_len
-        return min(batch.lengths) + step - 1, batch.prompt_len + step
+    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+        return Budget(prompt_len + gen_len)

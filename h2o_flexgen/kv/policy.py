@@ -1,30 +1,78 @@
-"""KVPolicy: how many slots a sequence holds, and which. The only slot arithmetic of the project.
+"""KVPolicy: what a policy is, as data. How many slots a row has, who is protected, and by what the others are ranked.
 
-Allocator, cost model, simulator, engine and tests all call it, so that what is predicted is what happens. Planning imports this
-file: policies do their arithmetic without torch.
+Planning reads policies too, so they do their arithmetic without torch; kv/evict.py carries out what they say on tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from h2o_flexgen.kv.full import Full
+from h2o_flexgen.kv.options import ROLLING, KVOptions
+from h2o_flexgen.kv.slots import Budget, Slots
 from h2o_flexgen.planning.workload import Batch
 
+NONE, ATTENTION, AGE, CHANCE = "none", "attention", "age", "chance"  # what tokens are ranked by
+SCORED_BYTES = 16 << 20  # of a prompt's attention that are looked at together
+BUDGETS = ("heavy", "recent", "hh_ratio", "kv_budget")
+PROTECTION = ("sinks", "grace")
+EVICTING = ("positions", "hh_prompt_only")
 
-class KVPolicy(Protocol):
+
+@dataclass(frozen=True)
+class KVPolicy(ABC):
+    options: KVOptions = field(default_factory=KVOptions)
+
+    name: ClassVar[str]
+    ranks_by: ClassVar[str] = ATTENTION
+    neighbours: ClassVar[int] = 1  # scores of a prompt are averaged over so many positions
+    takes: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, "score_decay", *EVICTING)
+
+    def __post_init__(self) -> None:
+        self.options.refuse_all_but(self.takes, self.name)
+
+    @abstractmethod
+    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+        """Of a row with so long a prompt."""
+
     @property
-    def name(self) -> str: ...
+    def decay(self) -> float:
+        """What a score is multiplied with before a pass adds to it."""
+        return 1.0 if self.options.score_decay is None else self.options.score_decay
 
-    def capacity(self, batch: Batch, gen_len: int) -> int:
-        """Slots per row that must be allocated. The last token generated is never stored."""
+    @property
+    def rolls(self) -> bool:
+        return self.options.positions == ROLLING
 
-    def held(self, batch: Batch, step: int) -> int:
-        """Slots in use, in the row that has most, when COMPUTE of decode step `step` (1, 2, ...) begins."""
+    @property
+    def keeps_all(self) -> bool:
+        return self.ranks_by == NONE
 
-    def changed(self, batch: Batch, step: int) -> tuple[int, int]:
-        """The range of slots that COMPUTE of `step` writes (0 is prefill), over all rows: what a store has to move."""
+    @property
+    def note_bytes(self) -> int:
+        """Noted of each slot of a KV head, beside key and value: its position, and its score where one is kept."""
+        return 0 if self.keeps_all else 8 if self.ranks_by == ATTENTION else 4
 
+    def slots(self, batch: Batch, gen_len: int) -> Slots:
+        budgets = {length: self._checked(length, gen_len) for length in set(batch.lengths)}
+        rows = tuple(budgets[length] for length in batch.lengths)
+        return Slots(batch.lengths, rows, gen_len, self.options.hh_prompt_only)
 
-POLICIES: Mapping[str, KVPolicy] = {policy.name: policy for policy in (Full(),)}
+    def _checked(self, prompt_len: int, gen_len: int) -> Budget:
+        budget = self.budget(prompt_len, gen_len)
+        row = f"for a prompt of {prompt_len} and {gen_len} to generate"
+        if budget.slots < 1:
+            raise ValueError(f"kv_policy {self.name!r} has a budget of {budget.slots} slots {row}; give it 1 or more")
+        protected = budget.sinks + max(budget.window, budget.prompt_window)
+        if protected > budget.slots:
+            raise ValueError(
+                f"kv_policy {self.name!r} protects {protected} tokens (sinks {budget.sinks}), but has {budget.slots} slots "
+                f"{row}; give it more slots or fewer sinks, recent and grace"
+            )
+        return budget
+
+    def _protecting(self, slots: int, window: int, prompt_window: int | None = None, queries: int | None = None) -> Budget:
+        """With what the options protect beside the policy's own window."""
+        grace, before = self.options.grace or 0, window if prompt_window is None else prompt_window
+        return Budget(slots, self.options.sinks or 0, max(window, grace), max(before, grace), queries)

@@ -78,6 +78,7 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
         max_positions=config.max_position_embeddings,
         dtype=dtype,
         layers=in_order(embed, config.num_hidden_layers, parts, head, sep_layer),
+        rotary=False,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 
-from h2o_flexgen.kv.policy import POLICIES, KVPolicy
+from h2o_flexgen.kv.slots import Slots
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import DISK, HOST
@@ -20,6 +20,8 @@ from h2o_flexgen.planning.schedule import LANES, Op, Schedule, Task
 from h2o_flexgen.planning.simulate import simulate
 from h2o_flexgen.planning.trace import Trace
 from h2o_flexgen.planning.workload import Block
+
+KV_OPS = {Op.READ_KV: 0, Op.LOAD_KV: 0, Op.STORE_KV: 1, Op.WRITE_KV: 1}  # stores run one step before the fetches for a step
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,10 @@ class Cost:
     def schedule(self) -> Schedule:
         return self.planned.schedule
 
-    @property
-    def policy(self) -> KVPolicy:
-        return POLICIES[self.planned.plan.kv_policy]
+    @cached_property
+    def slots(self) -> tuple[Slots, ...]:
+        """Of each batch."""
+        return tuple(self.planned.plan.policy.slots(batch, self.block.gen_len) for batch in self.block.batches)
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -50,11 +53,8 @@ class Cost:
             return self.stored_bytes[task.layer] / self.schedule.slices
         if task.op is Op.LOAD_W:
             return self.loaded_bytes[task.layer] / self.schedule.slices
-        if task.op in (Op.READ_KV, Op.LOAD_KV):
-            return self._kv_bytes(task, self.policy.held(self.block.batches[task.batch], task.step))
-        if task.op in (Op.STORE_KV, Op.WRITE_KV):
-            first, last = self.policy.changed(self.block.batches[task.batch], task.step)
-            return self._kv_bytes(task, last - first)
+        if task.op in KV_OPS:
+            return self._kv_slots(task.op, self.slots[task.batch], task.step) * self._kv_slot_bytes(task.batch)
         if task.op is Op.LOAD_H:
             return self._hidden_bytes(task, task.layer - 1)
         return self._hidden_bytes(task, task.layer) if task.op is Op.STORE_H else 0
@@ -76,8 +76,16 @@ class Cost:
             for layer in self.spec.layers
         )
 
-    def _kv_bytes(self, task: Task, slots: int) -> int:
-        return slots * self.block.batches[task.batch].size * self.spec.kv_bytes_per_slot
+    def _kv_slots(self, op: Op, slots: Slots, step: int) -> int:
+        """Moved by one task of a batch, as slots of all its rows."""
+        if op is Op.STORE_KV:
+            return slots.stored(step)
+        if op is Op.WRITE_KV:
+            return slots.written(step)
+        return slots.held(step) + (slots.noted(step) if op is Op.READ_KV else 0)
+
+    def _kv_slot_bytes(self, batch: int) -> int:
+        return self.block.batches[batch].size * self.spec.kv_bytes_per_slot
 
     def _hidden_bytes(self, task: Task, layer: int) -> int:
         batch = self.block.batches[task.batch]
@@ -105,18 +113,15 @@ class Cost:
         return {LANES[Op.READ_W]: passes * sum(self.stored_bytes), LANES[Op.LOAD_W]: passes * loaded}
 
     def _kv_sums(self) -> Counter[str]:
-        moves, steps, sums = self.schedule.moves, range(1, self.block.gen_len), Counter[str]()
-        for number, batch in enumerate(self.block.batches):
-            fetched = sum(self.policy.held(batch, step) for step in steps)
-            stored = sum(last - first for first, last in (self.policy.changed(batch, step - 1) for step in steps))
+        moves, sums = self.schedule.moves, Counter[str]()
+        for number, slots in enumerate(self.slots):
             layers = [layer for layer in self.spec.kv_layers if moves.moves_kv(layer, number)]
             from_disk = sum(moves.kv_on_disk(layer, number) for layer in layers)
             linked = len(layers) if moves.accelerator else 0
-            slot_bytes = batch.size * self.spec.kv_bytes_per_slot
-            for op, units in ((Op.READ_KV, from_disk), (Op.LOAD_KV, linked)):
-                sums[LANES[op]] += units * fetched * slot_bytes
-            for op, units in ((Op.WRITE_KV, from_disk), (Op.STORE_KV, linked)):
-                sums[LANES[op]] += units * stored * slot_bytes
+            for op, before in KV_OPS.items():
+                moved = sum(self._kv_slots(op, slots, step - before) for step in range(1, self.block.gen_len))
+                units = from_disk if op in (Op.READ_KV, Op.WRITE_KV) else linked
+                sums[LANES[op]] += units * moved * self._kv_slot_bytes(number)
         return sums
 
     def _hidden_sums(self) -> dict[str, int]:
@@ -133,7 +138,7 @@ class Cost:
     def flops(self, task: Task) -> float:
         batch = self.block.batches[task.batch]
         tokens = batch.prompt_len if task.step == 0 else 1
-        context = (tokens + 1) / 2 if task.step == 0 else self.policy.held(batch, task.step) + 1
+        context = (tokens + 1) / 2 if task.step == 0 else self.slots[task.batch].held(task.step) + 1
         return self.spec.flops(task.layer, batch.size, tokens, context)
 
     def seconds(self, task: Task, machine: Machine) -> float:

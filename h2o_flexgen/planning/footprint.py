@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from h2o_flexgen.kv.policy import POLICIES
+from h2o_flexgen.kv.policy import ATTENTION, SCORED_BYTES, KVPolicy
 from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.placement import Placement
+from h2o_flexgen.planning.placement import Placement, image_bytes
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan, Shares
 from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
 from h2o_flexgen.planning.schedule import Schedule
@@ -22,6 +22,7 @@ PAGE, LINE = 4096, 64  # what large and small tensors are aligned to
 BUFFERS = 6 + 2 + 1 + 1  # threads that have one: disk threads, both workers of the read lane, the write lane, the caller
 BUFFER_BYTES = (4 << 20) + 2 * PAGE
 DEVICE_LIBRARIES = 64 << 20  # work space that matrix products keep; the context itself is outside of every budget
+SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices and masks
 SLACK = 1.15  # on the estimate of what the functions of a layer allocate in passing: allocators keep some of it
 
 
@@ -59,7 +60,7 @@ def footprint(planned: PlannedBlock, writes_weights: bool = False) -> Footprint:
     _add_kv(parts, spec, planned.plan, block, schedule, compute)
     _add_hidden(parts, spec, block, schedule, compute)
     decoded = max(layer.decoded_nbytes for layer in spec.layers)
-    working = max(working_bytes(spec, batch, block.gen_len) for batch in block.batches)
+    working = max(working_bytes(spec, planned.plan.policy, batch, block.gen_len) for batch in block.batches)
     if compute == DEVICE:
         largest = max((tensor.nbytes for tensor in spec.tensors.values()), default=0)
         parts[HOST]["loading"] = largest  # one tensor on its way to the device
@@ -105,11 +106,15 @@ def _aligned(nbytes: int, alignment: int = PAGE) -> int:
 
 
 def _add_kv(parts: Parts, spec: ModelSpec, plan: Plan, block: Block, schedule: Schedule, compute: str) -> None:
-    policy, moved = POLICIES[plan.kv_policy], schedule.moves
-    slots = [policy.capacity(batch, block.gen_len) for batch in block.batches]
-    images = [count * batch.size * spec.kv_bytes_per_slot for count, batch in zip(slots, block.batches)]
+    policy, moved = plan.policy, schedule.moves
+    each = [policy.slots(batch, block.gen_len) for batch in block.batches]
+    slots = [one.capacity for one in each]
+    images = [image_bytes(spec, policy, batch, block.gen_len) for batch in block.batches]
     for (_, batch), tier in moved.kv.items():
-        padded = slots[batch] * _kv_row_bytes(spec, block.batches[batch])
+        if policy.note_bytes:
+            notes = slots[batch] * block.batches[batch].size * spec.kv_heads * policy.note_bytes
+            parts[compute]["KV notes"] += _aligned(notes) + PAGE
+        padded = (slots[batch] + each[batch].journal) * _kv_row_bytes(spec, block.batches[batch])
         parts[tier if tier != DEVICE else compute]["KV"] += padded if tier == DISK else images[batch] + PAGE
     ring = schedule.slots * (max(images) + PAGE)
     if DISK in moved.kv.values():
@@ -138,16 +143,36 @@ def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
     return _aligned(batch.size * batch.prompt_len * spec.widest * spec.itemsize)
 
 
-def working_bytes(spec: ModelSpec, batch: Batch, gen_len: int) -> int:
+def working_bytes(spec: ModelSpec, policy: KVPolicy, batch: Batch, gen_len: int) -> int:
     """The most that the functions of one visit allocate at once: an estimate from their shapes, held against runs by a test."""
     tokens = batch.size * batch.prompt_len
     heads = spec.heads * spec.head_dim
     normed = 3 * spec.hidden * 4 + 2 * spec.widest * spec.itemsize  # norms work in fp32
     attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * max(spec.itemsize, 4))
     mlp = tokens * (normed + 3 * spec.ffn * spec.itemsize)
-    decode = batch.size * spec.heads * (batch.prompt_len + gen_len) * (8 + 2 * spec.itemsize)
+    decode = batch.size * spec.heads * policy.slots(batch, gen_len).capacity * (8 + 2 * spec.itemsize)
     head = batch.size * spec.vocab * (3 * 4 + spec.itemsize)
+    attention += _choosing_bytes(spec, policy, batch, gen_len)
+    decode += _evicting_bytes(spec, policy, batch, gen_len)
     return max(attention, mlp, decode, head) + tokens * spec.widest * spec.itemsize
+
+
+def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, batch: Batch, gen_len: int) -> int:
+    """To rank the tokens of prompts, and to sort them."""
+    if policy.keeps_all:
+        return 0
+    places = batch.size * spec.kv_heads * batch.prompt_len
+    queries = max(budget.queries or batch.prompt_len for budget in policy.slots(batch, gen_len).budgets)
+    shares = min(SCORED_BYTES, 4 * batch.size * spec.heads * batch.prompt_len * queries)
+    return (2 * shares if policy.ranks_by == ATTENTION else 0) + places * (SORTED_BYTES + 4 * spec.head_dim)
+
+
+def _evicting_bytes(spec: ModelSpec, policy: KVPolicy, batch: Batch, gen_len: int) -> int:
+    if policy.keeps_all:
+        return 0
+    slots = batch.size * spec.kv_heads * policy.slots(batch, gen_len).capacity
+    rolled = spec.head_dim * (4 + 3 * spec.itemsize) if policy.rolls else 0  # angles, and keys on their way
+    return slots * (RANKED_BYTES + rolled)
 
 
 # -- budgets -----------------------------------------------------------------------------------------------------------

@@ -90,6 +90,7 @@ class ModelSpec:
     max_positions: int
     dtype: str  # computed with
     layers: tuple[LayerSpec, ...]
+    rotary: bool = True  # positions are rotations of queries and keys; else they are learned, and added to the embedding
 
     @property
     def itemsize(self) -> int:

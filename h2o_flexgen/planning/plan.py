@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
-from h2o_flexgen.kv.policy import POLICIES
+from h2o_flexgen.kv.options import KVOptions
+from h2o_flexgen.kv.policies import POLICIES
+from h2o_flexgen.kv.policy import KVPolicy
 from h2o_flexgen.planning.hints import did_you_mean
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 TIERS = (DEVICE, HOST, DISK)
-NOT_YET = ("h2o",)  # policies that people ask for by the project's name
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,16 @@ class Plan:
     pin_weight: bool = True  # host weights in page-locked memory (CUDA)
     schedule: str = "zigzag"
     kv_policy: str = "full"
+    # what the policy keeps, as KVOptions has it; None: not asked for
+    heavy: int | None = None
+    recent: int | None = None
+    hh_ratio: float | None = None
+    kv_budget: float | None = None
+    sinks: int | None = None
+    score_decay: float | None = None
+    grace: int | None = None
+    positions: str | None = None
+    hh_prompt_only: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "slots"):
@@ -60,6 +72,7 @@ class Plan:
 
         _require_known("schedule", self.schedule, SCHEDULES)
         _require_known("kv_policy", self.kv_policy, POLICIES)
+        _ = self.policy  # refuses options that it does not take
 
     @classmethod
     def create(cls, **options: object) -> Plan:
@@ -69,6 +82,11 @@ class Plan:
             if name not in known:
                 raise ValueError(f"unknown plan option {name!r}{did_you_mean(name, known)}")
         return cls(**options)  # type: ignore[arg-type]
+
+    @cached_property
+    def policy(self) -> KVPolicy:
+        options = KVOptions(**{field.name: getattr(self, field.name) for field in fields(KVOptions)})
+        return POLICIES[self.kv_policy](options)
 
     @property
     def block_size(self) -> int:
@@ -113,5 +131,4 @@ class Plan:
 
 def _require_known(name: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
-        what = "is not there yet" if value in NOT_YET else "is unknown"
-        raise ValueError(f"{name} {value!r} {what}; known: {', '.join(known)}{did_you_mean(value, known)}")
+        raise ValueError(f"{name} {value!r} is unknown; known: {', '.join(known)}{did_you_mean(value, known)}")

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kv.policy import POLICIES
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models import base
 from h2o_flexgen.models.checkpoint import WeightSource
@@ -89,7 +88,6 @@ class Engine:
         self._spec = model.spec
         self._plan = plan
         self._memories = memories
-        self._policy = POLICIES[plan.kv_policy]
         self._weights = WeightStore(self._spec, place_weights(self._spec, plan), source, memories)
 
     def trim(self) -> None:
@@ -118,16 +116,17 @@ class Engine:
         schedule = self.schedule(block)
         self._weights.prepare(schedule)
         with ExitStack() as opened, torch.inference_mode():
-            kv = opened.enter_context(closing(KVStore(self._spec, self._policy, block, schedule, self._memories)))
+            kv = opened.enter_context(closing(KVStore(self._spec, self._plan.policy, block, schedule, self._memories)))
             hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
-            alive = [self._rows_of(batch, rows, kv.capacity(place)) for place, batch in enumerate(block.batches)]
+            alive = [self._rows_of(batch, rows, block.gen_len) for batch in block.batches]
             state = _Progress(alive, kv, hidden, sampler, on_visit, on_token)
             executor = Executor(self._actions(schedule, state), self._memories.device, ahead=schedule.ahead)
             trace = executor.run(self._tasks(schedule, state, until))
         return self._summary(block, schedule, trace, state)
 
-    def _rows_of(self, batch: Batch, rows: Sequence[RowState], capacity: int) -> BatchRows:
-        return BatchRows(batch, [rows[row] for row in batch.rows], capacity, self._memories.device.torch_device)
+    def _rows_of(self, batch: Batch, rows: Sequence[RowState], gen_len: int) -> BatchRows:
+        alive, device = [rows[row] for row in batch.rows], self._memories.device.torch_device
+        return BatchRows(batch, alive, self._plan.policy, gen_len, device)
 
     def _tasks(self, schedule: Schedule, state: _Progress, until: Until | None) -> Iterator[Task]:
         """The schedule, until nobody is left to compute for."""

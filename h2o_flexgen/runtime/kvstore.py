@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 
 import numpy
+import torch
 from torch import Tensor
 
 from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.notes import Notes
 from h2o_flexgen.kv.policy import KVPolicy
+from h2o_flexgen.kv.slots import Slots
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import CHUNK_BYTES, DiskRegion, numpy_of
 from h2o_flexgen.memory.host import HostTier
@@ -24,6 +28,7 @@ from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.memory.ring import Ring
 from h2o_flexgen.memory.tier import aligned
 from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.placement import image_bytes
 from h2o_flexgen.planning.plan import DISK, HOST
 from h2o_flexgen.planning.schedule import Schedule, Task
 from h2o_flexgen.planning.workload import Batch, Block
@@ -39,6 +44,13 @@ class Unit:
     batch: Batch  # the rows in it
     generation: int = 0  # how often its rows were filled up
     changed: tuple[int, int] = (0, 0)  # slots that the last COMPUTE wrote
+    cache: KVCache | None = None  # of the last COMPUTE
+    journal: list[Tensor] = field(default_factory=list)  # of what stands on disk behind the slots: where it belongs
+
+    @property
+    def taken(self) -> Tensor | None:
+        """The one slot of every row and head that changed, where it is not a range."""
+        return None if self.cache is None else self.cache.taken
 
 
 class KVStore:
@@ -53,6 +65,7 @@ class KVStore:
         self._units = {(layer, batch): Unit(block.batches[batch]) for layer, batch in schedule.moves.kv}
         self._in_memory: dict[tuple[int, int], Tensor] = {}  # homes on device or host
         self._on_disk: dict[tuple[int, int], DiskRegion] = {}
+        self._notes: dict[tuple[int, int], Notes] = {}  # always where it is computed
         with ExitStack() as held:  # when the disk is full, for one, what was reserved so far goes back
             self._allocate(held)
             self._held = held.pop_all()
@@ -62,15 +75,23 @@ class KVStore:
         for place, tier in moves.kv.items():
             batch = self._block.batches[place[1]]
             if tier == DISK:
-                self._on_disk[place] = memories.disk.alloc(self._slots_at_most(batch) * self._row_bytes(batch.size))
+                self._on_disk[place] = memories.disk.alloc(self._slots_on_disk(batch) * self._row_bytes(batch.size))
                 held.callback(memories.disk.free, self._on_disk[place])
             else:
                 memory = memories.host if tier == HOST else memories.compute
                 self._in_memory[place] = memory.alloc(self._image_bytes(batch))
                 held.callback(memory.free, self._in_memory[place])
+            if self._policy.note_bytes:
+                self._notes[place] = self._blank_notes(held, batch)
         self._host_ring = self._ring(held, memories.host, bool(self._on_disk))
         moved = any(moves.moves_kv(*place) for place in self._units)
         self._device_ring = self._ring(held, memories.compute, moved and self._accelerator)
+
+    def _blank_notes(self, held: ExitStack, batch: Batch) -> Notes:
+        shape = (batch.size, self._spec.kv_heads, self._slots(batch).capacity)
+        region = self._memories.compute.alloc(prod(shape) * self._policy.note_bytes)
+        held.callback(self._memories.compute.free, region)
+        return Notes.over(region, self._policy, shape)
 
     def _ring(self, held: ExitStack, memory: HostTier | DeviceTier, needed: bool) -> Ring:
         """Zeroed: slots that a row does not fill are masked, but 0 * NaN of an earlier user would still be NaN."""
@@ -84,14 +105,15 @@ class KVStore:
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
-    def capacity(self, batch: int) -> int:
-        return self._slots_at_most(self._block.batches[batch])
+    def _slots(self, batch: Batch) -> Slots:
+        return self._policy.slots(batch, self._block.gen_len)
 
-    def _slots_at_most(self, batch: Batch) -> int:
-        return self._policy.capacity(batch, self._block.gen_len)
+    def _slots_on_disk(self, batch: Batch) -> int:
+        slots = self._slots(batch)
+        return slots.capacity + slots.journal
 
     def _image_bytes(self, batch: Batch) -> int:
-        return self._slots_at_most(batch) * batch.size * self._spec.kv_bytes_per_slot
+        return image_bytes(self._spec, self._policy, batch, self._block.gen_len)
 
     def _row_bytes(self, rows: int) -> int:
         """One slot of all rows, as it lies on disk: padded, so that any range of slots can be read and written directly."""
@@ -99,7 +121,7 @@ class KVStore:
 
     def _image(self, region: Tensor, batch: int) -> Tensor:
         """(2, rows, kv_heads, slots, head_dim) over the bytes of a region."""
-        rows, slots = self._block.batches[batch].size, self.capacity(batch)
+        rows, slots = self._block.batches[batch].size, self._slots(self._block.batches[batch]).capacity
         heads, dim = self._spec.kv_heads, self._spec.head_dim
         values = region[: 2 * rows * heads * slots * dim * self._dtype.itemsize].view(self._dtype)
         if self._accelerator:
@@ -111,11 +133,12 @@ class KVStore:
     def open(self, task: Task, rows: BatchRows) -> KVCache:
         """For COMPUTE: the cache, with the rows that are still alive."""
         unit = self._units[task.layer, task.batch]
-        cache = KVCache(self._image(self._working_region(task), task.batch))
-        unit.changed = self._policy.changed(rows.batch, task.step)
+        notes = self._notes.get((task.layer, task.batch))
+        cache = KVCache(self._image(self._working_region(task), task.batch), notes)
+        unit.changed, unit.cache = self._slots(rows.batch).changed(task.step), cache
         if task.step and unit.generation != rows.generation:
-            cache.keep_rows(rows.kept, self._policy.held(unit.batch, task.step))
-            unit.changed = (0, unit.changed[1])
+            cache.keep_rows(rows.kept, self._slots(unit.batch).held(task.step))
+            unit.changed, unit.cache = (0, unit.changed[1]), None  # all is to be stored
         unit.batch, unit.generation = rows.batch, rows.generation
         return cache
 
@@ -127,16 +150,27 @@ class KVStore:
     def load(self, task: Task) -> int:
         """Host -> device: all that is held, one range from the start."""
         unit = self._units[task.layer, task.batch]
-        return self._transfer(task, 0, self._policy.held(unit.batch, task.step), to_device=True)
+        return self._transfer(task, 0, self._slots(unit.batch).held(task.step), to_device=True)
 
     def store(self, task: Task) -> int:
         """Device -> host: what the step changed."""
         unit = self._units[task.layer, task.batch]
-        return self._transfer(task, *unit.changed, to_device=False)
+        if unit.taken is None:
+            return self._transfer(task, *unit.changed, to_device=False)
+        host, device = (self._image(region, task.batch) for region in self._both_regions(task))
+        row, head = torch.arange(unit.batch.size)[:, None], torch.arange(self._spec.kv_heads)
+        at_home = device.device  # of the indices: gathered there, scattered here
+        values = device[:, row.to(at_home), head.to(at_home), unit.taken].cpu()
+        host[:, row, head, unit.taken.cpu()] = values
+        return values.nbytes
+
+    def _both_regions(self, task: Task) -> tuple[Tensor, Tensor]:
+        """On the host and on the device."""
+        place, slot = (task.layer, task.batch), self._schedule.slot(task.visit)
+        return self._host_ring[slot] if place in self._on_disk else self._in_memory[place], self._device_ring[slot]
 
     def _transfer(self, task: Task, first: int, last: int, to_device: bool) -> int:
-        place, slot = (task.layer, task.batch), self._schedule.slot(task.visit)
-        host, device = self._host_ring[slot] if place in self._on_disk else self._in_memory[place], self._device_ring[slot]
+        host, device = self._both_regions(task)
         per_slot = self._block.batches[task.batch].size * self._spec.kv_bytes_per_slot
         source, target = (host, device) if to_device else (device, host)
         part = slice(first * per_slot, last * per_slot)
@@ -144,14 +178,40 @@ class KVStore:
         return (last - first) * per_slot
 
     def read(self, task: Task) -> int:
-        """Disk -> host: all that is held."""
+        """Disk -> host: all that is held, and then, in their order, the changes that stand in the journal."""
         unit = self._units[task.layer, task.batch]
-        return self._disk_slots(task, unit, 0, self._policy.held(unit.batch, task.step), self._read_slots)
+        moved = self._disk_slots(task, unit, 0, self._slots(unit.batch).held(task.step), self._read_slots)
+        for place, taken in enumerate(unit.journal):
+            moved += self._journal(task, unit, place, taken, from_disk=True)
+        return moved
 
     def write(self, task: Task) -> int:
-        """Host -> disk: what the step changed."""
+        """Host -> disk: what the step changed. Slots here and there go into the journal until it is full."""
         unit = self._units[task.layer, task.batch]
+        taken, room = unit.taken, self._slots_on_disk(self._block.batches[task.batch]) - self._capacity(task)
+        if taken is not None and len(unit.journal) < room:
+            unit.journal.append(taken.cpu())
+            return self._journal(task, unit, len(unit.journal) - 1, unit.journal[-1], from_disk=False)
+        unit.journal.clear()
         return self._disk_slots(task, unit, *unit.changed, self._write_slots)
+
+    def _capacity(self, task: Task) -> int:
+        return self._slots(self._block.batches[task.batch]).capacity
+
+    def _journal(self, task: Task, unit: Unit, place: int, taken: Tensor, from_disk: bool) -> int:
+        """One slot of every row and head between the journal and the image."""
+        region, rows = self._host_ring[self._schedule.slot(task.visit)], unit.batch.size
+        image, stride = numpy_of(self._image(region, task.batch)), self._row_bytes(rows)
+        at = (slice(None), numpy.arange(rows)[:, None], numpy.arange(self._spec.kv_heads), taken.numpy())
+        home, offset = self._on_disk[task.layer, task.batch], (self._capacity(task) + place) * stride
+        scratch = self._memories.disk.scratch(stride)
+        if from_disk:
+            self._memories.disk.read_into(home, offset, scratch)
+            image[at] = self._slots_of(scratch, rows, 1)[..., 0, :]
+        else:
+            self._slots_of(scratch, rows, 1)[..., 0, :] = image[at]
+            self._memories.disk.write_from(home, offset, scratch)
+        return rows * self._spec.kv_bytes_per_slot
 
     def _disk_slots(self, task: Task, unit: Unit, first: int, last: int, action: SlotAction) -> int:
         """Cuts a range of slots into chunks that the disk threads work on side by side."""

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kv.cache import Pass
+from h2o_flexgen.kv.passes import Pass
+from h2o_flexgen.kv.policy import KVPolicy
 from h2o_flexgen.planning.workload import Batch
 from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.sampling import Sampler
@@ -21,12 +22,14 @@ OnToken = Callable[[int, int, str | None], None]  # place of the prompt in the i
 
 
 class BatchRows:
-    def __init__(self, batch: Batch, rows: Sequence[RowState], capacity: int, device: torch.device) -> None:
+    def __init__(self, batch: Batch, rows: Sequence[RowState], policy: KVPolicy, gen_len: int, device: torch.device) -> None:
         self.batch = batch  # the living
         self.generation = 0  # how often the living moved up
         self.kept: list[int] = list(range(batch.size))  # place now -> place before they last moved up
         self._rows = list(rows)
-        self._capacity = capacity
+        self._policy = policy
+        self._gen_len = gen_len
+        self._capacity = policy.slots(batch, gen_len).capacity
         self._device = device
         self.tokens = self._padded_prompts()
         self.now = self._pass(0)
@@ -43,12 +46,7 @@ class BatchRows:
         return tokens.to(self._device)
 
     def _pass(self, step: int) -> Pass:
-        lengths = torch.tensor(self.batch.lengths, device=self._device)
-        if step == 0:
-            positions = torch.arange(self.batch.prompt_len, device=self._device).expand(self.batch.size, -1)
-            return Pass(True, positions, torch.zeros_like(lengths), self._capacity)
-        counts = lengths + step - 1
-        return Pass(False, counts.unsqueeze(1), counts, self._capacity)
+        return Pass.of(self._policy.slots(self.batch, self._gen_len), step, self._capacity, self._device)
 
     def last_hidden(self, hidden: Tensor) -> Tensor:
         """(rows, tokens, width) -> (rows, width) of each row's last token: the only one that logits are made for."""

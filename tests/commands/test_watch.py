@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -29,7 +30,7 @@ def spec() -> ModelSpec:
 
 
 def planned(spec: ModelSpec, schedule: str = "zigzag") -> tuple[PlannedBlock, ...]:
-    return tuple(plan_blocks(spec, Plan.create(**{**vars(PLAN), "schedule": schedule}), WORKLOAD, accelerator=False))
+    return tuple(plan_blocks(spec, replace(PLAN, schedule=schedule), WORKLOAD, accelerator=False))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

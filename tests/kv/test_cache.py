@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kv.cache import KVCache, Pass
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.full import Full
+from h2o_flexgen.kv.passes import Pass
+from h2o_flexgen.planning.workload import Batch
 
 HEADS, DIM, STEPS = 4, 8, 5
 LENGTHS = (5, 1, 3)
@@ -42,11 +45,9 @@ def expected(q: Tensor, k: Tensor, v: Tensor, place: int) -> Tensor:
     return torch.einsum("ht,thd->hd", shares, v).flatten()
 
 
-def pass_of(lengths: Sequence[int], step: int) -> Pass:
-    counts, capacity = torch.tensor(lengths), max(lengths) + STEPS - 1
-    if step == 0:
-        return Pass(True, torch.arange(max(lengths)).expand(len(lengths), -1), torch.zeros_like(counts), capacity)
-    return Pass(False, (counts + step - 1)[:, None], counts + step - 1, capacity)
+def pass_of(lengths: Sequence[int], step: int, capacity: int | None = None) -> Pass:
+    slots = Full().slots(Batch(tuple(range(len(lengths))), tuple(lengths)), STEPS)
+    return Pass.of(slots, step, capacity or slots.capacity, torch.device("cpu"))
 
 
 def tokens_of(rows: Sequence[Text], lengths: Sequence[int], step: int) -> Text:
@@ -107,8 +108,7 @@ def test_rows_that_move_up_take_their_text_with_them(by_token: bool) -> None:
     cache.keep_rows(alive, slots=6)
     lived, left = [rows[row] for row in alive], [lengths[row] for row in alive]
     for step in range(2, STEPS):
-        now = Pass(False, pass_of(left, step).positions, pass_of(left, step).counts, max(lengths) + STEPS - 1)
-        out = cache.attend(now, *tokens_of(lived, left, step))
+        out = cache.attend(pass_of(left, step, max(lengths) + STEPS - 1), *tokens_of(lived, left, step))
         for row, length in enumerate(left):
             torch.testing.assert_close(out[row, 0], expected(*lived[row], length + step - 1), atol=1e-5, rtol=1e-5)
 
@@ -117,9 +117,7 @@ def test_rows_behind_those_that_are_alive_are_left_alone() -> None:
     image = fresh_image(3, 2, 6, by_token=False)
     image[:, 2] = 7
     cache = KVCache(image)
-    cache.attend(
-        Pass(True, torch.arange(2).expand(2, -1), torch.zeros(2, dtype=torch.long), 6), *tokens_of(texts(2, (2, 2)), (2, 2), 0)
-    )
+    cache.attend(pass_of((2, 2), 0), *tokens_of(texts(2, (2, 2)), (2, 2), 0))
     assert (image[:, 2] == 7).all() and image[:, :2].isfinite().all()
 
 
@@ -136,6 +134,6 @@ def test_types_of_16_bits_stay_near_what_fp32_says(dtype: torch.dtype) -> None:
 
 
 def test_the_mask_opens_each_row_up_to_its_newest_slot() -> None:
-    mask = Pass(False, torch.tensor([[2], [0]]), torch.tensor([2, 0]), 4).mask
-    assert mask.shape == (2, 1, 1, 4)
-    assert mask.flatten(1).tolist() == [[0, 0, 0, -torch.inf], [0, -torch.inf, -torch.inf, -torch.inf]]
+    mask = pass_of((3, 1), 1, 5).mask
+    assert mask.shape == (2, 1, 1, 5)
+    assert mask.flatten(1).tolist() == [[0, 0, 0, 0, -torch.inf], [0, 0, -torch.inf, -torch.inf, -torch.inf]]

@@ -15,7 +15,7 @@ from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.schedule import SCHEDULES, Op, Task
 from h2o_flexgen.planning.workload import Block, Workload
 from h2o_flexgen.runtime.sampling_params import SamplingParams
-from tests.contract import Case, Checkpoints
+from tests.contract import POLICIES, Case, Checkpoints
 from tests.planning.worlds import block_of, tiny_spec
 
 ALL_ON_DISK, MIXED, WEIGHTS_ON_DISK = (0, 0, 0, 0, 0, 0), (30, 30, 20, 30, 40, 30), (0, 0, 100, 0, 100, 0)
@@ -91,6 +91,14 @@ def test_the_bytes_really_go_over_the_disk(checkpoints: Checkpoints, offload: Pa
     assert went["write"] >= moved["write"] + moved["store"]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_budget_of_a_policy_is_what_is_moved(
+    policy: tuple[tuple[str, object], ...], any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    case = Case("llama-gqa", ALL_ON_DISK, (12, 9, 2), gen_len=6, device=any_device, policy=policy)
+    assert_moved_as_predicted(case, checkpoints, offload)
+
+
 def test_nothing_is_moved_when_all_rests_where_it_is_computed_with(checkpoints: Checkpoints, offload: Path) -> None:
     assert assert_moved_as_predicted(Case(percent=(0, 100, 0, 100, 0, 100)), checkpoints, offload) == {}
 
@@ -131,8 +139,10 @@ def test_slices_of_a_layer_add_up_to_what_it_stores() -> None:
 
 @pytest.mark.parametrize("accelerator", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_sums_of_a_block_are_those_of_its_tasks(schedule: str, accelerator: bool) -> None:
-    cost = tiny_cost([[4, 2], [3, 3], [5]], accelerator, schedule=schedule)
+@pytest.mark.parametrize("heavy", [None, 3])
+def test_the_sums_of_a_block_are_those_of_its_tasks(schedule: str, accelerator: bool, heavy: int | None) -> None:
+    policy = {"kv_policy": "h2o", "heavy": heavy} if heavy else {}
+    cost = tiny_cost([[4, 2], [3, 3], [5]], accelerator, schedule=schedule, **policy)
     moved: Counter[str] = Counter()
     for task in cost.schedule.tasks():
         moved[task.lane] += cost.nbytes(task)  # type: ignore[assignment]

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_flexgen.kv.cache import KVCache, Pass
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.notes import Notes
+from h2o_flexgen.kv.passes import Pass
+from h2o_flexgen.kv.policy import KVPolicy
 from h2o_flexgen.memory.pack import Entry, Layout
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Model, block
@@ -134,6 +137,12 @@ def test_weights_are_placed_within_one_tensor_of_the_request(percent: tuple[floa
 
 # -- working space -----------------------------------------------------------------------------------------------------------
 
+KEPT: tuple[dict[str, Any], ...] = (
+    {},
+    {"kv_policy": "h2o", "kv_budget": 0.3},
+    {"kv_policy": "snapkv", "kv_budget": 1.0, "positions": "rolling"},
+    {"kv_policy": "random", "kv_budget": 0.5},
+)
 LARGER = {"hidden_size": 256, "num_attention_heads": 8, "max_position_embeddings": 512}
 WIDER = {
     "opt": {"ffn_dim": 1024, "word_embed_proj_dim": 256},
@@ -147,30 +156,36 @@ WIDER = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("rows", "tokens", "gen_len"), [(8, 64, 8), (64, 4, 200), (3, 200, 4)])
 @pytest.mark.parametrize("kind", WIDER)
+@pytest.mark.parametrize("options", KEPT, ids=lambda options: options.get("kv_policy", "full"))
 def test_a_visit_allocates_no_more_in_passing_than_is_estimated(
-    kind: str, rows: int, tokens: int, gen_len: int, dtype: str
+    kind: str, rows: int, tokens: int, gen_len: int, dtype: str, options: dict[str, Any]
 ) -> None:
     config: Any = tiny_config(kind, **LARGER, **WIDER[kind])
     model = create_model(config, dtype, sep_layer=False)
-    most = max(passing_bytes(model, rows, tokens, gen_len, step) for step in (0, 1))
-    estimate = SLACK * working_bytes(model.spec, Batch(tuple(range(rows)), (tokens,) * rows), gen_len)
+    options = options if model.spec.rotary else {name: value for name, value in options.items() if name != "positions"}
+    policy, batch = Plan.create(**options).policy, Batch(tuple(range(rows)), (tokens,) * rows)
+    most = max(passing_bytes(model, policy, batch, gen_len, step) for step in (0, 1, gen_len - 1))
+    estimate = SLACK * working_bytes(model.spec, policy, batch, gen_len)
     assert 0.2 * estimate < most <= estimate
 
 
-def passing_bytes(model: Model, rows: int, tokens: int, gen_len: int, step: int) -> int:
-    """Of the visit of prefill (0) or of the first decode step (1) that allocates most."""
+def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, step: int) -> int:
+    """Of the visit of prefill (0) or of a decode step that allocates most."""
+    rows, tokens = batch.size, batch.prompt_len
     spec, dtype, new = model.spec, getattr(torch, model.spec.dtype), 1 if step else tokens
-    counts = torch.full((rows,), tokens if step else 0)
-    now = Pass(step == 0, counts[:, None] + torch.arange(new), counts, tokens + gen_len - 1)
+    slots = policy.slots(batch, gen_len)
+    now = Pass.of(slots, step, slots.capacity, torch.device("cpu"))
     image = torch.zeros(2, rows, spec.kv_heads, now.capacity, spec.head_dim, dtype=dtype)
+    noted = torch.zeros(rows * spec.kv_heads * now.capacity * policy.note_bytes, dtype=torch.uint8)
+    notes = Notes.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.note_bytes else None
     weights = [{name: torch.randn(tensor.shape, dtype=dtype) for name, tensor in layer.tensors} for layer in spec.layers]
     ids, hidden = torch.zeros(rows, new, dtype=torch.long), torch.randn(rows, new, spec.hidden, dtype=dtype)
     visits = (
         lambda: model.embed(ids, now.positions, weights[0]),
-        lambda: block(model, hidden, weights[1], partial(KVCache(image).attend, now)),
+        lambda: block(model, hidden, weights[1], partial(KVCache(image, notes).attend, now)),
         lambda: model.head(hidden[:, -1], weights[-1]),
     )
-    there = [ids, hidden, image, counts, now.positions, *(tensor for layer in weights for tensor in layer.values())]
+    there = [ids, hidden, image, noted, now.counts, now.positions, *(tensor for layer in weights for tensor in layer.values())]
     return max(peak_allocated(visit, there) for visit in visits)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.schedule import SCHEDULES
+from h2o_flexgen.planning.workload import Batch
 
 
 @pytest.mark.parametrize(
@@ -25,9 +26,68 @@ def test_a_plan_that_cannot_be_meant_is_refused(options: dict[str, object], mess
         Plan.create(**options)
 
 
-def test_the_policy_that_the_project_is_named_for_is_known_to_be_missing() -> None:
-    with pytest.raises(ValueError, match="kv_policy 'h2o' is not there yet; known: full"):
-        Plan(kv_policy="h2o")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_policy": "full", "heavy": 3}, "kv_policy 'full' does not take heavy; it takes none"),
+        ({"kv_policy": "local", "heavy": 3}, "kv_policy 'local' does not take heavy; it takes recent, hh_ratio, kv_budget"),
+        ({"kv_policy": "tova", "score_decay": 0.5}, "kv_policy 'tova' does not take score_decay"),
+        ({"kv_policy": "h2o", "heavy": -1}, "heavy is -1; it must be 0 or more slots"),
+        ({"kv_policy": "h2o", "hh_ratio": 0.0}, "hh_ratio is 0; it must be above 0 and not above 1"),
+        ({"kv_policy": "h2o", "kv_budget": 1.5}, "kv_budget is 1.5; it must be above 0 and not above 1"),
+        ({"kv_policy": "h2o", "score_decay": -0.5}, "score_decay is -0.5"),
+        ({"kv_policy": "h2o", "hh_ratio": 0.1, "kv_budget": 0.2}, "both hh_ratio 0.1 and kv_budget 0.2 are given"),
+        ({"kv_policy": "h2o", "hh_ratio": 0.1, "recent": 2}, "both hh_ratio 0.1 and slots are given"),
+        ({"kv_policy": "h2o", "kv_budget": 0.1, "heavy": 2}, "both kv_budget 0.1 and heavy 2 are given"),
+        ({"kv_policy": "h2o", "positions": "relative"}, "positions 'relative' is unknown; known: true, rolling"),
+    ],
+)
+def test_what_cannot_be_asked_of_a_policy_is_refused_with_the_plan(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        Plan.create(**options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_policy": "h2o", "heavy": 0, "recent": 0}, "has a budget of 0 slots for a prompt of 20 and 10 to generate"),
+        ({"kv_policy": "h2o", "hh_ratio": 0.01}, "has a budget of 0 slots"),
+        (
+            {"kv_policy": "h2o", "kv_budget": 0.2, "recent": 7},
+            r"recent is 7, but the budget of a row of 20 \+ 10 tokens is 6 slots",
+        ),
+        ({"kv_policy": "h2o", "heavy": 2, "recent": 2, "sinks": 3}, r"protects 5 tokens \(sinks 3\), but has 4 slots"),
+        ({"kv_policy": "h2o", "heavy": 2, "recent": 2, "grace": 5}, "protects 5 tokens"),
+        ({"kv_policy": "h2o-flexgen", "heavy": 0, "recent": 5}, "has 0 heavy and 5 recent slots"),
+        ({"kv_policy": "snapkv", "heavy": 5}, "has no recent slots"),
+        ({"kv_policy": "streaming", "kv_budget": 0.1}, "has a budget of 3 slots .* of which 4 are sinks"),
+    ],
+)
+def test_budgets_that_leave_no_slot_are_refused_with_the_workload(options: dict[str, object], message: str) -> None:
+    plan = Plan.create(**options)
+    with pytest.raises(ValueError, match=message) as caught:
+        plan.policy.slots(Batch((0,), (20,)), 10)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "slots"),
+    [
+        ({"kv_policy": "h2o"}, (6, 4)),  # 20 % of prompt and generation
+        ({"kv_policy": "h2o", "hh_ratio": 0.25}, (10, 4)),  # of each row's own prompt
+        ({"kv_policy": "h2o", "heavy": 5, "recent": 2}, (7, 7)),
+        ({"kv_policy": "h2o", "kv_budget": 0.5, "recent": 2}, (15, 10)),
+        ({"kv_policy": "h2o-flexgen", "heavy": 5, "recent": 2}, (6, 6)),
+        ({"kv_policy": "local", "hh_ratio": 0.25}, (10, 4)),
+        ({"kv_policy": "streaming", "recent": 3}, (7, 7)),
+        ({"kv_policy": "streaming", "kv_budget": 0.5, "sinks": 1}, (15, 10)),
+        ({"kv_policy": "full"}, (30, 20)),
+    ],
+)
+def test_budgets_in_slots(options: dict[str, object], slots: tuple[int, int]) -> None:
+    budgets = Plan.create(**options).policy.slots(Batch((0, 1), (20, 10)), 10).budgets
+    assert tuple(budget.slots for budget in budgets) == slots
 
 
 def test_percents_are_refused_by_kind_without_a_word_of_flags() -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as draw
 
+from h2o_flexgen.kv.full import Full
 from h2o_flexgen.planning.workload import Batch
 from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.rows import BatchRows
@@ -27,7 +28,7 @@ def batch_of(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> tuple[B
         for place, (prompt, limit) in enumerate(zip(prompts, limits))
     ]
     batch = Batch(tuple(state.index for state in states), tuple(map(len, prompts)))
-    return BatchRows(batch, states, capacity=20, device=torch.device("cpu")), states
+    return BatchRows(batch, states, Full(), gen_len=20, device=torch.device("cpu")), states
 
 
 def logits_for(tokens: Sequence[int]) -> torch.Tensor:
@@ -38,7 +39,7 @@ def test_prompts_are_padded_on_the_right_and_positions_count_from_the_first_toke
     rows, _ = batch_of([[5, 6, 7], [8]], [3, 3])
     assert rows.tokens.tolist() == [[5, 6, 7], [8, 0, 0]]
     assert rows.now.is_prefill and rows.now.positions.tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert rows.now.counts.tolist() == [0, 0] and rows.now.capacity == 20
+    assert rows.now.counts.tolist() == [0, 0] and rows.now.capacity == 3 + 20 - 1
 
 
 def test_logits_are_made_for_each_rows_own_last_token() -> None:

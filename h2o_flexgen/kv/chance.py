@@ -1,0 +1,17 @@
+"""Tokens kept at random: the floor that every other policy has to beat."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from h2o_flexgen.kv.policy import BUDGETS, CHANCE, EVICTING, KVPolicy
+from h2o_flexgen.kv.slots import Budget
+
+
+class Random(KVPolicy):
+    name: ClassVar[str] = "random"
+    ranks_by: ClassVar[str] = CHANCE
+    takes: ClassVar[tuple[str, ...]] = (*BUDGETS, *EVICTING)
+
+    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+        return Budget(sum(self.options.heavy_and_recent(prompt_len, gen_len)))

@@ -1,0 +1,23 @@
+"""H2O as the FlexGen fork of its authors has it: the oldest recent token always becomes a heavy one, and the weakest of the
+heavy ones goes for it, even where that one is the stronger. For comparison with runs that were published."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from h2o_flexgen.kv.policy import KVPolicy
+from h2o_flexgen.kv.slots import Budget
+
+
+class H2OFlexGen(KVPolicy):
+    name: ClassVar[str] = "h2o-flexgen"
+
+    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+        """Of the recent slots one is the place that the newest token is attended in."""
+        heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)
+        if heavy < 1 or recent < 1:
+            raise ValueError(
+                f"kv_policy {self.name!r} has {heavy} heavy and {recent} recent slots for a prompt of {prompt_len} and "
+                f"{gen_len} to generate; give it 1 or more of each"
+            )
+        return self._protecting(heavy + recent - 1, recent, recent - 1)

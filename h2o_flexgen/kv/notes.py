@@ -1,0 +1,132 @@
+"""Notes: what an evicting policy remembers of each slot of a KV head: the token's position in the text, and its score.
+
+They stay in the memory that is computed in, also where keys and values are moved. Here a policy's data become tensors: who is
+kept of a prompt, and whose slot the newest token takes over in decode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from h2o_flexgen.kv.column_sums import column_sums
+from h2o_flexgen.kv.passes import Pass
+from h2o_flexgen.kv.policy import AGE, ATTENTION, KVPolicy
+
+NOBODY = -1  # position in a slot that was never filled
+LAST = torch.iinfo(torch.int32).max
+WORD = (1 << 32) - 1
+
+
+@dataclass(frozen=True)
+class Notes:
+    policy: KVPolicy
+    positions: Tensor  # (rows, kv_heads, slots), int32
+    scores: Tensor | None  # the same, fp32; None where tokens are not ranked by attention
+
+    @classmethod
+    def over(cls, region: Tensor, policy: KVPolicy, shape: tuple[int, int, int]) -> Notes:
+        """In the bytes of a region of memory; `shape` is (rows, kv_heads, slots)."""
+        count = shape[0] * shape[1] * shape[2]
+        positions = region[: 4 * count].view(torch.int32).view(shape)
+        has_scores = policy.ranks_by == ATTENTION
+        scores = region[4 * count : 8 * count].view(torch.float32).view(shape) if has_scores else None
+        return cls(policy, positions, scores)
+
+    def first(self, rows: int) -> Notes:
+        """Of the rows that are alive."""
+        return Notes(self.policy, self.positions[:rows], None if self.scores is None else self.scores[:rows])
+
+    def copy_row(self, target: int, source: int) -> None:
+        for tensor in (self.positions, self.scores):
+            if tensor is not None:
+                tensor[target] = tensor[source]
+
+    # -- prompts ---------------------------------------------------------------------------------------------------------
+
+    def choose(self, now: Pass, q: Tensor, k: Tensor) -> Tensor:
+        """Notes a prompt: which of its tokens are kept, oldest first. q (rows, heads, tokens, dim) and k (rows, kv_heads,
+        tokens, dim) as attended -> (rows, kv_heads, kept) places of tokens; where a row keeps fewer, any place."""
+        rows, kv_heads, tokens = k.shape[:3]
+        places = torch.arange(tokens, device=k.device).expand(rows, kv_heads, -1)
+        scores = self._prompt_scores(now, q, k)
+        kept = now.slots.held(1)
+        chosen = self._best(now, places, scores, kept) if now.evicts else places[..., :kept]
+        filled = torch.arange(kept, device=k.device) < now.after
+        self.positions.fill_(NOBODY)[..., :kept] = chosen.masked_fill(~filled, NOBODY)
+        if self.scores is not None and scores is not None:
+            self.scores.zero_()[..., :kept] = scores.gather(-1, chosen).masked_fill(~filled, 0.0)
+        return chosen
+
+    def _prompt_scores(self, now: Pass, q: Tensor, k: Tensor) -> Tensor | None:
+        if self.scores is None:
+            return None
+        age = now.lengths[:, 0] - 1 - now.positions  # of each query, 0 for the prompt's last; pads are below
+        counts = (age >= 0) & (age < now.queries[:, 0])
+        weights = torch.pow(self.policy.decay, age.clamp(min=0).float()) * counts
+        sums = column_sums(q, k, weights)
+        around = self.policy.neighbours
+        return sums if around == 1 else functional.avg_pool1d(sums, around, stride=1, padding=around // 2)
+
+    def _best(self, now: Pass, places: Tensor, scores: Tensor | None, kept: int) -> Tensor:
+        rank = self._rank(places, scores)
+        rank = rank.masked_fill((places < now.sinks) | (places >= now.window), torch.inf)
+        rank = rank.masked_fill(places >= now.lengths, -torch.inf)  # pads
+        newest_first = torch.sort(rank.flip(-1), dim=-1, descending=True, stable=True).indices  # of equals the older goes
+        best = places.shape[-1] - 1 - newest_first[..., :kept]
+        outside = torch.arange(kept, device=best.device) >= now.after
+        return best.masked_fill(outside, places.shape[-1]).sort(dim=-1).values.clamp(max=places.shape[-1] - 1)
+
+    # -- decode ----------------------------------------------------------------------------------------------------------
+
+    def append(self, now: Pass) -> None:
+        """The newest token stands behind what is held."""
+        self.positions[now.row_index, :, now.counts] = now.positions.int()
+        if self.scores is not None:
+            self.scores[now.row_index, :, now.counts] = 0.0
+
+    def add(self, shares: Tensor) -> None:
+        """shares (rows, kv_heads, group, slots), fp32: what the newest query gave to each slot."""
+        if self.scores is not None:
+            if self.policy.decay != 1.0:
+                self.scores.mul_(self.policy.decay)
+            self.scores.add_(shares.sum(2))
+
+    def evict(self, now: Pass) -> Tensor:
+        """The slot of each row and head that the newest token takes over, (rows, kv_heads); its own where nobody has to go."""
+        rank = self._rank(self.positions, self.scores)
+        safe = (self.positions < now.sinks) | (self.positions >= now.window) | now.empty
+        rank = rank.masked_fill(safe, torch.inf)
+        lowest = rank == rank.amin(-1, keepdim=True)
+        oldest = self.positions.masked_fill(~lowest, LAST).argmin(-1)  # of equals the older goes
+        newest = now.counts[:, None].expand_as(oldest)
+        target = torch.where(now.after[..., 0] > newest, newest, oldest)
+        self._move(now, target)
+        return target
+
+    def _move(self, now: Pass, target: Tensor) -> None:
+        for tensor in (self.positions, self.scores):
+            if tensor is not None:
+                newest = now.counts[:, None, None].expand(*target.shape, 1)
+                tensor.scatter_(-1, target.unsqueeze(-1), tensor.gather(-1, newest))
+
+    def order(self, now: Pass) -> Tensor:
+        """The place of each slot among those that a head holds, by age, oldest first. (rows, kv_heads, slots)"""
+        return self.positions.masked_fill(now.empty, LAST).argsort(-1).argsort(-1)
+
+    def _rank(self, positions: Tensor, scores: Tensor | None) -> Tensor:
+        if scores is not None:
+            return scores
+        return positions.double() if self.policy.ranks_by == AGE else _hash(positions)
+
+
+def _hash(positions: Tensor) -> Tensor:
+    """Says of a position and a head always the same, and nothing that anybody could foresee. (rows, kv_heads, any number)"""
+    heads = torch.arange(positions.shape[1], device=positions.device)[:, None]
+    x = (positions.long() * 2654435761 + heads * 2246822519 + 374761393) & WORD
+    x = ((x ^ (x >> 15)) * 2246822519) & WORD
+    x = ((x ^ (x >> 13)) * 3266489917) & WORD
+    return ((x ^ (x >> 16)) >> 8).float()

@@ -1,0 +1,75 @@
+"""KVOptions: what a person may ask of a KV policy: budgets, and who is protected."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+
+TRUE, ROLLING = "true", "rolling"
+POSITIONS = (TRUE, ROLLING)
+DEFAULT_KEPT = 0.2  # of prompt + generation: the paper's
+
+
+@dataclass(frozen=True)
+class KVOptions:
+    """None: not asked for."""
+
+    heavy: int | None = None
+    recent: int | None = None
+    hh_ratio: float | None = None
+    kv_budget: float | None = None
+    sinks: int | None = None
+    score_decay: float | None = None
+    grace: int | None = None
+    positions: str | None = None
+    hh_prompt_only: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("heavy", "recent", "sinks", "grace"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value}; it must be 0 or more slots")
+        for name in ("hh_ratio", "kv_budget", "score_decay"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name} is {value:g}; it must be above 0 and not above 1")
+        if self.positions is not None and self.positions not in POSITIONS:
+            raise ValueError(f"positions {self.positions!r} is unknown; known: {', '.join(POSITIONS)}")
+        self._refuse_two_budgets()
+
+    def _refuse_two_budgets(self) -> None:
+        if self.hh_ratio is not None and self.kv_budget is not None:
+            raise ValueError(f"both hh_ratio {self.hh_ratio:g} and kv_budget {self.kv_budget:g} are given; give one of them")
+        if self.hh_ratio is not None and (self.heavy, self.recent) != (None, None):
+            raise ValueError(f"both hh_ratio {self.hh_ratio:g} and slots are given; give the ratio, or heavy and recent")
+        if self.kv_budget is not None and self.heavy is not None:
+            raise ValueError(
+                f"both kv_budget {self.kv_budget:g} and heavy {self.heavy} are given; "
+                "what recent leaves of a kv_budget is heavy: leave heavy out"
+            )
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(self) if getattr(self, field.name) not in (None, False))
+
+    def refuse_all_but(self, taken: Collection[str], policy: str) -> None:
+        for name in self.given:
+            if name not in taken:
+                what = f"it takes {', '.join(taken)}" if taken else "it takes none"
+                raise ValueError(f"kv_policy {policy!r} does not take {name}; {what}")
+
+    def heavy_and_recent(self, prompt_len: int, gen_len: int) -> tuple[int, int]:
+        """In slots, for one row."""
+        if self.hh_ratio is not None:
+            each = int(self.hh_ratio * prompt_len)
+            return each, each
+        if self.kv_budget is None and (self.heavy, self.recent) != (None, None):
+            return self.heavy or 0, self.recent or 0
+        total = int((self.kv_budget or DEFAULT_KEPT) * (prompt_len + gen_len))
+        recent = total // 2 if self.recent is None else self.recent
+        if recent > total:
+            raise ValueError(
+                f"recent is {recent}, but the budget of a row of {prompt_len} + {gen_len} tokens is {total} slots; "
+                "give fewer recent or a larger kv_budget"
+            )
+        return total - recent, recent

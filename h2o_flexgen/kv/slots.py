@@ -1,0 +1,98 @@
+"""Slots: how many slots each row of a batch holds at each step. The only slot arithmetic of the project: allocator, cost model,
+simulator, engine and tests all call it, so that what is predicted is what happens.
+
+A row appends its newest token behind what it holds. If it then holds more than its budget, one token goes and the newest takes
+its place, so that what is held is always one range from the start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import isqrt
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of one row: the slots that it holds between passes, and who of those that are in them cannot be evicted."""
+
+    slots: int
+    sinks: int = 0  # the first tokens of the text
+    window: int = 0  # the newest ones, in decode
+    prompt_window: int = 0  # the same when the prompt is selected from
+    queries: int | None = None  # of the prompt's queries only so many, the last, count in its scores
+
+
+@dataclass(frozen=True)
+class Slots:
+    lengths: tuple[int, ...]  # of the prompts
+    budgets: tuple[Budget, ...]  # of the same rows
+    gen_len: int
+    prompt_only: bool = False  # generated tokens are all kept
+
+    @property
+    def capacity(self) -> int:
+        """Slots per row that must be allocated. The last token generated is never stored."""
+        return max(self.held(1), self.held(self.gen_len - 1) + 1 if self.gen_len > 1 else 0)
+
+    @property
+    def evicts(self) -> bool:
+        """May any row ever lose a token?"""
+        return any(length + self.gen_len - 1 > budget.slots for length, budget in zip(self.lengths, self.budgets))
+
+    def counts(self, step: int) -> tuple[int, ...]:
+        """Slots in use in each row when COMPUTE of decode step `step` (1, 2, ...) begins."""
+        return tuple(self._count(length, budget.slots, step) for length, budget in zip(self.lengths, self.budgets))
+
+    def held(self, step: int) -> int:
+        """The same, in the row that has most."""
+        return max(self.counts(step))
+
+    def evicts_at(self, step: int) -> bool:
+        if step == 0:
+            return any(length > budget.slots for length, budget in zip(self.lengths, self.budgets))
+        return self.counts(step + 1) != tuple(count + 1 for count in self.counts(step))
+
+    def changed(self, step: int) -> tuple[int, int]:
+        """The range of slots that COMPUTE of `step` writes (0 is prefill), over all rows."""
+        after = self.held(step + 1)
+        return (0, after) if step == 0 or self.evicts_at(step) else (min(self.counts(step)), after)
+
+    # -- what is moved, in slots of all rows -----------------------------------------------------------------------------
+
+    def stored(self, step: int) -> int:
+        """From a device to the host: the range that changed, or the one slot of every head that the newest token took over."""
+        first, last = self.changed(step)
+        return 1 if self._is_scattered(step) else last - first
+
+    def written(self, step: int) -> int:
+        """To disk: what is stored; but a journal that is full is not added to, all slots are written anew."""
+        return self.held(step + 1) if self._is_scattered(step) and self.noted(step) == self.journal else self.stored(step)
+
+    def noted(self, step: int) -> int:
+        """Slots that stand in the journal on disk when `step` begins, and have to be read beside those that are held."""
+        since = step - self._first_scattered
+        return since % (self.journal + 1) if since > 0 else 0
+
+    @property
+    def journal(self) -> int:
+        """On disk a slot here and there would be slow to write, so they go into a journal, until it is so long that it costs
+        as much to read as it saves."""
+        return isqrt(2 * max(budget.slots for budget in self.budgets)) if self._first_scattered < self.gen_len else 0
+
+    @cached_property
+    def _first_scattered(self) -> int:
+        """The first decode step in which any row has to evict; from then on it has to in every step."""
+        if self.prompt_only:
+            return self.gen_len
+        return min(max(1, budget.slots - length + 1) for length, budget in zip(self.lengths, self.budgets))
+
+    def _is_scattered(self, step: int) -> bool:
+        return step > 0 and self.evicts_at(step)
+
+    # --------------------------------------------------------------------------------------------------------------------
+
+    def _count(self, length: int, budget: int, step: int) -> int:
+        if self.prompt_only:
+            return min(length, budget) + step - 1
+        return min(length + step - 1, budget)

@@ -1,0 +1,30 @@
+"""StreamingLLM: the first few tokens, which models lean on whatever they say (sinks), and the newest ones."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from h2o_flexgen.kv.policy import AGE, EVICTING, KVPolicy
+from h2o_flexgen.kv.slots import Budget
+
+SINKS = 4
+
+
+class Streaming(KVPolicy):
+    name: ClassVar[str] = "streaming"
+    ranks_by: ClassVar[str] = AGE
+    takes: ClassVar[tuple[str, ...]] = ("recent", "hh_ratio", "kv_budget", "sinks", *EVICTING)
+
+    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+        """Sinks come on top of recent slots, but out of a ratio."""
+        options = self.options
+        sinks = SINKS if options.sinks is None else options.sinks
+        total = sum(options.heavy_and_recent(prompt_len, gen_len))
+        if options.recent is not None and options.kv_budget is None:
+            total += sinks
+        if total <= sinks:
+            raise ValueError(
+                f"kv_policy {self.name!r} has a budget of {total} slots for a prompt of {prompt_len} and {gen_len} to "
+                f"generate, of which {sinks} are sinks; give it recent ones as well"
+            )
+        return Budget(total, sinks)

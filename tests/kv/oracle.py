@@ -1,0 +1,101 @@
+"""Every policy from its definition in docs/policies.md, with no code of the package: one KV head of one sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Turn = Callable[[Array, Array], Array]  # (x (tokens, heads, dim), positions (tokens,)) -> the same, rotated
+
+
+class Head:
+    def __init__(self, asked: Mapping[str, Any], prompt: int, generated: int, head: int, turn: Turn | None = None) -> None:
+        self.policy, self.head, self.turn, self.prompt = asked.get("kv_policy", "full"), head, turn, prompt
+        self.rolling, self.once = asked.get("positions") == "rolling", bool(asked.get("hh_prompt_only"))
+        self.decay = 0.0 if self.policy == "tova" else asked.get("score_decay", 1.0)
+        heavy, self.recent = self._slots(asked, prompt, generated)
+        self.budget = heavy + self.recent
+        self.sinks, self.grace = asked.get("sinks", 4 if self.policy == "streaming" else 0), asked.get("grace", 0)
+        if self.policy == "streaming" and "recent" in asked and "kv_budget" not in asked:
+            self.budget += self.sinks
+        if self.policy == "h2o-flexgen":
+            self.budget -= 1
+        if self.policy == "full":
+            self.budget = prompt + generated
+        self.seen = 0
+        self.kept: list[int] = []
+        self.keys: dict[int, Array] = {}
+        self.values: dict[int, Array] = {}
+        self.score: dict[int, float] = {}
+
+    @staticmethod
+    def _slots(asked: Mapping[str, Any], prompt: int, generated: int) -> tuple[int, int]:
+        if "hh_ratio" in asked:
+            return int(asked["hh_ratio"] * prompt), int(asked["hh_ratio"] * prompt)
+        if "kv_budget" in asked or not {"heavy", "recent"} & set(asked):
+            total = int(asked.get("kv_budget", 0.2) * (prompt + generated))
+            recent = asked.get("recent", total // 2)
+            return total - recent, recent
+        return asked.get("heavy", 0), asked.get("recent", 0)
+
+    def attend(self, q: Array, k: Array, v: Array) -> Array:
+        """One pass over new tokens: q (tokens, group, dim), k and v (tokens, dim), unrotated -> (tokens, group, dim)."""
+        new = list(range(self.seen, self.seen + len(q)))
+        for token, key, value in zip(new, k, v):
+            self.kept.append(token)
+            self.keys[token], self.values[token], self.score[token] = key, value, 0.0
+        places = {token: place if self.rolling else token for place, token in enumerate(self.kept)}
+        keys = self._turned(
+            np.stack([self.keys[token] for token in self.kept])[:, None], [places[token] for token in self.kept]
+        )
+        queries = self._turned(q, [places[token] for token in new])
+        values, out, got = np.stack([self.values[token] for token in self.kept]), np.zeros_like(q), []
+        for at, token in enumerate(new):
+            visible = [other <= token for other in self.kept]
+            logits = np.where(visible, queries[at] @ keys[:, 0].T / np.sqrt(q.shape[-1]), -np.inf)  # (group, kept)
+            shares = np.exp(logits - logits.max(-1, keepdims=True))
+            shares /= shares.sum(-1, keepdims=True)
+            out[at] = shares @ values
+            got.append(shares.sum(0))
+        self.seen += len(new)
+        self._note(got)
+        self._evict(first=len(new) == self.prompt and new[0] == 0)
+        return out
+
+    def _turned(self, x: Array, positions: list[int]) -> Array:
+        return x if self.turn is None else self.turn(x, np.array(positions, dtype=np.float64))
+
+    def _note(self, got: list[Array]) -> None:
+        queries, is_prompt = len(got), self.seen == self.prompt
+        if is_prompt and self.policy == "snapkv":
+            queries = min(32, self.recent, self.prompt)
+        for shares in got[-queries:]:
+            for token, share in zip(self.kept, shares):
+                self.score[token] = self.decay * self.score[token] + share
+        if is_prompt and self.policy == "snapkv":
+            raw = dict(self.score)
+            self.score = {token: sum(raw.get(token + step, 0.0) for step in range(-2, 3)) / 5 for token in raw}
+
+    def _evict(self, first: bool) -> None:
+        window = {"h2o": self.recent, "snapkv": self.recent, "h2o-flexgen": self.recent - first}.get(self.policy, 0)
+        window = max(window, self.grace)
+        while len(self.kept) > self.budget and (first or not self.once):
+            free = [token for token in self.kept if self.sinks <= token < self.seen - window]
+            lost = min(free, key=lambda token: (self._rank(token), token))
+            self.kept.remove(lost)
+            del self.keys[lost], self.values[lost], self.score[lost]
+
+    def _rank(self, token: int) -> float:
+        if self.policy in ("local", "streaming"):
+            return token
+        return self._hash(token) if self.policy == "random" else self.score[token]
+
+    def _hash(self, token: int) -> int:
+        x = (token * 2654435761 + self.head * 2246822519 + 374761393) % 2**32
+        x = (x ^ (x >> 15)) * 2246822519 % 2**32
+        x = (x ^ (x >> 13)) * 3266489917 % 2**32
+        return (x ^ (x >> 16)) >> 8
