@@ -37,7 +37,7 @@ POLICIES: tuple[tuple[tuple[str, Any], ...], ...] = (
     (),
     (("kv_policy", "h2o"), ("heavy", 2), ("recent", 2)),
     (("kv_policy", "h2o"), ("heavy", 3), ("recent", 1), ("sinks", 1), ("score_decay", 0.9), ("grace", 2)),
-    (("kv_policy", "h2o"), ("kv_budget", 0.4), ("hh_prompt_only", True)),
+    (("kv_policy", "h2o"), ("kv_budget", 0.5), ("hh_prompt_only", True)),
     (("kv_policy", "h2o-flexgen"), ("heavy", 2), ("recent", 2)),
     (("kv_policy", "local"), ("recent", 3)),
     (("kv_policy", "streaming"), ("sinks", 1), ("recent", 3)),

@@ -84,7 +84,8 @@ def hold(seed: int, checkpoints: Checkpoints, offload: Path) -> None:
         for got, wanted in zip(completions, expected, strict=True):
             assert (got.token_ids, got.finish_reason, got.text) == (wanted.token_ids, wanted.finish_reason, wanted.text)
             check_logprobs(got, wanted)
-        greedy_rows_equal_transformers(case, params, completions, checkpoints)
+        if case.kv_policy.keeps_all:
+            greedy_rows_equal_transformers(case, params, completions, checkpoints)
     except BaseException as error:
         raise AssertionError(f"seed {seed}: Case({case})\nparams {params}") from error
 

@@ -19,6 +19,7 @@ import pytest
 
 from h2o_flexgen import run
 from h2o_flexgen.commands.watch import Watch
+from h2o_flexgen.kv.policies import POLICIES
 from h2o_flexgen.runtime import measure
 from tests.tiny import POSITIONS, save_tiny
 
@@ -374,6 +375,15 @@ def test_path_names_the_folder_that_has_the_model(command: Any, opt: Path) -> No
         (("--compress-cache",), ("--compress-cache", "not supported")),
         (("--cpu",), ("--cpu-cache-compute", "not supported")),
         (("--attn-sparsity", 0.1), ("--attn-sparsity", "not supported")),
+        ((*SMALL, "--hh-ratio", "0.001"), ("'h2o' has a budget of 0 slots",)),
+        ((*SMALL, "--kv-budget", "0.2", "--recent", "500"), ("recent is 500",)),
+        (("--hh-ratio", "1.5"), ("hh_ratio is 1.5; it must be above 0 and not above 1",)),
+        (("--kv-budget", "0"), ("kv_budget is 0",)),
+        (("--hh-all", "--hh-prompt-only"), ("give one of them",)),
+        (("--positions", "rolling"), ("'rolling' needs rotary positions", "learned")),
+        (("--kv-policy", "full", "--heavy", "3"), ("'full' does not take heavy",)),
+        (("--kv-policy", "local", "--sinks", "3"), ("'local' does not take sinks",)),
+        ((*SMALL, "--heavy", "2", "--recent", "2", "--grace", "9"), ("protects 9 tokens",)),
         (("--kv-policy", "h20"), ("'h20' is unknown; known: full, h2o",)),
         (("--schedule", "zigzagg"), ("'zigzagg'", "row_by_row", "did you mean zigzag?")),
         (("--schedule", "flexgen_barrier", "--overlap", 0), ("flexgen_barrier", "cannot do without overlap")),
@@ -527,3 +537,32 @@ def test_help_comes_without_loading_torch() -> None:
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "--percent W_GPU W_CPU" in output and output.splitlines()[-1] == "False"
+
+
+# -- what is kept --------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_asked_to_be_kept_is_told_in_slots(command: Any, opt: Path) -> None:
+    flags = ("--prompt-len", 20, "--gen-len", 11, "--hh-ratio", 0.2, "--hh-all", "--num-prompts", 2, "--dry-run")
+    done = command("--model", opt, *flags)
+    kept = done.json["kept"]
+    assert kept["policy"] == "h2o" and kept["asked"] == {"hh_ratio": 0.2} and kept["slots"] == [8, 8] and kept["evicts"]
+    assert kept["share"] == round(8 / 30, 4)
+    assert 2.5 < kept["rows_in_same_memory"] < 30 / 9, "one slot is spare, and notes take some"
+    assert "h2o (hh_ratio 0.2) keeps 8 of 30 tokens of a row (26.7 %)" in "\n".join(done.out)
+
+
+def test_the_full_cache_says_so(command: Any, opt: Path) -> None:
+    done = command("--model", opt, "--prompt-len", 20, "--gen-len", 11, "--dry-run")
+    assert done.json["kept"]["policy"] == "full" and not done.json["kept"]["evicts"]
+    assert "full keeps all 30 tokens of a row" in "\n".join(done.out)
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "full"])
+def test_every_policy_runs_from_the_command_and_fits_a_smaller_memory(command: Any, opt: Path, policy: str) -> None:
+    shape = ("--prompt-len", 40, "--gen-len", 6, "--percent", 0, 0, 0, 50, 100, 0)
+    full, done = command("--model", opt, *shape), command("--model", opt, *shape, "--kv-policy", policy, "--kv-budget", 0.2)
+    assert done.status == 0 and done.json["kept"]["policy"] == policy
+    assert done.json["lanes"]["read"]["moved_bytes"] < full.json["lanes"]["read"]["moved_bytes"]
+    assert done.json["placed_bytes"]["KV"]["host"] < 0.3 * full.json["placed_bytes"]["KV"]["host"]
+    assert done.json["lanes"]["read"]["moved_bytes"] == done.json["lanes"]["read"]["predicted_bytes"]

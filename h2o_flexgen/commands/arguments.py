@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import NoReturn
 
 from h2o_flexgen.commands.made_up import DEFAULT_TOKENS
+from h2o_flexgen.kv.h2o import H2O
+from h2o_flexgen.kv.options import DEFAULT_KEPT, POSITIONS, KVOptions
 from h2o_flexgen.kv.policies import POLICIES
+from h2o_flexgen.kv.streaming import SINKS
 from h2o_flexgen.planning.hints import did_you_mean
 from h2o_flexgen.planning.machine import DEVICES
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES
@@ -24,7 +28,8 @@ FEWER_BATCH, BREAKDOWN = "fewer_batch", "breakdown"
 AUTO_LOG = "auto"
 TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 TRACEBACK = 3  # the level of --verbose that shows where an error comes from
-PLAN_OPTIONS = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "pin_weight", "schedule", "kv_policy")
+PLAN_OPTIONS = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "pin_weight", "schedule")
+KV_OPTIONS = tuple(field.name for field in fields(KVOptions))
 REPEATABLE = "may be given several times"
 
 # without --model: small enough for any machine, and with a share on every tier
@@ -107,6 +112,7 @@ def _parser() -> _Parser:
     _add_model(parser)
     _add_prompts(parser)
     _add_plan(parser)
+    _add_kv(parser)
     _add_sampling(parser)
     _add_output(parser)
     _add_later(parser)
@@ -160,8 +166,30 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--slots", type=int, default=Plan.slots, metavar="N", help=slots)
     orders = f"order of the work: {', '.join(SCHEDULES)}; all but the first are there for comparison"
     add("--schedule", default=Plan.schedule, metavar="NAME", help=orders)
-    add("--kv-policy", default=Plan.kv_policy, metavar="NAME", help=f"which KV is kept: {', '.join(POLICIES)}")
     add("--dry-run", action="store_true", help="print the plan and its bytes per tier; nothing is loaded or written")
+
+
+def _add_kv(parser: argparse.ArgumentParser) -> None:
+    text = f"how much of it is kept, and what; without a budget {100 * DEFAULT_KEPT:g} per cent of prompt and generation"
+    add = parser.add_argument_group("KV cache", text).add_argument
+    names = f"{', '.join(POLICIES)} (default: {Plan.kv_policy}, or {H2O.name} where any option of this group is given)"
+    add("--kv-policy", metavar="NAME", help=names)
+    add(
+        "--hh-ratio",
+        type=float,
+        metavar="R",
+        help="keep R of each prompt's length as heavy hitters and as much as recent tokens",
+    )
+    add("--kv-budget", type=float, metavar="F", help="keep this share of prompt and generation, half heavy, half recent")
+    add("--heavy", type=int, metavar="SLOTS", help="heavy hitters kept, in slots per sequence and head")
+    add("--recent", type=int, metavar="SLOTS", help="newest tokens kept")
+    add("--hh-all", action="store_true", help="generated tokens are evicted as well: what happens anyway")
+    add("--hh-prompt-only", action="store_true", help="only the prompt is selected from; all that is generated is kept")
+    add("--sinks", type=int, metavar="N", help=f"the first N tokens are never evicted (streaming: {SINKS} unless given)")
+    add("--score-decay", type=float, metavar="D", help="multiplies all scores at each step; 1: plain sums")
+    add("--grace", type=int, metavar="N", help="the newest N tokens are never evicted")
+    rolling = "true: keys keep those of the text; rolling: by their order in the cache, for texts beyond the model's length"
+    add("--positions", choices=POSITIONS, help=rolling)
 
 
 def _add_switch(group: argparse._ArgumentGroup, flag: str, default: bool, text: str) -> None:
@@ -213,10 +241,19 @@ def _switch(text: str) -> bool:
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    plan = Plan.create(**{name: getattr(args, name) for name in PLAN_OPTIONS}).with_percent(args.percent)
+    asked = {name: getattr(args, name) for name in (*PLAN_OPTIONS, *KV_OPTIONS)}
+    plan = Plan.create(**asked, kv_policy=_policy_name(args)).with_percent(args.percent)
     if plan.has_own_slots and args.slots != Plan.slots:
         raise ValueError(f"--slots {args.slots} changes nothing: schedule {plan.schedule} has slots of its own; leave it out")
     return plan if args.overlap and args.debug_mode != BREAKDOWN else plan.without_overlap()
+
+
+def _policy_name(args: argparse.Namespace) -> str:
+    """Published commands of H2O say no more than --hh-ratio 0.1 --hh-all."""
+    if args.kv_policy is not None:
+        return str(args.kv_policy)
+    given = args.hh_all or any(getattr(args, field.name) is not field.default for field in fields(KVOptions))
+    return H2O.name if given else Plan.kv_policy
 
 
 def _refuse(args: argparse.Namespace) -> None:
@@ -228,6 +265,8 @@ def _refuse(args: argparse.Namespace) -> None:
     }
     if found := [flag for flag, is_on in switched_on.items() if is_on]:
         raise ValueError(f"{found[0]} is not supported by this version; leave it out")
+    if args.hh_all and args.hh_prompt_only:
+        raise ValueError("--hh-all evicts generated tokens and --hh-prompt-only keeps them; give one of them")
     if args.cut_gen_len is not None and args.cut_gen_len < 2:
         raise ValueError(f"--cut-gen-len is {args.cut_gen_len}; give 2 or more: a decode step must be measured to be projected")
     if args.cut_gen_len is not None and args.debug_mode == FEWER_BATCH:

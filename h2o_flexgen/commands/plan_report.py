@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from h2o_flexgen.commands.kept import Kept
 from h2o_flexgen.planning.footprint import Budgets, Footprint
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.placement import Placement, image_bytes
@@ -36,6 +37,10 @@ class PlanReport:
         """The largest block: prompts are sorted, longest first."""
         return self.blocks[0]
 
+    @property
+    def kept(self) -> Kept:
+        return Kept(self.spec, self.plan.policy, self.blocks)
+
     def lines(self) -> list[str]:
         return [*self._head(), "", *self._shares(), "", *self._needs()]
 
@@ -45,6 +50,7 @@ class PlanReport:
             "plan": asdict(self.plan),
             "requested_percent": list(self.requested.percent),
             "placed_percent": [round(share, 2) for share in self.first.placed_percent],
+            "kept": self.kept.as_json(),
             "num_prompts": self.workload.num_prompts,
             "placed_bytes": placed_bytes(self.first),
             "needed_bytes": {tier: self.budgets.needs(self.needed, tier) for tier in TIERS},
@@ -58,7 +64,8 @@ class PlanReport:
             f"prompts   {self.workload.num_prompts} of up to {longest} tokens, {self.workload.gen_len} to generate for each",
             f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {len(self.blocks)} of them to run",
             f"schedule  {plan.schedule}, {_slots(self.first.schedule)}, "
-            f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}, KV policy {plan.kv_policy}",
+            f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
+            f"KV        {self.kept.line()}",
         ]
         if self.dummy_weights:
             lines.append("weights are random, so the text is noise")

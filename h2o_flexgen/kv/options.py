@@ -50,7 +50,8 @@ class KVOptions:
 
     @property
     def given(self) -> tuple[str, ...]:
-        return tuple(field.name for field in fields(self) if getattr(self, field.name) not in (None, False))
+        """0 is given, though Python takes it for False."""
+        return tuple(field.name for field in fields(self) if getattr(self, field.name) is not field.default)
 
     def refuse_all_but(self, taken: Collection[str], policy: str) -> None:
         for name in self.given:

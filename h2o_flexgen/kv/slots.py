@@ -38,7 +38,8 @@ class Slots:
     @property
     def evicts(self) -> bool:
         """May any row ever lose a token?"""
-        return any(length + self.gen_len - 1 > budget.slots for length, budget in zip(self.lengths, self.budgets))
+        generated = 0 if self.prompt_only else self.gen_len - 1
+        return any(length + generated > budget.slots for length, budget in zip(self.lengths, self.budgets))
 
     def counts(self, step: int) -> tuple[int, ...]:
         """Slots in use in each row when COMPUTE of decode step `step` (1, 2, ...) begins."""

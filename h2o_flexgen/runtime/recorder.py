@@ -12,7 +12,7 @@ from h2o_flexgen.memory.device import Device, Marker
 from h2o_flexgen.planning.schedule import Key, Task
 from h2o_flexgen.planning.trace import Span, Trace
 
-KEPT = 1 << 17  # spans, the latest; of earlier ones only what each lane did in all
+KEPT = 1 << 14  # spans, the latest; of earlier ones only what each lane did in all
 
 
 class Recorder:

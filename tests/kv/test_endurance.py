@@ -1,0 +1,115 @@
+"""What a budget promises: prompts of any length and texts without end, in memory that does not grow."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.runtime.sampling_params import SamplingParams
+from tests.contract import Case, Checkpoints
+from tests.tiny import VOCAB, save_tiny
+
+LONG, SLOTS = 32_768, 256
+WARM = 7  # thousands of tokens until the timeline is as long as it ever gets
+SMALLEST = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def child(code: str, *arguments: object) -> dict[str, Any]:
+    """In a process of its own, whose peak of memory is its own."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return document
+
+
+PEAK = """
+import json, sys, psutil
+from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.llm import peak_resident_bytes
+from h2o_flexgen.planning.workload import Workload
+folder, (length, rows, generated), options = sys.argv[1], map(int, sys.argv[2:5]), json.loads(sys.argv[5])
+with LLM(folder, dtype="float32", gpu_batch_size=rows, **options) as llm:
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+    before = psutil.Process().memory_info().rss
+    prompts = [[(7 * i + row) % 113 for i in range(length)] for row in range(rows)]
+    llm.generate(prompts, SamplingParams(max_tokens=generated))
+    needed = llm.check(Workload((length,) * rows, generated)).total("host")
+    print(json.dumps({"grown": peak_resident_bytes() - before, "needed": needed}))
+"""
+
+
+def test_a_prompt_of_32k_tokens_takes_memory_in_proportion_to_its_length(tmp_path: Path) -> None:
+    """An attention matrix of its one layer would take 8.6 GB."""
+    save_tiny("llama-mha", tmp_path, max_position_embeddings=LONG + 8, **SMALLEST)
+    kept = json.dumps({"kv_policy": "h2o", "heavy": 64, "recent": 64})
+    long, half = (child(PEAK, tmp_path, length, 1, 4, kept)["grown"] for length in (LONG, LONG // 2))
+    assert long < 300e6
+    assert long < 2.5 * half + 20e6
+
+
+def test_peak_memory_falls_as_the_budget_predicts(tmp_path: Path) -> None:
+    save_tiny("llama-mha", tmp_path, max_position_embeddings=600, hidden_size=256)
+    grown = {}
+    for share in (1.0, 0.2):
+        kept = json.dumps({"kv_policy": "h2o", "kv_budget": share, "percent": [100, 0, 100, 0, 100, 0]})
+        grown[share] = child(PEAK, tmp_path, 500, 32, 60, kept)
+    measured, predicted = (grown[1.0][name] - grown[0.2][name] for name in ("grown", "needed"))
+    assert predicted > 50e6
+    assert measured == pytest.approx(predicted, rel=0.35)
+
+
+def endless(llm: LLM, tokens: int) -> tuple[list[float], list[int], list[int]]:
+    """Seconds of each token, memory at every thousandth, and the text."""
+    clock, memory = [time.perf_counter()], []
+
+    def on_token(row: int, token: int, text: str | None) -> None:
+        clock.append(time.perf_counter())
+        if len(clock) % 1000 == 0:
+            memory.append(psutil.Process().memory_info().rss)
+
+    params = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True)
+    [completion] = llm.generate([list(range(1, 33))], params, seed=0, on_token=on_token)
+    return [after - before for before, after in zip(clock, clock[1:])], memory, list(completion.token_ids)
+
+
+@pytest.mark.slow
+def test_twenty_thousand_tokens_flow_in_constant_memory_and_time(tmp_path: Path) -> None:
+    save_tiny("llama-gqa", tmp_path, max_position_embeddings=SLOTS + 64)
+    kept: dict[str, Any] = {"kv_policy": "h2o", "heavy": SLOTS - 64, "recent": 64, "positions": "rolling"}
+    with LLM(str(tmp_path), dtype="float32", **kept) as llm:
+        seconds, memory, tokens = endless(llm, 20_000)
+    assert len(tokens) == 20_000 and len(set(tokens[-1000:])) > VOCAB // 4
+    assert max(memory) <= 1.02 * memory[WARM]
+    assert statistics.median(seconds[-1000:]) <= 1.1 * statistics.median(seconds[1000:2000]), statistics.median(seconds)
+
+
+def test_a_text_goes_on_beyond_the_models_length_with_rolling_positions_alone(checkpoints: Checkpoints, offload: Path) -> None:
+    kept: tuple[tuple[str, Any], ...] = (("kv_policy", "h2o"), ("heavy", 20), ("recent", 20))
+    case = Case("llama-gqa", lengths=(30, 5), gen_len=300, policy=(*kept, ("positions", "rolling")))
+    params = SamplingParams(max_tokens=300, ignore_eos=True, logprobs=0)
+    with case.open(checkpoints, offload) as llm:
+        completions = llm.generate(case.prompts, params)
+    for completion in completions:
+        assert len(completion.token_ids) == 300
+        assert all(step.chosen.logprob <= 0 for step in completion.logprobs or ())  # NaN would not be
+    with case.open(checkpoints, offload, positions="true") as llm, pytest.raises(ValueError, match="128 positions"):
+        llm.generate(case.prompts, params)
+
+
+@pytest.mark.parametrize("lengths", [(129,), (100,)])
+def test_rolling_positions_are_not_enough_for_prompts_or_budgets_beyond_the_models_length(
+    lengths: Sequence[int], checkpoints: Checkpoints, offload: Path
+) -> None:
+    case = Case("llama-gqa", lengths=(*lengths, 3), policy=(("kv_policy", "h2o"), ("heavy", 128), ("positions", "rolling")))
+    with case.open(checkpoints, offload) as llm, pytest.raises(ValueError, match="but .* has 128 positions; shorten"):
+        llm.generate(case.prompts, SamplingParams(max_tokens=100))
