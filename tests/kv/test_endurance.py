@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def endless(llm: LLM, tokens: int) -> tuple[list[float], list[int], list[int]]:
 
     params = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True)
     [completion] = llm.generate([list(range(1, 33))], params, seed=0, on_token=on_token)
-    return [after - before for before, after in zip(clock, clock[1:])], memory, list(completion.token_ids)
+    return [after - before for before, after in pairwise(clock)], memory, list(completion.token_ids)
 
 
 @pytest.mark.slow
@@ -111,5 +112,5 @@ def test_rolling_positions_are_not_enough_for_prompts_or_budgets_beyond_the_mode
     lengths: Sequence[int], checkpoints: Checkpoints, offload: Path
 ) -> None:
     case = Case("llama-gqa", lengths=(*lengths, 3), policy=(("kv_policy", "h2o"), ("heavy", 128), ("positions", "rolling")))
-    with case.open(checkpoints, offload) as llm, pytest.raises(ValueError, match="but .* has 128 positions; shorten"):
+    with case.open(checkpoints, offload) as llm, pytest.raises(ValueError, match=r"but .* has 128 positions; shorten"):
         llm.generate(case.prompts, SamplingParams(max_tokens=100))
