@@ -12,7 +12,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 from types import TracebackType
@@ -86,7 +86,7 @@ class LLM:
         on_stage: OnStage | None = None,
         **plan_options: object,
     ) -> None:
-        """`plan_options` are the fields of Plan: gpu_batch_size, num_gpu_batches, slots, ..."""
+        """`plan_options` are what Plan.create takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ..."""
         asked = _asked_plan(plan, percent, plan_options)
         asked = asked if overlap else asked.without_overlap()
         self.requested = asked
@@ -301,7 +301,7 @@ class LLM:
 
 def _asked_plan(plan: Plan | None, percent: Sequence[float] | None, options: Mapping[str, object]) -> Plan:
     """Nothing that was asked for is dropped in silence."""
-    of_plan, of_llm = [field.name for field in fields(Plan)], list(signature(LLM).parameters)[:-1]
+    of_plan, of_llm = Plan.option_names(), list(signature(LLM).parameters)[:-1]
     for name in options:
         if name not in of_plan:
             raise ValueError(f"unknown option {name!r}{did_you_mean(name, [*of_plan, *of_llm])}")

@@ -377,6 +377,7 @@ def test_path_names_the_folder_that_has_the_model(command: Any, opt: Path) -> No
         (("--attn-sparsity", 0.1), ("--attn-sparsity", "not supported")),
         ((*SMALL, "--hh-ratio", "0.001"), ("'h2o' has a budget of 0 slots",)),
         ((*SMALL, "--kv-budget", "0.2", "--recent", "500"), ("recent is 500",)),
+        ((*SMALL, "--kv-policy", "h2o", "--cut-gen-len", 3), ("--cut-gen-len 3 would cut the budget of h2o",)),
         (("--hh-ratio", "1.5"), ("hh_ratio is 1.5; it must be above 0 and not above 1",)),
         (("--kv-budget", "0"), ("kv_budget is 0",)),
         (("--hh-all", "--hh-prompt-only"), ("give one of them",)),

@@ -67,6 +67,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args = parser.parse_args(argv)
     _refuse(args)
     args.plan = _plan(args)
+    if args.cut_gen_len is not None and not args.plan.policy.keeps_all and args.plan.kept.is_share_of_text:
+        raise ValueError(
+            f"--cut-gen-len {args.cut_gen_len} would cut the budget of {args.plan.kv_policy} as well, which is a share of "
+            "prompt and generation; give it as --hh-ratio, or as --heavy and --recent"
+        )
     return args
 
 

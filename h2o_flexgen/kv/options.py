@@ -59,12 +59,17 @@ class KVOptions:
                 what = f"it takes {', '.join(taken)}" if taken else "it takes none"
                 raise ValueError(f"kv_policy {policy!r} does not take {name}; {what}")
 
+    @property
+    def is_share_of_text(self) -> bool:
+        """Is the budget a share of prompt and generation, and so another one where fewer tokens are generated?"""
+        return self.kv_budget is not None or (self.hh_ratio is None and (self.heavy, self.recent) == (None, None))
+
     def heavy_and_recent(self, prompt_len: int, gen_len: int) -> tuple[int, int]:
         """In slots, for one row."""
         if self.hh_ratio is not None:
             each = int(self.hh_ratio * prompt_len)
             return each, each
-        if self.kv_budget is None and (self.heavy, self.recent) != (None, None):
+        if not self.is_share_of_text:
             return self.heavy or 0, self.recent or 0
         total = int((self.kv_budget or DEFAULT_KEPT) * (prompt_len + gen_len))
         recent = total // 2 if self.recent is None else self.recent

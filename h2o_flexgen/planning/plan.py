@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from h2o_flexgen.kv.options import KVOptions
@@ -53,16 +53,7 @@ class Plan:
     pin_weight: bool = True  # host weights in page-locked memory (CUDA)
     schedule: str = "zigzag"
     kv_policy: str = "full"
-    # what the policy keeps, as KVOptions has it; None: not asked for
-    heavy: int | None = None
-    recent: int | None = None
-    hh_ratio: float | None = None
-    kv_budget: float | None = None
-    sinks: int | None = None
-    score_decay: float | None = None
-    grace: int | None = None
-    positions: str | None = None
-    hh_prompt_only: bool = False
+    kept: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and who is protected
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "slots"):
@@ -74,19 +65,23 @@ class Plan:
         _require_known("kv_policy", self.kv_policy, POLICIES)
         _ = self.policy  # refuses options that it does not take
 
+    @staticmethod
+    def option_names() -> list[str]:
+        """What `create` takes: the fields of a plan, with those of `kept` in its place."""
+        return [one.name for one in (*fields(Plan), *fields(KVOptions)) if one.name != "kept"]
+
     @classmethod
     def create(cls, **options: object) -> Plan:
-        """Like the constructor, but an unknown option is an error that names the nearest known one."""
-        known = [field.name for field in fields(cls)]
+        """From options side by side, those of the KV policy too. An unknown one is an error that names the nearest known."""
         for name in options:
-            if name not in known:
-                raise ValueError(f"unknown plan option {name!r}{did_you_mean(name, known)}")
-        return cls(**options)  # type: ignore[arg-type]
+            if name not in cls.option_names():
+                raise ValueError(f"unknown plan option {name!r}{did_you_mean(name, cls.option_names())}")
+        of_kv = {one.name: options.pop(one.name) for one in fields(KVOptions) if one.name in options}
+        return cls(kept=KVOptions(**of_kv), **options)  # type: ignore[arg-type]
 
     @cached_property
     def policy(self) -> KVPolicy:
-        options = KVOptions(**{field.name: getattr(self, field.name) for field in fields(KVOptions)})
-        return POLICIES[self.kv_policy](options)
+        return POLICIES[self.kv_policy](self.kept)
 
     @property
     def block_size(self) -> int:
