@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,10 @@ def test_random_weights_tell_how_many_are_written_and_then_that_the_rest_is_load
     assert writing > 3 and stages == [*once, Stage.GENERATING]
     assert all((total > 0) == (stage is Stage.WRITING) for stage, _, total in told)
     assert opened == [(Stage.GENERATING, 0, 0)], "who listens to one call hears the others no more"
+
+
+def test_the_peak_of_a_process_is_its_own_and_not_that_of_its_parent() -> None:
+    held = bytearray(b"1") * 1_500_000_000
+    code = "from h2o_flexgen.llm import peak_resident_bytes; print(peak_resident_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 50_000_000 < int(done.stdout) < len(held)

@@ -59,7 +59,7 @@ def test_a_prompt_of_32k_tokens_takes_memory_in_proportion_to_its_length(tmp_pat
 
 
 def test_peak_memory_falls_as_the_budget_predicts(tmp_path: Path) -> None:
-    save_tiny("llama-mha", tmp_path, max_position_embeddings=600, hidden_size=256)
+    save_tiny("llama-mha", tmp_path, max_position_embeddings=600, hidden_size=256, num_hidden_layers=8)
     grown = {}
     for share in (1.0, 0.2):
         kept = json.dumps({"kv_policy": "h2o", "kv_budget": share, "percent": [100, 0, 100, 0, 100, 0]})
