@@ -44,6 +44,9 @@ def main() -> int:
         "benchmark": "eviction",
         "command": "python benchmarks/eviction.py " + " ".join(sys.argv[1:]),
         "model": args.model,
+        "title": f"{args.model} shapes in {args.dtype}, {args.prompt_len} + {args.gen_len} tokens, `--percent "
+        + " ".join(f"{share:g}" for share in args.percent)
+        + f"`: the largest block that fits {args.cpu_mem}",
         "workload": {key: getattr(args, key) for key in ("percent", "prompt_len", "gen_len", "gpu_batch_size", "dtype")},
         "policy": args.policy,
         "budget_host_bytes": parse_bytes(args.cpu_mem),
@@ -55,6 +58,7 @@ def main() -> int:
         rows = result["equal_memory"][0]["rows"]
         result["equal_rows"] = repeated(args, kept, lambda share: rows)
     print_tables(result)
+    result.update(for_readme(result))
     if args.output:
         write_text(args.output, json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
@@ -197,6 +201,26 @@ def run_in_process(share: float, rows: int | None) -> dict[str, Any]:
     run: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     print(f"{share:.0%}: {run['rows']} rows, {run['tokens_per_second']:.1f} tokens/s", file=sys.stderr)
     return run
+
+
+def for_readme(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The form that scripts/readme_results.py reads."""
+    lines = result["equal_memory"]
+    return {
+        "machine": lines[0]["machine"],
+        "unit": "tokens/s in decode",
+        "higher_is_better": True,
+        "rows": [
+            {
+                "name": "full" if line["kept"] == FULL else f"{result['policy']} {line['kept']:.0%}",
+                "measured": line["decode_tokens_per_second"],
+                "ceiling": line["rows"] / line["bound_seconds"],
+            }
+            for line in lines
+        ],
+        "notes": "Rows in the block, and tokens/s with prefill: "
+        + "; ".join(f"{line['rows']} rows, {line['tokens_per_second']:.1f} ({line['times_full']:.2f} times)" for line in lines),
+    }
 
 
 def print_tables(result: Mapping[str, Any]) -> None:
