@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 import psutil
 
+from h2o_flexgen.conversation import Conversation, Extent
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.host import available_bytes
 from h2o_flexgen.memory.memories import Memories
@@ -46,6 +47,7 @@ from h2o_flexgen.runtime.tokenizer import Tokenizer, load_tokenizer
 Prompts: TypeAlias = "Sequence[str] | Sequence[Sequence[int]]"
 Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"  # one for all prompts, or one for each
 DUMMY_SEED = 0
+TURN_CHUNK = 512  # tokens of a conversation's turn that are computed at once
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class LLM:
         self._closed = False
         self._memories: Memories | None = None
         self._engine: Engine | None = None
+        self._conversation: Conversation | None = None
 
     def _open_model(self, dtype: str) -> None:
         folder: Path | None = None
@@ -194,9 +197,7 @@ class LLM:
         rows = self._rows([prompts] if isinstance(prompts, str) else prompts, params, streamed=on_token is not None)
         workload = Workload(tuple(row.prompt_len for row in rows), max((row.params.max_tokens for row in rows), default=1))
         self._refuse_what_does_not_fit(workload)
-        self._listener = on_stage or self._on_stage
-        engine = self._load()
-        engine.trim()
+        engine = self._ready(on_stage)
         sampler = Sampler(seed)
         runs: list[BlockRun] = []
         for block in workload.blocks(self.plan.gpu_batch_size, self.plan.num_gpu_batches):
@@ -204,6 +205,25 @@ class LLM:
             runs.append(engine.run(block, rows, sampler, on_visit, on_token, until))
         self.stats = self._measured(rows, runs)
         return [row.completion() for row in rows if row.finished]
+
+    def converse(
+        self, context: int | None = None, *, chunk: int = TURN_CHUNK, seed: int | None = None, on_stage: OnStage | None = None
+    ) -> Conversation:
+        """A text that goes on turn by turn, with a KV cache that lives on. `context`: the tokens that it may grow to (default:
+        the model's positions); with rolling positions it has no end. Until it is closed nothing else can be generated."""
+        extent = Extent.of(self.spec, self.plan.policy, context, chunk)
+        self._refuse_what_does_not_fit(Workload((extent.chunk,), 1, extent.context))
+        self._conversation = Conversation(self._ready(on_stage), self.spec, self.tokenizer, extent, seed)
+        return self._conversation
+
+    def _ready(self, on_stage: OnStage | None) -> Engine:
+        """The engine, with nothing of earlier workloads in memory but the weights."""
+        if self._conversation is not None and not self._conversation.closed:
+            raise ValueError(f"a conversation of {self.name} is open; close it first")
+        self._listener = on_stage or self._on_stage
+        engine = self._load()
+        engine.trim()
+        return engine
 
     def _rows(self, prompts: Prompts, params: Params, streamed: bool) -> list[RowState]:
         params = params or SamplingParams()
@@ -285,6 +305,8 @@ class LLM:
     def close(self) -> None:
         """Ends the disk threads, closes files and removes what was written. The object can no longer generate."""
         self._closed = True
+        if self._conversation is not None:
+            self._conversation.close()
         try:
             self._source.close()
         finally:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,16 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.commands import projection, report
-from h2o_flexgen.commands.arguments import AUTO_LOG, BREAKDOWN, FEWER_BATCH, TRACEBACK, parse
+from h2o_flexgen.commands.arguments import AUTO_LOG, BREAKDOWN, FEWER_BATCH, parse
 from h2o_flexgen.commands.breakdown import breakdown_lines, breakdown_seconds
 from h2o_flexgen.commands.choose_model import ChosenModel, choose_model
-from h2o_flexgen.commands.errors import one_line
+from h2o_flexgen.commands.errors import exit_status
+from h2o_flexgen.commands.flags import sampling_of
 from h2o_flexgen.commands.lanes import lane_reports
 from h2o_flexgen.commands.made_up import DEFAULT_TOKENS, made_up_prompts
+from h2o_flexgen.commands.open_llm import open_llm
 from h2o_flexgen.commands.plan_report import PlanReport
 from h2o_flexgen.commands.projection import Timing
 from h2o_flexgen.commands.prompts import given_prompts
-from h2o_flexgen.commands.stages import Opening
 from h2o_flexgen.commands.watch import Watch, total_visits
 from h2o_flexgen.planning.cost import predicted_bytes
 from h2o_flexgen.planning.machine import Machine
@@ -45,31 +45,14 @@ if TYPE_CHECKING:
     from h2o_flexgen.runtime.output import Completion
     from h2o_flexgen.runtime.sampling_params import SamplingParams
 
-FAILED, INTERRUPTED = 2, 130
 MEASURING_BYTES = (16 << 20, 256 << 20)  # memory for measuring: at least, at most
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status. Wrong flags end the process with 2, as argparse does it."""
-    level = 0
-    try:
-        args = parse(argv)
-        level = args.verbose
-        return _run(args)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except Exception as error:
-        line = one_line(error)
-        if line is None:
-            raise
-        if level >= TRACEBACK:
-            traceback.print_exc()
-        print(f"error: {line}", file=sys.stderr)
-        return FAILED
+    return exit_status(lambda: parse(argv), _run)
 
 
-def _run(args: Namespace) -> int:
+def _run(args: Namespace) -> None:
     texts = given_prompts(args.prompt, args.prompt_file, args.num_prompts)
     report.check_writable(args.trace, "--trace")
     if args.log_file != AUTO_LOG:
@@ -77,7 +60,7 @@ def _run(args: Namespace) -> int:
     chosen = choose_model(args.model, args.path, args.dummy_weights)
     if args.dry_run:
         chosen = chosen.without_weights()
-    llm = _open(args, chosen)
+    llm = open_llm(args, chosen)
     with llm:
         job = Job(args, chosen, llm, texts)
         job.announce()
@@ -85,24 +68,6 @@ def _run(args: Namespace) -> int:
             print(json.dumps(job.plan_report.as_json()))
         else:
             job.run()
-    return 0
-
-
-def _open(args: Namespace, chosen: ChosenModel) -> LLM:
-    with Progress(0, f"opening {chosen.name}", late=True) as progress:
-        from h2o_flexgen.llm import LLM
-
-        return LLM(
-            chosen.source,
-            plan=args.plan,
-            dtype=args.dtype,
-            device=args.device,
-            gpu_mem=args.gpu_mem,
-            cpu_mem=args.cpu_mem,
-            offload_dir=args.offload_dir,
-            dummy_weights=chosen.dummy_weights,
-            on_stage=Opening(progress).stage,
-        )
 
 
 def say(lines: Iterable[str]) -> None:
@@ -131,21 +96,7 @@ class Job:
 
     @cached_property
     def params(self) -> SamplingParams:
-        from h2o_flexgen.runtime.sampling_params import SamplingParams
-
-        args = self.args
-        return SamplingParams(
-            max_tokens=args.gen_len,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            repetition_penalty=args.repetition_penalty,
-            stop=args.stop,
-            stop_token_ids=args.stop_token_id,
-            ignore_eos=args.ignore_eos,
-            logprobs=args.logprobs,
-        )
+        return replace(sampling_of(self.args), logprobs=self.args.logprobs)
 
     @cached_property
     def workload(self) -> Workload:

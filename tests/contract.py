@@ -124,10 +124,14 @@ class Checkpoints:
         return self.hf_models[kind, stored]
 
     def greedy(self, case: Case, row: int, steps: int) -> tuple[list[int], Tensor]:
-        """What transformers generates for one row alone: its tokens, and its logits (steps, vocab)."""
-        prompt = torch.tensor([case.prompts[row]])
+        """What transformers generates for one row alone."""
+        return self.continued(case.kind, case.prompts[row], steps, case.stored)
+
+    def continued(self, kind: str, text: Sequence[int], steps: int, stored: str = "float32") -> tuple[list[int], Tensor]:
+        """What transformers says behind a text: its tokens, and its logits (steps, vocab)."""
+        prompt = torch.tensor([text])
         mask = torch.ones_like(prompt)  # or it takes every token 0 of a prompt for padding
-        model: Any = self.hf_model(case.kind, case.stored)
+        model: Any = self.hf_model(kind, stored)
         generated = model.generate(
             prompt,
             attention_mask=mask,

@@ -3,7 +3,7 @@ the engine's own KVCache on plain tensors. No schedule, no slots, no tiers, no t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -35,26 +35,68 @@ def resident_generate(
     slots = policy.slots(Batch(tuple(range(len(prompts))), tuple(map(len, prompts))), steps)
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
     now = Pass.of(slots, 0, slots.capacity, device)
-    caches = {
-        layer: KVCache(
-            _image(model, len(prompts), slots.capacity, by_token, device),
-            _notes(model, policy, len(prompts), slots.capacity, device),
-        )
-        for layer in model.spec.kv_layers
-    }
+    caches = _caches(model, policy, len(prompts), slots.capacity, by_token, device)
     last, logits = lengths - 1, []
     for step in range(steps):
-        hidden = model.embed(tokens, now.positions, weights[0])
-        for layer, spec in enumerate(model.spec.layers[1:-1], start=1):
-            if spec.has_kv:
-                attend = partial(caches[layer].attend, now)
-                hidden = (partial(block, model) if spec.kind == "block" else model.attention)(hidden, weights[layer], attend)
-            else:
-                hidden = model.mlp(hidden, weights[layer])
+        hidden = _through_layers(model, weights, caches, now, tokens)
         logits.append(model.head(hidden[rows, last], weights[-1]))
         tokens, last = logits[-1].argmax(-1)[:, None], torch.zeros_like(lengths)
         now = Pass.of(slots, step + 1, slots.capacity, device)
     return logits
+
+
+@torch.inference_mode()
+def resident_talk(
+    model: Model,
+    weights: Sequence[Weights],
+    turns: Sequence[Sequence[int]],
+    steps: int,
+    context: int,
+    chunk: int,
+    by_token: bool = False,
+    policy: KVPolicy | None = None,
+) -> list[list[Tensor]]:
+    """Greedy, one row whose caches live on from turn to turn: for every turn, for every step the logits (1, vocab)."""
+    policy = policy or Full()
+    device, seen, unread = next(iter(weights[0].values())).device, 0, list[int]()
+    capacity = policy.slots(Batch((0,), (1,), (), context), 1).capacity
+    caches = _caches(model, policy, 1, capacity, by_token, device)
+    talk = []
+    for turn in turns:
+        new, logits = [*unread, *turn], []
+        while new:
+            piece, new = new[:chunk], new[chunk:]
+            slots = policy.slots(Batch((0,), (len(piece),), (seen,) if seen else (), context), 1 if new else steps)
+            for step in range(slots.gen_len):
+                tokens = torch.tensor([piece], device=device)
+                hidden = _through_layers(model, weights, caches, Pass.of(slots, step, capacity, device), tokens)
+                if not new:
+                    logits.append(model.head(hidden[:, -1], weights[-1]))
+                    piece = [int(logits[-1].argmax())]
+            seen += slots.taken_in[0] - seen + slots.gen_len - 1
+        unread = piece
+        talk.append(logits)
+    return talk
+
+
+def _through_layers(
+    model: Model, weights: Sequence[Weights], caches: Mapping[int, KVCache], now: Pass, tokens: Tensor
+) -> Tensor:
+    hidden = model.embed(tokens, now.positions, weights[0])
+    for layer, spec in enumerate(model.spec.layers[1:-1], start=1):
+        if spec.has_kv:
+            attend = partial(caches[layer].attend, now)
+            hidden = (partial(block, model) if spec.kind == "block" else model.attention)(hidden, weights[layer], attend)
+        else:
+            hidden = model.mlp(hidden, weights[layer])
+    return hidden
+
+
+def _caches(model: Model, policy: KVPolicy, rows: int, slots: int, by_token: bool, device: torch.device) -> dict[int, KVCache]:
+    return {
+        layer: KVCache(_image(model, rows, slots, by_token, device), _notes(model, policy, rows, slots, device))
+        for layer in model.spec.kv_layers
+    }
 
 
 def _image(model: Model, rows: int, slots: int, by_token: bool, device: torch.device) -> Tensor:

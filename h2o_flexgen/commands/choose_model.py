@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from h2o_flexgen.commands.arguments import DUMMY_PATH
+from h2o_flexgen.commands.flags import DUMMY_PATH
 
 SAFETENSORS = "*.safetensors"
 

@@ -2,7 +2,36 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+
+from h2o_flexgen.commands.flags import TRACEBACK
+
+FAILED, INTERRUPTED = 2, 130
 USERS = (ValueError, MemoryError, OSError)
+
+
+def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]) -> int:
+    """Of a command. Wrong flags end the process with 2, as argparse does it."""
+    level = 0
+    try:
+        args = parse()
+        level = args.verbose
+        run(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        line = one_line(error)
+        if line is None:
+            raise
+        if level >= TRACEBACK:
+            traceback.print_exc()
+        print(f"error: {line}", file=sys.stderr)
+        return FAILED
+    return 0
 
 
 def one_line(error: Exception) -> str | None:

@@ -70,7 +70,7 @@ class Kept:
 
     @property
     def _totals(self) -> list[int]:
-        return [length + slots.gen_len - 1 for slots in self._slots for length in slots.lengths]
+        return [total + slots.gen_len - 1 for slots in self._slots for total in slots.taken_in]
 
     @property
     def _kept(self) -> tuple[int, int]:

@@ -21,18 +21,24 @@ def given_prompts(texts: Sequence[str] | None, file: str | None, num: int | None
 
 
 def read_prompts(file: Path) -> list[str]:
+    take = _from_json if file.suffix == ".jsonl" else str
+    lines = enumerate(read_lines(file, "prompt file"), start=1)
+    return [_of_line(line, take, f"prompt file {file}, line {number}") for number, line in lines]
+
+
+def read_lines(file: Path, what: str) -> list[str]:
+    """Without empty ones at the end."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except OSError as error:
-        raise ValueError(f"prompt file {file} cannot be read ({error.strerror})") from error
+        raise ValueError(f"{what} {file} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"prompt file {file} is not UTF-8 text (byte {error.start})") from error
+        raise ValueError(f"{what} {file} is not UTF-8 text (byte {error.start})") from error
     while lines and not lines[-1].strip():
         lines.pop()
     if not lines:
-        raise ValueError(f"prompt file {file} is empty; write a prompt per line")
-    take = _from_json if file.suffix == ".jsonl" else str
-    return [_of_line(line, take, f"prompt file {file}, line {number}") for number, line in enumerate(lines, start=1)]
+        raise ValueError(f"{what} {file} is empty; write a prompt per line")
+    return lines
 
 
 def _of_line(line: str, take: Callable[[str], str], where: str) -> str:

@@ -39,26 +39,46 @@ class KVCache:
                 if self._notes is not None:
                     self._notes.copy_row(dst, src)
 
-    # -- prompts ---------------------------------------------------------------------------------------------------------
+    # -- several tokens at once -------------------------------------------------------------------------------------------
 
     def _prefill(self, now: Pass, notes: Notes | None, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None) -> Tensor:
+        """All that is held is attended, oldest first, and the new tokens up to each query; then the budget is kept."""
         stored = k
         if rotate is not None:
-            q, k = rotate(q, now.positions), rotate(k, now.positions)
+            positions = now.order if self._rolls else now.positions
+            q, k = rotate(q, positions), rotate(k, positions)
             stored = stored if self._rolls else k
         q, k, v, stored = (x.transpose(1, 2) for x in (q, k, v, stored))  # (rows, heads, tokens, head_dim)
-        chosen = None if notes is None else notes.choose(now, q, k)
-        self._store(chosen if now.evicts else None, now, stored, v)
-        return _attend_causally(q, k, v)
+        held = None if notes is None else notes.oldest_first(now)
+        if now.held:
+            old_k, old_v = self._held(now, held)
+            stored, v = torch.cat((old_k, stored), 2), torch.cat((old_v, v), 2)
+            if self._rolls and rotate is not None:
+                old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotate)
+            k = torch.cat((old_k, k), 2)
+        chosen = now.in_order if notes is None or held is None else notes.choose(now, q, k, held)
+        self._store(now, chosen, stored, v)
+        return _attend_seen(q, k, v, now.sees) if now.held else _attend_causally(q, k, v)
 
-    def _store(self, chosen: Tensor | None, now: Pass, k: Tensor, v: Tensor) -> None:
-        image, kept = self.image[:, : len(k)], now.slots.held(1)
+    def _held(self, now: Pass, slots: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys and values that are held; None takes them slot by slot. (rows, kv_heads, held, head_dim) each"""
+        keys, values = self.image[:, : len(now.counts)]
+        if slots is None:
+            return keys[:, :, : now.held], values[:, :, : now.held]
+        index = _wide(slots, keys.shape[-1])
+        return keys.gather(2, index), values.gather(2, index)
+
+    def _store(self, now: Pass, chosen: Tensor, k: Tensor, v: Tensor) -> None:
+        """`chosen`: of every slot the place in k and v of what it is to hold. (rows, kv_heads or 1, kept)"""
+        image, (first, kept) = self.image[:, : len(k)], now.slots.changed(now.step)
         for half, new in zip(image, (k, v)):
-            if chosen is None:  # all of them, in their order
+            if now.held or now.evicts:
+                index = chosen[..., first:].expand(*new.shape[:2], -1)
+                half[:, :, first:kept] = new.gather(2, _wide(index, new.shape[-1]))
+            else:  # all of them, in their order
                 half[:, :, :kept] = new
-            else:
-                half[:, :, :kept] = new.gather(2, chosen.unsqueeze(-1).expand(*chosen.shape, new.shape[-1]))
-        image[:, :, :, kept:] = 0  # masked, but 0 * NaN of an earlier user would still be NaN
+        if not now.held:
+            image[:, :, :, kept:] = 0  # masked, but 0 * NaN of an earlier user would still be NaN
 
     # -- decode ----------------------------------------------------------------------------------------------------------
 
@@ -73,7 +93,7 @@ class KVCache:
         if notes is not None:
             notes.append(now)
         if notes is not None and self._rolls and rotate is not None:
-            q, keys = rotate(q, now.counts.unsqueeze(1)), _rolled(keys, notes.order(now), rotate)
+            q, keys = rotate(q, now.order), _rolled(keys, notes.order(now), rotate)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # the query heads of a group stand where queries stand
         # over all slots, empty ones masked: a slice of the slots is not contiguous, and bf16 products of it are 4 times slower
         scores = torch.matmul(q, keys.transpose(2, 3)).float().mul_(head_dim**-0.5).add_(now.mask)
@@ -99,6 +119,20 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # pads stand behind the text, so causal attention keeps them from every token that counts
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1)
     return out.transpose(1, 2).reshape(rows, tokens, heads * head_dim)
+
+
+def _attend_seen(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
+    """`sees` (rows, queries, keys). The query heads of a group stand one behind the other where queries stand."""
+    rows, heads, tokens, head_dim = q.shape
+    kv_heads = k.shape[1]
+    mask = sees.repeat(1, heads // kv_heads, 1).unsqueeze(1)
+    out = functional.scaled_dot_product_attention(q.reshape(rows, kv_heads, -1, head_dim), k, v, attn_mask=mask)
+    return out.view(rows, heads, tokens, head_dim).transpose(1, 2).reshape(rows, tokens, heads * head_dim)
+
+
+def _wide(index: Tensor, head_dim: int) -> Tensor:
+    """An index over slots as one over all their values."""
+    return index.unsqueeze(-1).expand(*index.shape, head_dim)
 
 
 def _rolled(keys: Tensor, order: Tensor, rotate: Rotate) -> Tensor:

@@ -1,4 +1,4 @@
-"""Column sums of causal attention: what every key of a prompt got from the queries behind it, with memory linear in the prompt.
+"""Column sums of causal attention: what every key got from the queries of a prompt, with memory linear in the prompt.
 
 Queries are taken block by block, and each block sees all of its keys at once: so a softmax is whole, the sums are exact, and no
 matrix of queries by keys is ever held.
@@ -14,36 +14,42 @@ from torch import Tensor
 from h2o_flexgen.kv.policy import SCORED_BYTES
 
 
-def column_sums(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """q (rows, heads, tokens, dim), k (rows, kv_heads, tokens, dim), weights (rows, tokens) of the queries -> (rows, kv_heads,
-    tokens), fp32: probabilities times the weight of their query, summed over queries and the query heads of a group."""
+def column_sums(q: Tensor, k: Tensor, weights: Tensor, is_held: Tensor | None = None) -> Tensor:
+    """q (rows, heads, tokens, dim), k (rows, kv_heads, keys, dim), weights (rows, tokens) of the queries -> (rows, kv_heads,
+    keys), fp32: probabilities times the weight of their query, summed over queries and the query heads of a group.
+
+    Keys that are more than the queries stand before them all; `is_held` (rows, 1, so many) says which of these exist."""
     rows, heads, tokens, dim = q.shape
-    kv_heads = k.shape[1]
-    sums = torch.zeros(rows, kv_heads, tokens, dtype=torch.float32, device=q.device)
+    kv_heads, keys = k.shape[1:3]
+    held = keys - tokens
+    sums = torch.zeros(rows, kv_heads, keys, dtype=torch.float32, device=q.device)
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, tokens, dim)
     counted = weights.ne(0).any(0).nonzero()[:, 0]
     first = int(counted[0]) if len(counted) else tokens  # queries before it count for nobody
-    for row, start, end in _blocks(rows, heads, first, tokens):
-        shares = _probabilities(grouped[row, :, :, start:end], k[row, :, :end], start)
+    for row, start, end in _blocks(rows, heads, first, tokens, keys):
+        there = None if is_held is None else is_held[row]
+        shares = _probabilities(grouped[row, :, :, start:end], k[row, :, : held + end], there)
         weight = weights[row, None, None, start:end].repeat(1, 1, 1, heads // kv_heads)
-        sums[row, :, :end] += (weight @ shares)[:, :, 0]
+        sums[row, :, : held + end] += (weight @ shares)[:, :, 0]
     return sums
 
 
-def _blocks(rows: int, heads: int, first: int, tokens: int) -> Iterator[tuple[slice, int, int]]:
-    queries = max(1, SCORED_BYTES // (4 * heads * tokens))
+def _blocks(rows: int, heads: int, first: int, tokens: int, keys: int) -> Iterator[tuple[slice, int, int]]:
+    queries = max(1, SCORED_BYTES // (4 * heads * keys))
     together = max(1, queries // max(1, tokens - first))  # short prompts go several rows at a time
     for row in range(0, rows, together):
         for start in range(first, tokens, queries):
             yield slice(row, min(row + together, rows)), start, min(start + queries, tokens)
 
 
-def _probabilities(q: Tensor, k: Tensor, start: int) -> Tensor:
-    """q (rows, kv_heads, group, queries, dim) from token `start` on, k (rows, kv_heads, keys, dim) up to the last of them ->
+def _probabilities(q: Tensor, k: Tensor, is_held: Tensor | None) -> Tensor:
+    """q (rows, kv_heads, group, queries, dim), k (rows, kv_heads, keys, dim) up to the last of them ->
     (rows, kv_heads, group * queries, keys)"""
     rows, kv_heads, group, queries, dim = q.shape
     scores = q.float().reshape(rows, kv_heads, group * queries, dim) @ k.float().transpose(2, 3)
     scores.mul_(dim**-0.5)
     later = torch.ones(queries, queries, dtype=torch.bool, device=q.device).triu_(1)
-    scores.view(rows, kv_heads, group, queries, -1)[..., start:].masked_fill_(later, -torch.inf)
+    scores.view(rows, kv_heads, group, queries, -1)[..., -queries:].masked_fill_(later, -torch.inf)
+    if is_held is not None:
+        scores[..., : is_held.shape[-1]].masked_fill_(~is_held.unsqueeze(1), -torch.inf)
     return torch.softmax(scores, dim=-1)

@@ -47,38 +47,50 @@ class Notes:
 
     # -- prompts ---------------------------------------------------------------------------------------------------------
 
-    def choose(self, now: Pass, q: Tensor, k: Tensor) -> Tensor:
-        """Notes a prompt: which of its tokens are kept, oldest first. q (rows, heads, tokens, dim) and k (rows, kv_heads,
-        tokens, dim) as attended -> (rows, kv_heads, kept) places of tokens; where a row keeps fewer, any place."""
-        rows, kv_heads, tokens = k.shape[:3]
-        places = torch.arange(tokens, device=k.device).expand(rows, kv_heads, -1)
-        scores = self._prompt_scores(now, q, k)
+    def oldest_first(self, now: Pass) -> Tensor:
+        """The slots of what is held, by age; where a row holds fewer, any slot behind them. (rows, kv_heads, held)"""
+        return self.positions.masked_fill(now.behind, LAST).argsort(-1)[..., : now.held]
+
+    def choose(self, now: Pass, q: Tensor, k: Tensor, held: Tensor) -> Tensor:
+        """Notes a pass of several tokens: which of those held and of the new ones are kept, oldest first. q (rows, heads,
+        tokens, dim) and k (rows, kv_heads, held + tokens, dim) as attended, `held` the slots of the first of them ->
+        (rows, kv_heads, kept) places in k; where a row keeps fewer, any place."""
+        rows, kv_heads = k.shape[:2]
+        new = now.positions.unsqueeze(1).expand(-1, kv_heads, -1)
+        positions = torch.cat((self.positions.gather(-1, held).long(), new), dim=-1)
+        is_pad = torch.arange(new.shape[-1], device=k.device) >= now.lengths
+        exists = torch.cat((now.is_held, ~is_pad), dim=-1)
+        scores = self._scores_of(now, q, k, held)
         kept = now.slots.held(1)
-        chosen = self._best(now, places, scores, kept) if now.evicts else places[..., :kept]
+        chosen = self._best(now, positions, exists, scores, kept) if now.evicts else now.in_order.expand(rows, kv_heads, -1)
         filled = torch.arange(kept, device=k.device) < now.after
-        self.positions.fill_(NOBODY)[..., :kept] = chosen.masked_fill(~filled, NOBODY)
+        self.positions.fill_(NOBODY)[..., :kept] = positions.gather(-1, chosen).masked_fill(~filled, NOBODY).int()
         if self.scores is not None and scores is not None:
             self.scores.zero_()[..., :kept] = scores.gather(-1, chosen).masked_fill(~filled, 0.0)
         return chosen
 
-    def _prompt_scores(self, now: Pass, q: Tensor, k: Tensor) -> Tensor | None:
+    def _scores_of(self, now: Pass, q: Tensor, k: Tensor, held: Tensor) -> Tensor | None:
+        """Those of what is held with the attention of the new queries, and those of the new tokens behind them."""
         if self.scores is None:
             return None
-        age = now.lengths[:, 0] - 1 - now.positions  # of each query, 0 for the prompt's last; pads are below
+        age = now.lengths[:, 0] - 1 - torch.arange(q.shape[2], device=q.device)  # of each query, 0 for the last; pads are below
         counts = (age >= 0) & (age < now.queries[:, 0])
         weights = torch.pow(self.policy.decay, age.clamp(min=0).float()) * counts
-        sums = column_sums(q, k, weights)
+        sums = column_sums(q, k, weights, now.is_held if now.held else None)
         around = self.policy.neighbours
-        return sums if around == 1 else functional.avg_pool1d(sums, around, stride=1, padding=around // 2)
+        if around > 1:  # of prompts alone
+            sums = torch.where(now.is_first, functional.avg_pool1d(sums, around, stride=1, padding=around // 2), sums)
+        sums[..., : now.held] += self.scores.gather(-1, held) * torch.pow(self.policy.decay, now.lengths.float())
+        return sums
 
-    def _best(self, now: Pass, places: Tensor, scores: Tensor | None, kept: int) -> Tensor:
-        rank = self._rank(places, scores)
-        rank = rank.masked_fill((places < now.sinks) | (places >= now.window), torch.inf)
-        rank = rank.masked_fill(places >= now.lengths, -torch.inf)  # pads
+    def _best(self, now: Pass, positions: Tensor, exists: Tensor, scores: Tensor | None, kept: int) -> Tensor:
+        """Places are in the order of positions."""
+        rank, places = self._rank(positions, scores), positions.shape[-1]
+        rank = rank.masked_fill((positions < now.sinks) | (positions >= now.window), torch.inf).masked_fill(~exists, -torch.inf)
         newest_first = torch.sort(rank.flip(-1), dim=-1, descending=True, stable=True).indices  # of equals the older goes
-        best = places.shape[-1] - 1 - newest_first[..., :kept]
+        best = places - 1 - newest_first[..., :kept]
         outside = torch.arange(kept, device=best.device) >= now.after
-        return best.masked_fill(outside, places.shape[-1]).sort(dim=-1).values.clamp(max=places.shape[-1] - 1)
+        return best.masked_fill(outside, places).sort(dim=-1).values.clamp(max=places - 1)
 
     # -- decode ----------------------------------------------------------------------------------------------------------
 
@@ -114,7 +126,7 @@ class Notes:
                 tensor.scatter_(-1, target.unsqueeze(-1), tensor.gather(-1, newest))
 
     def order(self, now: Pass) -> Tensor:
-        """The place of each slot among those that a head holds, by age, oldest first. (rows, kv_heads, slots)"""
+        """The place of each slot among those that a head holds in decode, by age. (rows, kv_heads, slots)"""
         return self.positions.masked_fill(now.empty, LAST).argsort(-1).argsort(-1)
 
     def _rank(self, positions: Tensor, scores: Tensor | None) -> Tensor:

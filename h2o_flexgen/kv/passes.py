@@ -13,7 +13,7 @@ from h2o_flexgen.kv.slots import Slots
 
 @dataclass(frozen=True)
 class Pass:
-    is_prefill: bool
+    is_prefill: bool  # several tokens of each row may come at once, padded behind
     positions: Tensor  # (rows, tokens) of the new tokens in their texts, from 0
     counts: Tensor  # (rows,) slots that each row holds before
     capacity: int  # slots of the images
@@ -22,12 +22,16 @@ class Pass:
 
     @classmethod
     def of(cls, slots: Slots, step: int, capacity: int, device: torch.device) -> Pass:
-        lengths = torch.tensor(slots.lengths, device=device)
-        if step == 0:
-            positions = torch.arange(max(slots.lengths), device=device).expand(len(slots.lengths), -1)
-            return cls(True, positions, torch.zeros_like(lengths), capacity, slots, step)
         counts = torch.tensor(slots.counts(step), device=device)
-        return cls(False, (lengths + step - 1).unsqueeze(1), counts, capacity, slots, step)
+        if step == 0:
+            before = torch.tensor(slots.batch.before, device=device).unsqueeze(1)
+            return cls(True, before + torch.arange(slots.batch.prompt_len, device=device), counts, capacity, slots, step)
+        return cls(False, (torch.tensor(slots.taken_in, device=device) + step - 1).unsqueeze(1), counts, capacity, slots, step)
+
+    @cached_property
+    def held(self) -> int:
+        """Slots in use before, in the row that has most."""
+        return self.slots.held(self.step)
 
     @cached_property
     def evicts(self) -> bool:
@@ -38,10 +42,14 @@ class Pass:
         return torch.arange(self.counts.shape[0], device=self.counts.device)
 
     @cached_property
+    def behind(self) -> Tensor:
+        """Slots behind what a row holds before. (rows, 1, slots)"""
+        return torch.arange(self.capacity, device=self.counts.device) >= self.counts[:, None, None]
+
+    @cached_property
     def empty(self) -> Tensor:
-        """Slots behind a row's newest key. (rows, 1, slots)"""
-        slots = torch.arange(self.capacity, device=self.counts.device)
-        return (slots > self.counts.unsqueeze(1)).unsqueeze(1)
+        """In decode: slots behind a row's newest key. (rows, 1, slots)"""
+        return torch.arange(self.capacity, device=self.counts.device) > self.counts[:, None, None]
 
     @cached_property
     def mask(self) -> Tensor:
@@ -52,7 +60,8 @@ class Pass:
 
     @cached_property
     def lengths(self) -> Tensor:
-        return self._column(list(self.slots.lengths))
+        """New tokens of each row in a prefill; what stands behind them are pads."""
+        return self._column(list(self.slots.batch.lengths))
 
     @cached_property
     def sinks(self) -> Tensor:
@@ -62,9 +71,13 @@ class Pass:
     @cached_property
     def window(self) -> Tensor:
         """Tokens from this position on are protected."""
-        windows = [budget.prompt_window if self.is_prefill else budget.window for budget in self.slots.budgets]
-        seen = [length + self.step for length in self.slots.lengths]
-        return self._column([total - window for total, window in zip(seen, windows)])
+        rows = zip(self.slots.taken_in, self.slots.batch.before, self.slots.budgets)
+        return self._column(
+            [
+                total + self.step - (budget.prompt_window if self.is_prefill and not before else budget.window)
+                for total, before, budget in rows
+            ]
+        )
 
     @cached_property
     def after(self) -> Tensor:
@@ -73,13 +86,51 @@ class Pass:
 
     @cached_property
     def queries(self) -> Tensor:
-        """Of a prompt so many queries, the last, count in its scores."""
+        """Of a prompt so many queries, the last, count in its scores. Behind the prompt all of a pass do."""
+        batch = self.slots.batch
         return self._column(
             [
-                length if budget.queries is None else budget.queries
-                for length, budget in zip(self.slots.lengths, self.slots.budgets)
+                length if before or budget.queries is None else budget.queries
+                for length, before, budget in zip(batch.lengths, batch.before, self.slots.budgets)
             ]
         )
+
+    @cached_property
+    def is_first(self) -> Tensor:
+        """Rows that had seen nothing before."""
+        return self._column([before == 0 for before in self.slots.batch.before])
+
+    # -- several tokens behind what is held: places are those of what is held, oldest first, and then of the new tokens ---
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Of each new token, its place in the text if only what is held were the text. (rows, tokens)"""
+        return self.counts[:, None] + torch.arange(self.positions.shape[1], device=self.counts.device)
+
+    @cached_property
+    def held_order(self) -> Tensor:
+        return torch.arange(self.held, device=self.counts.device)
+
+    @cached_property
+    def in_order(self) -> Tensor:
+        """Slot by slot the place of its token where nobody has to go; behind those of a row, any place. (rows, 1, kept)"""
+        slots = torch.arange(self.slots.held(1), device=self.counts.device)
+        counts = self.counts[:, None, None]
+        last = self.held + self.positions.shape[1] - 1
+        return torch.where(slots < counts, slots, slots - counts + self.held).clamp(max=last)
+
+    @cached_property
+    def is_held(self) -> Tensor:
+        """Of the places of what is held, oldest first, those that a row has. (rows, 1, held)"""
+        return self.held_order < self.counts[:, None, None]
+
+    @cached_property
+    def sees(self) -> Tensor:
+        """Of what is held all that the row has, of the new tokens those up to the query. (rows, tokens, held + tokens)"""
+        tokens = self.positions.shape[1]
+        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=self.counts.device).tril_()
+        rows = self.counts.shape[0]
+        return torch.cat((self.is_held.expand(-1, tokens, -1), causal.expand(rows, -1, -1)), dim=2)
 
     def _column(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.counts.device)[:, None, None]

@@ -55,13 +55,15 @@ class KVPolicy(ABC):
         return 0 if self.keeps_all else 8 if self.ranks_by == ATTENTION else 4
 
     def slots(self, batch: Batch, gen_len: int) -> Slots:
+        """A share of a text that lives on is one of what it may grow to."""
+        if batch.context is not None:
+            return Slots(batch, (self._checked(batch.context, 0),) * batch.size, gen_len)
         budgets = {length: self._checked(length, gen_len) for length in set(batch.lengths)}
         rows = tuple(budgets[length] for length in batch.lengths)
-        return Slots(batch.lengths, rows, gen_len, self.options.hh_prompt_only)
+        return Slots(batch, rows, gen_len, self.options.hh_prompt_only)
 
     def _checked(self, prompt_len: int, gen_len: int) -> Budget:
-        budget = self.budget(prompt_len, gen_len)
-        row = f"for a prompt of {prompt_len} and {gen_len} to generate"
+        budget, row = self.budget(prompt_len, gen_len), row_of(prompt_len, gen_len)
         if budget.slots < 1:
             raise ValueError(f"kv_policy {self.name!r} has a budget of {budget.slots} slots {row}; give it 1 or more")
         protected = budget.sinks + max(budget.window, budget.prompt_window)
@@ -76,3 +78,8 @@ class KVPolicy(ABC):
         """With what the options protect beside the policy's own window."""
         grace, before = self.options.grace or 0, window if prompt_window is None else prompt_window
         return Budget(slots, self.options.sinks or 0, max(window, grace), max(before, grace), queries)
+
+
+def row_of(prompt_len: int, gen_len: int) -> str:
+    """For messages."""
+    return f"for a prompt of {prompt_len} and {gen_len} to generate" if gen_len else f"for a text of {prompt_len} tokens"

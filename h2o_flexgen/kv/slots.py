@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt
 
+from h2o_flexgen.planning.workload import Batch
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -25,25 +27,34 @@ class Budget:
 
 @dataclass(frozen=True)
 class Slots:
-    lengths: tuple[int, ...]  # of the prompts
-    budgets: tuple[Budget, ...]  # of the same rows
+    batch: Batch
+    budgets: tuple[Budget, ...]  # of its rows
     gen_len: int
     prompt_only: bool = False  # generated tokens are all kept
 
     @property
     def capacity(self) -> int:
-        """Slots per row that must be allocated. The last token generated is never stored."""
+        """Slots per row that must be allocated. The last token generated is not stored, or only by the block that follows."""
+        if self.batch.context is not None:
+            return max(min(self.batch.context, budget.slots + 1) for budget in self.budgets)
         return max(self.held(1), self.held(self.gen_len - 1) + 1 if self.gen_len > 1 else 0)
 
     @property
     def evicts(self) -> bool:
         """May any row ever lose a token?"""
         generated = 0 if self.prompt_only else self.gen_len - 1
-        return any(length + generated > budget.slots for length, budget in zip(self.lengths, self.budgets))
+        return any(total + generated > budget.slots for total, budget in zip(self.taken_in, self.budgets))
+
+    @cached_property
+    def taken_in(self) -> tuple[int, ...]:
+        """Tokens of each row that are behind it after step 0."""
+        return tuple(before + length for before, length in zip(self.batch.before, self.batch.lengths))
 
     def counts(self, step: int) -> tuple[int, ...]:
-        """Slots in use in each row when COMPUTE of decode step `step` (1, 2, ...) begins."""
-        return tuple(self._count(length, budget.slots, step) for length, budget in zip(self.lengths, self.budgets))
+        """Slots in use in each row when COMPUTE of a step begins: of step 0 (the prompt) those of an earlier block."""
+        if step == 0:
+            return tuple(min(before, budget.slots) for before, budget in zip(self.batch.before, self.budgets))
+        return tuple(self._count(total, budget.slots, step) for total, budget in zip(self.taken_in, self.budgets))
 
     def held(self, step: int) -> int:
         """The same, in the row that has most."""
@@ -51,13 +62,12 @@ class Slots:
 
     def evicts_at(self, step: int) -> bool:
         if step == 0:
-            return any(length > budget.slots for length, budget in zip(self.lengths, self.budgets))
+            return any(total > budget.slots for total, budget in zip(self.taken_in, self.budgets))
         return self.counts(step + 1) != tuple(count + 1 for count in self.counts(step))
 
     def changed(self, step: int) -> tuple[int, int]:
         """The range of slots that COMPUTE of `step` writes (0 is prefill), over all rows."""
-        after = self.held(step + 1)
-        return (0, after) if step == 0 or self.evicts_at(step) else (min(self.counts(step)), after)
+        return 0 if self.evicts_at(step) else min(self.counts(step)), self.held(step + 1)
 
     # -- what is moved, in slots of all rows -----------------------------------------------------------------------------
 
@@ -71,7 +81,8 @@ class Slots:
         return self.held(step + 1) if self._is_scattered(step) and self.noted(step) == self.journal else self.stored(step)
 
     def noted(self, step: int) -> int:
-        """Slots that stand in the journal on disk when `step` begins, and have to be read beside those that are held."""
+        """Slots that stand in the journal on disk when `step` begins, and have to be read beside those that are held. (Before
+        step 0 some may be left of an earlier block, which are not counted. Step 0 leaves none.)"""
         since = step - self._first_scattered
         return since % (self.journal + 1) if since > 0 else 0
 
@@ -79,21 +90,27 @@ class Slots:
     def journal(self) -> int:
         """On disk a slot here and there would be slow to write, so they go into a journal, until it is so long that it costs
         as much to read as it saves."""
-        return isqrt(2 * max(budget.slots for budget in self.budgets)) if self._first_scattered < self.gen_len else 0
+        return isqrt(2 * max(budget.slots for budget in self.budgets)) if self._may_scatter else 0
+
+    @property
+    def _may_scatter(self) -> bool:
+        if self.batch.context is not None:
+            return any(budget.slots < self.batch.context for budget in self.budgets)
+        return self._first_scattered < self.gen_len
 
     @cached_property
     def _first_scattered(self) -> int:
         """The first decode step in which any row has to evict; from then on it has to in every step."""
         if self.prompt_only:
             return self.gen_len
-        return min(max(1, budget.slots - length + 1) for length, budget in zip(self.lengths, self.budgets))
+        return min(max(1, budget.slots - total + 1) for total, budget in zip(self.taken_in, self.budgets))
 
     def _is_scattered(self, step: int) -> bool:
         return step > 0 and self.evicts_at(step)
 
     # --------------------------------------------------------------------------------------------------------------------
 
-    def _count(self, length: int, budget: int, step: int) -> int:
+    def _count(self, total: int, budget: int, step: int) -> int:
         if self.prompt_only:
-            return min(length, budget) + step - 1
-        return min(length + step - 1, budget)
+            return min(total, budget) + step - 1
+        return min(total + step - 1, budget)

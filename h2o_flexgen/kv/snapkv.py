@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.kv.policy import KVPolicy
+from h2o_flexgen.kv.policy import KVPolicy, row_of
 from h2o_flexgen.kv.slots import Budget
 
 QUERIES = 32  # the window of SnapKV's own runs
@@ -18,7 +18,7 @@ class SnapKV(KVPolicy):
         heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)
         if recent < 1:
             raise ValueError(
-                f"kv_policy {self.name!r} has no recent slots for a prompt of {prompt_len} and {gen_len} to generate; "
+                f"kv_policy {self.name!r} has no recent slots {row_of(prompt_len, gen_len)}; "
                 "it observes the last queries: give it 1 or more"
             )
         return self._protecting(heavy + recent, recent, queries=min(QUERIES, recent, prompt_len))

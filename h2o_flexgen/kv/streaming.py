@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.kv.policy import AGE, EVICTING, KVPolicy
+from h2o_flexgen.kv.policy import AGE, EVICTING, KVPolicy, row_of
 from h2o_flexgen.kv.slots import Budget
 
 SINKS = 4
@@ -24,7 +24,7 @@ class Streaming(KVPolicy):
             total += sinks
         if total <= sinks:
             raise ValueError(
-                f"kv_policy {self.name!r} has a budget of {total} slots for a prompt of {prompt_len} and {gen_len} to "
-                f"generate, of which {sinks} are sinks; give it recent ones as well"
+                f"kv_policy {self.name!r} has a budget of {total} slots {row_of(prompt_len, gen_len)}, "
+                f"of which {sinks} are sinks; give it recent ones as well"
             )
         return Budget(total, sinks)

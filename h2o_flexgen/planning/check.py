@@ -77,7 +77,7 @@ def _expected(schedule: Schedule) -> Iterator[Key]:
     moves = schedule.moves
     for number in range(moves.visits):
         visit = schedule.visit(number)
-        step, layer, batch = visit
+        _, layer, batch = visit
         yield Key(Op.COMPUTE, *visit)
         if moves.reads_weights(layer):
             yield from _slices(schedule, Op.READ_W, visit)
@@ -88,11 +88,10 @@ def _expected(schedule: Schedule) -> Iterator[Key]:
                 yield Key(Op.LOAD_H, *visit)
             if layer < moves.layers - 1:
                 yield Key(Op.STORE_H, *visit)
-        if moves.moves_kv(layer, batch):
-            if step > 0:
-                yield from (Key(op, *visit) for op in _fetches(schedule, visit))
-            if step < moves.steps - 1:
-                yield from (Key(op, *visit) for op in _stores(schedule, visit))
+        if moves.fetches_kv(visit):
+            yield from (Key(op, *visit) for op in _fetches(schedule, visit))
+        if moves.stores_kv(visit):
+            yield from (Key(op, *visit) for op in _stores(schedule, visit))
 
 
 def _slices(schedule: Schedule, op: Op, visit: Visit) -> Iterator[Key]:
@@ -153,7 +152,7 @@ def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
         yield Key(Op.STORE_KV if moves.accelerator else Op.COMPUTE, *visit)
     elif task.op is Op.LOAD_KV and moves.kv_on_disk(layer, batch):
         yield Key(Op.READ_KV, *visit)
-    elif task.op in (Op.READ_KV, Op.LOAD_KV):
+    elif task.op in (Op.READ_KV, Op.LOAD_KV) and step > 0:  # what is there before the first step was stored long ago
         yield Key(_stores(schedule, visit)[-1], step - 1, layer, batch)
 
 
@@ -168,7 +167,7 @@ def _inputs(schedule: Schedule, visit: Visit) -> Iterator[Key]:
         yield from _slices(schedule, Op.LOAD_W, visit)
     elif moves.reads_weights(layer):
         yield from _slices(schedule, Op.READ_W, visit)
-    if step > 0 and moves.moves_kv(layer, batch):
+    if moves.fetches_kv(visit):
         yield Key(_fetches(schedule, visit)[-1], *visit)
     if layer > 0 and moves.moves_hidden(batch):
         yield Key(Op.LOAD_H, *visit)

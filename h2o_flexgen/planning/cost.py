@@ -21,7 +21,7 @@ from h2o_flexgen.planning.simulate import simulate
 from h2o_flexgen.planning.trace import Trace
 from h2o_flexgen.planning.workload import Block
 
-KV_OPS = {Op.READ_KV: 0, Op.LOAD_KV: 0, Op.STORE_KV: 1, Op.WRITE_KV: 1}  # stores run one step before the fetches for a step
+FETCHES, STORES = (Op.READ_KV, Op.LOAD_KV), (Op.STORE_KV, Op.WRITE_KV)  # of KV
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Cost:
             return self.stored_bytes[task.layer] / self.schedule.slices
         if task.op is Op.LOAD_W:
             return self.loaded_bytes[task.layer] / self.schedule.slices
-        if task.op in KV_OPS:
+        if task.op in (*FETCHES, *STORES):
             return self._kv_slots(task.op, self.slots[task.batch], task.step) * self._kv_slot_bytes(task.batch)
         if task.op is Op.LOAD_H:
             return self._hidden_bytes(task, task.layer - 1)
@@ -113,13 +113,15 @@ class Cost:
         return {LANES[Op.READ_W]: passes * sum(self.stored_bytes), LANES[Op.LOAD_W]: passes * loaded}
 
     def _kv_sums(self) -> Counter[str]:
-        moves, sums = self.schedule.moves, Counter[str]()
+        moves, sums, gen_len = self.schedule.moves, Counter[str](), self.block.gen_len
+        fetching = range(0 if moves.kv_before else 1, gen_len)
+        storing = range(gen_len if moves.kv_after else gen_len - 1)
         for number, slots in enumerate(self.slots):
             layers = [layer for layer in self.spec.kv_layers if moves.moves_kv(layer, number)]
             from_disk = sum(moves.kv_on_disk(layer, number) for layer in layers)
             linked = len(layers) if moves.accelerator else 0
-            for op, before in KV_OPS.items():
-                moved = sum(self._kv_slots(op, slots, step - before) for step in range(1, self.block.gen_len))
+            for op in (*FETCHES, *STORES):
+                moved = sum(self._kv_slots(op, slots, step) for step in (fetching if op in FETCHES else storing))
                 units = from_disk if op in (Op.READ_KV, Op.WRITE_KV) else linked
                 sums[LANES[op]] += units * moved * self._kv_slot_bytes(number)
         return sums
@@ -138,7 +140,7 @@ class Cost:
     def flops(self, task: Task) -> float:
         batch = self.block.batches[task.batch]
         tokens = batch.prompt_len if task.step == 0 else 1
-        context = (tokens + 1) / 2 if task.step == 0 else self.slots[task.batch].held(task.step) + 1
+        context = self.slots[task.batch].held(task.step) + (tokens + 1) / 2
         return self.spec.flops(task.layer, batch.size, tokens, context)
 
     def seconds(self, task: Task, machine: Machine) -> float:

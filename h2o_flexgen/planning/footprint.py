@@ -152,7 +152,7 @@ def working_bytes(spec: ModelSpec, policy: KVPolicy, batch: Batch, gen_len: int)
     mlp = tokens * (normed + 3 * spec.ffn * spec.itemsize)
     decode = batch.size * spec.heads * policy.slots(batch, gen_len).capacity * (8 + 2 * spec.itemsize)
     head = batch.size * spec.vocab * (3 * 4 + spec.itemsize)
-    attention += _choosing_bytes(spec, policy, batch, gen_len)
+    attention += _choosing_bytes(spec, policy, batch, gen_len) + _extending_bytes(spec, policy, batch, gen_len)
     decode += _evicting_bytes(spec, policy, batch, gen_len)
     return max(attention, mlp, decode, head) + tokens * spec.widest * spec.itemsize
 
@@ -161,10 +161,22 @@ def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, batch: Batch, gen_len: in
     """To rank the tokens of prompts, and to sort them."""
     if policy.keeps_all:
         return 0
-    places = batch.size * spec.kv_heads * batch.prompt_len
-    queries = max(budget.queries or batch.prompt_len for budget in policy.slots(batch, gen_len).budgets)
-    shares = min(SCORED_BYTES, 4 * batch.size * spec.heads * batch.prompt_len * queries)
+    slots = policy.slots(batch, gen_len)
+    keys = slots.held(0) + batch.prompt_len
+    places = batch.size * spec.kv_heads * keys
+    queries = max(budget.queries or batch.prompt_len for budget in slots.budgets)
+    shares = min(SCORED_BYTES, 4 * batch.size * spec.heads * keys * queries)
     return (2 * shares if policy.ranks_by == ATTENTION else 0) + places * (SORTED_BYTES + 4 * spec.head_dim)
+
+
+def _extending_bytes(spec: ModelSpec, policy: KVPolicy, batch: Batch, gen_len: int) -> int:
+    """For new tokens behind those that are held: all of them side by side, as held, as stored and as attended."""
+    held = policy.slots(batch, gen_len).held(0)
+    if held == 0:
+        return 0
+    keys, group = held + batch.prompt_len, spec.heads // spec.kv_heads
+    copies = keys * spec.kv_bytes_per_slot * (4 if policy.rolls else 3)
+    return batch.size * (copies + batch.prompt_len * group * keys * (1 + 4))
 
 
 def _evicting_bytes(spec: ModelSpec, policy: KVPolicy, batch: Batch, gen_len: int) -> int:

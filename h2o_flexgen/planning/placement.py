@@ -77,6 +77,8 @@ def moves(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, accel
         weights_on_host=_layers_with(spec, placement, HOST),
         kv=placement.kv,
         hidden=placement.hidden,
+        kv_before=any(any(batch.seen) for batch in block.batches),
+        kv_after=any(batch.lives_on for batch in block.batches),
     )
 
 

@@ -37,7 +37,7 @@ class PlannedBlock:
     @property
     def shape(self) -> tuple[tuple[int, ...], ...]:
         """Blocks of one shape cost the same."""
-        return tuple(batch.lengths for batch in self.block.batches)
+        return tuple((*batch.lengths, *batch.seen) for batch in self.block.batches)
 
 
 def plan_blocks(spec: ModelSpec, plan: Plan, workload: Workload, accelerator: bool) -> Iterator[PlannedBlock]:

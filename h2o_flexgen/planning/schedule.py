@@ -84,6 +84,9 @@ class Task(NamedTuple):
     def lane(self) -> str:
         return LANES[self.op]
 
+    def is_compute_of(self, layer: int) -> bool:
+        return self.op is Op.COMPUTE and self.layer == layer
+
     def __str__(self) -> str:
         return str(self.key)
 
@@ -101,6 +104,8 @@ class Moves:
     weights_on_host: frozenset[int] = frozenset()
     kv: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (layer, batch) -> tier, for layers that have KV
     hidden: tuple[str, ...] = ()  # tier of each batch's activations
+    kv_before: bool = False  # is there KV of an earlier block before the first step
+    kv_after: bool = False  # is it wanted when the last step is over
 
     def __post_init__(self) -> None:
         if min(self.steps, self.layers, self.batches, self.slots) < 1:
@@ -118,6 +123,14 @@ class Moves:
 
     def moves_kv(self, layer: int, batch: int) -> bool:
         return self._is_away(self.kv.get((layer, batch), DEVICE))
+
+    def fetches_kv(self, visit: Visit) -> bool:
+        """Does it have to be brought to where the visit computes?"""
+        return self.moves_kv(visit.layer, visit.batch) and (visit.step > 0 or self.kv_before)
+
+    def stores_kv(self, visit: Visit) -> bool:
+        """Does it have to be brought home? Nobody reads that of the last step, unless it lives on."""
+        return self.moves_kv(visit.layer, visit.batch) and (visit.step < self.steps - 1 or self.kv_after)
 
     def kv_on_disk(self, layer: int, batch: int) -> bool:
         return self.kv.get((layer, batch)) == DISK
@@ -254,15 +267,20 @@ class _Issuer:
 
     def kv_fetched(self, visit: Visit) -> Iterator[Task]:
         step, layer, batch = visit
-        if step == 0 or not self.moves.moves_kv(layer, batch):
+        if not self.moves.fetches_kv(visit):
             return
-        slot = self.schedule.slot(visit)
-        came = (Key(Op.STORE_KV, step - 1, layer, batch),)
-        if self.moves.kv_on_disk(layer, batch):
-            yield Task(Op.READ_KV, *visit, (*self._freed("kv.host", slot), Key(Op.WRITE_KV, step - 1, layer, batch)))
+        slot, on_disk = self.schedule.slot(visit), self.moves.kv_on_disk(layer, batch)
+        came = (Key(Op.WRITE_KV if on_disk else Op.STORE_KV, step - 1, layer, batch),) if step else ()
+        if on_disk:
+            yield Task(Op.READ_KV, *visit, self._freed("kv.host", slot) + came)
             came = (Key(Op.READ_KV, *visit),)
         if self.moves.accelerator:
             yield Task(Op.LOAD_KV, *visit, self._freed("kv.device", slot) + came)
+
+    def first_kv_fetched(self, count: int) -> Iterator[Task]:
+        """For the first visits, whose KV is of an earlier block."""
+        for number in range(min(count, self.moves.visits)):
+            yield from self.kv_fetched(self.schedule.visit(number))
 
     def hidden_fetched(self, visit: Visit) -> Iterator[Task]:
         step, layer, batch = visit
@@ -271,28 +289,27 @@ class _Issuer:
             yield Task(Op.LOAD_H, *visit, self._freed("hidden", self.schedule.slot(visit)) + stored)
 
     def computed(self, visit: Visit) -> Iterator[Task]:
-        step, layer, batch = visit
+        _, layer, batch = visit
         needs = self._previous(visit) + self._weights_needed(visit)
-        if self.moves.moves_kv(layer, batch):
-            if step == 0:
-                needs += self._freed("kv.device" if self.moves.accelerator else "kv.host", self.schedule.slot(visit))
-            else:
-                needs += (Key(Op.LOAD_KV if self.moves.accelerator else Op.READ_KV, *visit),)
+        if self.moves.fetches_kv(visit):
+            needs += (Key(Op.LOAD_KV if self.moves.accelerator else Op.READ_KV, *visit),)
+        elif self.moves.moves_kv(layer, batch):
+            needs += self._freed("kv.device" if self.moves.accelerator else "kv.host", self.schedule.slot(visit))
         if self.moves.moves_hidden(batch):
             needs += (Key(Op.LOAD_H, *visit),) if layer else self._freed("hidden", self.schedule.slot(visit))
         yield Task(Op.COMPUTE, *visit, needs)
         self._free_after_compute(visit)
 
     def stored(self, visit: Visit) -> Iterator[Task]:
-        step, layer, batch = visit
+        _, layer, batch = visit
         ready = (Key(Op.COMPUTE, *visit),)
         if self.moves.moves_hidden(batch) and layer < self.moves.layers - 1:
             yield Task(Op.STORE_H, *visit, ready)
-        if not self.moves.moves_kv(layer, batch) or self._is_last_step(step):
-            return  # nobody reads the KV of the last step
+        if not self.moves.stores_kv(visit):
+            return
         slot, on_disk = self.schedule.slot(visit), self.moves.kv_on_disk(layer, batch)
         if self.moves.accelerator:
-            free = self._freed("kv.host", slot) if on_disk and step == 0 else ()
+            free = self._freed("kv.host", slot) if on_disk and not self.moves.fetches_kv(visit) else ()
             yield Task(Op.STORE_KV, *visit, ready + free)
             ready = (Key(Op.STORE_KV, *visit),)
         if on_disk:
@@ -303,9 +320,6 @@ class _Issuer:
 
     def _freed(self, ring: str, slot: int) -> tuple[Key, ...]:
         return self.freed_by.get((ring, slot), ())
-
-    def _is_last_step(self, step: int) -> bool:
-        return step == self.moves.steps - 1
 
     def _slices(self, op: Op, step: int, layer: int, batch: int) -> tuple[Key, ...]:
         """All the tasks that bring the weights which this visit uses."""
@@ -328,20 +342,20 @@ class _Issuer:
 
     def _free_after_compute(self, visit: Visit) -> None:
         """Whatever this COMPUTE was the last to use is free after it, or after the tasks that carry its results away."""
-        step, layer, batch = visit
+        _, layer, batch = visit
         key, slot, moves = (Key(Op.COMPUTE, *visit),), self.schedule.slot(visit), self.moves
         if moves.loads_weights(layer):
             self.freed_by["weights.device", self.schedule.weight_slot(visit)] = key
         elif moves.reads_weights(layer):
             self.freed_by["weights.host", self.schedule.weight_slot(visit)] = key
         if moves.moves_kv(layer, batch):
-            last = self._is_last_step(step)
+            stored = moves.stores_kv(visit)
             if moves.accelerator:
-                self.freed_by["kv.device", slot] = key if last else (Key(Op.STORE_KV, *visit),)
-                if last and step > 0 and moves.kv_on_disk(layer, batch):
+                self.freed_by["kv.device", slot] = (Key(Op.STORE_KV, *visit),) if stored else key
+                if moves.fetches_kv(visit) and not stored and moves.kv_on_disk(layer, batch):
                     self.freed_by["kv.host", slot] = (Key(Op.LOAD_KV, *visit),)
             else:
-                self.freed_by["kv.host", slot] = key if last else (Key(Op.WRITE_KV, *visit),)
+                self.freed_by["kv.host", slot] = (Key(Op.WRITE_KV, *visit),) if stored else key
         if moves.moves_hidden(batch):
             self.freed_by["hidden", slot] = key if layer == moves.layers - 1 else (Key(Op.STORE_H, *visit),)
 
@@ -405,6 +419,7 @@ class Zigzag(_BlockOrder):
             yield from self._fetch(issue.weights_read, at, every)
             if at < self.load_ahead:
                 yield from self._fetch(issue.weights_loaded, at, every)
+        yield from issue.first_kv_fetched(kv_ahead)
         for number in range(moves.visits):
             visit = self.visit(number)
             at = self.weight_number(*visit)
@@ -442,13 +457,14 @@ class FlexGenBarrier(_BlockOrder):
 
     def tasks(self) -> Iterator[Task]:
         issue = _Issuer(self)
-        before = list(self._weights(issue, 0))
+        before = [*self._weights(issue, 0), *issue.first_kv_fetched(self._kv_ahead)]
         yield from before
         for number in range(self.moves.visits):
             barrier = tuple(task.key for task in before)
             before = list(self._iteration(issue, number))
             for task in before:
                 yield task._replace(needs=tuple(dict.fromkeys(task.needs + barrier)))
+        yield from issue.stored(self.visit(self.moves.visits - 1))
 
     def _iteration(self, issue: _Issuer, number: int) -> Iterator[Task]:
         moves, visit = self.moves, self.visit(number)
@@ -456,12 +472,16 @@ class FlexGenBarrier(_BlockOrder):
             yield from issue.stored(self.visit(number - 1))
         if visit.batch == 0:
             yield from self._weights(issue, self.weight_number(*visit) + 1)
-        kv, hidden = number + min(1, moves.layers * moves.batches - 1), number + min(1, moves.batches - 1)
+        kv, hidden = number + self._kv_ahead, number + min(1, moves.batches - 1)
         if kv < moves.visits:
             yield from issue.kv_fetched(self.visit(kv))
         if hidden < moves.visits:
             yield from issue.hidden_fetched(self.visit(hidden))
         yield from issue.computed(visit)
+
+    @property
+    def _kv_ahead(self) -> int:
+        return min(1, self.moves.layers * self.moves.batches - 1)
 
     def _weights(self, issue: _Issuer, at: int) -> Iterator[Task]:
         if weights := self.weight_pass(at):
@@ -496,6 +516,7 @@ class RowByRow(Schedule):
         kv_ahead = min(ahead, moves.layers - 1)
         for number in range(min(ahead, moves.visits)):
             yield from self._weights(issue, number)
+        yield from issue.first_kv_fetched(kv_ahead)
         for number in range(moves.visits):
             visit = self.visit(number)
             if number + ahead < moves.visits:

@@ -6,19 +6,36 @@ Prompts are sorted by length before they are divided, so that rows of one batch 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of one micro-batch: their places in the input, their prompt lengths."""
+    """The rows of one micro-batch: their places in the input, and how many tokens step 0 takes in of each."""
 
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
+    seen: tuple[int, ...] = ()  # tokens that each row's KV has taken in before; nothing for texts that are new
+    context: int | None = None  # of texts whose KV lives on when the block is over: the tokens that they may grow to
 
     @property
     def size(self) -> int:
         return len(self.rows)
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """Tokens that each row has taken in before step 0."""
+        return self.seen or (0,) * self.size
+
+    @property
+    def lives_on(self) -> bool:
+        return self.context is not None
+
+    def only(self, places: Sequence[int]) -> Batch:
+        """The rows at these places, in this order."""
+        rows, lengths, seen = (tuple(each[place] for place in places) for each in (self.rows, self.lengths, self.before))
+        return Batch(rows, lengths, seen if self.seen else (), self.context)
 
     @property
     def prompt_len(self) -> int:
@@ -42,6 +59,7 @@ class Block:
 class Workload:
     prompt_lens: tuple[int, ...]
     gen_len: int
+    context: int | None = None  # of texts whose KV lives on. Of these a workload stands for the last block, which needs most
 
     def __post_init__(self) -> None:
         if not self.prompt_lens:
@@ -63,10 +81,12 @@ class Workload:
     def blocks(self, batch_size: int, num_batches: int) -> tuple[Block, ...]:
         """Longest prompts first, so that what needs most memory is met at the start and not after hours."""
         order = sorted(range(self.num_prompts), key=lambda row: (-self.prompt_lens[row], row))
-        batches = [
-            Batch(rows := tuple(order[start : start + batch_size]), tuple(self.prompt_lens[row] for row in rows))
-            for start in range(0, len(order), batch_size)
-        ]
+        batches = [self._batch(tuple(order[start : start + batch_size])) for start in range(0, len(order), batch_size)]
         return tuple(
             Block(tuple(batches[start : start + num_batches]), self.gen_len) for start in range(0, len(batches), num_batches)
         )
+
+    def _batch(self, rows: tuple[int, ...]) -> Batch:
+        lengths = tuple(self.prompt_lens[row] for row in rows)
+        seen = () if self.context is None else tuple(self.context - length for length in lengths)
+        return Batch(rows, lengths, seen, self.context)

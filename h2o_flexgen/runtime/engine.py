@@ -81,6 +81,11 @@ class _Progress:
     def is_done(self) -> bool:
         return all(rows.is_done for rows in self.rows)
 
+    def leaves_nothing(self, task: Task) -> bool:
+        """Is there nobody who will ever need what this task stores?"""
+        rows = self.rows[task.batch]
+        return rows.last_step is not None and (not rows.batch.lives_on or task.step > rows.last_step)
+
 
 class Engine:
     def __init__(self, model: base.Model, source: WeightSource, plan: Plan, memories: Memories) -> None:
@@ -100,6 +105,11 @@ class Engine:
     def weight_files(self) -> tuple[Path, ...]:
         return self._weights.files
 
+    def keep_kv(self, block: Block) -> KVStore:
+        """A home for the KV of texts that live on: `run` is handed it block after block, and who asked for it closes it."""
+        with torch.inference_mode():
+            return KVStore(self._spec, self._plan.policy, block, self.schedule(block), self._memories)
+
     def schedule(self, block: Block) -> Schedule:
         return PlannedBlock.of(self._spec, self._plan, block, self._memories.device.accelerator).schedule
 
@@ -111,12 +121,16 @@ class Engine:
         on_visit: OnVisit | None = None,
         on_token: OnToken | None = None,
         until: Until | None = None,
+        kv: KVStore | None = None,
     ) -> BlockRun:
-        """Generates one block. `rows` are all rows of the workload, in input order; `until` ends the run early at a task."""
+        """Generates one block. `rows` are all rows of the workload, in input order; `until` ends the run early at a task; `kv`
+        holds what an earlier block has left."""
         schedule = self.schedule(block)
         self._weights.prepare(schedule)
         with ExitStack() as opened, torch.inference_mode():
-            kv = opened.enter_context(closing(KVStore(self._spec, self._plan.policy, block, schedule, self._memories)))
+            if kv is None:
+                kv = opened.enter_context(closing(self.keep_kv(block)))
+            kv.prepare(block, schedule)
             hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
             alive = [self._rows_of(batch, rows, block.gen_len) for batch in block.batches]
             state = _Progress(alive, kv, hidden, sampler, on_visit, on_token)
@@ -141,6 +155,9 @@ class Engine:
         def for_the_living(action: Callable[[Task], int]) -> Callable[[Task], int]:
             return lambda task: 0 if state.rows[task.batch].is_done else action(task)
 
+        def while_wanted(action: Callable[[Task], int]) -> Callable[[Task], int]:
+            return lambda task: 0 if state.leaves_nothing(task) else action(task)
+
         def for_its_users(action: Callable[[Task], int]) -> Callable[[Task], int]:
             """Weights serve all batches when they are cut in slices, else those in whose name they come."""
             return lambda task: 0 if state.is_done or is_for_nobody(task) else action(task)
@@ -164,8 +181,8 @@ class Engine:
             Op.LOAD_H: for_the_living(state.hidden.load),
             Op.COMPUTE: compute,
             Op.STORE_H: for_the_living(state.hidden.store),
-            Op.STORE_KV: for_the_living(state.kv.store),
-            Op.WRITE_KV: for_the_living(state.kv.write),
+            Op.STORE_KV: while_wanted(state.kv.store),
+            Op.WRITE_KV: while_wanted(state.kv.write),
         }
 
     def _compute(self, task: Task, state: _Progress) -> None:

@@ -57,18 +57,24 @@ class KVStore:
     def __init__(self, spec: ModelSpec, policy: KVPolicy, block: Block, schedule: Schedule, memories: Memories) -> None:
         self._spec = spec
         self._policy = policy
-        self._block = block
-        self._schedule = schedule
         self._memories = memories
         self._dtype = DTYPES[spec.dtype]
         self._accelerator = memories.device.accelerator
-        self._units = {(layer, batch): Unit(block.batches[batch]) for layer, batch in schedule.moves.kv}
+        self._units: dict[tuple[int, int], Unit] = {}
+        self.prepare(block, schedule)
         self._in_memory: dict[tuple[int, int], Tensor] = {}  # homes on device or host
         self._on_disk: dict[tuple[int, int], DiskRegion] = {}
         self._notes: dict[tuple[int, int], Notes] = {}  # always where it is computed
         with ExitStack() as held:  # when the disk is full, for one, what was reserved so far goes back
             self._allocate(held)
             self._held = held.pop_all()
+
+    def prepare(self, block: Block, schedule: Schedule) -> None:
+        """For the next block of texts that live on: rows, capacity and slots are those of the first."""
+        self._block, self._schedule = block, schedule
+        for place in schedule.moves.kv:
+            batch, before = block.batches[place[1]], self._units.get(place)
+            self._units[place] = Unit(batch, journal=before.journal if before is not None and any(batch.seen) else [])
 
     def _allocate(self, held: ExitStack) -> None:
         moves, memories = self._schedule.moves, self._memories

@@ -65,6 +65,10 @@ class RowState:
             return self._finish("length", piece)
         return piece
 
+    def stop(self, reason: str) -> str | None:
+        """Ends the row where it is. What was held back of its text, where it is followed."""
+        return None if self.finished else self._finish(reason)
+
     def completion(self) -> Completion:
         assert self.finish_reason is not None, f"row {self.index} is not finished"
         return Completion(

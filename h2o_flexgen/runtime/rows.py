@@ -26,6 +26,7 @@ class BatchRows:
         self.batch = batch  # the living
         self.generation = 0  # how often the living moved up
         self.kept: list[int] = list(range(batch.size))  # place now -> place before they last moved up
+        self.last_step: int | None = None  # once they are done
         self._rows = list(rows)
         self._policy = policy
         self._gen_len = gen_len
@@ -42,7 +43,8 @@ class BatchRows:
         """(rows, tokens), padded on the right with 0: pads are computed, but nothing ever looks at them."""
         tokens = torch.zeros(self.batch.size, self.batch.prompt_len, dtype=torch.long)
         for place, row in enumerate(self._rows):
-            tokens[place, : row.prompt_len] = torch.tensor(row.prompt_ids)
+            new = row.prompt_ids[-self.batch.lengths[place] :]  # what stands before them is in the cache
+            tokens[place, : len(new)] = torch.tensor(new)
         return tokens.to(self._device)
 
     def _pass(self, step: int) -> Pass:
@@ -66,7 +68,9 @@ class BatchRows:
             if on_token is not None:
                 on_token(row.index, token, text)
         self._move_up([place for place, row in enumerate(rows) if not row.finished])
-        if self._rows:
+        if not self._rows:
+            self.last_step = step
+        else:
             self.tokens = picked.tokens[self.kept].unsqueeze(1).to(self._device)
             self.now = self._pass(step + 1)
         return len(rows)
@@ -80,7 +84,5 @@ class BatchRows:
         if count < len(self._rows):
             self.generation += 1
             self._rows = [self._rows[place] for place in kept]
-            self.batch = Batch(
-                tuple(self.batch.rows[place] for place in kept), tuple(self.batch.lengths[place] for place in kept)
-            )
+            self.batch = self.batch.only(kept)
         self.kept = kept

@@ -10,6 +10,9 @@ from typing import Protocol, cast
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
+Message = Mapping[str, str]  # role ("system", "user", "assistant") and content
+
+
 class Tokenizer(Protocol):
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -18,8 +21,17 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """With the special tokens that the model expects around a prompt."""
 
+    def encode_more(self, text: str) -> list[int]:
+        """Text that stands behind other text: no special tokens but those that are written in it."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """Without special tokens."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """As the model's chat template has them, up to where its answer begins; special tokens are written out."""
 
 
 class HfTokenizer:
@@ -38,9 +50,24 @@ class HfTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, verbose=False)["input_ids"])  # how long it may be is the engine's business
 
+    def encode_more(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"])
+
     def decode(self, ids: Sequence[int]) -> str:
         """Spaces are left as the tokens have them: "cleaned up" text would change behind what is already shown."""
         return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        try:
+            text = self._tokenizer.apply_chat_template([*map(dict, messages)], tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # whatever a template raises
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(f"the model's chat template refuses this turn ({reason}); try another --style") from error
+        return cast(str, text)
 
 
 class ByteTokenizer:
@@ -48,6 +75,7 @@ class ByteTokenizer:
     ids that stand for no byte show as numbers."""
 
     SPECIALS = 4  # ids 0 to 3 have a meaning in most vocabularies
+    has_chat_template = False
 
     def __init__(self, vocab: int, eos_ids: frozenset[int] = frozenset()) -> None:
         self.eos_ids = eos_ids
@@ -57,8 +85,14 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return [self._first + byte % self._values for byte in text.encode("utf-8", errors="replace")]
 
+    def encode_more(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(self._bytes_of, ids)).decode("utf-8", errors="replace")
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        raise ValueError("bytes have no chat template")
 
     def _bytes_of(self, token: int) -> bytes:
         byte = token - self._first

@@ -13,11 +13,14 @@ Turn = Callable[[Array, Array], Array]  # (x (tokens, heads, dim), positions (to
 
 
 class Head:
-    def __init__(self, asked: Mapping[str, Any], prompt: int, generated: int, head: int, turn: Turn | None = None) -> None:
+    def __init__(
+        self, asked: Mapping[str, Any], prompt: int, generated: int, head: int, turn: Turn | None = None, context: int = 0
+    ) -> None:
+        """`context`: of a text that lives on, of which the prompt is only the beginning."""
         self.policy, self.head, self.turn, self.prompt = asked.get("kv_policy", "full"), head, turn, prompt
         self.rolling, self.once = asked.get("positions") == "rolling", bool(asked.get("hh_prompt_only"))
         self.decay = 0.0 if self.policy == "tova" else asked.get("score_decay", 1.0)
-        heavy, self.recent = self._slots(asked, prompt, generated)
+        heavy, self.recent = self._slots(asked, context or prompt, 0 if context else generated)
         self.budget = heavy + self.recent
         self.sinks, self.grace = asked.get("sinks", 4 if self.policy == "streaming" else 0), asked.get("grace", 0)
         if self.policy == "streaming" and "recent" in asked and "kv_budget" not in asked:
@@ -25,7 +28,7 @@ class Head:
         if self.policy == "h2o-flexgen":
             self.budget -= 1
         if self.policy == "full":
-            self.budget = prompt + generated
+            self.budget = context or prompt + generated
         self.seen = 0
         self.kept: list[int] = []
         self.keys: dict[int, Array] = {}

@@ -126,6 +126,48 @@ def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, 
                 assert len(head.kept) == count <= max(head.budget, count)
 
 
+# rows do not go on side by side: some are new where others have long been full
+PASSES: tuple[tuple[tuple[int, ...], int], ...] = (
+    ((9, 30, 1, 4), 3),
+    ((5, 1, 14, 2), 1),
+    ((1, 1, 1, 1), 4),
+    ((20, 3, 2, 7), 12),
+)
+CONTEXT = 90
+
+
+@pytest.mark.parametrize("kept", [one for one in ASKED if "hh_prompt_only" not in one] + [{}], ids=name_of)
+@pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (2, 3)])
+def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, Any], kv_heads: int, group: int) -> None:
+    """Passes of several tokens over what is held, with decode steps between them."""
+    policy, rows, generator = Plan.create(**kept).policy, len(LENGTHS), torch.Generator().manual_seed(group)
+    heads = [[Head(kept, PASSES[0][0][row], 0, head, turn, CONTEXT) for head in range(kv_heads)] for row in range(rows)]
+    seen, cache = (0,) * rows, None
+    for lengths, gen_len in PASSES:
+        slots = policy.slots(Batch(tuple(range(rows)), lengths, seen, CONTEXT), gen_len)
+        shape = (rows, kv_heads, slots.capacity)
+        if cache is None:
+            region = torch.full((4 * 8 * rows * kv_heads * slots.capacity,), 0xFF, dtype=torch.uint8)
+            notes = Notes.over(region, policy, shape) if policy.note_bytes else None
+            cache = KVCache(torch.full((2, *shape, DIM), torch.nan), notes)
+        for step in range(gen_len):
+            tokens = max(lengths) if step == 0 else 1
+            q, k, v = (torch.randn(rows, tokens, n, DIM, generator=generator) for n in (kv_heads * group, kv_heads, kv_heads))
+            out = cache.attend(Pass.of(slots, step, slots.capacity, torch.device("cpu")), 2 * q, k, v, ROTARY)
+            for row in range(rows):
+                count = lengths[row] if step == 0 else 1
+                asked, keys, values = (x[row, :count].double().numpy() for x in (2 * q, k, v))
+                for number, head in enumerate(heads[row]):
+                    expected = head.attend(asked[:, number * group : (number + 1) * group], keys[:, number], values[:, number])
+                    got = out[row, :count].view(-1, kv_heads, group, DIM)[:, number]
+                    np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
+                    held = slots.counts(step + 1)[row]
+                    assert len(head.kept) == held
+                    if notes is not None:
+                        assert sorted(notes.positions[row, number, :held].tolist()) == head.kept, f"row {row}, step {step}"
+        seen = tuple(before + length + gen_len - 1 for before, length in zip(seen, lengths))
+
+
 def test_what_is_never_filled_is_noted_as_nobody() -> None:
     policy, batch = Plan.create(kv_policy="h2o", heavy=3, recent=2).policy, Batch((0, 1), (9, 2))
     slots = policy.slots(batch, 4)
@@ -137,16 +179,21 @@ def test_what_is_never_filled_is_noted_as_nobody() -> None:
 
 @pytest.mark.parametrize("block", [1 << 8, 1 << 12, 1 << 24])
 @pytest.mark.parametrize(("kv_heads", "group"), [(4, 1), (2, 3)])
-def test_column_sums_equal_those_of_the_whole_matrix_however_it_is_cut(kv_heads: int, group: int, block: int) -> None:
-    generator = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("held", [0, 30])
+def test_column_sums_equal_those_of_the_whole_matrix_however_it_is_cut(
+    kv_heads: int, group: int, block: int, held: int
+) -> None:
+    generator, keys = torch.Generator().manual_seed(0), held + 50
     q = torch.randn(3, kv_heads * group, 50, DIM, generator=generator)
-    k = torch.randn(3, kv_heads, 50, DIM, generator=generator)
+    k = torch.randn(3, kv_heads, keys, DIM, generator=generator)
     weights = (torch.arange(50) < torch.tensor([[50], [13], [1]])).float() * torch.rand(3, 50, generator=generator)
+    is_held = torch.arange(held) < torch.tensor([held, 4, 0])[:, None, None]
     with patch("h2o_flexgen.kv.column_sums.SCORED_BYTES", block):
-        sums = column_sums(q, k, weights)
+        sums = column_sums(q, k, weights, is_held if held else None)
     logits = (q.double() @ k.double().repeat_interleave(group, 1).transpose(2, 3)) * DIM**-0.5
-    shares = logits.masked_fill(torch.ones(50, 50).triu(1).bool(), -torch.inf).softmax(-1) * weights[:, None, :, None]
-    expected = shares.sum(2).view(3, kv_heads, group, 50).sum(2)
+    hidden = torch.ones(50, keys).triu(held + 1).bool() | torch.cat((~is_held, torch.zeros(3, 1, 50).bool()), -1)
+    shares = logits.masked_fill(hidden[:, None], -torch.inf).softmax(-1) * weights[:, None, :, None]
+    expected = shares.sum(2).view(3, kv_heads, group, keys).sum(2)
     torch.testing.assert_close(sums.double(), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -71,5 +71,55 @@ def test_full_holds_all_and_writes_the_slot_of_every_rows_newest_token(lengths: 
     assert slots.capacity == max(lengths) + gen_len - 1, "the last token generated is never stored"
 
 
+# -- texts that live on --------------------------------------------------------------------------------------------------
+
+
+def next_block(name: str, seen: int, length: int, gen_len: int, context: int = 200) -> Slots:
+    plan = Plan.create(kv_policy=name, **SLOTS.get(name, {"heavy": 3, "recent": 3}))
+    return plan.policy.slots(Batch((0,), (length,), (seen,) if seen else (), context), gen_len)
+
+
+TURNS = draw.lists(draw.tuples(draw.integers(1, 12), draw.integers(1, 6)), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(turns=TURNS)
+def test_a_block_begins_with_what_the_one_before_has_left(name: str, turns: list[tuple[int, int]]) -> None:
+    seen, held, rooms, stored = 0, (0,), set[tuple[int, int]](), set[int]()
+    for length, gen_len in turns:
+        slots = next_block(name, seen, length, gen_len)
+        assert slots.counts(0) == held
+        for step in range(gen_len):
+            assert set(range(slots.held(step))) <= stored
+            first, last = slots.changed(step)
+            assert 0 <= first < last <= slots.capacity
+            stored |= set(range(first, last))
+        seen, held = seen + length + gen_len - 1, slots.counts(gen_len)
+        assert held == (min(seen, slots.budgets[0].slots),)
+        rooms.add((slots.capacity, slots.journal))
+    assert len(rooms) == 1, "the room of a text that lives on is that of its first block"
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "full"])
+@given(turns=TURNS)
+def test_turns_hold_what_one_long_text_holds(name: str, turns: list[tuple[int, int]]) -> None:
+    seen = 0
+    for length, gen_len in turns:
+        slots, whole = next_block(name, seen, length, gen_len), slots_of(name, [seen + length], gen_len)
+        assert [slots.counts(step) for step in range(1, gen_len)] == [whole.counts(step) for step in range(1, gen_len)]
+        assert [slots.evicts_at(step) for step in range(gen_len)] == [whole.evicts_at(step) for step in range(gen_len)]
+        seen += length + gen_len - 1
+
+
+def test_a_share_of_a_text_that_lives_on_is_one_of_what_it_may_grow_to() -> None:
+    policy = Plan.create(kv_policy="h2o", kv_budget=0.25).policy
+    assert [policy.slots(Batch((0,), (n,), (9 * n,), 80), 5).budgets[0].slots for n in (1, 8)] == [20, 20]
+    with pytest.raises(ValueError, match="for a text of 3 tokens"):
+        policy.slots(Batch((0,), (1,), (), 3), 5)
+
+
+# ------------------------------------------------------------------------------------------------------------------------
+
+
 def test_the_table_names_each_policy_by_its_own_name() -> None:
     assert all(policy.name == name for name, policy in POLICIES.items())

@@ -16,7 +16,7 @@ from h2o_flexgen.planning.schedule import SCHEDULES, Op, Task
 from h2o_flexgen.planning.workload import Block, Workload
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 from tests.contract import POLICIES, Case, Checkpoints
-from tests.planning.worlds import block_of, tiny_spec
+from tests.planning.worlds import block_of, last_block_of, tiny_spec
 
 ALL_ON_DISK, MIXED, WEIGHTS_ON_DISK = (0, 0, 0, 0, 0, 0), (30, 30, 20, 30, 40, 30), (0, 0, 100, 0, 100, 0)
 RAGGED = (5, 9, 2, 7, 4, 11, 3)
@@ -106,13 +106,13 @@ def test_nothing_is_moved_when_all_rests_where_it_is_computed_with(checkpoints: 
 # -- without a run -------------------------------------------------------------------------------------------------------
 
 
-def tiny_cost(lengths: list[list[int]], accelerator: bool = True, **options: object) -> Cost:
-    spec, plan, block = tiny_spec(), Plan.create(**options).with_percent((0, 50, 0, 0, 0, 50)), block_of(lengths)
+def tiny_cost(block: Block, accelerator: bool = True, **options: object) -> Cost:
+    spec, plan = tiny_spec(), Plan.create(**options).with_percent((0, 50, 0, 0, 0, 50))
     return Cost(PlannedBlock.of(spec, plan, block, accelerator))
 
 
 def test_kv_bytes_by_hand() -> None:
-    cost = tiny_cost([[4, 2], [3, 3]])
+    cost = tiny_cost(block_of([[4, 2], [3, 3]]))
     per_slot = cost.spec.kv_bytes_per_slot
     layer = cost.spec.kv_layers[0]
     assert cost.nbytes(Task(Op.STORE_KV, 0, layer, 0)) == 2 * 4 * per_slot  # the whole padded prompt of two rows
@@ -125,13 +125,13 @@ def test_kv_bytes_by_hand() -> None:
 
 
 def test_hidden_bytes_by_hand() -> None:
-    cost = tiny_cost([[4, 2]])
+    cost = tiny_cost(block_of([[4, 2]]))
     assert cost.nbytes(Task(Op.STORE_H, 0, 1, 0)) == 2 * 4 * cost.spec.hidden * 4
     assert cost.nbytes(Task(Op.LOAD_H, 1, 1, 0)) == 2 * 1 * cost.spec.hidden * 4
 
 
 def test_slices_of_a_layer_add_up_to_what_it_stores() -> None:
-    cost = tiny_cost([[4, 2], [3, 3], [1, 1]])
+    cost = tiny_cost(block_of([[4, 2], [3, 3], [1, 1]]))
     reads = [task for task in cost.schedule.tasks() if task.op is Op.READ_W and task.step == 0]
     assert sum(cost.nbytes(task) for task in reads) == pytest.approx(sum(cost.stored_bytes))
     assert 0 < sum(cost.stored_bytes) < sum(cost.loaded_bytes)  # half of the model rests in host memory
@@ -140,9 +140,10 @@ def test_slices_of_a_layer_add_up_to_what_it_stores() -> None:
 @pytest.mark.parametrize("accelerator", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("heavy", [None, 3])
-def test_the_sums_of_a_block_are_those_of_its_tasks(schedule: str, accelerator: bool, heavy: int | None) -> None:
+@pytest.mark.parametrize("block", [block_of([[4, 2], [3, 3], [5]]), last_block_of(20, (4, 1, 7))], ids=["new", "lives on"])
+def test_the_sums_of_a_block_are_those_of_its_tasks(schedule: str, accelerator: bool, heavy: int | None, block: Block) -> None:
     policy = {"kv_policy": "h2o", "heavy": heavy} if heavy else {}
-    cost = tiny_cost([[4, 2], [3, 3], [5]], accelerator, schedule=schedule, **policy)
+    cost = tiny_cost(block, accelerator, schedule=schedule, **policy)
     moved: Counter[str] = Counter()
     for task in cost.schedule.tasks():
         moved[task.lane] += cost.nbytes(task)  # type: ignore[assignment]

@@ -29,6 +29,8 @@ def random_moves(random: Random, layers: int = 6, batches: int = 5) -> Moves:
         weights_on_host=_some(random, count),
         kv={(layer, batch): random.choice(kv_tiers) for layer in with_kv for batch in range(width)},
         hidden=tuple(random.choice(hidden_tiers) for _ in range(width)),
+        kv_before=random.random() < 0.3,
+        kv_after=random.random() < 0.3,
     )
 
 
@@ -66,6 +68,12 @@ def block_of(lengths: Sequence[Sequence[int]], gen_len: int = 3) -> Block:
     starts = [sum(map(len, lengths[:index])) for index in range(len(lengths))]
     rows = [tuple(range(start, start + len(each))) for start, each in zip(starts, lengths)]
     return Block(tuple(Batch(row, tuple(each)) for row, each in zip(rows, lengths)), gen_len)
+
+
+def last_block_of(context: int, lengths: Sequence[int], gen_len: int = 3) -> Block:
+    """A batch of one row for every length, of texts that live on and have grown to where this block ends their context."""
+    batches = [Batch((row,), (length,), (context - length - gen_len + 1,), context) for row, length in enumerate(lengths)]
+    return Block(tuple(batches), gen_len)
 
 
 def durations(tasks: Sequence[Task], random: Random) -> Callable[[Task], float]:

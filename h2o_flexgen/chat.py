@@ -1,0 +1,216 @@
+"""The chat command: talk with a model, turn by turn, over a KV cache that lives on.
+
+    python -m h2o_flexgen.chat --model Qwen/Qwen3-8B --percent 0 50 100 0 100 0
+    python -m h2o_flexgen.chat --model ... --kv-policy h2o --heavy 512 --recent 512 --positions rolling --input turns.jsonl
+
+Replies go to stdout as they come; where turns are not typed, each is shown before its reply, and the last line is one JSON
+document. Ctrl-C stops a reply; a second one leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from h2o_flexgen.commands.chat_arguments import parse
+from h2o_flexgen.commands.choose_model import choose_model
+from h2o_flexgen.commands.errors import exit_status
+from h2o_flexgen.commands.flags import sampling_of
+from h2o_flexgen.commands.open_llm import open_llm
+from h2o_flexgen.commands.stages import Opening
+from h2o_flexgen.commands.turns import PROMPT, in_file, piped, typed
+from h2o_flexgen.planning.units import format_bytes
+from h2o_flexgen.runtime.progress import Progress
+
+if TYPE_CHECKING:
+    from h2o_flexgen.conversation import Conversation, Reply
+    from h2o_flexgen.llm import LLM
+    from h2o_flexgen.runtime.dialogue import Style
+    from h2o_flexgen.runtime.output import Completion
+    from h2o_flexgen.runtime.sampling_params import SamplingParams
+
+RESET, STATS, QUIT, HELP = "/reset", "/stats", "/quit", "/help"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return exit_status(lambda: parse(argv), _run)
+
+
+def _run(args: Namespace) -> None:
+    is_typed = args.input is None and sys.stdin.isatty()
+    turns = in_file(args.input) if args.input is not None else typed() if is_typed else piped()
+    params = sampling_of(args)
+    with open_llm(args, choose_model(args.model, args.path, args.dummy_weights)) as llm:
+        from h2o_flexgen.runtime.dialogue import choose_style
+
+        style = choose_style(args.style, llm.tokenizer, args.system)
+        params = replace(params, stop=(*params.stop_strings, *style.stops))
+        with _opened(args, llm) as talk:
+            chat = Chat(talk, style, params, is_typed)
+            say(chat.greeting(llm))
+            chat.run(turns)
+            if not is_typed:
+                print(json.dumps(chat.as_json(llm)), flush=True)
+
+
+def _opened(args: Namespace, llm: LLM) -> Conversation:
+    chunk = {} if args.chunk is None else {"chunk": args.chunk}
+    with Progress(0, f"loading {llm.name}", late=True) as progress:
+        return llm.converse(args.context_len, seed=args.seed, on_stage=Opening(progress).stage, **chunk)
+
+
+def say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
+
+
+@dataclass
+class Chat:
+    talk: Conversation
+    style: Style
+    params: SamplingParams
+    is_typed: bool
+    before: Completion | None = None  # the reply that a turn goes behind
+    replies: list[tuple[str, Reply]] = field(default_factory=list)
+
+    # -- turns -----------------------------------------------------------------------------------------------------------
+
+    def run(self, turns: Iterable[str]) -> None:
+        commands: dict[str, Callable[[], Iterable[str]]] = {RESET: self._reset, STATS: self.stats, HELP: self._help}
+        for turn in turns:
+            word = turn.strip()
+            if not self.is_typed and word:
+                say([f"{PROMPT}{turn}"])
+            if word == QUIT:
+                return
+            if word in commands:
+                say(commands[word]())
+            elif word:
+                self._answer(turn)
+
+    def _answer(self, turn: str) -> None:
+        try:
+            self.reply(turn)
+        except ValueError as error:  # one line; whoever types can go on
+            if not self.is_typed:
+                raise
+            print(f"error: {error}", file=sys.stderr)
+
+    def reply(self, turn: str) -> None:
+        with ExitStack() as waiting, _stoppable() as stop:
+            waiting.enter_context(Progress(0, "reading", late=True))
+
+            def show(piece: str) -> None:
+                waiting.close()
+                print(piece, end="", flush=True)
+
+            reply = self.talk.reply(self.style.turn(turn, self.before), self.params, show, stop)
+        print(flush=True)
+        self.before = reply.completion
+        self.replies.append((turn, reply))
+        if reply.fills_context:
+            say([f"({self._end()})"])
+
+    def _end(self) -> str:
+        return f"the text has {self.talk.seen + 1} tokens, and {self.talk.extent.context} is the limit; {RESET} begins anew"
+
+    # -- commands --------------------------------------------------------------------------------------------------------
+
+    def _reset(self) -> Iterator[str]:
+        self.talk.reset()
+        self.before = None
+        yield "all that was said is forgotten"
+
+    def _help(self) -> Iterator[str]:
+        yield f"{RESET} forgets all that was said, {STATS} tells of tokens and memory, {QUIT} or Ctrl-D leaves"
+        yield "Ctrl-C stops a reply"
+
+    def stats(self) -> Iterator[str]:
+        from h2o_flexgen.llm import peak_resident_bytes
+
+        talk, replies = self.talk, [reply for _, reply in self.replies]
+        limit = "no limit" if talk.extent.is_endless else f"the limit is {talk.extent.context}"
+        yield f"text: {talk.seen} tokens in {talk.turns} turns ({limit})"
+        yield f"KV cache: {talk.held} of {talk.extent.slots} slots a head, {format_bytes(talk.kv_bytes)}"
+        read, spoken = sum(reply.tokens_read for reply in replies), sum(_decoded(reply) for reply in replies)
+        yield f"read: {_rate(read, sum(reply.prompt_seconds for reply in replies))}"
+        yield f"generated: {_rate(spoken, sum(reply.decode_seconds for reply in replies))}"
+        yield f"memory: {format_bytes(peak_resident_bytes())} at most"
+
+    # -- what is told ----------------------------------------------------------------------------------------------------
+
+    def greeting(self, llm: LLM) -> Iterator[str]:
+        talk, policy = self.talk, llm.plan.policy
+        ends = "no limit" if talk.extent.is_endless else f"up to {talk.extent.context} tokens of text"
+        yield f"{llm.name}: KV policy {policy.name}, {talk.extent.slots} slots a head, {ends}; weights {_placed(llm)}"
+        if self.is_typed:
+            yield from self._help()
+
+    def as_json(self, llm: LLM) -> dict[str, object]:
+        from h2o_flexgen.llm import peak_resident_bytes
+
+        return {
+            "model": llm.name,
+            "percent": list(llm.plan.percent),
+            "kept": {"policy": llm.plan.policy.name, "slots": self.talk.extent.slots, "context": self.talk.extent.context},
+            "endless": self.talk.extent.is_endless,
+            "turns": [_turn_json(turn, reply) for turn, reply in self.replies],
+            "seen": self.talk.seen,
+            "held": self.talk.held,
+            "kv_bytes": self.talk.kv_bytes,
+            "peak_host_bytes": peak_resident_bytes(),
+        }
+
+
+def _placed(llm: LLM) -> str:
+    shares = llm.plan.weights
+    return ", ".join(f"{100 * shares.of(tier):g} % on {tier}" for tier in ("device", "host", "disk") if shares.of(tier) > 0)
+
+
+def _decoded(reply: Reply) -> int:
+    """Tokens that decode steps made: the first comes with the prompt."""
+    return len(reply.completion.token_ids) - 1
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens} tokens in {seconds:.1f} s" + (f", {tokens / seconds:.2f} tokens/s" if seconds > 0 else "")
+
+
+def _turn_json(turn: str, reply: Reply) -> dict[str, object]:
+    return {
+        "turn": turn,
+        "reply": reply.completion.text,
+        "tokens": len(reply.completion.token_ids),
+        "finish_reason": reply.completion.finish_reason,
+        "tokens_read": reply.tokens_read,
+        "prompt_seconds": round(reply.prompt_seconds, 6),
+        "decode_seconds": round(reply.decode_seconds, 6),
+    }
+
+
+@contextmanager
+def _stoppable() -> Iterator[Callable[[], bool]]:
+    """Inside, Ctrl-C asks to stop when the token under way is done; a second one interrupts."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The arguments of the chat command. Parsing them imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+from h2o_flexgen.commands.flags import TRACEBACK, Help, Parser, add_kv, add_model, add_placement, add_sampling, plan_of
+
+PROGRAM = "python -m h2o_flexgen.chat"
+STYLES = ("auto", "template", "script", "plain")
+GEN_LEN = 256
+
+EPILOG = f"""\
+With a policy that evicts and rolling positions the talk has no end, in constant memory:
+
+  {PROGRAM} --model Qwen/Qwen3-8B --kv-policy h2o --heavy 512 --recent 512 --positions rolling
+
+While you talk: /reset forgets all that was said, /stats tells of tokens and memory, /quit or Ctrl-D leaves;
+Ctrl-C stops a reply."""
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """`plan` is added: the plan that the flags ask for, of one row."""
+    parser = _parser()
+    args = parser.parse(argv)
+    if args.model is None and args.path is None:
+        parser.error("whom to talk to is missing; give --model with a hub name or a local folder")
+    args.plan = replace(plan_of(args), gpu_batch_size=1)
+    return args
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} --model NAME [--input turns.jsonl] [--kv-policy NAME] [--percent W W KV KV A A] [options]",
+        description="Talk with a model whose weights may be larger than the memory. What was said stays in the KV cache.",
+        epilog=EPILOG,
+        formatter_class=Help,
+    )
+    add_model(parser)
+    _add_turns(parser)
+    add_placement(parser.add_argument_group("plan"))
+    add_kv(parser)
+    add_sampling(parser)
+    return parser
+
+
+def _add_turns(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("talk").add_argument
+    given = 'what is said, instead of typing it: a turn per line, or (.jsonl) {"prompt": ...} or {"turns": [...]} per line'
+    add("--input", metavar="FILE", help=given)
+    styles = "how turns become text: the model's chat template, a script of User: and Assistant:, or plain continuing"
+    add("--style", choices=STYLES, default="auto", help=f"{styles}; auto: the template, or a script where there is none")
+    add("--system", metavar="TEXT", default="", help="what the model is told before the first turn")
+    add("--gen-len", type=int, default=GEN_LEN, metavar="TOKENS", help="of a reply, at most")
+    room = "tokens that the text may grow to; of this a --kv-budget or --hh-ratio is a share (default: the model's positions)"
+    add("--context-len", type=int, metavar="TOKENS", help=room)
+    chunk = "of a turn so many tokens are computed at once; then the policy evicts"
+    add("--chunk", type=int, metavar="TOKENS", help=f"{chunk} (default: 512)")
+    add(
+        "--verbose",
+        type=int,
+        nargs="?",
+        const=TRACEBACK,
+        default=1,
+        metavar="LEVEL",
+        help=f"{TRACEBACK}: where errors come from",
+    )

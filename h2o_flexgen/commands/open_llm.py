@@ -1,0 +1,30 @@
+"""An LLM as the flags ask for it. What takes long while it opens is shown."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from h2o_flexgen.commands.choose_model import ChosenModel
+from h2o_flexgen.commands.stages import Opening
+from h2o_flexgen.runtime.progress import Progress
+
+if TYPE_CHECKING:
+    from h2o_flexgen.llm import LLM
+
+
+def open_llm(args: Namespace, chosen: ChosenModel) -> LLM:
+    with Progress(0, f"opening {chosen.name}", late=True) as progress:
+        from h2o_flexgen.llm import LLM  # imports torch, which takes a while
+
+        return LLM(
+            chosen.source,
+            plan=args.plan,
+            dtype=args.dtype,
+            device=args.device,
+            gpu_mem=args.gpu_mem,
+            cpu_mem=args.cpu_mem,
+            offload_dir=args.offload_dir,
+            dummy_weights=chosen.dummy_weights,
+            on_stage=Opening(progress).stage,
+        )

@@ -1,0 +1,48 @@
+"""The turns of a talk: typed in a terminal, piped, or in a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from h2o_flexgen.commands.prompts import read_lines
+
+PROMPT = "> "
+
+
+def typed() -> Iterator[str]:
+    import readline  # noqa: F401  # arrow keys and what was typed before
+
+    while True:
+        try:
+            yield input(PROMPT)
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print("\n/quit or Ctrl-D leaves")
+
+
+def piped() -> Iterator[str]:
+    return (line.rstrip("\n") for line in sys.stdin)
+
+
+def in_file(name: str) -> list[str]:
+    file = Path(name).expanduser()
+    lines = read_lines(file, "input")
+    if file.suffix != ".jsonl":
+        return lines
+    return [turn for number, line in enumerate(lines, start=1) for turn in _of_json(line, f"input {file}, line {number}")]
+
+
+def _of_json(line: str, where: str) -> list[str]:
+    try:
+        found = json.loads(line)
+        turns = [found["prompt"]] if "prompt" in found else found["turns"]
+        if not isinstance(turns, list) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+            raise TypeError(turns)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f'{where} is neither {{"prompt": "..."}} nor {{"turns": ["...", ...]}}; mend or remove it') from error
+    return turns

@@ -1,0 +1,225 @@
+"""Conversation: one text that goes on turn by turn. Its KV cache lives on, so that a turn computes only what is new.
+
+with llm.converse() as talk:
+    reply = talk.reply("The ferry left the harbour")
+    reply = talk.reply(" and never came back")
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from h2o_flexgen.kv.policy import KVPolicy
+from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.schedule import Task
+from h2o_flexgen.planning.workload import Batch, Block
+from h2o_flexgen.runtime.engine import BlockRun, Engine
+from h2o_flexgen.runtime.output import Completion
+from h2o_flexgen.runtime.row_state import RowState
+from h2o_flexgen.runtime.sampling import Sampler
+from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.runtime.tokenizer import Tokenizer
+
+INTERRUPTED = "interrupted"
+OnText = Callable[[str], None]
+Stop = Callable[[], bool]
+
+
+class ContextFull(ValueError):
+    """The text has reached the length that the model, or who opened the conversation, allows."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    completion: Completion  # finish_reason may be "interrupted"
+    tokens_read: int  # the turn's, and the last one of the reply before
+    prompt_seconds: float
+    decode_seconds: float
+    fills_context: bool  # it ended because the text may grow no longer
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How far a conversation may go, and how it is computed."""
+
+    policy: KVPolicy
+    context: int  # tokens of the text for which there is room; a share of the text, as a budget, is one of this
+    chunk: int  # tokens of a turn that are computed at once
+    is_endless: bool  # what is evicted makes room, and positions are those in the cache
+
+    @classmethod
+    def of(cls, spec: ModelSpec, policy: KVPolicy, context: int | None, chunk: int) -> Extent:
+        if policy.options.hh_prompt_only:
+            raise ValueError("hh_prompt_only keeps all that is generated, for which a conversation has no room; leave it out")
+        if chunk < 1:
+            raise ValueError(f"chunk is {chunk}; give 1 or more tokens")
+        longest = spec.max_positions
+        if context is not None and not 1 <= context <= longest:
+            raise ValueError(f"context is {context}, but {spec.name} has {longest} positions; give 1 to {longest}")
+        extent = cls(policy, context or longest, min(chunk, context or longest), policy.rolls)
+        return extent._rolling(spec) if policy.rolls else extent
+
+    def _rolling(self, spec: ModelSpec) -> Extent:
+        room = self.context - self.slots
+        if room < 1:
+            raise ValueError(
+                f"the budget of {self.slots} slots leaves no position for what is new: {spec.name} has {self.context}; "
+                "keep fewer"
+            )
+        return replace(self, chunk=min(self.chunk, room))
+
+    @property
+    def slots(self) -> int:
+        """That are held between turns, at most."""
+        return self.policy.slots(Batch((0,), (1,), context=self.context), 1).budgets[0].slots
+
+    def held(self, seen: int) -> int:
+        return min(seen, self.slots)
+
+    def room(self, seen: int) -> int | None:
+        """Tokens that the text may still take in; None is no limit."""
+        return None if self.is_endless else self.context - seen
+
+    def block(self, seen: int, length: int, gen_len: int) -> Block:
+        return Block((Batch((0,), (length,), (seen,) if seen else (), self.context),), gen_len)
+
+
+class Conversation:
+    """One at a time: `LLM.converse` makes it, and nothing else is generated until it is closed."""
+
+    def __init__(self, engine: Engine, spec: ModelSpec, tokenizer: Tokenizer, extent: Extent, seed: int | None = None) -> None:
+        self.extent = extent
+        self.seen = 0  # tokens of the text that the cache has taken in
+        self.turns = 0
+        self.closed = False
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._sampler = Sampler(seed)
+        self._engine = engine
+        self._tail: list[int] = []  # the end of the text, as far as a context reaches
+        self._unread: list[int] = []  # the last token generated: the cache takes it in with the next turn
+        self._is_broken = False
+        self._kv = engine.keep_kv(extent.block(0, 1, 1))
+
+    # -- what it is ------------------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> int:
+        """Slots of each head that are in use."""
+        return self.extent.held(self.seen)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of the slots in use, over all layers."""
+        return self.held * self._spec.kv_bytes_per_slot * len(self._spec.kv_layers)
+
+    # -- turns -----------------------------------------------------------------------------------------------------------
+
+    def reply(
+        self,
+        turn: str | Sequence[int],
+        params: SamplingParams | None = None,
+        on_text: OnText | None = None,
+        stop: Stop | None = None,
+    ) -> Reply:
+        """Puts the turn behind the text and generates what follows. `on_text` gets the pieces as they come; when `stop` says
+        so, the reply ends with the token that is under way."""
+        params = params or SamplingParams()
+        ids = self._ids(turn)
+        room = self.extent.room(self.seen)
+        if room is not None and len(ids) > room:
+            raise ContextFull(self._full(len(ids)))
+        allowed = params.max_tokens if room is None else room - len(ids) + 1  # the last one is not taken in
+        row = self._row(ids, replace(params, max_tokens=min(params.max_tokens, allowed)))
+        *pieces, last = self._pieces(ids)
+        began = time.perf_counter()
+        try:
+            for piece in pieces:
+                self._take_in(row, piece)
+            read = time.perf_counter()
+            run = self._generate(row, last, on_text, stop)
+        except BaseException:
+            self._is_broken = True  # some layers may have taken in what others have not
+            raise
+        self._advance(row, last)
+        fills_context = row.finish_reason == "length" and len(row.token_ids) == allowed < params.max_tokens
+        return Reply(row.completion(), len(ids), read - began + run.prefill_seconds, run.decode_seconds, fills_context)
+
+    def reset(self) -> None:
+        """Forgets all that was said."""
+        self.seen = 0
+        self._tail, self._unread = [], []
+        self._is_broken = False
+
+    def _ids(self, turn: str | Sequence[int]) -> list[int]:
+        if self.closed:
+            raise ValueError("this conversation is closed; open another one")
+        if self._is_broken:
+            raise ValueError("the last reply was broken off within a token; reset the conversation to go on")
+        if isinstance(turn, str):
+            new = self._tokenizer.encode_more(turn) if self._tail else self._tokenizer.encode(turn)
+        else:
+            new = list(turn)
+        if not turn or not new:
+            raise ValueError(f"turn {self.turns} is empty; say at least one token")
+        if wrong := [token for token in new if not 0 <= token < self._spec.vocab]:
+            raise ValueError(
+                f"turn {self.turns} has the token id {wrong[0]}; {self._spec.name} knows 0 to {self._spec.vocab - 1}"
+            )
+        return [*self._unread, *new]
+
+    def _full(self, new: int) -> str:
+        endless = ", or keep less with rolling positions, which have no limit" if self._spec.rotary else ""
+        return (
+            f"the conversation is full: {self.seen} tokens were said and {new} are new, but {self._spec.name} has room for "
+            f"{self.extent.context}; reset it{endless}"
+        )
+
+    def _row(self, ids: Sequence[int], params: SamplingParams) -> RowState:
+        before = self._tail[: len(self._tail) - len(self._unread)]
+        return RowState(self.turns, [*before, *ids], params, self._tokenizer, streamed=True)
+
+    def _pieces(self, ids: Sequence[int]) -> Iterator[Sequence[int]]:
+        return (ids[start : start + self.extent.chunk] for start in range(0, len(ids), self.extent.chunk))
+
+    def _take_in(self, row: RowState, piece: Sequence[int]) -> None:
+        """No logits are made of it: the run ends before the head."""
+        head = len(self._spec.layers) - 1
+        block = self.extent.block(self.seen, len(piece), 1)
+        self._engine.run(block, [RowState(0, piece, row.params, self._tokenizer)], self._sampler, until=_at(head), kv=self._kv)
+        self.seen += len(piece)
+
+    def _generate(self, row: RowState, piece: Sequence[int], on_text: OnText | None, stop: Stop | None) -> BlockRun:
+        def on_token(_: int, token: int, text: str | None) -> None:
+            rest = row.stop(INTERRUPTED) if stop is not None and stop() else None
+            if on_text is not None and (new := (text or "") + (rest or "")):
+                on_text(new)
+
+        block = self.extent.block(self.seen, len(piece), row.params.max_tokens)
+        return self._engine.run(block, [row], self._sampler, on_token=on_token, kv=self._kv)
+
+    def _advance(self, row: RowState, piece: Sequence[int]) -> None:
+        self.turns += 1
+        self.seen += len(piece) + row.num_generated - 1
+        self._unread = row.token_ids[-1:]
+        self._tail = row.seen[-self.extent.context :]
+
+    # -- the end ---------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._kv.close()
+
+    def __enter__(self) -> Conversation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _at(layer: int) -> Callable[[Task], bool]:
+    return lambda task: task.is_compute_of(layer)

@@ -1,0 +1,93 @@
+"""Dialogue: how turns become one text. A style says which tokens go behind what was said so far, so that the model answers.
+
+Only the end of the text is ever asked for: what was said before stands in the KV cache and is not written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from h2o_flexgen.runtime.output import Completion
+from h2o_flexgen.runtime.tokenizer import Tokenizer
+
+SPEAKER, ANSWERER = "User:", "Assistant:"
+
+
+class Style(Protocol):
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end a reply."""
+
+    def turn(self, text: str, before: Completion | None) -> list[int]:
+        """The tokens that go behind the reply `before`; None begins the text."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What is typed is continued: for models that were never taught to chat."""
+
+    tokenizer: Tokenizer
+    system: str = ""
+    stops: tuple[str, ...] = ()
+
+    def turn(self, text: str, before: Completion | None) -> list[int]:
+        return self.tokenizer.encode(self.system + text) if before is None else self.tokenizer.encode_more(text)
+
+
+@dataclass(frozen=True)
+class Script:
+    """Two speakers, named line by line: for models without a chat template."""
+
+    tokenizer: Tokenizer
+    system: str = ""
+    stops: tuple[str, ...] = (f"\n{SPEAKER}",)
+
+    def turn(self, text: str, before: Completion | None) -> list[int]:
+        spoken = f" {text}\n{ANSWERER}"
+        if before is None:
+            opening = f"{self.system}\n\n" if self.system else ""
+            return self.tokenizer.encode(f"{opening}{SPEAKER}{spoken}")
+        has_next = before.finish_reason == "stop" and before.token_ids[-1] not in self.tokenizer.eos_ids
+        return self.tokenizer.encode_more(spoken if has_next else f"\n{SPEAKER}{spoken}")  # it said the stop itself
+
+
+@dataclass(frozen=True)
+class Template:
+    """The chat template that comes with the model."""
+
+    tokenizer: Tokenizer
+    system: str = ""
+    stops: tuple[str, ...] = ()
+
+    def turn(self, text: str, before: Completion | None) -> list[int]:
+        user = {"role": "user", "content": text}
+        if before is None:
+            opening = [{"role": "system", "content": self.system}] if self.system else []
+            return self.tokenizer.encode_more(self.tokenizer.render_chat([*opening, user]))
+        mark = _not_in(text)
+        made_up = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+        _, found, behind = self.tokenizer.render_chat([*made_up, user]).rpartition(mark)
+        if not found:
+            raise ValueError("the model's chat template leaves out what was replied before; choose the style script or plain")
+        ids = self.tokenizer.encode_more(behind)
+        return ids[1:] if ids[:1] == list(before.token_ids[-1:]) else ids  # the reply's own end is there
+
+
+def _not_in(text: str) -> str:
+    mark = "\N{REFERENCE MARK}"
+    while mark in text:
+        mark += mark
+    return mark
+
+
+STYLES: Mapping[str, type[Plain] | type[Script] | type[Template]] = {"template": Template, "script": Script, "plain": Plain}
+
+
+def choose_style(name: str, tokenizer: Tokenizer, system: str = "") -> Style:
+    """`auto`: the model's chat template, or a script where it has none."""
+    if name == "template" and not tokenizer.has_chat_template:
+        raise ValueError("this model has no chat template; choose the style script or plain")
+    chosen = name if name != "auto" else "template" if tokenizer.has_chat_template else "script"
+    return STYLES[chosen](tokenizer, system)

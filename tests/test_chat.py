@@ -1,0 +1,188 @@
+"""The chat command: turns from files and pipes, its commands, Ctrl-C, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen import chat
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.runtime.sampling_params import SamplingParams
+from tests.tiny import save_tiny
+
+ROLLING = ("--kv-policy", "h2o", "--heavy", "20", "--recent", "20", "--positions", "rolling")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    save_tiny("llama-gqa", folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture
+def talk(llama: Path, offload: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command over turns: status, what it said, the errors."""
+
+    def run(turns: list[str], *flags: str) -> tuple[int, list[str], list[str]]:
+        file = tmp_path / "turns.txt"
+        file.write_text("\n".join(turns))
+        arguments = ["--model", str(llama), "--input", str(file), "--dtype", "float32", "--gen-len", "6", "--ignore-eos"]
+        status = chat.main([*arguments, "--offload-dir", str(offload), *flags])
+        out, err = capfd.readouterr()
+        return status, out.splitlines(), [line for line in err.splitlines() if line.startswith("error")]
+
+    return run
+
+
+def test_each_turn_is_shown_with_its_reply_and_json_comes_last(talk: Any, llama: Path, offload: Path) -> None:
+    status, out, errors = talk(["ab", "c"], "--style", "plain", "--percent", "0", "30", "0", "40", "0", "50")
+    told = json.loads(out[-1])
+    assert (status, errors) == (0, [])
+    assert [turn["turn"] for turn in told["turns"]] == ["ab", "c"]
+    assert "> ab" in out and "> c" in out
+    with LLM(str(llama), dtype="float32", offload_dir=offload) as llm:
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        first = llm.generate(["ab"], params)[0]
+        text = [*llm.tokenizer.encode("ab"), *first.token_ids, *llm.tokenizer.encode("c")]
+        second = llm.generate([text], params)[0]
+    assert [turn["reply"] for turn in told["turns"]] == [first.text, second.text]
+    for text in (first.text, second.text):
+        assert "\n".join(text.splitlines()) in "\n".join(out[:-1])
+    assert told["seen"] == told["held"] == 2 + 6 + 1 + 5 and told["endless"] is False
+    assert [turn["tokens_read"] for turn in told["turns"]] == [2, 2]
+
+
+def test_a_talk_goes_on_beyond_the_models_length(talk: Any) -> None:
+    status, out, _ = talk(["hello you"] * 20, *ROLLING)
+    told = json.loads(out[-1])
+    assert status == 0 and told["endless"] and told["seen"] > 3 * 128 and told["held"] == 40
+    assert any("no limit" in line for line in out)
+
+
+def test_a_full_cache_ends_the_talk_with_a_clear_line(talk: Any) -> None:
+    status, out, errors = talk(["hello you"] * 20)
+    assert status == 2
+    [error] = errors
+    assert "the conversation is full" in error and "has room for 128; reset it, or keep less with rolling positions" in error
+    assert any("128 is the limit; /reset begins anew" in line for line in out)  # said with the reply that reached it
+
+
+def test_commands_between_the_turns(talk: Any) -> None:
+    status, out, _ = talk(["ab", "/stats", "/reset", "ab", "/help", "/quit", "never said"], "--style", "plain")
+    told = json.loads(out[-1])
+    assert status == 0 and len(told["turns"]) == 2
+    assert told["turns"][0]["reply"] == told["turns"][1]["reply"] and told["seen"] == 7
+    assert "text: 7 tokens in 1 turns (the limit is 128)" in out
+    assert any(line.startswith("KV cache: 7 of 128 slots a head") for line in out)
+    assert any(line.startswith("generated: 5 tokens in ") and line.endswith(" tokens/s") for line in out)
+    assert "all that was said is forgotten" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (("--kv-policy", "h2o", "--hh-prompt-only"), "hh_prompt_only keeps all that is generated"),
+        (("--context-len", "500"), "context is 500, but"),
+        (("--chunk", "0"), "chunk is 0"),
+        (("--style", "template"), "this model has no chat template"),
+        (("--kv-policy", "h20"), "kv_policy 'h20' is unknown"),
+        (("--temperature", "-1"), "temperature is -1.0"),
+        (("--input", "/nowhere/turns.jsonl"), "input /nowhere/turns.jsonl cannot be read"),
+        (("--cpu-mem", "200MB"), "plan needs"),
+    ],
+)
+def test_what_is_wrong_is_one_line_before_anything_is_loaded(talk: Any, flags: tuple[str, ...], error: str) -> None:
+    status, out, errors = talk(["hello"], *flags)
+    assert status == 2 and len(errors) == 1 and error in errors[0]
+    assert out == []
+
+
+def test_without_a_model_it_asks_for_one(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        chat.main([])
+    assert ended.value.code == 2 and "give --model" in capfd.readouterr().err
+
+
+# -- a terminal ----------------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """The command as it is used: in a process of its own, typed to."""
+
+    def __init__(self, *flags: str) -> None:
+        self._ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "h2o_flexgen.chat", *flags]
+        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        os.close(theirs)
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, f"{text}\n".encode())
+
+    def until(self, wanted: str, seconds: float = 60.0) -> None:
+        """Waits for text behind what was waited for before."""
+        end = time.monotonic() + seconds
+        while wanted not in self.shown:
+            ready, _, _ = select.select([self._ours], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"{wanted!r} does not come: {self.shown[-2000:]!r}"
+            try:
+                self.shown += os.read(self._ours, 4096).decode(errors="replace")
+            except OSError:  # the other end is closed
+                assert wanted in self.shown, self.shown[-2000:]
+        self.shown = self.shown.partition(wanted)[2]
+
+    def interrupt(self) -> None:
+        time.sleep(0.5)  # between showing a prompt and waiting behind it a signal may be kept until the next key
+        self.process.send_signal(signal.SIGINT)
+
+    def close(self) -> int:
+        status = self.process.wait(60)
+        os.close(self._ours)
+        return status
+
+
+def test_in_a_terminal_ctrl_c_stops_the_reply_and_not_the_talk(llama: Path, offload: Path) -> None:
+    flags = ("--offload-dir", str(offload), *ROLLING, "--style", "plain", "--gen-len", "100000", "--ignore-eos")
+    terminal = Terminal("--model", str(llama), "--temperature", "1", *flags)
+    terminal.until("> ")
+    terminal.type("hello")
+    terminal.until("hello")
+    terminal.interrupt()  # some of a reply that would take minutes is there
+    terminal.type("/stats")
+    terminal.until("in 1 turns (no limit)")
+    terminal.until("at most")
+    terminal.interrupt()
+    terminal.until("/quit or Ctrl-D leaves")
+    terminal.type("/quit")
+    assert terminal.close() == 0
+
+
+def test_a_second_ctrl_c_leaves_at_once(llama: Path, offload: Path) -> None:
+    flags = ("--offload-dir", str(offload), *ROLLING, "--gen-len", "100000", "--ignore-eos")
+    terminal = Terminal("--model", str(llama), "--chunk", "1", *flags)
+    terminal.until("> ")
+    terminal.type("hello " * 600)  # read token by token, so that there is time before the first reply
+    terminal.interrupt()
+    terminal.interrupt()
+    terminal.until("interrupted")
+    assert terminal.close() == 130
