@@ -61,9 +61,8 @@ def _run(args: Namespace) -> None:
 
 
 def _opened(args: Namespace, llm: LLM) -> Conversation:
-    chunk = {} if args.chunk is None else {"chunk": args.chunk}
     with Progress(0, f"loading {llm.name}", late=True) as progress:
-        return llm.converse(args.context_len, seed=args.seed, on_stage=Opening(progress).stage, **chunk)
+        return llm.converse(args.context_len, seed=args.seed, on_stage=Opening(progress).stage)
 
 
 def say(lines: Iterable[str]) -> None:

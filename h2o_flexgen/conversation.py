@@ -54,8 +54,6 @@ class Extent:
     def of(cls, spec: ModelSpec, policy: KVPolicy, context: int | None, chunk: int) -> Extent:
         if policy.options.hh_prompt_only:
             raise ValueError("hh_prompt_only keeps all that is generated, for which a conversation has no room; leave it out")
-        if chunk < 1:
-            raise ValueError(f"chunk is {chunk}; give 1 or more tokens")
         longest = spec.max_positions
         if context is not None and not 1 <= context <= longest:
             raise ValueError(f"context is {context}, but {spec.name} has {longest} positions; give 1 to {longest}")

@@ -47,7 +47,6 @@ from h2o_flexgen.runtime.tokenizer import Tokenizer, load_tokenizer
 Prompts: TypeAlias = "Sequence[str] | Sequence[Sequence[int]]"
 Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"  # one for all prompts, or one for each
 DUMMY_SEED = 0
-TURN_CHUNK = 512  # tokens of a conversation's turn that are computed at once
 
 
 @dataclass(frozen=True)
@@ -206,12 +205,10 @@ class LLM:
         self.stats = self._measured(rows, runs)
         return [row.completion() for row in rows if row.finished]
 
-    def converse(
-        self, context: int | None = None, *, chunk: int = TURN_CHUNK, seed: int | None = None, on_stage: OnStage | None = None
-    ) -> Conversation:
+    def converse(self, context: int | None = None, *, seed: int | None = None, on_stage: OnStage | None = None) -> Conversation:
         """A text that goes on turn by turn, with a KV cache that lives on. `context`: the tokens that it may grow to (default:
         the model's positions); with rolling positions it has no end. Until it is closed nothing else can be generated."""
-        extent = Extent.of(self.spec, self.plan.policy, context, chunk)
+        extent = Extent.of(self.spec, self.plan.policy, context, self.plan.prefill_tokens)
         self._refuse_what_does_not_fit(Workload((extent.chunk,), 1, extent.context))
         self._conversation = Conversation(self._ready(on_stage), self.spec, self.tokenizer, extent, seed)
         return self._conversation

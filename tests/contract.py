@@ -66,10 +66,11 @@ class Case:
     dtype: str = "float32"
     stored: str = "float32"
     policy: tuple[tuple[str, Any], ...] = ()  # plan options
+    prefill_tokens: int = Plan.prefill_tokens
 
     @property
     def plan_options(self) -> dict[str, Any]:
-        names = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "schedule")
+        names = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "schedule", "prefill_tokens")
         return {name: getattr(self, name) for name in names} | {"pin_weight": self.device == "cuda", **dict(self.policy)}
 
     @property
@@ -156,10 +157,22 @@ class Checkpoints:
         """Of one batch, for every step (rows, vocab): worked out once for all plans that have this batch."""
         prompts = [case.prompts[row] for row in rows]
         by_token, device = case.device != "cpu", "cuda" if case.device == "cuda" else "cpu"
-        key = (case.kind, case.stored, case.dtype, by_token, device, case.gen_len, case.policy, *map(tuple, prompts))
+        key = (
+            case.kind,
+            case.stored,
+            case.dtype,
+            by_token,
+            device,
+            case.gen_len,
+            case.policy,
+            case.prefill_tokens,
+            *map(tuple, prompts),
+        )
         if key not in self.resident:
             model, weights = self.model(case.kind, case.stored, case.dtype, device)
-            self.resident[key] = resident_generate(model, weights, prompts, case.gen_len, by_token, case.kv_policy)
+            self.resident[key] = resident_generate(
+                model, weights, prompts, case.gen_len, by_token, case.kv_policy, case.prefill_tokens
+            )
         return self.resident[key]
 
 

@@ -15,6 +15,7 @@ from h2o_flexgen.kv.notes import Notes
 from h2o_flexgen.kv.passes import Pass
 from h2o_flexgen.kv.policy import KVPolicy
 from h2o_flexgen.models.base import Model, Weights, block
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload import Batch
 
 
@@ -26,23 +27,41 @@ def resident_generate(
     steps: int,
     by_token: bool = False,
     policy: KVPolicy | None = None,
+    prefill_tokens: int = Plan.prefill_tokens,
 ) -> list[Tensor]:
     """Greedy: for every step the logits (rows, vocab). `by_token`: caches lie slot by slot, as beside an accelerator."""
     policy = policy or Full()
     device = next(iter(weights[0].values())).device
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    rows, longest = torch.arange(len(prompts), device=device), int(lengths.max())
-    slots = policy.slots(Batch(tuple(range(len(prompts))), tuple(map(len, prompts))), steps)
-    tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
-    now = Pass.of(slots, 0, slots.capacity, device)
+    batch = Batch(tuple(range(len(prompts))), tuple(map(len, prompts)))
+    slots = policy.slots(batch, steps)
     caches = _caches(model, policy, len(prompts), slots.capacity, by_token, device)
-    last, logits = lengths - 1, []
-    for step in range(steps):
-        hidden = _through_layers(model, weights, caches, now, tokens)
-        logits.append(model.head(hidden[rows, last], weights[-1]))
-        tokens, last = logits[-1].argmax(-1)[:, None], torch.zeros_like(lengths)
-        now = Pass.of(slots, step + 1, slots.capacity, device)
+    parts = [
+        _last_of_prompts(model, weights, caches, policy, part, prompts, steps, slots.capacity, device)
+        for part in batch.parts(prefill_tokens)
+    ]
+    logits = [model.head(torch.cat(parts), weights[-1])]
+    for step in range(1, steps):
+        tokens, now = logits[-1].argmax(-1)[:, None], Pass.of(slots, step, slots.capacity, device)
+        logits.append(model.head(_through_layers(model, weights, caches, now, tokens)[:, 0], weights[-1]))
     return logits
+
+
+def _last_of_prompts(
+    model: Model,
+    weights: Sequence[Weights],
+    caches: Mapping[int, KVCache],
+    policy: KVPolicy,
+    part: Batch,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    capacity: int,
+    device: torch.device,
+) -> Tensor:
+    own = {layer: cache.part(slice(part.rows[0], part.rows[-1] + 1)) for layer, cache in caches.items()}
+    padded = [[*prompts[row], *[0] * (part.prompt_len - length)] for row, length in zip(part.rows, part.lengths)]
+    now = Pass.of(policy.slots(part, steps), 0, capacity, device)
+    hidden = _through_layers(model, weights, own, now, torch.tensor(padded, device=device))
+    return hidden[torch.arange(part.size, device=device), torch.tensor(part.lengths, device=device) - 1]
 
 
 @torch.inference_mode()

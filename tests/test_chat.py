@@ -103,7 +103,7 @@ def test_commands_between_the_turns(talk: Any) -> None:
     [
         (("--kv-policy", "h2o", "--hh-prompt-only"), "hh_prompt_only keeps all that is generated"),
         (("--context-len", "500"), "context is 500, but"),
-        (("--chunk", "0"), "chunk is 0"),
+        (("--prefill-tokens", "0"), "prefill_tokens is 0"),
         (("--style", "template"), "this model has no chat template"),
         (("--kv-policy", "h20"), "kv_policy 'h20' is unknown"),
         (("--temperature", "-1"), "temperature is -1.0"),
@@ -179,7 +179,7 @@ def test_in_a_terminal_ctrl_c_stops_the_reply_and_not_the_talk(llama: Path, offl
 
 def test_a_second_ctrl_c_leaves_at_once(llama: Path, offload: Path) -> None:
     flags = ("--offload-dir", str(offload), *ROLLING, "--gen-len", "100000", "--ignore-eos")
-    terminal = Terminal("--model", str(llama), "--chunk", "1", *flags)
+    terminal = Terminal("--model", str(llama), "--prefill-tokens", "1", *flags)
     terminal.until("> ")
     terminal.type("hello " * 600)  # read token by token, so that there is time before the first reply
     terminal.interrupt()

@@ -40,6 +40,7 @@ CHOICES = {
     "overlap": (True, False),
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
     "policy": POLICIES,
+    "prefill_tokens": (1024, 12, 1),
 }
 
 

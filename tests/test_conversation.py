@@ -35,7 +35,7 @@ CHOICES = {
     "sep_layer": (True, False),
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
     "policy": LIVING,
-    "chunk": (4, 512),
+    "prefill_tokens": (1024, 4),
 }
 
 
@@ -46,13 +46,13 @@ def nothing_runs_on() -> Iterator[None]:
     assert {thread.name for thread in threading.enumerate()} - {"tqdm_monitor"} <= before  # that one is of transformers
 
 
-def hold_contract(case: Case, chunk: int, checkpoints: Checkpoints, offload: Path) -> None:
+def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
     """Tokens and logits of every turn, bit for bit."""
     device = "cuda" if case.device == "cuda" else "cpu"
     model, weights = checkpoints.model(case.kind, case.stored, case.dtype, device)
     by_token = case.device != "cpu"
-    expected = resident_talk(model, weights, TURNS, STEPS, CONTEXT, chunk, by_token, case.kv_policy)
-    with case.open(checkpoints, offload) as llm, llm.converse(CONTEXT, chunk=chunk) as talk:
+    expected = resident_talk(model, weights, TURNS, STEPS, CONTEXT, case.prefill_tokens, by_token, case.kv_policy)
+    with case.open(checkpoints, offload) as llm, llm.converse(CONTEXT) as talk:
         for number, (turn, wanted) in enumerate(zip(TURNS, expected)):
             with recorded_logits() as logits:
                 reply = talk.reply(turn, GREEDY)
@@ -65,9 +65,7 @@ def hold_contract(case: Case, chunk: int, checkpoints: Checkpoints, offload: Pat
 def test_turns_equal_the_resident_loop_for_every_pair_of_choices(
     values: dict[str, Any], any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
-    chunk = values["chunk"]
-    case = Case(device=any_device, **{name: value for name, value in values.items() if name != "chunk"})
-    hold_contract(case, chunk, checkpoints, offload)
+    hold_contract(Case(device=any_device, **values), checkpoints, offload)
 
 
 @pytest.mark.parametrize("percent", [MIXES[0], MIXES[1], MIXES[2]])
@@ -75,7 +73,7 @@ def test_turns_equal_the_resident_loop_for_every_pair_of_choices(
 def test_rolling_turns_too(
     kind: str, percent: tuple[int, ...], any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
-    hold_contract(Case(kind, percent, device=any_device, policy=ROLLING), 6, checkpoints, offload)
+    hold_contract(Case(kind, percent, device=any_device, policy=ROLLING, prefill_tokens=6), checkpoints, offload)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 512])
@@ -84,8 +82,8 @@ def test_with_the_full_cache_a_turn_says_what_the_whole_text_says(
     kind: str, chunk: int, checkpoints: Checkpoints, offload: Path
 ) -> None:
     """The words of transformers, which is handed the text from its beginning."""
-    text, case = list[int](), Case(kind, MIXES[3])
-    with case.open(checkpoints, offload) as llm, llm.converse(chunk=chunk) as talk:
+    text, case = list[int](), Case(kind, MIXES[3], prefill_tokens=chunk)
+    with case.open(checkpoints, offload) as llm, llm.converse() as talk:
         for turn in TURNS:
             text += turn
             tokens, _ = checkpoints.continued(kind, text, STEPS)
@@ -97,7 +95,7 @@ def test_with_the_full_cache_a_turn_says_what_the_whole_text_says(
 def test_a_turn_may_be_read_in_pieces_or_at_once(checkpoints: Checkpoints, offload: Path) -> None:
     said = []
     for chunk in (1, 2, 100):
-        with Case("llama-gqa").open(checkpoints, offload) as llm, llm.converse(chunk=chunk) as talk:
+        with Case("llama-gqa", prefill_tokens=chunk).open(checkpoints, offload) as llm, llm.converse() as talk:
             said.append([talk.reply(turn, GREEDY).completion.token_ids for turn in TURNS])
     assert said[0] == said[1] == said[2]
 
@@ -124,8 +122,8 @@ def test_a_seed_repeats_a_conversation_and_turns_draw_differently(checkpoints: C
 
 @pytest.mark.parametrize("percent", [MIXES[0], MIXES[2]])
 def test_a_reset_conversation_begins_anew(percent: tuple[int, ...], checkpoints: Checkpoints, offload: Path) -> None:
-    case = Case("llama-gqa", percent, policy=ROLLING)
-    with case.open(checkpoints, offload) as llm, llm.converse(chunk=4) as talk:
+    case = Case("llama-gqa", percent, policy=ROLLING, prefill_tokens=4)
+    with case.open(checkpoints, offload) as llm, llm.converse() as talk:
         first = [talk.reply(turn, GREEDY).completion.token_ids for turn in TURNS]
         talk.reset()
         assert (talk.seen, talk.held, talk.kv_bytes) == (0, 0, 0)
@@ -141,9 +139,9 @@ def test_a_reply_that_is_stopped_leaves_a_text_that_goes_on(
     policy: tuple[tuple[str, Any], ...], percent: tuple[int, ...], any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
     """As if two tokens were all that had been asked for: what was under way is stored, what was ahead is not."""
-    said, case = [], Case("llama-gqa", percent, device=any_device, policy=policy)
+    said, case = [], Case("llama-gqa", percent, device=any_device, policy=policy, prefill_tokens=4)
     for limit in (2, 30):
-        with case.open(checkpoints, offload) as llm, llm.converse(60, chunk=4) as talk:
+        with case.open(checkpoints, offload) as llm, llm.converse(60) as talk:
             heard: list[str] = []
             params = replace(GREEDY, max_tokens=limit)
             stopped = talk.reply(TURNS[0], params, heard.append, (lambda heard=heard: len(heard) >= 1) if limit == 30 else None)
@@ -209,7 +207,6 @@ def test_a_rolling_conversation_goes_on_beyond_the_models_length_in_the_same_mem
     ("options", "asked", "message"),
     [
         ({"kv_policy": "h2o", "hh_prompt_only": True}, {}, "hh_prompt_only keeps all that is generated"),
-        ({}, {"chunk": 0}, "chunk is 0; give 1 or more"),
         ({}, {"context": 129}, r"context is 129, but .* has 128 positions; give 1 to 128"),
         ({}, {"context": 0}, "context is 0"),
         ({"kv_policy": "h2o", "heavy": 128, "positions": "rolling"}, {}, "budget of 128 slots leaves no position"),
@@ -273,15 +270,15 @@ def broken(*_: object) -> None:
 def test_what_lies_on_the_tiers_is_what_was_promised_and_goes_back(
     policy: tuple[tuple[str, Any], ...], any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
-    with Case("llama-gqa", MIXES[3], device=any_device, policy=policy).open(checkpoints, offload) as llm:
+    with Case("llama-gqa", MIXES[3], device=any_device, policy=policy, prefill_tokens=6).open(checkpoints, offload) as llm:
         promised = Request(llm.spec, llm.plan, Workload((6,), 1, CONTEXT), llm.device.accelerator).footprint()
-        with llm.converse(CONTEXT, chunk=6) as talk:
+        with llm.converse(CONTEXT) as talk:
             held = [on_tiers(llm) for _ in range(5) if talk.reply(TURNS[0], GREEDY)]
         assert len(set(held)) == 1
         for tier, peak in zip(("host", "disk"), held[0]):
             arenas = [nbytes for name, nbytes in promised.parts[tier].items() if name not in ("working space", "disk buffers")]
             assert 0 < peak <= sum(arenas), promised.parts[tier]
-        with llm.converse(CONTEXT, chunk=6) as talk:  # what the first one held can be had again
+        with llm.converse(CONTEXT) as talk:  # what the first one held can be had again
             talk.reply(TURNS[0], GREEDY)
             assert on_tiers(llm) == held[0]
 

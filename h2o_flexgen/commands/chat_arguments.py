@@ -57,8 +57,6 @@ def _add_turns(parser: argparse.ArgumentParser) -> None:
     add("--gen-len", type=int, default=GEN_LEN, metavar="TOKENS", help="of a reply, at most")
     room = "tokens that the text may grow to; of this a --kv-budget or --hh-ratio is a share (default: the model's positions)"
     add("--context-len", type=int, metavar="TOKENS", help=room)
-    chunk = "of a turn so many tokens are computed at once; then the policy evicts"
-    add("--chunk", type=int, metavar="TOKENS", help=f"{chunk} (default: 512)")
     add(
         "--verbose",
         type=int,

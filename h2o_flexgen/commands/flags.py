@@ -92,6 +92,8 @@ def add_placement(group: argparse._ArgumentGroup) -> None:
     add_switch(group, "--sep-layer", Plan.sep_layer, "attention and MLP are two layers of the schedule, not one")
     add_switch(group, "--pin-weight", Plan.pin_weight, "weights for a GPU lie in page-locked CPU memory")
     add_switch(group, "--overlap", True, "0: one slot, nothing overlaps; the tokens are the same")
+    at_once = "tokens of prompts computed at once: more take more memory; a longer turn of a chat is read in pieces"
+    add("--prefill-tokens", type=int, default=Plan.prefill_tokens, metavar="N", help=at_once)
     slots = "layers whose weights may be under way or in use at once"
     add("--slots", type=int, default=Plan.slots, metavar="N", help=slots)
 

@@ -60,10 +60,8 @@ class Watch:
         self._index += 1
 
     def _count_work(self, task: Task) -> None:
-        planned = self._blocks[self._index]
-        batch = planned.block.batches[task.batch]
-        rows = batch.size * (batch.prompt_len if task.step == 0 else 1)
-        self.flops[rows] += Cost(planned).flops(task)  # type: ignore[assignment]
+        cost = Cost(self._blocks[self._index])
+        self.flops[cost.product_rows(task)] += cost.flops(task)  # type: ignore[assignment]
         if task.step == 1:
             self.first_decode_ends[self._index][task.layer] = time.perf_counter()
 

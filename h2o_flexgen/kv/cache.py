@@ -26,10 +26,14 @@ class KVCache:
 
     def attend(self, now: Pass, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
         """Appends the new keys and values and attends them and all that is held. Shapes as models.base.Attend says."""
-        notes = None if self._notes is None else self._notes.first(len(q))
+        notes = None if self._notes is None else self._notes.part(slice(len(q)))
         if now.is_prefill:
             return self._prefill(now, notes, q, k, v, rotate)
         return self._decode(now, notes, q, k, v, rotate)
+
+    def part(self, rows: slice) -> KVCache:
+        """That of some of the rows, for prompts that are computed one part after the other."""
+        return KVCache(self.image[:, rows], None if self._notes is None else self._notes.part(rows))
 
     def keep_rows(self, index: Sequence[int], slots: int) -> None:
         """Row `dst` becomes what row `index[dst]` is: finished rows are filled up by living ones from behind."""

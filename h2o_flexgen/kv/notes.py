@@ -36,9 +36,8 @@ class Notes:
         scores = region[4 * count : 8 * count].view(torch.float32).view(shape) if has_scores else None
         return cls(policy, positions, scores)
 
-    def first(self, rows: int) -> Notes:
-        """Of the rows that are alive."""
-        return Notes(self.policy, self.positions[:rows], None if self.scores is None else self.scores[:rows])
+    def part(self, rows: slice) -> Notes:
+        return Notes(self.policy, self.positions[rows], None if self.scores is None else self.scores[rows])
 
     def copy_row(self, target: int, source: int) -> None:
         for tensor in (self.positions, self.scores):

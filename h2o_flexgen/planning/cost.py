@@ -19,7 +19,7 @@ from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.schedule import LANES, Op, Schedule, Task
 from h2o_flexgen.planning.simulate import simulate
 from h2o_flexgen.planning.trace import Trace
-from h2o_flexgen.planning.workload import Block
+from h2o_flexgen.planning.workload import Batch, Block
 
 FETCHES, STORES = (Op.READ_KV, Op.LOAD_KV), (Op.STORE_KV, Op.WRITE_KV)  # of KV
 
@@ -138,17 +138,29 @@ class Cost:
     # -- seconds -------------------------------------------------------------------------------------------------------
 
     def flops(self, task: Task) -> float:
-        batch = self.block.batches[task.batch]
-        tokens = batch.prompt_len if task.step == 0 else 1
-        context = self.slots[task.batch].held(task.step) + (tokens + 1) / 2
-        return self.spec.flops(task.layer, batch.size, tokens, context)
+        batch, held = self.block.batches[task.batch], self.slots[task.batch].held(task.step)
+        if task.step:
+            return self.spec.flops(task.layer, batch.size, 1, held + 1)
+        return sum(
+            self.spec.flops(task.layer, part.size, part.prompt_len, held + (part.prompt_len + 1) / 2)
+            for part in self.parts[task.batch]
+        )
+
+    def product_rows(self, task: Task) -> int:
+        """Rows of the matrix products of a COMPUTE: of its largest part."""
+        if task.step:
+            return self.block.batches[task.batch].size
+        return max(part.size * part.prompt_len for part in self.parts[task.batch])
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Batch, ...], ...]:
+        """Of each batch, what is computed at once of its prompts."""
+        return tuple(batch.parts(self.planned.plan.prefill_tokens) for batch in self.block.batches)
 
     def seconds(self, task: Task, machine: Machine) -> float:
         if task.op is not Op.COMPUTE:
             return self.nbytes(task) / machine.bandwidth(task.lane) + machine.task_seconds
-        batch = self.block.batches[task.batch]
-        rows = batch.size * (batch.prompt_len if task.step == 0 else 1)
-        return self.flops(task) / machine.flop_rate(self.spec.dtype, rows) + machine.task_seconds
+        return self.flops(task) / machine.flop_rate(self.spec.dtype, self.product_rows(task)) + machine.task_seconds
 
     def simulated(self, machine: Machine) -> Trace:
         """The block as it should run on this machine."""

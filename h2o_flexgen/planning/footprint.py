@@ -60,7 +60,7 @@ def footprint(planned: PlannedBlock, writes_weights: bool = False) -> Footprint:
     _add_kv(parts, spec, planned.plan, block, schedule, compute)
     _add_hidden(parts, spec, block, schedule, compute)
     decoded = max(layer.decoded_nbytes for layer in spec.layers)
-    working = max(working_bytes(spec, planned.plan.policy, batch, block.gen_len) for batch in block.batches)
+    working = max(working_bytes(spec, planned.plan, batch, block.gen_len) for batch in block.batches)
     if compute == DEVICE:
         largest = max((tensor.nbytes for tensor in spec.tensors.values()), default=0)
         parts[HOST]["loading"] = largest  # one tensor on its way to the device
@@ -143,18 +143,23 @@ def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
     return _aligned(batch.size * batch.prompt_len * spec.widest * spec.itemsize)
 
 
-def working_bytes(spec: ModelSpec, policy: KVPolicy, batch: Batch, gen_len: int) -> int:
+def working_bytes(spec: ModelSpec, plan: Plan, batch: Batch, gen_len: int) -> int:
     """The most that the functions of one visit allocate at once: an estimate from their shapes, held against runs by a test."""
-    tokens = batch.size * batch.prompt_len
-    heads = spec.heads * spec.head_dim
+    policy = plan.policy
+    prefill = max(_prefill_bytes(spec, policy, part, gen_len) for part in batch.parts(plan.prefill_tokens))
+    decode = batch.size * spec.heads * policy.slots(batch, gen_len).capacity * (8 + 2 * spec.itemsize)
+    decode += _evicting_bytes(spec, policy, batch, gen_len)
+    head = batch.size * spec.vocab * (3 * 4 + spec.itemsize)
+    return max(prefill, decode, head) + batch.size * batch.prompt_len * spec.widest * spec.itemsize
+
+
+def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, part: Batch, gen_len: int) -> int:
+    """Of prompts that are computed at once."""
+    tokens, heads = part.size * part.prompt_len, spec.heads * spec.head_dim
     normed = 3 * spec.hidden * 4 + 2 * spec.widest * spec.itemsize  # norms work in fp32
     attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * max(spec.itemsize, 4))
-    mlp = tokens * (normed + 3 * spec.ffn * spec.itemsize)
-    decode = batch.size * spec.heads * policy.slots(batch, gen_len).capacity * (8 + 2 * spec.itemsize)
-    head = batch.size * spec.vocab * (3 * 4 + spec.itemsize)
-    attention += _choosing_bytes(spec, policy, batch, gen_len) + _extending_bytes(spec, policy, batch, gen_len)
-    decode += _evicting_bytes(spec, policy, batch, gen_len)
-    return max(attention, mlp, decode, head) + tokens * spec.widest * spec.itemsize
+    attention += _choosing_bytes(spec, policy, part, gen_len) + _extending_bytes(spec, policy, part, gen_len)
+    return max(attention, tokens * (normed + 3 * spec.ffn * spec.itemsize))
 
 
 def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, batch: Batch, gen_len: int) -> int:

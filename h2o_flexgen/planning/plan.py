@@ -48,6 +48,7 @@ class Plan:
     weights: Shares = ALL_DEVICE
     kv: Shares = ALL_DEVICE
     hidden: Shares = ALL_DEVICE
+    prefill_tokens: int = 1024  # of prompts that are computed at once, unless a single one is longer
     slots: int = 2  # visits whose data may be under way or in use at once; 1 means no overlap
     sep_layer: bool = True  # attention and mlp are two layers of the schedule instead of one
     pin_weight: bool = True  # host weights in page-locked memory (CUDA)
@@ -56,7 +57,7 @@ class Plan:
     kept: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and who is protected
 
     def __post_init__(self) -> None:
-        for name in ("gpu_batch_size", "num_gpu_batches", "slots"):
+        for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens", "slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         from h2o_flexgen.planning.schedule import SCHEDULES  # schedules take the names of the tiers from this file

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,16 @@ class Batch:
     @property
     def lives_on(self) -> bool:
         return self.context is not None
+
+    def parts(self, tokens: int) -> tuple[Batch, ...]:
+        """Neighbours whose prompts are computed at once: with their pads no more than so many tokens, but one row at least."""
+        starts, longest = [0], 0
+        for place, length in enumerate(self.lengths):
+            longest = max(longest, length)
+            if place > starts[-1] and (place + 1 - starts[-1]) * longest > tokens:
+                starts.append(place)
+                longest = length
+        return tuple(self.only(range(start, end)) for start, end in pairwise([*starts, self.size]))
 
     def only(self, places: Sequence[int]) -> Batch:
         """The rows at these places, in this order."""

@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models import base
 from h2o_flexgen.models.checkpoint import WeightSource
@@ -27,7 +29,7 @@ from h2o_flexgen.runtime.executor import Executor
 from h2o_flexgen.runtime.hidden import HiddenStore
 from h2o_flexgen.runtime.kvstore import KVStore
 from h2o_flexgen.runtime.row_state import RowState
-from h2o_flexgen.runtime.rows import BatchRows, OnToken
+from h2o_flexgen.runtime.rows import BatchRows, OnToken, Part
 from h2o_flexgen.runtime.sampling import Sampler
 from h2o_flexgen.runtime.weights import WeightStore
 
@@ -140,7 +142,7 @@ class Engine:
 
     def _rows_of(self, batch: Batch, rows: Sequence[RowState], gen_len: int) -> BatchRows:
         alive, device = [rows[row] for row in batch.rows], self._memories.device.torch_device
-        return BatchRows(batch, alive, self._plan.policy, gen_len, device)
+        return BatchRows(batch, alive, self._plan, gen_len, device)
 
     def _tasks(self, schedule: Schedule, state: _Progress, until: Until | None) -> Iterator[Task]:
         """The schedule, until nobody is left to compute for."""
@@ -189,25 +191,34 @@ class Engine:
         """One layer on one batch."""
         rows, layer = state.rows[task.batch], self._spec.layers[task.layer]
         weights = self._weights.views(task.visit)
-        if layer.kind == "embed":
-            state.hidden.put(task, self._model.embed(rows.tokens, rows.now.positions, weights))
-            return
-        hidden = state.hidden.take(task.batch)
         if layer.kind == "head":
-            logits = self._model.head(rows.last_hidden(hidden), weights)
+            logits = self._model.head(rows.last_hidden(state.hidden.take(task.batch)), weights)
             state.count(task.step, rows.advance(logits, state.sampler, task.step, state.on_token))
-        elif layer.kind == "mlp":
-            state.hidden.put(task, self._model.mlp(hidden, weights))
-        else:
-            state.hidden.put(task, self._attend_layer(task, layer.kind, state, hidden, weights))
+            return
+        hidden = None if layer.kind == "embed" else state.hidden.take(task.batch)
+        cache = state.kv.open(task, rows) if layer.has_kv else None
+        state.hidden.put(task, self._layer(layer.kind, rows, hidden, weights, cache))
 
-    def _attend_layer(self, task: Task, kind: str, state: _Progress, hidden: Tensor, weights: dict[str, Tensor]) -> Tensor:
-        rows = state.rows[task.batch]
-        cache = state.kv.open(task, rows)
+    def _layer(self, kind: str, rows: BatchRows, hidden: Tensor | None, weights: base.Weights, cache: KVCache | None) -> Tensor:
+        """All rows at once, or part by part: what a part allocates in passing is free for the next."""
+        if len(rows.parts) == 1:
+            return self._part(kind, rows.parts[0], hidden, weights, cache)
+        out: Tensor | None = None
+        for part in rows.parts:
+            place = part.rows, slice(part.tokens.shape[1])
+            own = None if cache is None else cache.part(part.rows)
+            computed = self._part(kind, part, None if hidden is None else hidden[place], weights, own)
+            out = computed.new_empty(rows.batch.size, rows.batch.prompt_len, computed.shape[-1]) if out is None else out
+            out[place] = computed  # what stands behind are pads, which nobody reads
+        assert out is not None
+        return out
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, rotate: base.Rotate | None = None) -> Tensor:
-            return cache.attend(rows.now, q, k, v, rotate)
-
+    def _part(self, kind: str, part: Part, hidden: Tensor | None, weights: base.Weights, cache: KVCache | None) -> Tensor:
+        if hidden is None:
+            return self._model.embed(part.tokens, part.now.positions, weights)
+        if cache is None:
+            return self._model.mlp(hidden, weights)
+        attend = partial(cache.attend, part.now)
         if kind == "block":
             return base.block(self._model, hidden, weights, attend)
         return self._model.attention(hidden, weights, attend)

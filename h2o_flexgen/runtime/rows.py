@@ -8,12 +8,13 @@ living rows from behind fill the gaps (`kept`), so that the living always stand 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.kv.passes import Pass
-from h2o_flexgen.kv.policy import KVPolicy
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload import Batch
 from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.sampling import Sampler
@@ -21,38 +22,53 @@ from h2o_flexgen.runtime.sampling import Sampler
 OnToken = Callable[[int, int, str | None], None]  # place of the prompt in the input, token, new text if it is followed
 
 
+@dataclass(frozen=True)
+class Part:
+    """Rows that a layer computes at once: in a step all of them, of long prompts a few."""
+
+    rows: slice
+    now: Pass
+    tokens: Tensor  # (rows, tokens)
+
+
 class BatchRows:
-    def __init__(self, batch: Batch, rows: Sequence[RowState], policy: KVPolicy, gen_len: int, device: torch.device) -> None:
+    def __init__(self, batch: Batch, rows: Sequence[RowState], plan: Plan, gen_len: int, device: torch.device) -> None:
         self.batch = batch  # the living
         self.generation = 0  # how often the living moved up
         self.kept: list[int] = list(range(batch.size))  # place now -> place before they last moved up
         self.last_step: int | None = None  # once they are done
         self._rows = list(rows)
-        self._policy = policy
+        self._policy = plan.policy
         self._gen_len = gen_len
-        self._capacity = policy.slots(batch, gen_len).capacity
+        self._capacity = plan.policy.slots(batch, gen_len).capacity
         self._device = device
-        self.tokens = self._padded_prompts()
-        self.now = self._pass(0)
+        self.parts = self._prompts(plan.prefill_tokens)
 
     @property
     def is_done(self) -> bool:
         return not self._rows
 
-    def _padded_prompts(self) -> Tensor:
+    def _prompts(self, tokens: int) -> tuple[Part, ...]:
+        parts, start = [], 0
+        for batch in self.batch.parts(tokens):
+            rows = slice(start, start + batch.size)
+            parts.append(Part(rows, self._pass(batch, 0), self._padded(batch, self._rows[rows])))
+            start += batch.size
+        return tuple(parts)
+
+    def _padded(self, batch: Batch, rows: Sequence[RowState]) -> Tensor:
         """(rows, tokens), padded on the right with 0: pads are computed, but nothing ever looks at them."""
-        tokens = torch.zeros(self.batch.size, self.batch.prompt_len, dtype=torch.long)
-        for place, row in enumerate(self._rows):
-            new = row.prompt_ids[-self.batch.lengths[place] :]  # what stands before them is in the cache
-            tokens[place, : len(new)] = torch.tensor(new)
+        tokens = torch.zeros(batch.size, batch.prompt_len, dtype=torch.long)
+        for place, (row, length) in enumerate(zip(rows, batch.lengths)):
+            tokens[place, :length] = torch.tensor(row.prompt_ids[-length:])  # what stands before them is in the cache
         return tokens.to(self._device)
 
-    def _pass(self, step: int) -> Pass:
-        return Pass.of(self._policy.slots(self.batch, self._gen_len), step, self._capacity, self._device)
+    def _pass(self, batch: Batch, step: int) -> Pass:
+        return Pass.of(self._policy.slots(batch, self._gen_len), step, self._capacity, self._device)
 
     def last_hidden(self, hidden: Tensor) -> Tensor:
         """(rows, tokens, width) -> (rows, width) of each row's last token: the only one that logits are made for."""
-        if not self.now.is_prefill:
+        if hidden.shape[1] == 1:
             return hidden[:, 0]
         last = torch.tensor(self.batch.lengths, device=hidden.device) - 1
         return hidden[torch.arange(len(self._rows), device=hidden.device), last]
@@ -71,8 +87,8 @@ class BatchRows:
         if not self._rows:
             self.last_step = step
         else:
-            self.tokens = picked.tokens[self.kept].unsqueeze(1).to(self._device)
-            self.now = self._pass(step + 1)
+            tokens = picked.tokens[self.kept].unsqueeze(1).to(self._device)
+            self.parts = (Part(slice(None), self._pass(self.batch, step + 1), tokens),)
         return len(rows)
 
     def _move_up(self, alive: list[int]) -> None:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from h2o_flexgen.kv.full import Full
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload import Batch
 from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.rows import BatchRows
@@ -20,7 +20,9 @@ from h2o_flexgen.runtime.tokenizer import ByteTokenizer
 VOCAB = 50
 
 
-def batch_of(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> tuple[BatchRows, list[RowState]]:
+def batch_of(
+    prompts: Sequence[Sequence[int]], limits: Sequence[int], plan: Plan | None = None
+) -> tuple[BatchRows, list[RowState]]:
     """Rows stand in the input at ten times their place."""
     tokenizer = ByteTokenizer(VOCAB)
     states = [
@@ -28,7 +30,7 @@ def batch_of(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> tuple[B
         for place, (prompt, limit) in enumerate(zip(prompts, limits))
     ]
     batch = Batch(tuple(state.index for state in states), tuple(map(len, prompts)))
-    return BatchRows(batch, states, Full(), gen_len=20, device=torch.device("cpu")), states
+    return BatchRows(batch, states, plan or Plan(), gen_len=20, device=torch.device("cpu")), states
 
 
 def logits_for(tokens: Sequence[int]) -> torch.Tensor:
@@ -37,9 +39,18 @@ def logits_for(tokens: Sequence[int]) -> torch.Tensor:
 
 def test_prompts_are_padded_on_the_right_and_positions_count_from_the_first_token() -> None:
     rows, _ = batch_of([[5, 6, 7], [8]], [3, 3])
-    assert rows.tokens.tolist() == [[5, 6, 7], [8, 0, 0]]
-    assert rows.now.is_prefill and rows.now.positions.tolist() == [[0, 1, 2], [0, 1, 2]]
-    assert rows.now.counts.tolist() == [0, 0] and rows.now.capacity == 3 + 20 - 1
+    assert rows.parts[0].tokens.tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert rows.parts[0].now.is_prefill and rows.parts[0].now.positions.tolist() == [[0, 1, 2], [0, 1, 2]]
+    assert rows.parts[0].now.counts.tolist() == [0, 0] and rows.parts[0].now.capacity == 3 + 20 - 1
+
+
+def test_long_prompts_are_computed_part_by_part_with_the_pads_of_their_part_alone() -> None:
+    rows, _ = batch_of([[5, 6, 7], [8, 9], [10], [11], [12]], [3] * 5, Plan(prefill_tokens=4))
+    assert [part.tokens.tolist() for part in rows.parts] == [[[5, 6, 7]], [[8, 9], [10, 0]], [[11], [12]]]
+    assert [part.rows for part in rows.parts] == [slice(0, 1), slice(1, 3), slice(3, 5)]
+    assert {part.now.capacity for part in rows.parts} == {3 + 20 - 1}
+    rows.advance(logits_for([1, 2, 3, 4, 5]), Sampler(0), step=0)
+    assert len(rows.parts) == 1
 
 
 def test_logits_are_made_for_each_rows_own_last_token() -> None:
@@ -53,10 +64,10 @@ def test_logits_are_made_for_each_rows_own_last_token() -> None:
 def test_a_decode_pass_has_one_token_per_row_at_its_own_position() -> None:
     rows, states = batch_of([[5, 6, 7], [8]], [4, 4])
     rows.advance(logits_for([11, 12]), Sampler(0), step=0)
-    assert rows.tokens.tolist() == [[11], [12]] and not rows.now.is_prefill
-    assert rows.now.positions.tolist() == [[3], [1]] and rows.now.counts.tolist() == [3, 1]
+    assert rows.parts[0].tokens.tolist() == [[11], [12]] and not rows.parts[0].now.is_prefill
+    assert rows.parts[0].now.positions.tolist() == [[3], [1]] and rows.parts[0].now.counts.tolist() == [3, 1]
     rows.advance(logits_for([13, 14]), Sampler(0), step=1)
-    assert rows.now.positions.tolist() == [[4], [2]] and rows.kept == [0, 1] and rows.generation == 0
+    assert rows.parts[0].now.positions.tolist() == [[4], [2]] and rows.kept == [0, 1] and rows.generation == 0
     assert [state.token_ids for state in states] == [[11, 13], [12, 14]]
 
 
@@ -65,7 +76,7 @@ def test_living_rows_from_behind_take_the_places_of_those_that_have_ended() -> N
     assert rows.advance(logits_for([21, 22, 23, 24]), Sampler(0), step=0) == 4
     assert rows.kept == [3, 1] and rows.generation == 1
     assert rows.batch == Batch((30, 10), (1, 2))
-    assert rows.tokens.tolist() == [[24], [22]] and rows.now.counts.tolist() == [1, 2]
+    assert rows.parts[0].tokens.tolist() == [[24], [22]] and rows.parts[0].now.counts.tolist() == [1, 2]
     assert [state.finished for state in states] == [True, False, True, False]
     assert rows.advance(logits_for([25, 26]), Sampler(0), step=1) == 2
     assert rows.kept == [0, 1] and rows.generation == 1, "nobody has ended, nobody moves"
@@ -101,13 +112,13 @@ def test_as_few_rows_as_possible_move_and_none_is_lost(limits: list[int]) -> Non
         assert [before[place] for place in rows.kept] == list(rows.batch.rows)
         stayed = [place for place, row in enumerate(before[: len(alive)]) if row in alive]
         assert all(rows.kept[place] == place for place in stayed)
-        assert rows.now.counts.tolist() == [length + step for length in rows.batch.lengths]
+        assert rows.parts[0].now.counts.tolist() == [length + step for length in rows.batch.lengths]
     assert [state.num_generated for state in states] == limits and rows.is_done
 
 
 @pytest.mark.cuda
 def test_tokens_and_positions_lie_on_the_device() -> None:
     state = RowState(0, [1, 2], SamplingParams(), ByteTokenizer(VOCAB))
-    rows = BatchRows(Batch((0,), (2,)), [state], 8, torch.device("cuda"))
+    rows = BatchRows(Batch((0,), (2,)), [state], Plan(), 8, torch.device("cuda"))
     rows.advance(logits_for([3]).cuda(), Sampler(0), 0)
-    assert rows.tokens.is_cuda and rows.now.positions.is_cuda and rows.now.mask.is_cuda
+    assert rows.parts[0].tokens.is_cuda and rows.parts[0].now.positions.is_cuda and rows.parts[0].now.mask.is_cuda

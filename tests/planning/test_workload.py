@@ -1,0 +1,40 @@
+"""Workloads: how rows become batches, batches blocks, and the prompts of a batch parts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as draw
+
+from h2o_flexgen.planning.workload import Batch, Workload
+
+LENGTHS = draw.lists(draw.integers(1, 40), min_size=1, max_size=12)
+
+
+@given(lengths=LENGTHS, size=draw.integers(1, 5), batches=draw.integers(1, 4))
+def test_every_row_is_in_one_batch_and_the_longest_come_first(lengths: list[int], size: int, batches: int) -> None:
+    blocks = Workload(tuple(lengths), 3).blocks(size, batches)
+    rows = [row for block in blocks for batch in block.batches for row in batch.rows]
+    assert sorted(rows) == list(range(len(lengths)))
+    assert [lengths[row] for row in rows] == sorted(lengths, reverse=True)
+    assert all(batch.size <= size for block in blocks for batch in block.batches)
+    assert all(len(block.batches) <= batches for block in blocks)
+
+
+@given(lengths=LENGTHS, tokens=draw.integers(1, 100))
+def test_parts_are_neighbours_of_no_more_tokens_than_allowed_or_one_row(lengths: list[int], tokens: int) -> None:
+    batch = Batch(tuple(range(len(lengths))), tuple(lengths), tuple(range(len(lengths))), 99)
+    parts = batch.parts(tokens)
+    assert [pair for part in parts for pair in zip(part.rows, part.lengths, part.seen)] == list(
+        zip(batch.rows, batch.lengths, batch.seen)
+    )
+    assert all(part.size == 1 or part.size * part.prompt_len <= tokens for part in parts)
+    for part, after in pairwise(parts):  # one row more would have been too much
+        assert (part.size + 1) * max(part.prompt_len, after.lengths[0]) > tokens
+
+
+def test_a_text_that_lives_on_is_planned_for_as_its_last_block() -> None:
+    [block] = Workload((8,), 1, context=50).blocks(4, 1)
+    assert block.batches == (Batch((0,), (8,), (42,), 50),) and block.batches[0].lives_on
+    assert not Workload((8,), 1).blocks(4, 1)[0].batches[0].lives_on
