@@ -126,6 +126,27 @@ def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, 
                 assert len(head.kept) == count <= max(head.budget, count)
 
 
+@pytest.mark.parametrize("kept", ASKED, ids=name_of)
+def test_after_every_step_the_budget_is_held_and_who_is_protected_is_there(kept: dict[str, Any]) -> None:
+    """Read from the notes alone: no definition of who is chosen among the others."""
+    policy, rows = Plan.create(**kept).policy, texts(2, 2)
+    slots = policy.slots(Batch(tuple(range(len(LENGTHS))), LENGTHS), STEPS)
+    shape = (len(LENGTHS), 2, slots.capacity)
+    notes = Notes.over(torch.zeros(8 * shape[0] * shape[1] * shape[2], dtype=torch.uint8), policy, shape)
+    cache = KVCache(torch.zeros(2, *shape, DIM), notes)
+    for step in range(STEPS):
+        cache.attend(Pass.of(slots, step, slots.capacity, torch.device("cpu")), *new_tokens(rows, step), ROTARY)
+        for row, (length, budget) in enumerate(zip(LENGTHS, slots.budgets)):
+            total, generated = length + step, step if slots.prompt_only else 0
+            window = budget.window if step else budget.prompt_window
+            for head in range(2):
+                held = notes.positions[row, head, : slots.counts(step + 1)[row]].tolist()
+                assert len(held) == len(set(held)) == min(total - generated, budget.slots) + generated
+                assert set(range(min(budget.sinks, total))) <= set(held)
+                assert set(range(max(0, total - window), total)) <= set(held)
+                assert min(held) >= 0 and max(held) < total
+
+
 # rows do not go on side by side: some are new where others have long been full
 PASSES: tuple[tuple[tuple[int, ...], int], ...] = (
     ((9, 30, 1, 4), 3),
