@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from h2o_flexgen.commands.made_up import made_up_prompts
 from h2o_flexgen.llm import LLM, default_offload_folder
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.files import write_text
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.planned import PlannedBlock
-from h2o_flexgen.planning.schedule import COMPUTE_LANE, Op
 from h2o_flexgen.planning.units import parse_bytes
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.runtime.measure import Needs, describe_machine, measure
@@ -94,13 +93,17 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     if not rows:
         raise SystemExit(f"error: not even one row fits {args.cpu_mem} at {args.one:.0%}; give more with --cpu-mem")
     with opened(args, rows) as llm:
-        prompts = random_prompts(args, rows, llm.spec.vocab)
+        prompts = made_up_prompts(rows, args.prompt_len, llm.tokenizer, llm.spec.vocab)
         llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # loads: random weights are written to disk
         before = calibrate(llm, args)
         llm.generate(prompts, SamplingParams(max_tokens=args.gen_len, ignore_eos=True))
         stats = llm.stats
         assert stats is not None
-        bound, lane = step_bound(Cost(planned(llm, args, rows)), before)
+        machine = before.at_best(calibrate(llm, args))
+        bounds = Cost(PlannedBlock.of(llm.spec, llm.plan, stats.last_block.block, llm.device.accelerator)).lane_bounds(
+            args.gen_len // 2, machine
+        )
+        lane = max(bounds, key=lambda name: bounds[name])
         step = statistics.median(stats.step_seconds)
         return {
             "kept": args.one,
@@ -108,13 +111,13 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
             "prefill_seconds": stats.prefill_seconds,
             "decode_seconds": stats.decode_seconds,
             "step_seconds": step,
-            "bound_seconds": bound,
+            "bound_seconds": bounds[lane],
             "busiest_lane": lane,
-            "share_of_ceiling": bound / step,
+            "share_of_ceiling": bounds[lane] / step,
             "tokens_per_second": stats.generated_tokens / stats.total_seconds,
             "decode_tokens_per_second": (stats.generated_tokens - rows) / stats.decode_seconds,
             "peak_host_bytes": stats.peak_bytes["host"],
-            "disk_gb_per_s": before.disk_read_per_s / 1e9,
+            "disk_gb_per_s": machine.disk_read_per_s / 1e9,
             "machine": describe_machine(llm.device),
         }
 
@@ -149,33 +152,9 @@ def largest(fits: Callable[[int], bool]) -> int:
     return low
 
 
-def random_prompts(args: argparse.Namespace, rows: int, vocab: int) -> list[list[int]]:
-    draw = random.Random(0)
-    return [[draw.randrange(4, vocab) for _ in range(args.prompt_len)] for _ in range(rows)]
-
-
 def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:
     needs = Needs(args.dtype, (llm.spec.ffn, llm.spec.hidden), (llm.plan.gpu_batch_size,), read_files=llm.weight_files)
     return measure(llm.device, needs, repetitions=3, seconds=0.5)
-
-
-def planned(llm: LLM, args: argparse.Namespace, rows: int) -> PlannedBlock:
-    block = Workload.uniform(rows, args.prompt_len, args.gen_len).blocks(llm.plan.gpu_batch_size, llm.plan.num_gpu_batches)[0]
-    return PlannedBlock.of(llm.spec, llm.plan, block, llm.device.accelerator)
-
-
-def step_bound(cost: Cost, machine: Machine) -> tuple[float, str]:
-    """Seconds that the busiest lane needs for a decode step in the middle."""
-    seconds = {COMPUTE_LANE: 0.0}
-    middle = cost.block.gen_len // 2
-    for task in cost.schedule.tasks():
-        if task.step == middle and task.op is Op.COMPUTE:
-            rate = machine.flop_rate(cost.spec.dtype, cost.block.batches[task.batch].size)
-            seconds[COMPUTE_LANE] += cost.flops(task) / rate
-        elif task.step == middle:
-            seconds[task.lane] = seconds.get(task.lane, 0.0) + cost.nbytes(task) / machine.bandwidth(task.lane)
-    lane = max(seconds, key=lambda name: seconds[name])
-    return seconds[lane], lane
 
 
 # -- all of them -----------------------------------------------------------------------------------------------------------

@@ -13,20 +13,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+from h2o_flexgen.commands.made_up import made_up_prompts
 from h2o_flexgen.llm import LLM, default_offload_folder
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.files import write_text
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.planned import PlannedBlock
-from h2o_flexgen.planning.schedule import COMPUTE_LANE, SCHEDULES, Op, Task
+from h2o_flexgen.planning.schedule import SCHEDULES
 from h2o_flexgen.planning.units import format_bytes, parse_bytes
 from h2o_flexgen.runtime.engine import BlockRun
 from h2o_flexgen.runtime.measure import Needs, describe_machine, measure
@@ -80,33 +79,19 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
     shape["sep_layer"] = bool(args.sep_layer)
     budget = {"cpu_mem": args.cpu_mem, "offload_dir": args.offload_dir, "dtype": args.dtype}
     with LLM(args.model, dummy_weights=True, percent=args.percent, schedule=args.one, **shape, **budget) as llm:
-        prompts = random_prompts(args, llm.spec.vocab)
+        prompts = made_up_prompts(llm.plan.block_size, args.prompt_len, llm.tokenizer, llm.spec.vocab)
         llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # loads: random weights are written to disk
         before = calibrate(llm, args)
         llm.generate(prompts, SamplingParams(max_tokens=args.gen_len, ignore_eos=True))
         after = calibrate(llm, args)
         assert llm.stats is not None
-        return measured(args, llm, llm.stats.last_block, best_of(before, after), drift(before, after))
-
-
-def random_prompts(args: argparse.Namespace, vocab: int) -> list[list[int]]:
-    draw = random.Random(0)
-    rows = args.gpu_batch_size * args.num_gpu_batches
-    return [[draw.randrange(4, vocab) for _ in range(args.prompt_len)] for _ in range(rows)]
+        return measured(args, llm, llm.stats.last_block, before.at_best(after), drift(before, after))
 
 
 def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:
     rows = (args.gpu_batch_size, args.gpu_batch_size * args.prompt_len)
     needs = Needs(args.dtype, (llm.spec.ffn, llm.spec.hidden), rows, read_files=llm.weight_files)
     return measure(llm.device, needs, **MEASURING)
-
-
-def best_of(before: Machine, after: Machine) -> Machine:
-    curve = {
-        dtype: tuple((rows, max(early, late)) for (rows, early), (_, late) in zip(points, after.flops_per_s[dtype]))
-        for dtype, points in before.flops_per_s.items()
-    }
-    return replace(before, disk_read_per_s=max(before.disk_read_per_s, after.disk_read_per_s), flops_per_s=curve)
 
 
 def drift(before: Machine, after: Machine) -> dict[str, list[float]]:
@@ -122,7 +107,7 @@ def measured(
 ) -> dict[str, Any]:
     assert llm.stats is not None
     cost = Cost(PlannedBlock.of(llm.spec, llm.plan, run.block, llm.device.accelerator))
-    bounds = decode_bounds(cost, machine)
+    bounds = cost.lane_bounds(max(1, run.block.gen_len // 2), machine)
     lane = max(bounds, key=lambda name: bounds[name])
     steps = sorted(run.step_seconds)
     ends = cost.simulated(machine).step_ends()
@@ -153,26 +138,9 @@ def one_step(run: BlockRun) -> tuple[float, float]:
     return ends[middle - 1], ends[middle]
 
 
-def decode_tasks(cost: Cost) -> list[Task]:
-    middle = max(1, cost.block.gen_len // 2)
-    return [task for task in cost.schedule.tasks() if task.step == middle]
-
-
-def decode_bounds(cost: Cost, machine: Machine) -> dict[str, float]:
-    """Seconds that each lane needs for one decode step: bytes over bandwidth, flops over the rate of matrix products."""
-    bounds: dict[str, float] = {}
-    for task in decode_tasks(cost):
-        if task.op is Op.COMPUTE:
-            rows = cost.block.batches[task.batch].size
-            seconds = cost.flops(task) / machine.flop_rate(cost.spec.dtype, rows)
-        else:
-            seconds = cost.nbytes(task) / machine.bandwidth(task.lane)
-        bounds[task.lane] = bounds.get(task.lane, 0.0) + seconds
-    return bounds
-
-
 def step_bytes(cost: Cost) -> float:
-    return sum(cost.nbytes(task) for task in decode_tasks(cost) if task.lane != COMPUTE_LANE)
+    middle = max(1, cost.block.gen_len // 2)
+    return sum(cost.nbytes(task) for task in cost.schedule.tasks() if task.step == middle)
 
 
 # -- all of them -----------------------------------------------------------------------------------------------------------

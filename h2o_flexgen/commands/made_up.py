@@ -33,7 +33,7 @@ def made_up_prompts(num: int, prompt_len: int, tokenizer: Tokenizer, vocab: int,
         raise ValueError(f"cannot make {num} prompts of {prompt_len} tokens; give 1 or more of each")
     draw = random.Random(seed)
     start = [token % vocab for token in tokenizer.encode("")][: prompt_len - 1]
-    sentences = [[token % vocab for token in _without_start(tokenizer, " " + sentence)] for sentence in PARAGRAPH]
+    sentences = [[token % vocab for token in tokenizer.encode_more(" " + sentence)] for sentence in PARAGRAPH]
     made: set[tuple[int, ...]] = set()
     prompts = []
     for _ in range(num):
@@ -41,12 +41,6 @@ def made_up_prompts(num: int, prompt_len: int, tokenizer: Tokenizer, vocab: int,
         made.add(text)
         prompts.append([*start, *text])
     return prompts
-
-
-def _without_start(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The text's own tokens: without what the tokenizer puts before every text."""
-    start, ids = tokenizer.encode(""), tokenizer.encode(text)
-    return ids[len(start) :] if ids[: len(start)] == start else ids
 
 
 def _new_text(draw: random.Random, sentences: list[list[int]], length: int, made: set[tuple[int, ...]]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 
@@ -161,6 +161,15 @@ class Cost:
         if task.op is not Op.COMPUTE:
             return self.nbytes(task) / machine.bandwidth(task.lane) + machine.task_seconds
         return self.flops(task) / machine.flop_rate(self.spec.dtype, self.product_rows(task)) + machine.task_seconds
+
+    def lane_bounds(self, step: int, machine: Machine) -> dict[str, float]:
+        """Seconds that each lane needs at least for one step: bytes over bandwidth, flops over the rate of matrix products."""
+        idle = replace(machine, task_seconds=0.0)
+        bounds: dict[str, float] = defaultdict(float)
+        for task in self.schedule.tasks():
+            if task.step == step:
+                bounds[task.lane] += self.seconds(task, idle)
+        return dict(bounds)
 
     def simulated(self, machine: Machine) -> Trace:
         """The block as it should run on this machine."""

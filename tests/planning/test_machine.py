@@ -53,6 +53,13 @@ def test_flop_rates_meet_the_points_lie_between_them_and_stop_at_the_ends(rows: 
     assert SMALL.flop_rate("float16", rows) == pytest.approx(rate)
 
 
+def test_of_two_measurements_the_faster_rates_count() -> None:
+    again = replace(SMALL, disk_read_per_s=1e9, flops_per_s={"float16": ((1, 2e12), (16, 8e12), (256, 60e12))})
+    assert SMALL.at_best(again) == again.at_best(replace(SMALL, name=again.name))
+    assert SMALL.at_best(again).flops_per_s == {"float16": ((1, 2e12), (16, 9e12), (256, 60e12))}
+    assert SMALL.at_best(again).disk_read_per_s == 2e9
+
+
 def test_flop_rates_are_linear_in_the_logarithm_of_the_rows() -> None:
     expected = 9e12 + 41e12 * log(100 / 16) / log(256 / 16)
     assert SMALL.flop_rate("float16", 100) == pytest.approx(expected)

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+PROJECT = Path(__file__).resolve().parents[2]
 
 
-def load_script(name: str) -> ModuleType:
+def load_script(name: str, folder: str = "scripts") -> ModuleType:
     """As a module, like an import, but no compiled file is left beside the script."""
-    file = SCRIPTS / name
-    module = ModuleType(f"scripts_{file.stem}")
+    file = PROJECT / folder / name
+    module = ModuleType(f"{folder}_{file.stem}")
     module.__file__ = str(file)
     sys.modules[module.__name__] = module  # dataclasses look there for the names of their types
     exec(compile(file.read_text(encoding="utf-8"), str(file), "exec", dont_inherit=True), module.__dict__)
