@@ -21,6 +21,7 @@ from h2o_flexgen.commands.made_up import made_up_prompts
 from h2o_flexgen.llm import LLM, default_offload_folder
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.files import write_text
+from h2o_flexgen.planning.footprint import DoesNotFit
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.units import parse_bytes
@@ -101,7 +102,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         assert stats is not None
         machine = before.at_best(calibrate(llm, args))
         bounds = Cost(PlannedBlock.of(llm.spec, llm.plan, stats.last_block.block, llm.device.accelerator)).lane_bounds(
-            args.gen_len // 2, machine
+            max(1, args.gen_len // 2), machine
         )
         lane = max(bounds, key=lambda name: bounds[name])
         step = statistics.median(stats.step_seconds)
@@ -134,9 +135,7 @@ def fits(args: argparse.Namespace, rows: int) -> bool:
     with opened(args, rows) as llm:
         try:
             llm.check(Workload.uniform(rows, args.prompt_len, args.gen_len))
-        except ValueError as error:
-            if "budget is" not in str(error):
-                raise
+        except DoesNotFit:
             return False
     return True
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from h2o_flexgen.conversation import ContextFull, Conversation, Reply
     from h2o_flexgen.llm import LLM, Stats
     from h2o_flexgen.planning.machine import Machine
     from h2o_flexgen.planning.plan import Plan, Shares
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 _MODULES = {
     "LLM": "llm",
     "Stats": "llm",
+    "ContextFull": "conversation",
+    "Conversation": "conversation",
+    "Reply": "conversation",
     "Machine": "planning.machine",
     "Plan": "planning.plan",
     "Shares": "planning.plan",
@@ -33,8 +37,11 @@ _MODULES = {
 __all__ = [
     "LLM",
     "Completion",
+    "ContextFull",
+    "Conversation",
     "Machine",
     "Plan",
+    "Reply",
     "SamplingParams",
     "Shares",
     "Stats",

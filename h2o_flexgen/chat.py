@@ -24,19 +24,19 @@ from h2o_flexgen.commands.choose_model import choose_model
 from h2o_flexgen.commands.errors import exit_status
 from h2o_flexgen.commands.flags import sampling_of
 from h2o_flexgen.commands.open_llm import open_llm
+from h2o_flexgen.commands.report import say
 from h2o_flexgen.commands.stages import Opening
-from h2o_flexgen.commands.turns import PROMPT, in_file, piped, typed
+from h2o_flexgen.commands.turns import COMMANDS, HELP, PROMPT, QUIT, RESET, STATS, turns_of
+from h2o_flexgen.planning.hints import did_you_mean
 from h2o_flexgen.planning.units import format_bytes
+from h2o_flexgen.runtime.dialogue import Style, choose_style
 from h2o_flexgen.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from h2o_flexgen.conversation import Conversation, Reply
     from h2o_flexgen.llm import LLM
-    from h2o_flexgen.runtime.dialogue import Style
     from h2o_flexgen.runtime.output import Completion
     from h2o_flexgen.runtime.sampling_params import SamplingParams
-
-RESET, STATS, QUIT, HELP = "/reset", "/stats", "/quit", "/help"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,11 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: Namespace) -> None:
     is_typed = args.input is None and sys.stdin.isatty()
-    turns = in_file(args.input) if args.input is not None else typed() if is_typed else piped()
+    turns = turns_of(args.input, is_typed)
     params = sampling_of(args)
     with open_llm(args, choose_model(args.model, args.path, args.dummy_weights)) as llm:
-        from h2o_flexgen.runtime.dialogue import choose_style
-
         style = choose_style(args.style, llm.tokenizer, args.system)
         params = replace(params, stop=(*params.stop_strings, *style.stops))
         with _opened(args, llm) as talk:
@@ -65,11 +63,6 @@ def _opened(args: Namespace, llm: LLM) -> Conversation:
         return llm.converse(args.context_len, seed=args.seed, on_stage=Opening(progress).stage)
 
 
-def say(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line, flush=True)
-
-
 @dataclass
 class Chat:
     talk: Conversation
@@ -82,15 +75,17 @@ class Chat:
     # -- turns -----------------------------------------------------------------------------------------------------------
 
     def run(self, turns: Iterable[str]) -> None:
-        commands: dict[str, Callable[[], Iterable[str]]] = {RESET: self._reset, STATS: self.stats, HELP: self._help}
+        answers: dict[str, Callable[[], Iterable[str]]] = {RESET: self._reset, STATS: self.stats, HELP: self._help}
         for turn in turns:
             word = turn.strip()
             if not self.is_typed and word:
                 say([f"{PROMPT}{turn}"])
             if word == QUIT:
                 return
-            if word in commands:
-                say(commands[word]())
+            if word in answers:
+                say(answers[word]())
+            elif self.is_typed and word.startswith("/") and (hint := did_you_mean(word, COMMANDS)):
+                say([f"{word} is no command{hint}"])
             elif word:
                 self._answer(turn)
 
@@ -128,11 +123,11 @@ class Chat:
         yield "all that was said is forgotten"
 
     def _help(self) -> Iterator[str]:
-        yield f"{RESET} forgets all that was said, {STATS} tells of tokens and memory, {QUIT} or Ctrl-D leaves"
-        yield "Ctrl-C stops a reply"
+        yield from (f"{word:7} {meaning}" for word, meaning in COMMANDS.items())
+        yield "Ctrl-C  stops a reply"
 
     def stats(self) -> Iterator[str]:
-        from h2o_flexgen.llm import peak_resident_bytes
+        from h2o_flexgen.memory.host import peak_resident_bytes  # imports torch, which is there by now
 
         talk, replies = self.talk, [reply for _, reply in self.replies]
         limit = "no limit" if talk.extent.is_endless else f"the limit is {talk.extent.context}"
@@ -153,7 +148,7 @@ class Chat:
             yield from self._help()
 
     def as_json(self, llm: LLM) -> dict[str, object]:
-        from h2o_flexgen.llm import peak_resident_bytes
+        from h2o_flexgen.memory.host import peak_resident_bytes  # imports torch, which is there by now
 
         return {
             "model": llm.name,

@@ -46,18 +46,17 @@ class Extent:
     """How far a conversation may go, and how it is computed."""
 
     policy: KVPolicy
-    context: int  # tokens of the text for which there is room; a share of the text, as a budget, is one of this
-    chunk: int  # tokens of a turn that are computed at once
-    is_endless: bool  # what is evicted makes room, and positions are those in the cache
+    context: int  # tokens that the text may grow to, unless it is endless; a budget that is a share is one of this
+    piece_tokens: int  # of a turn, that are computed at once
 
     @classmethod
-    def of(cls, spec: ModelSpec, policy: KVPolicy, context: int | None, chunk: int) -> Extent:
+    def of(cls, spec: ModelSpec, policy: KVPolicy, context: int | None, piece_tokens: int) -> Extent:
         if policy.options.hh_prompt_only:
             raise ValueError("hh_prompt_only keeps all that is generated, for which a conversation has no room; leave it out")
         longest = spec.max_positions
         if context is not None and not 1 <= context <= longest:
             raise ValueError(f"context is {context}, but {spec.name} has {longest} positions; give 1 to {longest}")
-        extent = cls(policy, context or longest, min(chunk, context or longest), policy.rolls)
+        extent = cls(policy, context or longest, min(piece_tokens, context or longest))
         return extent._rolling(spec) if policy.rolls else extent
 
     def _rolling(self, spec: ModelSpec) -> Extent:
@@ -67,7 +66,12 @@ class Extent:
                 f"the budget of {self.slots} slots leaves no position for what is new: {spec.name} has {self.context}; "
                 "keep fewer"
             )
-        return replace(self, chunk=min(self.chunk, room))
+        return replace(self, piece_tokens=min(self.piece_tokens, room))
+
+    @property
+    def is_endless(self) -> bool:
+        """Who is evicted makes room, and positions are those in the cache."""
+        return self.policy.rolls
 
     @property
     def slots(self) -> int:
@@ -100,7 +104,7 @@ class Conversation:
         self._tail: list[int] = []  # the end of the text, as far as a context reaches
         self._unread: list[int] = []  # the last token generated: the cache takes it in with the next turn
         self._is_broken = False
-        self._kv = engine.keep_kv(extent.block(0, 1, 1))
+        self._kv = engine.open_kv(extent.block(0, 1, 1))
 
     # -- what it is ------------------------------------------------------------------------------------------------------
 
@@ -126,7 +130,8 @@ class Conversation:
         """Puts the turn behind the text and generates what follows. `on_text` gets the pieces as they come; when `stop` says
         so, the reply ends with the token that is under way."""
         params = params or SamplingParams()
-        ids = self._ids(turn)
+        self._refuse_if_closed_or_broken()
+        ids = [*self._unread, *self._encoded(turn)]
         room = self.extent.room(self.seen)
         if room is not None and len(ids) > room:
             raise ContextFull(self._full(len(ids)))
@@ -152,11 +157,13 @@ class Conversation:
         self._tail, self._unread = [], []
         self._is_broken = False
 
-    def _ids(self, turn: str | Sequence[int]) -> list[int]:
+    def _refuse_if_closed_or_broken(self) -> None:
         if self.closed:
             raise ValueError("this conversation is closed; open another one")
         if self._is_broken:
             raise ValueError("the last reply was broken off within a token; reset the conversation to go on")
+
+    def _encoded(self, turn: str | Sequence[int]) -> list[int]:
         if isinstance(turn, str):
             new = self._tokenizer.encode_more(turn) if self._tail else self._tokenizer.encode(turn)
         else:
@@ -167,7 +174,7 @@ class Conversation:
             raise ValueError(
                 f"turn {self.turns} has the token id {wrong[0]}; {self._spec.name} knows 0 to {self._spec.vocab - 1}"
             )
-        return [*self._unread, *new]
+        return new
 
     def _full(self, new: int) -> str:
         endless = ", or keep less with rolling positions, which have no limit" if self._spec.rotary else ""
@@ -181,7 +188,8 @@ class Conversation:
         return RowState(self.turns, [*before, *ids], params, self._tokenizer, streamed=True)
 
     def _pieces(self, ids: Sequence[int]) -> Iterator[Sequence[int]]:
-        return (ids[start : start + self.extent.chunk] for start in range(0, len(ids), self.extent.chunk))
+        step = self.extent.piece_tokens
+        return (ids[start : start + step] for start in range(0, len(ids), step))
 
     def _take_in(self, row: RowState, piece: Sequence[int]) -> None:
         """No logits are made of it: the run ends before the head."""

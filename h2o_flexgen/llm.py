@@ -22,14 +22,14 @@ import psutil
 
 from h2o_flexgen.conversation import Conversation, Extent
 from h2o_flexgen.memory.device import open_device
-from h2o_flexgen.memory.host import available_bytes
+from h2o_flexgen.memory.host import available_bytes, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models import create_model, known_config, load_config
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.models.checkpoint import WeightSource, open_checkpoint
 from h2o_flexgen.models.dummy import DummySource
 from h2o_flexgen.models.hub import resolve_model
-from h2o_flexgen.planning.footprint import Budgets, Footprint, Request, refuse_what_does_not_fit
+from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Footprint, Request, refuse_what_does_not_fit
 from h2o_flexgen.planning.hints import did_you_mean
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import Plan
@@ -209,7 +209,10 @@ class LLM:
         """A text that goes on turn by turn, with a KV cache that lives on. `context`: the tokens that it may grow to (default:
         the model's positions); with rolling positions it has no end. Until it is closed nothing else can be generated."""
         extent = Extent.of(self.spec, self.plan.policy, context, self.plan.prefill_tokens)
-        self._refuse_what_does_not_fit(Workload((extent.chunk,), 1, extent.context))
+        try:
+            self._refuse_what_does_not_fit(Workload((extent.piece_tokens,), 1, extent.context))
+        except DoesNotFit as error:
+            raise DoesNotFit(f"{error}; or give a shorter context, or a KV policy that keeps less") from None
         self._conversation = Conversation(self._ready(on_stage), self.spec, self.tokenizer, extent, seed)
         return self._conversation
 
@@ -340,16 +343,3 @@ def default_offload_folder() -> Path:
 def _free_disk(folder: Path) -> int | None:
     existing = next((place for place in (folder, *folder.parents) if place.exists()), None)
     return shutil.disk_usage(existing).free if existing else None
-
-
-def peak_resident_bytes() -> int:
-    """The most memory that this process ever held. What getrusage says of it may be what its parent held before it started."""
-    import resource
-    import sys
-
-    if sys.platform == "linux":
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

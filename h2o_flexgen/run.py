@@ -31,6 +31,7 @@ from h2o_flexgen.commands.open_llm import open_llm
 from h2o_flexgen.commands.plan_report import PlanReport
 from h2o_flexgen.commands.projection import Timing
 from h2o_flexgen.commands.prompts import given_prompts
+from h2o_flexgen.commands.report import say
 from h2o_flexgen.commands.watch import Watch, total_visits
 from h2o_flexgen.planning.cost import predicted_bytes
 from h2o_flexgen.planning.machine import Machine
@@ -68,11 +69,6 @@ def _run(args: Namespace) -> None:
             print(json.dumps(job.plan_report.as_json()))
         else:
             job.run()
-
-
-def say(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line, flush=True)
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def test_in_a_terminal_ctrl_c_stops_the_reply_and_not_the_talk(llama: Path, offl
     terminal.until("in 1 turns (no limit)")
     terminal.until("at most")
     terminal.interrupt()
-    terminal.until("/quit or Ctrl-D leaves")
+    terminal.until("/quit (or Ctrl-D) leaves")
     terminal.type("/quit")
     assert terminal.close() == 0
 

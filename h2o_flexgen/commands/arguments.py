@@ -57,14 +57,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.model is None and args.path in (None, DUMMY_PATH):
         parser.set_defaults(**DEMO)
         args = parser.parse_args(argv)
-    _refuse(args)
     plan = plan_of(args)
     args.plan = plan.without_overlap() if args.debug_mode == BREAKDOWN else plan
-    if args.cut_gen_len is not None and not args.plan.policy.keeps_all and args.plan.kept.is_share_of_text:
-        raise ValueError(
-            f"--cut-gen-len {args.cut_gen_len} would cut the budget of {args.plan.kv_policy} as well, which is a share of "
-            "prompt and generation; give it as --hh-ratio, or as --heavy and --recent"
-        )
+    _refuse(args)
     return args
 
 
@@ -153,4 +148,9 @@ def _refuse(args: argparse.Namespace) -> None:
     if args.debug_mode == FEWER_BATCH and args.schedule == "row_by_row":
         raise ValueError(
             f"--debug-mode {FEWER_BATCH} needs all batches in one decode step; row_by_row has none: use --cut-gen-len"
+        )
+    if args.cut_gen_len is not None and not args.plan.policy.keeps_all and args.plan.kv_options.is_share_of_text:
+        raise ValueError(
+            f"--cut-gen-len {args.cut_gen_len} would cut the budget of {args.plan.kv_policy} as well, which is a share of "
+            "prompt and generation; give it as --hh-ratio, or as --heavy and --recent"
         )

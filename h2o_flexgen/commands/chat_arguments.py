@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from h2o_flexgen.commands.flags import TRACEBACK, Help, Parser, add_kv, add_model, add_placement, add_sampling, plan_of
+from h2o_flexgen.commands.turns import COMMANDS
+from h2o_flexgen.runtime.dialogue import AUTO, STYLES
 
 PROGRAM = "python -m h2o_flexgen.chat"
-STYLES = ("auto", "template", "script", "plain")
 GEN_LEN = 256
 
 EPILOG = f"""\
@@ -17,8 +18,8 @@ With a policy that evicts and rolling positions the talk has no end, in constant
 
   {PROGRAM} --model Qwen/Qwen3-8B --kv-policy h2o --heavy 512 --recent 512 --positions rolling
 
-While you talk: /reset forgets all that was said, /stats tells of tokens and memory, /quit or Ctrl-D leaves;
-Ctrl-C stops a reply."""
+While you talk: {", ".join(f"{word} {meaning}" for word, meaning in COMMANDS.items())}; Ctrl-C stops a reply.
+"""
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,20 +50,12 @@ def _parser() -> Parser:
 
 def _add_turns(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("talk").add_argument
-    given = 'what is said, instead of typing it: a turn per line, or (.jsonl) {"prompt": ...} or {"turns": [...]} per line'
+    given = 'turns, all of one talk: one per line, or (.jsonl) {"prompt": ...} or {"turns": [...]} per line'
     add("--input", metavar="FILE", help=given)
     styles = "how turns become text: the model's chat template, a script of User: and Assistant:, or plain continuing"
-    add("--style", choices=STYLES, default="auto", help=f"{styles}; auto: the template, or a script where there is none")
+    add("--style", choices=(AUTO, *STYLES), default=AUTO, help=f"{styles}; auto: the template, or a script where there is none")
     add("--system", metavar="TEXT", default="", help="what the model is told before the first turn")
     add("--gen-len", type=int, default=GEN_LEN, metavar="TOKENS", help="of a reply, at most")
     room = "tokens that the text may grow to; of this a --kv-budget or --hh-ratio is a share (default: the model's positions)"
     add("--context-len", type=int, metavar="TOKENS", help=room)
-    add(
-        "--verbose",
-        type=int,
-        nargs="?",
-        const=TRACEBACK,
-        default=1,
-        metavar="LEVEL",
-        help=f"{TRACEBACK}: where errors come from",
-    )
+    add("--verbose", action="store_const", const=TRACEBACK, default=0, help="show where errors come from")

@@ -99,7 +99,8 @@ def add_placement(group: argparse._ArgumentGroup) -> None:
 
 
 def add_kv(parser: argparse.ArgumentParser) -> None:
-    text = f"how much of it is kept, and what; without a budget {100 * DEFAULT_KEPT:g} per cent of prompt and generation"
+    share = f"{100 * DEFAULT_KEPT:g} per cent of prompt and generation (in a chat: of --context-len)"
+    text = f"what of it is kept; any policy but {Plan.kv_policy} keeps {share} unless told otherwise"
     add = parser.add_argument_group("KV cache", text).add_argument
     names = f"{', '.join(POLICIES)} (default: {Plan.kv_policy}, or {H2O.name} where any option of this group is given)"
     add("--kv-policy", metavar="NAME", help=names)
@@ -111,13 +112,14 @@ def add_kv(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-budget", type=float, metavar="F", help="keep this share of prompt and generation, half heavy, half recent")
     add("--heavy", type=int, metavar="SLOTS", help="heavy hitters kept, in slots per sequence and head")
-    add("--recent", type=int, metavar="SLOTS", help="newest tokens kept")
-    add("--hh-all", action="store_true", help="generated tokens are evicted as well: what happens anyway")
+    add("--recent", type=int, metavar="SLOTS", help="slots for the newest tokens")
+    add("--hh-all", action="store_true", help="evict generated tokens too: the default, named as in H2O's commands")
     add("--hh-prompt-only", action="store_true", help="only the prompt is selected from; all that is generated is kept")
     add("--sinks", type=int, metavar="N", help=f"the first N tokens are never evicted (streaming: {SINKS} unless given)")
-    add("--score-decay", type=float, metavar="D", help="multiplies all scores at each step; 1: plain sums")
-    add("--grace", type=int, metavar="N", help="the newest N tokens are never evicted")
-    rolling = "true: keys keep those of the text; rolling: by their order in the cache, for texts beyond the model's length"
+    decay = "multiply the scores so far by D before each step adds to them (default: 1, plain sums)"
+    add("--score-decay", type=float, metavar="D", help=decay)
+    add("--grace", type=int, metavar="N", help="never evict the newest N, also where --recent is less; has no slots of its own")
+    rolling = "of keys; true: those in the text (default); rolling: their order in the cache, for texts without end"
     add("--positions", choices=POSITIONS, help=rolling)
 
 
@@ -161,7 +163,7 @@ def _policy_name(args: argparse.Namespace) -> str:
     """Published commands of H2O say no more than --hh-ratio 0.1 --hh-all."""
     if args.kv_policy is not None:
         return str(args.kv_policy)
-    given = getattr(args, "hh_all", False) or any(getattr(args, field.name) is not field.default for field in fields(KVOptions))
+    given = args.hh_all or any(getattr(args, field.name) is not field.default for field in fields(KVOptions))
     return H2O.name if given else Plan.kv_policy
 
 

@@ -24,17 +24,17 @@ class Kept:
         asked = ", ".join(f"{name} {value}" for name, value in self._asked.items())
         named = f"{self.policy.name} ({asked})" if asked else self.policy.name
         if not self.evicts:
-            return f"{named} keeps all {self._range(*self._kept)} tokens of a row"
+            return f"{named} keeps all {_range(*self._held_range)} tokens of a row"
         total, kept = (format_bytes(slots * self._row_bytes) for slots in (self._capacity(Full()), self._capacity(self.policy)))
         rows = f"{self.rows_in_same_memory:.1f} times as many rows in the same memory"
-        tokens = f"{self._range(*self._kept)} of {self._range(*self._lengths)} tokens of a row ({100 * self.share:.1f} %)"
+        tokens = f"{_range(*self._held_range)} of {_range(*self._length_range)} tokens of a row ({100 * self.share:.1f} %)"
         return f"{named} keeps {tokens}; a row takes {kept} instead of {total}: {rows}"
 
     def as_json(self) -> dict[str, object]:
         return {
             "policy": self.policy.name,
             "asked": self._asked,
-            "slots": list(self._kept),
+            "slots": list(self._held_range),
             "share": round(self.share, 4),
             "evicts": self.evicts,
             "rows_in_same_memory": round(self.rows_in_same_memory, 3),
@@ -51,7 +51,7 @@ class Kept:
 
     @property
     def rows_in_same_memory(self) -> float:
-        """Against the full cache, keys and values alone; notes are counted."""
+        """Memory of a row of the full cache over that of a row of this one, notes included."""
         noted = self.spec.kv_heads * self.policy.note_bytes * len(self.spec.kv_layers)
         return self._capacity(Full()) * self._row_bytes / (self._capacity(self.policy) * (self._row_bytes + noted))
 
@@ -61,7 +61,7 @@ class Kept:
 
     @cached_property
     def _slots(self) -> tuple[Slots, ...]:
-        return tuple(self.policy.slots(batch, one.block.gen_len) for one in self.blocks for batch in one.block.batches)
+        return tuple(slots for one in self.blocks for slots in one.slots)
 
     @property
     def _held(self) -> list[int]:
@@ -73,11 +73,11 @@ class Kept:
         return [total + slots.gen_len - 1 for slots in self._slots for total in slots.taken_in]
 
     @property
-    def _kept(self) -> tuple[int, int]:
+    def _held_range(self) -> tuple[int, int]:
         return min(self._held), max(self._held)
 
     @property
-    def _lengths(self) -> tuple[int, int]:
+    def _length_range(self) -> tuple[int, int]:
         return min(self._totals), max(self._totals)
 
     @property
@@ -90,6 +90,6 @@ class Kept:
         block = self.blocks[0].block
         return policy.slots(block.batches[0], block.gen_len).capacity
 
-    @staticmethod
-    def _range(low: int, high: int) -> str:
-        return str(low) if low == high else f"{low} to {high}"
+
+def _range(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low} to {high}"

@@ -127,9 +127,8 @@ def placed_bytes(planned: PlannedBlock) -> dict[str, dict[str, int]]:
 
 
 def _kv(planned: PlannedBlock, placement: Placement) -> Iterable[tuple[str, int]]:
-    block, policy = planned.block, planned.plan.policy
     for (_, batch), tier in placement.kv.items():
-        yield tier, image_bytes(planned.spec, policy, block.batches[batch], block.gen_len)
+        yield tier, image_bytes(planned.spec, planned.slots[batch])
 
 
 def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 FIRST = 3  # completions that are shown unless all are wanted
 CHARACTERS = 240  # of a text that is shown unless all is wanted
 GIB = 1 << 30  # FlexGen counts in these, and calls them GB
+
+
+def say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------------

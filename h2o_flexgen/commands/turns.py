@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from h2o_flexgen.commands.prompts import read_lines
 
 PROMPT = "> "
+RESET, STATS, HELP, QUIT = "/reset", "/stats", "/help", "/quit"
+COMMANDS = {
+    RESET: "forgets all that was said",
+    STATS: "tells of tokens and memory",
+    HELP: "names these commands",
+    QUIT: "(or Ctrl-D) leaves",
+}
+
+
+def turns_of(file: str | None, is_typed: bool) -> Iterable[str]:
+    if file is not None:
+        return in_file(file)
+    return typed() if is_typed else piped()
 
 
 def typed() -> Iterator[str]:
@@ -22,7 +35,7 @@ def typed() -> Iterator[str]:
             print()
             return
         except KeyboardInterrupt:
-            print("\n/quit or Ctrl-D leaves")
+            print(f"\n{QUIT} {COMMANDS[QUIT]}")
 
 
 def piped() -> Iterator[str]:

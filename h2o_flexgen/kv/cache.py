@@ -20,7 +20,7 @@ from h2o_flexgen.models.base import Rotate
 class KVCache:
     def __init__(self, image: Tensor, notes: Notes | None = None) -> None:
         self.image = image  # (2, rows, kv_heads, slots, head_dim); more rows than are alive once some are finished
-        self.taken: Tensor | None = None  # (rows, kv_heads): slots that the newest token took over from an older one
+        self.replaced: Tensor | None = None  # (rows, kv_heads): slots that the newest token took over from an older one
         self._notes = notes
         self._rolls = notes is not None and notes.policy.rolls  # keys are stored unrotated
 
@@ -49,27 +49,26 @@ class KVCache:
         """All that is held is attended, oldest first, and the new tokens up to each query; then the budget is kept."""
         stored = k
         if rotate is not None:
-            positions = now.order if self._rolls else now.positions
+            positions = now.new_order if self._rolls else now.positions
             q, k = rotate(q, positions), rotate(k, positions)
             stored = stored if self._rolls else k
         q, k, v, stored = (x.transpose(1, 2) for x in (q, k, v, stored))  # (rows, heads, tokens, head_dim)
-        held = None if notes is None else notes.oldest_first(now)
         if now.held:
-            old_k, old_v = self._held(now, held)
+            old_k, old_v = self._held(now, notes)
             stored, v = torch.cat((old_k, stored), 2), torch.cat((old_v, v), 2)
             if self._rolls and rotate is not None:
                 old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotate)
             k = torch.cat((old_k, k), 2)
-        chosen = now.in_order if notes is None or held is None else notes.choose(now, q, k, held)
+        chosen = now.places_if_all_stay if notes is None else notes.keep_best(now, q, k)
         self._store(now, chosen, stored, v)
         return _attend_seen(q, k, v, now.sees) if now.held else _attend_causally(q, k, v)
 
-    def _held(self, now: Pass, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys and values that are held; None takes them slot by slot. (rows, kv_heads, held, head_dim) each"""
+    def _held(self, now: Pass, notes: Notes | None) -> tuple[Tensor, Tensor]:
+        """Keys and values that are held, oldest first. (rows, kv_heads, held, head_dim) each"""
         keys, values = self.image[:, : len(now.counts)]
-        if slots is None:
+        if notes is None:
             return keys[:, :, : now.held], values[:, :, : now.held]
-        index = _wide(slots, keys.shape[-1])
+        index = _wide(notes.oldest_first(now), keys.shape[-1])
         return keys.gather(2, index), values.gather(2, index)
 
     def _store(self, now: Pass, chosen: Tensor, k: Tensor, v: Tensor) -> None:
@@ -97,7 +96,7 @@ class KVCache:
         if notes is not None:
             notes.append(now)
         if notes is not None and self._rolls and rotate is not None:
-            q, keys = rotate(q, now.order), _rolled(keys, notes.order(now), rotate)
+            q, keys = rotate(q, now.new_order), _rolled(keys, notes.order(now), rotate)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # the query heads of a group stand where queries stand
         # over all slots, empty ones masked: a slice of the slots is not contiguous, and bf16 products of it are 4 times slower
         scores = torch.matmul(q, keys.transpose(2, 3)).float().mul_(head_dim**-0.5).add_(now.mask)
@@ -106,8 +105,8 @@ class KVCache:
         if notes is not None:
             notes.add(shares)
             if now.evicts:
-                self.taken = notes.evict(now)
-                self._take_over(now, self.taken)
+                self.replaced = notes.take_over(now)
+                self._take_over(now, self.replaced)
         return out
 
     def _take_over(self, now: Pass, slots: Tensor) -> None:

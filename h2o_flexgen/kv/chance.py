@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.kv.policy import BUDGETS, CHANCE, EVICTING, KVPolicy
+from h2o_flexgen.kv.policy import BUDGETS, CHANCE, COMMON, KVPolicy
 from h2o_flexgen.kv.slots import Budget
 
 
 class Random(KVPolicy):
     name: ClassVar[str] = "random"
     ranks_by: ClassVar[str] = CHANCE
-    takes: ClassVar[tuple[str, ...]] = (*BUDGETS, *EVICTING)
+    accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *COMMON)
 
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
-        return Budget(sum(self.options.heavy_and_recent(prompt_len, gen_len)))
+        return Budget(self.options.total(prompt_len, gen_len))

@@ -11,7 +11,7 @@ from h2o_flexgen.kv.slots import Budget
 class Full(KVPolicy):
     name: ClassVar[str] = "full"
     ranks_by: ClassVar[str] = NONE
-    takes: ClassVar[tuple[str, ...]] = ()
+    accepts: ClassVar[tuple[str, ...]] = ()
 
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
         return Budget(prompt_len + gen_len)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from h2o_flexgen.kv.options import row_of
 from h2o_flexgen.kv.policy import KVPolicy
 from h2o_flexgen.kv.slots import Budget
 
@@ -17,7 +18,7 @@ class H2OFlexGen(KVPolicy):
         heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)
         if heavy < 1 or recent < 1:
             raise ValueError(
-                f"kv_policy {self.name!r} has {heavy} heavy and {recent} recent slots for a prompt of {prompt_len} and "
-                f"{gen_len} to generate; give it 1 or more of each"
+                f"kv_policy {self.name!r} has {heavy} heavy and {recent} recent slots {row_of(prompt_len, gen_len)}; "
+                "give it 1 or more of each"
             )
         return self._protecting(heavy + recent - 1, recent, recent - 1)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.kv.policy import AGE, EVICTING, KVPolicy
+from h2o_flexgen.kv.policy import AGE, COMMON, SHARES, KVPolicy
 from h2o_flexgen.kv.slots import Budget
 
 
 class Local(KVPolicy):
     name: ClassVar[str] = "local"
     ranks_by: ClassVar[str] = AGE
-    takes: ClassVar[tuple[str, ...]] = ("recent", "hh_ratio", "kv_budget", *EVICTING)
+    accepts: ClassVar[tuple[str, ...]] = ("recent", *SHARES, *COMMON)
 
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
-        return Budget(sum(self.options.heavy_and_recent(prompt_len, gen_len)))
+        return Budget(self.options.total(prompt_len, gen_len))

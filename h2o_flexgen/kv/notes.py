@@ -44,24 +44,27 @@ class Notes:
             if tensor is not None:
                 tensor[target] = tensor[source]
 
-    # -- prompts ---------------------------------------------------------------------------------------------------------
+    # -- several tokens at once -------------------------------------------------------------------------------------------
 
     def oldest_first(self, now: Pass) -> Tensor:
         """The slots of what is held, by age; where a row holds fewer, any slot behind them. (rows, kv_heads, held)"""
-        return self.positions.masked_fill(now.behind, LAST).argsort(-1)[..., : now.held]
+        return self.positions.masked_fill(now.behind_held, LAST).argsort(-1)[..., : now.held]
 
-    def choose(self, now: Pass, q: Tensor, k: Tensor, held: Tensor) -> Tensor:
-        """Notes a pass of several tokens: which of those held and of the new ones are kept, oldest first. q (rows, heads,
-        tokens, dim) and k (rows, kv_heads, held + tokens, dim) as attended, `held` the slots of the first of them ->
-        (rows, kv_heads, kept) places in k; where a row keeps fewer, any place."""
+    def keep_best(self, now: Pass, q: Tensor, k: Tensor) -> Tensor:
+        """Notes a pass of several tokens, and says which of those held and of the new ones are kept.
+
+        q (rows, heads, tokens, dim) and k (rows, kv_heads, held + tokens, dim) are as attended, oldest first. Gives
+        (rows, kv_heads, kept) places in k, in their order; where a row keeps fewer, any place."""
         rows, kv_heads = k.shape[:2]
+        held = self.oldest_first(now)
         new = now.positions.unsqueeze(1).expand(-1, kv_heads, -1)
         positions = torch.cat((self.positions.gather(-1, held).long(), new), dim=-1)
         is_pad = torch.arange(new.shape[-1], device=k.device) >= now.lengths
         exists = torch.cat((now.is_held, ~is_pad), dim=-1)
         scores = self._scores_of(now, q, k, held)
         kept = now.slots.held(1)
-        chosen = self._best(now, positions, exists, scores, kept) if now.evicts else now.in_order.expand(rows, kv_heads, -1)
+        staying = now.places_if_all_stay.expand(rows, kv_heads, -1)
+        chosen = self._best(now, positions, exists, scores, kept) if now.evicts else staying
         filled = torch.arange(kept, device=k.device) < now.after
         self.positions.fill_(NOBODY)[..., :kept] = positions.gather(-1, chosen).masked_fill(~filled, NOBODY).int()
         if self.scores is not None and scores is not None:
@@ -78,7 +81,7 @@ class Notes:
         sums = column_sums(q, k, weights, now.is_held if now.held else None)
         around = self.policy.neighbours
         if around > 1:  # of prompts alone
-            sums = torch.where(now.is_first, functional.avg_pool1d(sums, around, stride=1, padding=around // 2), sums)
+            sums = torch.where(now.is_new, functional.avg_pool1d(sums, around, stride=1, padding=around // 2), sums)
         sums[..., : now.held] += self.scores.gather(-1, held) * torch.pow(self.policy.decay, now.lengths.float())
         return sums
 
@@ -106,10 +109,10 @@ class Notes:
                 self.scores.mul_(self.policy.decay)
             self.scores.add_(shares.sum(2))
 
-    def evict(self, now: Pass) -> Tensor:
+    def take_over(self, now: Pass) -> Tensor:
         """The slot of each row and head that the newest token takes over, (rows, kv_heads); its own where nobody has to go."""
         rank = self._rank(self.positions, self.scores)
-        safe = (self.positions < now.sinks) | (self.positions >= now.window) | now.empty
+        safe = (self.positions < now.sinks) | (self.positions >= now.window) | now.behind_newest
         rank = rank.masked_fill(safe, torch.inf)
         lowest = rank == rank.amin(-1, keepdim=True)
         oldest = self.positions.masked_fill(~lowest, LAST).argmin(-1)  # of equals the older goes
@@ -126,7 +129,7 @@ class Notes:
 
     def order(self, now: Pass) -> Tensor:
         """The place of each slot among those that a head holds in decode, by age. (rows, kv_heads, slots)"""
-        return self.positions.masked_fill(now.empty, LAST).argsort(-1).argsort(-1)
+        return self.positions.masked_fill(now.behind_newest, LAST).argsort(-1).argsort(-1)
 
     def _rank(self, positions: Tensor, scores: Tensor | None) -> Tensor:
         if scores is not None:

@@ -64,6 +64,9 @@ class KVOptions:
         """Is the budget a share of prompt and generation, and so another one where fewer tokens are generated?"""
         return self.kv_budget is not None or (self.hh_ratio is None and (self.heavy, self.recent) == (None, None))
 
+    def total(self, prompt_len: int, gen_len: int) -> int:
+        return sum(self.heavy_and_recent(prompt_len, gen_len))
+
     def heavy_and_recent(self, prompt_len: int, gen_len: int) -> tuple[int, int]:
         """In slots, for one row."""
         if self.hh_ratio is not None:
@@ -75,7 +78,12 @@ class KVOptions:
         recent = total // 2 if self.recent is None else self.recent
         if recent > total:
             raise ValueError(
-                f"recent is {recent}, but the budget of a row of {prompt_len} + {gen_len} tokens is {total} slots; "
+                f"recent is {recent}, but the budget {row_of(prompt_len, gen_len)} is {total} slots; "
                 "give fewer recent or a larger kv_budget"
             )
         return total - recent, recent
+
+
+def row_of(prompt_len: int, gen_len: int) -> str:
+    """For messages."""
+    return f"for a prompt of {prompt_len} and {gen_len} to generate" if gen_len else f"for a text of {prompt_len} tokens"

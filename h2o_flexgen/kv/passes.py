@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,21 +43,25 @@ class Pass:
         return torch.arange(self.counts.shape[0], device=self.counts.device)
 
     @cached_property
-    def behind(self) -> Tensor:
+    def behind_held(self) -> Tensor:
         """Slots behind what a row holds before. (rows, 1, slots)"""
         return torch.arange(self.capacity, device=self.counts.device) >= self.counts[:, None, None]
 
     @cached_property
-    def empty(self) -> Tensor:
+    def behind_newest(self) -> Tensor:
         """In decode: slots behind a row's newest key. (rows, 1, slots)"""
         return torch.arange(self.capacity, device=self.counts.device) > self.counts[:, None, None]
 
     @cached_property
     def mask(self) -> Tensor:
         """0 where a row has a key, its newest one included, -inf on the slots behind. (rows, 1, 1, slots), fp32"""
-        return torch.zeros(self.empty.shape, device=self.empty.device).masked_fill_(self.empty, -torch.inf).unsqueeze(1)
+        return (
+            torch.zeros(self.behind_newest.shape, device=self.behind_newest.device)
+            .masked_fill_(self.behind_newest, -torch.inf)
+            .unsqueeze(1)
+        )
 
-    # -- what the budget of each row says, as (rows, 1, 1) ---------------------------------------------------------------
+    # -- row by row, as (rows, 1, 1) -------------------------------------------------------------------------------------
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -96,14 +101,14 @@ class Pass:
         )
 
     @cached_property
-    def is_first(self) -> Tensor:
+    def is_new(self) -> Tensor:
         """Rows that had seen nothing before."""
         return self._column([before == 0 for before in self.slots.batch.before])
 
     # -- several tokens behind what is held: places are those of what is held, oldest first, and then of the new tokens ---
 
     @cached_property
-    def order(self) -> Tensor:
+    def new_order(self) -> Tensor:
         """Of each new token, its place in the text if only what is held were the text. (rows, tokens)"""
         return self.counts[:, None] + torch.arange(self.positions.shape[1], device=self.counts.device)
 
@@ -112,7 +117,7 @@ class Pass:
         return torch.arange(self.held, device=self.counts.device)
 
     @cached_property
-    def in_order(self) -> Tensor:
+    def places_if_all_stay(self) -> Tensor:
         """Slot by slot the place of its token where nobody has to go; behind those of a row, any place. (rows, 1, kept)"""
         slots = torch.arange(self.slots.held(1), device=self.counts.device)
         counts = self.counts[:, None, None]
@@ -132,5 +137,5 @@ class Pass:
         rows = self.counts.shape[0]
         return torch.cat((self.is_held.expand(-1, tokens, -1), causal.expand(rows, -1, -1)), dim=2)
 
-    def _column(self, values: list[int]) -> Tensor:
+    def _column(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, device=self.counts.device)[:, None, None]

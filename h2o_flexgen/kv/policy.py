@@ -1,6 +1,6 @@
 """KVPolicy: what a policy is, as data. How many slots a row has, who is protected, and by what the others are ranked.
 
-Planning reads policies too, so they do their arithmetic without torch; kv/evict.py carries out what they say on tensors.
+Planning reads policies too, so they do their arithmetic without torch; kv/notes.py and kv/cache.py carry out what they say.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from h2o_flexgen.kv.options import ROLLING, KVOptions
+from h2o_flexgen.kv.options import ROLLING, KVOptions, row_of
 from h2o_flexgen.kv.slots import Budget, Slots
 from h2o_flexgen.planning.workload import Batch
 
 NONE, ATTENTION, AGE, CHANCE = "none", "attention", "age", "chance"  # what tokens are ranked by
 SCORED_BYTES = 16 << 20  # of a prompt's attention that are looked at together
-BUDGETS = ("heavy", "recent", "hh_ratio", "kv_budget")
+SHARES = ("hh_ratio", "kv_budget")
+BUDGETS = ("heavy", "recent", *SHARES)
 PROTECTION = ("sinks", "grace")
-EVICTING = ("positions", "hh_prompt_only")
+COMMON = ("positions", "hh_prompt_only")  # to all policies that evict
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,10 @@ class KVPolicy(ABC):
     name: ClassVar[str]
     ranks_by: ClassVar[str] = ATTENTION
     neighbours: ClassVar[int] = 1  # scores of a prompt are averaged over so many positions
-    takes: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, "score_decay", *EVICTING)
+    accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, "score_decay", *COMMON)
 
     def __post_init__(self) -> None:
-        self.options.refuse_all_but(self.takes, self.name)
+        self.options.refuse_all_but(self.accepts, self.name)
 
     @abstractmethod
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
@@ -55,7 +56,7 @@ class KVPolicy(ABC):
         return 0 if self.keeps_all else 8 if self.ranks_by == ATTENTION else 4
 
     def slots(self, batch: Batch, gen_len: int) -> Slots:
-        """A share of a text that lives on is one of what it may grow to."""
+        """A budget that is a share of the text is, for one that lives on, a share of the length that it may grow to."""
         if batch.context is not None:
             return Slots(batch, (self._checked(batch.context, 0),) * batch.size, gen_len)
         budgets = {length: self._checked(length, gen_len) for length in set(batch.lengths)}
@@ -78,8 +79,3 @@ class KVPolicy(ABC):
         """With what the options protect beside the policy's own window."""
         grace, before = self.options.grace or 0, window if prompt_window is None else prompt_window
         return Budget(slots, self.options.sinks or 0, max(window, grace), max(before, grace), queries)
-
-
-def row_of(prompt_len: int, gen_len: int) -> str:
-    """For messages."""
-    return f"for a prompt of {prompt_len} and {gen_len} to generate" if gen_len else f"for a text of {prompt_len} tokens"

@@ -78,18 +78,22 @@ class Slots:
 
     def written(self, step: int) -> int:
         """To disk: what is stored; but a journal that is full is not added to, all slots are written anew."""
-        return self.held(step + 1) if self._is_scattered(step) and self.noted(step) == self.journal else self.stored(step)
+        return (
+            self.held(step + 1)
+            if self._is_scattered(step) and self.journal_entries(step) == self.journal_capacity
+            else self.stored(step)
+        )
 
-    def noted(self, step: int) -> int:
+    def journal_entries(self, step: int) -> int:
         """Slots that stand in the journal on disk when `step` begins, and have to be read beside those that are held. (Before
         step 0 some may be left of an earlier block, which are not counted. Step 0 leaves none.)"""
         since = step - self._first_scattered
-        return since % (self.journal + 1) if since > 0 else 0
+        return since % (self.journal_capacity + 1) if since > 0 else 0
 
     @property
-    def journal(self) -> int:
-        """On disk a slot here and there would be slow to write, so they go into a journal, until it is so long that it costs
-        as much to read as it saves."""
+    def journal_capacity(self) -> int:
+        """On disk a slot here and there would be slow to write, so they go into a journal, until it is so long that to read it
+        has cost as much as to write all slots anew: where the two together are least."""
         return isqrt(2 * max(budget.slots for budget in self.budgets)) if self._may_scatter else 0
 
     @property

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.kv.policy import KVPolicy, row_of
+from h2o_flexgen.kv.options import row_of
+from h2o_flexgen.kv.policy import KVPolicy
 from h2o_flexgen.kv.slots import Budget
 
 QUERIES = 32  # the window of SnapKV's own runs

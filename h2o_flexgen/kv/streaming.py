@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.kv.policy import AGE, EVICTING, KVPolicy, row_of
+from h2o_flexgen.kv.options import row_of
+from h2o_flexgen.kv.policy import AGE, COMMON, SHARES, KVPolicy
 from h2o_flexgen.kv.slots import Budget
 
 SINKS = 4
@@ -13,13 +14,13 @@ SINKS = 4
 class Streaming(KVPolicy):
     name: ClassVar[str] = "streaming"
     ranks_by: ClassVar[str] = AGE
-    takes: ClassVar[tuple[str, ...]] = ("recent", "hh_ratio", "kv_budget", "sinks", *EVICTING)
+    accepts: ClassVar[tuple[str, ...]] = ("recent", *SHARES, "sinks", *COMMON)
 
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
         """Sinks come on top of recent slots, but out of a ratio."""
         options = self.options
         sinks = SINKS if options.sinks is None else options.sinks
-        total = sum(options.heavy_and_recent(prompt_len, gen_len))
+        total = options.total(prompt_len, gen_len)
         if options.recent is not None and options.kv_budget is None:
             total += sinks
         if total <= sinks:

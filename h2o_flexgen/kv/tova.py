@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.kv.policy import BUDGETS, EVICTING, PROTECTION, KVPolicy
+from h2o_flexgen.kv.policy import BUDGETS, COMMON, PROTECTION, KVPolicy
 from h2o_flexgen.kv.slots import Budget
 
 
 class Tova(KVPolicy):
     name: ClassVar[str] = "tova"
-    takes: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, *EVICTING)
+    accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, *COMMON)
 
     @property
     def decay(self) -> float:
         return 0.0
 
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
-        return self._protecting(sum(self.options.heavy_and_recent(prompt_len, gen_len)), window=0, queries=1)
+        return self._protecting(self.options.total(prompt_len, gen_len), window=0, queries=1)

@@ -93,3 +93,16 @@ def available_bytes() -> int:
         with suppress(OSError, ValueError):  # no such file, or "max"
             free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
     return int(max(0, free))
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process ever held. What getrusage says of it may be what its parent held before it started."""
+    import resource
+    import sys
+
+    if sys.platform == "linux":
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -40,10 +40,10 @@ class Cost:
     def schedule(self) -> Schedule:
         return self.planned.schedule
 
-    @cached_property
+    @property
     def slots(self) -> tuple[Slots, ...]:
         """Of each batch."""
-        return tuple(self.planned.plan.policy.slots(batch, self.block.gen_len) for batch in self.block.batches)
+        return self.planned.slots
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class Cost:
             return slots.stored(step)
         if op is Op.WRITE_KV:
             return slots.written(step)
-        return slots.held(step) + (slots.noted(step) if op is Op.READ_KV else 0)
+        return slots.held(step) + (slots.journal_entries(step) if op is Op.READ_KV else 0)
 
     def _kv_slot_bytes(self, batch: int) -> int:
         return self.block.batches[batch].size * self.spec.kv_bytes_per_slot
@@ -164,11 +164,11 @@ class Cost:
 
     def lane_bounds(self, step: int, machine: Machine) -> dict[str, float]:
         """Seconds that each lane needs at least for one step: bytes over bandwidth, flops over the rate of matrix products."""
-        idle = replace(machine, task_seconds=0.0)
+        without_overhead = replace(machine, task_seconds=0.0)
         bounds: dict[str, float] = defaultdict(float)
         for task in self.schedule.tasks():
             if task.step == step:
-                bounds[task.lane] += self.seconds(task, idle)
+                bounds[task.lane] += self.seconds(task, without_overhead)
         return dict(bounds)
 
     def simulated(self, machine: Machine) -> Trace:

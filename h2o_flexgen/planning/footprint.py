@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from h2o_flexgen.kv.policy import ATTENTION, SCORED_BYTES, KVPolicy
+from h2o_flexgen.kv.slots import Slots
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.placement import Placement, image_bytes
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan, Shares
@@ -57,10 +58,10 @@ def footprint(planned: PlannedBlock, writes_weights: bool = False) -> Footprint:
     parts: Parts = {tier: defaultdict(int) for tier in TIERS}
     compute = DEVICE if schedule.moves.accelerator else HOST
     _add_weights(parts, spec, planned.placement, schedule, compute, writes_weights)
-    _add_kv(parts, spec, planned.plan, block, schedule, compute)
+    _add_kv(parts, planned, compute)
     _add_hidden(parts, spec, block, schedule, compute)
     decoded = max(layer.decoded_nbytes for layer in spec.layers)
-    working = max(working_bytes(spec, planned.plan, batch, block.gen_len) for batch in block.batches)
+    working = max(working_bytes(spec, planned.plan, slots) for slots in planned.slots)
     if compute == DEVICE:
         largest = max((tensor.nbytes for tensor in spec.tensors.values()), default=0)
         parts[HOST]["loading"] = largest  # one tensor on its way to the device
@@ -105,21 +106,20 @@ def _aligned(nbytes: int, alignment: int = PAGE) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-def _add_kv(parts: Parts, spec: ModelSpec, plan: Plan, block: Block, schedule: Schedule, compute: str) -> None:
-    policy, moved = plan.policy, schedule.moves
-    each = [policy.slots(batch, block.gen_len) for batch in block.batches]
-    slots = [one.capacity for one in each]
-    images = [image_bytes(spec, policy, batch, block.gen_len) for batch in block.batches]
-    for (_, batch), tier in moved.kv.items():
+def _add_kv(parts: Parts, planned: PlannedBlock, compute: str) -> None:
+    spec, policy, schedule = planned.spec, planned.plan.policy, planned.schedule
+    moves, images = schedule.moves, [image_bytes(spec, slots) for slots in planned.slots]
+    for (_, batch), tier in moves.kv.items():
+        slots = planned.slots[batch]
         if policy.note_bytes:
-            notes = slots[batch] * block.batches[batch].size * spec.kv_heads * policy.note_bytes
+            notes = slots.capacity * slots.batch.size * spec.kv_heads * policy.note_bytes
             parts[compute]["KV notes"] += _aligned(notes) + PAGE
-        padded = (slots[batch] + each[batch].journal) * _kv_row_bytes(spec, block.batches[batch])
+        padded = (slots.capacity + slots.journal_capacity) * _kv_row_bytes(spec, slots.batch)
         parts[tier if tier != DEVICE else compute]["KV"] += padded if tier == DISK else images[batch] + PAGE
     ring = schedule.slots * (max(images) + PAGE)
-    if DISK in moved.kv.values():
+    if DISK in moves.kv.values():
         parts[HOST]["KV slots"] += ring
-    if moved.accelerator and any(moved.moves_kv(*place) for place in moved.kv):
+    if moves.accelerator and any(moves.moves_kv(*place) for place in moves.kv):
         parts[DEVICE]["KV slots"] += ring
 
 
@@ -143,53 +143,51 @@ def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
     return _aligned(batch.size * batch.prompt_len * spec.widest * spec.itemsize)
 
 
-def working_bytes(spec: ModelSpec, plan: Plan, batch: Batch, gen_len: int) -> int:
+def working_bytes(spec: ModelSpec, plan: Plan, slots: Slots) -> int:
     """The most that the functions of one visit allocate at once: an estimate from their shapes, held against runs by a test."""
-    policy = plan.policy
-    prefill = max(_prefill_bytes(spec, policy, part, gen_len) for part in batch.parts(plan.prefill_tokens))
-    decode = batch.size * spec.heads * policy.slots(batch, gen_len).capacity * (8 + 2 * spec.itemsize)
-    decode += _evicting_bytes(spec, policy, batch, gen_len)
+    policy, batch = plan.policy, slots.batch
+    parts = (policy.slots(part, slots.gen_len) for part in batch.parts(plan.prefill_tokens))
+    prefill = max(_prefill_bytes(spec, policy, part) for part in parts)
+    decode = batch.size * spec.heads * slots.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, slots)
     head = batch.size * spec.vocab * (3 * 4 + spec.itemsize)
     return max(prefill, decode, head) + batch.size * batch.prompt_len * spec.widest * spec.itemsize
 
 
-def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, part: Batch, gen_len: int) -> int:
+def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
     """Of prompts that are computed at once."""
-    tokens, heads = part.size * part.prompt_len, spec.heads * spec.head_dim
+    tokens, heads = slots.batch.size * slots.batch.prompt_len, spec.heads * spec.head_dim
     normed = 3 * spec.hidden * 4 + 2 * spec.widest * spec.itemsize  # norms work in fp32
     attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * max(spec.itemsize, 4))
-    attention += _choosing_bytes(spec, policy, part, gen_len) + _extending_bytes(spec, policy, part, gen_len)
+    attention += _choosing_bytes(spec, policy, slots) + _extending_bytes(spec, policy, slots)
     return max(attention, tokens * (normed + 3 * spec.ffn * spec.itemsize))
 
 
-def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, batch: Batch, gen_len: int) -> int:
+def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
     """To rank the tokens of prompts, and to sort them."""
     if policy.keeps_all:
         return 0
-    slots = policy.slots(batch, gen_len)
-    keys = slots.held(0) + batch.prompt_len
-    places = batch.size * spec.kv_heads * keys
+    batch, keys = slots.batch, slots.held(0) + slots.batch.prompt_len
     queries = max(budget.queries or batch.prompt_len for budget in slots.budgets)
     shares = min(SCORED_BYTES, 4 * batch.size * spec.heads * keys * queries)
-    return (2 * shares if policy.ranks_by == ATTENTION else 0) + places * (SORTED_BYTES + 4 * spec.head_dim)
+    sorted_bytes = batch.size * spec.kv_heads * keys * (SORTED_BYTES + 4 * spec.head_dim)
+    return (2 * shares if policy.ranks_by == ATTENTION else 0) + sorted_bytes
 
 
-def _extending_bytes(spec: ModelSpec, policy: KVPolicy, batch: Batch, gen_len: int) -> int:
+def _extending_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
     """For new tokens behind those that are held: all of them side by side, as held, as stored and as attended."""
-    held = policy.slots(batch, gen_len).held(0)
-    if held == 0:
+    if slots.held(0) == 0:
         return 0
-    keys, group = held + batch.prompt_len, spec.heads // spec.kv_heads
+    tokens, group = slots.batch.prompt_len, spec.heads // spec.kv_heads
+    keys = slots.held(0) + tokens
     copies = keys * spec.kv_bytes_per_slot * (4 if policy.rolls else 3)
-    return batch.size * (copies + batch.prompt_len * group * keys * (1 + 4))
+    return slots.batch.size * (copies + tokens * group * keys * (1 + 4))
 
 
-def _evicting_bytes(spec: ModelSpec, policy: KVPolicy, batch: Batch, gen_len: int) -> int:
+def _evicting_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
     if policy.keeps_all:
         return 0
-    slots = batch.size * spec.kv_heads * policy.slots(batch, gen_len).capacity
     rolled = spec.head_dim * (4 + 3 * spec.itemsize) if policy.rolls else 0  # angles, and keys on their way
-    return slots * (RANKED_BYTES + rolled)
+    return slots.batch.size * spec.kv_heads * slots.capacity * (RANKED_BYTES + rolled)
 
 
 # -- budgets -----------------------------------------------------------------------------------------------------------
@@ -237,6 +235,10 @@ class Request:
         return total
 
 
+class DoesNotFit(ValueError):
+    """A plan that needs more than may be held."""
+
+
 def refuse_what_does_not_fit(request: Request, budgets: Budgets) -> Footprint:
     needed = request.footprint()
     tier = budgets.first_exceeded(needed)
@@ -247,7 +249,7 @@ def refuse_what_does_not_fit(request: Request, budgets: Budgets) -> Footprint:
     held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in needed.parts[tier].items() if nbytes)
     if tier == HOST and budgets.host_base:
         held += f", process {format_bytes(budgets.host_base)}"
-    raise ValueError(
+    raise DoesNotFit(
         f"plan needs {format_bytes(budgets.needs(needed, tier))} on {tier} ({held}), the budget is {format_bytes(budget)}; "
         + what_would_fit(request, budgets)
     )

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from h2o_flexgen.kv.policy import KVPolicy
+from h2o_flexgen.kv.slots import Slots
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan, Shares
 from h2o_flexgen.planning.schedule import Moves
-from h2o_flexgen.planning.workload import Batch, Block
+from h2o_flexgen.planning.workload import Block
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,13 @@ def _weight_sizes(spec: ModelSpec) -> dict[str, int]:
 
 
 def _kv_sizes(spec: ModelSpec, plan: Plan, block: Block) -> dict[tuple[int, int], int]:
-    batches = [image_bytes(spec, plan.policy, batch, block.gen_len) for batch in block.batches]
+    batches = [image_bytes(spec, plan.policy.slots(batch, block.gen_len)) for batch in block.batches]
     return {(layer, batch): size for layer in spec.kv_layers for batch, size in enumerate(batches)}
 
 
-def image_bytes(spec: ModelSpec, policy: KVPolicy, batch: Batch, gen_len: int) -> int:
+def image_bytes(spec: ModelSpec, slots: Slots) -> int:
     """Keys and values of a batch in one layer."""
-    return batch.size * policy.slots(batch, gen_len).capacity * spec.kv_bytes_per_slot
+    return slots.batch.size * slots.capacity * spec.kv_bytes_per_slot
 
 
 def _hidden_sizes(spec: ModelSpec, block: Block) -> list[int]:

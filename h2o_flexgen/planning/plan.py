@@ -54,7 +54,7 @@ class Plan:
     pin_weight: bool = True  # host weights in page-locked memory (CUDA)
     schedule: str = "zigzag"
     kv_policy: str = "full"
-    kept: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and who is protected
+    kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and who is protected
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens", "slots"):
@@ -68,8 +68,8 @@ class Plan:
 
     @staticmethod
     def option_names() -> list[str]:
-        """What `create` takes: the fields of a plan, with those of `kept` in its place."""
-        return [one.name for one in (*fields(Plan), *fields(KVOptions)) if one.name != "kept"]
+        """What `create` takes: the fields of a plan, with those of `kv_options` in its place."""
+        return [one.name for one in (*fields(Plan), *fields(KVOptions)) if one.name != "kv_options"]
 
     @classmethod
     def create(cls, **options: object) -> Plan:
@@ -78,11 +78,11 @@ class Plan:
             if name not in cls.option_names():
                 raise ValueError(f"unknown plan option {name!r}{did_you_mean(name, cls.option_names())}")
         of_kv = {one.name: options.pop(one.name) for one in fields(KVOptions) if one.name in options}
-        return cls(kept=KVOptions(**of_kv), **options)  # type: ignore[arg-type]
+        return cls(kv_options=KVOptions(**of_kv), **options)  # type: ignore[arg-type]
 
     @cached_property
     def policy(self) -> KVPolicy:
-        return POLICIES[self.kv_policy](self.kept)
+        return POLICIES[self.kv_policy](self.kv_options)
 
     @property
     def block_size(self) -> int:

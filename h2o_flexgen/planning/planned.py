@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from h2o_flexgen.kv.slots import Slots
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.placement import Placement, moves, place, placed_shares
 from h2o_flexgen.planning.plan import Plan
@@ -33,6 +34,11 @@ class PlannedBlock:
     @cached_property
     def placed_percent(self) -> tuple[float, ...]:
         return placed_shares(self.spec, self.plan, self.block, self.placement)
+
+    @cached_property
+    def slots(self) -> tuple[Slots, ...]:
+        """Of each batch."""
+        return tuple(self.plan.policy.slots(batch, self.block.gen_len) for batch in self.block.batches)
 
     @property
     def shape(self) -> tuple[tuple[int, ...], ...]:

@@ -33,7 +33,7 @@ class Plain:
     stops: tuple[str, ...] = ()
 
     def turn(self, text: str, before: Completion | None) -> list[int]:
-        return self.tokenizer.encode(self.system + text) if before is None else self.tokenizer.encode_more(text)
+        return self.tokenizer.encode(_opening(self.system) + text) if before is None else self.tokenizer.encode_more(text)
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,9 @@ class Script:
     def turn(self, text: str, before: Completion | None) -> list[int]:
         spoken = f" {text}\n{ANSWERER}"
         if before is None:
-            opening = f"{self.system}\n\n" if self.system else ""
-            return self.tokenizer.encode(f"{opening}{SPEAKER}{spoken}")
-        has_next = before.finish_reason == "stop" and before.token_ids[-1] not in self.tokenizer.eos_ids
-        return self.tokenizer.encode_more(spoken if has_next else f"\n{SPEAKER}{spoken}")  # it said the stop itself
+            return self.tokenizer.encode(f"{_opening(self.system)}{SPEAKER}{spoken}")
+        said_speaker = self.stops[0] in self.tokenizer.decode(before.token_ids)  # the reply wrote it before it was stopped
+        return self.tokenizer.encode_more(spoken if said_speaker else f"{self.stops[0]}{spoken}")
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,10 @@ class Template:
         return ids[1:] if ids[:1] == list(before.token_ids[-1:]) else ids  # the reply's own end is there
 
 
+def _opening(system: str) -> str:
+    return f"{system}\n\n" if system else ""
+
+
 def _not_in(text: str) -> str:
     mark = "\N{REFERENCE MARK}"
     while mark in text:
@@ -82,12 +85,13 @@ def _not_in(text: str) -> str:
     return mark
 
 
+AUTO = "auto"
 STYLES: Mapping[str, type[Plain] | type[Script] | type[Template]] = {"template": Template, "script": Script, "plain": Plain}
 
 
 def choose_style(name: str, tokenizer: Tokenizer, system: str = "") -> Style:
-    """`auto`: the model's chat template, or a script where it has none."""
+    """AUTO: the model's chat template, or a script where it has none."""
     if name == "template" and not tokenizer.has_chat_template:
         raise ValueError("this model has no chat template; choose the style script or plain")
-    chosen = name if name != "auto" else "template" if tokenizer.has_chat_template else "script"
+    chosen = name if name != AUTO else "template" if tokenizer.has_chat_template else "script"
     return STYLES[chosen](tokenizer, system)

@@ -83,10 +83,10 @@ class _Progress:
     def is_done(self) -> bool:
         return all(rows.is_done for rows in self.rows)
 
-    def leaves_nothing(self, task: Task) -> bool:
-        """Is there nobody who will ever need what this task stores?"""
+    def is_wanted(self, task: Task) -> bool:
+        """Will anybody need what this task stores?"""
         rows = self.rows[task.batch]
-        return rows.last_step is not None and (not rows.batch.lives_on or task.step > rows.last_step)
+        return rows.last_step is None or (rows.batch.lives_on and task.step <= rows.last_step)
 
 
 class Engine:
@@ -107,10 +107,10 @@ class Engine:
     def weight_files(self) -> tuple[Path, ...]:
         return self._weights.files
 
-    def keep_kv(self, block: Block) -> KVStore:
-        """A home for the KV of texts that live on: `run` is handed it block after block, and who asked for it closes it."""
+    def open_kv(self, block: Block, schedule: Schedule | None = None) -> KVStore:
+        """A home for the block's KV, which whoever asks for it closes. That of texts that live on is handed to `run` again."""
         with torch.inference_mode():
-            return KVStore(self._spec, self._plan.policy, block, self.schedule(block), self._memories)
+            return KVStore(self._spec, self._plan.policy, block, schedule or self.schedule(block), self._memories)
 
     def schedule(self, block: Block) -> Schedule:
         return PlannedBlock.of(self._spec, self._plan, block, self._memories.device.accelerator).schedule
@@ -131,8 +131,9 @@ class Engine:
         self._weights.prepare(schedule)
         with ExitStack() as opened, torch.inference_mode():
             if kv is None:
-                kv = opened.enter_context(closing(self.keep_kv(block)))
-            kv.prepare(block, schedule)
+                kv = opened.enter_context(closing(self.open_kv(block, schedule)))
+            else:
+                kv.prepare(block, schedule)
             hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
             alive = [self._rows_of(batch, rows, block.gen_len) for batch in block.batches]
             state = _Progress(alive, kv, hidden, sampler, on_visit, on_token)
@@ -158,7 +159,7 @@ class Engine:
             return lambda task: 0 if state.rows[task.batch].is_done else action(task)
 
         def while_wanted(action: Callable[[Task], int]) -> Callable[[Task], int]:
-            return lambda task: 0 if state.leaves_nothing(task) else action(task)
+            return lambda task: action(task) if state.is_wanted(task) else 0
 
         def for_its_users(action: Callable[[Task], int]) -> Callable[[Task], int]:
             """Weights serve all batches when they are cut in slices, else those in whose name they come."""
@@ -202,26 +203,30 @@ class Engine:
     def _layer(self, kind: str, rows: BatchRows, hidden: Tensor | None, weights: base.Weights, cache: KVCache | None) -> Tensor:
         """All rows at once, or part by part: what a part allocates in passing is free for the next."""
         if len(rows.parts) == 1:
-            return self._part(kind, rows.parts[0], hidden, weights, cache)
+            return self._computed(kind, rows.parts[0], hidden, weights, cache)
         out: Tensor | None = None
         for part in rows.parts:
             place = part.rows, slice(part.tokens.shape[1])
             own = None if cache is None else cache.part(part.rows)
-            computed = self._part(kind, part, None if hidden is None else hidden[place], weights, own)
+            computed = self._computed(kind, part, None if hidden is None else hidden[place], weights, own)
             out = computed.new_empty(rows.batch.size, rows.batch.prompt_len, computed.shape[-1]) if out is None else out
             out[place] = computed  # what stands behind are pads, which nobody reads
         assert out is not None
         return out
 
-    def _part(self, kind: str, part: Part, hidden: Tensor | None, weights: base.Weights, cache: KVCache | None) -> Tensor:
-        if hidden is None:
+    def _computed(self, kind: str, part: Part, hidden: Tensor | None, weights: base.Weights, cache: KVCache | None) -> Tensor:
+        if kind == "embed":
             return self._model.embed(part.tokens, part.now.positions, weights)
-        if cache is None:
+        assert hidden is not None
+        if kind == "mlp":
             return self._model.mlp(hidden, weights)
+        assert cache is not None
         attend = partial(cache.attend, part.now)
-        if kind == "block":
-            return base.block(self._model, hidden, weights, attend)
-        return self._model.attention(hidden, weights, attend)
+        return (
+            base.block(self._model, hidden, weights, attend)
+            if kind == "block"
+            else self._model.attention(hidden, weights, attend)
+        )
 
     # -- what happened -------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from h2o_flexgen.planning.schedule import Schedule, Task
 from h2o_flexgen.planning.workload import Batch, Block
 from h2o_flexgen.runtime.rows import BatchRows
 
+Index = tuple[slice, numpy.ndarray, numpy.ndarray, numpy.ndarray]
 SlotAction = Callable[[DiskRegion, numpy.ndarray, int, int], None]
 
 
@@ -45,12 +46,12 @@ class Unit:
     generation: int = 0  # how often its rows were filled up
     changed: tuple[int, int] = (0, 0)  # slots that the last COMPUTE wrote
     cache: KVCache | None = None  # of the last COMPUTE
-    journal: list[Tensor] = field(default_factory=list)  # of what stands on disk behind the slots: where it belongs
+    journaled: list[Tensor] = field(default_factory=list)  # of what stands on disk behind the slots: where it belongs
 
     @property
-    def taken(self) -> Tensor | None:
+    def replaced(self) -> Tensor | None:
         """The one slot of every row and head that changed, where it is not a range."""
-        return None if self.cache is None else self.cache.taken
+        return None if self.cache is None else self.cache.replaced
 
 
 class KVStore:
@@ -74,7 +75,7 @@ class KVStore:
         self._block, self._schedule = block, schedule
         for place in schedule.moves.kv:
             batch, before = block.batches[place[1]], self._units.get(place)
-            self._units[place] = Unit(batch, journal=before.journal if before is not None and any(batch.seen) else [])
+            self._units[place] = Unit(batch, journaled=before.journaled if before is not None and any(batch.seen) else [])
 
     def _allocate(self, held: ExitStack) -> None:
         moves, memories = self._schedule.moves, self._memories
@@ -116,10 +117,10 @@ class KVStore:
 
     def _slots_on_disk(self, batch: Batch) -> int:
         slots = self._slots(batch)
-        return slots.capacity + slots.journal
+        return slots.capacity + slots.journal_capacity
 
     def _image_bytes(self, batch: Batch) -> int:
-        return image_bytes(self._spec, self._policy, batch, self._block.gen_len)
+        return image_bytes(self._spec, self._slots(batch))
 
     def _row_bytes(self, rows: int) -> int:
         """One slot of all rows, as it lies on disk: padded, so that any range of slots can be read and written directly."""
@@ -143,7 +144,7 @@ class KVStore:
         cache = KVCache(self._image(self._working_region(task), task.batch), notes)
         unit.changed, unit.cache = self._slots(rows.batch).changed(task.step), cache
         if task.step and unit.generation != rows.generation:
-            cache.keep_rows(rows.kept, self._slots(unit.batch).held(task.step))
+            cache.keep_rows(rows.places_before, self._slots(unit.batch).held(task.step))
             unit.changed, unit.cache = (0, unit.changed[1]), None  # all is to be stored
         unit.batch, unit.generation = rows.batch, rows.generation
         return cache
@@ -161,13 +162,13 @@ class KVStore:
     def store(self, task: Task) -> int:
         """Device -> host: what the step changed."""
         unit = self._units[task.layer, task.batch]
-        if unit.taken is None:
+        if unit.replaced is None:
             return self._transfer(task, *unit.changed, to_device=False)
         host, device = (self._image(region, task.batch) for region in self._both_regions(task))
         row, head = torch.arange(unit.batch.size)[:, None], torch.arange(self._spec.kv_heads)
         at_home = device.device  # of the indices: gathered there, scattered here
-        values = device[:, row.to(at_home), head.to(at_home), unit.taken].cpu()
-        host[:, row, head, unit.taken.cpu()] = values
+        values = device[:, row.to(at_home), head.to(at_home), unit.replaced].cpu()
+        host[:, row, head, unit.replaced.cpu()] = values
         return values.nbytes
 
     def _both_regions(self, task: Task) -> tuple[Tensor, Tensor]:
@@ -187,37 +188,39 @@ class KVStore:
         """Disk -> host: all that is held, and then, in their order, the changes that stand in the journal."""
         unit = self._units[task.layer, task.batch]
         moved = self._disk_slots(task, unit, 0, self._slots(unit.batch).held(task.step), self._read_slots)
-        for place, taken in enumerate(unit.journal):
-            moved += self._journal(task, unit, place, taken, from_disk=True)
+        for place, slots in enumerate(unit.journaled):
+            moved += self._read_journaled(task, place, slots)
         return moved
 
     def write(self, task: Task) -> int:
         """Host -> disk: what the step changed. Slots here and there go into the journal until it is full."""
         unit = self._units[task.layer, task.batch]
-        taken, room = unit.taken, self._slots_on_disk(self._block.batches[task.batch]) - self._capacity(task)
-        if taken is not None and len(unit.journal) < room:
-            unit.journal.append(taken.cpu())
-            return self._journal(task, unit, len(unit.journal) - 1, unit.journal[-1], from_disk=False)
-        unit.journal.clear()
+        if unit.replaced is not None and len(unit.journaled) < self._slots(self._block.batches[task.batch]).journal_capacity:
+            unit.journaled.append(unit.replaced.cpu())
+            return self._append_journaled(task, len(unit.journaled) - 1, unit.journaled[-1])
+        unit.journaled.clear()
         return self._disk_slots(task, unit, *unit.changed, self._write_slots)
 
-    def _capacity(self, task: Task) -> int:
-        return self._slots(self._block.batches[task.batch]).capacity
+    def _read_journaled(self, task: Task, place: int, slots: Tensor) -> int:
+        """One slot of every row and head, to where it belongs."""
+        image, at, offset, scratch = self._journal_entry(task, place, slots)
+        self._memories.disk.read_into(self._on_disk[task.layer, task.batch], offset, scratch)
+        image[at] = self._slots_of(scratch, len(slots), 1)[..., 0, :]
+        return len(slots) * self._spec.kv_bytes_per_slot
 
-    def _journal(self, task: Task, unit: Unit, place: int, taken: Tensor, from_disk: bool) -> int:
-        """One slot of every row and head between the journal and the image."""
-        region, rows = self._host_ring[self._schedule.slot(task.visit)], unit.batch.size
-        image, stride = numpy_of(self._image(region, task.batch)), self._row_bytes(rows)
-        at = (slice(None), numpy.arange(rows)[:, None], numpy.arange(self._spec.kv_heads), taken.numpy())
-        home, offset = self._on_disk[task.layer, task.batch], (self._capacity(task) + place) * stride
-        scratch = self._memories.disk.scratch(stride)
-        if from_disk:
-            self._memories.disk.read_into(home, offset, scratch)
-            image[at] = self._slots_of(scratch, rows, 1)[..., 0, :]
-        else:
-            self._slots_of(scratch, rows, 1)[..., 0, :] = image[at]
-            self._memories.disk.write_from(home, offset, scratch)
-        return rows * self._spec.kv_bytes_per_slot
+    def _append_journaled(self, task: Task, place: int, slots: Tensor) -> int:
+        image, at, offset, scratch = self._journal_entry(task, place, slots)
+        self._slots_of(scratch, len(slots), 1)[..., 0, :] = image[at]
+        self._memories.disk.write_from(self._on_disk[task.layer, task.batch], offset, scratch)
+        return len(slots) * self._spec.kv_bytes_per_slot
+
+    def _journal_entry(self, task: Task, place: int, slots: Tensor) -> tuple[numpy.ndarray, Index, int, Tensor]:
+        """The image and where in it the slots (rows, kv_heads) are; the entry's offset on disk, and a buffer for it."""
+        image = numpy_of(self._image(self._host_ring[self._schedule.slot(task.visit)], task.batch))
+        at = (slice(None), numpy.arange(len(slots))[:, None], numpy.arange(self._spec.kv_heads), slots.numpy())
+        stride = self._row_bytes(len(slots))
+        capacity = self._slots(self._block.batches[task.batch]).capacity
+        return image, at, (capacity + place) * stride, self._memories.disk.scratch(stride)
 
     def _disk_slots(self, task: Task, unit: Unit, first: int, last: int, action: SlotAction) -> int:
         """Cuts a range of slots into chunks that the disk threads work on side by side."""

@@ -29,4 +29,4 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[StepLogprobs, ...] | None  # one per token; None unless asked for
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop" or "length"; of a reply also "interrupted"

@@ -35,7 +35,7 @@ class BatchRows:
     def __init__(self, batch: Batch, rows: Sequence[RowState], plan: Plan, gen_len: int, device: torch.device) -> None:
         self.batch = batch  # the living
         self.generation = 0  # how often the living moved up
-        self.kept: list[int] = list(range(batch.size))  # place now -> place before they last moved up
+        self.places_before: list[int] = list(range(batch.size))  # place now -> place before they last moved up
         self.last_step: int | None = None  # once they are done
         self._rows = list(rows)
         self._policy = plan.policy
@@ -87,7 +87,7 @@ class BatchRows:
         if not self._rows:
             self.last_step = step
         else:
-            tokens = picked.tokens[self.kept].unsqueeze(1).to(self._device)
+            tokens = picked.tokens[self.places_before].unsqueeze(1).to(self._device)
             self.parts = (Part(slice(None), self._pass(self.batch, step + 1), tokens),)
         return len(rows)
 
@@ -101,4 +101,4 @@ class BatchRows:
             self.generation += 1
             self._rows = [self._rows[place] for place in kept]
             self.batch = self.batch.only(kept)
-        self.kept = kept
+        self.places_before = kept

@@ -96,7 +96,7 @@ def test_a_block_begins_with_what_the_one_before_has_left(name: str, turns: list
             stored |= set(range(first, last))
         seen, held = seen + length + gen_len - 1, slots.counts(gen_len)
         assert held == (min(seen, slots.budgets[0].slots),)
-        rooms.add((slots.capacity, slots.journal))
+        rooms.add((slots.capacity, slots.journal_capacity))
     assert len(rooms) == 1, "the room of a text that lives on is that of its first block"
 
 

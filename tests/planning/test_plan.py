@@ -55,7 +55,7 @@ def test_what_cannot_be_asked_of_a_policy_is_refused_with_the_plan(options: dict
         ({"kv_policy": "h2o", "hh_ratio": 0.01}, "has a budget of 0 slots"),
         (
             {"kv_policy": "h2o", "kv_budget": 0.2, "recent": 7},
-            r"recent is 7, but the budget of a row of 20 \+ 10 tokens is 6 slots",
+            r"recent is 7, but the budget for a prompt of 20 and 10 to generate is 6 slots",
         ),
         ({"kv_policy": "h2o", "heavy": 2, "recent": 2, "sinks": 3}, r"protects 5 tokens \(sinks 3\), but has 4 slots"),
         ({"kv_policy": "h2o", "heavy": 2, "recent": 2, "grace": 5}, "protects 5 tokens"),

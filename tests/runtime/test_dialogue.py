@@ -98,12 +98,14 @@ def test_a_script_goes_on_where_the_reply_ended(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(style.turn("hello", cut)).lstrip() == "User: hello\nAssistant:"
     stopped = reply(" the fox\nUser:", tokenizer, reason="stop")  # as the cache has it: with the stop
     assert tokenizer.decode(style.turn("hello", stopped)).lstrip() == "hello\nAssistant:"
+    elsewhere = reply(" the fox STOP", tokenizer, reason="stop")
+    assert tokenizer.decode(style.turn("hello", elsewhere)).lstrip() == "User: hello\nAssistant:"
     assert style.stops == ("\nUser:",)
 
 
 def test_plain_turns_are_only_put_behind(tokenizer: Tokenizer) -> None:
-    style = Plain(tokenizer, "hello ")
-    assert style.turn("world", None) == tokenizer.encode("hello world")
+    style = Plain(tokenizer, "hello")
+    assert style.turn("world", None) == tokenizer.encode("hello\n\nworld")
     assert style.turn(" hello", reply("x", tokenizer)) == tokenizer.encode_more(" hello")
 
 

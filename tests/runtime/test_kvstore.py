@@ -41,10 +41,12 @@ class Rows:
         """The last row takes the place of one that has ended."""
         alive = list(range(self.batch.size))
         alive[place] = alive[-1]
-        self.kept = alive[:-1]
+        self.places_before = alive[:-1]
         self.generation += 1
         rows, lengths = self.batch.rows, self.batch.lengths
-        self.batch = Batch(tuple(rows[each] for each in self.kept), tuple(lengths[each] for each in self.kept))
+        self.batch = Batch(
+            tuple(rows[each] for each in self.places_before), tuple(lengths[each] for each in self.places_before)
+        )
 
 
 @contextmanager

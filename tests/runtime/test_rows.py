@@ -67,19 +67,19 @@ def test_a_decode_pass_has_one_token_per_row_at_its_own_position() -> None:
     assert rows.parts[0].tokens.tolist() == [[11], [12]] and not rows.parts[0].now.is_prefill
     assert rows.parts[0].now.positions.tolist() == [[3], [1]] and rows.parts[0].now.counts.tolist() == [3, 1]
     rows.advance(logits_for([13, 14]), Sampler(0), step=1)
-    assert rows.parts[0].now.positions.tolist() == [[4], [2]] and rows.kept == [0, 1] and rows.generation == 0
+    assert rows.parts[0].now.positions.tolist() == [[4], [2]] and rows.places_before == [0, 1] and rows.generation == 0
     assert [state.token_ids for state in states] == [[11, 13], [12, 14]]
 
 
 def test_living_rows_from_behind_take_the_places_of_those_that_have_ended() -> None:
     rows, states = batch_of([[1], [2, 2], [3, 3, 3], [4]], [1, 9, 1, 9])
     assert rows.advance(logits_for([21, 22, 23, 24]), Sampler(0), step=0) == 4
-    assert rows.kept == [3, 1] and rows.generation == 1
+    assert rows.places_before == [3, 1] and rows.generation == 1
     assert rows.batch == Batch((30, 10), (1, 2))
     assert rows.parts[0].tokens.tolist() == [[24], [22]] and rows.parts[0].now.counts.tolist() == [1, 2]
     assert [state.finished for state in states] == [True, False, True, False]
     assert rows.advance(logits_for([25, 26]), Sampler(0), step=1) == 2
-    assert rows.kept == [0, 1] and rows.generation == 1, "nobody has ended, nobody moves"
+    assert rows.places_before == [0, 1] and rows.generation == 1, "nobody has ended, nobody moves"
     assert states[3].token_ids == [24, 25] and states[1].token_ids == [22, 26]
 
 
@@ -109,9 +109,9 @@ def test_as_few_rows_as_possible_move_and_none_is_lost(limits: list[int]) -> Non
         if not alive:
             break
         assert set(rows.batch.rows) == alive and len(rows.batch.rows) == len(alive)
-        assert [before[place] for place in rows.kept] == list(rows.batch.rows)
+        assert [before[place] for place in rows.places_before] == list(rows.batch.rows)
         stayed = [place for place, row in enumerate(before[: len(alive)]) if row in alive]
-        assert all(rows.kept[place] == place for place in stayed)
+        assert all(rows.places_before[place] == place for place in stayed)
         assert rows.parts[0].now.counts.tolist() == [length + step for length in rows.batch.lengths]
     assert [state.num_generated for state in states] == limits and rows.is_done
 
