@@ -15,7 +15,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,25 @@ def _opened(args: Namespace, llm: LLM) -> Conversation:
         return llm.converse(args.context_len, seed=args.seed, on_stage=Opening(progress).stage)
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What is kept of a turn that was answered: a talk without end must not keep every token."""
+
+    turn: str
+    reply: str
+    tokens: int
+    finish_reason: str
+    tokens_read: int
+    prompt_seconds: float
+    decode_seconds: float
+
+    @classmethod
+    def of(cls, turn: str, reply: Reply) -> Turn:
+        done = reply.completion
+        seconds = (round(reply.prompt_seconds, 6), round(reply.decode_seconds, 6))
+        return cls(turn, done.text, len(done.token_ids), done.finish_reason, reply.tokens_read, *seconds)
+
+
 @dataclass
 class Chat:
     talk: Conversation
@@ -70,7 +89,7 @@ class Chat:
     params: SamplingParams
     is_typed: bool
     before: Completion | None = None  # the reply that a turn goes behind
-    replies: list[tuple[str, Reply]] = field(default_factory=list)
+    answered: list[Turn] = field(default_factory=list)
 
     # -- turns -----------------------------------------------------------------------------------------------------------
 
@@ -108,7 +127,7 @@ class Chat:
             reply = self.talk.reply(self.style.turn(turn, self.before), self.params, show, stop)
         print(flush=True)
         self.before = reply.completion
-        self.replies.append((turn, reply))
+        self.answered.append(Turn.of(turn, reply))
         if reply.fills_context:
             say([f"({self._end()})"])
 
@@ -129,13 +148,13 @@ class Chat:
     def stats(self) -> Iterator[str]:
         from h2o_flexgen.memory.host import peak_resident_bytes  # imports torch, which is there by now
 
-        talk, replies = self.talk, [reply for _, reply in self.replies]
+        talk, answered = self.talk, self.answered
         limit = "no limit" if talk.extent.is_endless else f"the limit is {talk.extent.context}"
         yield f"text: {talk.seen} tokens in {talk.turns} turns ({limit})"
         yield f"KV cache: {talk.held} of {talk.extent.slots} slots a head, {format_bytes(talk.kv_bytes)}"
-        read, spoken = sum(reply.tokens_read for reply in replies), sum(_decoded(reply) for reply in replies)
-        yield f"read: {_rate(read, sum(reply.prompt_seconds for reply in replies))}"
-        yield f"generated: {_rate(spoken, sum(reply.decode_seconds for reply in replies))}"
+        decoded = sum(turn.tokens - 1 for turn in answered)  # the first token comes with the prompt
+        yield f"read: {_rate(sum(turn.tokens_read for turn in answered), sum(turn.prompt_seconds for turn in answered))}"
+        yield f"generated: {_rate(decoded, sum(turn.decode_seconds for turn in answered))}"
         yield f"memory: {format_bytes(peak_resident_bytes())} at most"
 
     # -- what is told ----------------------------------------------------------------------------------------------------
@@ -155,7 +174,7 @@ class Chat:
             "percent": list(llm.plan.percent),
             "kept": {"policy": llm.plan.policy.name, "slots": self.talk.extent.slots, "context": self.talk.extent.context},
             "endless": self.talk.extent.is_endless,
-            "turns": [_turn_json(turn, reply) for turn, reply in self.replies],
+            "turns": [asdict(turn) for turn in self.answered],
             "seen": self.talk.seen,
             "held": self.talk.held,
             "kv_bytes": self.talk.kv_bytes,
@@ -168,25 +187,8 @@ def _placed(llm: LLM) -> str:
     return ", ".join(f"{100 * shares.of(tier):g} % on {tier}" for tier in ("device", "host", "disk") if shares.of(tier) > 0)
 
 
-def _decoded(reply: Reply) -> int:
-    """Tokens that decode steps made: the first comes with the prompt."""
-    return len(reply.completion.token_ids) - 1
-
-
 def _rate(tokens: int, seconds: float) -> str:
     return f"{tokens} tokens in {seconds:.1f} s" + (f", {tokens / seconds:.2f} tokens/s" if seconds > 0 else "")
-
-
-def _turn_json(turn: str, reply: Reply) -> dict[str, object]:
-    return {
-        "turn": turn,
-        "reply": reply.completion.text,
-        "tokens": len(reply.completion.token_ids),
-        "finish_reason": reply.completion.finish_reason,
-        "tokens_read": reply.tokens_read,
-        "prompt_seconds": round(reply.prompt_seconds, 6),
-        "decode_seconds": round(reply.decode_seconds, 6),
-    }
 
 
 @contextmanager

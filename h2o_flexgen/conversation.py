@@ -15,7 +15,7 @@ from types import TracebackType
 from h2o_flexgen.kv.policy import KVPolicy
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.schedule import Task
-from h2o_flexgen.planning.workload import Batch, Block
+from h2o_flexgen.planning.workload import Batch, Block, Workload
 from h2o_flexgen.runtime.engine import BlockRun, Engine
 from h2o_flexgen.runtime.output import Completion
 from h2o_flexgen.runtime.row_state import RowState
@@ -77,6 +77,11 @@ class Extent:
     def slots(self) -> int:
         """That are held between turns, at most."""
         return self.policy.slots(Batch((0,), (1,), context=self.context), 1).budgets[0].slots
+
+    @property
+    def workload(self) -> Workload:
+        """What needs most of all that may come: as many tokens as are computed at once, behind what is held already."""
+        return Workload((min(self.piece_tokens, max(1, self.context - 1)),), 1, self.context)
 
     def held(self, seen: int) -> int:
         return min(seen, self.slots)

@@ -210,7 +210,7 @@ class LLM:
         the model's positions); with rolling positions it has no end. Until it is closed nothing else can be generated."""
         extent = Extent.of(self.spec, self.plan.policy, context, self.plan.prefill_tokens)
         try:
-            self._refuse_what_does_not_fit(Workload((extent.piece_tokens,), 1, extent.context))
+            self._refuse_what_does_not_fit(extent.workload)
         except DoesNotFit as error:
             raise DoesNotFit(f"{error}; or give a shorter context, or a KV policy that keeps less") from None
         self._conversation = Conversation(self._ready(on_stage), self.spec, self.tokenizer, extent, seed)

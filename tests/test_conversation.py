@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from h2o_flexgen.conversation import ContextFull
+from h2o_flexgen.conversation import ContextFull, Extent
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.llama import Llama
 from h2o_flexgen.planning.footprint import Request
@@ -275,7 +278,7 @@ def test_what_lies_on_the_tiers_is_what_was_promised_and_goes_back(
         with llm.converse(CONTEXT) as talk:
             held = [on_tiers(llm) for _ in range(5) if talk.reply(TURNS[0], GREEDY)]
         assert len(set(held)) == 1
-        for tier, peak in zip(("host", "disk"), held[0]):
+        for tier, peak in zip(("host", "disk"), held[0][:2]):
             arenas = [nbytes for name, nbytes in promised.parts[tier].items() if name not in ("working space", "disk buffers")]
             assert 0 < peak <= sum(arenas), promised.parts[tier]
         with llm.converse(CONTEXT) as talk:  # what the first one held can be had again
@@ -283,6 +286,35 @@ def test_what_lies_on_the_tiers_is_what_was_promised_and_goes_back(
             assert on_tiers(llm) == held[0]
 
 
-def on_tiers(llm: LLM) -> tuple[int, int]:
+def on_tiers(llm: LLM) -> tuple[int, int, int]:
     assert llm._memories is not None
-    return llm._memories.host.meter.peak_bytes, llm._memories.disk.meter.peak_bytes
+    disk = llm._memories.disk
+    return llm._memories.host.meter.peak_bytes, disk.meter.peak_bytes, os.fstat(disk._descriptor or 0).st_size
+
+
+def test_what_a_closed_conversation_held_is_let_go_of_before_the_next_workload(checkpoints: Checkpoints, offload: Path) -> None:
+    """Though the model stays, and the conversation as well."""
+    with Case("llama-gqa", MIXES[3], policy=ROLLING).open(checkpoints, offload) as llm:
+        with llm.converse(CONTEXT) as talk:
+            talk.reply(TURNS[0], GREEDY)
+            held = [weakref.ref(tensor) for tensor in talk._kv._in_memory.values()]
+            held += [weakref.ref(unit.cache) for unit in talk._kv._units.values() if unit.cache is not None]
+            assert held and all(one() is not None for one in held)
+        llm.generate([[1, 2, 3]], GREEDY)
+        gc.collect()
+        assert all(one() is None for one in held)
+
+
+def test_a_conversation_is_promised_the_room_to_read_a_long_turn_behind_a_short_one(
+    checkpoints: Checkpoints, offload: Path
+) -> None:
+    """Which is more than the first turn needs, also where all of the context may be read at once."""
+    with Case("llama-gqa", MIXES[0]).open(checkpoints, offload) as llm:
+        extent = Extent.of(llm.spec, llm.plan.policy, CONTEXT, llm.plan.prefill_tokens)
+        workloads = extent.workload, Workload((CONTEXT,), 1)
+        long_behind_short, first = (workload.blocks(1, 1)[0].batches[0] for workload in workloads)
+        assert extent.piece_tokens == CONTEXT
+        assert (long_behind_short.before, long_behind_short.lengths) == ((1,), (CONTEXT - 1,))
+        assert (first.before, first.lengths) == ((0,), (CONTEXT,))
+        needs = [Request(llm.spec, llm.plan, workload, False).footprint().parts["host"] for workload in workloads]
+        assert needs[0]["working space"] > needs[1]["working space"]

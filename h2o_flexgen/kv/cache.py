@@ -130,7 +130,8 @@ def _attend_seen(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
     kv_heads = k.shape[1]
     mask = sees.repeat(1, heads // kv_heads, 1).unsqueeze(1)
     out = functional.scaled_dot_product_attention(q.reshape(rows, kv_heads, -1, head_dim), k, v, attn_mask=mask)
-    return out.view(rows, heads, tokens, head_dim).transpose(1, 2).reshape(rows, tokens, heads * head_dim)
+    # on some devices the outcome lies otherwise than the queries do: no view
+    return out.reshape(rows, heads, tokens, head_dim).transpose(1, 2).reshape(rows, tokens, heads * head_dim)
 
 
 def _wide(index: Tensor, head_dim: int) -> Tensor:

@@ -220,7 +220,7 @@ class DiskTier:
         self.files = files
         self.folder = folder
         self._descriptor: int | None = None
-        self._end = 0
+        self._regions: dict[DiskRegion, None] = {}  # in use, as they lie; a gap is had again when all behind it is free
 
     def alloc(self, nbytes: int) -> DiskRegion:
         region = DiskRegion(self._end, aligned(nbytes))
@@ -231,15 +231,20 @@ class DiskTier:
                 _reserve(self._descriptor, region.offset, region.nbytes)
         except OSError as error:
             raise self._failure(error, region.nbytes) from error
-        self._end += region.nbytes
+        self._regions[region] = None
         self.meter.add(region.nbytes)
         return region
 
     def free(self, region: DiskRegion) -> None:
         self.meter.remove(region.nbytes)
-        if self.meter.used_bytes == 0 and self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
-            self._end = 0
+        self._regions.pop(region, None)
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, self._end)  # what a text that lives on holds stays; a turn's hidden values do not
+
+    @property
+    def _end(self) -> int:
+        last = next(reversed(self._regions), None)
+        return 0 if last is None else last.offset + last.nbytes
 
     def read_into(self, region: DiskRegion, start: int, out: Tensor) -> None:
         """`start` and the place of `out` are aligned."""

@@ -109,6 +109,8 @@ class KVStore:
 
     def close(self) -> None:
         self._held.close()
+        for places in (self._units, self._in_memory, self._on_disk, self._notes):
+            places.clear()  # whoever still holds the store does not hold its memory
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,25 @@ def test_scratch_memory_is_aligned_and_of_its_thread(tmp_path: Path, files: File
         thread.join()
     assert len({own.data_ptr(), *places}) == 4
     assert tier.scratch(3 * CHUNK_BYTES).nbytes == 3 * CHUNK_BYTES
+
+
+def test_space_behind_what_is_in_use_is_had_again(tmp_path: Path, files: Files) -> None:
+    """As turns of a conversation do: what it holds stays, each turn's hidden values come and go."""
+    with closing(DiskTier(files, tmp_path)) as tier:
+        stays = tier.alloc(8192)
+        source = values_of(torch.float32, 2048)
+        tier.write_from(stays, 0, arena(2048, torch.float32).copy_(source))
+        for size in (4096, 40_960, 12_288):
+            comes, goes = tier.alloc(size), tier.alloc(size)
+            assert comes.offset == 8192 and goes.offset == 8192 + size
+            tier.free(comes)  # a gap: waits until what is behind it goes
+            assert tier.alloc(4096).offset == 8192 + 2 * size
+            tier.free(DiskRegion(8192 + 2 * size, 4096))
+            tier.free(goes)
+        out = arena(2048, torch.float32)
+        tier.read_into(stays, 0, out)
+        assert torch.equal(out, source)
+        assert os.fstat(tier._descriptor).st_size == 8192
 
 
 # -- the offload folder --------------------------------------------------------------------------------------------------
