@@ -1,8 +1,31 @@
-"""Package metadata. The folder configs/ travels with the package as h2o_flexgen.configs."""
+"""Package metadata. The folder configs/ travels with the package as h2o_flexgen.configs.
 
+The kernels in C are optional: where they cannot be compiled, the package does their work in torch.
+"""
+
+from __future__ import annotations
+
+import platform
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
+
+KERNELS = Path("h2o_flexgen/kernels")
+PROCESSORS = {"baseline": []}  # one library for each; the one that fits is chosen when it is loaded
+if platform.machine().lower() in ("x86_64", "amd64"):
+    PROCESSORS |= {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4"]}
+
+
+def kernels(processor, flags):
+    return Extension(
+        f"h2o_flexgen.kernels._{processor}",
+        sources=[str(file) for file in sorted(KERNELS.glob("*.c"))],
+        depends=[str(file) for file in sorted(KERNELS.glob("*.h"))],
+        extra_compile_args=["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", *flags],
+        extra_link_args=["-fopenmp"],
+        optional=True,
+    )
+
 
 setup(
     name="h2o_flexgen",
@@ -14,7 +37,11 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["h2o_flexgen", "h2o_flexgen.*"]), "h2o_flexgen.configs"],
     package_dir={"h2o_flexgen.configs": "configs"},
-    package_data={"h2o_flexgen.configs": ["models/*.json", "machines/*.yaml", "plans/*.yaml"]},
+    package_data={
+        "h2o_flexgen.configs": ["models/*.json", "machines/*.yaml", "plans/*.yaml"],
+        "h2o_flexgen.kernels": ["*.c", "*.h"],
+    },
+    ext_modules=[kernels(processor, flags) for processor, flags in PROCESSORS.items()],
     install_requires=[
         "torch>=2.6,<2.14",
         "transformers>=4.51,<6",

@@ -26,15 +26,17 @@ from h2o_flexgen.memory.host import available_bytes, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models import create_model, known_config, load_config
 from h2o_flexgen.models.base import Model
-from h2o_flexgen.models.checkpoint import WeightSource, open_checkpoint
+from h2o_flexgen.models.checkpoint import Checkpoint, WeightSource, open_checkpoint
 from h2o_flexgen.models.dummy import DummySource
 from h2o_flexgen.models.hub import resolve_model
+from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Footprint, Request, refuse_what_does_not_fit
 from h2o_flexgen.planning.hints import did_you_mean
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.units import parse_bytes
 from h2o_flexgen.planning.workload import Batch, Workload
+from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.runtime.engine import BlockRun, Engine, OnVisit, Until
 from h2o_flexgen.runtime.output import Completion
 from h2o_flexgen.runtime.row_state import RowState
@@ -120,7 +122,11 @@ class LLM:
             self._source = checkpoint
         built = create_model(config, dtype, self.plan.sep_layer, self.name)
         stored = self._source.stored_itemsize
-        built.spec = built.spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=stored(tensor.name)))
+        as_stored = built.spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=stored(tensor.name)))
+        as_stored = replace(as_stored, kv_codec=self.plan.kv_codec)
+        built.spec = as_stored if self.plan.weight_codec == PLAIN else as_stored.packed(self.plan.weight_codec)
+        if isinstance(self._source, Checkpoint) and self.plan.weight_codec != PLAIN:
+            self._source = PackedCheckpoint(self._source, built.spec, progress=self._packed)
         if self.plan.policy.rolls and not built.spec.rotary:
             raise ValueError(f"positions 'rolling' needs rotary positions, but {self.name} has learned ones; leave it out")
         self._model: Model = built
@@ -140,6 +146,11 @@ class LLM:
     def weight_files(self) -> tuple[Path, ...]:
         """Where weights are read from in every step; none before the first `generate`."""
         return self._engine.weight_files if self._engine is not None else ()
+
+    @property
+    def packing(self) -> tuple[Path, int] | None:
+        """The folder that packed weights are kept in, and the bytes to write there first; random ones are not kept."""
+        return (self._source.folder, self._source.bytes_to_write) if isinstance(self._source, PackedCheckpoint) else None
 
     # -- budgets -------------------------------------------------------------------------------------------------------
 
@@ -265,6 +276,11 @@ class LLM:
     def _report(self, stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
         if self._listener is not None:
             self._listener(stage, done_bytes, total_bytes)
+
+    def _packed(self, done_bytes: int, total_bytes: int) -> None:
+        self._report(Stage.PACKING, done_bytes, total_bytes)
+        if done_bytes == total_bytes:
+            self._report(Stage.LOADING)
 
     def _converted(self, done_bytes: int, total_bytes: int) -> None:
         self._report(Stage.CONVERTING, done_bytes, total_bytes)

@@ -119,6 +119,8 @@ class Job:
 
     @cached_property
     def plan_report(self) -> PlanReport:
+        from h2o_flexgen.kernels.library import in_use  # imports torch, which is there by now
+
         llm, needed = self.llm, self.llm.check(self.workload)
         return PlanReport(
             model=self.chosen.name,
@@ -131,6 +133,8 @@ class Job:
             needed=needed,
             budgets=llm.budgets,
             accelerator=llm.device.accelerator,
+            kernels=in_use(),
+            packing=llm.packing,
         )
 
     def announce(self) -> None:

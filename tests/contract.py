@@ -22,6 +22,7 @@ from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Model, Weights
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.runtime.output import Completion
 from h2o_flexgen.runtime.sampling import Sampler
 from h2o_flexgen.runtime.sampling_params import SamplingParams
@@ -67,10 +68,13 @@ class Case:
     stored: str = "float32"
     policy: tuple[tuple[str, Any], ...] = ()  # plan options
     prefill_tokens: int = Plan.prefill_tokens
+    weight_codec: str = PLAIN
+    kv_codec: str = PLAIN
 
     @property
     def plan_options(self) -> dict[str, Any]:
         names = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "schedule", "prefill_tokens")
+        names += ("weight_codec", "kv_codec")
         return {name: getattr(self, name) for name in names} | {"pin_weight": self.device == "cuda", **dict(self.policy)}
 
     @property
@@ -144,12 +148,16 @@ class Checkpoints:
         )
         return generated.sequences[0, prompt.shape[1] :].tolist(), torch.cat(generated.logits)
 
-    def model(self, kind: str, stored: str, dtype: str, device: str = "cpu") -> tuple[Model, list[Weights]]:
+    def model(self, kind: str, stored: str, dtype: str, device: str = "cpu", codec: str = PLAIN) -> tuple[Model, list[Weights]]:
+        """With a codec: the weights that are computed with are what it makes of the stored ones."""
         folder = self.folder(kind, stored)
         tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             tensors |= {name: tensor.clone() for name, tensor in load_file(file).items()}
         model = create_model(load_config(str(folder)), dtype)
+        for tensor in model.spec.packed(codec).tensors.values():
+            if tensor.codec != PLAIN:
+                tensors[tensor.name] = there_and_back(tensors[tensor.name], codec, getattr(torch, dtype))
         weights = weights_by_layer(model, tensors)
         return model, [{name: tensor.to(device) for name, tensor in layer.items()} for layer in weights]
 
@@ -166,14 +174,24 @@ class Checkpoints:
             case.gen_len,
             case.policy,
             case.prefill_tokens,
+            case.weight_codec,
+            case.kv_codec,
             *map(tuple, prompts),
         )
         if key not in self.resident:
-            model, weights = self.model(case.kind, case.stored, case.dtype, device)
+            model, weights = self.model(case.kind, case.stored, case.dtype, device, case.weight_codec)
             self.resident[key] = resident_generate(
-                model, weights, prompts, case.gen_len, by_token, case.kv_policy, case.prefill_tokens
+                model, weights, prompts, case.gen_len, by_token, case.kv_policy, case.prefill_tokens, case.kv_codec
             )
         return self.resident[key]
+
+
+def there_and_back(values: Tensor, codec: str, dtype: torch.dtype) -> Tensor:
+    data = torch.empty(CODECS[codec].nbytes(tuple(values.shape), values.itemsize), dtype=torch.uint8)
+    CODECS[codec].encode(values, data)
+    out = torch.empty(values.shape, dtype=dtype)
+    CODECS[codec].decode(data, out)
+    return out
 
 
 @contextmanager

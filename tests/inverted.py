@@ -3,10 +3,9 @@ its bytes are of odd numbers, are no values, and decoding them takes memory of i
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from unittest.mock import patch
@@ -27,10 +26,7 @@ ODD_OFFSET = 13  # of the first tensor in a packed file
 @dataclass
 class Inverted:
     name: str = "inverted"
-    is_view: bool = False
     decoded: int = 0  # tensors
-    held_bytes: int = 0  # of decoded values
-    peak_bytes: int = 0
 
     def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         return prod(shape) * itemsize + len(TRAILER)
@@ -39,21 +35,11 @@ class Inverted:
         assert out.nbytes == self.nbytes(tuple(values.shape), values.dtype.itemsize)
         out.copy_(torch.cat([~values.contiguous().view(-1).view(torch.uint8), TRAILER]))
 
-    def decode(self, data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        assert data.nbytes == self.nbytes(shape, dtype.itemsize)
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        assert data.nbytes == self.nbytes(tuple(out.shape), out.itemsize)
         assert torch.equal(data[-len(TRAILER) :].cpu(), TRAILER), "these bytes were never encoded, or not all have come"
-        values = ~data[: -len(TRAILER)]
-        self._count(values)
-        return values.view(dtype).view(shape)
-
-    def _count(self, values: Tensor) -> None:
         self.decoded += 1
-        self.held_bytes += values.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        weakref.finalize(values.untyped_storage(), self._gone, values.nbytes)
-
-    def _gone(self, nbytes: int) -> None:
-        self.held_bytes -= nbytes
+        out.copy_((~data[: -len(TRAILER)]).view(out.dtype).view(out.shape))
 
 
 @contextmanager
@@ -62,18 +48,7 @@ def registered(codec: Inverted) -> Iterator[Inverted]:
         yield codec
 
 
-def inverted_matrices(tensor: TensorSpec) -> TensorSpec:
-    """What a real codec would pack; a model has plain tensors besides."""
-    return replace(tensor, codec="inverted") if len(tensor.shape) == 2 else tensor
-
-
-def stored_as_kept(tensor: TensorSpec) -> TensorSpec:
-    if tensor.codec == PLAIN:
-        return tensor
-    return replace(tensor, stored_codec=tensor.codec, stored_itemsize=tensor.itemsize)
-
-
-class PackedCheckpoint:
+class InvertedCheckpoint:
     """A WeightSource: plain tensors lie in a checkpoint, all others in one file of their own, as they are kept in memory."""
 
     def __init__(self, kind: str, stored: str, dtype: str, spec: ModelSpec, checkpoints: Checkpoints) -> None:
@@ -84,9 +59,9 @@ class PackedCheckpoint:
         self._packed: dict[str, StoredTensor] = {}
         content = bytearray(ODD_OFFSET)
         for tensor in spec.tensors.values():
-            if tensor.stored_codec != PLAIN:
-                data = torch.empty(tensor.stored_nbytes, dtype=torch.uint8)
-                CODECS[tensor.stored_codec].encode(values[tensor.name], data)
+            if tensor.codec != PLAIN:
+                data = torch.empty(tensor.nbytes, dtype=torch.uint8)
+                CODECS[tensor.codec].encode(values[tensor.name], data)
                 at = len(content)
                 self._packed[tensor.name] = StoredTensor(tensor.name, file, at, data.nbytes, "U8", tensor.shape)
                 content += data.numpy().tobytes()
@@ -97,11 +72,10 @@ class PackedCheckpoint:
 
     def locate(self, tensors: Iterable[TensorSpec]) -> dict[str, StoredTensor]:
         wanted = list(tensors)
-        plain = self._plain.locate(tensor for tensor in wanted if tensor.stored_codec == PLAIN)
-        return plain | {tensor.name: self._packed[tensor.name] for tensor in wanted if tensor.stored_codec != PLAIN}
+        plain = self._plain.locate(tensor for tensor in wanted if tensor.codec == PLAIN)
+        return plain | {tensor.name: self._packed[tensor.name] for tensor in wanted if tensor.codec != PLAIN}
 
     def fill(self, tensor: TensorSpec, out: Tensor) -> bool:
-        assert tensor.stored_codec == PLAIN
         return False
 
     def close(self) -> None:
@@ -109,14 +83,9 @@ class PackedCheckpoint:
 
 
 @contextmanager
-def opened_inverted(
-    case: Case, checkpoints: Checkpoints, offload: Path, packed: bool = True, codec: Inverted | None = None
-) -> Iterator[LLM]:
-    """The case with its matrices inverted: in a packed file, or else while they are loaded."""
-    with registered(codec or Inverted()), case.open(checkpoints, offload) as llm:
-        spec = llm.spec.map_tensors(inverted_matrices)
-        if packed:
-            spec = spec.map_tensors(stored_as_kept)
-            llm._source = PackedCheckpoint(case.kind, case.stored, case.dtype, spec, checkpoints)
-        llm._model.spec = spec
+def opened_inverted(case: Case, checkpoints: Checkpoints, offload: Path, codec: Inverted | None = None) -> Iterator[LLM]:
+    """The case with its matrices inverted, in a packed file."""
+    with registered(codec or Inverted()) as chosen, case.open(checkpoints, offload) as llm:
+        llm._model.spec = llm.spec.packed(chosen.name)
+        llm._source = InvertedCheckpoint(case.kind, case.stored, case.dtype, llm.spec, checkpoints)
         yield llm

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.full import Full
 from h2o_flexgen.kv.notes import Notes
 from h2o_flexgen.kv.passes import Pass
@@ -17,6 +18,7 @@ from h2o_flexgen.kv.policy import KVPolicy
 from h2o_flexgen.models.base import Model, Weights, block
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload import Batch
+from h2o_flexgen.quant.codec import PLAIN
 
 
 @torch.inference_mode()
@@ -28,13 +30,14 @@ def resident_generate(
     by_token: bool = False,
     policy: KVPolicy | None = None,
     prefill_tokens: int = Plan.prefill_tokens,
+    kv_codec: str = PLAIN,
 ) -> list[Tensor]:
     """Greedy: for every step the logits (rows, vocab). `by_token`: caches lie slot by slot, as beside an accelerator."""
     policy = policy or Full()
     device = next(iter(weights[0].values())).device
     batch = Batch(tuple(range(len(prompts))), tuple(map(len, prompts)))
     slots = policy.slots(batch, steps)
-    caches = _caches(model, policy, len(prompts), slots.capacity, by_token, device)
+    caches = _caches(model, policy, len(prompts), slots.capacity, by_token, device, kv_codec)
     parts = [
         _last_of_prompts(model, weights, caches, policy, part, prompts, steps, slots.capacity, device)
         for part in batch.parts(prefill_tokens)
@@ -74,12 +77,13 @@ def resident_talk(
     chunk: int,
     by_token: bool = False,
     policy: KVPolicy | None = None,
+    kv_codec: str = PLAIN,
 ) -> list[list[Tensor]]:
     """Greedy, one row whose caches live on from turn to turn: for every turn, for every step the logits (1, vocab)."""
     policy = policy or Full()
     device, seen, unread = next(iter(weights[0].values())).device, 0, list[int]()
     capacity = policy.slots(Batch((0,), (1,), (), context), 1).capacity
-    caches = _caches(model, policy, 1, capacity, by_token, device)
+    caches = _caches(model, policy, 1, capacity, by_token, device, kv_codec)
     talk = []
     for turn in turns:
         new, logits = [*unread, *turn], []
@@ -111,18 +115,21 @@ def _through_layers(
     return hidden
 
 
-def _caches(model: Model, policy: KVPolicy, rows: int, slots: int, by_token: bool, device: torch.device) -> dict[int, KVCache]:
+def _caches(
+    model: Model, policy: KVPolicy, rows: int, slots: int, by_token: bool, device: torch.device, kv_codec: str
+) -> dict[int, KVCache]:
+    coding = Coding(kv_codec, getattr(torch, model.spec.dtype), model.spec.head_dim)
     return {
-        layer: KVCache(_image(model, rows, slots, by_token, device), _notes(model, policy, rows, slots, device))
+        layer: KVCache(_image(model, coding, rows, slots, by_token, device), _notes(model, policy, rows, slots, device), coding)
         for layer in model.spec.kv_layers
     }
 
 
-def _image(model: Model, rows: int, slots: int, by_token: bool, device: torch.device) -> Tensor:
-    heads, dim, dtype = model.spec.kv_heads, model.spec.head_dim, getattr(torch, model.spec.dtype)
+def _image(model: Model, coding: Coding, rows: int, slots: int, by_token: bool, device: torch.device) -> Tensor:
+    heads, width, dtype = model.spec.kv_heads, coding.width, coding.kept_dtype
     if by_token:
-        return torch.zeros(slots, 2, rows, heads, dim, dtype=dtype, device=device).permute(1, 2, 3, 0, 4)
-    return torch.zeros(2, rows, heads, slots, dim, dtype=dtype, device=device)
+        return torch.zeros(slots, 2, rows, heads, width, dtype=dtype, device=device).permute(1, 2, 3, 0, 4)
+    return torch.zeros(2, rows, heads, slots, width, dtype=dtype, device=device)
 
 
 def _notes(model: Model, policy: KVPolicy, rows: int, slots: int, device: torch.device) -> Notes | None:

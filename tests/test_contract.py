@@ -14,6 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.quant.codec import PLAIN
 from tests.contract import POLICIES, Case, Checkpoints, compare, generate_with, hold_contract
 from tests.reference import reference_generate
 from tests.resident import resident_generate
@@ -41,6 +42,8 @@ CHOICES = {
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
     "policy": POLICIES,
     "prefill_tokens": (1024, 12, 1),
+    "weight_codec": (PLAIN, "group4", "group8"),
+    "kv_codec": (PLAIN, "group4", "group8"),
 }
 
 

@@ -20,6 +20,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.llama import Llama
 from h2o_flexgen.planning.footprint import Request
 from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.runtime.executor import TaskFailed
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 from tests.contract import POLICIES, Case, Checkpoints, distinct_prompts, recorded_logits
@@ -39,6 +40,8 @@ CHOICES = {
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
     "policy": LIVING,
     "prefill_tokens": (1024, 4),
+    "weight_codec": (PLAIN, "group4"),
+    "kv_codec": (PLAIN, "group4"),
 }
 
 
@@ -52,9 +55,10 @@ def nothing_runs_on() -> Iterator[None]:
 def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
     """Tokens and logits of every turn, bit for bit."""
     device = "cuda" if case.device == "cuda" else "cpu"
-    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, device)
+    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, device, case.weight_codec)
     by_token = case.device != "cpu"
-    expected = resident_talk(model, weights, TURNS, STEPS, CONTEXT, case.prefill_tokens, by_token, case.kv_policy)
+    how = (case.prefill_tokens, by_token, case.kv_policy, case.kv_codec)
+    expected = resident_talk(model, weights, TURNS, STEPS, CONTEXT, *how)
     with case.open(checkpoints, offload) as llm, llm.converse(CONTEXT) as talk:
         for number, (turn, wanted) in enumerate(zip(TURNS, expected)):
             with recorded_logits() as logits:

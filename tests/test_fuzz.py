@@ -11,6 +11,7 @@ import pytest
 
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.schedule import SCHEDULES
+from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.runtime.output import Completion
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 from tests import tiny
@@ -39,6 +40,8 @@ def random_case(random: Random) -> Case:
         device=random.choice(["cpu", "pretended"]),
         stored=random.choice(["float32", "float32", "bfloat16"]),
         policy=random.choice(POLICIES),
+        weight_codec=random.choice([PLAIN, PLAIN, "group4", "group8"]),
+        kv_codec=random.choice([PLAIN, PLAIN, "group4", "group8"]),
     )
 
 

@@ -371,8 +371,6 @@ def test_path_names_the_folder_that_has_the_model(command: Any, opt: Path) -> No
         (("--device", "abacus"), ("'abacus'", "cpu")),
         (("--trace", "/no/such/folder/trace.json"), ("--trace", "/no/such/folder")),
         (("--log-file", "/no/such/folder/log"), ("--log-file", "/no/such/folder")),
-        (("--compress-weight",), ("--compress-weight", "not supported")),
-        (("--compress-cache",), ("--compress-cache", "not supported")),
         (("--cpu",), ("--cpu-cache-compute", "not supported")),
         (("--attn-sparsity", 0.1), ("--attn-sparsity", "not supported")),
         ((*SMALL, "--hh-ratio", "0.001"), ("'h2o' has a budget of 0 slots",)),

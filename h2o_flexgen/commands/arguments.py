@@ -122,18 +122,14 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _add_later(parser: argparse.ArgumentParser) -> None:
     """Flags of published FlexGen commands for what this version cannot do: known, so that they can be refused by name."""
-    names = "--compress-weight, --compress-cache, --cpu-cache-compute, --attn-sparsity below 1"
+    names = "--cpu-cache-compute, --attn-sparsity below 1"
     add = parser.add_argument_group("FlexGen's flags that this version refuses when they are on", names).add_argument
-    add("--compress-weight", action="store_true", help=argparse.SUPPRESS)
-    add("--compress-cache", action="store_true", help=argparse.SUPPRESS)
     add("--cpu-cache-compute", "--cpu", action="store_true", help=argparse.SUPPRESS)
     add("--attn-sparsity", type=float, default=1.0, help=argparse.SUPPRESS)
 
 
 def _refuse(args: argparse.Namespace) -> None:
     switched_on = {
-        "--compress-weight": args.compress_weight,
-        "--compress-cache": args.compress_cache,
         "--cpu-cache-compute": args.cpu_cache_compute,
         "--attn-sparsity": args.attn_sparsity != 1.0,
     }

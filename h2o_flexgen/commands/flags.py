@@ -19,6 +19,7 @@ from h2o_flexgen.planning.hints import did_you_mean
 from h2o_flexgen.planning.machine import DEVICES
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.quant.codec import PACKED
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 DUMMY_PATH = "_DUMMY_"
@@ -94,8 +95,16 @@ def add_placement(group: argparse._ArgumentGroup) -> None:
     add_switch(group, "--overlap", True, "0: one slot, nothing overlaps; the tokens are the same")
     at_once = "tokens of prompts computed at once: more take more memory; a longer turn of a chat is read in pieces"
     add("--prefill-tokens", type=int, default=Plan.prefill_tokens, metavar="N", help=at_once)
+    packed = "matrices take 4 bits a value (or 8); they are packed once, into a cache (default: as they are)"
+    _add_codec(group, "--compress-weight", "weight_codec", packed)
+    _add_codec(group, "--compress-cache", "kv_codec", "keys and values take 4 bits (or 8), head by head (default: as they are)")
     slots = "layers whose weights may be under way or in use at once"
     add("--slots", type=int, default=Plan.slots, metavar="N", help=slots)
+
+
+def _add_codec(group: argparse._ArgumentGroup, flag: str, option: str, text: str) -> None:
+    kinds, default = "|".join(map(str, PACKED)), argparse.SUPPRESS
+    group.add_argument(flag, dest=option, type=_codec, nargs="?", const="4", default=default, metavar=kinds, help=text)
 
 
 def add_kv(parser: argparse.ArgumentParser) -> None:
@@ -125,6 +134,13 @@ def add_kv(parser: argparse.ArgumentParser) -> None:
 
 def add_switch(group: argparse._ArgumentGroup, flag: str, default: bool, text: str) -> None:
     group.add_argument(flag, type=_switch, nargs="?", const=True, default=default, metavar="0|1", help=text)
+
+
+def _codec(bits: str) -> str:
+    for known, codec in PACKED.items():
+        if bits == str(known):
+            return codec
+    raise argparse.ArgumentTypeError(f"{bits!r} bits are not known; known: {', '.join(map(str, PACKED))}")
 
 
 def _switch(text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from h2o_flexgen.commands.kept import Kept
 from h2o_flexgen.planning.footprint import Budgets, Footprint
@@ -14,6 +15,7 @@ from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.schedule import Schedule
 from h2o_flexgen.planning.units import format_bytes
 from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.quant.codec import PLAIN
 
 NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
 KINDS = ("weights", "KV", "activations")
@@ -31,6 +33,8 @@ class PlanReport:
     needed: Footprint
     budgets: Budgets
     accelerator: bool
+    kernels: str  # what the CPU works with: C, or torch
+    packing: tuple[Path, int] | None = None  # where packed weights are kept, and the bytes to write there first
 
     @property
     def first(self) -> PlannedBlock:
@@ -51,6 +55,8 @@ class PlanReport:
             "requested_percent": list(self.requested.percent),
             "placed_percent": [round(share, 2) for share in self.first.placed_percent],
             "kept": self.kept.as_json(),
+            "kernels": self.kernels,
+            "bytes_to_pack": self.packing[1] if self.packing else 0,
             "num_prompts": self.workload.num_prompts,
             "placed_bytes": placed_bytes(self.first),
             "needed_bytes": {tier: self.budgets.needs(self.needed, tier) for tier in TIERS},
@@ -60,18 +66,29 @@ class PlanReport:
     def _head(self) -> list[str]:
         spec, plan, longest = self.spec, self.plan, max(self.workload.prompt_lens)
         lines = [
-            f"model     {self.model}: {spec.architecture}, {format_bytes(spec.weight_bytes)} of weights in {spec.dtype}",
+            f"model     {self.model}: {spec.architecture}, {format_bytes(spec.weight_bytes)} of weights {self._written_down()}",
             f"prompts   {self.workload.num_prompts} of up to {longest} tokens, {self.workload.gen_len} to generate for each",
             f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {len(self.blocks)} of them to run",
             f"schedule  {plan.schedule}, {_slots(self.first.schedule)}, "
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
-            f"KV        {self.kept.line()}",
+            f"KV        {self.kept.line()}{self._packed_kv()}",
         ]
+        if not self.accelerator:
+            lines.append(f"kernels   {self.kernels}")
+        if self.packing and self.packing[1]:
+            lines.append(f"the weights are packed first, once: {format_bytes(self.packing[1])} in {self.packing[0]}")
         if self.dummy_weights:
             lines.append("weights are random, so the text is noise")
         if self._is_folded:
             lines.append("no GPU: what was meant for it lives in host memory")
         return lines
+
+    def _written_down(self) -> str:
+        dtype, codec = self.spec.dtype, self.plan.weight_codec
+        return f"in {dtype}" if codec == PLAIN else f"with matrices as {codec}, computed with in {dtype}"
+
+    def _packed_kv(self) -> str:
+        return "" if self.plan.kv_codec == PLAIN else f", as {self.plan.kv_codec}"
 
     def _shares(self) -> list[str]:
         tiers = TIERS if self.accelerator else (HOST, DISK)

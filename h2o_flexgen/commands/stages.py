@@ -6,6 +6,11 @@ from h2o_flexgen.planning.units import format_bytes
 from h2o_flexgen.runtime.progress import Progress
 from h2o_flexgen.runtime.stage import Stage
 
+COPIES = {  # what is done to make them, and where in the cache they are kept
+    Stage.CONVERTING: ("the checkpoint's .bin files are converted to safetensors", "converted"),
+    Stage.PACKING: ("the checkpoint's matrices are packed", "packed"),
+}
+
 
 def show_stage(progress: Progress, stage: Stage, done_bytes: int, total_bytes: int) -> None:
     progress.stage(str(stage), f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}" if total_bytes else "")
@@ -16,17 +21,17 @@ class Opening:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._noted = False
+        self._noted: set[Stage] = set()
 
     def stage(self, stage: Stage, done_bytes: int, total_bytes: int) -> None:
-        if stage is Stage.CONVERTING and not self._noted:
-            self._noted = True
-            self._progress.note(_conversion(total_bytes))
+        if stage in COPIES and stage not in self._noted:
+            self._noted.add(stage)
+            self._progress.note(_copy(stage, total_bytes))
         show_stage(self._progress, stage, done_bytes, total_bytes)
 
 
-def _conversion(total_bytes: int) -> str:
-    from h2o_flexgen.models.convert import default_cache_dir  # imports torch, which is there by now
+def _copy(stage: Stage, total_bytes: int) -> str:
+    from h2o_flexgen.models.derived import cache_folder  # imports torch, which is there by now
 
-    copy = f"a copy of {format_bytes(total_bytes)}, which is kept in {default_cache_dir()}"
-    return f"the checkpoint's .bin files are converted to safetensors, once: {copy}"
+    what, kind = COPIES[stage]
+    return f"{what}, once: a copy of {format_bytes(total_bytes)}, which is kept in {cache_folder(kind)}"

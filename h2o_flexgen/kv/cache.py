@@ -1,7 +1,8 @@
 """KVCache: the slots of one (layer, batch): append, attend, evict, and drop rows that are finished.
 
-The slots are an image (2, rows, kv_heads, slots, head_dim), wherever it happens to lie while it is computed with. A policy that
-evicts has notes beside it.
+The slots are an image (2, rows, kv_heads, slots, width), wherever it happens to lie while it is computed with; a coding says
+how the values of a head are kept in it. A policy that evicts has notes beside it. What is held is moved as it is kept: encoded
+again it would lose a little each time.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from h2o_flexgen.kernels.decode_attention import Kept, decode_attention
+from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.notes import Notes
 from h2o_flexgen.kv.passes import Pass
 from h2o_flexgen.models.base import Rotate
+from h2o_flexgen.quant.codec import PLAIN
 
 
 class KVCache:
-    def __init__(self, image: Tensor, notes: Notes | None = None) -> None:
-        self.image = image  # (2, rows, kv_heads, slots, head_dim); more rows than are alive once some are finished
+    def __init__(self, image: Tensor, notes: Notes | None = None, coding: Coding | None = None) -> None:
+        self.image = image  # (2, rows, kv_heads, slots, width); more rows than are alive once some are finished
         self.replaced: Tensor | None = None  # (rows, kv_heads): slots that the newest token took over from an older one
         self._notes = notes
+        self._coding = coding or Coding(PLAIN, image.dtype, image.shape[-1])
         self._rolls = notes is not None and notes.policy.rolls  # keys are stored unrotated
 
     def attend(self, now: Pass, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
@@ -33,7 +38,7 @@ class KVCache:
 
     def part(self, rows: slice) -> KVCache:
         """That of some of the rows, for prompts that are computed one part after the other."""
-        return KVCache(self.image[:, rows], None if self._notes is None else self._notes.part(rows))
+        return KVCache(self.image[:, rows], None if self._notes is None else self._notes.part(rows), self._coding)
 
     def keep_rows(self, index: Sequence[int], slots: int) -> None:
         """Row `dst` becomes what row `index[dst]` is: finished rows are filled up by living ones from behind."""
@@ -47,24 +52,25 @@ class KVCache:
 
     def _prefill(self, now: Pass, notes: Notes | None, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None) -> Tensor:
         """All that is held is attended, oldest first, and the new tokens up to each query; then the budget is kept."""
-        stored = k
+        unrotated = k
         if rotate is not None:
             positions = now.new_order if self._rolls else now.positions
             q, k = rotate(q, positions), rotate(k, positions)
-            stored = stored if self._rolls else k
-        q, k, v, stored = (x.transpose(1, 2) for x in (q, k, v, stored))  # (rows, heads, tokens, head_dim)
+        q, k, v, unrotated = (x.transpose(1, 2) for x in (q, k, v, unrotated))  # (rows, heads, tokens, head_dim)
+        kept_k, kept_v = self._coding.encode(unrotated if self._rolls else k), self._coding.encode(v)
         if now.held:
-            old_k, old_v = self._held(now, notes)
-            stored, v = torch.cat((old_k, stored), 2), torch.cat((old_v, v), 2)
+            held_k, held_v = self._held(now, notes)
+            kept_k, kept_v = torch.cat((held_k, kept_k), 2), torch.cat((held_v, kept_v), 2)
+            old_k, old_v = self._coding.decode(held_k), self._coding.decode(held_v)
             if self._rolls and rotate is not None:
                 old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotate)
-            k = torch.cat((old_k, k), 2)
+            k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
         chosen = now.places_if_all_stay if notes is None else notes.keep_best(now, q, k)
-        self._store(now, chosen, stored, v)
+        self._store(now, chosen, kept_k, kept_v)
         return _attend_seen(q, k, v, now.sees) if now.held else _attend_causally(q, k, v)
 
     def _held(self, now: Pass, notes: Notes | None) -> tuple[Tensor, Tensor]:
-        """Keys and values that are held, oldest first. (rows, kv_heads, held, head_dim) each"""
+        """Keys and values that are held, oldest first. (rows, kv_heads, held, width) each"""
         keys, values = self.image[:, : len(now.counts)]
         if notes is None:
             return keys[:, :, : now.held], values[:, :, : now.held]
@@ -87,27 +93,26 @@ class KVCache:
 
     def _decode(self, now: Pass, notes: Notes | None, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None) -> Tensor:
         rows, _, heads, head_dim = q.shape
-        keys, values = self.image[0, :rows], self.image[1, :rows]  # (rows, kv_heads, slots, head_dim)
+        keys, values = self.image[0, :rows], self.image[1, :rows]  # (rows, kv_heads, slots, width)
         kv_heads = keys.shape[1]
         if rotate is not None and not self._rolls:
             q, k = rotate(q, now.positions), rotate(k, now.positions)
-        keys[now.row_index, :, now.counts] = k[:, 0]
-        values[now.row_index, :, now.counts] = v[:, 0]
+        keys[now.row_index, :, now.counts] = self._coding.encode(k[:, 0])
+        values[now.row_index, :, now.counts] = self._coding.encode(v[:, 0])
         if notes is not None:
             notes.append(now)
         if notes is not None and self._rolls and rotate is not None:
-            q, keys = rotate(q, now.new_order), _rolled(keys, notes.order(now), rotate)
+            q, keys = rotate(q, now.new_order), _rolled(self._coding.decode(keys), notes.order(now), rotate)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # the query heads of a group stand where queries stand
-        # over all slots, empty ones masked: a slice of the slots is not contiguous, and bf16 products of it are 4 times slower
-        scores = torch.matmul(q, keys.transpose(2, 3)).float().mul_(head_dim**-0.5).add_(now.mask)
-        shares = torch.softmax(scores, dim=-1)  # (rows, kv_heads, group, slots)
-        out = torch.matmul(shares.to(values.dtype), values).reshape(rows, 1, heads * head_dim)
+        bits = self._coding.bits
+        kept_keys, kept_values = Kept(keys, None if self._rolls else bits), Kept(values, bits)
+        out, sums = decode_attention(q, kept_keys, kept_values, now.with_newest, now.mask)
         if notes is not None:
-            notes.add(shares)
+            notes.add(sums)
             if now.evicts:
                 self.replaced = notes.take_over(now)
                 self._take_over(now, self.replaced)
-        return out
+        return out.reshape(rows, 1, heads * head_dim)
 
     def _take_over(self, now: Pass, slots: Tensor) -> None:
         """The newest token, behind all others, goes where the one was that leaves: what is held stays one range."""
@@ -134,9 +139,9 @@ def _attend_seen(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
     return out.reshape(rows, heads, tokens, head_dim).transpose(1, 2).reshape(rows, tokens, heads * head_dim)
 
 
-def _wide(index: Tensor, head_dim: int) -> Tensor:
+def _wide(index: Tensor, width: int) -> Tensor:
     """An index over slots as one over all their values."""
-    return index.unsqueeze(-1).expand(*index.shape, head_dim)
+    return index.unsqueeze(-1).expand(*index.shape, width)
 
 
 def _rolled(keys: Tensor, order: Tensor, rotate: Rotate) -> Tensor:

@@ -102,12 +102,12 @@ class Notes:
         if self.scores is not None:
             self.scores[now.row_index, :, now.counts] = 0.0
 
-    def add(self, shares: Tensor) -> None:
-        """shares (rows, kv_heads, group, slots), fp32: what the newest query gave to each slot."""
+    def add(self, sums: Tensor) -> None:
+        """sums (rows, kv_heads, slots), fp32: what the newest query gave to each slot, over the query heads of a group."""
         if self.scores is not None:
             if self.policy.decay != 1.0:
                 self.scores.mul_(self.policy.decay)
-            self.scores.add_(shares.sum(2))
+            self.scores.add_(sums)
 
     def take_over(self, now: Pass) -> Tensor:
         """The slot of each row and head that the newest token takes over, (rows, kv_heads); its own where nobody has to go."""

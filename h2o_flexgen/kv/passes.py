@@ -48,6 +48,11 @@ class Pass:
         return torch.arange(self.capacity, device=self.counts.device) >= self.counts[:, None, None]
 
     @cached_property
+    def with_newest(self) -> Tensor:
+        """In decode: keys that each row attends. (rows,)"""
+        return self.counts + 1
+
+    @cached_property
     def behind_newest(self) -> Tensor:
         """In decode: slots behind a row's newest key. (rows, 1, slots)"""
         return torch.arange(self.capacity, device=self.counts.device) > self.counts[:, None, None]

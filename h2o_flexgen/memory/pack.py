@@ -86,6 +86,11 @@ class Pack:
         return self.bytes(part.name)[part.start : part.stop]
 
     def view(self, name: str) -> Tensor:
-        """The values, to compute with: decoded at each call, and into the buffer only when the codec is one of views."""
+        """The values of a plain tensor, where they lie."""
         entry = self.layout.entries[name]
-        return CODECS[entry.codec].decode(self.bytes(name), entry.shape, entry.dtype)
+        assert entry.codec == PLAIN, entry
+        return self.bytes(name).view(entry.dtype).view(entry.shape)
+
+    def decode(self, name: str, out: Tensor) -> None:
+        """The values of any tensor, into memory of their own."""
+        CODECS[self.layout.entries[name].codec].decode(self.bytes(name), out)

@@ -30,7 +30,8 @@ class WeightSource(Protocol):
         """Where these tensors can be read on disk, by their names in the spec. Called once."""
 
     def fill(self, tensor: TensorSpec, out: torch.Tensor) -> bool:
-        """Makes the value in `out`, which has its shape; False from a source whose tensors lie in files: see `locate`."""
+        """Makes the tensor in `out`: its values there, or the bytes of its codec where that is not plain. False from a source
+        whose tensors lie in files: see `locate`."""
 
     def close(self) -> None: ...
 
@@ -59,6 +60,10 @@ class Checkpoint:
         if not values:
             raise ValueError(f"{self.folder} stores no tensor as {', '.join(FLOATS)}; give a checkpoint that does")
         return values.most_common(1)[0][0]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(dict.fromkeys(tensor.file for tensor in self._tensors.values()))
 
     def stored_itemsize(self, name: str) -> int:
         return DTYPE_BYTES[self._find(name).dtype]

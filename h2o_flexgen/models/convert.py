@@ -6,33 +6,19 @@ unpickler, and memory holds no more than one tensor (old files are no zip archiv
 
 from __future__ import annotations
 
-import fcntl
-import glob
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from hashlib import blake2b
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from h2o_flexgen.models.files import (
-    SAFETENSORS,
-    TORCH,
-    Progress,
-    Shards,
-    find_shards,
-    reason,
-    refuse_pointer,
-    require_free_space,
-)
+from h2o_flexgen.models.derived import DerivedFolder, cache_folder, fingerprint, model_name
+from h2o_flexgen.models.files import SAFETENSORS, TORCH, Progress, Shards, find_shards, refuse_pointer, require_free_space
 from h2o_flexgen.models.safetensors_format import CODES, TensorForm, write_safetensors
 
 ZIP_MAGIC = b"PK\x03\x04"
-TAIL_BYTES = 1 << 16
 REOPEN_BYTES = 256 << 20  # pages that were touched count as our memory for as long as their file is mapped
 
 
@@ -54,69 +40,18 @@ def convert(folder: Path, cache_dir: Path | None = None, progress: Progress | No
     shards = find_shards(folder, TORCH)
     if not shards.files:
         raise ValueError(f"{folder} has no weights: neither {TORCH.single} nor {TORCH.index} is there")
-    cache = cache_dir or default_cache_dir()
-    try:
-        target = cache / f"{_model_name(folder)}-{_fingerprint(shards.files)}"
-        if not target.is_dir():
-            cache.mkdir(parents=True, exist_ok=True)
-            with _alone_in(cache):
-                if not target.is_dir():  # another process may have made it while we waited
-                    _build(target, shards, progress)
-    except OSError as error:
-        raise ValueError(
-            f"cannot convert {folder} to safetensors in {cache}: {reason(error)}; "
-            "free some space, or set XDG_CACHE_HOME to another folder"
-        ) from error
-    return target
+    path = (cache_dir or default_cache_dir()) / f"{model_name(folder)}-{fingerprint(shards.files)}"
+    return DerivedFolder(path, f"convert {folder} to safetensors").made(partial(_build, shards, progress))
 
 
 def default_cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "h2o_flexgen" / "converted"
+    return cache_folder("converted")
 
 
-def _model_name(folder: Path) -> str:
-    """In the cache of the hub a folder is named by its commit; the model's name stands two levels above."""
-    folder = folder.resolve()
-    return folder.parents[1].name if folder.parent.name == "snapshots" else folder.name
-
-
-def _fingerprint(files: tuple[Path, ...]) -> str:
-    """The end of a zip archive holds the checksums of all that is in it: as good as reading the whole file."""
-    digest = blake2b(digest_size=8)
-    for path in files:
-        status = path.stat()
-        digest.update(f"{path.name}/{status.st_size}/{status.st_mtime_ns}/".encode())
-        with path.open("rb") as file:
-            file.seek(max(0, status.st_size - TAIL_BYTES))
-            digest.update(file.read())
-    return digest.hexdigest()
-
-
-@contextmanager
-def _alone_in(cache: Path) -> Iterator[None]:
-    """One conversion at a time: two of the same model would need twice the disk."""
-    descriptor = os.open(cache, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _build(target: Path, shards: Shards, progress: Progress | None) -> None:
-    for leftover in target.parent.glob(f"{glob.escape(target.name)}.partial-*"):  # of a process that was killed
-        shutil.rmtree(leftover)
+def _build(shards: Shards, progress: Progress | None, target: Path) -> None:
     conversions = _survey(shards)
     require_free_space(target.parent, sum(conversion.nbytes for conversion in conversions), "converting the model")
-    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir()
-        _write_all(partial, conversions, progress)
-        os.rename(partial, target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    _write_all(target, conversions, progress)
 
 
 def _survey(shards: Shards) -> list[Conversion]:

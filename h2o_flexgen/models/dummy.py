@@ -21,6 +21,7 @@ import torch
 from h2o_flexgen.models.files import Progress, align_up, flush_to_disk, reason, require_free_space
 from h2o_flexgen.models.safetensors_format import StoredTensor, tensor_bytes
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES, TensorSpec
+from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 BLOCK_VALUES = 4_194_301  # at most 16 MiB of them are in memory
 SCALE = 0.02
@@ -48,12 +49,11 @@ class DummySource:
         return DTYPE_BYTES[self.dtype]
 
     def fill(self, tensor: TensorSpec, out: torch.Tensor) -> bool:
-        assert tuple(out.shape) == tensor.shape, (tensor, out.shape)
-        flat = out.view(-1)
-        start = 0
-        for piece in self._pieces(tensor):
-            flat[start : start + len(piece)].copy_(piece)
-            start += len(piece)
+        if tensor.codec == PLAIN:
+            assert tuple(out.shape) == tensor.shape, (tensor, out.shape)
+            self._fill_values(tensor, out.view(-1))
+        else:
+            CODECS[tensor.codec].encode(self._values(tensor), out)
         return True
 
     def locate(self, tensors: Iterable[TensorSpec]) -> dict[str, StoredTensor]:
@@ -85,9 +85,9 @@ class DummySource:
         located = {}
         offset = flushed = 0
         for tensor in tensors:
-            nbytes = tensor.numel * DTYPE_BYTES[self.dtype]
+            nbytes = self._nbytes(tensor)
             located[tensor.name] = StoredTensor(tensor.name, path, offset, nbytes, self.dtype, tensor.shape)
-            for piece in self._pieces(tensor):
+            for piece in self._pieces(tensor) if tensor.codec == PLAIN else [self._packed(tensor)]:
                 file.write(tensor_bytes(piece))
             file.write(bytes(self._room(tensor) - nbytes))
             offset += self._room(tensor)
@@ -99,7 +99,26 @@ class DummySource:
         return located
 
     def _room(self, tensor: TensorSpec) -> int:
-        return align_up(tensor.numel * DTYPE_BYTES[self.dtype])
+        return align_up(self._nbytes(tensor))
+
+    def _nbytes(self, tensor: TensorSpec) -> int:
+        return CODECS[tensor.codec].nbytes(tensor.shape, DTYPE_BYTES[self.dtype])
+
+    def _packed(self, tensor: TensorSpec) -> torch.Tensor:
+        out = torch.empty(self._nbytes(tensor), dtype=torch.uint8)
+        self.fill(tensor, out)
+        return out
+
+    def _values(self, tensor: TensorSpec) -> torch.Tensor:
+        values = torch.empty(tensor.numel, dtype=getattr(torch, self.dtype))
+        self._fill_values(tensor, values)
+        return values.view(tensor.shape)
+
+    def _fill_values(self, tensor: TensorSpec, flat: torch.Tensor) -> None:
+        start = 0
+        for piece in self._pieces(tensor):
+            flat[start : start + len(piece)].copy_(piece)
+            start += len(piece)
 
     def _pieces(self, tensor: TensorSpec) -> Iterator[torch.Tensor]:
         """The values of a tensor in order, in cuts of the block. Norm weights, the only flat ones, lie around one."""

@@ -11,18 +11,20 @@ from dataclasses import dataclass, replace
 
 from h2o_flexgen.kv.policy import ATTENTION, SCORED_BYTES, KVPolicy
 from h2o_flexgen.kv.slots import Slots
-from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.planning.placement import Placement, image_bytes
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan, Shares
 from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
 from h2o_flexgen.planning.schedule import Schedule
 from h2o_flexgen.planning.units import format_bytes
 from h2o_flexgen.planning.workload import Batch, Block, Workload
+from h2o_flexgen.quant.codec import PLAIN
 
 PAGE, LINE = 4096, 64  # what large and small tensors are aligned to
 BUFFERS = 6 + 2 + 1 + 1  # threads that have one: disk threads, both workers of the read lane, the write lane, the caller
 BUFFER_BYTES = (4 << 20) + 2 * PAGE
 DEVICE_LIBRARIES = 64 << 20  # work space that matrix products keep; the context itself is outside of every budget
+DECODING_BYTES, ENCODING_BYTES = 16 << 20, 24 << 20  # what torch holds in passing: some rows at a time
 SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices and masks
 SLACK = 1.15  # on the estimate of what the functions of a layer allocate in passing: allocators keep some of it
 
@@ -60,13 +62,14 @@ def footprint(planned: PlannedBlock, writes_weights: bool = False) -> Footprint:
     _add_weights(parts, spec, planned.placement, schedule, compute, writes_weights)
     _add_kv(parts, planned, compute)
     _add_hidden(parts, spec, block, schedule, compute)
-    decoded = max(layer.decoded_nbytes for layer in spec.layers)
     working = max(working_bytes(spec, planned.plan, slots) for slots in planned.slots)
     if compute == DEVICE:
         largest = max((tensor.nbytes for tensor in spec.tensors.values()), default=0)
         parts[HOST]["loading"] = largest  # one tensor on its way to the device
         parts[DEVICE]["libraries"] = DEVICE_LIBRARIES
-    parts[compute]["working space"] = int(SLACK * working) + decoded
+    decoded = [tensor.decoded_nbytes for tensor in spec.tensors.values()]
+    parts[compute]["working space"] = int(SLACK * working) + min(DECODING_BYTES, 6 * max(decoded))
+    parts[compute]["decoded weights"] = max(map(_decoded_bytes, spec.layers))
     largest = max(_kv_row_bytes(spec, batch) for batch in block.batches) if DISK in schedule.moves.kv.values() else 0
     parts[HOST]["disk buffers"] = BUFFERS * max(BUFFER_BYTES, largest)  # weights that stay in memory come through them as well
     return Footprint({tier: dict(held) for tier, held in parts.items()})
@@ -104,6 +107,10 @@ def packed_bytes(sizes: Sequence[int]) -> int:
 
 def _aligned(nbytes: int, alignment: int = PAGE) -> int:
     return -(-nbytes // alignment) * alignment
+
+
+def _decoded_bytes(layer: LayerSpec) -> int:
+    return packed_bytes([tensor.decoded_nbytes for _, tensor in layer.tensors if tensor.decoded_nbytes])
 
 
 def _add_kv(parts: Parts, planned: PlannedBlock, compute: str) -> None:
@@ -149,6 +156,7 @@ def working_bytes(spec: ModelSpec, plan: Plan, slots: Slots) -> int:
     parts = (policy.slots(part, slots.gen_len) for part in batch.parts(plan.prefill_tokens))
     prefill = max(_prefill_bytes(spec, policy, part) for part in parts)
     decode = batch.size * spec.heads * slots.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, slots)
+    decode += batch.size * slots.capacity * _decoding_bytes_per_slot(spec)
     head = batch.size * spec.vocab * (3 * 4 + spec.itemsize)
     return max(prefill, decode, head) + batch.size * batch.prompt_len * spec.widest * spec.itemsize
 
@@ -159,6 +167,8 @@ def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
     normed = 3 * spec.hidden * 4 + 2 * spec.widest * spec.itemsize  # norms work in fp32
     attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * max(spec.itemsize, 4))
     attention += _choosing_bytes(spec, policy, slots) + _extending_bytes(spec, policy, slots)
+    if spec.kv_codec != PLAIN:
+        attention += tokens * spec.kv_bytes_per_slot + min(ENCODING_BYTES, 4 * tokens * spec.kv_decoded_bytes_per_slot)
     return max(attention, tokens * (normed + 3 * spec.ffn * spec.itemsize))
 
 
@@ -179,8 +189,13 @@ def _extending_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
         return 0
     tokens, group = slots.batch.prompt_len, spec.heads // spec.kv_heads
     keys = slots.held(0) + tokens
-    copies = keys * spec.kv_bytes_per_slot * (4 if policy.rolls else 3)
+    copies = keys * spec.kv_decoded_bytes_per_slot * (4 if policy.rolls else 3)
     return slots.batch.size * (copies + tokens * group * keys * (1 + 4))
+
+
+def _decoding_bytes_per_slot(spec: ModelSpec) -> int:
+    """Where KV is packed: as it is computed with, and its bytes side by side."""
+    return 0 if spec.kv_codec == PLAIN else spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
 
 
 def _evicting_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:

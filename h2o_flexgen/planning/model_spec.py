@@ -19,14 +19,13 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 @dataclass(frozen=True)
 class TensorSpec:
     """One tensor: its name in the checkpoint, its shape, the bytes of a value as computed with and as stored on disk, and how
-    the values are written down: in memory and on the way, and in the file."""
+    the values are written down until they are computed with: in the file, in memory and on the way."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
     stored_itemsize: int
     codec: str = PLAIN
-    stored_codec: str = PLAIN
 
     @property
     def numel(self) -> int:
@@ -39,12 +38,12 @@ class TensorSpec:
 
     @property
     def stored_nbytes(self) -> int:
-        return CODECS[self.stored_codec].nbytes(self.shape, self.stored_itemsize)
+        return CODECS[self.codec].nbytes(self.shape, self.stored_itemsize)
 
     @property
     def decoded_nbytes(self) -> int:
         """Held beside the bytes of the codec while the tensor is computed with."""
-        return 0 if CODECS[self.codec].is_view else self.numel * self.itemsize
+        return 0 if self.codec == PLAIN else self.numel * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,16 @@ class LayerSpec:
         return sum(tensor.decoded_nbytes for _, tensor in self.tensors)
 
     @property
+    def matrices(self) -> tuple[TensorSpec, ...]:
+        """Weights that every token is multiplied with: of a table, rows are only looked up."""
+        tables = "embed_" if self.kind == "embed" else None
+        two_sided = [(name, tensor) for name, tensor in self.tensors if len(tensor.shape) == 2]
+        return tuple(tensor for name, tensor in two_sided if tables is None or not name.startswith(tables))
+
+    @property
     def matmul_values(self) -> int:
-        """Weights that every token is multiplied with: two flops each. A lookup in the embedding costs none."""
-        tables = 1 if self.kind == "embed" else 0
-        matrices = [tensor.numel for _, tensor in self.tensors if len(tensor.shape) == 2]
-        lookups = [tensor.numel for name, tensor in self.tensors if name.startswith("embed_")]
-        return sum(matrices) - tables * sum(lookups)
+        """Two flops each, for every token."""
+        return sum(tensor.numel for tensor in self.matrices)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class ModelSpec:
     max_positions: int
     dtype: str  # computed with
     layers: tuple[LayerSpec, ...]
+    kv_codec: str = PLAIN  # how a head's key or value of one token is kept
     rotary: bool = True  # positions are rotations of queries and keys; else they are learned, and added to the embedding
 
     @property
@@ -99,6 +103,11 @@ class ModelSpec:
     @property
     def kv_bytes_per_slot(self) -> int:
         """Bytes of key and value that one token leaves in one layer."""
+        return 2 * self.kv_heads * CODECS[self.kv_codec].nbytes((self.head_dim,), self.itemsize)
+
+    @property
+    def kv_decoded_bytes_per_slot(self) -> int:
+        """The same, as it is computed with."""
         return 2 * self.kv_heads * self.head_dim * self.itemsize
 
     @cached_property
@@ -132,3 +141,10 @@ class ModelSpec:
             replace(layer, tensors=tuple((name, change(tensor)) for name, tensor in layer.tensors)) for layer in self.layers
         )
         return replace(self, layers=layers)
+
+    def packed(self, codec: str) -> ModelSpec:
+        """The same model with its matrices written down so; what rows are looked up in stays as it is, also where it is the
+        head as well."""
+        matrices = {tensor.name for layer in self.layers for tensor in layer.matrices}
+        tables = {tensor.name for layer in self.layers for _, tensor in layer.tensors if tensor not in layer.matrices}
+        return self.map_tensors(lambda tensor: replace(tensor, codec=codec) if tensor.name in matrices - tables else tensor)

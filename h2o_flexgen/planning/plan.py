@@ -10,6 +10,7 @@ from h2o_flexgen.kv.options import KVOptions
 from h2o_flexgen.kv.policies import POLICIES
 from h2o_flexgen.kv.policy import KVPolicy
 from h2o_flexgen.planning.hints import did_you_mean
+from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 TIERS = (DEVICE, HOST, DISK)
@@ -52,6 +53,8 @@ class Plan:
     slots: int = 2  # visits whose data may be under way or in use at once; 1 means no overlap
     sep_layer: bool = True  # attention and mlp are two layers of the schedule instead of one
     pin_weight: bool = True  # host weights in page-locked memory (CUDA)
+    weight_codec: str = PLAIN  # of matrices; what rows are looked up in, and what is small, stays plain
+    kv_codec: str = PLAIN
     schedule: str = "zigzag"
     kv_policy: str = "full"
     kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and who is protected
@@ -63,6 +66,8 @@ class Plan:
         from h2o_flexgen.planning.schedule import SCHEDULES  # schedules take the names of the tiers from this file
 
         _require_known("schedule", self.schedule, SCHEDULES)
+        _require_known("weight_codec", self.weight_codec, CODECS)
+        _require_known("kv_codec", self.kv_codec, CODECS)
         _require_known("kv_policy", self.kv_policy, POLICIES)
         _ = self.policy  # refuses options that it does not take
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
+from h2o_flexgen.quant.grouped import Grouped
 from h2o_flexgen.quant.plain import Plain
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -19,19 +19,16 @@ class Codec(Protocol):
     @property
     def name(self) -> str: ...
 
-    @property
-    def is_view(self) -> bool:
-        """Decoding takes neither time nor memory: the values lie in the bytes as they are."""
-
     def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         """Bytes that a tensor takes, whose values have `itemsize` bytes before they are encoded."""
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Values -> bytes of this codec in `out`, which has as many as `nbytes` says."""
 
-    def decode(self, data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Bytes -> values to compute with: a view of the bytes, or memory of their own."""
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        """Bytes -> values in `out`, which has their shape and the type that is computed with."""
 
 
-CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Plain(),)}
-PLAIN = Plain().name
+CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Plain(), Grouped(4), Grouped(8))}
+PLAIN = Plain().name  # of this codec the bytes are the values, and are computed with where they lie
+PACKED = {codec.bits: codec.name for codec in (Grouped(4), Grouped(8))}

@@ -1,4 +1,4 @@
-"""The codec that stores values as they are: encoding is a copy, decoding a view."""
+"""The codec that stores values as they are: encoding and decoding are copies, and whoever can do without makes a view."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
 @dataclass(frozen=True)
 class Plain:
     name: str = "plain"
-    is_view: bool = True
 
     def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         return prod(shape) * itemsize
 
     def encode(self, values: Tensor, out: Tensor) -> None:
-        self.decode(out, tuple(values.shape), values.dtype).copy_(values)
+        out.view(values.dtype).view(values.shape).copy_(values)
 
-    def decode(self, data: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return data.view(dtype).view(shape)
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        out.copy_(data.view(out.dtype).view(out.shape))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.notes import Notes
 from h2o_flexgen.kv.policy import KVPolicy
 from h2o_flexgen.kv.slots import Slots
@@ -59,7 +60,7 @@ class KVStore:
         self._spec = spec
         self._policy = policy
         self._memories = memories
-        self._dtype = DTYPES[spec.dtype]
+        self._coding = Coding(spec.kv_codec, DTYPES[spec.dtype], spec.head_dim)
         self._accelerator = memories.device.accelerator
         self._units: dict[tuple[int, int], Unit] = {}
         self.prepare(block, schedule)
@@ -129,13 +130,13 @@ class KVStore:
         return aligned(rows * self._spec.kv_bytes_per_slot)
 
     def _image(self, region: Tensor, batch: int) -> Tensor:
-        """(2, rows, kv_heads, slots, head_dim) over the bytes of a region."""
+        """(2, rows, kv_heads, slots, width) over the bytes of a region."""
         rows, slots = self._block.batches[batch].size, self._slots(self._block.batches[batch]).capacity
-        heads, dim = self._spec.kv_heads, self._spec.head_dim
-        values = region[: 2 * rows * heads * slots * dim * self._dtype.itemsize].view(self._dtype)
+        heads, width = self._spec.kv_heads, self._coding.width
+        values = region[: rows * slots * self._spec.kv_bytes_per_slot].view(self._coding.kept_dtype)
         if self._accelerator:
-            return values.view(slots, 2, rows, heads, dim).permute(1, 2, 3, 0, 4)
-        return values.view(2, rows, heads, slots, dim)
+            return values.view(slots, 2, rows, heads, width).permute(1, 2, 3, 0, 4)
+        return values.view(2, rows, heads, slots, width)
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ class KVStore:
         """For COMPUTE: the cache, with the rows that are still alive."""
         unit = self._units[task.layer, task.batch]
         notes = self._notes.get((task.layer, task.batch))
-        cache = KVCache(self._image(self._working_region(task), task.batch), notes)
+        cache = KVCache(self._image(self._working_region(task), task.batch), notes, self._coding)
         unit.changed, unit.cache = self._slots(rows.batch).changed(task.step), cache
         if task.step and unit.generation != rows.generation:
             cache.keep_rows(rows.places_before, self._slots(unit.batch).held(task.step))
@@ -246,9 +247,8 @@ class KVStore:
         self._memories.disk.write_from(home, first * stride, scratch)
 
     def _slots_of(self, scratch: Tensor, rows: int, slots: int) -> numpy.ndarray:
-        """Bytes as they lie on disk, seen as an image: (2, rows, kv_heads, slots, head_dim)."""
-        shape = (slots, 2, rows, self._spec.kv_heads, self._spec.head_dim)
-        values = rows * self._spec.kv_bytes_per_slot // self._spec.itemsize
-        raw = numpy_of(scratch.view(self._dtype)).reshape(slots, -1)[:, :values]
+        """Bytes as they lie on disk, seen as an image: (2, rows, kv_heads, slots, width)."""
+        shape = (slots, 2, rows, self._spec.kv_heads, self._coding.width)
+        raw = numpy_of(scratch.view(self._coding.kept_dtype)).reshape(slots, -1)[:, : prod(shape[1:])]
         image: numpy.ndarray = raw.reshape(shape).transpose(1, 2, 3, 0, 4)
         return image

@@ -8,6 +8,7 @@ from enum import Enum
 
 class Stage(str, Enum):
     CONVERTING = "converting weights"  # of .bin files, once
+    PACKING = "packing weights"  # into fewer bits, once
     WRITING = "writing random weights"  # those that are to be read from disk
     LOADING = "loading weights"
     GENERATING = "generating"

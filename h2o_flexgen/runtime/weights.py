@@ -1,13 +1,13 @@
 """The weights of a run: those that stay where they are computed with, those in host memory that a device fetches, and those
 that are read from the files they lie in. Reads and loads go into rings of slots, in slices that the schedule asks for.
 
-What moves are the bytes of a tensor's codec. They become values when a layer is computed with, once for all its batches.
+What moves are the bytes of a tensor's codec. They become values when a layer is computed with, once for all its batches, in
+room that all layers share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
 from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST
 from h2o_flexgen.planning.schedule import Schedule, Task, Visit
-from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.quant.codec import PLAIN
 
 Located = Callable[[], Mapping[str, StoredTensor]]  # asked only when something has to be read
 
@@ -38,11 +38,12 @@ class WeightStore:
         self._dtype = DTYPES[spec.dtype]
         accelerator = memories.device.accelerator
         self._stays_in = (DEVICE,) if accelerator else (DEVICE, HOST)
-        _refuse_what_cannot_be_kept(spec, tiers)
         self._stored = source.locate(self._on(DISK))
         self._resident = self._fill(source, self._on(*self._stays_in), memories.compute)
         self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.host)
         self._host_ring = self._device_ring = Ring(memories.host, slots=0, nbytes=0)
+        decoded = _largest(map(self._decoded_layout, spec.layers))
+        self._decoded = memories.compute.alloc(decoded) if decoded else None
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -72,12 +73,8 @@ class WeightStore:
 
     def _bring(self, tensor: TensorSpec, out: Tensor, source: WeightSource, located: Located) -> None:
         """One tensor -> host bytes of its codec."""
-        if tensor.codec != tensor.stored_codec:  # plain values, encoded on their only way to memory
-            values = torch.empty(tensor.shape, dtype=self._dtype)
-            as_stored = replace(tensor, codec=tensor.stored_codec)
-            self._bring(as_stored, values.view(-1).view(torch.uint8), source, located)
-            CODECS[tensor.codec].encode(values, out)
-        elif tensor.codec != PLAIN or not source.fill(tensor, out.view(self._dtype).view(tensor.shape)):
+        is_there = source.fill(tensor, out.view(self._dtype).view(tensor.shape) if tensor.codec == PLAIN else out)
+        if not is_there:
             self._memories.files.read([self._piece(tensor, located()[tensor.name], out)])
 
     def _piece(self, tensor: TensorSpec, stored: StoredTensor, out: Tensor, start: int = 0) -> Piece:
@@ -97,7 +94,7 @@ class WeightStore:
         self._pieces: dict[Place, list[Piece]] = {}
         self._copies: dict[Place, list[tuple[Tensor, Tensor]]] = {}
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self._decoded_pass, self._decoded = -1, dict[str, Tensor]()
+        self._decoded_pass = -1
         memories, slots = self._memories, schedule.weight_slots
         largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
         self._host_ring = self._host_ring or Ring(memories.host, slots, _largest(self._disk_layouts))
@@ -151,25 +148,42 @@ class WeightStore:
         return Pack(self._host_ring[place.slot], self._disk_layouts[place.layer])
 
     def views(self, visit: Visit) -> dict[str, Tensor]:
-        """The layer's weights by local name, where they are computed with: views of what lies there, which are kept, and values
-        decoded from it, which are kept for one pass over the layer's weights: the next one finds other bytes in the slot."""
+        """The layer's weights by local name, where they are computed with: where they lie, or where they were decoded to, once
+        for a pass over the layer's weights: the next one finds other bytes in the slot."""
         layer, slot, number = visit.layer, self._schedule.weight_slot(visit), self._schedule.weight_number(*visit)
         if (layer, slot) not in self._views:
-            self._views[layer, slot] = self._values(layer, slot, views=True)
+            self._views[layer, slot] = {
+                local: self._values_in(tensor, layer, slot).view(tensor.name)
+                for local, tensor in self._spec.layers[layer].tensors
+            }
         if number != self._decoded_pass:
-            self._decoded = {}  # first, or two layers would be held
-            self._decoded_pass, self._decoded = number, self._values(layer, slot, views=False)
-        return self._views[layer, slot] | self._decoded
+            self._decode(layer, slot)
+            self._decoded_pass = number
+        return self._views[layer, slot]
 
-    def _values(self, layer: int, slot: int, views: bool) -> dict[str, Tensor]:
-        accelerator = self._memories.device.accelerator
-        ring, layouts = (self._device_ring, self._moved_layouts) if accelerator else (self._host_ring, self._disk_layouts)
-        moved = Pack(ring[slot], layouts[layer]) if layouts[layer].entries else self._resident
-        return {
-            local: (self._resident if self._tiers[tensor.name] in self._stays_in else moved).view(tensor.name)
-            for local, tensor in self._spec.layers[layer].tensors
-            if CODECS[tensor.codec].is_view == views
-        }
+    def _decode(self, layer: int, slot: int) -> None:
+        for local, tensor in self._spec.layers[layer].tensors:
+            if tensor.codec != PLAIN:
+                self._pack_of(tensor, layer, slot).decode(tensor.name, self._views[layer, slot][local])
+
+    def _values_in(self, tensor: TensorSpec, layer: int, slot: int) -> Pack:
+        return self._pack_of(tensor, layer, slot) if tensor.codec == PLAIN else self._decoded_pack(layer)
+
+    def _pack_of(self, tensor: TensorSpec, layer: int, slot: int) -> Pack:
+        """Where the bytes of a tensor are when its layer is computed with."""
+        if self._tiers[tensor.name] in self._stays_in:
+            return self._resident
+        if self._memories.device.accelerator:
+            return Pack(self._device_ring[slot], self._moved_layouts[layer])
+        return Pack(self._host_ring[slot], self._disk_layouts[layer])
+
+    def _decoded_pack(self, layer: int) -> Pack:
+        assert self._decoded is not None
+        return Pack(self._decoded, self._decoded_layout(self._spec.layers[layer]))
+
+    def _decoded_layout(self, layer: LayerSpec) -> Layout:
+        packed = (tensor for _, tensor in layer.tensors if tensor.codec != PLAIN)
+        return Layout.pack({tensor.name: Entry(0, tensor.shape, self._dtype) for tensor in packed})
 
 
 class Place(NamedTuple):
@@ -182,20 +196,3 @@ class Place(NamedTuple):
 
 def _largest(layouts: Iterable[Layout]) -> int:
     return max(layout.nbytes for layout in layouts)
-
-
-def _refuse_what_cannot_be_kept(spec: ModelSpec, tiers: Mapping[str, str]) -> None:
-    """Plain values can be encoded once, while they are loaded. What is read in every step must lie in its file as it is."""
-    for tensor in spec.tensors.values():
-        if tensor.codec == tensor.stored_codec:
-            continue
-        if tensor.stored_codec != PLAIN:
-            raise ValueError(
-                f"tensor {tensor.name} is stored as {tensor.stored_codec} and cannot be kept as {tensor.codec}; "
-                "ask for it as it is stored or give a plain checkpoint"
-            )
-        if tiers[tensor.name] == DISK:
-            raise ValueError(
-                f"tensor {tensor.name} is to be read from disk as {tensor.codec} but is stored {PLAIN}; "
-                f"make a checkpoint packed as {tensor.codec} first, or place no weights on disk"
-            )

@@ -9,6 +9,7 @@ import pytest
 
 from h2o_flexgen.commands import arguments
 from h2o_flexgen.commands.arguments import parse
+from h2o_flexgen.commands.flags import plan_of
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
@@ -32,6 +33,27 @@ def test_the_published_abbreviation_of_cpu_cache_compute_is_still_one() -> None:
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("true", True), ("True", True), ("0", False), ("false", False)])
 def test_switches_take_numbers_and_words(text: str, value: bool) -> None:
     assert parse(["--model", "m", "--sep-layer", text]).sep_layer is value
+
+
+@pytest.mark.parametrize(
+    ("words", "codecs"),
+    [
+        ((), ("plain", "plain")),
+        (("--compress-weight",), ("group4", "plain")),
+        (("--compress-cache", "--compress-weight", "8"), ("group8", "group4")),
+        (("--compress-cache", "8"), ("plain", "group8")),
+    ],
+)
+def test_fewer_bits_are_asked_for_as_flexgen_does_or_by_number(words: tuple[str, ...], codecs: tuple[str, str]) -> None:
+    plan = plan_of(parse(["--model", "m", *words]))
+    assert (plan.weight_codec, plan.kv_codec) == codecs
+
+
+@pytest.mark.parametrize("flag", ["--compress-weight", "--compress-cache"])
+def test_a_number_of_bits_that_is_not_known_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--model", "m", flag, "3"])
+    assert capsys.readouterr().err == f"error: argument {flag}: '3' bits are not known; known: 4, 8\n"
 
 
 def test_a_switch_without_a_word_is_on() -> None:

@@ -154,7 +154,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, model: Path) -> N
 def test_two_at_once_convert_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
     both = threading.Barrier(2, timeout=10)
-    fingerprint = convert_module._fingerprint
+    fingerprint = convert_module.fingerprint
 
     def meeting(files: tuple[Path, ...]) -> str:
         both.wait()  # neither has looked for the folder yet
@@ -164,7 +164,7 @@ def test_two_at_once_convert_once(tmp_path: Path, model: Path, monkeypatch: pyte
         written.append(path)
         write_safetensors(path, forms, value)
 
-    monkeypatch.setattr(convert_module, "_fingerprint", meeting)
+    monkeypatch.setattr(convert_module, "fingerprint", meeting)
     monkeypatch.setattr(convert_module, "write_safetensors", counting)
     found: list[Path] = []
     threads = [threading.Thread(target=lambda: found.append(convert(model, tmp_path / "cache"))) for _ in range(2)]

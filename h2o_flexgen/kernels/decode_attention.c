@@ -1,0 +1,354 @@
+/* Attention of one new token per row over the slots that the row holds: shares = softmax(q . keys), out = shares . values, and
+   what each slot got from all query heads of its group. Keys and values are read once; nothing but the shares is stored.
+
+   A (row, KV head) is worked on by one thread from its first slot to its last, so a row's outcome depends on nothing but the row. */
+
+#include "kernel.h"
+
+enum kind { BF16, FLOAT, GROUP4, GROUP8 }; /* how the values of a slot are kept */
+
+#define MOST_VALUES 1024 /* of a head in a slot */
+#define TOGETHER 4       /* slots: what is summed up is loaded and stored less often */
+
+typedef struct {
+    const char *data;
+    long row, head, slot; /* strides in bytes; the values of a slot lie side by side */
+    int kind;
+} slots;
+
+/* As many values as a register holds. */
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef int32_t integers __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef uint8_t bytes __attribute__((vector_size(LANES)));
+
+#define LOAD(type, from)                                                                                                         \
+    ({                                                                                                                           \
+        type loaded;                                                                                                             \
+        memcpy(&loaded, from, sizeof loaded);                                                                                    \
+        loaded;                                                                                                                  \
+    })
+
+static ALWAYS_INLINE floats all(float value)
+{
+    return value - (floats){0};
+}
+
+/* The sums of four registers. */
+static ALWAYS_INLINE void sums_of(const floats *of, float *out)
+{
+#if LANES == 16
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)of[0], (__m512)of[1]), _mm512_unpackhi_ps((__m512)of[0], (__m512)of[1]));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)of[2], (__m512)of[3]), _mm512_unpackhi_ps((__m512)of[2], (__m512)of[3]));
+    const __m512 low = _mm512_shuffle_ps(ab, cd, 0x44), high = _mm512_shuffle_ps(ab, cd, 0xee);
+    const __m512 each = _mm512_add_ps(low, high); /* of every quarter the sums over it */
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(each), _mm512_extractf32x8_ps(each, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+#elif LANES == 8
+    const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps((__m256)of[0], (__m256)of[1]), _mm256_hadd_ps((__m256)of[2], (__m256)of[3]));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+#else
+    for (int at = 0; at < 4; at++)
+        out[at] = (of[at][0] + of[at][2]) + (of[at][1] + of[at][3]);
+#endif
+}
+
+static ALWAYS_INLINE words words_of_halves(const char *from)
+{
+#if LANES == 16
+    return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+#elif LANES == 8
+    return (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+#else
+    return __builtin_convertvector(LOAD(halves, from), words);
+#endif
+}
+
+static ALWAYS_INLINE words words_of_bytes(const uint8_t *from)
+{
+#if LANES == 16
+    return (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif LANES == 8
+    return (words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
+#else
+    return __builtin_convertvector(LOAD(bytes, from), words);
+#endif
+}
+
+typedef struct {
+    floats scale, minimum, values; /* values: of the codes 0 to 15, where a register holds so many */
+} decoder;
+
+static ALWAYS_INLINE decoder decoder_of(group from)
+{
+    decoder found = {all(from.scale), all(from.minimum), {0}};
+#if LANES == 16
+    const floats codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    found.values = codes * found.scale + found.minimum;
+#endif
+    return found;
+}
+
+static ALWAYS_INLINE floats decoded_8(words codes, decoder with)
+{
+    return __builtin_convertvector((integers)codes, floats) * with.scale + with.minimum;
+}
+
+static ALWAYS_INLINE floats decoded_4(words codes, decoder with) /* the lowest four bits of each */
+{
+#if LANES == 16
+    return (floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)with.values);
+#else
+    return decoded_8(codes & 15, with);
+#endif
+}
+
+/* The values of a slot in registers; what stands behind the last one does no harm where queries are zero. */
+static ALWAYS_INLINE void widen(const char *slot, long dim, long registers, int kind, floats *out)
+{
+    if (kind == BF16) {
+        for (long at = 0; at < registers; at++)
+            out[at] = (floats)(words_of_halves(slot + 2 * LANES * at) << 16);
+    } else if (kind == FLOAT) {
+        for (long at = 0; at < registers; at++)
+            out[at] = LOAD(floats, slot + 4 * LANES * at);
+    } else {
+        const int bits = kind == GROUP4 ? 4 : 8;
+        for (long number = 0; number * GROUP < dim; number++) {
+            const group from = group_of_row((const uint8_t *)slot, number, dim, bits);
+            const decoder with = decoder_of(from);
+            floats *own = out + number * (GROUP / LANES);
+            for (int at = 0; at < GROUP / LANES * bits / 8; at++) {
+                const words codes = words_of_bytes(from.codes + LANES * at);
+                own[at] = bits == 8 ? decoded_8(codes, with) : decoded_4(codes, with);
+                if (bits == 4)
+                    own[at + GROUP / 2 / LANES] = decoded_4(codes >> 4, with);
+            }
+        }
+    }
+}
+
+/* Slots whose values do not fill their registers are read through a copy, or what lies behind them would be read. */
+static ALWAYS_INLINE const char *filled(const char *slot, long dim, long registers, int kind, char *room)
+{
+    if (kind > FLOAT || registers * LANES == dim)
+        return slot;
+    const long itemsize = kind == BF16 ? 2 : 4;
+    memset(room, 0, registers * LANES * itemsize);
+    memcpy(room, slot, dim * itemsize);
+    return room;
+}
+
+static ALWAYS_INLINE const char *slot_at(const slots *from, long row, long head, long slot)
+{
+    return from->data + row * from->row + head * from->head + slot * from->slot;
+}
+
+static ALWAYS_INLINE floats larger(floats one, floats other)
+{
+    const integers mask = one > other;
+    return (floats)(((integers)one & mask) | ((integers)other & ~mask));
+}
+
+static ALWAYS_INLINE floats exp_below_zero(floats x) /* relative error below 2e-7; what is below 2^-124 may be 2^-124 */
+{
+    x = larger(x, all(-86.0f));
+    const float shift = 12582912.0f; /* 1.5 * 2^23: its last bits count whole powers */
+    const floats shifted = x * 1.44269504f + shift, powers = shifted - shift;
+    const floats rest = (x - powers * 0.693359375f) + powers * 2.12194440e-4f;
+    floats value = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+    value = value * rest + 8.3334519073e-3f;
+    value = value * rest + 4.1665795894e-2f;
+    value = value * rest + 1.6666665459e-1f;
+    value = value * rest + 5.0000001201e-1f;
+    value = value * (rest * rest) + rest + 1.0f;
+    return (floats)((integers)value + ((integers)shifted << 23));
+}
+
+/* In place; adds to `sums` what each slot gets. */
+static ALWAYS_INLINE void softmax(float *restrict scores, float *restrict sums, long held)
+{
+    const long whole = held / LANES * LANES;
+    float top = scores[0], total = 0.0f, lanes[LANES];
+    floats tops = all(top), totals = {0};
+    for (long slot = 0; slot < whole; slot += LANES)
+        tops = larger(LOAD(floats, scores + slot), tops);
+    memcpy(lanes, &tops, sizeof lanes);
+    for (int lane = 0; lane < LANES; lane++)
+        top = lanes[lane] > top ? lanes[lane] : top;
+    for (long slot = whole; slot < held; slot++)
+        top = scores[slot] > top ? scores[slot] : top;
+
+    for (long slot = 0; slot < whole; slot += LANES) {
+        const floats shares = exp_below_zero(LOAD(floats, scores + slot) - top);
+        totals += shares;
+        memcpy(scores + slot, &shares, sizeof shares);
+    }
+    if (whole < held) {
+        floats last = all(top);
+        memcpy(&last, scores + whole, (held - whole) * sizeof(float));
+        last = exp_below_zero(last - top);
+        memcpy(scores + whole, &last, (held - whole) * sizeof(float));
+    }
+    memcpy(lanes, &totals, sizeof lanes);
+    for (int lane = 0; lane < LANES; lane++)
+        total += lanes[lane];
+    for (long slot = whole; slot < held; slot++)
+        total += scores[slot];
+
+    const float part = 1.0f / total;
+    for (long slot = 0; slot < held; slot++) {
+        scores[slot] *= part;
+        sums[slot] += scores[slot];
+    }
+}
+
+/* One KV head of one row. q and out (group, registers), zeros behind the last value; shares (group, capacity), sums (capacity). */
+static ALWAYS_INLINE void attend_head(const floats *q, const slots *keys, const slots *values, long row, long head, floats *out,
+                                      float *sums, float *shares, long held, long capacity, long group, long dim, long registers,
+                                      float scale, int key_kind, int value_kind)
+{
+    const long room_of = registers + GROUP / LANES;
+    floats wide[TOGETHER * room_of], scores[group * TOGETHER];
+    char room[4 * (MOST_VALUES + LANES)];
+    for (long first = 0; first < held; first += TOGETHER) {
+        const long count = held - first < TOGETHER ? held - first : TOGETHER;
+        for (long next = 0; next < count; next++) {
+            widen(filled(slot_at(keys, row, head, first + next), dim, registers, key_kind, room), dim, registers, key_kind, wide);
+            for (long g = 0; g < group; g++) {
+                floats even = wide[0] * q[g * registers], odd = {0};
+#pragma GCC unroll 8
+                for (long at = 1; at < registers; at++) {
+                    if (at % 2)
+                        odd += wide[at] * q[g * registers + at];
+                    else
+                        even += wide[at] * q[g * registers + at];
+                }
+                scores[g * TOGETHER + next] = even + odd;
+            }
+        }
+        for (long g = 0; g < group; g++) {
+            float sums_here[TOGETHER];
+            for (long next = count; next < TOGETHER; next++)
+                scores[g * TOGETHER + next] = (floats){0};
+            sums_of(scores + g * TOGETHER, sums_here);
+            for (long next = 0; next < count; next++)
+                shares[g * capacity + first + next] = sums_here[next] * scale;
+        }
+    }
+    memset(sums, 0, capacity * sizeof *sums);
+    for (long g = 0; g < group; g++)
+        softmax(shares + g * capacity, sums, held);
+    memset(out, 0, group * registers * sizeof *out);
+    if (group == 1) { /* the sums stay in registers */
+        for (long slot = 0; slot < held; slot++) {
+            const floats share = all(shares[slot]);
+            widen(filled(slot_at(values, row, head, slot), dim, registers, value_kind, room), dim, registers, value_kind, wide);
+#pragma GCC unroll 8
+            for (long at = 0; at < registers; at++)
+                out[at] += share * wide[at];
+        }
+        return;
+    }
+    for (long first = 0; first < held; first += TOGETHER) {
+        const long count = held - first < TOGETHER ? held - first : TOGETHER;
+        memset(wide + count * room_of, 0, (TOGETHER - count) * room_of * sizeof *wide);
+        for (long next = 0; next < count; next++)
+            widen(filled(slot_at(values, row, head, first + next), dim, registers, value_kind, room), dim, registers, value_kind,
+                  wide + next * room_of);
+        for (long g = 0; g < group; g++) {
+            float own[TOGETHER] = {0};
+            memcpy(own, shares + g * capacity + first, count * sizeof *own);
+            const floats share[TOGETHER] = {all(own[0]), all(own[1]), all(own[2]), all(own[3])};
+            floats *sum = out + g * registers;
+#pragma GCC unroll 8
+            for (long at = 0; at < registers; at++)
+                sum[at] += (share[0] * wide[at] + share[1] * wide[room_of + at]) +
+                           (share[2] * wide[2 * room_of + at] + share[3] * wide[3 * room_of + at]);
+        }
+    }
+}
+
+typedef struct {
+    const float *q;      /* (rows, kv_heads, group, dim) */
+    slots keys, values;
+    const int64_t *held; /* (rows), the new token included */
+    float *out;          /* as q */
+    float *sums;         /* (rows, kv_heads, capacity); 0 behind what is held */
+    float *shares;       /* (rows, kv_heads, group, capacity) */
+    long rows, kv_heads, group, dim, capacity;
+    float scale;
+} attention;
+
+static ALWAYS_INLINE void attend(const attention *a, long row, long head, long group, long dim, int key_kind, int value_kind)
+{
+    const long registers = (dim + LANES - 1) / LANES, unit = row * a->kv_heads + head;
+    floats q[group * registers], out[group * registers];
+    memset(q, 0, sizeof q);
+    for (long g = 0; g < group; g++)
+        memcpy(q + g * registers, a->q + (unit * group + g) * dim, dim * sizeof(float));
+    attend_head(q, &a->keys, &a->values, row, head, out, a->sums + unit * a->capacity, a->shares + unit * group * a->capacity,
+                a->held[row], a->capacity, group, dim, registers, a->scale, key_kind, value_kind);
+    for (long g = 0; g < group; g++)
+        memcpy(a->out + (unit * group + g) * dim, out + g * registers, dim * sizeof(float));
+}
+
+/* The same body for sizes that the compiler knows, because those are what models have. What runs in parallel is called through a
+   pointer: a parallel region is compiled by itself, and would know nothing of sizes that are constant outside of it. */
+
+typedef void (*head_action)(const attention *a, long row, long head);
+
+#define FOR_KIND(KIND)                                                                                                           \
+    static void attend_64_##KIND(const attention *a, long row, long head) { attend(a, row, head, 1, 64, KIND, KIND); }           \
+    static void attend_128_##KIND(const attention *a, long row, long head) { attend(a, row, head, 1, 128, KIND, KIND); }         \
+    static void attend_4_128_##KIND(const attention *a, long row, long head) { attend(a, row, head, 4, 128, KIND, KIND); }       \
+    static void attend_groups_128_##KIND(const attention *a, long row, long head)                                                \
+    {                                                                                                                            \
+        attend(a, row, head, a->group, 128, KIND, KIND);                                                                         \
+    }                                                                                                                            \
+    static void attend_any_##KIND(const attention *a, long row, long head)                                                       \
+    {                                                                                                                            \
+        attend(a, row, head, a->group, a->dim, KIND, KIND);                                                                      \
+    }
+
+FOR_KIND(BF16)
+FOR_KIND(FLOAT)
+FOR_KIND(GROUP4)
+FOR_KIND(GROUP8)
+
+static void attend_mixed(const attention *a, long row, long head) /* keys that were rotated, beside packed values */
+{
+    attend(a, row, head, a->group, a->dim, a->keys.kind, a->values.kind);
+}
+
+#define ACTIONS(KIND) {attend_64_##KIND, attend_128_##KIND, attend_4_128_##KIND, attend_groups_128_##KIND, attend_any_##KIND}
+
+static head_action chosen(const attention *a)
+{
+    static const head_action actions[][5] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(GROUP4), ACTIONS(GROUP8)};
+    if (a->keys.kind != a->values.kind)
+        return attend_mixed;
+    const head_action *of_kind = actions[a->keys.kind];
+    if (a->group == 1 && a->dim == 64)
+        return of_kind[0];
+    if (a->dim == 128)
+        return of_kind[a->group == 1 ? 1 : a->group == 4 ? 2 : 3];
+    return of_kind[4];
+}
+
+void decode_attention(const attention *a, int threads)
+{
+    const head_action action = chosen(a);
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(dynamic, 1)
+    for (long row = 0; row < a->rows; row++)
+        for (long head = 0; head < a->kv_heads; head++)
+            action(a, row, head);
+}

@@ -1,0 +1,86 @@
+"""Attention of one new token per row over the slots it holds, and what each slot got of it: in C on CPUs where the library is,
+else in torch. The two differ in the last bits: C sums in another order, and keeps shares in float32."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.group_decode import group_decode
+from h2o_flexgen.kernels.library import library, pointer
+
+KINDS = {torch.bfloat16: 0, torch.float32: 1}  # as C counts them: of plain values, and of packed ones by their bits
+PACKED_KINDS = {4: 2, 8: 3}
+MOST_VALUES = 1024  # of a head in a slot
+
+
+class Kept(NamedTuple):
+    """Keys or values, (rows, kv_heads, slots, width): as they are computed with, or in groups of so many bits."""
+
+    data: Tensor
+    bits: int | None = None
+
+    @property
+    def kind(self) -> int | None:
+        """None where C cannot read them."""
+        if self.data.device.type != "cpu" or self.data.stride(3) != 1:
+            return None
+        return KINDS.get(self.data.dtype) if self.bits is None else PACKED_KINDS[self.bits]
+
+    def values(self, dim: int, dtype: torch.dtype) -> Tensor:
+        if self.bits is None:
+            return self.data
+        out = torch.empty(*self.data.shape[:3], dim, dtype=dtype, device=self.data.device)
+        group_decode(self.data.contiguous().view(-1, self.data.shape[3]), out.view(-1, dim), self.bits)
+        return out
+
+
+def decode_attention(q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """q (rows, kv_heads, group, dim); held (rows,), slots that count, the newest included, and as a mask to add (rows, 1, 1,
+    slots) -> out like q, and sums (rows, kv_heads, slots) in float32."""
+    native, dim = library(), q.shape[3]
+    if native is None or keys.kind is None or values.kind is None or dim > MOST_VALUES:
+        return decode_attention_twin(q, keys.values(dim, q.dtype), values.values(dim, q.dtype), mask)
+    rows, kv_heads, group, _ = q.shape
+    slots = keys.data.shape[2]
+    floats, shares = q.float().contiguous(), torch.empty(rows, kv_heads, group, slots)
+    out, sums = torch.empty_like(floats), torch.empty(rows, kv_heads, slots)
+    places = (pointer(held), pointer(out), pointer(sums), pointer(shares))
+    sizes = (rows, kv_heads, group, dim, slots)
+    given = _Attention(pointer(floats), _Slots.of(keys), _Slots.of(values), *places, *sizes, dim**-0.5)
+    native.decode_attention(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
+    return out.to(q.dtype), sums
+
+
+def decode_attention_twin(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    # over all slots, empty ones masked: a slice of the slots is not contiguous, and bf16 products of it are 4 times slower
+    scores = torch.matmul(q, keys.transpose(2, 3)).float().mul_(q.shape[-1] ** -0.5).add_(mask)
+    shares = torch.softmax(scores, dim=-1)  # (rows, kv_heads, group, slots)
+    return torch.matmul(shares.to(values.dtype), values), shares.sum(2)
+
+
+class _Slots(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("row", "head", "slot")),
+        ("kind", ctypes.c_int),
+    )
+
+    @classmethod
+    def of(cls, kept: Kept) -> _Slots:
+        strides = (stride * kept.data.itemsize for stride in kept.data.stride()[:3])
+        return cls(kept.data.data_ptr(), *strides, kept.kind)
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("keys", _Slots),
+        ("values", _Slots),
+        *((name, ctypes.c_void_p) for name in ("held", "out", "sums", "shares")),
+        *((name, ctypes.c_long) for name in ("rows", "kv_heads", "group", "dim", "capacity")),
+        ("scale", ctypes.c_float),
+    )

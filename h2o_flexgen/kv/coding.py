@@ -1,0 +1,54 @@
+"""Coding: how the values of a slot are kept: as they are computed with, or as the bytes of a codec. A head's values of one
+token are encoded by themselves, so a slot can be rewritten alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.quant.codec import CODECS, PACKED, PLAIN
+
+BITS = {codec: bits for bits, codec in PACKED.items()} | {PLAIN: None}
+
+
+@dataclass(frozen=True)
+class Coding:
+    codec: str
+    dtype: torch.dtype  # computed with
+    head_dim: int
+
+    @property
+    def is_plain(self) -> bool:
+        return self.codec == PLAIN
+
+    @property
+    def bits(self) -> int | None:
+        """Of a value in a group codec; None where values are plain."""
+        return BITS[self.codec]
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        return self.dtype if self.is_plain else torch.uint8
+
+    @property
+    def width(self) -> int:
+        """Of what is kept of a head's values, in values of the dtype they are kept in."""
+        return CODECS[self.codec].nbytes((self.head_dim,), self.dtype.itemsize) // self.kept_dtype.itemsize
+
+    def encode(self, values: Tensor) -> Tensor:
+        """(..., head_dim) -> (..., width)"""
+        if self.is_plain:
+            return values
+        kept = torch.empty(*values.shape[:-1], self.width, dtype=torch.uint8, device=values.device)
+        CODECS[self.codec].encode(values, kept.view(-1))
+        return kept
+
+    def decode(self, kept: Tensor) -> Tensor:
+        """(..., width) -> (..., head_dim)"""
+        if self.is_plain:
+            return kept
+        values = torch.empty(*kept.shape[:-1], self.head_dim, dtype=self.dtype, device=kept.device)
+        CODECS[self.codec].decode(kept.contiguous().view(-1), values)
+        return values

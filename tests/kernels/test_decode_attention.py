@@ -1,0 +1,110 @@
+"""Attention over slots in C against the twin in torch and against float64: every shape of heads, ragged rows, any strides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.decode_attention import Kept, decode_attention, decode_attention_twin
+from h2o_flexgen.kv.coding import Coding
+from tests.kernels.variants import VARIANTS, used
+
+SHAPES = [  # rows, kv_heads, group, slots, dim
+    (1, 1, 1, 1, 64), (3, 2, 1, 17, 64), (2, 3, 4, 33, 128), (4, 2, 7, 130, 80), (5, 1, 2, 9, 3), (2, 2, 1, 600, 128),
+]  # fmt: skip
+TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}  # of bfloat16 the twin rounds shares, and both the outcome
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows, kv_heads, group, slots, dim = shape
+    draw = torch.Generator().manual_seed(sum(shape))
+    q = (scale * torch.randn(rows, kv_heads, group, dim, generator=draw)).to(dtype)
+    keys, values = (torch.randn(rows, kv_heads, slots, dim, generator=draw).to(dtype) for _ in range(2))
+    held = torch.randint(1, slots + 1, (rows,), generator=draw)
+    held[0] = slots
+    mask = torch.zeros(rows, slots).masked_fill(torch.arange(slots) >= held[:, None], -torch.inf)[:, None, None]
+    return q, keys, values, held, mask
+
+
+def exact(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    scores = q.double() @ keys.double().transpose(2, 3) * q.shape[-1] ** -0.5 + mask
+    shares = scores.softmax(-1)
+    return shares @ values.double(), shares.sum(2)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
+def test_c_is_as_near_to_float64_as_torch(variant: str, dtype: torch.dtype, shape: tuple[int, ...], scale: float) -> None:
+    q, keys, values, held, mask = drawn(shape, dtype, scale)
+    with used(variant):
+        out, sums = decode_attention(q, Kept(keys), Kept(values), held, mask)
+    twin, twin_sums = decode_attention_twin(q, keys, values, mask)
+    expected, expected_sums = exact(q, keys, values, mask)
+    assert out.dtype == twin.dtype == dtype and sums.dtype == twin_sums.dtype == torch.float32
+    tolerance = TOLERANCES[dtype]
+    for ours, theirs, wanted in ((out, twin, expected), (sums, twin_sums, expected_sums)):
+        assert ours.shape == theirs.shape == wanted.shape
+        assert (ours.double() - wanted).abs().max() <= tolerance * max(1.0, scale) * wanted.abs().max()
+        assert (ours.double() - theirs.double()).abs().max() <= 2 * tolerance * max(1.0, scale) * wanted.abs().max()
+    assert (sums.sum(-1) - shape[2]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_what_lies_behind_a_row_changes_nothing(variant: str, dtype: torch.dtype) -> None:
+    q, keys, values, held, mask = drawn((4, 2, 2, 40, 64), dtype)
+    with used(variant):
+        before = decode_attention(q, Kept(keys), Kept(values), held, mask)
+        for row, count in enumerate(held.tolist()):
+            keys[row, :, count:] = torch.nan
+            values[row, :, count:] = torch.inf
+        after = decode_attention(q, Kept(keys), Kept(values), held, mask)
+    assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
+    behind = torch.arange(40) >= held[:, None]
+    assert (before[1].masked_select(behind[:, None]) == 0).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_neither_strides_nor_neighbours_nor_threads_change_a_bit(variant: str, dtype: torch.dtype) -> None:
+    q, keys, values, held, mask = drawn((6, 3, 2, 50, 64), dtype)
+    by_token = [tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for tensor in (keys, values)]
+    with used(variant):
+        expected = decode_attention(q, Kept(keys), Kept(values), held, mask)
+        turned = decode_attention(q, *map(Kept, by_token), held, mask)
+        alone = [
+            decode_attention(q[one], Kept(keys[one]), Kept(values[one]), held[one], mask[one])
+            for one in (slice(row, row + 1) for row in range(6))
+        ]
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        threaded = decode_attention(q, Kept(keys), Kept(values), held, mask)
+        torch.set_num_threads(before)
+    assert not by_token[0].is_contiguous()
+    for place in range(2):
+        assert torch.equal(turned[place], expected[place])
+        assert torch.equal(threaded[place], expected[place])
+        assert torch.equal(torch.cat([one[place] for one in alone]), expected[place])
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "torch"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_slots_are_attended_as_what_they_decode_to(
+    variant: str, bits: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """Also where keys were unpacked before, to be rotated, and values were not."""
+    q, keys, values, held, mask = drawn(shape, dtype)
+    coding = Coding(f"group{bits}", dtype, shape[4])
+    kept = [Kept(coding.encode(tensor), bits) for tensor in (keys, values)]
+    unpacked = [coding.decode(one.data) for one in kept]
+    expected, expected_sums = exact(q, *unpacked, mask)
+    with used(variant):
+        for keys_there, values_there in (kept, (Kept(unpacked[0]), kept[1])):
+            out, sums = decode_attention(q, keys_there, values_there, held, mask)
+            assert (out.double() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
+            assert (sums.double() - expected_sums).abs().max() <= TOLERANCES[dtype] * expected_sums.abs().max()

@@ -1,0 +1,38 @@
+"""Decoding in C gives the bits that torch gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
+from h2o_flexgen.quant.grouped import Grouped
+from tests.kernels.variants import VARIANTS, used
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 64), (37, 640), (5, 130), (3, 1), (64, 63), (200, 4096)])
+def test_c_gives_the_bits_of_torch(variant: str, bits: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    data = packed(torch.randn(shape) * torch.logspace(-8, 8, shape[0])[:, None], bits)
+    ours, twin = (torch.full(shape, 7.0, dtype=dtype) for _ in range(2))
+    with used(variant):
+        group_decode(data, ours, bits)
+    group_decode_twin(data, twin, bits)
+    assert torch.equal(ours.view(torch.uint8), twin.view(torch.uint8))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_is_written_behind_the_last_value(variant: str) -> None:
+    room = torch.full((3 * 70 + 64,), 7.0)
+    with used(variant):
+        group_decode(packed(torch.randn(3, 70), 4), room[: 3 * 70].view(3, 70), 4)
+    assert (room[3 * 70 :] == 7.0).all() and (room[: 3 * 70] != 7.0).all()
+
+
+def packed(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """(rows, bytes of a row)"""
+    data = torch.empty(Grouped(bits).nbytes(tuple(values.shape), 4), dtype=torch.uint8)
+    Grouped(bits).encode(values, data)
+    return data.view(len(values), -1)

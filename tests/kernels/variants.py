@@ -1,0 +1,24 @@
+"""Every kind of processor that the library of kernels was built for and that this one runs; one by one they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from h2o_flexgen.kernels import library as kernels
+
+NONE = pytest.param("none", marks=pytest.mark.skip("no library of kernels was built here"))
+VARIANTS = kernels.variants() or [NONE]
+
+
+@contextmanager
+def used(variant: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(kernels.SWITCH, variant)
+        kernels.library.cache_clear()
+        try:
+            yield
+        finally:
+            kernels.library.cache_clear()

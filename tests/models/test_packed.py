@@ -1,0 +1,204 @@
+"""Packed checkpoints: what is in them, that they are made once and whole, and what is said when they were touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.models import create_model, load_config
+from h2o_flexgen.models import packed as packed_module
+from h2o_flexgen.models.checkpoint import open_checkpoint
+from h2o_flexgen.models.packed import MANIFEST, PackedCheckpoint
+from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.quant.codec import CODECS, PLAIN
+from tests.contract import Checkpoints
+from tests.tiny import save_tiny
+
+CODEC = "group4"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    save_tiny("llama-gqa", folder, torch.bfloat16, max_shard_size="40KB")
+    return folder
+
+
+def spec_of(folder: Path, codec: str = CODEC) -> ModelSpec:
+    return create_model(load_config(str(folder)), "float32").spec.packed(codec)
+
+
+def opened(folder: Path, cache: Path, codec: str = CODEC) -> PackedCheckpoint:
+    return PackedCheckpoint(open_checkpoint(folder), spec_of(folder, codec), cache)
+
+
+def locate_all(source: PackedCheckpoint, folder: Path, codec: str = CODEC) -> dict[str, object]:
+    return dict(source.locate(spec_of(folder, codec).tensors.values()))
+
+
+def stored_values(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("codec", ["group4", "group8"])
+def test_what_is_packed_is_what_the_codec_makes_of_the_stored_values(codec: str, model: Path, tmp_path: Path) -> None:
+    values, spec = stored_values(model), spec_of(model, codec)
+    located = opened(model, tmp_path / "cache", codec).locate(spec.tensors.values())
+    packed = [tensor for tensor in spec.tensors.values() if tensor.codec != PLAIN]
+    assert len(packed) >= 10
+    for tensor in packed:
+        expected = torch.empty(tensor.nbytes, dtype=torch.uint8)
+        CODECS[codec].encode(values[tensor.name], expected)
+        stored = located[tensor.name]
+        assert stored.offset % 4096 == 0, "direct reads start at pages"
+        assert stored.file.read_bytes()[stored.offset :][: tensor.nbytes] == expected.numpy().tobytes()
+
+
+def test_tables_and_small_tensors_stay_as_they_are_stored(model: Path, tmp_path: Path) -> None:
+    spec = spec_of(model)
+    plain = [tensor.name for tensor in spec.tensors.values() if tensor.codec == PLAIN]
+    assert "model.embed_tokens.weight" in plain and "lm_head.weight" not in plain
+    assert all("norm" in name or "embed" in name or name.endswith("bias") for name in plain)
+    located = opened(model, tmp_path / "cache").locate(spec.tensors.values())
+    assert all(located[name].file.parent == model for name in plain)
+
+
+def test_a_tied_head_stays_the_table_that_it_is(checkpoints: Checkpoints) -> None:
+    spec = checkpoints.model("opt", "float32", "float32")[0].spec.packed(CODEC)
+    assert {tensor.codec for name, tensor in spec.layers[-1].tensors if len(tensor.shape) == 2} == {PLAIN}
+    assert {tensor.codec for tensor in spec.layers[1].matrices} == {CODEC}
+
+
+def test_they_are_packed_once_and_read_from_then_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = opened(model, tmp_path / "cache")
+    promised = first.bytes_to_write
+    assert promised > 0 and not (tmp_path / "cache").exists(), "nothing is written before it is needed"
+    locate_all(first, model)
+    written = sum(file.stat().st_size for file in first.folder.glob("*.safetensors"))
+    assert promised <= written <= promised + 8192
+    monkeypatch.setattr(packed_module, "write_safetensors", None)
+    second = opened(model, tmp_path / "cache")
+    assert second.bytes_to_write == 0
+    assert locate_all(second, model) == locate_all(first, model)
+
+
+def test_parts_and_files_do_not_change_what_is_packed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = contents(opened(model, tmp_path / "cache"), model)
+    monkeypatch.setattr(packed_module, "PART_BYTES", 300)
+    monkeypatch.setattr(packed_module, "FILE_BYTES", 9000)
+    cut = opened(model, tmp_path / "other")
+    assert contents(cut, model) == whole
+    assert len(list(cut.folder.glob("*.safetensors"))) > 2
+
+
+def contents(source: PackedCheckpoint, folder: Path) -> dict[str, bytes]:
+    tensors = {tensor.name: tensor for tensor in spec_of(folder).tensors.values() if tensor.codec != PLAIN}
+    located = source.locate(tensors.values())
+    return {name: stored.file.read_bytes()[stored.offset :][: tensors[name].nbytes] for name, stored in located.items()}
+
+
+def test_other_weights_or_another_codec_are_another_folder(model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    folders = [opened(model, cache).folder, opened(model, cache, "group8").folder]
+    file = sorted(model.glob("*.safetensors"))[0]
+    save_file({name: value + 1 for name, value in load_file(file).items()}, file, {"format": "pt"})
+    folders.append(opened(model, cache).folder)
+    assert len(set(folders)) == 3
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused_with_their_tensor(wrong: float, model: Path, tmp_path: Path) -> None:
+    file = sorted(model.glob("*.safetensors"))[-1]
+    values = load_file(file)
+    name = next(name for name, value in values.items() if value.ndim == 2)
+    values[name][3, 5] = wrong
+    save_file(values, file, {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=rf"^tensor {re.escape(name)} in {re.escape(str(file))} holds NaN, infinity or"
+    ) as told:
+        locate_all(opened(model, tmp_path / "cache"), model)
+    assert "\n" not in str(told.value) and list((tmp_path / "cache").iterdir()) == []
+
+
+def damage_size(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def damage_values(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-5000] ^= 1
+    file.write_bytes(content)
+
+
+def spoil_manifest(file: Path) -> None:
+    (file.parent / MANIFEST).write_text("no json")
+
+
+def remove_manifest(file: Path) -> None:
+    (file.parent / MANIFEST).unlink()
+
+
+HARMS = {
+    damage_size: "bytes instead of",
+    damage_values: "was changed since it was packed",
+    Path.unlink: "is missing",
+    spoil_manifest: MANIFEST,
+    remove_manifest: MANIFEST,
+}
+
+
+@pytest.mark.parametrize(("harm", "told"), list(HARMS.items()))
+def test_a_damaged_folder_is_named_and_what_to_do(
+    harm: Callable[[Path], object], told: str, model: Path, tmp_path: Path
+) -> None:
+    source = opened(model, tmp_path / "cache")
+    locate_all(source, model)
+    harm(next(source.folder.glob("*.safetensors")))
+    with pytest.raises(ValueError, match=re.escape(str(source.folder))) as error:
+        locate_all(opened(model, tmp_path / "cache"), model)
+    assert told in str(error.value) and "remove the folder" in str(error.value)
+
+
+def test_a_copy_with_another_time_is_checked_and_taken(model: Path, tmp_path: Path) -> None:
+    source = opened(model, tmp_path / "cache")
+    before = locate_all(source, model)
+    os.utime(next(source.folder.glob("*.safetensors")), (1, 1))
+    assert locate_all(opened(model, tmp_path / "cache"), model) == before
+
+
+def test_progress_counts_every_byte_once(model: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    source = PackedCheckpoint(
+        open_checkpoint(model), spec_of(model), tmp_path / "cache", lambda done, total: seen.append((done, total))
+    )
+    total = source.bytes_to_write
+    locate_all(source, model)
+    assert seen == sorted(seen) and seen[-1] == (total, total)
+
+
+def test_the_manifest_names_every_file(model: Path, tmp_path: Path) -> None:
+    source = opened(model, tmp_path / "cache")
+    locate_all(source, model)
+    manifest = json.loads((source.folder / MANIFEST).read_text())
+    assert set(manifest) == {file.name for file in source.folder.glob("*.safetensors")}
+
+
+def test_a_plan_says_what_it_would_write(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    with LLM(str(model), weight_codec=CODEC, offload_dir=tmp_path / "offload") as llm:
+        assert llm.packing is not None
+        folder, nbytes = llm.packing
+        assert folder.parent == tmp_path / "home" / "h2o_flexgen" / "packed" and nbytes > 0
+        assert not folder.exists()
+        llm.generate([[1, 2, 3]])
+        assert llm.packing == (folder, 0)
+    with LLM(str(model), offload_dir=tmp_path / "offload") as llm:
+        assert llm.packing is None
