@@ -1,10 +1,11 @@
 """What eviction buys: in the same memory a larger block and so more tokens per second; and with equal rows less time per step.
 
-    python benchmarks/eviction.py                        # OPT-1.3B shapes in bf16, 512 + 512 tokens, weights on disk: two hours
-    python benchmarks/eviction.py --prompt-len 64 --gen-len 64 --cpu-mem 1.5GB --no-latency
+    python benchmarks/eviction.py                        # OPT-1.3B shapes in bf16, 512 + 512 tokens, weights on disk: an hour
+    python benchmarks/eviction.py --equal-rows 32 --percent 100 0 100 0 100 0 --cpu-mem 14GB --gen-len 64     # ten minutes
 
 The planner finds the largest block of every budget that fits the memory; that block is then run. Each run has a process of its
-own. Ceilings are measured in each: the disk's rate, and that of matrix products. The last line is one JSON document.
+own. Ceilings are measured in each: the rates of the disk, of matrix products, of reading memory. The last line is one JSON
+document.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.files import write_text
 from h2o_flexgen.planning.footprint import DoesNotFit
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.units import parse_bytes
 from h2o_flexgen.planning.workload import Workload
@@ -32,6 +35,7 @@ from h2o_flexgen.runtime.sampling_params import SamplingParams
 FULL = 1.0
 AIM = 3.0  # times the tokens per second, at 20 %
 MOST_ROWS = 4096
+WORKLOAD = ("percent", "prompt_len", "gen_len", "gpu_batch_size", "dtype", "weight_codec", "kv_codec", "equal_rows")
 
 
 def main() -> int:
@@ -46,18 +50,15 @@ def main() -> int:
         "model": args.model,
         "title": f"{args.model} shapes in {args.dtype}, {args.prompt_len} + {args.gen_len} tokens, `--percent "
         + " ".join(f"{share:g}" for share in args.percent)
-        + f"`: the largest block that fits {args.cpu_mem}",
-        "workload": {key: getattr(args, key) for key in ("percent", "prompt_len", "gen_len", "gpu_batch_size", "dtype")},
+        + ("`: the largest block that fits " + args.cpu_mem if args.equal_rows is None else f"`: {args.equal_rows} rows"),
+        "workload": {key: getattr(args, key) for key in WORKLOAD},
         "policy": args.policy,
         "budget_host_bytes": parse_bytes(args.cpu_mem),
-        "ceiling": "bytes read per decode step over the disk's rate, or flops over that of matrix products, both measured",
+        "ceiling": "bytes of a step over the rate of disk or memory, or flops over that of matrix products, all measured",
         "aim": f"{AIM:g} times the tokens per second at 20 %",
     }
-    result["equal_memory"] = repeated(args, kept, lambda share: None)
-    if not args.no_latency:
-        rows = result["equal_memory"][0]["rows"]
-        result["equal_rows"] = repeated(args, kept, lambda share: rows)
-    print_tables(result)
+    result["lines"] = repeated(args, kept)
+    print_table(result)
     result.update(for_readme(result))
     if args.output:
         write_text(args.output, json.dumps(result, indent=1) + "\n")
@@ -78,11 +79,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--gen-len", type=int, default=512)
     add("--dtype", default="bfloat16")
     add("--repeats", type=int, default=1)
-    add("--no-latency", action="store_true", help="only the runs at equal memory")
+    add("--equal-rows", type=int, metavar="N", help="so many rows whatever is kept, instead of as many as the memory takes")
+    add("--weight-codec", default=Plan.weight_codec, help="how weights are written down, like group4")
+    add("--kv-codec", default=Plan.kv_codec)
     add("--offload-dir", default=str(default_offload_folder()))
     add("--output", help="also write the JSON document here")
     add("--one", type=float, help=argparse.SUPPRESS)  # the run of one process: share kept
-    add("--rows", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -90,7 +92,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run_one(args: argparse.Namespace) -> dict[str, Any]:
-    rows = args.rows or largest(lambda count: fits(args, count))
+    rows = args.equal_rows or largest(lambda count: fits(args, count))
     if not rows:
         raise SystemExit(f"error: not even one row fits {args.cpu_mem} at {args.one:.0%}; give more with --cpu-mem")
     with opened(args, rows) as llm:
@@ -101,9 +103,10 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         stats = llm.stats
         assert stats is not None
         machine = before.at_best(calibrate(llm, args))
-        bounds = Cost(PlannedBlock.of(llm.spec, llm.plan, stats.last_block.block, llm.device.accelerator)).lane_bounds(
-            max(1, args.gen_len // 2), machine
-        )
+        planned = PlannedBlock.of(llm.spec, llm.plan, stats.last_block.block, llm.device.accelerator)
+        middle = max(1, args.gen_len // 2)
+        bounds = Cost(planned).lane_bounds(middle, machine)
+        bounds["memory"] = bytes_computed_with(planned, middle) / memory_read_rate()
         lane = max(bounds, key=lambda name: bounds[name])
         step = statistics.median(stats.step_seconds)
         return {
@@ -123,12 +126,32 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         }
 
 
+def bytes_computed_with(planned: PlannedBlock, step: int) -> int:
+    """That a step reads from memory at least: the weights once for each batch, and all that is held."""
+    spec = planned.spec
+    held = sum(slots.batch.size * slots.held(step) for slots in planned.slots)
+    return len(planned.slots) * spec.weight_bytes + held * spec.kv_bytes_per_slot * len(spec.kv_layers)
+
+
+def memory_read_rate(nbytes: int = 1 << 28) -> float:
+    """Bytes per second of a sum."""
+    import torch
+
+    values, best = torch.ones(nbytes // 4), float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        values.sum()
+        best = min(best, time.perf_counter() - start)
+    return nbytes / best
+
+
 def opened(args: argparse.Namespace, rows: int) -> LLM:
     batch = min(rows, args.gpu_batch_size)
     kept = {} if args.one == FULL else {"kv_policy": args.policy, "kv_budget": args.one}
     shape = {"gpu_batch_size": batch, "num_gpu_batches": -(-rows // batch), "sep_layer": False, "slots": 3}
     memory = {"cpu_mem": args.cpu_mem, "offload_dir": args.offload_dir, "dtype": args.dtype}
-    return LLM(args.model, dummy_weights=True, percent=args.percent, **kept, **shape, **memory)
+    codecs = {"weight_codec": args.weight_codec, "kv_codec": args.kv_codec}
+    return LLM(args.model, dummy_weights=True, percent=args.percent, **kept, **shape, **memory, **codecs)
 
 
 def fits(args: argparse.Namespace, rows: int) -> bool:
@@ -159,9 +182,9 @@ def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:
 # -- all of them -----------------------------------------------------------------------------------------------------------
 
 
-def repeated(args: argparse.Namespace, kept: Sequence[float], rows: Callable[[float], int | None]) -> list[dict[str, Any]]:
+def repeated(args: argparse.Namespace, kept: Sequence[float]) -> list[dict[str, Any]]:
     """Medians, one line for each share that is kept, in turns, because machines drift."""
-    runs = [run_in_process(share, rows(share)) for _ in range(args.repeats) for share in kept]
+    runs = [run_in_process(share) for _ in range(args.repeats) for share in kept]
     lines = []
     for share in kept:
         own = [run for run in runs if run["kept"] == share]
@@ -170,11 +193,12 @@ def repeated(args: argparse.Namespace, kept: Sequence[float], rows: Callable[[fl
     for line in lines:
         line["times_full"] = line["tokens_per_second"] / lines[0]["tokens_per_second"]
         line["decode_times_full"] = line["decode_tokens_per_second"] / lines[0]["decode_tokens_per_second"]
+        line["step_over_full"] = line["step_seconds"] / lines[0]["step_seconds"]
     return lines
 
 
-def run_in_process(share: float, rows: int | None) -> dict[str, Any]:
-    command = [sys.executable, __file__, *sys.argv[1:], "--one", str(share), *(["--rows", str(rows)] if rows else [])]
+def run_in_process(share: float) -> dict[str, Any]:
+    command = [sys.executable, __file__, *sys.argv[1:], "--one", str(share)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     run: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     print(f"{share:.0%}: {run['rows']} rows, {run['tokens_per_second']:.1f} tokens/s", file=sys.stderr)
@@ -183,37 +207,40 @@ def run_in_process(share: float, rows: int | None) -> dict[str, Any]:
 
 def for_readme(result: Mapping[str, Any]) -> dict[str, Any]:
     """The form that scripts/readme_results.py reads."""
-    lines = result["equal_memory"]
+    lines, workload = result["lines"], result["workload"]
+    seconds = workload["equal_rows"] is not None
+    rows = "; ".join(f"{line['rows']} rows, {line['tokens_per_second']:.1f} ({line['times_full']:.2f} times)" for line in lines)
+    steps = "; ".join(f"{name_of(line, result)} {line['step_over_full']:.2f}" for line in lines)
     return {
         "machine": lines[0]["machine"],
-        "unit": "tokens/s in decode",
-        "higher_is_better": True,
+        "unit": "seconds per decode step" if seconds else "tokens/s in decode",
+        "higher_is_better": not seconds,
         "rows": [
             {
-                "name": "full" if line["kept"] == FULL else f"{result['policy']} {line['kept']:.0%}",
-                "measured": line["decode_tokens_per_second"],
-                "ceiling": line["rows"] / line["bound_seconds"],
+                "name": name_of(line, result),
+                "measured": line["step_seconds"] if seconds else line["decode_tokens_per_second"],
+                "ceiling": line["bound_seconds"] if seconds else line["rows"] / line["bound_seconds"],
             }
             for line in lines
         ],
-        "notes": "Rows in the block, and tokens/s with prefill: "
-        + "; ".join(f"{line['rows']} rows, {line['tokens_per_second']:.1f} ({line['times_full']:.2f} times)" for line in lines),
+        "notes": f"Steps over that of full: {steps}." if seconds else f"Rows in the block, and tokens/s with prefill: {rows}.",
     }
 
 
-def print_tables(result: Mapping[str, Any]) -> None:
-    first = result["equal_memory"][0]
-    print(f"\n{result['model']}, {result['workload']}, {result['policy']}\nmachine: {first['machine']}")
+def name_of(line: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    return "full" if line["kept"] == FULL else f"{result['policy']} {line['kept']:.0%}"
+
+
+def print_table(result: Mapping[str, Any]) -> None:
+    print(f"\n{result['title']}, {result['workload']}, {result['policy']}\nmachine: {result['lines'][0]['machine']}")
     print(f"ceiling: {result['ceiling']}\naim: {result['aim']}")
-    for name, title in (("equal_memory", f"in {result['budget_host_bytes'] / 1e9:g} GB"), ("equal_rows", "with equal rows")):
-        if name in result:
-            print(f"\n{title}:\n kept  rows prefill s  step s bound s (lane)     tokens/s  times full  in decode  peak GB")
-            for line in result[name]:
-                print(
-                    f"{line['kept']:5.0%} {line['rows']:5} {line['prefill_seconds']:9.1f} {line['step_seconds']:7.2f} "
-                    f"{line['bound_seconds']:7.2f} ({line['busiest_lane']:7}) {line['tokens_per_second']:10.1f} "
-                    f"{line['times_full']:11.2f} {line['decode_times_full']:10.2f} {line['peak_host_bytes'] / 1e9:8.2f}"
-                )
+    print("\n kept  rows prefill s  step s bound s (lane)     tokens/s  times full  in decode  peak GB")
+    for line in result["lines"]:
+        print(
+            f"{line['kept']:5.0%} {line['rows']:5} {line['prefill_seconds']:9.1f} {line['step_seconds']:7.2f} "
+            f"{line['bound_seconds']:7.2f} ({line['busiest_lane']:7}) {line['tokens_per_second']:10.1f} "
+            f"{line['times_full']:11.2f} {line['decode_times_full']:10.2f} {line['peak_host_bytes'] / 1e9:8.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ want page alignment, and because reads into small pages were measured three time
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from contextlib import suppress
 from pathlib import Path
@@ -93,6 +94,13 @@ def available_bytes() -> int:
         with suppress(OSError, ValueError):  # no such file, or "max"
             free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
     return int(max(0, free))
+
+
+def give_back_freed() -> None:
+    """What the C library keeps of freed memory goes to the system, where that library is glibc: after tensors of many sizes it may
+    be as much as they took."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_resident_bytes() -> int:

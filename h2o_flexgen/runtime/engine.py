@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.memory.host import give_back_freed
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models import base
 from h2o_flexgen.models.checkpoint import WeightSource
@@ -195,6 +196,8 @@ class Engine:
         if layer.kind == "head":
             logits = self._model.head(rows.last_hidden(state.hidden.take(task.batch)), weights)
             state.count(task.step, rows.advance(logits, state.sampler, task.step, state.on_token))
+            if task.step == 0:
+                give_back_freed()  # prompts work in much more room than steps do, and what they freed would stay
             return
         hidden = None if layer.kind == "embed" else state.hidden.take(task.batch)
         cache = state.kv.open(task, rows) if layer.has_kv else None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import mmap
 from itertools import pairwise
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as draw
 
-from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.host import HostTier, give_back_freed
 from h2o_flexgen.memory.tier import ALIGNMENT
 
 
@@ -83,3 +84,15 @@ def test_pinned_memory_can_be_copied_without_waiting() -> None:
     tier.free(region)
     tier.trim()
     assert tier.meter.used_bytes == 0
+
+
+def test_what_was_freed_goes_back_to_the_system() -> None:
+    """Of blocks that are too small to be mapped, freed below one that stays: glibc alone keeps all of it."""
+    before = psutil.Process().memory_info().rss
+    blocks = [torch.ones(30_000) for _ in range(1000)]  # 120 kB each, below the size from which memory is mapped
+    held = psutil.Process().memory_info().rss
+    stays = torch.ones(30_000)
+    del blocks
+    give_back_freed()
+    assert held - before > 100e6
+    assert psutil.Process().memory_info().rss < before + 30e6 and stays.sum() == 30_000
