@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from h2o_flexgen.kernels.decode_attention import Kept, decode_attention, decode_attention_twin
+from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
 from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
 from h2o_flexgen.kernels.library import in_use
 from h2o_flexgen.kv.coding import Coding
@@ -103,7 +103,7 @@ def attention(
 ) -> Subject:
     coding = Coding(codec, dtype, dim)
     drawn = (coding.encode(torch.randn(rows, kv_heads, slots, dim).to(dtype)) for _ in range(2))
-    keys, values = (Kept(kept, coding.bits) for kept in drawn)
+    keys, values = map(coding.attendable, drawn)
     q, held = torch.randn(rows, kv_heads, group, dim).to(dtype), torch.full((rows,), slots)
     mask = torch.zeros(rows, 1, 1, slots)
     return Subject(

@@ -565,3 +565,29 @@ def test_every_policy_runs_from_the_command_and_fits_a_smaller_memory(command: A
     assert done.json["lanes"]["read"]["moved_bytes"] < full.json["lanes"]["read"]["moved_bytes"]
     assert done.json["placed_bytes"]["KV"]["host"] < 0.3 * full.json["placed_bytes"]["KV"]["host"]
     assert done.json["lanes"]["read"]["moved_bytes"] == done.json["lanes"]["read"]["predicted_bytes"]
+
+
+def test_fewer_bits_say_what_is_packed_and_move_what_was_predicted(
+    command: Any, opt: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    packed = ("--compress-weight", "--compress-cache", "--kv-policy", "h2o", "--heavy", "3", "--recent", "2")
+    flags = ("--model", opt, *SMALL, *DISK_HEAVY, *packed)
+    dry = command(*flags, "--dry-run")
+    assert any("the weights are packed first, once" in line for line in dry.out) and dry.json["bytes_to_pack"] > 0
+    assert not (tmp_path / "cache").exists(), "a dry run writes nothing"
+    first, second = command(*flags), command(*flags)
+    assert [one.json["bytes_to_pack"] for one in (first, second)] == [dry.json["bytes_to_pack"], 0]
+    for result in (first, second):
+        assert (result.json["plan"]["weight_codec"], result.json["plan"]["kv_codec"]) == ("group4", "group4")
+        assert all(lane["moved_bytes"] == lane["predicted_bytes"] for lane in result.json["lanes"].values())
+        assert any("with matrices as group4" in line for line in result.out)
+        assert any(line.startswith("KV ") and line.endswith(", as group4") for line in result.out)
+    assert first.json["kernels"] in ("torch", *(f"C ({name})" for name in ("avx512", "avx2", "baseline")))
+
+
+def test_random_weights_can_be_packed_too(command: Any) -> None:
+    """They are not kept, so nothing is written to the cache."""
+    result = command("--model", "facebook/opt-125m", "--dummy-weights", "--compress-weight", "8", "--dry-run")
+    assert result.status == 0 and result.json["bytes_to_pack"] == 0
+    assert result.json["plan"]["weight_codec"] == "group8"

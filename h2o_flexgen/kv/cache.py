@@ -102,11 +102,12 @@ class KVCache:
         if notes is not None:
             notes.append(now)
         if notes is not None and self._rolls and rotate is not None:
-            q, keys = rotate(q, now.new_order), _rolled(self._coding.decode(keys), notes.order(now), rotate)
+            q, rolled = rotate(q, now.new_order), _rolled(self._coding.decode(keys), notes.order(now), rotate)
+            attended = Kept(rolled)
+        else:
+            attended = self._coding.attendable(keys)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # the query heads of a group stand where queries stand
-        bits = self._coding.bits
-        kept_keys, kept_values = Kept(keys, None if self._rolls else bits), Kept(values, bits)
-        out, sums = decode_attention(q, kept_keys, kept_values, now.with_newest, now.mask)
+        out, sums = decode_attention(q, attended, self._coding.attendable(values), now.with_newest, now.mask)
         if notes is not None:
             notes.add(sums)
             if now.evicts:

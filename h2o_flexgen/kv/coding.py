@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.decode_attention import Kept
 from h2o_flexgen.quant.codec import CODECS, PACKED, PLAIN
 
-BITS = {codec: bits for bits, codec in PACKED.items()} | {PLAIN: None}
+BITS = {codec: bits for bits, codec in PACKED.items()}  # of a value, in codecs of groups
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,6 @@ class Coding:
     @property
     def is_plain(self) -> bool:
         return self.codec == PLAIN
-
-    @property
-    def bits(self) -> int | None:
-        """Of a value in a group codec; None where values are plain."""
-        return BITS[self.codec]
 
     @property
     def kept_dtype(self) -> torch.dtype:
@@ -52,3 +48,9 @@ class Coding:
         values = torch.empty(*kept.shape[:-1], self.head_dim, dtype=self.dtype, device=kept.device)
         CODECS[self.codec].decode(kept.contiguous().view(-1), values)
         return values
+
+    def attendable(self, kept: Tensor) -> Kept:
+        """(rows, kv_heads, slots, width), for attention of a step, which reads plain values and groups where they lie."""
+        if self.is_plain or self.codec in BITS:
+            return Kept(kept, BITS.get(self.codec))
+        return Kept(self.decode(kept))

@@ -97,8 +97,8 @@ def available_bytes() -> int:
 
 
 def give_back_freed() -> None:
-    """What the C library keeps of freed memory goes to the system, where that library is glibc: after tensors of many sizes it may
-    be as much as they took."""
+    """What the C library keeps of freed memory goes to the system, where that library is glibc: behind tensors of many sizes it
+    may be as much as they took."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

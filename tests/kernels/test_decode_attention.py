@@ -100,7 +100,8 @@ def test_packed_slots_are_attended_as_what_they_decode_to(
     """Also where keys were unpacked before, to be rotated, and values were not."""
     q, keys, values, held, mask = drawn(shape, dtype)
     coding = Coding(f"group{bits}", dtype, shape[4])
-    kept = [Kept(coding.encode(tensor), bits) for tensor in (keys, values)]
+    kept = [coding.attendable(coding.encode(tensor)) for tensor in (keys, values)]
+    assert [one.bits for one in kept] == [bits, bits]
     unpacked = [coding.decode(one.data) for one in kept]
     expected, expected_sums = exact(q, *unpacked, mask)
     with used(variant):

@@ -86,11 +86,3 @@ def test_rows_are_encoded_alone(bits: int) -> None:
     row = codec.nbytes((1, 130), 4)
     for first, last in ((0, 1), (3, 7), (10, 11)):
         assert torch.equal(encoded(codec, values[first:last]), whole[first * row : last * row])
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_parts_of_large_tensors_meet(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = torch.randn(50, 200)
-    at_once = encoded(Grouped(bits), values)
-    monkeypatch.setattr("h2o_flexgen.quant.grouped.ENCODED_VALUES", 700)
-    assert torch.equal(encoded(Grouped(bits), values), at_once)

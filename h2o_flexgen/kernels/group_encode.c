@@ -1,0 +1,88 @@
+/* Rows of float32 or bfloat16 -> rows of a group codec, to the bits of the twin in torch: the minimum is rounded down to bfloat16
+   and the scale up, so that the codes reach from the least to the largest value. */
+
+#include "kernel.h"
+#include <math.h>
+
+static ALWAYS_INLINE uint16_t next_bf16(uint16_t half, int up) /* the neighbour of a number on that side */
+{
+    if ((half & 0x7fff) == 0) /* of both zeros */
+        return up ? 0x0001 : 0x8001;
+    const int away_from_zero = (half >> 15) != up;
+    return away_from_zero ? half + 1 : half - 1;
+}
+
+static ALWAYS_INLINE uint16_t bf16_not_above(float value)
+{
+    const uint16_t near = float_to_bf16(value);
+    return bf16_to_float(near) > value ? next_bf16(near, 0) : near;
+}
+
+static ALWAYS_INLINE uint16_t bf16_not_below(float value)
+{
+    const uint16_t near = float_to_bf16(value);
+    return bf16_to_float(near) < value ? next_bf16(near, 1) : near;
+}
+
+/* 64 values; gives scale and minimum as bfloat16. */
+static ALWAYS_INLINE void encode_group(const float *values, int bits, uint8_t *codes, uint16_t *scale, uint16_t *minimum)
+{
+    const float most = (float)((1 << bits) - 1);
+    float least = values[0], largest = values[0];
+#pragma omp simd reduction(min : least) reduction(max : largest)
+    for (int at = 0; at < GROUP; at++) {
+        least = values[at] < least ? values[at] : least;
+        largest = values[at] > largest ? values[at] : largest;
+    }
+    *minimum = bf16_not_above(least + 0.0f); /* of two zeros the positive one */
+    const float from = bf16_to_float(*minimum);
+    *scale = bf16_not_below((largest - from + 0.0f) / most);
+    const float step = bf16_to_float(*scale) > 0.0f ? bf16_to_float(*scale) : 1.0f; /* a constant group has codes of 0 */
+    uint8_t each[GROUP];
+#pragma omp simd
+    for (int at = 0; at < GROUP; at++) {
+        float code = rintf((values[at] - from) / step);
+        code = code < 0.0f ? 0.0f : code > most ? most : code;
+        each[at] = (uint8_t)(int)code;
+    }
+    if (bits == 8) {
+        memcpy(codes, each, GROUP);
+    } else {
+        for (int at = 0; at < GROUP / 2; at++)
+            codes[at] = each[at] | each[at + GROUP / 2] << 4;
+    }
+}
+
+/* What the last group lacks is the row's last value, which changes neither end. */
+static ALWAYS_INLINE void encode_row(const char *row, uint8_t *out, long columns, int bits, int wide)
+{
+    const long groups = (columns + GROUP - 1) / GROUP, code_bytes = GROUP / 8 * bits;
+    uint8_t *scales = out + groups * code_bytes, *minima = scales + 2 * groups;
+    for (long number = 0; number < groups; number++) {
+        float values[GROUP];
+        for (int at = 0; at < GROUP; at++) {
+            const long column = number * GROUP + at < columns ? number * GROUP + at : columns - 1;
+            values[at] = wide ? ((const float *)row)[column] : bf16_to_float(((const uint16_t *)row)[column]);
+        }
+        uint16_t scale, minimum;
+        encode_group(values, bits, out + number * code_bytes, &scale, &minimum);
+        memcpy(scales + 2 * number, &scale, sizeof scale);
+        memcpy(minima + 2 * number, &minimum, sizeof minimum);
+    }
+}
+
+typedef void (*row_action)(const char *row, uint8_t *out, long columns);
+
+static void encode_4_half(const char *row, uint8_t *out, long columns) { encode_row(row, out, columns, 4, 0); }
+static void encode_4_wide(const char *row, uint8_t *out, long columns) { encode_row(row, out, columns, 4, 1); }
+static void encode_8_half(const char *row, uint8_t *out, long columns) { encode_row(row, out, columns, 8, 0); }
+static void encode_8_wide(const char *row, uint8_t *out, long columns) { encode_row(row, out, columns, 8, 1); }
+
+void group_encode(const char *values, uint8_t *out, long rows, long columns, int bits, int wide, int threads)
+{
+    const row_action action = bits == 4 ? (wide ? encode_4_wide : encode_4_half) : (wide ? encode_8_wide : encode_8_half);
+    const long row_bytes = columns * (wide ? 4 : 2), out_bytes = group_row_bytes(columns, bits);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long row = 0; row < rows; row++)
+        action(values + row * row_bytes, out + row * out_bytes, columns);
+}

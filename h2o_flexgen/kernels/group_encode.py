@@ -1,0 +1,55 @@
+"""Values into a group codec: in C on CPUs where the library is, else in torch, to the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.group_decode import GROUP, WIDE, group_parts
+from h2o_flexgen.kernels.library import library, pointer
+
+TWIN_VALUES = 1 << 20  # at once: what torch holds in passing stays small
+
+
+def group_encode(values: Tensor, out: Tensor, bits: int) -> None:
+    """values (rows, columns), finite -> out (rows, bytes of a row)."""
+    native = library()
+    if native is None or values.dtype not in WIDE or values.device.type != "cpu":
+        group_encode_twin(values, out, bits)
+        return
+    values = values.contiguous()  # and held until C is done
+    rows, columns = values.shape
+    sizes = (ctypes.c_long(rows), ctypes.c_long(columns))
+    kind = (ctypes.c_int(bits), ctypes.c_int(WIDE[values.dtype]), ctypes.c_int(torch.get_num_threads()))
+    native.group_encode(pointer(values), pointer(out), *sizes, *kind)
+
+
+def group_encode_twin(values: Tensor, out: Tensor, bits: int) -> None:
+    codes, scales, minima = group_parts(out, bits)
+    most, step = 2**bits - 1, max(1, TWIN_VALUES // (codes.shape[1] * GROUP))
+    for row in range(0, len(values), step):
+        part = slice(row, row + step)
+        here = _in_groups(values[part].float(), codes.shape[1])
+        minimum = _rounded(here.amin(-1).add_(0.0), -torch.inf)  # of two zeros the positive one
+        here.sub_(minimum.float().unsqueeze(-1))
+        scale = _rounded(here.amax(-1).add_(0.0) / most, torch.inf)
+        here.div_(torch.where(scale > 0, scale, 1).float().unsqueeze(-1))  # a constant group has codes of 0
+        code = here.round_().clamp_(0, most).byte()
+        codes[part] = code if bits == 8 else code[..., : GROUP // 2] | code[..., GROUP // 2 :] << 4
+        scales[part], minima[part] = scale, minimum
+
+
+def _in_groups(rows: Tensor, groups: int) -> Tensor:
+    """(rows, groups, 64), memory of its own; what the last group lacks is the row's last value, which changes neither end."""
+    lacking = groups * GROUP - rows.shape[-1]
+    padded = torch.cat((rows, rows[:, -1:].expand(-1, lacking)), dim=-1) if lacking else rows.clone()
+    return padded.view(len(rows), groups, GROUP)
+
+
+def _rounded(values: Tensor, towards: float) -> Tensor:
+    """bfloat16: the nearest that is not on the other side."""
+    near = values.bfloat16()
+    beyond = near.float() > values if towards < 0 else near.float() < values
+    return torch.where(beyond, torch.nextafter(near, torch.full_like(near, towards)), near)

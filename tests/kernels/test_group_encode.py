@@ -1,0 +1,56 @@
+"""Encoding in C gives the bytes that torch gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_flexgen.kernels import group_encode as module
+from h2o_flexgen.kernels.group_encode import group_encode, group_encode_twin
+from h2o_flexgen.quant.grouped import Grouped
+from tests.kernels.variants import VARIANTS, used
+
+SHAPES = [(1, 64), (37, 640), (5, 130), (3, 1), (64, 63), (200, 1024)]
+SPREADS = {
+    "of all sizes": lambda shape: torch.randn(shape) * torch.logspace(-30, 30, shape[0])[:, None],
+    "far from zero": lambda shape: torch.randn(shape) * 0.01 - 300,
+    "constant": lambda shape: torch.linspace(-3, 3, shape[0])[:, None].expand(shape).contiguous(),
+    "nothing but zeros": lambda shape: torch.zeros(shape),
+    "zeros of both signs": lambda shape: torch.zeros(shape).mul_(torch.randn(shape).sign()),
+    "halves between codes": lambda shape: torch.randint(-30, 31, shape) / 2,
+    "subnormal": lambda shape: torch.randn(shape) * 1e-39,
+}
+
+
+def encoded(values: torch.Tensor, bits: int, how: object) -> torch.Tensor:
+    out = torch.full((len(values), Grouped(bits).nbytes((1, values.shape[1]), 4)), 77, dtype=torch.uint8)
+    how(values, out, bits)  # type: ignore[operator]
+    return out
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spread", list(SPREADS))
+def test_c_gives_the_bytes_of_torch(variant: str, bits: int, dtype: torch.dtype, spread: str) -> None:
+    torch.manual_seed(len(spread))
+    for shape in SHAPES:
+        values = SPREADS[spread](shape).clamp(-6e4, 6e4).to(dtype)
+        with used(variant):
+            ours = encoded(values, bits, group_encode)
+        assert torch.equal(ours, encoded(values, bits, group_encode_twin)), shape
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_parts_of_large_tensors_meet(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(50, 200)
+    at_once = encoded(values, bits, group_encode_twin)
+    monkeypatch.setattr(module, "TWIN_VALUES", 700)
+    assert torch.equal(encoded(values, bits, group_encode_twin), at_once)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_strided_values_are_encoded_as_they_are_seen(variant: str) -> None:
+    values = torch.randn(64, 30).T
+    with used(variant):
+        assert torch.equal(encoded(values, 4, group_encode), encoded(values.contiguous(), 4, group_encode_twin))
