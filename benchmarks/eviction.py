@@ -29,6 +29,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.units import parse_bytes
 from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.runtime.measure import Needs, describe_machine, measure
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
@@ -50,7 +51,8 @@ def main() -> int:
         "model": args.model,
         "title": f"{args.model} shapes in {args.dtype}, {args.prompt_len} + {args.gen_len} tokens, `--percent "
         + " ".join(f"{share:g}" for share in args.percent)
-        + ("`: the largest block that fits " + args.cpu_mem if args.equal_rows is None else f"`: {args.equal_rows} rows"),
+        + ("`: the largest block that fits " + args.cpu_mem if args.equal_rows is None else f"`: {args.equal_rows} rows")
+        + written_down(args),
         "workload": {key: getattr(args, key) for key in WORKLOAD},
         "policy": args.policy,
         "budget_host_bytes": parse_bytes(args.cpu_mem),
@@ -66,6 +68,11 @@ def main() -> int:
     return 0
 
 
+def written_down(args: argparse.Namespace) -> str:
+    packed = {"weights": args.weight_codec, "KV": args.kv_codec}
+    return "".join(f", {name} as {codec}" for name, codec in packed.items() if codec != PLAIN)
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -74,7 +81,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--budgets", type=float, nargs="+", default=[0.5, 0.2, 0.1], help="shares of prompt and generation that are kept")
     add("--cpu-mem", default="3GB", help="what the process may hold")
     add("--percent", type=float, nargs=6, default=[0, 0, 0, 100, 0, 100])
-    add("--gpu-batch-size", type=int, default=16, help="rows computed at once, at most")
+    add("--gpu-batch-size", type=int, default=64, help="rows computed at once, at most")
     add("--prompt-len", type=int, default=512)
     add("--gen-len", type=int, default=512)
     add("--dtype", default="bfloat16")
@@ -146,9 +153,9 @@ def memory_read_rate(nbytes: int = 1 << 28) -> float:
 
 
 def opened(args: argparse.Namespace, rows: int) -> LLM:
-    batch = min(rows, args.gpu_batch_size)
+    count = -(-rows // args.gpu_batch_size)
     kept = {} if args.one == FULL else {"kv_policy": args.policy, "kv_budget": args.one}
-    shape = {"gpu_batch_size": batch, "num_gpu_batches": -(-rows // batch), "sep_layer": False, "slots": 3}
+    shape = {"gpu_batch_size": -(-rows // count), "num_gpu_batches": count, "sep_layer": False, "slots": 3}
     memory = {"cpu_mem": args.cpu_mem, "offload_dir": args.offload_dir, "dtype": args.dtype}
     codecs = {"weight_codec": args.weight_codec, "kv_codec": args.kv_codec}
     return LLM(args.model, dummy_weights=True, percent=args.percent, **kept, **shape, **memory, **codecs)
