@@ -100,6 +100,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def run_one(args: argparse.Namespace) -> dict[str, Any]:
     rows = args.equal_rows or largest(lambda count: fits(args, count))
+    while rows and not args.equal_rows and not fits(args, rows):  # looking for them, the process has grown a little
+        rows -= 1
     if not rows:
         raise SystemExit(f"error: not even one row fits {args.cpu_mem} at {args.one:.0%}; give more with --cpu-mem")
     with opened(args, rows) as llm:
