@@ -13,7 +13,8 @@ from setuptools import Extension, find_packages, setup
 KERNELS = Path("h2o_flexgen/kernels")
 PROCESSORS = {"baseline": []}  # one library for each; the one that fits is chosen when it is loaded
 if platform.machine().lower() in ("x86_64", "amd64"):
-    PROCESSORS |= {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4"]}
+    AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]  # by name: compilers that know levels of x86-64 are younger than these
+    PROCESSORS |= {"avx2": AVX2, "avx512": [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl"))]}
 
 
 def kernels(processor, flags):

@@ -21,6 +21,7 @@ from typing import TypeAlias
 import psutil
 
 from h2o_flexgen.conversation import Conversation, Extent
+from h2o_flexgen.kernels.decode_attention import reads_groups
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.host import available_bytes, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
@@ -161,9 +162,22 @@ class LLM:
         return Budgets(
             device=min(known) if known and self.device.accelerator else None,
             host=available_bytes() + self._host_base if cpu_mem is None else parse_bytes(cpu_mem),
-            disk=_free_disk(self.offload_folder),
+            disk=self._disk_budget(),
             host_base=self._host_base,
         )
+
+    def _disk_budget(self) -> int | None:
+        """What is free where KV and activations go, without what packed weights will take of it."""
+        place = _existing(self.offload_folder)
+        if place is None:
+            return None
+        free = shutil.disk_usage(place).free
+        if self.packing is None:
+            return free
+        folder, nbytes = self.packing
+        cache = _existing(folder)
+        shared = cache is not None and cache.stat().st_dev == place.stat().st_dev
+        return max(0, free - nbytes) if shared else free
 
     def check(self, workload: Workload) -> Footprint:
         """Refuses a workload that the plan does not fit, before anything is loaded; else says what will be held."""
@@ -187,7 +201,9 @@ class LLM:
             )
 
     def _refuse_what_does_not_fit(self, workload: Workload) -> Footprint:
-        request = Request(self.spec, self.plan, workload, self.device.accelerator, writes_weights=self.dummy_weights)
+        accelerator = self.device.accelerator
+        reads_packed = not accelerator and reads_groups()
+        request = Request(self.spec, self.plan, workload, accelerator, self.dummy_weights, reads_packed)
         return refuse_what_does_not_fit(request, self.budgets)
 
     # -- generation ----------------------------------------------------------------------------------------------------
@@ -356,6 +372,6 @@ def default_offload_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "h2o_flexgen" / "offload"
 
 
-def _free_disk(folder: Path) -> int | None:
-    existing = next((place for place in (folder, *folder.parents) if place.exists()), None)
-    return shutil.disk_usage(existing).free if existing else None
+def _existing(folder: Path) -> Path | None:
+    """The folder, or the nearest one above that is there."""
+    return next((place for place in (folder, *folder.parents) if place.exists()), None)

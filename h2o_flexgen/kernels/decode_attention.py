@@ -46,13 +46,18 @@ def decode_attention(q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Te
         return decode_attention_twin(q, keys.values(dim, q.dtype), values.values(dim, q.dtype), mask)
     rows, kv_heads, group, _ = q.shape
     slots = keys.data.shape[2]
-    floats, shares = q.float().contiguous(), torch.empty(rows, kv_heads, group, slots)
-    out, sums = torch.empty_like(floats), torch.empty(rows, kv_heads, slots)
+    floats, shares = q.float().contiguous(), torch.empty(rows, kv_heads, group, slots, dtype=torch.float32)
+    out, sums = torch.empty_like(floats), torch.empty(rows, kv_heads, slots, dtype=torch.float32)
     places = (pointer(held), pointer(out), pointer(sums), pointer(shares))
     sizes = (rows, kv_heads, group, dim, slots)
     given = _Attention(pointer(floats), _Slots.of(keys), _Slots.of(values), *places, *sizes, dim**-0.5)
     native.decode_attention(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
     return out.to(q.dtype), sums
+
+
+def reads_groups() -> bool:
+    """Are packed slots on the CPU attended where they lie? Else they are decoded first."""
+    return library() is not None
 
 
 def decode_attention_twin(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,19 +24,31 @@ static ALWAYS_INLINE uint16_t bf16_not_below(float value)
     return bf16_to_float(near) < value ? next_bf16(near, 1) : near;
 }
 
-/* 64 values; gives scale and minimum as bfloat16. */
+static ALWAYS_INLINE int is_finite(uint16_t half)
+{
+    return (half & 0x7f80) != 0x7f80;
+}
+
+/* 64 values; gives scale and minimum as bfloat16. A group with something that is no number becomes NaN altogether. */
 static ALWAYS_INLINE void encode_group(const float *values, int bits, uint8_t *codes, uint16_t *scale, uint16_t *minimum)
 {
     const float most = (float)((1 << bits) - 1);
-    float least = values[0], largest = values[0];
-#pragma omp simd reduction(min : least) reduction(max : largest)
+    float least = values[0], largest = values[0], nothing = 0.0f;
+#pragma omp simd reduction(min : least) reduction(max : largest) reduction(+ : nothing)
     for (int at = 0; at < GROUP; at++) {
+        nothing += values[at] - values[at]; /* unless one is no number */
         least = values[at] < least ? values[at] : least;
         largest = values[at] > largest ? values[at] : largest;
     }
     *minimum = bf16_not_above(least + 0.0f); /* of two zeros the positive one */
     const float from = bf16_to_float(*minimum);
     *scale = bf16_not_below((largest - from + 0.0f) / most);
+    if (nothing != 0.0f || !is_finite(*scale) || !is_finite(*minimum)) { /* none of them can be told from another */
+        *minimum = 0x7fc0; /* NaN */
+        *scale = 0;
+        memset(codes, 0, GROUP / 8 * bits);
+        return;
+    }
     const float step = bf16_to_float(*scale) > 0.0f ? bf16_to_float(*scale) : 1.0f; /* a constant group has codes of 0 */
     uint8_t each[GROUP];
 #pragma omp simd

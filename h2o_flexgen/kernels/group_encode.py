@@ -14,7 +14,7 @@ TWIN_VALUES = 1 << 20  # at once: what torch holds in passing stays small
 
 
 def group_encode(values: Tensor, out: Tensor, bits: int) -> None:
-    """values (rows, columns), finite -> out (rows, bytes of a row)."""
+    """values (rows, columns) -> out (rows, bytes of a row)."""
     native = library()
     if native is None or values.dtype not in WIDE or values.device.type != "cpu":
         group_encode_twin(values, out, bits)
@@ -35,6 +35,9 @@ def group_encode_twin(values: Tensor, out: Tensor, bits: int) -> None:
         minimum = _rounded(here.amin(-1).add_(0.0), -torch.inf)  # of two zeros the positive one
         here.sub_(minimum.float().unsqueeze(-1))
         scale = _rounded(here.amax(-1).add_(0.0) / most, torch.inf)
+        lost = ~(scale.isfinite() & minimum.isfinite())  # with something that is no number a group becomes NaN altogether
+        scale, minimum = scale.masked_fill(lost, 0.0), minimum.masked_fill(lost, torch.nan)
+        here.masked_fill_(lost.unsqueeze(-1), 0.0)
         here.div_(torch.where(scale > 0, scale, 1).float().unsqueeze(-1))  # a constant group has codes of 0
         code = here.round_().clamp_(0, most).byte()
         codes[part] = code if bits == 8 else code[..., : GROUP // 2] | code[..., GROUP // 2 :] << 4

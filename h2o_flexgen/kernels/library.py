@@ -17,19 +17,19 @@ from torch import Tensor
 
 SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" does without the library; the name of a variant takes that one
 TORCH = "torch"
+VERSION = 1  # of what library.c promises
 RUNS: Mapping[str, Sequence[str]] = {"AVX512": ("avx512", "avx2", "baseline"), "AVX2": ("avx2", "baseline")}
 
 
-@cache
 def library() -> ctypes.CDLL | None:
-    file = _files().get(_chosen())
-    return None if file is None else ctypes.CDLL(str(file))
+    """None where nothing was built, or nothing that can be loaded: then torch does the work."""
+    return _loaded()[1]
 
 
 def in_use() -> str:
     """For reports."""
-    chosen = _chosen()
-    return TORCH if chosen == TORCH else f"C ({chosen})"
+    name, native = _loaded()
+    return TORCH if native is None else f"C ({name})"
 
 
 def variants() -> list[str]:
@@ -37,12 +37,24 @@ def variants() -> list[str]:
     return list(_files())
 
 
-def _chosen() -> str:
-    known = [*variants(), TORCH]
-    asked = os.environ.get(SWITCH) or known[0]
-    if asked not in known:
-        raise ValueError(f"{SWITCH} is {asked!r}; known here: {', '.join(known[::-1])}")
-    return asked
+@cache
+def _loaded() -> tuple[str, ctypes.CDLL | None]:
+    files, asked = _files(), os.environ.get(SWITCH)
+    if asked and asked not in (TORCH, *files):
+        raise ValueError(f"{SWITCH} is {asked!r}; known here: {', '.join((TORCH, *files))}")
+    for name, file in files.items():
+        if asked in (None, "", name) and (native := _load(file)) is not None:
+            return name, native
+    return TORCH, None
+
+
+def _load(file: Path) -> ctypes.CDLL | None:
+    """Not what lacks a library of its own, nor what was built from older sources."""
+    try:
+        native = ctypes.CDLL(str(file))
+        return native if native.kernels_version() == VERSION else None
+    except (OSError, AttributeError):
+        return None
 
 
 def _files() -> dict[str, Path]:

@@ -61,7 +61,7 @@ class Pass:
     def mask(self) -> Tensor:
         """0 where a row has a key, its newest one included, -inf on the slots behind. (rows, 1, 1, slots), fp32"""
         return (
-            torch.zeros(self.behind_newest.shape, device=self.behind_newest.device)
+            torch.zeros(self.behind_newest.shape, dtype=torch.float32, device=self.behind_newest.device)
             .masked_fill_(self.behind_newest, -torch.inf)
             .unsqueeze(1)
         )

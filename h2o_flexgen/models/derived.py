@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import glob
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +66,9 @@ class DerivedFolder:
         return self.path
 
     def _make(self, build: Callable[[Path], None]) -> None:
-        for leftover in self.path.parent.glob(f"{glob.escape(self.path.name)}.partial-*"):  # of a process that was killed
+        for leftover in self.path.parent.glob(
+            "*.partial-*"
+        ):  # of processes that were killed: whoever is alone here is none of them
             shutil.rmtree(leftover)
         partial = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
         try:

@@ -26,6 +26,7 @@ from h2o_flexgen.quant.codec import CODECS, PLAIN
 FILE_BYTES = 2 << 30  # of a packed file, about
 PART_BYTES = 16 << 20  # of a checkpoint's values, encoded at once
 LARGEST = 1e38  # the distance of two such values is still a float32
+FORMAT = 1  # counted up when the bytes that a codec makes change
 MANIFEST = "packed.json"
 
 
@@ -38,7 +39,7 @@ class PackedCheckpoint:
         self._checkpoint = checkpoint
         self._progress = progress
         self._tensors = {tensor.name: tensor for tensor in spec.tensors.values() if tensor.codec != PLAIN}
-        asked = json.dumps([(tensor.name, tensor.shape, tensor.codec) for tensor in self._tensors.values()])
+        asked = json.dumps([FORMAT, *((tensor.name, tensor.shape, tensor.codec) for tensor in self._tensors.values())])
         name = f"{model_name(checkpoint.folder)}-{fingerprint(checkpoint.files, asked)}"
         cache = cache_dir or cache_folder("packed")
         self._folder = DerivedFolder(cache / name, f"pack the weights of {checkpoint.folder}")
@@ -108,6 +109,7 @@ class PackedCheckpoint:
         start = 0
         for values in _parts(stored, columns):
             end = start + codec.nbytes(tuple(values.shape), values.itemsize)
+            values = values.float() if values.dtype == torch.float16 else values  # which is exact, and what C can read
             if not float(values.abs().amax()) < LARGEST:  # of NaN nothing is true
                 problem = "holds NaN, infinity or a value beyond 1e38, which cannot be packed; give another checkpoint"
                 raise ValueError(f"tensor {name} in {stored.file} {problem}")
@@ -155,20 +157,23 @@ def _read_fully(file: FileIO, out: torch.Tensor) -> int:
 
 def _checked_files(folder: Path) -> list[Path]:
     """All that the manifest names, as they were written."""
-    damaged = f"{folder} is damaged: %s; remove the folder, and the weights are packed again"
+
+    def damaged(what: str) -> ValueError:
+        return ValueError(f"{folder} is damaged: {what}; remove the folder, and the weights are packed again")
+
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         files = {folder / name: (one["nbytes"], one["mtime_ns"], one["blake2b"]) for name, one in manifest.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(damaged % f"{MANIFEST} cannot be read ({type(error).__name__})") from error
+        raise damaged(f"{MANIFEST} cannot be read ({type(error).__name__})") from error
     for file, (nbytes, mtime_ns, digest) in files.items():
         if not file.is_file():
-            raise ValueError(damaged % f"{file.name} is missing")
+            raise damaged(f"{file.name} is missing")
         status = file.stat()
         if status.st_size != nbytes:
-            raise ValueError(damaged % f"{file.name} has {status.st_size} bytes instead of {nbytes}")
+            raise damaged(f"{file.name} has {status.st_size} bytes instead of {nbytes}")
         if status.st_mtime_ns != mtime_ns and _digest(file) != digest:
-            raise ValueError(damaged % f"{file.name} was changed since it was packed")
+            raise damaged(f"{file.name} was changed since it was packed")
     return list(files)
 
 

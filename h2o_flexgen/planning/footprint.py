@@ -54,17 +54,18 @@ class Footprint:
         )
 
 
-def footprint(planned: PlannedBlock, writes_weights: bool = False) -> Footprint:
-    """`writes_weights`: the disk share of the weights is not there yet but written for the run (dummy weights)."""
+def footprint(planned: PlannedBlock, writes_weights: bool = False, reads_packed: bool = False) -> Footprint:
+    """`writes_weights`: the disk share of the weights is not there yet but written for the run (dummy weights).
+    `reads_packed`: attention reads packed slots where they lie (kernels)."""
     spec, block, schedule = planned.spec, planned.block, planned.schedule
     parts: Parts = {tier: defaultdict(int) for tier in TIERS}
     compute = DEVICE if schedule.moves.accelerator else HOST
     _add_weights(parts, spec, planned.placement, schedule, compute, writes_weights)
     _add_kv(parts, planned, compute)
     _add_hidden(parts, spec, block, schedule, compute)
-    working = max(working_bytes(spec, planned.plan, slots) for slots in planned.slots)
+    working = max(working_bytes(spec, planned.plan, slots, reads_packed) for slots in planned.slots)
     if compute == DEVICE:
-        largest = max((tensor.nbytes for tensor in spec.tensors.values()), default=0)
+        largest = max((tensor.nbytes + tensor.decoded_nbytes for tensor in spec.tensors.values()), default=0)
         parts[HOST]["loading"] = largest  # one tensor on its way to the device
         parts[DEVICE]["libraries"] = DEVICE_LIBRARIES
     decoded = [tensor.decoded_nbytes for tensor in spec.tensors.values()]
@@ -150,13 +151,13 @@ def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
     return _aligned(batch.size * batch.prompt_len * spec.widest * spec.itemsize)
 
 
-def working_bytes(spec: ModelSpec, plan: Plan, slots: Slots) -> int:
+def working_bytes(spec: ModelSpec, plan: Plan, slots: Slots, reads_packed: bool = False) -> int:
     """The most that the functions of one visit allocate at once: an estimate from their shapes, held against runs by a test."""
     policy, batch = plan.policy, slots.batch
     parts = (policy.slots(part, slots.gen_len) for part in batch.parts(plan.prefill_tokens))
     prefill = max(_prefill_bytes(spec, policy, part) for part in parts)
     decode = batch.size * spec.heads * slots.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, slots)
-    decode += batch.size * slots.capacity * _decoding_bytes_per_slot(spec)
+    decode += batch.size * slots.capacity * _decoding_bytes_per_slot(spec, policy, reads_packed)
     head = batch.size * spec.vocab * (3 * 4 + spec.itemsize)
     return max(prefill, decode, head) + batch.size * batch.prompt_len * spec.widest * spec.itemsize
 
@@ -193,9 +194,13 @@ def _extending_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
     return slots.batch.size * (copies + tokens * group * keys * (1 + 4))
 
 
-def _decoding_bytes_per_slot(spec: ModelSpec) -> int:
-    """Where KV is packed: as it is computed with, and its bytes side by side."""
-    return 0 if spec.kv_codec == PLAIN else spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
+def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, reads_packed: bool) -> int:
+    """Where KV is packed: what of it is decoded before it is attended, and its bytes side by side."""
+    if spec.kv_codec == PLAIN:
+        return 0
+    if reads_packed:  # but for keys that are to be rotated
+        return (spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot) // 2 if policy.rolls else 0
+    return spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
 
 
 def _evicting_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
@@ -240,13 +245,14 @@ class Request:
     workload: Workload
     accelerator: bool
     writes_weights: bool = False
+    reads_packed: bool = False
 
     def footprint(self) -> Footprint:
         total, met = Footprint({}), set()
         for planned in plan_blocks(self.spec, self.plan, self.workload, self.accelerator):
             if planned.shape not in met:
                 met.add(planned.shape)
-                total = total | footprint(planned, self.writes_weights)
+                total = total | footprint(planned, self.writes_weights, self.reads_packed)
         return total
 
 

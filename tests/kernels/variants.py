@@ -17,8 +17,8 @@ VARIANTS = kernels.variants() or [NONE]
 def used(variant: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(kernels.SWITCH, variant)
-        kernels.library.cache_clear()
+        kernels._loaded.cache_clear()
         try:
             yield
         finally:
-            kernels.library.cache_clear()
+            kernels._loaded.cache_clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,3 +203,13 @@ def test_a_plan_says_what_it_would_write(model: Path, tmp_path: Path, monkeypatc
         assert llm.packing == (folder, 0)
     with LLM(str(model), offload_dir=tmp_path / "offload") as llm:
         assert llm.packing is None
+
+
+def test_what_packing_will_write_is_no_room_for_the_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage(10**9, 0, 10**9))
+    with LLM(str(model), offload_dir=tmp_path / "offload") as plain:
+        assert plain.budgets.disk == 10**9
+    with LLM(str(model), weight_codec=CODEC, offload_dir=tmp_path / "offload") as llm:
+        assert llm.packing is not None and llm.budgets.disk == 10**9 - llm.packing[1]

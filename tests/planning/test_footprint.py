@@ -26,6 +26,7 @@ from h2o_flexgen.planning.footprint import (
     Budgets,
     Footprint,
     Request,
+    _decoding_bytes_per_slot,
     packed_bytes,
     refuse_what_does_not_fit,
     working_bytes,
@@ -274,3 +275,15 @@ def test_an_engine_refuses_before_it_makes_or_loads_anything(
     ):
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
     assert not offload.exists()
+
+
+def test_packed_slots_that_are_read_where_they_lie_are_not_decoded() -> None:
+    """But for keys that are to be rotated."""
+    spec = replace(tiny_spec(), kv_codec="group4")
+    plain, evicting = Plan().policy, Plan.create(kv_policy="h2o", heavy=3, recent=3, positions="rolling").policy
+    both = spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
+    assert spec.kv_bytes_per_slot == 2 * spec.kv_heads * 36
+    assert _decoding_bytes_per_slot(spec, plain, False) == _decoding_bytes_per_slot(spec, evicting, False) == both
+    assert _decoding_bytes_per_slot(spec, plain, True) == 0
+    assert _decoding_bytes_per_slot(spec, evicting, True) == both // 2
+    assert _decoding_bytes_per_slot(tiny_spec(), plain, False) == 0
