@@ -127,7 +127,7 @@ class LLM:
         as_stored = replace(as_stored, kv_codec=self.plan.kv_codec)
         built.spec = as_stored if self.plan.weight_codec == PLAIN else as_stored.packed(self.plan.weight_codec)
         if isinstance(self._source, Checkpoint) and self.plan.weight_codec != PLAIN:
-            self._source = PackedCheckpoint(self._source, built.spec, progress=self._packed)
+            self._source = PackedCheckpoint(self._source, built.spec, progress=self._report_packing)
         if self.plan.policy.rolls and not built.spec.rotary:
             raise ValueError(f"positions 'rolling' needs rotary positions, but {self.name} has learned ones; leave it out")
         self._model: Model = built
@@ -293,7 +293,7 @@ class LLM:
         if self._listener is not None:
             self._listener(stage, done_bytes, total_bytes)
 
-    def _packed(self, done_bytes: int, total_bytes: int) -> None:
+    def _report_packing(self, done_bytes: int, total_bytes: int) -> None:
         self._report(Stage.PACKING, done_bytes, total_bytes)
         if done_bytes == total_bytes:
             self._report(Stage.LOADING)

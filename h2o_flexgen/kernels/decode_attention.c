@@ -87,7 +87,7 @@ typedef struct {
     floats scale, minimum, values; /* values: of the codes 0 to 15, where a register holds so many */
 } decoder;
 
-static ALWAYS_INLINE decoder decoder_of(group from)
+static ALWAYS_INLINE decoder decoder_of(packed_group from)
 {
     decoder found = {all(from.scale), all(from.minimum), {0}};
 #if LANES == 16
@@ -123,7 +123,7 @@ static ALWAYS_INLINE void widen(const char *slot, long dim, long registers, int 
     } else {
         const int bits = kind == GROUP4 ? 4 : 8;
         for (long number = 0; number * GROUP < dim; number++) {
-            const group from = group_of_row((const uint8_t *)slot, number, dim, bits);
+            const packed_group from = group_of_row((const uint8_t *)slot, number, dim, bits);
             const decoder with = decoder_of(from);
             floats *own = out + number * (GROUP / LANES);
             for (int at = 0; at < GROUP / LANES * bits / 8; at++) {
@@ -211,13 +211,13 @@ static ALWAYS_INLINE void softmax(float *restrict scores, float *restrict sums, 
     }
 }
 
-/* One KV head of one row. q and out (group, registers), zeros behind the last value; shares (group, capacity), sums (capacity). */
-static ALWAYS_INLINE void attend_head(const floats *q, const slots *keys, const slots *values, long row, long head, floats *out,
-                                      float *sums, float *shares, long held, long capacity, long group, long dim, long registers,
-                                      float scale, int key_kind, int value_kind)
+/* What follows is for one KV head of one row. `q` and `out` are (group, registers), zeros behind the last value; `shares` is (group,
+   capacity). Sizes are arguments, so that the compiler can know them. */
+
+static ALWAYS_INLINE void score_slots(const floats *q, const slots *keys, long row, long head, float *shares, long held,
+                                      long capacity, long group, long dim, long registers, float scale, int key_kind)
 {
-    const long room_of = registers + GROUP / LANES;
-    floats wide[TOGETHER * room_of], scores[group * TOGETHER];
+    floats wide[registers + GROUP / LANES], scores[group * TOGETHER];
     char room[4 * (MOST_VALUES + LANES)];
     for (long first = 0; first < held; first += TOGETHER) {
         const long count = held - first < TOGETHER ? held - first : TOGETHER;
@@ -244,9 +244,14 @@ static ALWAYS_INLINE void attend_head(const floats *q, const slots *keys, const 
                 shares[g * capacity + first + next] = sums_here[next] * scale;
         }
     }
-    memset(sums, 0, capacity * sizeof *sums);
-    for (long g = 0; g < group; g++)
-        softmax(shares + g * capacity, sums, held);
+}
+
+static ALWAYS_INLINE void sum_values(const float *shares, const slots *values, long row, long head, floats *out, long held,
+                                     long capacity, long group, long dim, long registers, int value_kind)
+{
+    const long room_of = registers + GROUP / LANES;
+    floats wide[TOGETHER * room_of];
+    char room[4 * (MOST_VALUES + LANES)];
     memset(out, 0, group * registers * sizeof *out);
     if (group == 1) { /* the sums stay in registers */
         for (long slot = 0; slot < held; slot++) {
@@ -295,8 +300,13 @@ static ALWAYS_INLINE void attend(const attention *a, long row, long head, long g
     memset(q, 0, sizeof q);
     for (long g = 0; g < group; g++)
         memcpy(q + g * registers, a->q + (unit * group + g) * dim, dim * sizeof(float));
-    attend_head(q, &a->keys, &a->values, row, head, out, a->sums + unit * a->capacity, a->shares + unit * group * a->capacity,
-                a->held[row], a->capacity, group, dim, registers, a->scale, key_kind, value_kind);
+    float *shares = a->shares + unit * group * a->capacity, *sums = a->sums + unit * a->capacity;
+    const long held = a->held[row];
+    score_slots(q, &a->keys, row, head, shares, held, a->capacity, group, dim, registers, a->scale, key_kind);
+    memset(sums, 0, a->capacity * sizeof *sums);
+    for (long g = 0; g < group; g++)
+        softmax(shares + g * a->capacity, sums, held);
+    sum_values(shares, &a->values, row, head, out, held, a->capacity, group, dim, registers, value_kind);
     for (long g = 0; g < group; g++)
         memcpy(a->out + (unit * group + g) * dim, out + g * registers, dim * sizeof(float));
 }

@@ -5,7 +5,7 @@
 #ifdef __AVX512BW__
 
 /* Sixteen codes have sixteen values: they are worked out once for a group and then looked up. */
-static ALWAYS_INLINE void decode_group_4_half(group from, uint16_t *out)
+static ALWAYS_INLINE void decode_group_4_half(packed_group from, uint16_t *out)
 {
     uint16_t table[32] = {0};
     for (int code = 0; code < 16; code++)
@@ -19,7 +19,7 @@ static ALWAYS_INLINE void decode_group_4_half(group from, uint16_t *out)
 
 #endif
 
-static ALWAYS_INLINE void decode_group(group from, void *out, int bits, int wide)
+static ALWAYS_INLINE void decode_group(packed_group from, void *out, int bits, int wide)
 {
     float values[GROUP];
 #ifdef __AVX512BW__
@@ -42,7 +42,7 @@ static ALWAYS_INLINE void decode_row(const uint8_t *row, char *out, long columns
 {
     const long itemsize = wide ? 4 : 2;
     for (long start = 0; start < columns; start += GROUP) {
-        const group from = group_of_row(row, start / GROUP, columns, bits);
+        const packed_group from = group_of_row(row, start / GROUP, columns, bits);
         if (columns - start >= GROUP) {
             decode_group(from, out + start * itemsize, bits, wide);
         } else {

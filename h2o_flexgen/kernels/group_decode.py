@@ -10,7 +10,7 @@ from torch import Tensor
 from h2o_flexgen.kernels.library import library, pointer
 
 GROUP = 64
-WIDE = {torch.float32: 1, torch.bfloat16: 0}  # what C can write
+WIDE = {torch.float32: 1, torch.bfloat16: 0}  # what C can read and write
 TWIN_VALUES = 1 << 20  # at once: what torch holds in passing stays small
 
 

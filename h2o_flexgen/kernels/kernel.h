@@ -40,7 +40,7 @@ static ALWAYS_INLINE long group_row_bytes(long columns, int bits)
 typedef struct {
     const uint8_t *codes;
     float scale, minimum;
-} group;
+} packed_group;
 
 static ALWAYS_INLINE float load_bf16(const uint8_t *bytes) /* of any address */
 {
@@ -49,15 +49,15 @@ static ALWAYS_INLINE float load_bf16(const uint8_t *bytes) /* of any address */
     return bf16_to_float(half);
 }
 
-static ALWAYS_INLINE group group_of_row(const uint8_t *row, long number, long columns, int bits)
+static ALWAYS_INLINE packed_group group_of_row(const uint8_t *row, long number, long columns, int bits)
 {
     const long groups = (columns + GROUP - 1) / GROUP, code_bytes = GROUP / 8 * bits;
     const uint8_t *scales = row + groups * code_bytes, *minima = scales + 2 * groups;
-    const group found = {row + number * code_bytes, load_bf16(scales + 2 * number), load_bf16(minima + 2 * number)};
+    const packed_group found = {row + number * code_bytes, load_bf16(scales + 2 * number), load_bf16(minima + 2 * number)};
     return found;
 }
 
-static ALWAYS_INLINE void group_to_floats(group from, int bits, float *restrict out)
+static ALWAYS_INLINE void group_to_floats(packed_group from, int bits, float *restrict out)
 {
     if (bits == 8) {
 #pragma omp simd

@@ -80,7 +80,7 @@ def _add_weights(parts: Parts, spec: ModelSpec, placement: Placement, schedule: 
     arenas: dict[tuple[str, ...], str] = {(DEVICE,): DEVICE, (HOST,): HOST} if compute == DEVICE else {(DEVICE, HOST): HOST}
     for tiers, holder in arenas.items():
         sizes = [tensor.nbytes for tensor in spec.tensors.values() if placement.weights[tensor.name] in tiers]
-        parts[holder]["weights"] += packed_bytes(sizes)
+        parts[holder]["weights"] += arena_bytes(sizes)
     if written:
         on_disk = [tensor for tensor in spec.tensors.values() if placement.weights[tensor.name] == DISK]
         parts[DISK]["weights"] += sum(_aligned(tensor.stored_nbytes) for tensor in on_disk)
@@ -93,12 +93,12 @@ def _add_weights(parts: Parts, spec: ModelSpec, placement: Placement, schedule: 
 def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
     """Bytes of the layer that has most on these tiers."""
     return max(
-        packed_bytes([tensor.nbytes for _, tensor in layer.tensors if placement.weights[tensor.name] in tiers])
+        arena_bytes([tensor.nbytes for _, tensor in layer.tensors if placement.weights[tensor.name] in tiers])
         for layer in spec.layers
     )
 
 
-def packed_bytes(sizes: Sequence[int]) -> int:
+def arena_bytes(sizes: Sequence[int]) -> int:
     """Of tensors that lie in one arena, as memory.pack lays them out: large ones start at a page, others at a line."""
     end = 0
     for nbytes in sizes:
@@ -111,7 +111,7 @@ def _aligned(nbytes: int, alignment: int = PAGE) -> int:
 
 
 def _decoded_bytes(layer: LayerSpec) -> int:
-    return packed_bytes([tensor.decoded_nbytes for _, tensor in layer.tensors if tensor.decoded_nbytes])
+    return arena_bytes([tensor.decoded_nbytes for _, tensor in layer.tensors if tensor.decoded_nbytes])
 
 
 def _add_kv(parts: Parts, planned: PlannedBlock, compute: str) -> None:

@@ -149,7 +149,8 @@ class WeightStore:
 
     def views(self, visit: Visit) -> dict[str, Tensor]:
         """The layer's weights by local name, where they are computed with: where they lie, or where they were decoded to, once
-        for a pass over the layer's weights: the next one finds other bytes in the slot."""
+        for a pass over the layer's weights: the next one finds other bytes in the slot. Good until the next call: what was
+        decoded makes room for the next layer's."""
         layer, slot, number = visit.layer, self._schedule.weight_slot(visit), self._schedule.weight_number(*visit)
         if (layer, slot) not in self._views:
             self._views[layer, slot] = {

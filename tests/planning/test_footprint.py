@@ -27,7 +27,7 @@ from h2o_flexgen.planning.footprint import (
     Footprint,
     Request,
     _decoding_bytes_per_slot,
-    packed_bytes,
+    arena_bytes,
     refuse_what_does_not_fit,
     working_bytes,
 )
@@ -102,7 +102,7 @@ def test_arenas_are_as_large_as_the_layout_of_their_tensors() -> None:
     for _ in range(50):
         shapes = [(random.choice([1, 7, 100, 16_384, 16_385, 50_001]),) for _ in range(random.randint(0, 9))]
         layout = Layout.pack({str(place): Entry(0, shape, torch.float32) for place, shape in enumerate(shapes)})
-        assert packed_bytes([4 * count for (count,) in shapes]) == layout.nbytes
+        assert arena_bytes([4 * count for (count,) in shapes]) == layout.nbytes
 
 
 @pytest.mark.parametrize("kind", ["opt", "llama-gqa"])
