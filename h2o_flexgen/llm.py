@@ -12,7 +12,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from types import TracebackType
@@ -66,7 +66,7 @@ class Stats:
     moved_bytes: dict[str, int]  # per lane
     busy_seconds: dict[str, float]  # per lane
     peak_bytes: dict[str, int]  # per tier; the host's is the process's resident memory
-    blocks: tuple[BlockRun, ...]  # of these only the last has kept its trace
+    blocks: tuple[BlockRun, ...] = field(repr=False)  # of these only the last has kept its trace
 
     @property
     def last_block(self) -> BlockRun:
@@ -74,6 +74,9 @@ class Stats:
 
 
 class LLM:
+    """A model under a plan. `model` is a hub name or a local folder; with `dummy_weights` random ones take the place of files.
+    Nothing large is loaded before the first `generate` or `converse`; `close`, or a `with`, gives all of it back."""
+
     def __init__(
         self,
         model: str,

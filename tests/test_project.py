@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAIN_COMMAND = "pip install . && python -m h2o_flexgen.run"
+MAIN_COMMAND = "pip install -e . && python -m h2o_flexgen.run"
 TEST_COMMAND = "pip install -e '.[test]' && pytest"
 LARGEST_BYTES = 12_000_000
 LONGEST_FUNCTION = 60

@@ -516,17 +516,22 @@ def test_an_interrupt_leaves_no_file_and_one_line(command: Any, opt: Path, offlo
 # -- as a process --------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_ends_the_process_with_130_and_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sent", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")], ids=["int", "term"]
+)
+def test_a_signal_ends_the_process_with_nothing_left_behind(
+    sent: signal.Signals, status: int, word: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "offload"
     command = [sys.executable, "-m", "h2o_flexgen.run", "--device", "cpu", "--offload-dir", str(folder), "--gen-len", "1500"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     while not process.stdout.readline().startswith("disk "):
         assert process.poll() is None
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert errors.splitlines()[-1] == "interrupted" and "Traceback" not in errors
+    assert process.returncode == status, errors
+    assert errors.splitlines()[-1] == word and "Traceback" not in errors
     assert not folder.exists()
 
 

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import traceback
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
 from h2o_flexgen.commands.flags import TRACEBACK
 
-FAILED, INTERRUPTED = 2, 130
+FAILED, INTERRUPTED, TERMINATED = 2, 130, 143
 USERS = (ValueError, MemoryError, OSError)
+
+
+class Terminated(KeyboardInterrupt):
+    """Somebody else ends the process: it goes the same way, so that no file stays behind."""
+
+
+@contextmanager
+def _ends_cleanly() -> Iterator[None]:
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]) -> int:
@@ -19,7 +43,11 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
     try:
         args = parse()
         level = args.verbose
-        run(args)
+        with _ends_cleanly():
+            run(args)
+    except Terminated:
+        print("terminated", file=sys.stderr)
+        return TERMINATED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

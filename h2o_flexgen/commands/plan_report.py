@@ -18,6 +18,7 @@ from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.quant.codec import PLAIN
 
 NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
+NO_KERNELS = "none in C were built; install from a checkout with `pip install -e .` and a C compiler for faster ones"
 KINDS = ("weights", "KV", "activations")
 
 
@@ -74,7 +75,8 @@ class PlanReport:
             f"KV        {self.kept.line()}{self._packed_kv()}",
         ]
         if not self.accelerator:
-            lines.append(f"kernels   {self.kernels}")
+            slow = self.kernels == "torch"
+            lines.append(f"kernels   {self.kernels}" + (f" ({NO_KERNELS})" if slow else ""))
         if self.packing and self.packing[1]:
             lines.append(f"the weights are packed first, once: {format_bytes(self.packing[1])} in {self.packing[0]}")
         if self.dummy_weights:

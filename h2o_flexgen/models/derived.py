@@ -56,7 +56,7 @@ class DerivedFolder:
         try:
             if not self.is_there:
                 cache.mkdir(parents=True, exist_ok=True)
-                with _alone_in(cache):
+                with alone_in(cache):
                     if not self.is_there:  # another process may have made it while we waited
                         self._make(build)
         except OSError as error:
@@ -81,7 +81,7 @@ class DerivedFolder:
 
 
 @contextmanager
-def _alone_in(cache: Path) -> Iterator[None]:
+def alone_in(cache: Path) -> Iterator[None]:
     """One at a time: two of the same model would need twice the disk."""
     descriptor = os.open(cache, os.O_RDONLY)
     try:

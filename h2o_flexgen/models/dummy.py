@@ -7,10 +7,13 @@ equal each other and tokens would tie.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from io import BufferedWriter
@@ -18,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from h2o_flexgen.models.derived import alone_in
 from h2o_flexgen.models.files import Progress, align_up, flush_to_disk, reason, require_free_space
 from h2o_flexgen.models.safetensors_format import StoredTensor, tensor_bytes
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES, TensorSpec
@@ -26,6 +30,7 @@ from h2o_flexgen.quant.codec import CODECS, PLAIN
 BLOCK_VALUES = 4_194_301  # at most 16 MiB of them are in memory
 SCALE = 0.02
 FLUSH_BYTES = 512 << 20
+PREFIX, SUFFIX = "h2o_flexgen-weights-", ".bin"
 
 
 class DummySource:
@@ -36,7 +41,7 @@ class DummySource:
         self.dtype = dtype
         self._offload_dir = offload_dir
         self._progress = progress
-        self._files: list[Path] = []
+        self._files: list[LockedFile] = []
         weakref.finalize(self, _remove, self._files)  # should nobody come to close us
 
     @cached_property
@@ -64,8 +69,10 @@ class DummySource:
         try:
             self._offload_dir.mkdir(parents=True, exist_ok=True)  # another process may have taken it away again
             require_free_space(self._offload_dir, sum(self._room(tensor) for tensor in wanted), "random weights on disk")
-            descriptor, path = tempfile.mkstemp(prefix="h2o_flexgen-weights-", suffix=".bin", dir=self._offload_dir)
-            self._files.append(Path(path))
+            with alone_in(self._offload_dir):
+                _remove_orphans(self._offload_dir)
+                descriptor, path = tempfile.mkstemp(prefix=PREFIX, suffix=SUFFIX, dir=self._offload_dir)
+                self._files.append(LockedFile.of(Path(path), descriptor))
             with os.fdopen(descriptor, "wb") as file:
                 return self._write(file, Path(path), wanted)
         except OSError as error:
@@ -136,6 +143,34 @@ class DummySource:
         return int.from_bytes(digest, "little") % BLOCK_VALUES
 
 
-def _remove(files: list[Path]) -> None:
+@dataclass(frozen=True)
+class LockedFile:
+    """A file that is locked for as long as its process lives: who finds it unlocked knows that nobody needs it."""
+
+    path: Path
+    lock: int  # another descriptor of the same opening
+
+    @classmethod
+    def of(cls, path: Path, descriptor: int) -> LockedFile:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return cls(path, os.dup(descriptor))
+
+
+def _remove(files: list[LockedFile]) -> None:
     while files:
-        files.pop().unlink(missing_ok=True)
+        file = files.pop()
+        file.path.unlink(missing_ok=True)
+        os.close(file.lock)
+
+
+def _remove_orphans(folder: Path) -> None:
+    """Of processes that were killed. Whoever makes a file here locks it before anybody else looks."""
+    for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
+        with suppress(OSError):  # it is locked, or gone by now
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(descriptor)

@@ -290,7 +290,19 @@ def what_would_fit(request: Request, budgets: Budgets) -> str:
         if budgets.first_exceeded(replace(request, plan=plan).footprint()) is None:
             found.append("percent " + " ".join(f"{value:g}" for value in plan.percent))
             break
-    return "would fit: " + " or ".join(found) if found else "no smaller batch or share fits: give more memory"
+    if not found:
+        found = [_smaller_with_less(request, budgets, tier)]
+    return "would fit: " + " or ".join(found) if any(found) else "no smaller batch or share fits: give more memory"
+
+
+def _smaller_with_less(request: Request, budgets: Budgets, tier: str | None) -> str:
+    """Both at once, where neither alone is enough; nothing if that is not enough either."""
+    for size in _halves(request.plan.gpu_batch_size) or [1]:
+        for kept in (0.5, 0.0):
+            for plan in _with_less(replace(request.plan, gpu_batch_size=size), tier, kept):
+                if budgets.first_exceeded(replace(request, plan=plan).footprint()) is None:
+                    return f"gpu_batch_size {size} with percent " + " ".join(f"{value:g}" for value in plan.percent)
+    return ""
 
 
 def _halves(size: int) -> list[int]:

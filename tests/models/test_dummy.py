@@ -150,3 +150,20 @@ def test_progress_ends_at_all_that_is_written(tmp_path: Path) -> None:
     file = weights.locate([spec(MATRIX, 100, 50), spec(NORM, 50)])[NORM].file
     assert seen == sorted(seen) and len(seen) == 2 and seen[-1] == (file.stat().st_size, file.stat().st_size)
     weights.close()
+
+
+def test_files_of_killed_processes_are_removed_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
+    orphan = tmp_path / "h2o_flexgen-weights-killed.bin"
+    orphan.write_bytes(bytes(100))
+    mine = tmp_path / "weights.bin"
+    mine.write_bytes(b"somebody's")
+    tensor = TensorSpec("a.weight", (4, 4), 4, 4)
+    first, second = (DummySource(0, "float32", tmp_path) for _ in range(2))
+    here = first.locate([tensor])["a.weight"].file
+    assert not orphan.exists() and mine.exists()
+    there = second.locate([tensor])["a.weight"].file
+    assert here.exists() and there.exists() and here != there
+    first.close()
+    assert not here.exists() and there.exists()
+    second.close()
+    assert list(tmp_path.iterdir()) == [mine]

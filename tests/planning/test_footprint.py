@@ -287,3 +287,14 @@ def test_packed_slots_that_are_read_where_they_lie_are_not_decoded() -> None:
     assert _decoding_bytes_per_slot(spec, plain, True) == 0
     assert _decoding_bytes_per_slot(spec, evicting, True) == both // 2
     assert _decoding_bytes_per_slot(tiny_spec(), plain, False) == 0
+
+
+def test_where_neither_is_enough_a_smaller_batch_with_a_smaller_share_is_offered() -> None:
+    request = request_of((0, 100, 0, 100, 0, 100), accelerator=False, prompts=320)
+    both = replace(request, plan=replace(request.plan, gpu_batch_size=1).with_percent((0, 0, 0, 0, 0, 0)))
+    budgets = Budgets(host=int(1.02 * both.footprint().total(HOST)))
+    with pytest.raises(ValueError, match=r"would fit: gpu_batch_size \d+ with percent") as told:
+        refuse_what_does_not_fit(request, budgets)
+    size, *percent = map(int, re.findall(r"-?\d+", str(told.value).partition("would fit")[2]))
+    offered = replace(request, plan=replace(request.plan, gpu_batch_size=size).with_percent(percent))
+    assert budgets.first_exceeded(offered.footprint()) is None
