@@ -205,6 +205,7 @@ PUBLISHED = {
     "Qwen/Qwen2.5-7B": 7.61e9,
     "Qwen/Qwen2.5-32B": 32.5e9,
     "Qwen/Qwen2.5-72B": 72.7e9,
+    "Qwen/Qwen3-8B": 8.2e9,
     "facebook/opt-125m": 125e6,
     "facebook/opt-350m": 331e6,
     "facebook/opt-1.3b": 1.3e9,
