@@ -21,7 +21,7 @@ import torch
 
 from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
 from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
-from h2o_flexgen.kernels.library import in_use
+from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.planning.files import write_text

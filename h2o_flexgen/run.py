@@ -119,7 +119,7 @@ class Job:
 
     @cached_property
     def plan_report(self) -> PlanReport:
-        from h2o_flexgen.kernels.library import in_use  # imports torch, which is there by now
+        from h2o_flexgen.kernels.native import in_use  # imports torch, which is there by now
 
         llm, needed = self.llm, self.llm.check(self.workload)
         return PlanReport(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.group_decode import group_decode
-from h2o_flexgen.kernels.library import library, pointer
+from h2o_flexgen.kernels.native import native_library, pointer
 
 KINDS = {torch.bfloat16: 0, torch.float32: 1}  # as C counts them: of plain values, and of packed ones by their bits
 PACKED_KINDS = {4: 2, 8: 3}
@@ -41,7 +41,7 @@ class Kept(NamedTuple):
 def decode_attention(q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """q (rows, kv_heads, group, dim); held (rows,), slots that count, the newest included, and as a mask to add (rows, 1, 1,
     slots) -> out like q, and sums (rows, kv_heads, slots) in float32."""
-    native, dim = library(), q.shape[3]
+    native, dim = native_library(), q.shape[3]
     if native is None or keys.kind is None or values.kind is None or dim > MOST_VALUES:
         return decode_attention_twin(q, keys.values(dim, q.dtype), values.values(dim, q.dtype), mask)
     rows, kv_heads, group, _ = q.shape
@@ -57,7 +57,7 @@ def decode_attention(q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Te
 
 def reads_groups() -> bool:
     """Are packed slots on the CPU attended where they lie? Else they are decoded first."""
-    return library() is not None
+    return native_library() is not None
 
 
 def decode_attention_twin(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.library import library, pointer
+from h2o_flexgen.kernels.native import native_library, pointer
 
 GROUP = 64
 WIDE = {torch.float32: 1, torch.bfloat16: 0}  # what C can read and write
@@ -16,7 +16,7 @@ TWIN_VALUES = 1 << 20  # at once: what torch holds in passing stays small
 
 def group_decode(data: Tensor, out: Tensor, bits: int) -> None:
     """data (rows, bytes of a row) -> out (rows, columns)."""
-    native = library()
+    native = native_library()
     if native is None or out.dtype not in WIDE or out.device.type != "cpu":
         group_decode_twin(data, out, bits)
         return

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.group_decode import GROUP, WIDE, group_parts
-from h2o_flexgen.kernels.library import library, pointer
+from h2o_flexgen.kernels.native import native_library, pointer
 
 TWIN_VALUES = 1 << 20  # at once: what torch holds in passing stays small
 
 
 def group_encode(values: Tensor, out: Tensor, bits: int) -> None:
     """values (rows, columns) -> out (rows, bytes of a row)."""
-    native = library()
+    native = native_library()
     if native is None or values.dtype not in WIDE or values.device.type != "cpu":
         group_encode_twin(values, out, bits)
         return

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from h2o_flexgen.kernels import library as kernels
+from h2o_flexgen.kernels import native as kernels
 
 NONE = pytest.param("none", marks=pytest.mark.skip("no library of kernels was built here"))
 VARIANTS = kernels.variants() or [NONE]

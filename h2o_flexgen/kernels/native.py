@@ -17,11 +17,11 @@ from torch import Tensor
 
 SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" does without the library; the name of a variant takes that one
 TORCH = "torch"
-VERSION = 1  # of what library.c promises
+VERSION = 1  # of what native.c promises
 RUNS: Mapping[str, Sequence[str]] = {"AVX512": ("avx512", "avx2", "baseline"), "AVX2": ("avx2", "baseline")}
 
 
-def library() -> ctypes.CDLL | None:
+def native_library() -> ctypes.CDLL | None:
     """None where nothing was built, or nothing that can be loaded: then torch does the work."""
     return _loaded()[1]
 
