@@ -1,0 +1,78 @@
+"""What a system is asked to run, and what it answers: the words between compare.py and the process of a system."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+Ready = Callable[[], None]  # called once, when everything is loaded: until then a system may be given more memory
+
+
+@dataclass(frozen=True)
+class Request:
+    """Rows of `prompt_len` tokens each are to be continued greedily by `gen_len` tokens."""
+
+    system: str
+    checkpoint: str  # a folder with config.json and safetensors, as the Hugging Face hub has them
+    dtype: str
+    device: str  # "cpu" or "cuda"
+    rows: int
+    prompt_len: int
+    gen_len: int
+    steps: int | None  # decode steps that are timed, at the KV length of the middle of the text; None: all, from the first on
+    host_bytes: int | None  # what the process may hold, page cache included; None: what the machine has
+    device_bytes: int | None  # of a GPU
+    scratch: str  # a folder on the disk that is offloaded to; emptied afterwards
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the system's own
+
+    @property
+    def middle(self) -> int:
+        """Tokens of a row half way through its generation."""
+        return self.prompt_len + self.gen_len // 2
+
+    @property
+    def last(self) -> int:
+        """Tokens of a row whose KV is held when the last token is made."""
+        return self.prompt_len + self.gen_len - 1
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        return cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of it. Seconds are those of the wall; `prefill_seconds` end with the first token of every row."""
+
+    versions: Mapping[str, str]  # of the packages that did the work
+    placement: str  # where weights and KV were, for people
+    load_seconds: float
+    prefill_seconds: float
+    step_seconds: tuple[float, ...]  # of decode steps
+    peak_host_bytes: int  # most resident memory of the process, files that are mapped included
+    read_bytes_per_step: float  # from the disk in decode, as the system counts them for the process
+    notes: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Answer:
+        fields = json.loads(text)
+        return cls(**{**fields, "step_seconds": tuple(fields["step_seconds"])})
+
+
+class System(Protocol):
+    """One of those that are compared."""
+
+    loads_within_cap: bool  # else it is loaded without a cap, which comes down when it is ready: that is in its favour
+
+    def missing(self, request: Request) -> str | None:
+        """Why it cannot run this here, in a line, or None. Cheap: nothing large is imported."""
+
+    def run(self, request: Request, ready: Ready) -> Answer: ...

@@ -1,0 +1,21 @@
+"""Which systems there are. A file is imported when its system is asked for: peers are large, and may not be installed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from baselines.request import System
+
+SYSTEMS = {  # name -> module, which has a class of the name System
+    "h2o_flexgen": "this_engine",
+    "accelerate": "accelerate_offload",
+    "deepspeed": "deepspeed_zero",
+    "transformers": "transformers_resident",
+    "airllm": "airllm_layers",
+    "flexgen": "flexgen_original",
+}
+
+
+def system_named(name: str) -> System:
+    system: System = import_module(f"baselines.{SYSTEMS[name]}").System()
+    return system
