@@ -16,13 +16,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from h2o_flexgen.commands.made_up import made_up_prompts
 from h2o_flexgen.llm import LLM, default_offload_folder
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.files import write_text
+from h2o_flexgen.planning.fit import largest
 from h2o_flexgen.planning.footprint import DoesNotFit
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -99,7 +100,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run_one(args: argparse.Namespace) -> dict[str, Any]:
-    rows = args.equal_rows or largest(lambda count: fits(args, count))
+    rows = args.equal_rows or largest(lambda count: fits(args, count), MOST_ROWS)
     while rows and not args.equal_rows and not fits(args, rows):  # looking for them, the process has grown a little
         rows -= 1
     if not rows:
@@ -170,17 +171,6 @@ def fits(args: argparse.Namespace, rows: int) -> bool:
         except DoesNotFit:
             return False
     return True
-
-
-def largest(fits: Callable[[int], bool]) -> int:
-    """How many rows fit: doubled until they do not, then halved in."""
-    low, high = 0, 1
-    while high <= MOST_ROWS and fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Ready = Callable[[], None]  # called once, when everything is loaded: until then a system may be given more memory
 
@@ -76,3 +76,10 @@ class System(Protocol):
         """Why it cannot run this here, in a line, or None. Cheap: nothing large is imported."""
 
     def run(self, request: Request, ready: Ready) -> Answer: ...
+
+
+@runtime_checkable
+class Plans(Protocol):
+    """A system that knows without trying how many rows fit."""
+
+    def most_rows(self, request: Request) -> int: ...

@@ -1,0 +1,132 @@
+"""h2o_flexgen itself, under the plan that the request's options give."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baselines.process import bytes_read
+from baselines.request import Answer, Ready, Request
+from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.commands.made_up import made_up_prompts
+from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.planning.fit import largest
+from h2o_flexgen.planning.footprint import DoesNotFit
+from h2o_flexgen.planning.schedule import Op, Task
+from h2o_flexgen.planning.workload import Batch, Workload
+
+MOST_ROWS = 4096
+ROWS_AT_ONCE = 128  # of a batch, where the options do not say
+KEPT_FREE = 0.02  # of the cap, for what the kernel counts for the process besides its memory: page tables, files
+
+
+@dataclass(frozen=True)
+class System:
+    loads_within_cap = True
+
+    def missing(self, request: Request) -> str | None:
+        if request.device == "cuda" and not torch.cuda.is_available():
+            return "there is no CUDA device"
+        return None
+
+    def most_rows(self, request: Request) -> int:
+        """By its own planner: nothing is loaded."""
+        return largest(partial(_fits, request), MOST_ROWS)
+
+    def run(self, request: Request, ready: Ready) -> Answer:
+        begun = time.perf_counter()
+        with _opened(request, request.rows) as llm:
+            llm.check(Workload.uniform(request.rows, request.prompt_len, request.gen_len))
+            llm.generate(_prompts(llm, 1, request.prompt_len), _all(request.gen_len), until=lambda _: True)  # only loads
+            loaded = time.perf_counter() - begun
+            ready()
+            whole = request.steps is None
+            first = _Run.of(llm, request, request.prompt_len, request.gen_len)
+            if whole or _is_steady(llm, request):
+                steps, read = first.step_seconds, first.read_bytes
+                notes = ""
+            else:
+                middle = _Run.of(llm, request, request.middle, request.gen_len - request.gen_len // 2)
+                steps, read = middle.step_seconds, middle.read_bytes
+                notes = f"steps behind prompts of {request.middle} tokens"
+            assert llm.stats is not None
+            return Answer(
+                versions={"h2o_flexgen": "0.1.0", "torch": torch.__version__, "kernels": in_use()},
+                placement=_placement(llm, request),
+                load_seconds=loaded,
+                prefill_seconds=first.prefill_seconds,
+                step_seconds=steps,
+                peak_host_bytes=llm.stats.peak_bytes["host"],
+                read_bytes_per_step=read / max(1, len(steps)),
+                notes=notes,
+            )
+
+
+@dataclass(frozen=True)
+class _Run:
+    prefill_seconds: float
+    step_seconds: tuple[float, ...]
+    read_bytes: int  # in all steps
+
+    @classmethod
+    def of(cls, llm: LLM, request: Request, prompt_len: int, gen_len: int) -> _Run:
+        prompts = _prompts(llm, request.rows, prompt_len)
+        wanted = gen_len - 1 if request.steps is None else min(request.steps, gen_len - 1)
+        read_before: list[int] = []
+
+        def note(task: Task, _: int) -> None:
+            if task.step == 1 and not read_before:
+                read_before.append(bytes_read())
+
+        def is_behind(task: Task) -> bool:
+            return task.op is Op.COMPUTE and task.step > wanted
+
+        llm.generate(prompts, _all(gen_len), on_visit=note, until=None if wanted == gen_len - 1 else is_behind)
+        assert llm.stats is not None
+        read = bytes_read() - read_before[0] if read_before else 0
+        return cls(llm.stats.prefill_seconds, llm.stats.step_seconds[:wanted], read)
+
+
+def _prompts(llm: LLM, rows: int, length: int) -> list[list[int]]:
+    return made_up_prompts(rows, length, llm.tokenizer, llm.spec.vocab)
+
+
+def _all(gen_len: int) -> SamplingParams:
+    return SamplingParams(max_tokens=gen_len, ignore_eos=True)
+
+
+def _opened(request: Request, rows: int) -> LLM:
+    options: dict[str, Any] = dict(request.options)
+    at_once = min(rows, options.pop("rows_at_once", ROWS_AT_ONCE))
+    batches = -(-rows // at_once)
+    shape = {"gpu_batch_size": -(-rows // batches), "num_gpu_batches": batches}
+    host = None if request.host_bytes is None else int(request.host_bytes * (1 - KEPT_FREE))
+    memory = {"cpu_mem": host, "gpu_mem": request.device_bytes, "offload_dir": Path(request.scratch)}
+    return LLM(request.checkpoint, dtype=request.dtype, device=request.device, **memory, **shape, **options)
+
+
+def _fits(request: Request, rows: int) -> bool:
+    with _opened(request, rows) as llm:
+        try:
+            llm.check(Workload.uniform(rows, request.prompt_len, request.gen_len))
+        except DoesNotFit:
+            return False
+    return True
+
+
+def _is_steady(llm: LLM, request: Request) -> bool:
+    """Is as much held in the first decode step as in the last?"""
+    batch = Batch((0,), (request.prompt_len,))
+    slots = llm.plan.policy.slots(batch, request.gen_len)
+    return slots.held(1) == slots.held(request.gen_len - 1)
+
+
+def _placement(llm: LLM, request: Request) -> str:
+    shares = " ".join(f"{share:g}" for share in llm.plan.percent)
+    plan = llm.plan
+    return f"--percent {shares}, {plan.num_gpu_batches} x {plan.gpu_batch_size} rows, {plan.schedule}, {plan.slots} slots"

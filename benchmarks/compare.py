@@ -1,0 +1,242 @@
+"""This engine and its peers side by side: the same workload, the same memory, each with its best number of rows.
+
+    python benchmarks/compare.py --suite cpu-small --loads 64+256            # OPT-1.3B shapes in 1.5 GiB
+    python benchmarks/compare.py --suite cpu --caps 4GiB --loads 64+256      # OPT-6.7B shapes in 4 GiB: hours
+    python benchmarks/compare.py --suite cpu --systems h2o_flexgen accelerate --steps 8 --repeats 3
+
+Every run has a process of its own under the same cap on memory, the page cache included, and starts with nothing of the
+checkpoint in that cache. Random weights are written once, as a checkpoint that every system can read. Rows are doubled until a
+system fails or slows; the engine, whose planner knows what fits, is tried from there downwards. Without --whole a run is
+shortened: prompts are computed whole, then a few decode steps are timed with as much KV as half way through the text, and the
+rest of the generation counts as if each step took their median. The machine is measured before and after. The last line is one
+JSON document; --picture draws it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from datetime import date
+from itertools import product
+from math import inf
+from pathlib import Path
+from typing import TypeVar
+
+from baselines.request import Request
+from baselines.systems import system_named
+from comparison.calibration import Calibration
+from comparison.cap import open_cap
+from comparison.ceiling import Ceiling
+from comparison.checkpoint import checkpoint_of, spec_of
+from comparison.launch import Launcher
+from comparison.picture import draw
+from comparison.point import Point
+from comparison.report import Entry, Report, version_of
+from comparison.search import Search
+from comparison.suites import SUITES, Contender, Load, contenders
+
+from h2o_flexgen.llm import default_offload_folder
+from h2o_flexgen.planning.files import write_text
+from h2o_flexgen.planning.units import format_bytes, parse_bytes
+
+T = TypeVar("T")
+HERE = Path(__file__).resolve().parent
+
+
+def main() -> int:
+    args = parse(sys.argv[1:])
+    documents = []
+    for model, cap, load in product(args.models, args.caps, args.loads):
+        report = Comparison(args, model, cap, load).run()
+        documents.append(report.document(" ".join(["python benchmarks/compare.py", *sys.argv[1:]]), commit()))
+        print("\n" + report.table() + "\n")
+        if args.output:
+            Path(args.output).mkdir(parents=True, exist_ok=True)
+            write_text(Path(args.output) / f"compare-{report.name}.json", json.dumps(documents[-1], indent=1) + "\n")
+        if args.picture:
+            draw(report, Path(args.picture) / f"compare-{report.name}.png")
+    print(json.dumps(documents))
+    return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--suite", choices=SUITES, default="cpu-small")
+    add("--systems", nargs="+", metavar="NAME", help="only these, and the first, which the others are held against")
+    add("--models", nargs="+", help="instead of the suite's; shapes are known by name")
+    add("--caps", nargs="+", type=said(parse_bytes), metavar="SIZE", help="of memory, like 4GiB, instead of the suite's")
+    add("--loads", nargs="+", type=said(Load.of), metavar="P+G", help="tokens of a prompt + tokens to generate")
+    add("--dtype", default="bfloat16")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, default=6, help="decode steps that are timed")
+    length.add_argument("--whole", action="store_true", help="generate everything")
+    add("--repeats", type=int, default=1, help="runs of each system with its best number of rows, in turns; medians count")
+    add("--most-rows", type=int, default=1024, help="no system is tried with more")
+    add("--timeout", type=float, default=3600, help="seconds that one run may take")
+    add("--folder", default=str(default_offload_folder().parent / "compare"), help="for checkpoints and what is offloaded")
+    add("--output", metavar="FOLDER", help="also write compare-....json there")
+    add("--picture", metavar="FOLDER", help="also draw compare-....png there (needs matplotlib)")
+    args = parser.parse_args(argv)
+    suite = SUITES[args.suite]
+    args.models, args.caps, args.loads = args.models or suite.models, args.caps or suite.caps, args.loads or suite.loads
+    args.device, args.device_bytes = suite.device, suite.device_bytes
+    known = contenders(suite.device)
+    names = [one.name for one in known]
+    for name in args.systems or ():
+        if name not in names:
+            parser.error(f"unknown system {name!r}; known: {', '.join(map(repr, names))}")
+    args.contenders = [one for one in known if not args.systems or one.name in (names[0], *args.systems)]
+    return args
+
+
+def said(read: Callable[[str], T]) -> Callable[[str], T]:
+    """argparse keeps what its own kind of error says, and of others nothing."""
+
+    def checked(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return checked
+
+
+class Comparison:
+    """One model, one cap, one workload."""
+
+    def __init__(self, args: argparse.Namespace, model: str, cap: int, load: Load) -> None:
+        self.args, self.model, self.cap, self.load = args, model, cap, load
+        self.folder = Path(args.folder).expanduser().absolute()
+        self.steps = None if args.whole else args.steps
+        self.environment = {"PYTHONPATH": str(HERE.parent), "XDG_CACHE_HOME": str(self.folder / "cache")}
+        self.launcher = Launcher(args.timeout, self.environment)
+        self.checkpoint = self.folder
+
+    def run(self) -> Report:
+        say(f"{self.model}, {self.load} tokens, {format_bytes(self.cap)}, {cap_words()}")
+        self.checkpoint = checkpoint_of(self.model, self.args.dtype, self.folder / "checkpoints")
+        before = self.calibrated()
+        skipped, searches = {}, {}
+        for contender in self.args.contenders:
+            reason = system_named(contender.system).missing(self.request(contender, 1))
+            if reason is None:
+                searches[contender] = self.searched(contender)
+            else:
+                skipped[contender.name] = reason
+                say(f"  {contender.name}: skipped, {reason}")
+        self.repeat(searches)
+        after = self.calibrated()
+        entries = []
+        for contender, search in searches.items():
+            if search.best is None:
+                skipped[contender.name] = next(iter(search.failures.values()))
+            else:
+                entries.append(self.entry(contender, search, before.at_best(after)))
+        return Report(
+            suite=self.args.suite,
+            model=self.model,
+            dtype=self.args.dtype,
+            cap_bytes=self.cap,
+            cap_words=cap_words(),
+            load=self.load,
+            before=before,
+            after=after,
+            day=date.today().isoformat(),
+            entries=tuple(entries),
+            skipped=skipped,
+        )
+
+    def request(self, contender: Contender, rows: int) -> Request:
+        return Request(
+            system=contender.system,
+            checkpoint=str(self.checkpoint),
+            dtype=self.args.dtype,
+            device=self.args.device,
+            rows=rows,
+            prompt_len=self.load.prompt_len,
+            gen_len=self.load.gen_len,
+            steps=self.steps,
+            host_bytes=self.cap if contender.capped else None,
+            device_bytes=self.args.device_bytes,
+            scratch=str(self.folder / "scratch"),
+            options=contender.options,
+        )
+
+    def calibrated(self) -> Calibration:
+        """In a process of its own, so that this one stays small."""
+        command = [sys.executable, "-m", "comparison.calibration", self.args.device, self.args.dtype, str(self.checkpoint)]
+        environment = {**os.environ, **self.environment}
+        done = subprocess.run(command, cwd=HERE, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        calibration = Calibration(**json.loads(done.stdout.splitlines()[-1]))
+        say(f"  the machine: {calibration}")
+        return calibration
+
+    def searched(self, contender: Contender) -> Search[Point]:
+        search = Search(lambda rows: self.measured(contender, rows), lambda point: point.tokens_per_s)
+        most = self.launcher.most_rows(self.request(contender, 1))
+        if most is None:
+            search.upwards(self.args.most_rows)
+        else:
+            search.downwards(min(most, self.args.most_rows))
+        for rows, reason in search.failures.items():
+            say(f"  {contender.name}, {rows} rows: {reason}")
+        return search
+
+    def measured(self, contender: Contender, rows: int) -> Point:
+        answer = self.launcher.run(self.request(contender, rows), system_named(contender.system).loads_within_cap)
+        point = Point(rows, self.load, (answer,))
+        say(
+            f"  {contender.name}, {rows} rows: prefill {point.prefill_seconds:.1f} s, step {point.step_seconds:.2f} s, "
+            f"{point.tokens_per_s:.2f} tokens/s, {format_bytes(point.peak_bytes)}"
+        )
+        return point
+
+    def repeat(self, searches: dict[Contender, Search[Point]]) -> None:
+        """The best of each once more, in turns, because machines drift."""
+        for _ in range(1, self.args.repeats):
+            for contender, search in searches.items():
+                if search.best is not None:
+                    again = self.measured(contender, search.best)
+                    search.runs[search.best] = search.runs[search.best].and_again(again.answers[0])
+
+    def entry(self, contender: Contender, search: Search[Point], machine: Calibration) -> Entry:
+        assert search.best is not None
+        best = search.runs[search.best]
+        spec = spec_of(self.model, self.args.dtype)
+        codec = contender.options.get("weight_codec")
+        memory = self.cap if contender.capped else inf
+        ceiling = Ceiling(spec.packed(codec) if codec else spec, machine, memory, self.args.device_bytes)
+        return Entry(
+            name=contender.name,
+            version=version_of(best.answers[-1].versions, contender.system),
+            points=tuple(search.runs[rows] for rows in sorted(search.runs)),
+            best=best,
+            ceiling=ceiling.tokens_per_s(best.rows, self.load),
+            failures=search.failures,
+        )
+
+
+def cap_words() -> str:
+    cap = open_cap()
+    cap.close()
+    return cap.words
+
+
+def commit() -> str:
+    """Of the code that was measured; with a + where it is not what was committed."""
+    asked = ["git", "-C", str(HERE), "describe", "--always", "--dirty=+"]
+    done = subprocess.run(asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

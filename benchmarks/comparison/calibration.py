@@ -1,0 +1,67 @@
+"""What the machine gives at this moment: printed before and after, because such machines slow down for minutes at a time.
+
+python -m comparison.calibration cpu bfloat16 CHECKPOINT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from h2o_flexgen.memory.device import open_device
+from h2o_flexgen.runtime.measure import Needs, describe_machine, measure
+
+SHAPE = (11008, 4096)  # of the weights
+ROWS = 256
+READ_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Calibration:
+    flops_per_s: float
+    memory_read_per_s: float
+    disk_read_per_s: float
+    link_per_s: float  # to the accelerator; endless without one
+    machine: dict[str, object]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.flops_per_s / 1e9:,.0f} GFLOP/s, memory {self.memory_read_per_s / 1e9:.1f} GB/s, "
+            f"disk {self.disk_read_per_s / 1e9:.2f} GB/s"
+        )
+
+    @classmethod
+    def taken(cls, device: str, dtype: str, checkpoint: Path, seconds: float = 2.0) -> Calibration:
+        opened = open_device(device)
+        needs = Needs(dtype, SHAPE, (ROWS,), read_files=tuple(sorted(checkpoint.glob("*.safetensors"))), links=True)
+        machine = measure(opened, needs, repetitions=3, seconds=seconds / 3)
+        return cls(
+            flops_per_s=machine.flop_rate(dtype, ROWS),
+            memory_read_per_s=memory_read_rate(),
+            disk_read_per_s=machine.disk_read_per_s,
+            link_per_s=machine.host_to_device_per_s,
+            machine=describe_machine(opened),
+        )
+
+    def at_best(self, other: Calibration) -> Calibration:
+        rates = ("flops_per_s", "memory_read_per_s", "disk_read_per_s", "link_per_s")
+        return replace(self, **{name: max(getattr(self, name), getattr(other, name)) for name in rates})
+
+
+def memory_read_rate(nbytes: int = READ_BYTES) -> float:
+    """Bytes per second of a sum."""
+    values, best = torch.ones(nbytes // 4), float("inf")
+    for _ in range(5):
+        begun = perf_counter()
+        values.sum()
+        best = min(best, perf_counter() - begun)
+    return nbytes / best
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(Calibration.taken(sys.argv[1], sys.argv[2], Path(sys.argv[3])))))

@@ -1,0 +1,174 @@
+"""A limit on the memory that a process and its page cache may take: a memory control group where one can be made, a scope of
+systemd where that can, and else a ballast, a process that holds all memory but so much.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+GROUPS = Path("/sys/fs/cgroup")
+LIMITS = {"memory.max": "memory.swap.max", "memory.limit_in_bytes": "memory.swappiness"}  # of version 2 and version 1
+LOWERED_WITHIN = 60.0  # seconds: pages have to be given back first
+BALLAST = """
+import mmap, sys
+room = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+page = b"1" * (1 << 20)
+for start in range(0, len(room) - len(page) + 1, len(page)):
+    room[start : start + len(page)] = page
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+class Cap(Protocol):
+    words: str
+
+    def started(self, command: Sequence[str]) -> Sequence[str]:
+        """The command that runs this one under the cap."""
+        ...
+
+    def lower(self, nbytes: int) -> None:
+        """From now on no more than so much."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_cap() -> Cap:
+    """The strictest that this machine and this user can have."""
+    for folder in (GROUPS / "memory", GROUPS):
+        group = ControlGroup.made_in(folder)
+        if group is not None:
+            return group
+    return SystemdScope() if SystemdScope.can_be_had() else Ballast()
+
+
+class ControlGroup:
+    """A memory control group of our own, version 1 or 2. What exceeds it is killed by the kernel."""
+
+    words = "a memory control group, page cache included"
+
+    def __init__(self, folder: Path, limit: str) -> None:
+        self._folder, self._limit = folder, limit
+
+    @classmethod
+    def made_in(cls, parent: Path) -> ControlGroup | None:
+        folder = parent / f"compare-{os.getpid()}-{time.monotonic_ns()}"
+        try:
+            folder.mkdir()
+        except OSError:
+            return None
+        limit = next((name for name in LIMITS if (folder / name).exists()), None)
+        if limit is None or not os.access(folder / limit, os.W_OK):
+            folder.rmdir()
+            return None
+        with suppress(OSError):
+            (folder / LIMITS[limit]).write_text("0")  # nothing goes to swap instead
+        return cls(folder, limit)
+
+    def started(self, command: Sequence[str]) -> Sequence[str]:
+        return ["sh", "-c", f'echo $$ > {self._folder}/cgroup.procs && exec "$@"', "sh", *command]
+
+    def lower(self, nbytes: int) -> None:
+        end = time.monotonic() + LOWERED_WITHIN
+        while True:
+            try:
+                (self._folder / self._limit).write_text(str(nbytes))
+                return
+            except OSError as error:  # version 1 refuses while more is in use than can be given back
+                if time.monotonic() > end:
+                    raise TimeoutError(f"more than {nbytes / 1e9:.2f} GB stay in use") from error
+                time.sleep(0.5)
+
+    def close(self) -> None:
+        for _ in range(100):  # a group is busy until the last of its processes is gone
+            try:
+                self._folder.rmdir()
+                return
+            except OSError:
+                time.sleep(0.1)
+
+
+class SystemdScope:
+    """A transient scope of the user's own systemd: for who may not make control groups."""
+
+    words = "a scope of systemd with MemoryMax, page cache included"
+
+    def __init__(self) -> None:
+        self._unit = f"compare-{os.getpid()}-{time.monotonic_ns()}.scope"
+        self._lowered: int | None = None
+        self._runs = False
+
+    @staticmethod
+    def can_be_had() -> bool:
+        if shutil.which("systemd-run") is None:
+            return False
+        command = ["systemd-run", "--user", "--scope", "--quiet", "-p", "MemoryMax=1G", "true"]
+        with suppress(OSError, subprocess.TimeoutExpired):
+            return subprocess.run(command, capture_output=True, timeout=10).returncode == 0
+        return False
+
+    def started(self, command: Sequence[str]) -> Sequence[str]:
+        self._runs = True
+        limits = ["-p", "MemorySwapMax=0", *(["-p", f"MemoryMax={self._lowered}"] if self._lowered else [])]
+        return ["systemd-run", "--user", "--scope", "--quiet", "--unit", self._unit, *limits, *command]
+
+    def lower(self, nbytes: int) -> None:
+        self._lowered = nbytes
+        if self._runs:
+            subprocess.run(["systemctl", "--user", "set-property", "--runtime", self._unit, f"MemoryMax={nbytes}"], check=True)
+
+    def close(self) -> None:
+        pass  # it ends with its process
+
+
+class Ballast:
+    """Holds all memory but what is allowed. What exceeds that meets the end of the machine's memory."""
+
+    words = "a ballast that holds the rest of the memory"
+
+    def __init__(self) -> None:
+        self._holder: subprocess.Popen[str] | None = None
+
+    def started(self, command: Sequence[str]) -> Sequence[str]:
+        return command
+
+    def lower(self, nbytes: int) -> None:
+        surplus = psutil.virtual_memory().available - nbytes
+        if surplus <= 0 or self._holder is not None:
+            return
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._holder = subprocess.Popen([sys.executable, "-c", BALLAST, str(surplus)], text=True, **pipes)  # type: ignore[call-overload]
+        assert self._holder is not None and self._holder.stdout is not None
+        self._holder.stdout.readline()
+
+    def close(self) -> None:
+        if self._holder is not None:
+            self._holder.kill()
+            self._holder.communicate()
+            self._holder = None
+
+
+class NoCap:
+    """For what is to have the whole machine."""
+
+    words = "none"
+
+    def started(self, command: Sequence[str]) -> Sequence[str]:
+        return command
+
+    def lower(self, nbytes: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,39 @@
+"""The least time in which a workload could be done by any engine that has its weights in as many bits, in as much memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from comparison.calibration import Calibration
+from comparison.suites import Load
+from h2o_flexgen.planning.model_spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    spec: ModelSpec
+    machine: Calibration
+    host_bytes: float = inf
+    device_bytes: float | None = None
+
+    def seconds(self, rows: int, load: Load) -> float:
+        return self.pass_seconds(rows, load.prompt_len) + (load.gen_len - 1) * self.pass_seconds(rows, 1)
+
+    def tokens_per_s(self, rows: int, load: Load) -> float:
+        return rows * load.gen_len / self.seconds(rows, load)
+
+    def pass_seconds(self, rows: int, tokens: int) -> float:
+        """Of all layers on `tokens` new tokens of each row: what does not fit must come from the disk or over the link, all
+        weights must be read once, and all products be made."""
+        weights = self.spec.weight_bytes
+        flops = sum(self.spec.flops(layer, rows, tokens, 0) for layer in range(len(self.spec.layers)))
+        bounds = [
+            max(0.0, weights - self.host_bytes - (self.device_bytes or 0)) / self.machine.disk_read_per_s,
+            flops / self.machine.flops_per_s,
+        ]
+        if self.device_bytes is None:
+            bounds.append(weights / self.machine.memory_read_per_s)
+        else:
+            bounds.append(max(0.0, weights - self.device_bytes) / self.machine.link_per_s)
+        return max(bounds)

@@ -1,0 +1,68 @@
+"""A checkpoint of random weights as the Hugging Face hub would have it: what every system can read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from h2o_flexgen.models import create_model, known_config
+from h2o_flexgen.models.dummy import DummySource
+from h2o_flexgen.models.files import require_free_space
+from h2o_flexgen.models.safetensors_format import TensorForm, write_safetensors
+from h2o_flexgen.planning.model_spec import ModelSpec, TensorSpec
+
+SHARD_BYTES = 2 << 30
+DONE = "model.safetensors.index.json"  # written last
+
+
+def checkpoint_of(model: str, dtype: str, folder: Path) -> Path:
+    """Of a known model's shapes; written once."""
+    own = folder / f"{model.replace('/', '--')}-{dtype}"
+    if not (own / DONE).is_file():
+        write_checkpoint(model, dtype, own)
+    return own
+
+
+def spec_of(model: str, dtype: str) -> ModelSpec:
+    config = known_config(model)
+    if config is None:
+        raise ValueError(f"the shapes of {model} are not known; known are those in configs/models")
+    return create_model(config, dtype, sep_layer=False, name=model).spec
+
+
+def write_checkpoint(model: str, dtype: str, folder: Path) -> None:
+    spec, config = spec_of(model, dtype), known_config(model)
+    assert config is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    require_free_space(folder, spec.weight_bytes, f"a checkpoint of {model}")
+    source = DummySource(seed=0, dtype=dtype, offload_dir=folder)
+
+    def value(name: str) -> torch.Tensor:
+        tensor = spec.tensors[name]
+        out = torch.empty(tensor.shape, dtype=getattr(torch, dtype))
+        source.fill(tensor, out)
+        return out
+
+    shards = list(_shards(spec))
+    places = {}
+    for number, tensors in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / name, [TensorForm(one.name, getattr(torch, dtype), one.shape) for one in tensors], value)
+        places |= {one.name: name for one in tensors}
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    index = {"metadata": {"total_size": spec.weight_bytes}, "weight_map": places}
+    (folder / DONE).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _shards(spec: ModelSpec) -> Iterator[list[TensorSpec]]:
+    shard: list[TensorSpec] = []
+    for tensor in spec.tensors.values():
+        if shard and sum(one.nbytes for one in shard) + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard = []
+        shard.append(tensor)
+    yield shard

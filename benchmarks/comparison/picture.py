@@ -1,0 +1,33 @@
+"""Throughput against rows, and latency against throughput, of every system that was compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from comparison.point import Point
+from comparison.report import Report
+
+
+def draw(report: Report, path: Path) -> None:
+    from matplotlib.figure import Figure  # the extra [plot]; without pyplot no display is asked for
+
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    figure.suptitle(report.title)
+    by_rows, by_throughput = figure.subplots(1, 2)
+    for entry in report.entries:
+        points = sorted(entry.points, key=lambda point: point.rows)
+        style = {"marker": "o", "label": entry.name}
+        by_rows.plot([point.rows for point in points], _throughputs(points), **style)
+        by_throughput.plot(_throughputs(points), [point.seconds for point in points], **style)
+    by_rows.set(xscale="log", yscale="log", xlabel="rows", ylabel="tokens/s")
+    by_throughput.set(xscale="log", yscale="log", xlabel="tokens/s", ylabel="seconds until the last token")
+    by_rows.legend(fontsize="small")
+    for axes in (by_rows, by_throughput):
+        axes.grid(visible=True, which="both", alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _throughputs(points: Sequence[Point]) -> list[float]:
+    return [point.tokens_per_s for point in points]

@@ -1,0 +1,158 @@
+"""What a comparison found: as a table, and as a document of JSON from which the README is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from comparison.calibration import Calibration
+from comparison.point import Point
+from comparison.suites import Load
+from h2o_flexgen.planning.units import format_bytes
+
+WORDS = 2  # columns of words; the others are numbers
+COLUMNS = ("system", "version", "rows", "prefill s", "decode s", "step s", "tokens/s", "peak GB", "times slower", "of ceiling")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A system: every number of rows that was tried, and the best."""
+
+    name: str
+    version: str
+    points: tuple[Point, ...]
+    best: Point
+    ceiling: float  # tokens per second, with the best number of rows
+    failures: Mapping[int, str]
+
+    @property
+    def share(self) -> float:
+        return self.best.tokens_per_s / self.ceiling
+
+
+@dataclass(frozen=True)
+class Report:
+    suite: str
+    model: str
+    dtype: str
+    cap_bytes: int
+    cap_words: str
+    load: Load
+    before: Calibration
+    after: Calibration
+    day: str
+    entries: tuple[Entry, ...]  # the one that the others are held against comes first
+    skipped: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.rpartition('/')[2]}-{self.cap_bytes / 2**30:g}GiB-{self.load}".lower().replace("+", "-")
+
+    @property
+    def title(self) -> str:
+        return f"{self.model} shapes in {self.dtype}, {self.load} tokens, every system in {self.cap_bytes / 2**30:g} GiB"
+
+    def times_slower(self, entry: Entry) -> float:
+        """Than the first."""
+        return self.entries[0].best.tokens_per_s / entry.best.tokens_per_s
+
+    # -- for people ----------------------------------------------------------------------------------------------------------
+
+    def table(self) -> str:
+        rows = [COLUMNS, *map(self._cells, self.entries)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+        lines = [
+            "  ".join([*map(str.ljust, row[:WORDS], widths[:WORDS]), *map(str.rjust, row[WORDS:], widths[WORDS:])])
+            for row in rows
+        ]
+        machine = self.before.machine
+        return "\n".join(
+            [
+                self.title,
+                f"machine: {machine['cpu']}, {machine['cores']} cores, {machine['device']}, torch {machine['torch']}",
+                f"before:  {self.before}",
+                f"after:   {self.after}",
+                f"cap:     {format_bytes(self.cap_bytes)}, {self.cap_words}",
+                "",
+                *lines,
+                "",
+                *self.remarks(),
+            ]
+        )
+
+    def _cells(self, entry: Entry) -> tuple[str, ...]:
+        best = entry.best
+        return (
+            entry.name + ("" if best.is_whole else " *"),
+            entry.version,
+            str(best.rows),
+            f"{best.prefill_seconds:.1f}",
+            f"{best.decode_seconds:.0f}",
+            f"{best.step_seconds:.2f}",
+            f"{best.tokens_per_s:.3g}",
+            f"{best.peak_bytes / 1e9:.2f}",
+            f"{self.times_slower(entry):.2f}",
+            f"{entry.share:.0%}",
+        )
+
+    def remarks(self) -> list[str]:
+        steps = {len(answer.step_seconds) for entry in self.entries if not entry.best.is_whole for answer in entry.best.answers}
+        lines = []
+        if steps:
+            several = " or ".join(map(str, sorted(steps)))
+            lines.append(f"* {several} decode steps with the KV of half the generation; decode s counts each as their median.")
+        lines += [f"{name}: skipped, {reason}." for name, reason in self.skipped.items()]
+        lines += [f"{entry.name}, {rows} rows: {why}." for entry in self.entries for rows, why in entry.failures.items()]
+        return lines
+
+    # -- for programs --------------------------------------------------------------------------------------------------------
+
+    def document(self, command: str, commit: str) -> dict[str, Any]:
+        return {
+            "benchmark": "compare",
+            "title": self.title,
+            "command": command,
+            "commit": commit,
+            "date": self.day,
+            "machine": self.before.machine,
+            "ceiling": "weights beyond the cap over the disk's rate, or flops over the rate of matrix products, all measured",
+            "cap": {"bytes": self.cap_bytes, "how": self.cap_words},
+            "calibration": {"before": asdict(self.before), "after": asdict(self.after)},
+            "unit": "tokens/s",
+            "higher_is_better": True,
+            "columns": list(COLUMNS),
+            "cells": [list(self._cells(entry)) for entry in self.entries],
+            "rows": [self._row(entry) for entry in self.entries],
+            "skipped": dict(self.skipped),
+            "notes": " ".join(self.remarks()),
+        }
+
+    def _row(self, entry: Entry) -> dict[str, Any]:
+        return {
+            "name": entry.name,
+            "measured": entry.best.tokens_per_s,
+            "ceiling": entry.ceiling,
+            "rows": entry.best.rows,
+            "seconds": entry.best.seconds,
+            "times_slower": self.times_slower(entry),
+            "failures": {str(rows): why for rows, why in entry.failures.items()},
+            "points": [_point(point) for point in entry.points],
+        }
+
+
+def _point(point: Point) -> dict[str, Any]:
+    return {
+        "rows": point.rows,
+        "prefill_seconds": point.prefill_seconds,
+        "decode_seconds": point.decode_seconds,
+        "step_seconds": point.step_seconds,
+        "tokens_per_s": point.tokens_per_s,
+        "peak_host_bytes": point.peak_bytes,
+        "whole": point.is_whole,
+        "answers": [asdict(answer) for answer in point.answers],
+    }
+
+
+def version_of(versions: Mapping[str, str], system: str) -> str:
+    return versions.get(system, next(iter(versions.values()), ""))

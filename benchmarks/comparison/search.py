@@ -1,0 +1,48 @@
+"""The best number of rows of a system: found by doubling until it fails or slows; or, where a planner knows what fits, from
+there downwards until fewer are slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from comparison.launch import Failed
+
+T = TypeVar("T")
+SLOWER = 0.97  # of the best so far: less than that is no accident of the measurement
+
+
+@dataclass
+class Search(Generic[T]):
+    """`measure` runs so many rows, `score` says what of it is to be large."""
+
+    measure: Callable[[int], T]
+    score: Callable[[T], float]
+    runs: dict[int, T] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def best(self) -> int | None:
+        return max(self.runs, key=lambda rows: self.score(self.runs[rows]), default=None)
+
+    def upwards(self, most: int) -> None:
+        rows = 1
+        while rows <= most and self._goes_well(rows):
+            rows *= 2
+
+    def downwards(self, most: int) -> None:
+        rows = most
+        while rows and (self._goes_well(rows) or rows in self.failures):
+            rows //= 2
+
+    def _goes_well(self, rows: int) -> bool:
+        """Was it run, and not slower than the best before?"""
+        best = max(map(self.score, self.runs.values()), default=0.0)
+        try:
+            self.runs[rows] = self.measure(rows)
+        except Failed as error:
+            self.failures[rows] = str(error)
+            return False
+        return self.score(self.runs[rows]) > SLOWER * best
