@@ -17,7 +17,7 @@ ceiling), or it is refused. What `benchmarks/overlap.py --output FILE` writes is
       "rows": [{"name": "opt-6.7b", "measured": 20.0, "ceiling": 15.0}]
     }
 
-A row may have "simulated" besides: it gets a column of its own. "notes", a text, may stand below the table.
+What `benchmarks/compare.py --output FOLDER` writes has a table of its own. A row may have "simulated" besides: it gets a column of its own. "notes", a text, may stand below the table.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Result:
     command: str
     ceiling: str
     unit: str
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...] = ()
+    cells: tuple[tuple[str, ...], ...] = ()  # instead of rows: a whole table, its head first
     higher_is_better: bool = False
     notes: str = ""
     timeline: str = ""
@@ -193,7 +194,23 @@ def _timeline(schedules: Mapping[str, Content]) -> str:
     return str(runs[-1].get("timeline", "")) if isinstance(runs, list) and runs else ""
 
 
-READERS: Mapping[str, Callable[[File], Result]] = {"overlap": _overlap}
+def _compare(file: File) -> Result:
+    """What benchmarks/compare.py says: a row for each system, with its versions, rows, seconds and memory."""
+    head, cells = file.content.get("columns"), file.content.get("cells")
+    if not isinstance(head, list) or not isinstance(cells, list) or any(len(row) != len(head) for row in cells):
+        raise ValueError(f"{file.path} has no columns or no cells that fill them; run benchmarks/compare.py again")
+    return Result(
+        title=file.text("title"),
+        machine=f"{file.machine()}; {file.text('date')}, commit {file.text('commit')}",
+        command=file.text("command"),
+        ceiling=file.text("ceiling"),
+        unit=file.text("unit"),
+        cells=tuple(tuple(map(str, row)) for row in [head, *cells]),
+        notes=str(file.content.get("notes", "")),
+    )
+
+
+READERS: Mapping[str, Callable[[File], Result]] = {"overlap": _overlap, "compare": _compare}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -209,14 +226,18 @@ def rewritten(readme: str, results: Sequence[Result]) -> str:
 
 
 def _table(result: Result) -> str:
-    simulated = any(row.simulated is not None for row in result.rows)
-    head = ["", f"measured ({result.unit})", f"ceiling ({result.unit})", "share of the ceiling"]
-    head += [f"simulated ({result.unit})"] * simulated
-    lines = [f"**{result.title}**", "", _line(head), _line(["---", *["---:"] * (len(head) - 1)])]
-    lines += [_line(_cells(row, result.higher_is_better, simulated)) for row in result.rows]
+    head, *rows = result.cells or _measured_cells(result)
+    lines = [f"**{result.title}**", "", _line(head), _line(["---", *["---:"] * (len(head) - 1)]), *map(_line, rows)]
     lines += ["", f"Machine: {result.machine}. Ceiling: {result.ceiling}. Command: `{result.command}`"]
     lines += ["", result.notes] if result.notes else []
     return "\n".join(lines) + "\n"
+
+
+def _measured_cells(result: Result) -> list[list[str]]:
+    simulated = any(row.simulated is not None for row in result.rows)
+    head = ["", f"measured ({result.unit})", f"ceiling ({result.unit})", "share of the ceiling"]
+    head += [f"simulated ({result.unit})"] * simulated
+    return [head, *(_cells(row, result.higher_is_better, simulated) for row in result.rows)]
 
 
 def _cells(row: Row, higher_is_better: bool, with_simulated: bool) -> list[str]:

@@ -1,0 +1,324 @@
+"""The comparison: its search, its cap, its arithmetic; and whole, with the engine itself on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from baselines.request import Answer, Request
+from comparison.calibration import Calibration
+from comparison.cap import Ballast, ControlGroup, SystemdScope, open_cap
+from comparison.ceiling import Ceiling
+from comparison.checkpoint import checkpoint_of, spec_of
+from comparison.launch import Failed, Launcher
+from comparison.point import Point
+from comparison.report import Entry, Report
+from comparison.search import Search
+from comparison.suites import SUITES, Load, contenders
+from transformers import AutoModelForCausalLM
+
+from h2o_flexgen import LLM, SamplingParams
+from tests.scripts.loading import PROJECT
+
+MB = 10**6
+
+
+# -- the best number of rows -------------------------------------------------------------------------------------------------
+
+
+def searched(rates: Mapping[int, float], most: int) -> Search[float]:
+    """What is not among the rates fails."""
+
+    def measure(rows: int) -> float:
+        if rows not in rates:
+            raise Failed("out of memory")
+        return rates[rows]
+
+    return Search(measure, score=float)
+
+
+def test_rows_are_doubled_until_they_fail() -> None:
+    search = searched({1: 1.0, 2: 2.0, 4: 3.9}, 64)
+    search.upwards(most=64)
+    assert (search.best, search.failures) == (4, {8: "out of memory"})
+
+
+def test_rows_are_doubled_until_they_are_slower() -> None:
+    search = searched({1: 1.0, 2: 2.0, 4: 1.5, 8: 9.0}, 64)
+    search.upwards(most=64)
+    assert search.best == 2
+    assert list(search.runs) == [1, 2, 4]
+
+
+def test_a_little_slower_is_no_end() -> None:
+    search = searched({1: 1.0, 2: 0.99, 4: 2.0}, 4)
+    search.upwards(most=4)
+    assert (search.best, search.failures) == (4, {})
+
+
+def test_from_what_fits_rows_are_halved_until_that_is_slower() -> None:
+    search = searched({100: 10.0, 50: 12.0, 25: 8.0, 12: 99.0}, 100)
+    search.downwards(most=100)
+    assert search.best == 50
+    assert list(search.runs) == [100, 50, 25]
+
+
+def test_what_fails_in_spite_of_its_planner_is_tried_with_fewer() -> None:
+    search = searched({50: 12.0, 25: 8.0}, 100)
+    search.downwards(most=100)
+    assert (search.best, list(search.failures)) == (50, [100])
+
+
+def test_a_system_that_never_comes_to_its_end_has_no_best() -> None:
+    search = searched({}, 8)
+    search.downwards(most=8)
+    assert search.best is None
+    assert list(search.failures) == [8, 4, 2, 1]
+
+
+# -- the cap -----------------------------------------------------------------------------------------------------------------
+
+HUNGRY = """
+import sys
+sys.stdin.readline()
+room = bytearray(int(sys.argv[1]))
+for place in range(0, len(room), 4096):
+    room[place] = 1
+print("held")
+"""
+
+
+def held_under(cap: Any, nbytes: int, limit: int) -> int:
+    """The exit status of a process that takes so much memory under a limit that is lowered when it has started."""
+    asked = [sys.executable, "-c", HUNGRY, str(nbytes)]
+    with subprocess.Popen(cap.started(asked), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        cap.lower(limit)
+        process.communicate("\n")
+    return process.returncode
+
+
+def control_group() -> ControlGroup:
+    for folder in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
+        if group := ControlGroup.made_in(folder):
+            return group
+    pytest.skip("no memory control group can be made here")
+
+
+@pytest.mark.parametrize(("nbytes", "status"), [(50 * MB, 0), (400 * MB, -signal.SIGKILL)])
+def test_a_control_group_ends_what_takes_too_much(nbytes: int, status: int) -> None:
+    cap = control_group()
+    try:
+        assert held_under(cap, nbytes, 200 * MB) == status
+    finally:
+        cap.close()
+
+
+def test_a_control_group_leaves_nothing_behind() -> None:
+    cap = control_group()
+    folder = cap._folder
+    assert folder.is_dir()
+    held_under(cap, MB, 100 * MB)
+    cap.close()
+    assert not folder.exists()
+
+
+def test_a_ballast_leaves_what_is_allowed_and_goes_with_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=400 * MB))
+    cap = Ballast()
+    cap.lower(100 * MB)
+    monkeypatch.undo()
+    assert cap._holder is not None
+    holder = psutil.Process(cap._holder.pid)
+    assert 300 * MB <= holder.memory_info().rss < 360 * MB
+    cap.close()
+    assert not psutil.pid_exists(holder.pid)
+
+
+def test_a_scope_of_systemd_starts_the_command_with_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tools are stood in for: they write down what they are asked."""
+    for name in ("systemd-run", "systemctl"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/asked\n')
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert SystemdScope.can_be_had()
+    cap = SystemdScope()
+    cap.lower(123)
+    subprocess.run(cap.started(["python", "-m", "baselines"]), check=True)
+    cap.lower(99)
+    first, second, third = (tmp_path / "asked").read_text().splitlines()
+    assert first.endswith("MemoryMax=1G true")
+    assert second.endswith("-p MemorySwapMax=0 -p MemoryMax=123 python -m baselines")
+    assert third.startswith("systemctl --user set-property --runtime compare-") and third.endswith(".scope MemoryMax=99")
+
+
+def test_without_control_groups_and_systemd_there_is_the_ballast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ControlGroup, "made_in", lambda _: None)
+    monkeypatch.setattr(SystemdScope, "can_be_had", lambda: False)
+    assert isinstance(open_cap(), Ballast)
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------------
+
+MACHINE = Calibration(1e12, 5e10, 2e9, float("inf"), {"cpu": "a CPU", "cores": 2, "device": "cpu", "torch": "2.13.0"})
+ANSWER = Answer({"one": "1.2"}, "somewhere", 1.0, 10.0, (2.0, 4.0, 3.0), 5 * 10**8, 0.0)
+LOAD = Load(8, 11)
+
+
+def test_untimed_steps_count_as_the_median_of_the_timed() -> None:
+    point = Point(4, LOAD, (ANSWER,))
+    assert point.decode_seconds == 9.0 + 7 * 3.0
+    assert point.tokens_per_s == pytest.approx(4 * 11 / 40.0)
+    assert not point.is_whole
+
+
+def test_of_a_whole_run_every_step_counts_as_it_was() -> None:
+    whole = replace(ANSWER, step_seconds=(1.0,) * 9 + (11.0,))
+    assert Point(4, LOAD, (whole,)).decode_seconds == 20.0
+    assert Point(4, LOAD, (whole,)).is_whole
+
+
+def test_of_several_runs_the_median_counts() -> None:
+    point = Point(4, LOAD, (ANSWER,)).and_again(replace(ANSWER, prefill_seconds=20.0))
+    assert point.and_again(replace(ANSWER, prefill_seconds=12.0)).prefill_seconds == 12.0
+
+
+def test_a_ceiling_is_the_slowest_of_disk_memory_and_products() -> None:
+    spec = spec_of("facebook/opt-1.3b", "bfloat16")
+    flops = sum(spec.flops(layer, 1, 1, 0) for layer in range(len(spec.layers)))
+    tight, wide = Ceiling(spec, MACHINE, host_bytes=1e9), Ceiling(spec, MACHINE)
+    assert tight.pass_seconds(1, 1) == pytest.approx((spec.weight_bytes - 1e9) / 2e9)
+    assert wide.pass_seconds(1, 1) == pytest.approx(spec.weight_bytes / 5e10)
+    assert tight.pass_seconds(10_000, 1) == pytest.approx(10_000 * flops / 1e12)
+    assert tight.seconds(1, LOAD) == pytest.approx(tight.pass_seconds(1, 8) + 10 * tight.pass_seconds(1, 1))
+
+
+def test_a_gpu_is_fed_over_its_link() -> None:
+    spec = spec_of("facebook/opt-1.3b", "bfloat16")
+    machine = replace(MACHINE, link_per_s=1e10)
+    assert Ceiling(spec, machine, 1e12, device_bytes=1e9).pass_seconds(1, 1) == pytest.approx((spec.weight_bytes - 1e9) / 1e10)
+
+
+@pytest.mark.parametrize("text", ["64", "64x256", "+", "0+8", "8+1", "a+b"])
+def test_a_workload_is_written_with_a_plus(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not understood; write it like 64\+256"):
+        Load.of(text)
+
+
+def test_every_contender_has_a_name_of_its_own() -> None:
+    for suite in SUITES.values():
+        names = [one.name for one in contenders(suite.device)]
+        assert len(set(names)) == len(names)
+
+
+def report(*names: str) -> Report:
+    entries = []
+    for number, name in enumerate(names, start=1):
+        point = Point(4, LOAD, (replace(ANSWER, prefill_seconds=10.0 * number),))
+        entries.append(Entry(name, "1.2", (point,), point, 2.0, {8: "out of memory"}))
+    return Report(
+        "cpu", "some/model", "bfloat16", 4 << 30, "a cap", LOAD, MACHINE, MACHINE, "2026-01-01", tuple(entries), {"b": "no"}
+    )
+
+
+def test_the_table_says_what_was_shortened_skipped_and_failed() -> None:
+    text = report("first", "second").table()
+    assert "first *" in text and "3 decode steps" in text
+    assert "b: skipped, no." in text and "second, 8 rows: out of memory." in text
+    assert "1,000 GFLOP/s, memory 50.0 GB/s, disk 2.00 GB/s" in text
+    second = next(line for line in text.splitlines() if line.startswith("second"))
+    assert second.split() == ["second", "*", "1.2", "4", "20.0", "30", "3.00", "0.88", "0.50", "1.25", "44%"]
+
+
+def test_the_document_can_become_a_table_of_the_readme(tmp_path: Path) -> None:
+    from tests.scripts.loading import load_script
+
+    document = report("first", "second").document("python benchmarks/compare.py", "abc")
+    (tmp_path / "compare.json").write_text(json.dumps(document))
+    result = load_script("readme_results.py").read_result(tmp_path / "compare.json")
+    assert [cells[0] for cells in result.cells] == ["system", "first *", "second *"]
+    assert document["rows"][1]["times_slower"] == pytest.approx(50 / 40)
+
+
+def test_the_picture_shows_every_system(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from comparison.picture import draw
+
+    draw(report("first", "second"), tmp_path / "new" / "a.png")
+    assert (tmp_path / "new" / "a.png").stat().st_size > 1000
+
+
+# -- whole -------------------------------------------------------------------------------------------------------------------
+
+
+def tiny(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str = "opt") -> Path:
+    """A checkpoint of tiny shapes, as the comparison writes one of known shapes."""
+    from comparison import checkpoint as written
+
+    from tests.tiny import tiny_config
+
+    monkeypatch.setattr(written, "known_config", lambda _: tiny_config(kind))
+    return checkpoint_of("tiny", "float32", folder)
+
+
+def test_the_checkpoint_is_one_that_transformers_reads_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny(tmp_path, monkeypatch, "llama-gqa")
+    peer = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    prompt = [3, 5, 7, 9]
+    theirs = peer.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)[0, 4:].tolist()
+    assert len(set(theirs)) > 1
+    with LLM(str(folder), dtype="float32", device="cpu") as llm:
+        assert list(llm.generate([prompt], SamplingParams(max_tokens=6, ignore_eos=True))[0].token_ids) == theirs
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("policy", [{}, {"kv_policy": "h2o", "kv_budget": 0.5}], ids=["full", "h2o"])
+def test_the_engine_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int | None, policy: dict[str, Any]) -> None:
+    from baselines.this_engine import System
+
+    options = {"percent": (0, 0, 0, 100, 0, 100), "slots": 2, "rows_at_once": 2, **policy}
+    request = Request(
+        "h2o_flexgen", str(tiny(tmp_path, monkeypatch)), "float32", "cpu", 3, 12, 8, steps, None, None, str(tmp_path), options
+    )
+    called = []
+    answer = System().run(request, lambda: called.append("ready"))
+    assert called == ["ready"]
+    assert len(answer.step_seconds) == (7 if steps is None else 2)
+    assert answer.prefill_seconds > 0 and answer.peak_host_bytes > 0
+    assert answer.notes == ("steps behind prompts of 16 tokens" if steps and not policy else "")
+    assert "2 x 2 rows" in answer.placement
+
+
+def test_a_run_has_a_process_of_its_own_that_is_told_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny(tmp_path, monkeypatch)
+    options = {"percent": (0, 0, 0, 100, 0, 100)}
+    scratch = tmp_path / "scratch"
+    request = Request("h2o_flexgen", str(folder), "float32", "cpu", 2, 6, 4, None, None, None, str(scratch), options)
+    launcher = Launcher(timeout=120, environment={"PYTHONPATH": str(PROJECT)})
+    answer = Answer.from_json(launcher.run(request, loads_within_cap=False).to_json())
+    assert len(answer.step_seconds) == 3
+    assert not scratch.exists()
+
+
+def test_what_fails_says_why_in_a_line(tmp_path: Path) -> None:
+    request = Request("h2o_flexgen", str(tmp_path), "float32", "cpu", 2, 6, 4, None, None, None, str(tmp_path / "s"), {})
+    launcher = Launcher(timeout=120, environment={"PYTHONPATH": str(PROJECT)})
+    with pytest.raises(Failed, match=r"ValueError: .*config\.json") as caught:
+        launcher.run(request, loads_within_cap=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
+    request = Request("h2o_flexgen", str(tmp_path), "float32", "cpu", 2, 6, 4, None, None, None, str(tmp_path / "s"), {})
+    with pytest.raises(Failed, match="took longer than 0 s"):
+        Launcher(timeout=0.01, environment={"PYTHONPATH": str(PROJECT)}).run(request, loads_within_cap=True)
