@@ -17,7 +17,8 @@ ceiling), or it is refused. What `benchmarks/overlap.py --output FILE` writes is
       "rows": [{"name": "opt-6.7b", "measured": 20.0, "ceiling": 15.0}]
     }
 
-What `benchmarks/compare.py --output FOLDER` writes has a table of its own. A row may have "simulated" besides: it gets a column of its own. "notes", a text, may stand below the table.
+A row may have "simulated" besides: it gets a column of its own. "notes", a text, may stand below the table. What
+`benchmarks/compare.py --output FOLDER` writes brings a table of its own.
 """
 
 from __future__ import annotations

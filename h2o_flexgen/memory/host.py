@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -81,19 +82,39 @@ def _page_lock(region: Tensor) -> None:
         )
 
 
-CGROUPS = (  # limit and use of the container that this process may be in: version 2, version 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
-
-
 def available_bytes() -> int:
-    """Memory that can be had without swapping, within the limit of the container if there is one."""
+    """Memory that can be had without swapping, within the limit of every control group that this process is in: a container's,
+    or a scope that was opened for it."""
     free = psutil.virtual_memory().available
-    for limit, used in CGROUPS:
+    for folder, limit, used in _control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
         with suppress(OSError, ValueError):  # no such file, or "max"
-            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+            room = int((folder / limit).read_text()) - int((folder / used).read_text())
+            free = min(free, room + _page_cache_bytes(folder / "memory.stat"))
     return int(max(0, free))
+
+
+def _control_groups(own: Path, root: Path) -> Iterator[tuple[Path, str, str]]:
+    """Each with the names of its limit and use, and those above it. In a container the path may be that of the host, which is
+    not there; the root then is the container's."""
+    lines = own.read_text(encoding="utf-8").splitlines() if own.exists() else []
+    for _, controllers, place in (line.split(":", 2) for line in lines):
+        if controllers == "":
+            top, names = root, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        folder = top / place.strip("/")
+        for above in (folder, *folder.parents):
+            yield (above, *names)
+            if above == top:
+                break
+
+
+def _page_cache_bytes(statistics: Path) -> int:
+    """Of a control group: counted as used, but given up for whoever needs memory."""
+    pairs = (line.split() for line in statistics.read_text(encoding="ascii").splitlines())
+    return sum(int(value) for name, value in pairs if name in ("active_file", "inactive_file"))
 
 
 def give_back_freed() -> None:

@@ -6,12 +6,15 @@ import mmap
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as draw
 
+from h2o_flexgen.memory import host
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.tier import ALIGNMENT
 
@@ -75,6 +78,41 @@ def test_memory_that_cannot_be_had_is_told_with_its_size(monkeypatch: pytest.Mon
         tier.alloc(3_000_000_000)
     assert tier.meter.used_bytes == 0
     assert mmap.PAGESIZE <= ALIGNMENT
+
+
+def control_group(folder: Path, limit: str, used: str, names: tuple[str, str]) -> None:
+    folder.mkdir(parents=True)
+    for name, value in zip(names, (limit, used)):
+        (folder / name).write_text(value)
+    (folder / "memory.stat").write_text("cache 999\nactive_file 3000\ninactive_file 2000\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "top", "names"),
+    [
+        ("0::/user/own.scope", ".", ("memory.max", "memory.current")),
+        ("4:memory:/user/own.scope", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ],
+)
+def test_the_control_groups_of_this_process_limit_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, top: str, names: tuple[str, str]
+) -> None:
+    """The tightest of its own and those above; what is page cache can be had."""
+    control_group(tmp_path / "groups" / top / "user" / "own.scope", "max" if top == "." else str(1 << 62), "10000", names)
+    own = tmp_path / "own"
+    own.write_text(f"9:name=systemd:/\n{line}\n")
+    for name, value in zip(names, ("1000000", "20000")):
+        (tmp_path / "groups" / top / "user" / name).write_text(value)
+    (tmp_path / "groups" / top / "user" / "memory.stat").write_text("active_file 3000\ninactive_file 2000\n")
+    found = host._control_groups
+
+    monkeypatch.setattr(host, "_control_groups", lambda *_: found(own, tmp_path / "groups"))
+    assert host.available_bytes() == 1_000_000 - 20_000 + 5_000
+
+
+def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
+    assert list(host._control_groups(tmp_path / "none", tmp_path)) == []
+    assert 0 < host.available_bytes() <= psutil.virtual_memory().total
 
 
 @pytest.mark.cuda
