@@ -53,5 +53,8 @@ setup(
         "psutil",
         "pyyaml",
     ],
-    extras_require={"test": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-psutil", "types-tqdm"]},
+    extras_require={
+        "plot": ["matplotlib"],
+        "test": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-psutil", "types-tqdm"],
+    },
 )

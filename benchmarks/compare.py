@@ -6,7 +6,8 @@
 
 Every run has a process of its own under the same cap on memory, the page cache included, and starts with nothing of the
 checkpoint in that cache. Random weights are written once, as a checkpoint that every system can read. Rows are doubled until a
-system fails or slows; the engine, whose planner knows what fits, is tried from there downwards. Without --whole a run is
+system fails or slows; the engine, whose planner knows what fits, is tried from there downwards, and with one thing switched off
+is run with as many as fit. Without --whole a run is
 shortened: prompts are computed whole, then a few decode steps are timed with as much KV as half way through the text, and the
 rest of the generation counts as if each step took their median. The machine is measured before and after. The last line is one
 JSON document; --picture draws it.
@@ -182,7 +183,7 @@ class Comparison:
         if most is None:
             search.upwards(self.args.most_rows)
         else:
-            search.downwards(min(most, self.args.most_rows))
+            search.downwards(min(most, self.args.most_rows), contender.halved)
         for rows, reason in search.failures.items():
             say(f"  {contender.name}, {rows} rows: {reason}")
         return search

@@ -32,9 +32,10 @@ class Search(Generic[T]):
         while rows <= most and self._goes_well(rows):
             rows *= 2
 
-    def downwards(self, most: int) -> None:
+    def downwards(self, most: int, halved: bool = True) -> None:
+        """Unless it is to be halved, only what fails is tried with fewer."""
         rows = most
-        while rows and (self._goes_well(rows) or rows in self.failures):
+        while rows and ((self._goes_well(rows) and halved) or rows in self.failures):
             rows //= 2
 
     def _goes_well(self, rows: int) -> bool:

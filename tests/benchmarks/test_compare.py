@@ -74,6 +74,12 @@ def test_from_what_fits_rows_are_halved_until_that_is_slower() -> None:
     assert list(search.runs) == [100, 50, 25]
 
 
+def test_what_is_not_to_be_halved_is_run_once() -> None:
+    search = searched({100: 10.0, 50: 12.0}, 100)
+    search.downwards(most=100, halved=False)
+    assert list(search.runs) == [100]
+
+
 def test_what_fails_in_spite_of_its_planner_is_tried_with_fewer() -> None:
     search = searched({50: 12.0, 25: 8.0}, 100)
     search.downwards(most=100)
