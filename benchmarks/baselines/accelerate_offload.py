@@ -1,0 +1,111 @@
+"""Hugging Face Accelerate: layers stay in the checkpoint's safetensors and are read when they are used.
+
+Of its three ways to offload to a disk the device map of from_pretrained is the fastest: the others copy the weights first, and
+read the copies more slowly.
+
+Options: "resident_layers" (on a CPU: so many layers stay in memory; 0), "device_weight_bytes" and "host_weight_bytes" (with a
+GPU: what may lie there and in memory, in place of what is left beside the KV), "attention".
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from baselines.installed import missing_gpu, missing_package
+from baselines.request import Answer, Ready, Request
+from baselines.sizes import config_of, kv_bytes
+
+PROCESS_BYTES = 2 << 30  # of the host, for Python and its libraries, CUDA's among them
+DEVICE_OWN_BYTES = 1 << 30  # of a GPU, for CUDA itself and what its allocator cannot use
+
+
+class System:
+    loads_within_cap = True
+
+    def missing(self, request: Request) -> str | None:
+        return missing_package("transformers", "accelerate") or missing_gpu(request)
+
+    def run(self, request: Request, ready: Ready) -> Answer:
+        from transformers import AutoModelForCausalLM
+
+        from baselines.hugging_face import generate_greedily, loading
+
+        began = time.perf_counter()
+        placed = on_gpu(request) if request.device == "cuda" else on_cpu(request)
+        model = AutoModelForCausalLM.from_pretrained(
+            request.checkpoint, offload_folder=request.scratch, **placed, **loading(request)
+        ).eval()
+        load_seconds = time.perf_counter() - began
+        ready()
+        course = generate_greedily(model, request, model.config.vocab_size)
+        return course.answer(request, ("accelerate",), placement_of(model.hf_device_map), load_seconds)
+
+
+def on_cpu(request: Request) -> dict[str, Any]:
+    """The first so many layers and all that is not a layer in memory, the other layers on the disk."""
+    resident = request.options.get("resident_layers", 0)
+    layers, rest = parts_of(request.checkpoint)
+    offloaded = dict.fromkeys(layers[resident:], "disk")
+    return {"device_map": {name: offloaded.get(name, "cpu") for name in [*rest, *layers]}}
+
+
+def on_gpu(request: Request) -> dict[str, Any]:
+    """Accelerate fills the GPU, then memory, then the disk. It knows nothing of KV and activations: their room is kept free."""
+    import psutil
+    import torch
+
+    device = request.device_bytes or torch.cuda.mem_get_info()[0]
+    host = request.host_bytes or psutil.virtual_memory().available
+    beside_weights = kv_bytes(request) + activation_bytes(request) + DEVICE_OWN_BYTES
+    device_weights = request.options.get("device_weight_bytes", max(0, device - beside_weights))
+    host_weights = request.options.get("host_weight_bytes", max(0, host - PROCESS_BYTES))
+    return {"device_map": "auto", "max_memory": {0: device_weights, "cpu": host_weights}}
+
+
+def activation_bytes(request: Request) -> int:
+    """Most at once in prefill: hidden states, queries, keys, values and the feed-forward width of a layer, twice in passing."""
+    config = config_of(request)
+    hidden = config["hidden_size"]
+    inner = config.get("intermediate_size") or config.get("ffn_dim") or 4 * hidden
+    per_token = 2 * (6 * hidden + 2 * inner)
+    return 2 * request.rows * request.prompt_len * per_token
+
+
+def parts_of(checkpoint: str) -> tuple[list[str], list[str]]:
+    """Names of the modules that are layers, in order, and of the largest modules that hold none of them."""
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(checkpoint)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    stack = next(
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.ModuleList) and len(module) == config.num_hidden_layers
+    )
+    layers = [f"{stack}.{number}" for number in range(config.num_hidden_layers)]
+    return layers, _beside(model, stack, "")
+
+
+def _beside(module: Any, stack: str, prefix: str) -> list[str]:
+    names = []
+    for child_name, child in module.named_children():
+        name = prefix + child_name
+        if name == stack:
+            continue
+        if stack.startswith(f"{name}."):
+            names += _beside(child, stack, f"{name}.")
+        else:
+            names.append(name)
+    return names
+
+
+def placement_of(device_map: dict[str, Any]) -> str:
+    """How many modules lie where, and where the KV does."""
+    places = [f"GPU {place}" if isinstance(place, int) else str(place) for place in device_map.values()]
+    counts = ", ".join(f"{places.count(place)} on {place}" for place in dict.fromkeys(places))
+    where_computed = next((place for place in places if place.startswith(("GPU", "cuda"))), "cpu")
+    return f"modules of weights: {counts}; KV on {where_computed}"

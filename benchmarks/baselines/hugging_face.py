@@ -1,0 +1,141 @@
+"""The greedy loop of every peer that is a model of transformers with somebody's hooks in it: they differ in nothing else.
+
+A whole run decodes every token. A shortened run makes up the keys and values of the first half of the text, times some steps
+there, and makes up those of the rest for one last step: a batch that does not fit at its longest dies as in a whole run.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import pairwise
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from baselines.installed import versions_of
+from baselines.process import bytes_read
+from baselines.request import Answer, Request
+from h2o_flexgen.memory.host import peak_resident_bytes
+
+PROMPT_SEED = 0
+ATTENTION = "sdpa"  # option "attention": "eager" decodes faster in bfloat16 on CPUs, prefills slower and in more memory
+
+
+@dataclass(frozen=True)
+class Course:
+    """What the loop saw."""
+
+    tokens: Tensor  # (rows, tokens made): of a shortened run only those before keys and values are made up
+    prefill_seconds: float
+    step_seconds: tuple[float, ...]
+    read_bytes: int  # from the disk, in the steps that are timed
+    last_step_seconds: float | None  # with the whole text held; None in a whole run, which has it among its steps
+
+    def answer(
+        self, request: Request, packages: tuple[str, ...], placement: str, load_seconds: float, notes: str = ""
+    ) -> Answer:
+        last = f"last step, {request.last} tokens held: {self.last_step_seconds:.3f} s" if self.last_step_seconds else ""
+        return Answer(
+            versions=versions_of(("torch", "transformers", *packages)),
+            placement=placement,
+            load_seconds=load_seconds,
+            prefill_seconds=self.prefill_seconds,
+            step_seconds=self.step_seconds,
+            peak_host_bytes=peak_resident_bytes(),
+            read_bytes_per_step=self.read_bytes / max(1, len(self.step_seconds)),
+            notes="; ".join(note for note in (last, notes) if note),
+        )
+
+
+def loading(request: Request) -> Mapping[str, Any]:
+    """What from_pretrained is told of a request whatever else it is told."""
+    dtype_word = "dtype" if Version(version("transformers")) >= Version("4.56") else "torch_dtype"
+    attention = request.options.get("attention", ATTENTION)
+    return {dtype_word: getattr(torch, request.dtype), "attn_implementation": attention, "use_safetensors": True}
+
+
+def prompts_of(request: Request, vocabulary: int) -> Tensor:
+    """(rows, prompt_len), another text in every row."""
+    generator = torch.Generator().manual_seed(PROMPT_SEED)
+    return torch.randint(vocabulary, (request.rows, request.prompt_len), generator=generator)
+
+
+def generate_greedily(model: Any, request: Request, vocabulary: int) -> Course:
+    """`model` is called as those of transformers are, with a cache that grows."""
+    if request.steps is not None and request.middle + 1 + request.steps >= request.last:
+        raise ValueError(f"{request.steps} steps do not fit in the second half of {request.gen_len} tokens: ask for all (null)")
+    loop = _Loop(model)
+    with torch.inference_mode():
+        began = time.perf_counter()
+        loop.forward(prompts_of(request, vocabulary).to(request.device))
+        prefill_seconds = time.perf_counter() - began
+        gc.collect()
+        if request.steps is None:
+            step_seconds, read = loop.timed(request.gen_len - 1)
+            return Course(loop.tokens, prefill_seconds, step_seconds, read, None)
+        made = loop.tokens
+        loop.lengthen(request.middle)
+        loop.timed(1)  # what is new at this length, such as memory of another size, is not what the middle of a text costs
+        step_seconds, read = loop.timed(request.steps)
+        loop.lengthen(request.last - 1)
+        (last_step,), _ = loop.timed(1)
+        return Course(made, prefill_seconds, step_seconds, read, last_step)
+
+
+class _Loop:
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._cache: Any = None  # the model makes the one that suits it
+        self._made: list[Tensor] = []
+        takes = inspect.signature(model.forward).parameters
+        self._head = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}  # older ones compute all logits
+
+    @property
+    def tokens(self) -> Tensor:
+        return torch.cat(self._made, dim=1).cpu()
+
+    def forward(self, tokens: Tensor) -> None:
+        output = self._model(input_ids=tokens, past_key_values=self._cache, use_cache=True, **self._head)
+        self._cache = output.past_key_values
+        chosen = output.logits[:, -1].argmax(dim=-1, keepdim=True)
+        chosen[0].item()  # of a GPU: waits until it is there
+        self._made.append(chosen)
+
+    def timed(self, steps: int) -> tuple[tuple[float, ...], int]:
+        """Seconds of each step, and what they read from the disk."""
+        read_before, ends = bytes_read(), [time.perf_counter()]
+        for _ in range(steps):
+            self.forward(self._made[-1])
+            ends.append(time.perf_counter())
+        return tuple(end - begin for begin, end in pairwise(ends)), bytes_read() - read_before
+
+    def lengthen(self, tokens: int) -> None:
+        lengthen_cache(self._cache, tokens)
+        gc.collect()
+
+
+def lengthen_cache(cache: Any, tokens: int) -> None:
+    """As if so many tokens had been through every layer; positions follow from the length. The last key and value again and
+    again, as a view: the cache copies it, and nothing but the cache grows."""
+    for layer, (keys, values) in enumerate(cached(cache)):
+        more = tokens - cache.get_seq_length(layer)
+        if more > 0:
+            cache.update(_repeated(keys, more), _repeated(values, more), layer)
+
+
+def cached(cache: Any) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of every layer, (rows, heads, tokens, head size); older caches hold two lists, newer ones layers."""
+    if hasattr(cache, "layers"):
+        return [(layer.keys, layer.values) for layer in cache.layers]
+    return list(zip(cache.key_cache, cache.value_cache))
+
+
+def _repeated(states: Tensor, times: int) -> Tensor:
+    return states[:, :, -1:].expand(-1, -1, times, -1)

@@ -1,0 +1,35 @@
+"""What a system needs on this machine, looked up without importing any of it: packages, their versions, a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from ctypes.util import find_library
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from baselines.request import Request
+
+
+def missing_package(*modules: str, how: str = "") -> str | None:
+    """The first that cannot be imported, and how to get it."""
+    for module in modules:
+        if find_spec(module) is None:
+            return f"{module} is not installed: {how or f'pip install {module}'}"
+    return None
+
+
+def missing_gpu(request: Request) -> str | None:
+    if request.device == "cuda" and find_library("cuda") is None:
+        return "there is no CUDA driver here: ask for the device cpu"
+    return None
+
+
+def versions_of(packages: Iterable[str]) -> Mapping[str, str]:
+    return {package: found for package in packages if (found := _version_of(package)) is not None}
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,43 @@
+"""transformers with all weights in memory: what everybody uses while it fits, and the bar for models that do."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+from baselines.installed import missing_gpu, missing_package
+from baselines.request import Answer, Ready, Request
+from baselines.sizes import weight_bytes
+
+
+class System:
+    loads_within_cap = True
+
+    def missing(self, request: Request) -> str | None:
+        return missing_package("transformers") or missing_gpu(request) or _missing_memory(request)
+
+    def run(self, request: Request, ready: Ready) -> Answer:
+        from transformers import AutoModelForCausalLM
+
+        from baselines.hugging_face import generate_greedily, loading
+
+        began = time.perf_counter()
+        model = AutoModelForCausalLM.from_pretrained(request.checkpoint, **loading(request)).eval().to(request.device)
+        load_seconds = time.perf_counter() - began
+        ready()
+        course = generate_greedily(model, request, model.config.vocab_size)
+        return course.answer(request, (), f"weights and KV on {request.device}", load_seconds)
+
+
+def _missing_memory(request: Request) -> str | None:
+    if request.device == "cuda":
+        place, room = "the GPU has", request.device_bytes
+    elif request.host_bytes is not None:
+        place, room = "the cap is", request.host_bytes
+    else:
+        place, room = "the machine has", psutil.virtual_memory().total
+    weights = weight_bytes(request)
+    if room is None or weights <= room:
+        return None
+    return f"its weights of {weights / 1e9:.2f} GB do not fit in memory, {place} {room / 1e9:.2f} GB: it cannot offload"
