@@ -155,7 +155,8 @@ class Checkpoints:
         for file in sorted(folder.glob("*.safetensors")):
             tensors |= {name: tensor.clone() for name, tensor in load_file(file).items()}
         model = create_model(load_config(str(folder)), dtype)
-        for tensor in model.spec.packed(codec).tensors.values():
+        model.spec = model.spec.packed(codec)
+        for tensor in model.spec.tensors.values():
             if tensor.codec != PLAIN:
                 tensors[tensor.name] = there_and_back(tensors[tensor.name], codec, getattr(torch, dtype))
         weights = weights_by_layer(model, tensors)

@@ -1,5 +1,5 @@
-"""A codec for tests: every bit turned round, and a trailer. It loses nothing, so what is computed with it is bit-identical; but
-its bytes are of odd numbers, are no values, and decoding them takes memory of its own."""
+"""A codec for tests: every bit turned round, and a trailer behind each row. It loses nothing, so what is computed with it is
+bit-identical; but its bytes are of odd numbers, are no values, and decoding them takes memory of its own."""
 
 from __future__ import annotations
 
@@ -26,20 +26,23 @@ ODD_OFFSET = 13  # of the first tensor in a packed file
 @dataclass
 class Inverted:
     name: str = "inverted"
-    decoded: int = 0  # tensors
+    decoded: int = 0  # values
 
     def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        return prod(shape) * itemsize + len(TRAILER)
+        return prod(shape[:-1]) * (shape[-1] * itemsize + len(TRAILER))
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         assert out.nbytes == self.nbytes(tuple(values.shape), values.dtype.itemsize)
-        out.copy_(torch.cat([~values.contiguous().view(-1).view(torch.uint8), TRAILER]))
+        rows = prod(values.shape[:-1])
+        turned = ~values.contiguous().view(rows, -1).view(torch.uint8)
+        out.view(rows, -1).copy_(torch.cat([turned, TRAILER.expand(rows, -1)], dim=1))
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         assert data.nbytes == self.nbytes(tuple(out.shape), out.itemsize)
-        assert torch.equal(data[-len(TRAILER) :].cpu(), TRAILER), "these bytes were never encoded, or not all have come"
-        self.decoded += 1
-        out.copy_((~data[: -len(TRAILER)]).view(out.dtype).view(out.shape))
+        turned, trailers = data.view(prod(out.shape[:-1]), -1).tensor_split([-len(TRAILER)], dim=1)
+        assert (trailers.cpu() == TRAILER).all(), "these bytes were never encoded, or not all have come"
+        self.decoded += out.numel()
+        out.copy_((~turned).view(out.dtype).view(out.shape))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from h2o_flexgen.kv.full import Full
 from h2o_flexgen.kv.notes import Notes
 from h2o_flexgen.kv.passes import Pass
 from h2o_flexgen.kv.policy import KVPolicy
-from h2o_flexgen.models.base import Model, Weights, block
+from h2o_flexgen.models.base import Model, Weights, block, head
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload import Batch
 from h2o_flexgen.quant.codec import PLAIN
@@ -42,10 +42,10 @@ def resident_generate(
         _last_of_prompts(model, weights, caches, policy, part, prompts, steps, slots.capacity, device)
         for part in batch.parts(prefill_tokens)
     ]
-    logits = [model.head(torch.cat(parts), weights[-1])]
+    logits = [_head(model, torch.cat(parts), weights[-1])]
     for step in range(1, steps):
         tokens, now = logits[-1].argmax(-1)[:, None], Pass.of(slots, step, slots.capacity, device)
-        logits.append(model.head(_through_layers(model, weights, caches, now, tokens)[:, 0], weights[-1]))
+        logits.append(_head(model, _through_layers(model, weights, caches, now, tokens)[:, 0], weights[-1]))
     return logits
 
 
@@ -94,7 +94,7 @@ def resident_talk(
                 tokens = torch.tensor([piece], device=device)
                 hidden = _through_layers(model, weights, caches, Pass.of(slots, step, capacity, device), tokens)
                 if not new:
-                    logits.append(model.head(hidden[:, -1], weights[-1]))
+                    logits.append(_head(model, hidden[:, -1], weights[-1]))
                     piece = [int(logits[-1].argmax())]
             seen += slots.taken_in[0] - seen + slots.gen_len - 1
         unread = piece
@@ -113,6 +113,13 @@ def _through_layers(
         else:
             hidden = model.mlp(hidden, weights[layer])
     return hidden
+
+
+def _head(model: Model, hidden: Tensor, weights: Weights) -> Tensor:
+    """Where the table is packed, part by part as the engine decodes it: products of other sizes may have other last bits."""
+    spec = model.spec.layers[-1]
+    table = spec.table or ""
+    return head(model, hidden, [{**weights, table: weights[table][rows]} for rows in spec.table_parts] or [weights])
 
 
 def _caches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from h2o_flexgen.planning.cost import predicted_bytes
 from h2o_flexgen.planning.plan import DEVICE, HOST
 from h2o_flexgen.planning.planned import plan_blocks
 from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 from tests.contract import Case, Checkpoints, compare, generate_with
 from tests.inverted import TRAILER, Inverted, opened_inverted
@@ -31,7 +31,7 @@ def test_tokens_and_logits_equal_the_resident_loop_when_weights_come_from_a_pack
 ) -> None:
     case = Case(device=any_device, **values)  # type: ignore[arg-type]
     with opened_inverted(case, checkpoints, offload) as llm:
-        compare(case, checkpoints, *generate_with(llm, case))
+        compare(replace(case, weight_codec=Inverted.name), checkpoints, *generate_with(llm, case))
 
 
 @pytest.mark.parametrize("percent", [*ON_DISK, IN_MEMORY[1]])
@@ -52,8 +52,8 @@ def test_bytes_of_the_codec_by_hand(any_device: str, checkpoints: Checkpoints, o
     case = Case("llama-gqa", MIXES[6], device=any_device, num_gpu_batches=3)
     with case.open(checkpoints, offload) as llm:
         weights = [tensor for layer in llm.spec.layers for _, tensor in layer.tensors]
-        trailers = len(TRAILER) * sum(len(layer.matrices) for layer in llm.spec.layers)
-        expected = case.gen_len * (4 * sum(tensor.numel for tensor in weights) + trailers)
+        rows = sum(tensor.shape[0] for layer in llm.spec.layers for name, tensor in layer.tensors if len(tensor.shape) == 2)
+        expected = case.gen_len * (4 * sum(tensor.numel for tensor in weights) + len(TRAILER) * rows)
     with opened_inverted(case, checkpoints, offload) as llm:
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         assert llm.stats is not None and llm.stats.moved_bytes["read"] == expected
@@ -67,9 +67,33 @@ def test_a_layer_is_decoded_once_for_all_batches(
     case, codec = Case("opt", percent, device=any_device, num_gpu_batches=3, schedule=schedule), Inverted()
     with opened_inverted(case, checkpoints, offload, codec=codec) as llm:
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
-        matrices = sum(tensor.codec != PLAIN for layer in llm.spec.layers for _, tensor in layer.tensors)
+        matrices = sum(tensor.numel for layer in llm.spec.layers for tensor in layer.matrices)
+        looked_up = llm.spec.hidden * sum(length + case.gen_len - 1 for length in padded(case))
     passes = case.gen_len * (3 if schedule == "row_by_row" else 1)
-    assert codec.decoded == passes * matrices
+    assert codec.decoded == passes * matrices + looked_up
+
+
+@pytest.mark.parametrize(("sep_layer", "held"), [(True, 0), (False, 1)])
+def test_of_a_head_as_much_as_fits_is_decoded_once_for_all_batches(
+    sep_layer: bool, held: int, any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    """The room is that of the largest layer; what does not fit takes turns in the last place of it."""
+    case, codec = Case("qwen2-wordy", device=any_device, num_gpu_batches=3, sep_layer=sep_layer), Inverted()
+    with opened_inverted(case, checkpoints, offload, codec=codec) as llm:
+        llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
+        *layers, head = llm.spec.layers
+        matrices = sum(tensor.numel for layer in layers for tensor in layer.matrices)
+        rows = [part.stop - part.start for part in head.table_parts]
+        assert len(rows) == 9 and max(layer.decoded_nbytes for layer in layers) // head.decoded_nbytes - 1 == held
+        looked_up = llm.spec.hidden * sum(length + case.gen_len - 1 for length in padded(case))
+    decoded_rows = sum(rows) + 2 * sum(rows[held:])
+    assert codec.decoded == case.gen_len * (matrices + llm.spec.hidden * decoded_rows) + looked_up
+
+
+def padded(case: Case) -> list[int]:
+    """Of every row, the tokens of its prompt and the pads behind them."""
+    blocks = Workload(case.lengths, case.gen_len).blocks(case.gpu_batch_size, case.num_gpu_batches)
+    return [batch.prompt_len for block in blocks for batch in block.batches for _ in batch.rows]
 
 
 def test_room_for_the_largest_layer_decoded_is_promised_and_held(

@@ -31,7 +31,7 @@ MIXES = (
     (100, 0, 0, 0, 0, 100),
 )
 CHOICES = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen3", "neox-sequential"),
+    "kind": ("opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen3", "neox-sequential", "qwen2-wordy"),
     "percent": MIXES,
     "lengths": (RAGGED, EQUAL, MANY),
     "gpu_batch_size": (1, 2, 3),

@@ -36,6 +36,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("mistral", {**_LLAMA, "sliding_window": 64, "rope_theta": 300.0}),
     "qwen2": ("qwen2", {**_LLAMA, "tie_word_embeddings": True, "rope_theta": 1000.0}),
+    "qwen2-wordy": ("qwen2", {**_LLAMA, "vocab_size": 1100, "tie_word_embeddings": True}),  # the table outweighs the layers
     "qwen3": ("qwen3", {**_LLAMA, "head_dim": 16}),
     "neox-parallel": ("gpt_neox", {**_NEOX, "use_parallel_residual": True, "hidden_act": "gelu"}),
     "neox-sequential": (

@@ -95,7 +95,7 @@ def add_placement(group: argparse._ArgumentGroup) -> None:
     add_switch(group, "--overlap", True, "0: one slot, nothing overlaps; the tokens are the same")
     at_once = "tokens of prompts computed at once: more take more memory; a longer turn of a chat is read in pieces"
     add("--prefill-tokens", type=int, default=Plan.prefill_tokens, metavar="N", help=at_once)
-    packed = "matrices take 4 bits a value (or 8); they are packed once, into a cache (default: as they are)"
+    packed = "matrices, embedding and head too, take 4 bits a value (or 8); packed once, into a cache (default: as they are)"
     _add_codec(group, "--compress-weight", "weight_codec", packed)
     _add_codec(group, "--compress-cache", "kv_codec", "keys and values take 4 bits (or 8), head by head (default: as they are)")
     slots = "layers whose weights may be under way or in use at once"

@@ -94,3 +94,9 @@ class Pack:
     def decode(self, name: str, out: Tensor) -> None:
         """The values of any tensor, into memory of their own."""
         CODECS[self.layout.entries[name].codec].decode(self.bytes(name), out)
+
+    def decode_rows(self, name: str, rows: slice | Tensor, out: Tensor) -> None:
+        """The values of some rows of a tensor: the same as if all were decoded and these taken."""
+        entry = self.layout.entries[name]
+        chosen = self.bytes(name).view(entry.shape[0], -1)[rows]  # (rows, bytes of a row)
+        CODECS[entry.codec].decode(chosen.view(-1), out)

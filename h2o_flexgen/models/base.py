@@ -6,9 +6,10 @@ where weights come from nor how many keys are kept: attention is done by the `at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from h2o_flexgen.planning.model_spec import ModelSpec
@@ -29,16 +30,31 @@ class Model(Protocol):
     spec: ModelSpec
 
     def embed(self, tokens: Tensor, positions: Tensor, weights: Weights) -> Tensor:
-        """tokens and positions (rows, tokens), positions from 0 -> hidden (rows, tokens, width)."""
+        """tokens and positions (rows, tokens), positions from 0 -> hidden (rows, tokens, width). Tokens are rows of the table
+        among the weights, which need not have them all."""
 
     def attention(self, hidden: Tensor, weights: Weights, attend: Attend) -> Tensor: ...
 
     def mlp(self, hidden: Tensor, weights: Weights) -> Tensor: ...
 
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        """hidden (rows, width) of the last positions -> logits (rows, vocab), in the dtype of the model."""
+        """hidden (rows, width) of the last positions -> logits (rows, vocab), in the dtype of the model; of a part of the
+        vocabulary, where the table among the weights is a part."""
 
 
 def block(model: Model, hidden: Tensor, weights: Weights, attend: Attend) -> Tensor:
     """Attention and mlp as one layer of the schedule (sep_layer off): its weights are both their weights."""
     return model.mlp(model.attention(hidden, weights, attend), weights)
+
+
+def embed_rows(model: Model, looked_up: Tensor, positions: Tensor, weights: Weights, table: str) -> Tensor:
+    """The embedding of tokens whose rows of the table have been looked up already: looked_up (rows, tokens, width)."""
+    found = looked_up.flatten(0, 1)
+    places = torch.arange(len(found), device=found.device).view(looked_up.shape[:2])
+    return model.embed(places, positions, {**weights, table: found})
+
+
+def head(model: Model, hidden: Tensor, parts: Iterable[Weights]) -> Tensor:
+    """The logits, where the head's weights come once for each part of the vocabulary."""
+    logits = [model.head(hidden, weights) for weights in parts]
+    return logits[0] if len(logits) == 1 else torch.cat(logits, dim=-1)

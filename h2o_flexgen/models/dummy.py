@@ -29,6 +29,7 @@ from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 BLOCK_VALUES = 4_194_301  # at most 16 MiB of them are in memory
 SCALE = 0.02
+PART_VALUES = 1 << 20  # encoded at once
 FLUSH_BYTES = 512 << 20
 PREFIX, SUFFIX = "h2o_flexgen-weights-", ".bin"
 
@@ -58,7 +59,7 @@ class DummySource:
             assert tuple(out.shape) == tensor.shape, (tensor, out.shape)
             self._fill_values(tensor, out.view(-1))
         else:
-            CODECS[tensor.codec].encode(self._values(tensor), out)
+            self._fill_packed(tensor, out)
         return True
 
     def locate(self, tensors: Iterable[TensorSpec]) -> dict[str, StoredTensor]:
@@ -116,22 +117,29 @@ class DummySource:
         self.fill(tensor, out)
         return out
 
-    def _values(self, tensor: TensorSpec) -> torch.Tensor:
-        values = torch.empty(tensor.numel, dtype=getattr(torch, self.dtype))
-        self._fill_values(tensor, values)
-        return values.view(tensor.shape)
+    def _fill_packed(self, tensor: TensorSpec, out: torch.Tensor) -> None:
+        """Some rows at a time: of a table all values would be more than what is held of them."""
+        rows, columns = tensor.numel // tensor.shape[-1], tensor.shape[-1]
+        own = out.view(rows, -1)
+        step = max(1, PART_VALUES // columns)
+        values = torch.empty(min(step, rows), columns, dtype=getattr(torch, self.dtype))
+        for row in range(0, rows, step):
+            part = values[: rows - row]
+            self._fill_values(tensor, part.view(-1), row * columns)
+            CODECS[tensor.codec].encode(part, own[row : row + step].view(-1))
 
-    def _fill_values(self, tensor: TensorSpec, flat: torch.Tensor) -> None:
+    def _fill_values(self, tensor: TensorSpec, flat: torch.Tensor, first: int = 0) -> None:
         start = 0
-        for piece in self._pieces(tensor):
+        for piece in self._pieces(tensor, first, len(flat)):
             flat[start : start + len(piece)].copy_(piece)
             start += len(piece)
 
-    def _pieces(self, tensor: TensorSpec) -> Iterator[torch.Tensor]:
-        """The values of a tensor in order, in cuts of the block. Norm weights, the only flat ones, lie around one."""
+    def _pieces(self, tensor: TensorSpec, first: int = 0, count: int | None = None) -> Iterator[torch.Tensor]:
+        """The values of a tensor in order from `first` on, in cuts of the block. Norm weights, the only flat ones, lie around
+        one."""
         is_norm = len(tensor.shape) == 1 and tensor.name.endswith("weight")
-        start = self._start(tensor.name)
-        left = tensor.numel
+        start = (self._start(tensor.name) + first) % BLOCK_VALUES
+        left = tensor.numel if count is None else count
         while left:
             piece = self._block[start : start + left]
             yield piece + 1 if is_norm else piece

@@ -41,13 +41,15 @@ def layer(
     prefix: str,
     index: int = 0,
     stored_as: Mapping[str, str] | None = None,
+    table: str | None = None,
 ) -> LayerSpec:
-    """The checkpoint's name of a tensor is the prefix and its own, unless `stored_as` says another."""
+    """The checkpoint's name of a tensor is the prefix and its own, unless `stored_as` says another. `table` names the one that
+    has a row for every token."""
     itemsize, names = DTYPE_BYTES[dtype], stored_as or {}
     tensors = tuple(
         (name, TensorSpec(names.get(name, prefix + name), shape, itemsize, itemsize)) for name, shape in shapes.items()
     )
-    return LayerSpec(kind, index, tensors, out_width)
+    return LayerSpec(kind, index, tensors, out_width, table)
 
 
 def in_order(

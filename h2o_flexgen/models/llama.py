@@ -90,9 +90,11 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
         )
 
     head_weight = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    embed = layer("embed", {"embed_tokens.weight": (config.vocab_size, hidden)}, hidden, dtype, "model.")
+    embed_shapes = {"embed_tokens.weight": (config.vocab_size, hidden)}
+    embed = layer("embed", embed_shapes, hidden, dtype, "model.", table="embed_tokens.weight")
     head_shapes = joined(norm("norm", hidden, bias=False), linear("lm_head", config.vocab_size, hidden, bias=False))
-    head = layer("head", head_shapes, config.vocab_size, dtype, "model.", stored_as={"lm_head.weight": head_weight})
+    stored_as, table = {"lm_head.weight": head_weight}, "lm_head.weight"
+    head = layer("head", head_shapes, config.vocab_size, dtype, "model.", stored_as=stored_as, table=table)
     return ModelSpec(
         name=name,
         architecture=config.model_type,

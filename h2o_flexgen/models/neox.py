@@ -63,9 +63,11 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
         )
 
     head_weight = "gpt_neox.embed_in.weight" if config.tie_word_embeddings else "embed_out.weight"
-    embed = layer("embed", {"embed_in.weight": (config.vocab_size, hidden)}, hidden, dtype, "gpt_neox.")
+    embed_shapes = {"embed_in.weight": (config.vocab_size, hidden)}
+    embed = layer("embed", embed_shapes, hidden, dtype, "gpt_neox.", table="embed_in.weight")
     head_shapes = joined(norm("final_layer_norm", hidden), linear("embed_out", config.vocab_size, hidden, bias=False))
-    head = layer("head", head_shapes, config.vocab_size, dtype, "gpt_neox.", stored_as={"embed_out.weight": head_weight})
+    stored_as, table = {"embed_out.weight": head_weight}, "embed_out.weight"
+    head = layer("head", head_shapes, config.vocab_size, dtype, "gpt_neox.", stored_as=stored_as, table=table)
     return ModelSpec(
         name=name,
         architecture="gpt_neox",

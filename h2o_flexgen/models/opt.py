@@ -64,8 +64,9 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
 
     outside = "model.decoder."
     head_weight = outside + "embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    embed = layer("embed", _embed_shapes(config), hidden, dtype, outside)
-    head = layer("head", _head_shapes(config), config.vocab_size, dtype, outside, stored_as={"lm_head.weight": head_weight})
+    embed = layer("embed", _embed_shapes(config), hidden, dtype, outside, table="embed_tokens.weight")
+    stored_as, table = {"lm_head.weight": head_weight}, "lm_head.weight"
+    head = layer("head", _head_shapes(config), config.vocab_size, dtype, outside, stored_as=stored_as, table=table)
     return ModelSpec(
         name=name,
         architecture="opt",

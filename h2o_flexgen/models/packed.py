@@ -1,5 +1,5 @@
-"""PackedCheckpoint: a checkpoint whose matrices are kept packed. They are encoded once, some rows at a time, into safetensors
-in a folder of the cache; from then on they are read from there, in every step where they are placed on disk.
+"""PackedCheckpoint: a checkpoint whose matrices and tables are kept packed. They are encoded once, some rows at a time, into
+safetensors in a folder of the cache; from then on they are read from there, in every step where they are placed on disk.
 
 What each file should be (size, time, checksum) stands beside it: one that was touched since is summed up again before its use.
 """

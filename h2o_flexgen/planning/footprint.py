@@ -65,7 +65,7 @@ def footprint(planned: PlannedBlock, writes_weights: bool = False, reads_packed:
     _add_hidden(parts, spec, block, schedule, compute)
     working = max(working_bytes(spec, planned.plan, slots, reads_packed) for slots in planned.slots)
     if compute == DEVICE:
-        largest = max((tensor.nbytes + tensor.decoded_nbytes for tensor in spec.tensors.values()), default=0)
+        largest = max(tensor.nbytes + min(tensor.decoded_nbytes, ENCODING_BYTES) for tensor in spec.tensors.values())
         parts[HOST]["loading"] = largest  # one tensor on its way to the device
         parts[DEVICE]["libraries"] = DEVICE_LIBRARIES
     decoded = [tensor.decoded_nbytes for tensor in spec.tensors.values()]
@@ -111,7 +111,7 @@ def _aligned(nbytes: int, alignment: int = PAGE) -> int:
 
 
 def _decoded_bytes(layer: LayerSpec) -> int:
-    return arena_bytes([tensor.decoded_nbytes for _, tensor in layer.tensors if tensor.decoded_nbytes])
+    return arena_bytes([tensor.decoded_nbytes for tensor in layer.decoded])
 
 
 def _add_kv(parts: Parts, planned: PlannedBlock, compute: str) -> None:

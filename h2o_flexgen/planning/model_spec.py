@@ -14,6 +14,7 @@ from math import prod
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TABLE_PARTS, PART_ROWS = 16, 64  # a packed head is decoded in so many parts at most, of so many rows or a multiple
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class LayerSpec:
     index: int  # which decoder block; 0 for embed and head
     tensors: tuple[tuple[str, TensorSpec], ...]
     out_width: int  # values per token that it hands to the next layer
+    table: str | None = None  # which of `tensors` has a row for every token of the vocabulary
 
     @property
     def has_kv(self) -> bool:
@@ -64,8 +66,33 @@ class LayerSpec:
         return sum(tensor.nbytes for _, tensor in self.tensors)
 
     @property
+    def packed_table(self) -> TensorSpec | None:
+        """The table, where its rows have to be decoded."""
+        return next((tensor for name, tensor in self.tensors if name == self.table and tensor.codec != PLAIN), None)
+
+    @property
+    def table_parts(self) -> tuple[slice, ...]:
+        """The rows of a packed head that are decoded, and multiplied with, at once: a part has far less of them than a
+        vocabulary has. The parts are the same under every plan, because the last bits of a product may depend on its rows."""
+        if self.packed_table is None:
+            return ()
+        rows = self.packed_table.shape[0]
+        step = -(-rows // (TABLE_PARTS * PART_ROWS)) * PART_ROWS
+        return tuple(slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+    @property
+    def decoded(self) -> tuple[TensorSpec, ...]:
+        """What is held as values beside its bytes while the layer is computed with: packed matrices, and of a head's table the
+        first and largest part. Of an embedding's table rows are decoded as they are looked up."""
+        packed = tuple(tensor for name, tensor in self.tensors if tensor.codec != PLAIN and name != self.table)
+        if self.packed_table is None or self.kind == "embed":
+            return packed
+        largest = self.table_parts[0].stop
+        return (*packed, replace(self.packed_table, shape=(largest, *self.packed_table.shape[1:])))
+
+    @property
     def decoded_nbytes(self) -> int:
-        return sum(tensor.decoded_nbytes for _, tensor in self.tensors)
+        return sum(tensor.decoded_nbytes for tensor in self.decoded)
 
     @property
     def matrices(self) -> tuple[TensorSpec, ...]:
@@ -143,8 +170,8 @@ class ModelSpec:
         return replace(self, layers=layers)
 
     def packed(self, codec: str) -> ModelSpec:
-        """The same model with its matrices written down so; what rows are looked up in stays as it is, also where it is the
-        head as well."""
-        matrices = {tensor.name for layer in self.layers for tensor in layer.matrices}
-        tables = {tensor.name for layer in self.layers for _, tensor in layer.tensors if tensor not in layer.matrices}
-        return self.map_tensors(lambda tensor: replace(tensor, codec=codec) if tensor.name in matrices - tables else tensor)
+        """The same model with its matrices and its tables of tokens written down so. A table of positions stays as it is: it
+        is small, and in every hidden state."""
+        tables = {tensor.name for layer in self.layers for name, tensor in layer.tensors if name == layer.table}
+        packed = tables | {tensor.name for layer in self.layers for tensor in layer.matrices}
+        return self.map_tensors(lambda tensor: replace(tensor, codec=codec) if tensor.name in packed else tensor)

@@ -53,7 +53,7 @@ class Plan:
     slots: int = 2  # visits whose data may be under way or in use at once; 1 means no overlap
     sep_layer: bool = True  # attention and mlp are two layers of the schedule instead of one
     pin_weight: bool = True  # host weights in page-locked memory (CUDA)
-    weight_codec: str = PLAIN  # of matrices; what rows are looked up in, and what is small, stays plain
+    weight_codec: str = PLAIN  # of matrices and tables of tokens; positions, and what is small, stay plain
     kv_codec: str = PLAIN
     schedule: str = "zigzag"
     kv_policy: str = "full"

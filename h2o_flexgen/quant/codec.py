@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 
 class Codec(Protocol):
+    """A row, along the last dimension, has bytes of its own, all rows as many: they lie one behind the other, and each can be
+    encoded and decoded alone."""
+
     @property
     def name(self) -> str: ...
 

@@ -23,7 +23,7 @@ from h2o_flexgen.models.checkpoint import WeightSource
 from h2o_flexgen.planning.placement import place_weights
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.planned import PlannedBlock
-from h2o_flexgen.planning.schedule import Op, Schedule, Task
+from h2o_flexgen.planning.schedule import Op, Schedule, Task, Visit
 from h2o_flexgen.planning.trace import Trace
 from h2o_flexgen.planning.workload import Batch, Block
 from h2o_flexgen.runtime.executor import Executor
@@ -192,42 +192,49 @@ class Engine:
     def _compute(self, task: Task, state: _Progress) -> None:
         """One layer on one batch."""
         rows, layer = state.rows[task.batch], self._spec.layers[task.layer]
-        weights = self._weights.views(task.visit)
         if layer.kind == "head":
-            logits = self._model.head(rows.last_hidden(state.hidden.take(task.batch)), weights)
+            last = rows.last_hidden(state.hidden.take(task.batch))
+            logits = base.head(self._model, last, self._weights.head_parts(task.visit))
             state.count(task.step, rows.advance(logits, state.sampler, task.step, state.on_token))
             if task.step == 0:
                 give_back_freed()  # prompts work in much more room than steps do, and what they freed would stay
             return
         hidden = None if layer.kind == "embed" else state.hidden.take(task.batch)
         cache = state.kv.open(task, rows) if layer.has_kv else None
-        state.hidden.put(task, self._layer(layer.kind, rows, hidden, weights, cache))
+        state.hidden.put(task, self._layer(task.visit, rows, hidden, cache))
 
-    def _layer(self, kind: str, rows: BatchRows, hidden: Tensor | None, weights: base.Weights, cache: KVCache | None) -> Tensor:
+    def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, cache: KVCache | None) -> Tensor:
         """All rows at once, or part by part: what a part allocates in passing is free for the next."""
+        weights = self._weights.views(visit)
         if len(rows.parts) == 1:
-            return self._computed(kind, rows.parts[0], hidden, weights, cache)
+            return self._computed(visit, rows.parts[0], hidden, weights, cache)
         out: Tensor | None = None
         for part in rows.parts:
             place = part.rows, slice(part.tokens.shape[1])
             own = None if cache is None else cache.part(part.rows)
-            computed = self._computed(kind, part, None if hidden is None else hidden[place], weights, own)
+            computed = self._computed(visit, part, None if hidden is None else hidden[place], weights, own)
             out = computed.new_empty(rows.batch.size, rows.batch.prompt_len, computed.shape[-1]) if out is None else out
             out[place] = computed  # what stands behind are pads, which nobody reads
         assert out is not None
         return out
 
-    def _computed(self, kind: str, part: Part, hidden: Tensor | None, weights: base.Weights, cache: KVCache | None) -> Tensor:
-        if kind == "embed":
+    def _computed(
+        self, visit: Visit, part: Part, hidden: Tensor | None, weights: base.Weights, cache: KVCache | None
+    ) -> Tensor:
+        layer = self._spec.layers[visit.layer]
+        if layer.kind == "embed" and layer.table is not None and layer.packed_table is not None:
+            looked_up = self._weights.look_up(visit, part.tokens)
+            return base.embed_rows(self._model, looked_up, part.now.positions, weights, layer.table)
+        if layer.kind == "embed":
             return self._model.embed(part.tokens, part.now.positions, weights)
         assert hidden is not None
-        if kind == "mlp":
+        if layer.kind == "mlp":
             return self._model.mlp(hidden, weights)
         assert cache is not None
         attend = partial(cache.attend, part.now)
         return (
             base.block(self._model, hidden, weights, attend)
-            if kind == "block"
+            if layer.kind == "block"
             else self._model.attention(hidden, weights, attend)
         )
 

@@ -2,12 +2,13 @@
 that are read from the files they lie in. Reads and loads go into rings of slots, in slices that the schedule asks for.
 
 What moves are the bytes of a tensor's codec. They become values when a layer is computed with, once for all its batches, in
-room that all layers share.
+room that all layers share. Of a packed table of tokens only some rows at a time do: of an embedding those that tokens name, of
+a head one part after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,8 @@ from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES, Entry, Layout, Pack, Range, slices
 from h2o_flexgen.memory.ring import Ring
+from h2o_flexgen.memory.tier import aligned
+from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
 from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST
@@ -95,6 +98,7 @@ class WeightStore:
         self._copies: dict[Place, list[tuple[Tensor, Tensor]]] = {}
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._decoded_pass = -1
+        self._parts_held: dict[int, int] = {}  # of a head: place -> the part that lies there decoded
         memories, slots = self._memories, schedule.weight_slots
         largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
         self._host_ring = self._host_ring or Ring(memories.host, slots, _largest(self._disk_layouts))
@@ -150,22 +154,57 @@ class WeightStore:
     def views(self, visit: Visit) -> dict[str, Tensor]:
         """The layer's weights by local name, where they are computed with: where they lie, or where they were decoded to, once
         for a pass over the layer's weights: the next one finds other bytes in the slot. Good until the next call: what was
-        decoded makes room for the next layer's."""
+        decoded makes room for the next layer's. A packed table is not among them."""
         layer, slot, number = visit.layer, self._schedule.weight_slot(visit), self._schedule.weight_number(*visit)
         if (layer, slot) not in self._views:
             self._views[layer, slot] = {
                 local: self._values_in(tensor, layer, slot).view(tensor.name)
                 for local, tensor in self._spec.layers[layer].tensors
+                if tensor is not self._spec.layers[layer].packed_table
             }
         if number != self._decoded_pass:
             self._decode(layer, slot)
             self._decoded_pass = number
+            self._parts_held.clear()
         return self._views[layer, slot]
 
     def _decode(self, layer: int, slot: int) -> None:
         for local, tensor in self._spec.layers[layer].tensors:
-            if tensor.codec != PLAIN:
+            if tensor.codec != PLAIN and local in self._views[layer, slot]:
                 self._pack_of(tensor, layer, slot).decode(tensor.name, self._views[layer, slot][local])
+
+    def look_up(self, visit: Visit, tokens: Tensor) -> Tensor:
+        """Rows of an embedding's packed table: tokens (rows, tokens) -> (rows, tokens, width)."""
+        table, slot = self._spec.layers[visit.layer].packed_table, self._schedule.weight_slot(visit)
+        assert table is not None
+        found = torch.empty(tokens.numel(), table.shape[1], dtype=self._dtype, device=tokens.device)
+        self._pack_of(table, visit.layer, slot).decode_rows(table.name, tokens.flatten(), found)
+        return found.view(*tokens.shape, -1)
+
+    def head_parts(self, visit: Visit) -> Iterator[Weights]:
+        """The weights of a head, once for each part of a packed table. Good until the next one. Parts that there is room for
+        are decoded once for all batches of a pass; the others take turns in the last place."""
+        views, layer = self.views(visit), self._spec.layers[visit.layer]
+        local, table = layer.table, layer.packed_table
+        if local is None or table is None:
+            yield views
+            return
+        packed = self._pack_of(table, visit.layer, self._schedule.weight_slot(visit))
+        places = self._part_places(layer, table)
+        for number, rows in enumerate(layer.table_parts):
+            place = min(number, len(places) - 1)
+            values = places[place][: rows.stop - rows.start]
+            if self._parts_held.get(place) != number:
+                packed.decode_rows(table.name, rows, values)
+                self._parts_held[place] = number
+            yield {**views, local: values}
+
+    def _part_places(self, layer: LayerSpec, table: TensorSpec) -> list[Tensor]:
+        """All the room that a head's other weights leave, as places for parts of its table."""
+        assert self._decoded is not None
+        part = self._decoded_layout(layer).entries[table.name]
+        starts = range(part.offset, len(self._decoded) - part.nbytes + 1, aligned(part.nbytes))
+        return [self._decoded[start : start + part.nbytes].view(self._dtype).view(part.shape) for start in starts]
 
     def _values_in(self, tensor: TensorSpec, layer: int, slot: int) -> Pack:
         return self._pack_of(tensor, layer, slot) if tensor.codec == PLAIN else self._decoded_pack(layer)
@@ -183,8 +222,7 @@ class WeightStore:
         return Pack(self._decoded, self._decoded_layout(self._spec.layers[layer]))
 
     def _decoded_layout(self, layer: LayerSpec) -> Layout:
-        packed = (tensor for _, tensor in layer.tensors if tensor.codec != PLAIN)
-        return Layout.pack({tensor.name: Entry(0, tensor.shape, self._dtype) for tensor in packed})
+        return Layout.pack({tensor.name: Entry(0, tensor.shape, self._dtype) for tensor in layer.decoded})
 
 
 class Place(NamedTuple):

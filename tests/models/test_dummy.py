@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from h2o_flexgen.models import dummy as dummy_module
 from h2o_flexgen.models.checkpoint import WeightSource
 from h2o_flexgen.models.dummy import DummySource
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES, TensorSpec
+from h2o_flexgen.quant.codec import CODECS
 
 MATRIX = "model.layers.3.mlp.up_proj.weight"
 NORM = "model.layers.3.input_layernorm.weight"
@@ -83,6 +85,23 @@ def test_what_is_on_disk_is_what_fill_makes(tmp_path: Path, dtype: str) -> None:
         raw = stored.file.read_bytes()[stored.offset : stored.offset + stored.nbytes]
         value = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).view(tensor.shape)
         assert torch.equal(value, filled(weights, tensor, dtype))
+    weights.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("part_values", [1, 700, 1 << 20])
+def test_packed_weights_are_what_the_codec_makes_of_the_plain_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_values: int, dtype: str
+) -> None:
+    """In however many parts they are encoded, in memory as on disk."""
+    monkeypatch.setattr(dummy_module, "PART_VALUES", part_values)
+    weights, plain = source(tmp_path, dtype=dtype), spec(MATRIX, 300, 101)
+    packed = replace(plain, codec="group4")
+    expected, out = (torch.empty(packed.nbytes, dtype=torch.uint8) for _ in range(2))
+    CODECS["group4"].encode(filled(weights, plain, dtype), expected)
+    assert weights.fill(packed, out) and torch.equal(out, expected)
+    stored = weights.locate([packed])[MATRIX]
+    assert stored.file.read_bytes()[stored.offset :][: packed.nbytes] == expected.numpy().tobytes()
     weights.close()
 
 

@@ -7,6 +7,7 @@ import os
 import re
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,19 +64,48 @@ def test_what_is_packed_is_what_the_codec_makes_of_the_stored_values(codec: str,
         assert stored.file.read_bytes()[stored.offset :][: tensor.nbytes] == expected.numpy().tobytes()
 
 
-def test_tables_and_small_tensors_stay_as_they_are_stored(model: Path, tmp_path: Path) -> None:
+def test_small_tensors_stay_as_they_are_stored(model: Path, tmp_path: Path) -> None:
     spec = spec_of(model)
     plain = [tensor.name for tensor in spec.tensors.values() if tensor.codec == PLAIN]
-    assert "model.embed_tokens.weight" in plain and "lm_head.weight" not in plain
-    assert all("norm" in name or "embed" in name or name.endswith("bias") for name in plain)
+    assert plain and all("norm" in name or name.endswith("bias") for name in plain)
     located = opened(model, tmp_path / "cache").locate(spec.tensors.values())
     assert all(located[name].file.parent == model for name in plain)
 
 
-def test_a_tied_head_stays_the_table_that_it_is(checkpoints: Checkpoints) -> None:
-    spec = checkpoints.model("opt", "float32", "float32")[0].spec.packed(CODEC)
-    assert {tensor.codec for name, tensor in spec.layers[-1].tensors if len(tensor.shape) == 2} == {PLAIN}
-    assert {tensor.codec for tensor in spec.layers[1].matrices} == {CODEC}
+TABLES = {"opt": 1, "opt-350m": 1, "qwen2": 1, "neox-tied": 1, "opt-untied": 2, "llama-gqa": 2, "qwen3": 2, "neox-parallel": 2}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_every_matrix_is_packed_and_every_table_of_tokens_tied_or_not(
+    kind: str, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """But for a table of positions."""
+    spec, folder = spec_of(checkpoints.folder(kind)), checkpoints.folder(kind)
+    two_sided = {tensor.name: tensor for tensor in spec.tensors.values() if len(tensor.shape) == 2}
+    assert {name for name, tensor in two_sided.items() if tensor.codec == PLAIN} == {
+        name for name in two_sided if "embed_positions" in name
+    }
+    tables = [layer.packed_table for layer in (spec.layers[0], spec.layers[-1])]
+    assert all(table is not None and table.shape[0] == spec.vocab for table in tables)
+    assert len(set(tables)) == TABLES[kind]
+    source, values = opened(folder, tmp_path / "cache"), stored_values(folder)
+    for table in filter(None, tables):
+        expected = torch.empty(table.nbytes, dtype=torch.uint8)
+        CODECS[CODEC].encode(values[table.name], expected)
+        stored = source.locate([table])[table.name]
+        assert stored.file.read_bytes()[stored.offset :][: table.nbytes] == expected.numpy().tobytes()
+
+
+def test_a_folder_without_tables_is_not_taken_for_one_with_them(model: Path, tmp_path: Path) -> None:
+    """As one was written before tables were packed."""
+    spec = spec_of(model)
+    tables = {layer.packed_table for layer in spec.layers}
+    matrices = spec.map_tensors(lambda tensor: replace(tensor, codec=PLAIN) if tensor in tables else tensor)
+    before = PackedCheckpoint(open_checkpoint(model), matrices, tmp_path / "cache")
+    before.locate(matrices.tensors.values())
+    after = opened(model, tmp_path / "cache")
+    assert before.bytes_to_write == 0 and after.bytes_to_write > 0 and after.folder != before.folder
+    assert len(locate_all(after, model)) == len(spec.tensors)
 
 
 def test_they_are_packed_once_and_read_from_then_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

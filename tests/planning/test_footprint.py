@@ -18,9 +18,9 @@ from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.notes import Notes
 from h2o_flexgen.kv.passes import Pass
 from h2o_flexgen.kv.policy import KVPolicy
-from h2o_flexgen.memory.pack import Entry, Layout
+from h2o_flexgen.memory.pack import Entry, Layout, Pack
 from h2o_flexgen.models import create_model
-from h2o_flexgen.models.base import Model, block
+from h2o_flexgen.models.base import Model, block, embed_rows, head
 from h2o_flexgen.planning.footprint import (
     SLACK,
     Budgets,
@@ -36,6 +36,7 @@ from h2o_flexgen.planning.placement import place_weights
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan
 from h2o_flexgen.planning.schedule import SCHEDULES
 from h2o_flexgen.planning.workload import Batch, Workload
+from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 from tests.contract import Case, Checkpoints
 from tests.planning.allocations import peak_allocated
@@ -52,7 +53,7 @@ def random_case(random: Random) -> Case:
         return device, random.choice([0, 40, 100 - device]) if device < 60 else 0
 
     return Case(
-        kind=random.choice(["opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen2"]),
+        kind=random.choice(["opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen2", "qwen2-wordy"]),
         percent=(*pair(), *pair(), *pair()),
         lengths=tuple(random.randint(1, 60) for _ in range(random.randint(1, 14))),
         gen_len=random.randint(1, 5),
@@ -62,6 +63,7 @@ def random_case(random: Random) -> Case:
         sep_layer=random.random() < 0.7,
         schedule=random.choice(list(SCHEDULES)),
         dtype=random.choice(["float32", "bfloat16"]),
+        weight_codec=random.choice([PLAIN, "group4", "group8"]),
     )
 
 
@@ -190,6 +192,66 @@ def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, st
     )
     there = [ids, hidden, image, noted, now.counts, now.positions, *(tensor for layer in weights for tensor in layer.values())]
     return max(peak_allocated(visit, there) for visit in visits)
+
+
+@pytest.mark.parametrize("codec", ["group4", "group8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "tokens"), [(8, 64), (64, 1)])
+@pytest.mark.parametrize("kind", ["opt", "opt-350m", "llama-gqa"])
+def test_looking_up_rows_and_a_head_in_parts_allocate_no_more_than_is_estimated(
+    kind: str, rows: int, tokens: int, dtype: str, codec: str
+) -> None:
+    config: Any = tiny_config(kind, **LARGER, **WIDER.get(kind, {"word_embed_proj_dim": 256}), vocab_size=4000)
+    model, value_type = create_model(config, dtype), getattr(torch, dtype)
+    spec = model.spec.packed(codec)
+    batch, table = Batch(tuple(range(rows)), (tokens,) * rows), spec.layers[0].packed_table
+    assert table is not None and spec.layers[0].table is not None and spec.layers[-1].table is not None
+    layout = Layout.pack({table.name: Entry(0, table.shape, value_type, codec)})
+    pack = Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout)
+    ids, positions = torch.zeros(rows * tokens, dtype=torch.long), torch.arange(tokens).repeat(rows, 1)
+    first, last = (
+        {name: torch.randn(tensor.shape, dtype=value_type) for name, tensor in layer.tensors}
+        for layer in (spec.layers[0], spec.layers[-1])
+    )
+    parts = [{**last, spec.layers[-1].table: last[spec.layers[-1].table][part]} for part in spec.layers[-1].table_parts]
+    hidden = torch.randn(rows, spec.hidden, dtype=value_type)
+
+    def look_up() -> None:
+        found = torch.empty(rows * tokens, table.shape[1], dtype=value_type)
+        pack.decode_rows(table.name, ids, found)
+        embed_rows(model, found.view(rows, tokens, -1), positions, first, spec.layers[0].table or "")
+
+    there = [pack.buffer, ids, positions, hidden, *first.values(), *last.values()]
+    most = max(peak_allocated(look_up, there), peak_allocated(lambda: head(model, hidden, parts), there))
+    plan = Plan.create(prefill_tokens=rows * tokens)
+    assert len(parts) == 16 and most <= SLACK * working_bytes(spec, plan, plan.policy.slots(batch, 2))
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 1024, 1025, 50_272, 151_936])
+def test_parts_of_a_packed_head_are_every_row_once_and_at_most_sixteen(rows: int) -> None:
+    head, embedding = (tiny_spec(vocab=rows, tied=tied).packed("group4").layers[-1] for tied in (True, False))
+    assert head.table_parts == embedding.table_parts and 1 <= len(head.table_parts) <= 16
+    assert [row for part in head.table_parts for row in range(part.start, part.stop)] == list(range(rows))
+    assert all(part.start % 64 == 0 for part in head.table_parts), "or else rows would not be aligned"
+    assert head.decoded_nbytes == 4 * 8 * min(rows, head.table_parts[0].stop)
+    assert head.decoded_nbytes <= 4 * 8 * (rows / 16 + 64)
+
+
+def test_an_embedding_needs_no_room_for_values_and_plain_layers_none_at_all() -> None:
+    plain, packed = tiny_spec(vocab=20_000), tiny_spec(vocab=20_000).packed("group4")
+    assert [layer.decoded_nbytes for layer in packed.layers[:2]] == [0, 4 * 4 * 8 * 8]
+    assert all(layer.decoded_nbytes == 0 and layer.table_parts == () for layer in plain.layers)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_packed_table_makes_slots_and_room_small(tied: bool) -> None:
+    """By hand: 64 values in 36 bytes, and a page for the head's norm; of the head a sixteenth is held as values, so that the
+    mlp has more of them."""
+    spec = tiny_spec(blocks=2, hidden=512, vocab=20_480, tied=tied).packed("group4")
+    plan = Plan(slots=3).with_percent((0, 0, 100, 0, 100, 0)).folded()
+    held = Request(spec, plan, Workload.uniform(4, 8, 4), accelerator=False).footprint().parts[HOST]
+    assert held["weight slots"] == 3 * (20_480 * 512 * 36 // 64 + PAGE)
+    assert held["decoded weights"] == max(2 * 4 * 512 * 512 * 4, 20_480 // 16 * 512 * 4)
 
 
 # -- what does not fit ---------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def tiny_spec(blocks: int = 2, hidden: int = 8, vocab: int = 50, tied: bool = Tr
         return TensorSpec(name, shape, itemsize=4, stored_itemsize=2)
 
     embedding = tensor("embed", vocab, hidden)
-    layers = [LayerSpec("embed", 0, (("embed_tokens", embedding),), hidden)]
+    layers = [LayerSpec("embed", 0, (("embed_tokens", embedding),), hidden, "embed_tokens")]
     for index in range(blocks):
         attention = [(part, tensor(f"{index}.{part}", hidden, hidden)) for part in ("q", "k", "v", "o")]
         attention.append(("norm", tensor(f"{index}.norm", hidden)))
@@ -59,7 +59,7 @@ def tiny_spec(blocks: int = 2, hidden: int = 8, vocab: int = 50, tied: bool = Tr
         layers.append(LayerSpec("attention", index, tuple(attention), hidden))
         layers.append(LayerSpec("mlp", index, tuple(mlp), hidden))
     head = embedding if tied else tensor("head", vocab, hidden)
-    layers.append(LayerSpec("head", 0, (("head", head), ("norm", tensor("final.norm", hidden))), vocab))
+    layers.append(LayerSpec("head", 0, (("head", head), ("norm", tensor("final.norm", hidden))), vocab, "head"))
     return ModelSpec("tiny", "opt", hidden, 4 * hidden, 2, 2, hidden // 2, vocab, 64, "float32", tuple(layers))
 
 

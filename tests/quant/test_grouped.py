@@ -86,3 +86,16 @@ def test_rows_are_encoded_alone(bits: int) -> None:
     row = codec.nbytes((1, 130), 4)
     for first, last in ((0, 1), (3, 7), (10, 11)):
         assert torch.equal(encoded(codec, values[first:last]), whole[first * row : last * row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [32, 64, 130, 1024])
+@pytest.mark.parametrize("bits", BITS)
+def test_rows_are_decoded_alone(bits: int, columns: int, dtype: torch.dtype) -> None:
+    """Some rows, in any order and again, come out as when all are decoded and these are taken: to the bit."""
+    codec, values, rows = Grouped(bits), torch.randn(200, columns), torch.tensor([7, 0, 199, 7, 64])
+    data, whole = encoded(codec, values).view(200, -1), there_and_back(codec, values, dtype)
+    for chosen in (rows, slice(64, 128), slice(195, 200), slice(3, 4)):
+        out = torch.empty_like(whole[chosen])
+        codec.decode(data[chosen].view(-1), out)
+        assert torch.equal(out, whole[chosen])

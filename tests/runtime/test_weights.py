@@ -14,11 +14,13 @@ import torch
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.checkpoint import open_checkpoint
-from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.models.packed import PackedCheckpoint
+from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.planning.placement import moves, place, place_weights
 from h2o_flexgen.planning.plan import DISK, Plan
-from h2o_flexgen.planning.schedule import SCHEDULES, Op, Schedule
+from h2o_flexgen.planning.schedule import SCHEDULES, Op, Schedule, Visit
 from h2o_flexgen.planning.workload import Block, Workload
+from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.runtime.weights import WeightStore
 from tests.contract import Checkpoints
 from tests.runtime.stores import opened_memories
@@ -42,11 +44,13 @@ def opened_store(
     schedule: str = "zigzag",
     slots: int = 2,
     batches: int = 3,
+    codec: str = PLAIN,
 ) -> Iterator[tuple[WeightStore, Schedule, ModelSpec]]:
     folder = checkpoints.folder(kind, stored)
-    source = open_checkpoint(folder)
-    spec = create_model(load_config(str(folder)), dtype).spec
-    spec = spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=source.stored_itemsize(tensor.name)))
+    checkpoint = open_checkpoint(folder)
+    spec = create_model(load_config(str(folder)), dtype).spec.packed(codec)
+    spec = spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=checkpoint.stored_itemsize(tensor.name)))
+    source = checkpoint if codec == PLAIN else PackedCheckpoint(checkpoint, spec)
     plan, block = Plan(num_gpu_batches=batches, slots=slots, schedule=schedule).with_percent(percent), block_of_batches(batches)
     with opened_memories(device, offload) as memories:
         plan = plan if memories.device.accelerator else plan.folded()
@@ -57,10 +61,10 @@ def opened_store(
 
 
 def run_and_compare(
-    store: WeightStore, schedule: Schedule, checkpoints: Checkpoints, kind: str, stored: str, dtype: str
+    store: WeightStore, schedule: Schedule, checkpoints: Checkpoints, kind: str, stored: str, dtype: str, codec: str = PLAIN
 ) -> Counter[Op]:
     """Does the transfers in order of issue and looks at every COMPUTE's weights."""
-    _, expected = checkpoints.model(kind, stored, dtype)
+    model, expected = checkpoints.model(kind, stored, dtype, codec=codec)
     moved: Counter[Op] = Counter()
     for task in schedule.tasks():
         if task.op is Op.READ_W:
@@ -68,12 +72,45 @@ def run_and_compare(
         elif task.op is Op.LOAD_W:
             moved[task.op] += store.load(task)
         elif task.op is Op.COMPUTE:
-            views = store.views(task.visit)
+            views = all_views(store, task.visit, model.spec.layers[task.layer])
             assert views.keys() == expected[task.layer].keys()
             for name, view in views.items():
                 assert torch.equal(view.cpu(), expected[task.layer][name]), f"{name} at {task}"
                 assert view.dtype == DTYPES[dtype] and view.data_ptr() % 64 == 0
     return moved
+
+
+def all_views(store: WeightStore, visit: Visit, layer: LayerSpec) -> dict[str, torch.Tensor]:
+    """A packed table as well: of an embedding every row is looked up, of a head every part is put behind the one before."""
+    if layer.packed_table is None or layer.table is None:
+        return store.views(visit)
+    if layer.kind == "embed":
+        every = torch.arange(layer.packed_table.shape[0], device=store._memories.device.torch_device)
+        return store.views(visit) | {layer.table: store.look_up(visit, every[None])[0]}
+    parts = [weights[layer.table].clone() for weights in store.head_parts(visit)]
+    assert [len(part) for part in parts] == [rows.stop - rows.start for rows in layer.table_parts]
+    return store.views(visit) | {layer.table: torch.cat(parts)}
+
+
+@pytest.mark.parametrize("codec", ["group4", "group8"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("percent", [ALL_ON_DISK, MIXED, IN_MEMORY])
+@pytest.mark.parametrize("kind", ["opt-350m", "qwen2-wordy", "neox-parallel"])
+def test_packed_weights_and_every_row_of_tables_are_what_decoding_all_gives(
+    kind: str, percent: tuple[float, ...], schedule: str, codec: str, any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    with opened_store(kind, percent, any_device, checkpoints, offload, schedule=schedule, codec=codec) as (store, made, _):
+        run_and_compare(store, made, checkpoints, kind, "float32", "float32", codec)
+
+
+def test_rows_are_looked_up_for_each_token_wherever_it_stands(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
+    _, expected = checkpoints.model("qwen2-wordy", "float32", "bfloat16", codec="group4")
+    resident, tokens = (100, 0, 100, 0, 100, 0), torch.tensor([[7, 1099, 0], [7, 7, 512]])
+    opened = opened_store("qwen2-wordy", resident, any_device, checkpoints, offload, dtype="bfloat16", codec="group4")
+    with opened as (store, _, spec):
+        rows = store.look_up(Visit(0, 0, 0), tokens.to(store._memories.device.torch_device))
+        assert rows.shape == (2, 3, spec.hidden)
+        assert torch.equal(rows.cpu(), expected[0]["embed_tokens.weight"][tokens])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
