@@ -16,8 +16,8 @@ def column_sums(q: Tensor, k: Tensor, weights: Tensor, is_held: Tensor | None, s
     """q (rows, heads, tokens, dim), k (rows, kv_heads, keys, dim), weights (rows, tokens) of the queries -> (rows, kv_heads,
     keys), fp32: probabilities times the weight of their query, summed over queries and the query heads of a group.
 
-    Keys that are more than the queries stand before them all; `is_held` (rows, 1, so many) says which of these exist. So many bytes
-    of probabilities are held at once."""
+    Keys that are more than the queries stand before them all; `is_held` (rows, 1, so many) says which of these exist. So many
+    bytes of probabilities are held at once."""
     rows, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
     held = keys - tokens

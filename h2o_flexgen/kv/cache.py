@@ -14,6 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept, decode_attention
 from h2o_flexgen.kernels.prompt_attention import prompt_attention
+from h2o_flexgen.kernels.take_slots import take_slots
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.notes import Notes
 from h2o_flexgen.kv.passes import Pass
@@ -76,16 +77,18 @@ class KVCache:
         keys, values = self.image[:, : len(now.counts)]
         if notes is None:
             return keys[:, :, : now.held], values[:, :, : now.held]
-        index = _wide(notes.oldest_first(now), keys.shape[-1])
-        return keys.gather(2, index), values.gather(2, index)
+        index, shape = notes.oldest_first(now), (*keys.shape[:2], now.held, keys.shape[-1])
+        held = keys.new_empty(shape), values.new_empty(shape)
+        for source, out in zip((keys, values), held):
+            take_slots(source, index, out)
+        return held
 
     def _store(self, now: Pass, chosen: Tensor, k: Tensor, v: Tensor) -> None:
         """`chosen`: of every slot the place in k and v of what it is to hold. (rows, kv_heads or 1, kept)"""
         image, (first, kept) = self.image[:, : len(k)], now.slots.changed(now.step)
         for half, new in zip(image, (k, v)):
             if now.held or now.evicts:
-                index = chosen[..., first:].expand(*new.shape[:2], -1)
-                half[:, :, first:kept] = new.gather(2, _wide(index, new.shape[-1]))
+                take_slots(new, chosen[..., first:].expand(len(new), -1, -1), half[:, :, first:kept])
             else:  # all of them, in their order
                 half[:, :, :kept] = new
         if not now.held:
@@ -121,11 +124,6 @@ class KVCache:
         """The newest token, behind all others, goes where the one was that leaves: what is held stays one range."""
         row, head = now.row_index[:, None], torch.arange(slots.shape[1], device=slots.device)
         self.image[:, row, head, slots] = self.image[:, row, head, now.counts[:, None]]
-
-
-def _wide(index: Tensor, width: int) -> Tensor:
-    """An index over slots as one over all their values."""
-    return index.unsqueeze(-1).expand(*index.shape, width)
 
 
 def _rolled(keys: Tensor, order: Tensor, rotate: Rotate) -> Tensor:
