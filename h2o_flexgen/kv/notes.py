@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from h2o_flexgen.kernels.lowest_slot import LAST, lowest_slot
 from h2o_flexgen.kv.passes import Pass
 from h2o_flexgen.kv.policy import AGE, ATTENTION, KVPolicy
 
 NOBODY = -1  # position in a slot that was never filled
-LAST = torch.iinfo(torch.int32).max
 WORD = (1 << 32) - 1
 
 
@@ -114,13 +114,10 @@ class Notes:
 
     def take_over(self, now: Pass) -> Tensor:
         """The slot of each row and head that the newest token takes over, (rows, kv_heads); its own where nobody has to go."""
-        rank = self._rank(self.positions, self.scores)
-        safe = (self.positions < now.sinks) | (self.positions >= now.window) | now.behind_newest
-        rank = rank.masked_fill(safe, torch.inf)
-        lowest = rank == rank.amin(-1, keepdim=True)
-        oldest = self.positions.masked_fill(~lowest, LAST).argmin(-1)  # of equals the older goes
-        newest = now.counts[:, None].expand_as(oldest)
-        target = torch.where(now.after[..., 0] > newest, newest, oldest)
+        ranks = None if self.policy.ranks_by == AGE else self._rank(self.positions, self.scores)
+        lowest = lowest_slot(self.positions, ranks, now.with_newest, now.sinks, now.window)
+        newest = now.counts[:, None].expand_as(lowest)
+        target = torch.where(now.after[..., 0] > newest, newest, lowest)
         self._move(now, target)
         return target
 
