@@ -3,44 +3,11 @@
 
    A (row, KV head) is worked on by one thread from its first slot to its last, so a row's outcome depends on nothing but the row. */
 
-#include "kernel.h"
-
-enum kind { BF16, FLOAT, GROUP4, GROUP8 }; /* how the values of a slot are kept */
+#include "slots.h"
+#include "vectors.h"
 
 #define MOST_VALUES 1024 /* of a head in a slot */
 #define TOGETHER 4       /* slots: what is summed up is loaded and stored less often */
-
-typedef struct {
-    const char *data;
-    long row, head, slot; /* strides in bytes; the values of a slot lie side by side */
-    int kind;
-} slots;
-
-/* As many values as a register holds. */
-#if defined(__AVX512F__)
-#define LANES 16
-#elif defined(__AVX2__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
-typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-typedef int32_t integers __attribute__((vector_size(4 * LANES)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-typedef uint8_t bytes __attribute__((vector_size(LANES)));
-
-#define LOAD(type, from)                                                                                                         \
-    ({                                                                                                                           \
-        type loaded;                                                                                                             \
-        memcpy(&loaded, from, sizeof loaded);                                                                                    \
-        loaded;                                                                                                                  \
-    })
-
-static ALWAYS_INLINE floats all(float value)
-{
-    return value - (floats){0};
-}
 
 /* The sums of four registers. */
 static ALWAYS_INLINE void sums_of(const floats *of, float *out)
@@ -58,17 +25,6 @@ static ALWAYS_INLINE void sums_of(const floats *of, float *out)
 #else
     for (int at = 0; at < 4; at++)
         out[at] = (of[at][0] + of[at][2]) + (of[at][1] + of[at][3]);
-#endif
-}
-
-static ALWAYS_INLINE words words_of_halves(const char *from)
-{
-#if LANES == 16
-    return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
-#elif LANES == 8
-    return (words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
-#else
-    return __builtin_convertvector(LOAD(halves, from), words);
 #endif
 }
 
@@ -145,32 +101,6 @@ static ALWAYS_INLINE const char *filled(const char *slot, long dim, long registe
     memset(room, 0, registers * LANES * itemsize);
     memcpy(room, slot, dim * itemsize);
     return room;
-}
-
-static ALWAYS_INLINE const char *slot_at(const slots *from, long row, long head, long slot)
-{
-    return from->data + row * from->row + head * from->head + slot * from->slot;
-}
-
-static ALWAYS_INLINE floats larger(floats one, floats other)
-{
-    const integers mask = one > other;
-    return (floats)(((integers)one & mask) | ((integers)other & ~mask));
-}
-
-static ALWAYS_INLINE floats exp_below_zero(floats x) /* relative error below 2e-7; what is below 2^-124 may be 2^-124 */
-{
-    x = larger(x, all(-86.0f));
-    const float shift = 12582912.0f; /* 1.5 * 2^23: its last bits count whole powers */
-    const floats shifted = x * 1.44269504f + shift, powers = shifted - shift;
-    const floats rest = (x - powers * 0.693359375f) + powers * 2.12194440e-4f;
-    floats value = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-    value = value * rest + 8.3334519073e-3f;
-    value = value * rest + 4.1665795894e-2f;
-    value = value * rest + 1.6666665459e-1f;
-    value = value * rest + 5.0000001201e-1f;
-    value = value * (rest * rest) + rest + 1.0f;
-    return (floats)((integers)value + ((integers)shifted << 23));
 }
 
 /* In place; adds to `sums` what each slot gets. */

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.group_decode import group_decode
-from h2o_flexgen.kernels.native import native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
 
-KINDS = {torch.bfloat16: 0, torch.float32: 1}  # as C counts them: of plain values, and of packed ones by their bits
-PACKED_KINDS = {4: 2, 8: 3}
+PACKED_KINDS = {4: 2, 8: 3}  # by their bits, counted on from plain values
 MOST_VALUES = 1024  # of a head in a slot
 
 
@@ -50,7 +49,9 @@ def decode_attention(q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Te
     out, sums = torch.empty_like(floats), torch.empty(rows, kv_heads, slots, dtype=torch.float32)
     places = (pointer(held), pointer(out), pointer(sums), pointer(shares))
     sizes = (rows, kv_heads, group, dim, slots)
-    given = _Attention(pointer(floats), _Slots.of(keys), _Slots.of(values), *places, *sizes, dim**-0.5)
+    given = _Attention(
+        pointer(floats), Places.of(keys.data, keys.kind), Places.of(values.data, values.kind), *places, *sizes, dim**-0.5
+    )
     native.decode_attention(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
     return out.to(q.dtype), sums
 
@@ -67,24 +68,11 @@ def decode_attention_twin(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor)
     return torch.matmul(shares.to(values.dtype), values), shares.sum(2)
 
 
-class _Slots(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_long) for name in ("row", "head", "slot")),
-        ("kind", ctypes.c_int),
-    )
-
-    @classmethod
-    def of(cls, kept: Kept) -> _Slots:
-        strides = (stride * kept.data.itemsize for stride in kept.data.stride()[:3])
-        return cls(kept.data.data_ptr(), *strides, kept.kind)
-
-
 class _Attention(ctypes.Structure):
     _fields_ = (
         ("q", ctypes.c_void_p),
-        ("keys", _Slots),
-        ("values", _Slots),
+        ("keys", Places),
+        ("values", Places),
         *((name, ctypes.c_void_p) for name in ("held", "out", "sums", "shares")),
         *((name, ctypes.c_long) for name in ("rows", "kv_heads", "group", "dim", "capacity")),
         ("scale", ctypes.c_float),

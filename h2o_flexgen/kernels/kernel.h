@@ -1,6 +1,8 @@
 /* What all kernels share. They are plain C: the compiler makes the vector code, for each kind of processor in a library of its
    own, and Python loads the one that fits. Sizes and strides are in values unless a name says bytes. */
 
+#pragma once
+
 #include <stdint.h>
 #include <string.h>
 

@@ -3,5 +3,5 @@
 
 int kernels_version(void)
 {
-    return 1;
+    return 2;
 }

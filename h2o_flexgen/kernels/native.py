@@ -17,7 +17,8 @@ from torch import Tensor
 
 SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" does without the library; the name of a variant takes that one
 TORCH = "torch"
-VERSION = 1  # of what native.c promises
+VERSION = 2  # of what native.c promises
+KINDS = {torch.bfloat16: 0, torch.float32: 1}  # of values, as C counts them
 RUNS: Mapping[str, Sequence[str]] = {"AVX512": ("avx512", "avx2", "baseline"), "AVX2": ("avx2", "baseline")}
 
 
@@ -68,3 +69,18 @@ def _files() -> dict[str, Path]:
 def pointer(tensor: Tensor) -> ctypes.c_void_p:
     assert tensor.device.type == "cpu" and tensor.is_contiguous()
     return ctypes.c_void_p(tensor.data_ptr())
+
+
+class Places(ctypes.Structure):
+    """Where the values of heads lie, (rows, heads, slots or tokens, width), those of one side by side; strides are in bytes."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("row", "head", "slot")),
+        ("kind", ctypes.c_int),
+    )
+
+    @classmethod
+    def of(cls, tensor: Tensor, kind: int) -> Places:
+        assert tensor.device.type == "cpu" and tensor.stride(3) == 1
+        return cls(tensor.data_ptr(), *(stride * tensor.itemsize for stride in tensor.stride()[:3]), kind)

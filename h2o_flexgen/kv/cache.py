@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept, decode_attention
+from h2o_flexgen.kernels.prompt_attention import prompt_attention
+from h2o_flexgen.kernels.take_slots import take_slots
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.notes import Notes
 from h2o_flexgen.kv.passes import Pass
+from h2o_flexgen.kv.policy import SCORED_BYTES
 from h2o_flexgen.models.base import Rotate
 from h2o_flexgen.quant.codec import PLAIN
 
@@ -65,25 +67,28 @@ class KVCache:
             if self._rolls and rotate is not None:
                 old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotate)
             k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
-        chosen = now.places_if_all_stay if notes is None else notes.keep_best(now, q, k)
-        self._store(now, chosen, kept_k, kept_v)
-        return _attend_seen(q, k, v, now.sees) if now.held else _attend_causally(q, k, v)
+        weights = None if notes is None else notes.weights(now)
+        out, sums = prompt_attention(q, k, v, now.counts, weights, SCORED_BYTES)
+        self._store(now, now.places_if_all_stay if notes is None else notes.keep_best(now, sums), kept_k, kept_v)
+        return out
 
     def _held(self, now: Pass, notes: Notes | None) -> tuple[Tensor, Tensor]:
         """Keys and values that are held, oldest first. (rows, kv_heads, held, width) each"""
         keys, values = self.image[:, : len(now.counts)]
         if notes is None:
             return keys[:, :, : now.held], values[:, :, : now.held]
-        index = _wide(notes.oldest_first(now), keys.shape[-1])
-        return keys.gather(2, index), values.gather(2, index)
+        index, shape = notes.oldest_first(now), (*keys.shape[:2], now.held, keys.shape[-1])
+        held = keys.new_empty(shape), values.new_empty(shape)
+        for source, out in zip((keys, values), held):
+            take_slots(source, index, out)
+        return held
 
     def _store(self, now: Pass, chosen: Tensor, k: Tensor, v: Tensor) -> None:
         """`chosen`: of every slot the place in k and v of what it is to hold. (rows, kv_heads or 1, kept)"""
         image, (first, kept) = self.image[:, : len(k)], now.slots.changed(now.step)
         for half, new in zip(image, (k, v)):
             if now.held or now.evicts:
-                index = chosen[..., first:].expand(*new.shape[:2], -1)
-                half[:, :, first:kept] = new.gather(2, _wide(index, new.shape[-1]))
+                take_slots(new, chosen[..., first:].expand(len(new), -1, -1), half[:, :, first:kept])
             else:  # all of them, in their order
                 half[:, :, :kept] = new
         if not now.held:
@@ -119,30 +124,6 @@ class KVCache:
         """The newest token, behind all others, goes where the one was that leaves: what is held stays one range."""
         row, head = now.row_index[:, None], torch.arange(slots.shape[1], device=slots.device)
         self.image[:, row, head, slots] = self.image[:, row, head, now.counts[:, None]]
-
-
-def _attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    rows, heads, tokens, head_dim = q.shape
-    if heads != k.shape[1]:  # torch's own grouping takes an n x n path on many devices and versions; this never does
-        k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-    # pads stand behind the text, so causal attention keeps them from every token that counts
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1)
-    return out.transpose(1, 2).reshape(rows, tokens, heads * head_dim)
-
-
-def _attend_seen(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> Tensor:
-    """`sees` (rows, queries, keys). The query heads of a group stand one behind the other where queries stand."""
-    rows, heads, tokens, head_dim = q.shape
-    kv_heads = k.shape[1]
-    mask = sees.repeat(1, heads // kv_heads, 1).unsqueeze(1)
-    out = functional.scaled_dot_product_attention(q.reshape(rows, kv_heads, -1, head_dim), k, v, attn_mask=mask)
-    # on some devices the outcome lies otherwise than the queries do: no view
-    return out.reshape(rows, heads, tokens, head_dim).transpose(1, 2).reshape(rows, tokens, heads * head_dim)
-
-
-def _wide(index: Tensor, width: int) -> Tensor:
-    """An index over slots as one over all their values."""
-    return index.unsqueeze(-1).expand(*index.shape, width)
 
 
 def _rolled(keys: Tensor, order: Tensor, rotate: Rotate) -> Tensor:

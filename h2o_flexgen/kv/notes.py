@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from h2o_flexgen.kv.column_sums import column_sums
+from h2o_flexgen.kernels.lowest_slot import LAST, lowest_slot
 from h2o_flexgen.kv.passes import Pass
 from h2o_flexgen.kv.policy import AGE, ATTENTION, KVPolicy
 
 NOBODY = -1  # position in a slot that was never filled
-LAST = torch.iinfo(torch.int32).max
 WORD = (1 << 32) - 1
 
 
@@ -50,35 +49,39 @@ class Notes:
         """The slots of what is held, by age; where a row holds fewer, any slot behind them. (rows, kv_heads, held)"""
         return self.positions.masked_fill(now.behind_held, LAST).argsort(-1)[..., : now.held]
 
-    def keep_best(self, now: Pass, q: Tensor, k: Tensor) -> Tensor:
+    def weights(self, now: Pass) -> Tensor | None:
+        """How much each new query counts in scores: pads do not. (rows, tokens), fp32"""
+        if self.scores is None:
+            return None
+        tokens = torch.arange(now.positions.shape[1], device=now.positions.device)
+        age = now.lengths[:, 0] - 1 - tokens  # of each query, 0 for the last; pads are below
+        return torch.pow(self.policy.decay, age.clamp(min=0).float()) * ((age >= 0) & (age < now.queries[:, 0]))
+
+    def keep_best(self, now: Pass, sums: Tensor | None) -> Tensor:
         """Notes a pass of several tokens, and says which of those held and of the new ones are kept.
 
-        q (rows, heads, tokens, dim) and k (rows, kv_heads, held + tokens, dim) are as attended, oldest first. Gives
-        (rows, kv_heads, kept) places in k, in their order; where a row keeps fewer, any place."""
-        rows, kv_heads = k.shape[:2]
+        sums (rows, kv_heads, held + tokens): what each got, oldest first, of the new queries by their weights. Gives
+        (rows, kv_heads, kept) places among them, in their order; where a row keeps fewer, any place."""
+        rows, kv_heads = self.positions.shape[:2]
         held = self.oldest_first(now)
         new = now.positions.unsqueeze(1).expand(-1, kv_heads, -1)
         positions = torch.cat((self.positions.gather(-1, held).long(), new), dim=-1)
-        is_pad = torch.arange(new.shape[-1], device=k.device) >= now.lengths
+        is_pad = torch.arange(new.shape[-1], device=self.positions.device) >= now.lengths
         exists = torch.cat((now.is_held, ~is_pad), dim=-1)
-        scores = self._scores_of(now, q, k, held)
+        scores = self._scores_of(now, sums, held)
         kept = now.slots.held(1)
         staying = now.places_if_all_stay.expand(rows, kv_heads, -1)
         chosen = self._best(now, positions, exists, scores, kept) if now.evicts else staying
-        filled = torch.arange(kept, device=k.device) < now.after
+        filled = torch.arange(kept, device=self.positions.device) < now.after
         self.positions.fill_(NOBODY)[..., :kept] = positions.gather(-1, chosen).masked_fill(~filled, NOBODY).int()
         if self.scores is not None and scores is not None:
             self.scores.zero_()[..., :kept] = scores.gather(-1, chosen).masked_fill(~filled, 0.0)
         return chosen
 
-    def _scores_of(self, now: Pass, q: Tensor, k: Tensor, held: Tensor) -> Tensor | None:
+    def _scores_of(self, now: Pass, sums: Tensor | None, held: Tensor) -> Tensor | None:
         """Those of what is held with the attention of the new queries, and those of the new tokens behind them."""
-        if self.scores is None:
+        if self.scores is None or sums is None:
             return None
-        age = now.lengths[:, 0] - 1 - torch.arange(q.shape[2], device=q.device)  # of each query, 0 for the last; pads are below
-        counts = (age >= 0) & (age < now.queries[:, 0])
-        weights = torch.pow(self.policy.decay, age.clamp(min=0).float()) * counts
-        sums = column_sums(q, k, weights, now.is_held if now.held else None)
         around = self.policy.neighbours
         if around > 1:  # of prompts alone
             sums = torch.where(now.is_new, functional.avg_pool1d(sums, around, stride=1, padding=around // 2), sums)
@@ -111,13 +114,10 @@ class Notes:
 
     def take_over(self, now: Pass) -> Tensor:
         """The slot of each row and head that the newest token takes over, (rows, kv_heads); its own where nobody has to go."""
-        rank = self._rank(self.positions, self.scores)
-        safe = (self.positions < now.sinks) | (self.positions >= now.window) | now.behind_newest
-        rank = rank.masked_fill(safe, torch.inf)
-        lowest = rank == rank.amin(-1, keepdim=True)
-        oldest = self.positions.masked_fill(~lowest, LAST).argmin(-1)  # of equals the older goes
-        newest = now.counts[:, None].expand_as(oldest)
-        target = torch.where(now.after[..., 0] > newest, newest, oldest)
+        ranks = None if self.policy.ranks_by == AGE else self._rank(self.positions, self.scores)
+        lowest = lowest_slot(self.positions, ranks, now.with_newest, now.sinks, now.window)
+        newest = now.counts[:, None].expand_as(lowest)
+        target = torch.where(now.after[..., 0] > newest, newest, lowest)
         self._move(now, target)
         return target
 

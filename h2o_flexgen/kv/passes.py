@@ -134,13 +134,5 @@ class Pass:
         """Of the places of what is held, oldest first, those that a row has. (rows, 1, held)"""
         return self.held_order < self.counts[:, None, None]
 
-    @cached_property
-    def sees(self) -> Tensor:
-        """Of what is held all that the row has, of the new tokens those up to the query. (rows, tokens, held + tokens)"""
-        tokens = self.positions.shape[1]
-        causal = torch.ones(tokens, tokens, dtype=torch.bool, device=self.counts.device).tril_()
-        rows = self.counts.shape[0]
-        return torch.cat((self.is_held.expand(-1, tokens, -1), causal.expand(rows, -1, -1)), dim=2)
-
     def _column(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, device=self.counts.device)[:, None, None]

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.column_sums import column_sums
 from h2o_flexgen.kv.cache import KVCache
-from h2o_flexgen.kv.column_sums import column_sums
 from h2o_flexgen.kv.notes import NOBODY, Notes
 from h2o_flexgen.kv.passes import Pass
 from h2o_flexgen.models.rotary import Rotary
@@ -209,8 +208,7 @@ def test_column_sums_equal_those_of_the_whole_matrix_however_it_is_cut(
     k = torch.randn(3, kv_heads, keys, DIM, generator=generator)
     weights = (torch.arange(50) < torch.tensor([[50], [13], [1]])).float() * torch.rand(3, 50, generator=generator)
     is_held = torch.arange(held) < torch.tensor([held, 4, 0])[:, None, None]
-    with patch("h2o_flexgen.kv.column_sums.SCORED_BYTES", block):
-        sums = column_sums(q, k, weights, is_held if held else None)
+    sums = column_sums(q, k, weights, is_held if held else None, block)
     logits = (q.double() @ k.double().repeat_interleave(group, 1).transpose(2, 3)) * DIM**-0.5
     hidden = torch.ones(50, keys).triu(held + 1).bool() | torch.cat((~is_held, torch.zeros(3, 1, 50).bool()), -1)
     shares = logits.masked_fill(hidden[:, None], -torch.inf).softmax(-1) * weights[:, None, :, None]

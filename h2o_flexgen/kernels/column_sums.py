@@ -11,14 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kv.policy import SCORED_BYTES
 
-
-def column_sums(q: Tensor, k: Tensor, weights: Tensor, is_held: Tensor | None = None) -> Tensor:
+def column_sums(q: Tensor, k: Tensor, weights: Tensor, is_held: Tensor | None, scored_bytes: int) -> Tensor:
     """q (rows, heads, tokens, dim), k (rows, kv_heads, keys, dim), weights (rows, tokens) of the queries -> (rows, kv_heads,
     keys), fp32: probabilities times the weight of their query, summed over queries and the query heads of a group.
 
-    Keys that are more than the queries stand before them all; `is_held` (rows, 1, so many) says which of these exist."""
+    Keys that are more than the queries stand before them all; `is_held` (rows, 1, so many) says which of these exist. So many
+    bytes of probabilities are held at once."""
     rows, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
     held = keys - tokens
@@ -26,7 +25,7 @@ def column_sums(q: Tensor, k: Tensor, weights: Tensor, is_held: Tensor | None = 
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, tokens, dim)
     counted = weights.ne(0).any(0).nonzero()[:, 0]
     first = int(counted[0]) if len(counted) else tokens  # queries before it count for nobody
-    for row, start, end in _blocks(rows, heads, first, tokens, keys):
+    for row, start, end in _blocks(rows, first, tokens, max(1, scored_bytes // (4 * heads * keys))):
         there = None if is_held is None else is_held[row]
         shares = _probabilities(grouped[row, :, :, start:end], k[row, :, : held + end], there)
         weight = weights[row, None, None, start:end].repeat(1, 1, 1, heads // kv_heads)
@@ -34,8 +33,7 @@ def column_sums(q: Tensor, k: Tensor, weights: Tensor, is_held: Tensor | None = 
     return sums
 
 
-def _blocks(rows: int, heads: int, first: int, tokens: int, keys: int) -> Iterator[tuple[slice, int, int]]:
-    queries = max(1, SCORED_BYTES // (4 * heads * keys))
+def _blocks(rows: int, first: int, tokens: int, queries: int) -> Iterator[tuple[slice, int, int]]:
     together = max(1, queries // max(1, tokens - first))  # short prompts go several rows at a time
     for row in range(0, rows, together):
         for start in range(first, tokens, queries):

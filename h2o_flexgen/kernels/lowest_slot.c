@@ -1,0 +1,61 @@
+/* Of the slots of each head the one that is ranked lowest among those that may go, and of equals the oldest token's. */
+
+#include "kernel.h"
+#include <math.h>
+#include <stddef.h>
+
+typedef struct {
+    const int32_t *positions; /* (rows, heads, slots), of tokens in their text */
+    const float *ranks;       /* the same; NULL: they are ranked by their positions */
+    const int64_t *held;      /* (rows) */
+    const int64_t *from, *to; /* (rows): tokens from one position on and before the other may go */
+    int64_t *out;             /* (rows, heads) */
+    long rows, heads, slots;
+} ranking;
+
+static ALWAYS_INLINE long lowest(const int32_t *positions, const float *ranks, long held, int64_t from, int64_t to)
+{
+    const int32_t first = from < INT32_MIN ? INT32_MIN : from > INT32_MAX ? INT32_MAX : (int32_t)from;
+    const int32_t end = to < INT32_MIN ? INT32_MIN : to > INT32_MAX ? INT32_MAX : (int32_t)to;
+    float least = INFINITY;
+    if (ranks) {
+#pragma omp simd reduction(min : least)
+        for (long slot = 0; slot < held; slot++) {
+            const float rank = (positions[slot] >= first) & (positions[slot] < end) ? ranks[slot] : INFINITY;
+            least = rank < least ? rank : least;
+        }
+    }
+    int32_t oldest = INT32_MAX;
+#pragma omp simd reduction(min : oldest)
+    for (long slot = 0; slot < held; slot++) {
+        const int goes = (positions[slot] >= first) & (positions[slot] < end) & (ranks ? ranks[slot] == least : 1);
+        const int32_t position = goes ? positions[slot] : INT32_MAX;
+        oldest = position < oldest ? position : oldest;
+    }
+    for (long slot = 0; slot < held; slot++)
+        if (positions[slot] == oldest)
+            return slot;
+    return held - 1;
+}
+
+typedef void (*row_action)(const ranking *r, long row);
+
+static void by_rank(const ranking *r, long row)
+{
+    for (long head = row * r->heads; head < (row + 1) * r->heads; head++)
+        r->out[head] = lowest(r->positions + head * r->slots, r->ranks + head * r->slots, r->held[row], r->from[row], r->to[row]);
+}
+
+static void by_age(const ranking *r, long row)
+{
+    for (long head = row * r->heads; head < (row + 1) * r->heads; head++)
+        r->out[head] = lowest(r->positions + head * r->slots, NULL, r->held[row], r->from[row], r->to[row]);
+}
+
+void lowest_slot(const ranking *r, int threads)
+{
+    const row_action action = r->ranks ? by_rank : by_age;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long row = 0; row < r->rows; row++)
+        action(r, row);
+}

@@ -1,0 +1,44 @@
+"""Of the slots of each head the one that is ranked lowest among those that may go, and of equals the oldest token's.
+
+In C on CPUs where the library is, else in torch, with the same outcome.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.native import native_library, pointer
+
+LAST = torch.iinfo(torch.int32).max
+
+
+def lowest_slot(positions: Tensor, ranks: Tensor | None, held: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """positions (rows, heads, slots), int32, and ranks the same, fp32, or None where positions rank; of a row's slots the first
+    `held` (rows,) count, and of these may go whose position is from `start` (rows, 1, 1) on and before `end`, at least one
+    -> (rows, heads)"""
+    native = native_library()
+    if native is None or positions.device.type != "cpu":
+        return lowest_slot_twin(positions, ranks, held, start, end)
+    out = torch.empty(positions.shape[:2], dtype=torch.int64)
+    places = (positions, ranks, held, start, end, out)
+    given = _Ranking(*(None if place is None else pointer(place) for place in places), *positions.shape)
+    native.lowest_slot(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
+    return out
+
+
+def lowest_slot_twin(positions: Tensor, ranks: Tensor | None, held: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    behind = torch.arange(positions.shape[2], device=positions.device) >= held[:, None, None]
+    stays = (positions < start) | (positions >= end) | behind
+    free = (positions.double() if ranks is None else ranks).masked_fill(stays, torch.inf)
+    lowest = (free == free.amin(-1, keepdim=True)) & ~stays
+    return positions.masked_fill(~lowest, LAST).argmin(-1)
+
+
+class _Ranking(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("positions", "ranks", "held", "start", "end", "out")),
+        *((name, ctypes.c_long) for name in ("rows", "heads", "slots")),
+    )

@@ -1,0 +1,91 @@
+"""Attention of the tokens of a prompt, and what each key got from them: in C on CPUs where the library is, else in torch.
+
+The two differ in the last bits: C sums in another order, and keeps scores and shares in float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from h2o_flexgen.kernels.column_sums import column_sums
+from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
+
+
+def prompt_attention(
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, scored_bytes: int
+) -> tuple[Tensor, Tensor | None]:
+    """q (rows, heads, tokens, dim), k and v (rows, kv_heads, keys, dim); keys that are more than the queries stand before them
+    all, and of those each row has the first `before` (rows,). weights (rows, tokens), fp32: how much queries count in the sums.
+
+    -> (rows, tokens, heads * dim), and sums (rows, kv_heads, keys) in fp32 where there are weights. `scored_bytes`: so much
+    attention torch looks at together to sum it up."""
+    native = native_library()
+    if native is None or any(_kind(x) is None or x.dtype != q.dtype for x in (q, k, v)):
+        return prompt_attention_twin(q, k, v, before, weights, scored_bytes)
+    rows, heads, tokens, dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    out = torch.empty(rows, tokens, heads * dim, dtype=q.dtype)
+    sums = None if weights is None else torch.empty(rows, kv_heads, keys, dtype=torch.float32)
+    weights = None if weights is None else weights.float().contiguous()
+    threads = min(torch.get_num_threads(), rows * kv_heads)
+    given = _Prompt(
+        *(Places.of(x, KINDS[x.dtype]) for x in (q, k, v)),
+        pointer(before),
+        *(None if x is None else pointer(x) for x in (weights, out, sums)),
+        None,
+        *(rows, heads, kv_heads, tokens, keys, dim),
+        dim**-0.5,
+    )
+    native.prompt_attention_room.restype = ctypes.c_long
+    room = torch.empty(threads, native.prompt_attention_room(ctypes.byref(given)), dtype=torch.float32)
+    given.room = pointer(room)
+    native.prompt_attention(ctypes.byref(given), ctypes.c_int(threads))
+    return out, sums
+
+
+def _kind(x: Tensor) -> int | None:
+    """None where C cannot read it."""
+    return KINDS.get(x.dtype) if x.device.type == "cpu" and x.stride(3) == 1 else None
+
+
+def prompt_attention_twin(
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, scored_bytes: int
+) -> tuple[Tensor, Tensor | None]:
+    held = k.shape[2] - q.shape[2]
+    is_held = torch.arange(held, device=k.device) < before[:, None, None] if held else None  # (rows, 1, held)
+    sums = None if weights is None else column_sums(q, k, weights, is_held, scored_bytes)
+    return _attend_causally(q, k, v) if is_held is None else _attend_seen(q, k, v, is_held), sums
+
+
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    rows, heads, tokens, head_dim = q.shape
+    if heads != k.shape[1]:  # torch's own grouping takes an n x n path on many devices and versions; this never does
+        k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    # pads stand behind the text, so causal attention keeps them from every token that counts
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1)
+    return out.transpose(1, 2).reshape(rows, tokens, heads * head_dim)
+
+
+def _attend_seen(q: Tensor, k: Tensor, v: Tensor, is_held: Tensor) -> Tensor:
+    """The query heads of a group stand one behind the other where queries stand."""
+    rows, heads, tokens, head_dim = q.shape
+    kv_heads = k.shape[1]
+    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril_()
+    sees = torch.cat((is_held.expand(-1, tokens, -1), causal.expand(rows, -1, -1)), dim=2)  # (rows, tokens, keys)
+    mask = sees.repeat(1, heads // kv_heads, 1).unsqueeze(1)
+    out = functional.scaled_dot_product_attention(q.reshape(rows, kv_heads, -1, head_dim), k, v, attn_mask=mask)
+    # on some devices the outcome lies otherwise than the queries do: no view
+    return out.reshape(rows, heads, tokens, head_dim).transpose(1, 2).reshape(rows, tokens, heads * head_dim)
+
+
+class _Prompt(ctypes.Structure):
+    _fields_ = (
+        *((name, Places) for name in ("q", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("before", "weights", "out", "sums", "room")),
+        *((name, ctypes.c_long) for name in ("rows", "heads", "kv_heads", "new_tokens", "all_tokens", "dim")),
+        ("scale", ctypes.c_float),
+    )

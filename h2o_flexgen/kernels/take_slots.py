@@ -1,0 +1,41 @@
+"""Slots of heads, each of its own choice, to another place: in C on CPUs where the library is, else in torch, to the same bits.
+
+Torch wants an index for every value of a slot: eight bytes of index to move two."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.native import Places, native_library, pointer
+
+
+def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
+    """source (rows, heads, slots, width), index (rows, heads or 1, count) -> out (rows, heads, count, width), which lies
+    elsewhere."""
+    native = native_library()
+    if native is None or source.device.type != "cpu" or source.stride(3) != 1 or out.stride(3) != 1:
+        take_slots_twin(source, index, out)
+        return
+    rows, heads, count, width = out.shape
+    index = index.contiguous()  # and held until C is done
+    assert index.dtype == torch.int64 and source.dtype == out.dtype and source.shape[:2] == out.shape[:2]
+    strides = (index.stride(0), index.stride(1) if index.shape[1] > 1 else 0)
+    given = _Taking(
+        *(Places.of(x, 0) for x in (source, out)), pointer(index), *strides, *(rows, heads, count, width * out.itemsize)
+    )
+    native.take_slots(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
+
+
+def take_slots_twin(source: Tensor, index: Tensor, out: Tensor) -> None:
+    out.copy_(source.gather(2, index.unsqueeze(-1).expand(*out.shape)))
+
+
+class _Taking(ctypes.Structure):
+    _fields_ = (
+        *((name, Places) for name in ("source", "out")),
+        ("index", ctypes.c_void_p),
+        *((name, ctypes.c_long) for name in ("index_row", "index_head", "rows", "heads", "count", "width")),
+    )

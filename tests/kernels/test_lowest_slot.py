@@ -1,0 +1,43 @@
+"""The slot that goes is the same in C as in torch, also where ranks are equal, and of a plain loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_flexgen.kernels.lowest_slot import lowest_slot, lowest_slot_twin
+from tests.kernels.variants import VARIANTS, used
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 4, 50), (5, 2, 205), (64, 8, 17)])
+@pytest.mark.parametrize("kinds", [1, 3, 1000, None])
+def test_c_and_torch_let_the_oldest_of_the_lowest_go(variant: str, shape: tuple[int, int, int], kinds: int | None) -> None:
+    rows, heads, slots = shape
+    draw = torch.Generator().manual_seed(sum(shape))
+    positions = torch.rand(shape, generator=draw).argsort(-1).int() * 2 + 5  # unique, in any order
+    ranks = None if kinds is None else torch.randint(0, kinds, shape, generator=draw) / 7
+    held = torch.randint(1, slots + 1, (rows,), generator=draw)
+    for row, count in enumerate(held.tolist()):
+        positions[row, :, count:] = -1
+    start = torch.randint(-3, 6, (rows, 1, 1), generator=draw)
+    end = torch.full((rows, 1, 1), 2 * slots + 5)
+    with used(variant):
+        found = lowest_slot(positions, ranks, held, start, end)
+    assert torch.equal(found, lowest_slot_twin(positions, ranks, held, start, end))
+    for row in range(rows):
+        for head in range(heads):
+            token = positions[row, head].tolist()
+            free = [slot for slot in range(int(held[row])) if int(start[row]) <= token[slot] < int(end[row])]
+            rank = token if ranks is None else ranks[row, head].tolist()
+            assert int(found[row, head]) == min(free, key=lambda slot: (rank[slot], token[slot]))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_who_is_protected_stays_however_low(variant: str) -> None:
+    positions = torch.tensor([[[4, 0, 9, 2, 7, 1]]], dtype=torch.int32)
+    ranks = torch.tensor([[[5.0, 0.0, 0.0, 3.0, 3.0, 0.0]]])
+    given = (positions, ranks, torch.tensor([5]), torch.tensor([[[2]]]), torch.tensor([[[9]]]))
+    with used(variant):
+        assert lowest_slot(*given).tolist() == [[3]] and lowest_slot_twin(*given).tolist() == [[3]]
+        assert lowest_slot(positions, None, *given[2:]).tolist() == [[3]]

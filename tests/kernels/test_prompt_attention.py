@@ -1,0 +1,138 @@
+"""Attention of prompts in C against the twin in torch and against float64: every shape of heads, ragged rows, any strides."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attention_twin
+from tests.kernels.variants import VARIANTS, used
+
+SHAPES = [  # rows, kv_heads, group, held, tokens, dim
+    (1, 1, 1, 0, 1, 64), (3, 2, 1, 0, 17, 64), (2, 1, 4, 5, 33, 128), (4, 2, 3, 0, 130, 80), (5, 1, 2, 9, 3, 3),
+    (2, 2, 1, 70, 200, 64), (1, 2, 1, 0, 300, 16), (2, 1, 2, 64, 64, 256),
+]  # fmt: skip
+TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}  # of an outcome: of bfloat16 the twin rounds shares, and both it
+SUMS = 1e-5  # of the largest sum, whatever the dtype: scores and shares are in float32 everywhere
+BYTES = 1 << 24
+
+
+class Drawn(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    before: Tensor
+    weights: Tensor
+
+    def rows(self, rows: slice) -> Drawn:
+        return Drawn(*(tensor[rows] for tensor in self))
+
+    def attended(self) -> tuple[Tensor, Tensor]:
+        out, sums = prompt_attention(*self, BYTES)
+        assert sums is not None
+        return out, sums
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> Drawn:
+    rows, kv_heads, group, held, tokens, dim = shape
+    draw = torch.Generator().manual_seed(sum(shape))
+    q = (scale * torch.randn(rows, tokens, kv_heads * group, dim, generator=draw)).to(dtype).transpose(1, 2)
+    k, v = (torch.randn(rows, held + tokens, kv_heads, dim, generator=draw).to(dtype).transpose(1, 2) for _ in range(2))
+    before = torch.randint(0, held + 1, (rows,), generator=draw)
+    before[0] = held
+    lengths = torch.randint(1, tokens + 1, (rows, 1), generator=draw)
+    return Drawn(q, k, v, before, torch.rand(rows, tokens, generator=draw) * (torch.arange(tokens) < lengths))
+
+
+def exact(given: Drawn) -> tuple[Tensor, Tensor]:
+    (rows, heads, tokens, dim), (kv_heads, keys) = given.q.shape, given.k.shape[1:3]
+    k, v = (x.double().repeat_interleave(heads // kv_heads, 1) for x in (given.k, given.v))
+    place, held = torch.arange(keys), keys - tokens
+    later = place > torch.arange(tokens)[:, None] + held
+    missing = (place >= given.before[:, None, None]) & (place < held)
+    scores = given.q.double() @ k.transpose(2, 3) * dim**-0.5
+    shares = scores.masked_fill((later | missing)[:, None], -torch.inf).softmax(-1)
+    sums = (shares * given.weights[:, None, :, None]).sum(2).view(rows, kv_heads, heads // kv_heads, keys).sum(2)
+    return (shares @ v).transpose(1, 2).reshape(rows, tokens, heads * dim), sums
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
+def test_c_is_as_near_to_float64_as_torch(variant: str, dtype: torch.dtype, shape: tuple[int, ...], scale: float) -> None:
+    given = drawn(shape, dtype, scale)
+    with used(variant):
+        out, sums = given.attended()
+    twin, twin_sums = prompt_attention_twin(*given, BYTES)
+    expected, expected_sums = exact(given)
+    assert twin_sums is not None and out.dtype == twin.dtype == dtype and sums.dtype == twin_sums.dtype == torch.float32
+    for (ours, theirs, wanted), tolerance in (
+        ((out, twin, expected), TOLERANCES[dtype]),
+        ((sums, twin_sums, expected_sums), SUMS),
+    ):
+        assert ours.shape == theirs.shape == wanted.shape
+        assert (ours.double() - wanted).abs().max() <= tolerance * max(1.0, scale) * wanted.abs().max()
+        assert (ours.double() - theirs.double()).abs().max() <= 2 * tolerance * max(1.0, scale) * wanted.abs().max()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_outcome_does_not_depend_on_whether_sums_are_asked(
+    variant: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    given = drawn(shape, dtype)
+    with used(variant):
+        alone, nothing = prompt_attention(*given[:4], None, BYTES)
+        assert nothing is None and torch.equal(alone, given.attended()[0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_neither_strides_nor_neighbours_nor_threads_change_a_bit(variant: str, dtype: torch.dtype) -> None:
+    given = drawn((5, 3, 2, 30, 77, 64), dtype)
+    by_head = given._replace(q=given.q.contiguous(), k=given.k.contiguous(), v=given.v.contiguous())
+    assert not given.k.is_contiguous()
+    with used(variant):
+        expected = given.attended()
+        turned = by_head.attended()
+        alone = [given.rows(slice(row, row + 1)).attended() for row in range(5)]
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        threaded = given.attended()
+        torch.set_num_threads(before)
+    for place in range(2):
+        assert torch.equal(turned[place], expected[place])
+        assert torch.equal(threaded[place], expected[place])
+        assert torch.equal(torch.cat([one[place] for one in alone]), expected[place])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("length", [1, 6, 47, 64, 65, 99])
+def test_pads_behind_a_text_change_no_bit_of_it(variant: str, dtype: torch.dtype, length: int) -> None:
+    padded = drawn((2, 2, 2, 0, 100, 64), dtype)
+    padded = padded._replace(weights=torch.rand(2, 100) * (torch.arange(100) < length))
+    text = Drawn(*(x[:, :, :length] for x in padded[:3]), padded.before, padded.weights[:, :length])
+    with used(variant):
+        (out, sums), (expected, expected_sums) = padded.attended(), text.attended()
+    assert torch.equal(out[:, :length], expected) and torch.equal(sums[..., :length], expected_sums)
+    assert (sums[..., length:] == 0).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_what_a_row_does_not_hold_changes_nothing(variant: str, dtype: torch.dtype) -> None:
+    given = drawn((4, 2, 2, 40, 20, 64), dtype)
+    missing = (torch.arange(60) >= given.before[:, None]) & (torch.arange(60) < 40)
+    with used(variant):
+        expected = given.attended()
+        given.k.masked_fill_(missing[:, None, :, None], 1e4)
+        given.v.masked_fill_(missing[:, None, :, None], -1e4)
+        after = given.attended()
+    assert torch.equal(after[0], expected[0]) and torch.equal(after[1], expected[1])
+    assert (expected[1].masked_select(missing[:, None]) == 0).all() and missing.any()
