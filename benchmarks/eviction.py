@@ -15,7 +15,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.units import parse_bytes
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.runtime.measure import Needs, describe_machine, measure
+from h2o_flexgen.runtime.measure import Needs, describe_machine, measure, memory_read_rate
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 FULL = 1.0
@@ -141,18 +140,6 @@ def bytes_computed_with(planned: PlannedBlock, step: int) -> int:
     spec = planned.spec
     held = sum(slots.batch.size * slots.held(step) for slots in planned.slots)
     return len(planned.slots) * spec.weight_bytes + held * spec.kv_bytes_per_slot * len(spec.kv_layers)
-
-
-def memory_read_rate(nbytes: int = 1 << 28) -> float:
-    """Bytes per second of a sum."""
-    import torch
-
-    values, best = torch.ones(nbytes // 4), float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        values.sum()
-        best = min(best, time.perf_counter() - start)
-    return nbytes / best
 
 
 def opened(args: argparse.Namespace, rows: int) -> LLM:

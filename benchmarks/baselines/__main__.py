@@ -1,7 +1,7 @@
-"""One system in a process of its own, started by compare.py in the folder benchmarks/:
+"""One system in a process of its own, started by compare.py:
 
-    python -m baselines most REQUEST    # prints how many rows fit, where the system can say so without trying
-    python -m baselines run REQUEST     # prints READY when everything is loaded, waits for a line, prints its answer as JSON
+    python -m benchmarks.baselines most REQUEST    # prints how many rows fit, by the planner of a system that has one
+    python -m benchmarks.baselines run REQUEST     # prints READY when all is loaded, waits for a line, prints the answer
 
 Whatever else a system prints goes to standard error.
 """
@@ -12,8 +12,8 @@ import os
 import sys
 from typing import TextIO
 
-from baselines.request import Plans, Request
-from baselines.systems import system_named
+from benchmarks.baselines.request import Plans, Request
+from benchmarks.baselines.systems import system_named
 
 MOST, RUN, READY = "most", "run", "ready"
 
@@ -24,7 +24,8 @@ def main() -> int:
     with os.fdopen(os.dup(1), "w") as words:  # peers print, and so do the compilers that they start
         os.dup2(2, 1)
         if action == MOST:
-            print(system.most_rows(request) if isinstance(system, Plans) else "unknown", file=words)
+            assert isinstance(system, Plans), request.system
+            print(system.most_rows(request), file=words)
         else:
             print(system.run(request, lambda: _ready(words)).to_json(), file=words)
     return 0

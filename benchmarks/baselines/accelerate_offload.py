@@ -12,9 +12,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from baselines.installed import missing_gpu, missing_package
-from baselines.request import Answer, Ready, Request
-from baselines.sizes import config_of, kv_bytes
+from benchmarks.baselines.installed import missing_gpu, missing_package
+from benchmarks.baselines.request import Answer, Ready, Request
+from benchmarks.baselines.sizes import config_of, kv_bytes
 
 PROCESS_BYTES = 2 << 30  # of the host, for Python and its libraries, CUDA's among them
 DEVICE_OWN_BYTES = 1 << 30  # of a GPU, for CUDA itself and what its allocator cannot use
@@ -29,7 +29,7 @@ class System:
     def run(self, request: Request, ready: Ready) -> Answer:
         from transformers import AutoModelForCausalLM
 
-        from baselines.hugging_face import generate_greedily, loading
+        from benchmarks.baselines.hugging_face import generate_greedily, loading
 
         began = time.perf_counter()
         placed = on_gpu(request) if request.device == "cuda" else on_cpu(request)

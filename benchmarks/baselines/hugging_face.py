@@ -19,9 +19,9 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from baselines.installed import versions_of
-from baselines.process import bytes_read
-from baselines.request import Answer, Request
+from benchmarks.baselines.installed import versions_of
+from benchmarks.baselines.process import bytes_read
+from benchmarks.baselines.request import Answer, Request
 from h2o_flexgen.memory.host import peak_resident_bytes
 
 PROMPT_SEED = 0

@@ -7,7 +7,7 @@ from ctypes.util import find_library
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from baselines.request import Request
+from benchmarks.baselines.request import Request
 
 
 def missing_package(*modules: str, how: str = "") -> str | None:

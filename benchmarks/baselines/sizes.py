@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from baselines.request import Request
+from benchmarks.baselines.request import Request
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

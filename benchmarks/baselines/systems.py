@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from baselines.request import System
+from benchmarks.baselines.request import System
 
 SYSTEMS = {  # name -> module, which has a class of the name System
     "h2o_flexgen": "this_engine",
@@ -17,5 +17,5 @@ SYSTEMS = {  # name -> module, which has a class of the name System
 
 
 def system_named(name: str) -> System:
-    system: System = import_module(f"baselines.{SYSTEMS[name]}").System()
+    system: System = import_module(f"benchmarks.baselines.{SYSTEMS[name]}").System()
     return system

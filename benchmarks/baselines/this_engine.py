@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from baselines.process import bytes_read
-from baselines.request import Answer, Ready, Request
+from benchmarks.baselines.installed import versions_of
+from benchmarks.baselines.process import bytes_read
+from benchmarks.baselines.request import Answer, Ready, Request
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.commands.made_up import made_up_prompts
 from h2o_flexgen.kernels.native import in_use
@@ -45,24 +46,20 @@ class System:
             llm.generate(_prompts(llm, 1, request.prompt_len), _all(request.gen_len), until=lambda _: True)  # only loads
             loaded = time.perf_counter() - begun
             ready()
-            whole = request.steps is None
-            first = _Run.of(llm, request, request.prompt_len, request.gen_len)
-            if whole or _is_steady(llm, request):
-                steps, read = first.step_seconds, first.read_bytes
-                notes = ""
-            else:
-                middle = _Run.of(llm, request, request.middle, request.gen_len - request.gen_len // 2)
-                steps, read = middle.step_seconds, middle.read_bytes
+            prompts = steps = _Run.of(llm, request, request.prompt_len, request.gen_len)
+            notes = ""
+            if request.steps is not None and not _is_steady(llm, request):
+                steps = _Run.of(llm, request, request.middle, request.gen_len - request.gen_len // 2)
                 notes = f"steps behind prompts of {request.middle} tokens"
             assert llm.stats is not None
             return Answer(
-                versions={"h2o_flexgen": "0.1.0", "torch": torch.__version__, "kernels": in_use()},
+                versions={**versions_of(("h2o_flexgen", "torch")), "kernels": in_use()},
                 placement=_placement(llm, request),
                 load_seconds=loaded,
-                prefill_seconds=first.prefill_seconds,
-                step_seconds=steps,
+                prefill_seconds=prompts.prefill_seconds,
+                step_seconds=steps.step_seconds,
                 peak_host_bytes=llm.stats.peak_bytes["host"],
-                read_bytes_per_step=read / max(1, len(steps)),
+                read_bytes_per_step=steps.read_bytes / max(1, len(steps.step_seconds)),
                 notes=notes,
             )
 
@@ -76,11 +73,11 @@ class _Run:
     @classmethod
     def of(cls, llm: LLM, request: Request, prompt_len: int, gen_len: int) -> _Run:
         prompts = _prompts(llm, request.rows, prompt_len)
-        wanted = gen_len - 1 if request.steps is None else min(request.steps, gen_len - 1)
+        wanted = gen_len - 1 if request.steps is None else 1 + request.steps  # the first is not timed, as for the peers
         read_before: list[int] = []
 
         def note(task: Task, _: int) -> None:
-            if task.step == 1 and not read_before:
+            if task.step == (1 if request.steps is None else 2) and not read_before:
                 read_before.append(bytes_read())
 
         def is_behind(task: Task) -> bool:
@@ -89,7 +86,8 @@ class _Run:
         llm.generate(prompts, _all(gen_len), on_visit=note, until=None if wanted == gen_len - 1 else is_behind)
         assert llm.stats is not None
         read = bytes_read() - read_before[0] if read_before else 0
-        return cls(llm.stats.prefill_seconds, llm.stats.step_seconds[:wanted], read)
+        untimed = 0 if request.steps is None else 1
+        return cls(llm.stats.prefill_seconds, llm.stats.step_seconds[untimed:wanted], read)
 
 
 def _prompts(llm: LLM, rows: int, length: int) -> list[list[int]]:

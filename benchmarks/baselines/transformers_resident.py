@@ -6,9 +6,9 @@ import time
 
 import psutil
 
-from baselines.installed import missing_gpu, missing_package
-from baselines.request import Answer, Ready, Request
-from baselines.sizes import weight_bytes
+from benchmarks.baselines.installed import missing_gpu, missing_package
+from benchmarks.baselines.request import Answer, Ready, Request
+from benchmarks.baselines.sizes import weight_bytes
 
 
 class System:
@@ -20,7 +20,7 @@ class System:
     def run(self, request: Request, ready: Ready) -> Answer:
         from transformers import AutoModelForCausalLM
 
-        from baselines.hugging_face import generate_greedily, loading
+        from benchmarks.baselines.hugging_face import generate_greedily, loading
 
         began = time.perf_counter()
         model = AutoModelForCausalLM.from_pretrained(request.checkpoint, **loading(request)).eval().to(request.device)

@@ -1,6 +1,6 @@
 """What the machine gives at this moment: printed before and after, because such machines slow down for minutes at a time.
 
-python -m comparison.calibration cpu bfloat16 CHECKPOINT
+python -m benchmarks.comparison.calibration cpu bfloat16 CHECKPOINT
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from time import perf_counter
-
-import torch
 
 from h2o_flexgen.memory.device import open_device
-from h2o_flexgen.runtime.measure import Needs, describe_machine, measure
+from h2o_flexgen.runtime.measure import Needs, describe_machine, measure, memory_read_rate
 
+RATES = ("flops_per_s", "memory_read_per_s", "disk_read_per_s", "link_per_s")
 SHAPE = (11008, 4096)  # of the weights
 ROWS = 256
-READ_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Calibration:
     flops_per_s: float
     memory_read_per_s: float
     disk_read_per_s: float
-    link_per_s: float  # to the accelerator; endless without one
+    link_per_s: float | None  # to the accelerator
     machine: dict[str, object]
 
     def __str__(self) -> str:
@@ -44,23 +41,13 @@ class Calibration:
             flops_per_s=machine.flop_rate(dtype, ROWS),
             memory_read_per_s=memory_read_rate(),
             disk_read_per_s=machine.disk_read_per_s,
-            link_per_s=machine.host_to_device_per_s,
+            link_per_s=machine.host_to_device_per_s if opened.accelerator else None,
             machine=describe_machine(opened),
         )
 
     def at_best(self, other: Calibration) -> Calibration:
-        rates = ("flops_per_s", "memory_read_per_s", "disk_read_per_s", "link_per_s")
+        rates = [name for name in RATES if getattr(self, name) is not None]
         return replace(self, **{name: max(getattr(self, name), getattr(other, name)) for name in rates})
-
-
-def memory_read_rate(nbytes: int = READ_BYTES) -> float:
-    """Bytes per second of a sum."""
-    values, best = torch.ones(nbytes // 4), float("inf")
-    for _ in range(5):
-        begun = perf_counter()
-        values.sum()
-        best = min(best, perf_counter() - begun)
-    return nbytes / best
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -41,15 +42,23 @@ class Cap(Protocol):
         """From now on no more than so much."""
         ...
 
+    @property
+    def held(self) -> bool:
+        """Was it there to the end?"""
+        ...
+
+    def kill(self) -> None:
+        """Whoever still lives under it."""
+        ...
+
     def close(self) -> None: ...
 
 
 def open_cap() -> Cap:
     """The strictest that this machine and this user can have."""
-    for folder in (GROUPS / "memory", GROUPS):
-        group = ControlGroup.made_in(folder)
-        if group is not None:
-            return group
+    group = ControlGroup.made()
+    if group is not None:
+        return group
     return SystemdScope() if SystemdScope.can_be_had() else Ballast()
 
 
@@ -60,6 +69,11 @@ class ControlGroup:
 
     def __init__(self, folder: Path, limit: str) -> None:
         self._folder, self._limit = folder, limit
+
+    @classmethod
+    def made(cls) -> ControlGroup | None:
+        """Where the machine has its groups, if we may."""
+        return next((group for folder in (GROUPS / "memory", GROUPS) if (group := cls.made_in(folder))), None)
 
     @classmethod
     def made_in(cls, parent: Path) -> ControlGroup | None:
@@ -90,13 +104,23 @@ class ControlGroup:
                     raise TimeoutError(f"more than {nbytes / 1e9:.2f} GB stay in use") from error
                 time.sleep(0.5)
 
+    held = True
+
+    def kill(self) -> None:
+        with suppress(OSError):
+            for pid in (self._folder / "cgroup.procs").read_text().split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+
     def close(self) -> None:
         for _ in range(100):  # a group is busy until the last of its processes is gone
             try:
                 self._folder.rmdir()
                 return
             except OSError:
+                self.kill()
                 time.sleep(0.1)
+        print(f"the control group {self._folder} could not be removed; remove it by hand", file=sys.stderr)
 
 
 class SystemdScope:
@@ -121,19 +145,26 @@ class SystemdScope:
     def started(self, command: Sequence[str]) -> Sequence[str]:
         self._runs = True
         limits = ["-p", "MemorySwapMax=0", *(["-p", f"MemoryMax={self._lowered}"] if self._lowered else [])]
-        return ["systemd-run", "--user", "--scope", "--quiet", "--unit", self._unit, *limits, *command]
+        return ["systemd-run", "--user", "--scope", "--quiet", "--collect", "--unit", self._unit, *limits, *command]
 
     def lower(self, nbytes: int) -> None:
         self._lowered = nbytes
         if self._runs:
             subprocess.run(["systemctl", "--user", "set-property", "--runtime", self._unit, f"MemoryMax={nbytes}"], check=True)
 
+    held = True
+
+    def kill(self) -> None:
+        stop = ["systemctl", "--user", "kill", "--signal=SIGKILL", self._unit]
+        subprocess.run(stop, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
     def close(self) -> None:
-        pass  # it ends with its process
+        pass  # it ends with its processes
 
 
 class Ballast:
-    """Holds all memory but what is allowed. What exceeds that meets the end of the machine's memory."""
+    """Holds all memory but what is allowed. What exceeds that meets the end of the machine's memory, and is the first that the
+    kernel then kills: the ballast is larger. Swap, where there is any, makes it a weak cap."""
 
     words = "a ballast that holds the rest of the memory"
 
@@ -141,16 +172,26 @@ class Ballast:
         self._holder: subprocess.Popen[str] | None = None
 
     def started(self, command: Sequence[str]) -> Sequence[str]:
-        return command
+        return ["sh", "-c", 'echo 1000 > /proc/self/oom_score_adj; exec "$@"', "sh", *command]
+
+    @property
+    def held(self) -> bool:
+        return self._holder is None or self._holder.poll() is None
+
+    def kill(self) -> None:
+        pass
 
     def lower(self, nbytes: int) -> None:
-        surplus = psutil.virtual_memory().available - nbytes
+        """What children of ours hold by now is theirs, and counts."""
+        held = sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
+        surplus = psutil.virtual_memory().available + held - nbytes
         if surplus <= 0 or self._holder is not None:
             return
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._holder = subprocess.Popen([sys.executable, "-c", BALLAST, str(surplus)], text=True, **pipes)  # type: ignore[call-overload]
         assert self._holder is not None and self._holder.stdout is not None
-        self._holder.stdout.readline()
+        if not self._holder.stdout.readline():
+            raise TimeoutError("the memory that a ballast should hold could not be had")
 
     def close(self) -> None:
         if self._holder is not None:
@@ -167,7 +208,12 @@ class NoCap:
     def started(self, command: Sequence[str]) -> Sequence[str]:
         return command
 
+    held = True
+
     def lower(self, nbytes: int) -> None:
+        pass
+
+    def kill(self) -> None:
         pass
 
     def close(self) -> None:

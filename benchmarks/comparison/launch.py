@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from baselines.__main__ import MOST, READY, RUN
-from baselines.request import Answer, Request
+from benchmarks.baselines.__main__ import MOST, READY, RUN
+from benchmarks.baselines.request import Answer, Request
+from benchmarks.comparison.cap import Cap, NoCap, open_cap
 
-from comparison.cap import NoCap, open_cap
-
-BENCHMARKS = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LINES_KEPT = 30  # of what a process says before it fails
+ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|DoesNotFit)\b")
 
 
 class Failed(Exception):
@@ -31,38 +33,48 @@ class Launcher:
     timeout: float  # seconds that one run may take
     environment: Mapping[str, str]  # beside our own
 
-    def most_rows(self, request: Request) -> int | None:
-        """What the system itself says that fits, if it can say."""
-        lines = self._output(request, MOST)
-        return int(lines[-1]) if lines and lines[-1].isdigit() else None
+    def most_rows(self, request: Request) -> int:
+        """What the system's own planner says that fits."""
+        return int(self._last_line(request, MOST))
 
     def run(self, request: Request, loads_within_cap: bool) -> Answer:
-        return Answer.from_json(self._output(request, RUN, loads_within_cap)[-1])
+        return Answer.from_json(self._last_line(request, RUN, loads_within_cap))
 
-    def _output(self, request: Request, action: str, loads_within_cap: bool = True) -> list[str]:
+    def _last_line(self, request: Request, action: str, loads_within_cap: bool = True) -> str:
+        lines = self._output(request, action, loads_within_cap)
+        if not lines:
+            raise Failed("ended well, but without an answer")
+        return lines[-1]
+
+    def _output(self, request: Request, action: str, loads_within_cap: bool) -> list[str]:
         forget_pages(Path(request.checkpoint))
-        scratch = Path(request.scratch)
-        scratch.mkdir(parents=True, exist_ok=True)
+        Path(request.scratch).mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.mkdtemp(dir=request.scratch)
+        request = replace(request, scratch=scratch)
         cap = NoCap() if request.host_bytes is None else open_cap()
         try:
             if loads_within_cap and request.host_bytes is not None:
                 cap.lower(request.host_bytes)
             process = subprocess.Popen(
-                cap.started([sys.executable, "-m", "baselines", action, request.to_json()]),
-                cwd=BENCHMARKS,
+                cap.started([sys.executable, "-m", "benchmarks.baselines", action, request.to_json()]),
+                cwd=ROOT,
                 env={**os.environ, **self.environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 start_new_session=True,
             )
-            with _Watched(process, self.timeout) as watched:
+            with _Watched(process, self.timeout, cap) as watched:
                 if watched.reads_until(READY):
                     if not loads_within_cap and request.host_bytes is not None:
                         cap.lower(request.host_bytes)
                     watched.goes_on()
-                return watched.output()
+                lines = watched.output()
+            if not cap.held:
+                raise Failed("the cap did not hold: what it was made of was gone")
+            return lines
         except (TimeoutError, subprocess.CalledProcessError) as error:
             raise Failed(str(error)) from error
         finally:
@@ -73,8 +85,8 @@ class Launcher:
 class _Watched:
     """A process that is ended with all that it started, whatever happens."""
 
-    def __init__(self, process: subprocess.Popen[str], timeout: float) -> None:
-        self._process = process
+    def __init__(self, process: subprocess.Popen[str], timeout: float, cap: Cap) -> None:
+        self._process, self._cap = process, cap
         self._timer = threading.Timer(timeout, self._too_late)
         self._timeout, self._is_late = timeout, False
         self._lines: list[str] = []
@@ -91,10 +103,11 @@ class _Watched:
         self._kill()
         self._process.wait()
         self._listener.join(timeout=5)
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            with suppress(OSError):
-                pipe.close()
+        heard_all = not self._listener.is_alive()  # else somebody still holds the pipe, and closing it would wait for him
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr if heard_all else None):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
 
     def reads_until(self, word: str) -> bool:
         assert self._process.stdout is not None
@@ -116,19 +129,17 @@ class _Watched:
         status = self._process.wait()
         if self._is_late:
             raise Failed(f"took longer than {self._timeout:.0f} s")
-        if status == -signal.SIGKILL:
-            raise Failed("out of memory: killed at the cap")
+        if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
+            raise Failed("killed, most likely because it went beyond its memory")
         if status:
             self._listener.join(timeout=5)
-            told = [line for line in self._said if line.strip()]
-            raise Failed(told[-1].strip()[:200] if told else f"ended with status {status}")
+            raise Failed(reason_in(self._said) or f"ended with status {status}")
         return [line for line in self._lines if line]
 
     def _listen(self) -> None:
         assert self._process.stderr is not None
-        with suppress(ValueError):
-            for line in self._process.stderr:
-                self._said = [*self._said, line][-LINES_KEPT:]
+        for line in self._process.stderr:
+            self._said = [*self._said, line.strip()][-LINES_KEPT:]
 
     def _too_late(self) -> None:
         self._is_late = True
@@ -137,6 +148,14 @@ class _Watched:
     def _kill(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._cap.kill()  # and who has left the group: a process of its own session, that a launcher has started
+
+
+def reason_in(lines: Sequence[str]) -> str:
+    """The last line that names an error, for warnings may come behind it; else the last."""
+    told = [line for line in lines if line]
+    errors = [line for line in told if ERROR.match(line)]
+    return (errors or told or [""])[-1][:200]
 
 
 def forget_pages(folder: Path) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from comparison.point import Point
-from comparison.report import Report
+from benchmarks.comparison.point import Point
+from benchmarks.comparison.report import Report
+
+COLOURS = 10  # of matplotlib's cycle: from there on lines differ
+LINES = ("-", "--", ":")
 
 
 def draw(report: Report, path: Path) -> None:
@@ -15,9 +18,9 @@ def draw(report: Report, path: Path) -> None:
     figure = Figure(figsize=(12, 5), layout="constrained")
     figure.suptitle(report.title)
     by_rows, by_throughput = figure.subplots(1, 2)
-    for entry in report.entries:
+    for number, entry in enumerate(report.entries):
         points = sorted(entry.points, key=lambda point: point.rows)
-        style = {"marker": "o", "label": entry.name}
+        style = {"marker": "o", "label": entry.name, "linestyle": LINES[number // COLOURS % len(LINES)]}
         by_rows.plot([point.rows for point in points], _throughputs(points), **style)
         by_throughput.plot(_throughputs(points), [point.seconds for point in points], **style)
     by_rows.set(xscale="log", yscale="log", xlabel="rows", ylabel="tokens/s")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from statistics import median
 
-from baselines.request import Answer
-
-from comparison.suites import Load
+from benchmarks.baselines.request import Answer
+from benchmarks.comparison.suites import Load
 
 
 @dataclass(frozen=True)
@@ -16,7 +15,7 @@ class Point:
     load: Load
     answers: tuple[Answer, ...]  # of one run or more
 
-    def and_again(self, answer: Answer) -> Point:
+    def with_answer(self, answer: Answer) -> Point:
         return replace(self, answers=(*self.answers, answer))
 
     @property

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from comparison.calibration import Calibration
-from comparison.point import Point
-from comparison.suites import Load
+from benchmarks.comparison.calibration import Calibration
+from benchmarks.comparison.point import Point
+from benchmarks.comparison.suites import Load
 from h2o_flexgen.planning.units import format_bytes
 
-WORDS = 2  # columns of words; the others are numbers
-COLUMNS = ("system", "version", "rows", "prefill s", "decode s", "step s", "tokens/s", "peak GB", "times slower", "of ceiling")
+WORDS = 3  # columns of words; the others are numbers
+COLUMNS = (
+    *("system", "version", "computes"),
+    *("rows", "prefill s", "decode s", "step s", "tokens/s", "peak RSS GB", "times slower", "of ceiling"),
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Entry:
     best: Point
     ceiling: float  # tokens per second, with the best number of rows
     failures: Mapping[int, str]
+    computes: str
+    remark: str = ""  # where it was treated unlike the others
 
     @property
     def share(self) -> float:
@@ -42,7 +47,8 @@ class Report:
     before: Calibration
     after: Calibration
     day: str
-    entries: tuple[Entry, ...]  # the one that the others are held against comes first
+    reference: str  # the name of the one that the others are held against
+    entries: tuple[Entry, ...]
     skipped: Mapping[str, str]
 
     @property
@@ -51,11 +57,12 @@ class Report:
 
     @property
     def title(self) -> str:
-        return f"{self.model} shapes in {self.dtype}, {self.load} tokens, every system in {self.cap_bytes / 2**30:g} GiB"
+        return f"{self.model} shapes in {self.dtype}, {self.load} tokens, in {self.cap_bytes / 2**30:g} GiB"
 
-    def times_slower(self, entry: Entry) -> float:
-        """Than the first."""
-        return self.entries[0].best.tokens_per_s / entry.best.tokens_per_s
+    def times_slower(self, entry: Entry) -> float | None:
+        """Than the reference, if that came to its end."""
+        reference = next((one.best.tokens_per_s for one in self.entries if one.name == self.reference), None)
+        return None if reference is None else reference / entry.best.tokens_per_s
 
     # -- for people ----------------------------------------------------------------------------------------------------------
 
@@ -86,13 +93,14 @@ class Report:
         return (
             entry.name + ("" if best.is_whole else " *"),
             entry.version,
+            entry.computes,
             str(best.rows),
             f"{best.prefill_seconds:.1f}",
             f"{best.decode_seconds:.0f}",
             f"{best.step_seconds:.2f}",
             f"{best.tokens_per_s:.3g}",
             f"{best.peak_bytes / 1e9:.2f}",
-            f"{self.times_slower(entry):.2f}",
+            "-" if self.times_slower(entry) is None else f"{self.times_slower(entry):.2f}",
             f"{entry.share:.0%}",
         )
 
@@ -102,6 +110,7 @@ class Report:
         if steps:
             several = " or ".join(map(str, sorted(steps)))
             lines.append(f"* {several} decode steps with the KV of half the generation; decode s counts each as their median.")
+        lines += [f"{entry.name}: {entry.remark}." for entry in self.entries if entry.remark]
         lines += [f"{name}: skipped, {reason}." for name, reason in self.skipped.items()]
         lines += [f"{entry.name}, {rows} rows: {why}." for entry in self.entries for rows, why in entry.failures.items()]
         return lines
@@ -116,7 +125,8 @@ class Report:
             "commit": commit,
             "date": self.day,
             "machine": self.before.machine,
-            "ceiling": "weights beyond the cap over the disk's rate, or flops over the rate of matrix products, all measured",
+            "ceiling": "weights of as many bits beyond the cap over the disk's rate, or flops of as many rows over the rate of "
+            "matrix products, all measured; KV is not counted. Peak RSS counts mapped pages of a checkpoint too",
             "cap": {"bytes": self.cap_bytes, "how": self.cap_words},
             "calibration": {"before": asdict(self.before), "after": asdict(self.after)},
             "unit": "tokens/s",

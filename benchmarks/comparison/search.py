@@ -1,5 +1,5 @@
-"""The best number of rows of a system: found by doubling until it fails or slows; or, where a planner knows what fits, from
-there downwards until fewer are slower.
+"""The best number of rows of a system: found by doubling until it fails or slows, and half way from there; or, where a planner
+knows what fits, from there downwards until fewer are slower.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from comparison.launch import Failed
+from benchmarks.comparison.launch import Failed
 
 T = TypeVar("T")
 SLOWER = 0.97  # of the best so far: less than that is no accident of the measurement
@@ -31,6 +31,8 @@ class Search(Generic[T]):
         rows = 1
         while rows <= most and self._goes_well(rows):
             rows *= 2
+        if self.best is not None and 1 < self.best < most:  # powers of two are coarse: a system may fit nearly twice the best
+            self._goes_well(min(most, self.best + self.best // 2))
 
     def downwards(self, most: int, halved: bool = True) -> None:
         """Unless it is to be halved, only what fails is tried with fewer."""

@@ -18,6 +18,7 @@ class Contender:
     system: str  # a key of baselines.systems.SYSTEMS
     options: Mapping[str, Any] = field(default_factory=dict)
     capped: bool = True
+    computes: str = "exactly, in 16 bits"
     halved: bool = True  # tried with fewer rows than its planner says would fit, too
 
 
@@ -66,6 +67,7 @@ SUITES: Mapping[str, Suite] = {
 ZIGZAG = {"sep_layer": False, "slots": 3}
 H2O = {"kv_policy": "h2o", "kv_budget": 0.2}
 FOUR_BITS = {"weight_codec": "group4", "kv_codec": "group4"}
+LOSSY = {"4 bits": FOUR_BITS, "20 % of the KV": H2O}
 HOST_KV = {"percent": (0, 0, 0, 100, 0, 100)}
 DISK_KV = {"percent": (0, 0, 0, 0, 0, 100), "rows_at_once": 32}  # a batch is what of the KV is in memory at a time
 GPU = {"percent": (0, 100, 0, 100, 100, 0)}  # weights and KV in host memory
@@ -73,7 +75,8 @@ GPU = {"percent": (0, 100, 0, 100, 100, 0)}  # weights and KV in host memory
 
 def _own(name: str, *options: Mapping[str, Any], halved: bool = False) -> Contender:
     merged = {key: value for each in options for key, value in each.items()}
-    return Contender(name, "h2o_flexgen", merged, halved=halved)
+    lossy = [words for words, option in LOSSY.items() if any(one is option for one in options)]
+    return Contender(name, "h2o_flexgen", merged, computes=", ".join(lossy) or Contender.computes, halved=halved)
 
 
 def contenders(device: str) -> tuple[Contender, ...]:
@@ -84,10 +87,11 @@ def contenders(device: str) -> tuple[Contender, ...]:
         _own("without H2O", ZIGZAG, FOUR_BITS, memory),
         _own("without 4 bits", ZIGZAG, H2O, memory),
         _own("without overlap", ZIGZAG, H2O, FOUR_BITS, memory, {"slots": 1}),
-        _own("16 bits, full KV", ZIGZAG, all_kv),
+        _own("16 bits, full KV", ZIGZAG, all_kv, halved=True),
         _own("flexgen_barrier, 16 bits, full KV", {"sep_layer": False, "schedule": "flexgen_barrier"}, all_kv),
         _own("row_by_row, 16 bits, full KV", {"sep_layer": False, "schedule": "row_by_row", "rows_at_once": 1 << 20}, memory),
         Contender("accelerate", "accelerate"),
+        Contender("accelerate, eager attention", "accelerate", {"attention": "eager"}),
         Contender("deepspeed", "deepspeed"),
         Contender("airllm", "airllm"),
         Contender("flexgen", "flexgen"),

@@ -113,8 +113,12 @@ def _control_groups(own: Path, root: Path) -> Iterator[tuple[Path, str, str]]:
 
 def _page_cache_bytes(statistics: Path) -> int:
     """Of a control group: counted as used, but given up for whoever needs memory."""
-    pairs = (line.split() for line in statistics.read_text(encoding="ascii").splitlines())
-    return sum(int(value) for name, value in pairs if name in ("active_file", "inactive_file"))
+    try:
+        pairs = dict(line.split() for line in statistics.read_text(encoding="ascii").splitlines())
+    except (OSError, ValueError):
+        return 0
+    # version 1 counts a group alone by these names, and with all below it, as its use does, with "total_" before them
+    return sum(int(pairs.get(f"total_{name}", pairs.get(name, 0))) for name in ("active_file", "inactive_file"))
 
 
 def give_back_freed() -> None:

@@ -29,6 +29,7 @@ from h2o_flexgen.planning.machine import Curve, Machine
 
 SECONDS = 0.25  # for one rate
 READ_BYTES_AT_ONCE = 8 * CHUNK_BYTES
+READ_FROM_MEMORY_BYTES = 512 << 20  # more than any cache holds
 ROWS_AT_MOST = 2048  # of a matrix product: from there on its rate stays the same
 POINTS_AT_MOST = 4  # of a curve over rows
 CALLS_IN_A_ROW = 4
@@ -139,6 +140,12 @@ def host_copy_rate(nbytes: int, repetitions: int = 1) -> float:
     memory = HostTier()
     source, target = memory.alloc(nbytes), memory.alloc(nbytes)
     return nbytes / _best_seconds(Device(), lambda: target.copy_(source), repetitions)
+
+
+def memory_read_rate(nbytes: int = READ_FROM_MEMORY_BYTES) -> float:
+    """Of a sum. Bytes per second."""
+    values = torch.ones(nbytes // 4)
+    return nbytes / _best_seconds(Device(), values.sum, repetitions=5)
 
 
 def link_rates(device: Device, nbytes: int, pinned: bool = True, repetitions: int = 1) -> tuple[float, float]:

@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,20 +17,23 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from baselines.request import Answer, Request
-from comparison.calibration import Calibration
-from comparison.cap import Ballast, ControlGroup, SystemdScope, open_cap
-from comparison.ceiling import Ceiling
-from comparison.checkpoint import checkpoint_of, spec_of
-from comparison.launch import Failed, Launcher
-from comparison.point import Point
-from comparison.report import Entry, Report
-from comparison.search import Search
-from comparison.suites import SUITES, Load, contenders
 from transformers import AutoModelForCausalLM
 
+from benchmarks.baselines.request import Answer, Request
+from benchmarks.baselines.systems import system_named
+from benchmarks.comparison import command
+from benchmarks.comparison.calibration import Calibration
+from benchmarks.comparison.cap import Ballast, ControlGroup, NoCap, SystemdScope, open_cap
+from benchmarks.comparison.ceiling import Ceiling
+from benchmarks.comparison.checkpoint import checkpoint_of, spec_of
+from benchmarks.comparison.launch import Failed, Launcher, _Watched
+from benchmarks.comparison.point import Point
+from benchmarks.comparison.report import Entry, Report
+from benchmarks.comparison.search import Search
+from benchmarks.comparison.suites import SUITES, Contender, Load, contenders
 from h2o_flexgen import LLM, SamplingParams
-from tests.scripts.loading import PROJECT
+from tests.scripts.loading import PROJECT, load_script
+from tests.tiny import tiny_config
 
 MB = 10**6
 
@@ -48,17 +52,17 @@ def searched(rates: Mapping[int, float], most: int) -> Search[float]:
     return Search(measure, score=float)
 
 
-def test_rows_are_doubled_until_they_fail() -> None:
-    search = searched({1: 1.0, 2: 2.0, 4: 3.9}, 64)
+def test_rows_are_doubled_until_they_fail_and_tried_half_way() -> None:
+    search = searched({1: 1.0, 2: 2.0, 4: 3.9, 6: 5.0}, 64)
     search.upwards(most=64)
-    assert (search.best, search.failures) == (4, {8: "out of memory"})
+    assert (search.best, search.failures) == (6, {8: "out of memory"})
 
 
 def test_rows_are_doubled_until_they_are_slower() -> None:
-    search = searched({1: 1.0, 2: 2.0, 4: 1.5, 8: 9.0}, 64)
+    search = searched({1: 1.0, 2: 2.0, 4: 1.5, 3: 1.9, 8: 9.0}, 64)
     search.upwards(most=64)
     assert search.best == 2
-    assert list(search.runs) == [1, 2, 4]
+    assert list(search.runs) == [1, 2, 4, 3]
 
 
 def test_a_little_slower_is_no_end() -> None:
@@ -115,10 +119,10 @@ def held_under(cap: Any, nbytes: int, limit: int) -> int:
 
 
 def control_group() -> ControlGroup:
-    for folder in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
-        if group := ControlGroup.made_in(folder):
-            return group
-    pytest.skip("no memory control group can be made here")
+    group = ControlGroup.made()
+    if group is None:
+        pytest.skip("no memory control group can be made here")
+    return group
 
 
 @pytest.mark.parametrize(("nbytes", "status"), [(50 * MB, 0), (400 * MB, -signal.SIGKILL)])
@@ -160,23 +164,23 @@ def test_a_scope_of_systemd_starts_the_command_with_the_limit(tmp_path: Path, mo
     assert SystemdScope.can_be_had()
     cap = SystemdScope()
     cap.lower(123)
-    subprocess.run(cap.started(["python", "-m", "baselines"]), check=True)
+    subprocess.run(cap.started(["python", "-m", "benchmarks.baselines"]), check=True)
     cap.lower(99)
     first, second, third = (tmp_path / "asked").read_text().splitlines()
     assert first.endswith("MemoryMax=1G true")
-    assert second.endswith("-p MemorySwapMax=0 -p MemoryMax=123 python -m baselines")
+    assert second.endswith("-p MemorySwapMax=0 -p MemoryMax=123 python -m benchmarks.baselines")
     assert third.startswith("systemctl --user set-property --runtime compare-") and third.endswith(".scope MemoryMax=99")
 
 
 def test_without_control_groups_and_systemd_there_is_the_ballast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ControlGroup, "made_in", lambda _: None)
+    monkeypatch.setattr(ControlGroup, "made", lambda: None)
     monkeypatch.setattr(SystemdScope, "can_be_had", lambda: False)
     assert isinstance(open_cap(), Ballast)
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------------
 
-MACHINE = Calibration(1e12, 5e10, 2e9, float("inf"), {"cpu": "a CPU", "cores": 2, "device": "cpu", "torch": "2.13.0"})
+MACHINE = Calibration(1e12, 5e10, 2e9, None, {"cpu": "a CPU", "cores": 2, "device": "cpu", "torch": "2.13.0"})
 ANSWER = Answer({"one": "1.2"}, "somewhere", 1.0, 10.0, (2.0, 4.0, 3.0), 5 * 10**8, 0.0)
 LOAD = Load(8, 11)
 
@@ -195,16 +199,16 @@ def test_of_a_whole_run_every_step_counts_as_it_was() -> None:
 
 
 def test_of_several_runs_the_median_counts() -> None:
-    point = Point(4, LOAD, (ANSWER,)).and_again(replace(ANSWER, prefill_seconds=20.0))
-    assert point.and_again(replace(ANSWER, prefill_seconds=12.0)).prefill_seconds == 12.0
+    point = Point(4, LOAD, (ANSWER,)).with_answer(replace(ANSWER, prefill_seconds=20.0))
+    assert point.with_answer(replace(ANSWER, prefill_seconds=12.0)).prefill_seconds == 12.0
 
 
 def test_a_ceiling_is_the_slowest_of_disk_memory_and_products() -> None:
     spec = spec_of("facebook/opt-1.3b", "bfloat16")
     flops = sum(spec.flops(layer, 1, 1, 0) for layer in range(len(spec.layers)))
     tight, wide = Ceiling(spec, MACHINE, host_bytes=1e9), Ceiling(spec, MACHINE)
-    assert tight.pass_seconds(1, 1) == pytest.approx((spec.weight_bytes - 1e9) / 2e9)
-    assert wide.pass_seconds(1, 1) == pytest.approx(spec.weight_bytes / 5e10)
+    assert tight.pass_seconds(1, 1) == pytest.approx((tight.weight_bytes - 1e9) / 2e9)
+    assert wide.pass_seconds(1, 1) == pytest.approx(wide.weight_bytes / 5e10)
     assert tight.pass_seconds(10_000, 1) == pytest.approx(10_000 * flops / 1e12)
     assert tight.seconds(1, LOAD) == pytest.approx(tight.pass_seconds(1, 8) + 10 * tight.pass_seconds(1, 1))
 
@@ -212,7 +216,15 @@ def test_a_ceiling_is_the_slowest_of_disk_memory_and_products() -> None:
 def test_a_gpu_is_fed_over_its_link() -> None:
     spec = spec_of("facebook/opt-1.3b", "bfloat16")
     machine = replace(MACHINE, link_per_s=1e10)
-    assert Ceiling(spec, machine, 1e12, device_bytes=1e9).pass_seconds(1, 1) == pytest.approx((spec.weight_bytes - 1e9) / 1e10)
+    ceiling = Ceiling(spec, machine, 1e12, device_bytes=1e9)
+    assert ceiling.pass_seconds(1, 1) == pytest.approx((ceiling.weight_bytes - 1e9) / 1e10)
+
+
+def test_of_tables_that_are_no_head_a_pass_needs_a_few_rows() -> None:
+    tied, untied = spec_of("facebook/opt-1.3b", "bfloat16"), spec_of("meta-llama/Meta-Llama-3-8B", "bfloat16")
+    positions, tokens = tied.tensors["model.decoder.embed_positions.weight"], untied.tensors["model.embed_tokens.weight"]
+    assert Ceiling(tied, MACHINE).weight_bytes == tied.weight_bytes - positions.nbytes
+    assert Ceiling(untied, MACHINE).weight_bytes == untied.weight_bytes - tokens.nbytes
 
 
 @pytest.mark.parametrize("text", ["64", "64x256", "+", "0+8", "8+1", "a+b"])
@@ -231,7 +243,7 @@ def report(*names: str) -> Report:
     entries = []
     for number, name in enumerate(names, start=1):
         point = Point(4, LOAD, (replace(ANSWER, prefill_seconds=10.0 * number),))
-        entries.append(Entry(name, "1.2", (point,), point, 2.0, {8: "out of memory"}))
+        entries.append(Entry(name, "1.2", (point,), point, 2.0, {8: "out of memory"}, "exactly"))
     return Report(
         "cpu", "some/model", "bfloat16", 4 << 30, "a cap", LOAD, MACHINE, MACHINE, "2026-01-01", tuple(entries), {"b": "no"}
     )
@@ -243,12 +255,10 @@ def test_the_table_says_what_was_shortened_skipped_and_failed() -> None:
     assert "b: skipped, no." in text and "second, 8 rows: out of memory." in text
     assert "1,000 GFLOP/s, memory 50.0 GB/s, disk 2.00 GB/s" in text
     second = next(line for line in text.splitlines() if line.startswith("second"))
-    assert second.split() == ["second", "*", "1.2", "4", "20.0", "30", "3.00", "0.88", "0.50", "1.25", "44%"]
+    assert second.split() == ["second", "*", "1.2", "exactly", "4", "20.0", "30", "3.00", "0.88", "0.50", "1.25", "44%"]
 
 
 def test_the_document_can_become_a_table_of_the_readme(tmp_path: Path) -> None:
-    from tests.scripts.loading import load_script
-
     document = report("first", "second").document("python benchmarks/compare.py", "abc")
     (tmp_path / "compare.json").write_text(json.dumps(document))
     result = load_script("readme_results.py").read_result(tmp_path / "compare.json")
@@ -258,7 +268,7 @@ def test_the_document_can_become_a_table_of_the_readme(tmp_path: Path) -> None:
 
 def test_the_picture_shows_every_system(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from comparison.picture import draw
+    from benchmarks.comparison.picture import draw
 
     draw(report("first", "second"), tmp_path / "new" / "a.png")
     assert (tmp_path / "new" / "a.png").stat().st_size > 1000
@@ -269,9 +279,7 @@ def test_the_picture_shows_every_system(tmp_path: Path) -> None:
 
 def tiny(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str = "opt") -> Path:
     """A checkpoint of tiny shapes, as the comparison writes one of known shapes."""
-    from comparison import checkpoint as written
-
-    from tests.tiny import tiny_config
+    from benchmarks.comparison import checkpoint as written
 
     monkeypatch.setattr(written, "known_config", lambda _: tiny_config(kind))
     return checkpoint_of("tiny", "float32", folder)
@@ -290,7 +298,7 @@ def test_the_checkpoint_is_one_that_transformers_reads_too(tmp_path: Path, monke
 @pytest.mark.parametrize("steps", [None, 2])
 @pytest.mark.parametrize("policy", [{}, {"kv_policy": "h2o", "kv_budget": 0.5}], ids=["full", "h2o"])
 def test_the_engine_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int | None, policy: dict[str, Any]) -> None:
-    from baselines.this_engine import System
+    from benchmarks.baselines.this_engine import System
 
     options = {"percent": (0, 0, 0, 100, 0, 100), "slots": 2, "rows_at_once": 2, **policy}
     request = Request(
@@ -313,7 +321,7 @@ def test_a_run_has_a_process_of_its_own_that_is_told_to_go_on(tmp_path: Path, mo
     launcher = Launcher(timeout=120, environment={"PYTHONPATH": str(PROJECT)})
     answer = Answer.from_json(launcher.run(request, loads_within_cap=False).to_json())
     assert len(answer.step_seconds) == 3
-    assert not scratch.exists()
+    assert list(scratch.iterdir()) == []
 
 
 def test_what_fails_says_why_in_a_line(tmp_path: Path) -> None:
@@ -324,7 +332,126 @@ def test_what_fails_says_why_in_a_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+NOISY = r"""
+import os, sys
+os.write(2, b"\xff" + b"warning\n" * 30_000 + b"SomeError: no such thing\nwarning behind it\n")
+sys.exit(1)
+"""
+
+
+def watched(code: str, timeout: float = 60) -> list[str]:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    words = {"encoding": "utf-8", "errors": "replace"}
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **pipes, **words)
+    with _Watched(process, timeout, NoCap()) as one:
+        return one.output()
+
+
+def test_the_line_that_names_the_error_is_found_in_much_noise() -> None:
+    with pytest.raises(Failed, match=r"^SomeError: no such thing$"):
+        watched(NOISY)
+
+
+def test_what_is_killed_says_that_it_was_memory() -> None:
+    with pytest.raises(Failed, match="killed, most likely because it went beyond its memory"):
+        watched("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+
+
+def test_who_leaves_the_group_and_holds_the_pipe_does_not_hold_us() -> None:
+    sleeps = "[sys.executable, '-c', 'import time; time.sleep(30)']"
+    begun = time.perf_counter()
+    watched(f"import subprocess, sys; subprocess.Popen({sleeps}, start_new_session=True, stdout=subprocess.DEVNULL)")
+    assert time.perf_counter() - begun < 20
+
+
 def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
     request = Request("h2o_flexgen", str(tmp_path), "float32", "cpu", 2, 6, 4, None, None, None, str(tmp_path / "s"), {})
     with pytest.raises(Failed, match="took longer than 0 s"):
         Launcher(timeout=0.01, environment={"PYTHONPATH": str(PROJECT)}).run(request, loads_within_cap=True)
+
+
+# -- the whole of it, with systems that are made up --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    """Takes a second for a prompt, and fails beyond so many rows; the second time it may fail altogether."""
+
+    most: int
+    reason: str | None = None
+    fails_again: bool = False
+    loads_within_cap: bool = True
+
+    def missing(self, request: Request) -> str | None:
+        return self.reason
+
+    def run(self, request: Request, ready: Any) -> Answer:
+        raise NotImplementedError
+
+
+class Planned(MadeUp):
+    def most_rows(self, request: Request) -> int:
+        return self.most
+
+
+SYSTEMS = {
+    "ours": Planned(6),
+    "peer": MadeUp(3),
+    "absent": MadeUp(3, "is not installed"),
+    "fails again": MadeUp(2, fails_again=True),
+    "fits nothing": Planned(0),
+}
+
+
+class FakeLauncher:
+    def __init__(self) -> None:
+        self.runs: list[tuple[str, int]] = []
+
+    def most_rows(self, request: Request) -> int:
+        return SYSTEMS[request.system].most
+
+    def run(self, request: Request, loads_within_cap: bool) -> Answer:
+        system, run = SYSTEMS[request.system], (request.system, request.rows)
+        if request.rows > system.most:
+            raise Failed("out of memory")
+        if system.fails_again and run in self.runs:
+            raise Failed("had enough")
+        self.runs.append(run)
+        return replace(ANSWER, prefill_seconds=1.0, step_seconds=(1.0,) * 4)
+
+
+def test_a_comparison_goes_on_whatever_becomes_of_one_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = command.parse(["--loads", "16+32", "--steps", "4", "--repeats", "3", "--folder", str(tmp_path)])
+    args.contenders = [Contender(name, name) for name in SYSTEMS]
+    monkeypatch.setattr(command, "system_named", SYSTEMS.__getitem__)
+    monkeypatch.setattr(command, "checkpoint_of", lambda *_: tmp_path)
+    monkeypatch.setattr(command.Comparison, "calibrated", lambda _: MACHINE)
+    comparison = command.Comparison(args, "facebook/opt-1.3b", 2 << 30, Load(16, 32))
+    comparison.launcher = launcher = FakeLauncher()
+    report = comparison.run()
+    best = {entry.name: (entry.best.rows, len(entry.best.answers)) for entry in report.entries}
+    assert best == {"ours": (6, 3), "peer": (3, 3), "fails again": (2, 1)}
+    assert report.skipped == {"absent": "is not installed", "fits nothing": "not even one row fits, says its planner"}
+    assert launcher.runs == [
+        *[("ours", 6), ("ours", 3), ("peer", 1), ("peer", 2), ("peer", 3), ("fails again", 1), ("fails again", 2)],
+        *2 * [("ours", 6), ("peer", 3)],
+    ]
+    assert {entry.name: entry.failures for entry in report.entries}["fails again"][2] == "in a repetition: had enough"
+    assert report.times_slower(report.entries[1]) == pytest.approx(2.0)
+
+
+def test_every_system_says_in_a_line_what_it_lacks(tmp_path: Path) -> None:
+    request = Request("", str(tmp_path), "float32", "cpu", 2, 6, 4, None, None, None, str(tmp_path), {})
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("opt").to_dict()))
+    for name in {one.system for suite in SUITES.values() for one in contenders(suite.device)}:
+        reason = system_named(name).missing(replace(request, system=name))
+        assert reason is None or (reason and "\n" not in reason), name
+
+
+def test_steps_that_do_not_fit_the_text_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.parse(["--loads", "64+8", "--steps", "6"])
+    assert "--steps 6 do not fit into the second half of 8 tokens; use --whole" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.parse(["--caps", "much"])
+    assert "size 'much' is not understood; write it like 16GB or 8GiB" in capsys.readouterr().err

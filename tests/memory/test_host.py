@@ -103,11 +103,21 @@ def test_the_control_groups_of_this_process_limit_its_memory(
     own.write_text(f"9:name=systemd:/\n{line}\n")
     for name, value in zip(names, ("1000000", "20000")):
         (tmp_path / "groups" / top / "user" / name).write_text(value)
-    (tmp_path / "groups" / top / "user" / "memory.stat").write_text("active_file 3000\ninactive_file 2000\n")
+    (tmp_path / "groups" / top / "user" / "memory.stat").write_text("active_file 1\ntotal_active_file 5000\ninactive_file 0\n")
     found = host._control_groups
 
     monkeypatch.setattr(host, "_control_groups", lambda *_: found(own, tmp_path / "groups"))
     assert host.available_bytes() == 1_000_000 - 20_000 + 5_000
+
+
+def test_in_a_container_whose_group_is_not_to_be_seen_the_root_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a limit without statistics is a limit."""
+    (tmp_path / "own").write_text("0::/docker/1234\n")
+    (tmp_path / "memory.max").write_text("90000")
+    (tmp_path / "memory.current").write_text("20000")
+    found = list(host._control_groups(tmp_path / "own", tmp_path))
+    monkeypatch.setattr(host, "_control_groups", lambda *_: found)
+    assert host.available_bytes() == 70_000
 
 
 def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
