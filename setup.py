@@ -53,5 +53,8 @@ setup(
         "psutil",
         "pyyaml",
     ],
-    extras_require={"test": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-psutil", "types-tqdm"]},
+    extras_require={
+        "test": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-psutil", "types-tqdm"],
+        "bench": ["accelerate", "airllm", "matplotlib"],  # not deepspeed: to be built, it wants torch to be there already
+    },
 )
