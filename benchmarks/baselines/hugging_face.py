@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import Tensor
+from transformers import DynamicCache
 
 from baselines.installed import versions_of
 from baselines.request import Answer, Request
@@ -93,7 +94,7 @@ def generate_greedily(model: Any, request: Request, vocabulary: int) -> Course:
 class _Loop:
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._cache: Any = None  # the model makes the one that suits it
+        self._cache = empty_cache(model)
         self._made: list[Tensor] = []
         takes = inspect.signature(model.forward).parameters
         self._head = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}  # older ones compute all logits
@@ -120,6 +121,12 @@ class _Loop:
     def lengthen(self, tokens: int) -> None:
         lengthen_cache(self._cache, tokens)
         gc.collect()
+
+
+def empty_cache(model: Any) -> Any:
+    """One that grows; newer ones learn from the config which layers need a window only."""
+    takes_config = "config" in inspect.signature(DynamicCache).parameters
+    return DynamicCache(config=model.config) if takes_config else DynamicCache()
 
 
 def lengthen_cache(cache: Any, tokens: int) -> None:

@@ -105,12 +105,12 @@ def test_steps_that_reach_past_the_end_are_refused(checkpoint: str, tmp_path: Pa
 
 
 def test_a_lengthened_cache_has_the_length_and_the_positions_that_follow(checkpoint: str, tmp_path: Path) -> None:
-    from baselines.hugging_face import cached, lengthen_cache, loading
+    from baselines.hugging_face import cached, empty_cache, lengthen_cache, loading
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, **loading(asked(checkpoint, tmp_path))).eval()
     tokens = torch.arange(2 * 5).reshape(2, 5)
     with torch.inference_mode():
-        cache = model(input_ids=tokens, use_cache=True).past_key_values
+        cache = model(input_ids=tokens, past_key_values=empty_cache(model), use_cache=True).past_key_values
         held = [(keys.clone(), values.clone()) for keys, values in cached(cache)]
         lengthen_cache(cache, 9)
         assert cache.get_seq_length() == 9
