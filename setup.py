@@ -54,7 +54,8 @@ setup(
         "pyyaml",
     ],
     extras_require={
-        "plot": ["matplotlib"],
         "test": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-psutil", "types-tqdm"],
+        "plot": ["matplotlib"],
+        "bench": ["accelerate", "airllm", "matplotlib"],  # not deepspeed: to be built, it wants torch to be there already
     },
 )

@@ -244,8 +244,9 @@ def report(*names: str) -> Report:
     for number, name in enumerate(names, start=1):
         point = Point(4, LOAD, (replace(ANSWER, prefill_seconds=10.0 * number),))
         entries.append(Entry(name, "1.2", (point,), point, 2.0, {8: "out of memory"}, "exactly"))
+    day, skipped = "2026-01-01", {"b": "no"}
     return Report(
-        "cpu", "some/model", "bfloat16", 4 << 30, "a cap", LOAD, MACHINE, MACHINE, "2026-01-01", tuple(entries), {"b": "no"}
+        "cpu", "some/model", "bfloat16", 4 << 30, "a cap", LOAD, MACHINE, MACHINE, day, names[0], tuple(entries), skipped
     )
 
 
@@ -440,9 +441,8 @@ def test_a_comparison_goes_on_whatever_becomes_of_one_system(tmp_path: Path, mon
     assert report.times_slower(report.entries[1]) == pytest.approx(2.0)
 
 
-def test_every_system_says_in_a_line_what_it_lacks(tmp_path: Path) -> None:
-    request = Request("", str(tmp_path), "float32", "cpu", 2, 6, 4, None, None, None, str(tmp_path), {})
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config("opt").to_dict()))
+def test_every_system_says_in_a_line_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request("", str(tiny(tmp_path, monkeypatch)), "float32", "cpu", 2, 6, 4, None, None, None, str(tmp_path), {})
     for name in {one.system for suite in SUITES.values() for one in contenders(suite.device)}:
         reason = system_named(name).missing(replace(request, system=name))
         assert reason is None or (reason and "\n" not in reason), name
