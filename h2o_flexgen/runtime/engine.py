@@ -193,8 +193,8 @@ class Engine:
         """One layer on one batch."""
         rows, layer = state.rows[task.batch], self._spec.layers[task.layer]
         if layer.kind == "head":
-            last = rows.last_hidden(state.hidden.take(task.batch))
-            logits = base.head(self._model, last, self._weights.head_parts(task.visit))
+            parts = self._weights.head_parts(task.visit)
+            logits = base.head(self._model, rows.last_hidden(state.hidden.take(task.batch)), parts)
             state.count(task.step, rows.advance(logits, state.sampler, task.step, state.on_token))
             if task.step == 0:
                 give_back_freed()  # prompts work in much more room than steps do, and what they freed would stay
