@@ -1,82 +1,109 @@
-"""The kernels beside their twins in torch, and beside what the machine's memory gives in the same run.
+"""The kernels beside their twins in torch, and beside what the machine gives in the same run; and two things that are made of
+more than a kernel: a part of a prompt in one layer, and the engine's reading from disk.
 
     python benchmarks/kernels.py
-    python benchmarks/kernels.py --seconds 0.2 --output kernels.json
+    python benchmarks/kernels.py --seconds 0.2 --output kernels.json --folder /a/folder/on/the/disk
 
-Reading is measured with a sum over 1 GiB, copying with a copy of as much, both before and behind the kernels: the better one
-counts, because machines drift. Every kernel and its twin take turns; of all turns the best counts, as of the limits. The last
-line is one JSON document.
+Reading is measured with a sum over 1 GiB, copying with a copy of as much, multiplying with a square product, all before and
+behind the kernels: the better one counts, because machines drift. Every kernel and its twin take turns; of all turns the best
+counts, as of the limits. Disks drift most: their limit is the plain reading that takes turns with the engine's. The last line
+is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
 from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
 from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.notes import Notes
+from h2o_flexgen.kv.passes import Pass
 from h2o_flexgen.memory.device import open_device
+from h2o_flexgen.memory.disk import Files, Piece, memory_of, read_fully
+from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.models import create_model, known_config
+from h2o_flexgen.models.base import block
 from h2o_flexgen.planning.files import write_text
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload import Batch
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.quant.grouped import Grouped
 from h2o_flexgen.runtime.measure import describe_machine
 
 GIB = 1 << 30
-READ, COPY = "read", "copy"
+READ, COPY, PRODUCTS, PLAIN_READING = "read", "copy", "products", "plain reading"
+SIDE = 4096  # of the square product: less, where sizes are scaled
+FILE_BYTES, READ_BYTES, PLAIN_BYTES = 2_000_000_000, 256 << 20, 16 << 20  # on disk; at once; at once in plain reading
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Something to measure: the bytes that count, and the limit that they are held against."""
+    """Something to measure: the bytes or flops that count, and the limit that they are held against."""
 
     name: str
-    nbytes: int
+    work: int
     limit: str
     aim: float
     kernel: Callable[[], object]
-    twin: Callable[[], object]
+    twin: Callable[[], object] | None
 
 
 def main() -> int:
     args = parse(sys.argv[1:])
-    limits = measured_limits(args.seconds)
-    lines = [measured(subject, args.seconds) for subject in subjects(args.scale)]
-    after = measured_limits(args.seconds)
-    limits = {name: max(limits[name], after[name]) for name in limits}
-    for line in lines:
-        line["ceiling"] = limits[str(line["limit"])]
-        line["share"] = line["measured"] / line["ceiling"]  # type: ignore[operator]
-    result = {
-        "benchmark": "kernels",
-        "title": f"Kernels for the CPU ({in_use()}), GB/s",
-        "command": " ".join(["python benchmarks/kernels.py", *sys.argv[1:]]),
-        "machine": describe_machine(open_device("cpu")),
-        "unit": "GB/s",
-        "higher_is_better": True,
-        "ceiling": "a sum over 1 GiB (attention), a copy of 1 GiB (decoding weights), in the same run",
-        "limits": limits,
-        "rows": lines,
-        "notes": "In torch instead: " + "; ".join(f"{line['name']} {line['twin']:.1f}" for line in lines) + ".",
-    }
-    print_table(result)
+    print_table(result := benchmark(args))
     if args.output:
         write_text(args.output, json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
     return 0
 
 
+def benchmark(args: argparse.Namespace) -> dict[str, object]:
+    limits = measured_limits(args.seconds, args.scale)
+    lines = [measured(subject, args.seconds) for subject in subjects(args.scale)]
+    with file_on_disk(args.folder, round(FILE_BYTES * args.scale)) as file, Files() as files:
+        disk = measured(reading(files, file), args.seconds)
+    after = measured_limits(args.seconds, args.scale)
+    limits = {name: max(limits[name], after[name]) for name in limits}
+    limits[PLAIN_READING], disk["twin"] = disk["twin"], None  # type: ignore[assignment]
+    lines.append(disk)
+    for line in lines:
+        line["ceiling"] = limits[str(line["limit"])]
+        line["share"] = line["measured"] / line["ceiling"]  # type: ignore[operator]
+    return {
+        "benchmark": "kernels",
+        "title": f"Kernels for the CPU ({in_use()}), GB/s, and GFLOP/s for prompts",
+        "command": " ".join(["python benchmarks/kernels.py", *sys.argv[1:]]),
+        "machine": describe_machine(open_device("cpu")),
+        "unit": "GB/s or GFLOP/s",
+        "higher_is_better": True,
+        "ceiling": "a sum over 1 GiB (decode attention), a copy of 1 GiB (decoding weights), a square product in bf16 "
+        "(prompts), direct reading of the same file with one thread (disk), in the same run",
+        "limits": limits,
+        "rows": lines,
+        "notes": "In torch instead: " + "; ".join(f"{line['name']} {line['twin']:.1f}" for line in lines if line["twin"]) + ".",
+    }
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each measurement")
     parser.add_argument("--scale", type=float, default=1.0, help="of the sizes: below 1 for a quick look")
+    parser.add_argument("--folder", help="where a file of 2 GB is written, read and removed (default: the system's for such)")
     parser.add_argument("--output", help="also write the JSON document here")
     return parser.parse_args(argv)
 
@@ -95,6 +122,8 @@ def subjects(scale: float) -> list[Subject]:
         attention("LLaMA-3-8B heads, 4 bits", 4 * rows, 8, 4, 128, 512, torch.bfloat16, "group4"),
         decoding(4, torch.bfloat16, scale),
         decoding(8, torch.bfloat16, scale),
+        prompts("facebook/opt-1.3b", max(1, round(16 * scale)), 64),
+        prompts("facebook/opt-1.3b", max(1, round(2 * scale)), 512),
     ]
 
 
@@ -131,20 +160,89 @@ def decoding(bits: int, dtype: torch.dtype, scale: float) -> Subject:
     )
 
 
+def prompts(model_name: str, rows: int, tokens: int) -> Subject:
+    """A part of a batch's prompts in one layer: products, norms, attention, and what h2o keeps of them."""
+    config = known_config(model_name)
+    assert config is not None
+    model = create_model(config, "bfloat16", sep_layer=False)
+    spec, layer = model.spec, next(layer for layer in model.spec.layers if layer.has_kv)
+    weights = {name: torch.randn(tensor.shape).mul_(0.02).bfloat16() for name, tensor in layer.tensors}
+    policy, batch = Plan.create(kv_policy="h2o", kv_budget=0.2).policy, Batch(tuple(range(rows)), (tokens,) * rows)
+    slots = policy.slots(batch, tokens)
+    shape = (rows, spec.kv_heads, slots.capacity)
+    notes = Notes.over(torch.zeros(rows * spec.kv_heads * slots.capacity * 8, dtype=torch.uint8), policy, shape)
+    cache = KVCache(torch.zeros(2, *shape, spec.head_dim, dtype=torch.bfloat16), notes)
+    hidden, now = torch.randn(rows, tokens, spec.hidden).bfloat16(), Pass.of(slots, 0, slots.capacity, torch.device("cpu"))
+    attention = 4 * rows * spec.heads * spec.head_dim * tokens * (tokens + 1) // 2
+    return Subject(
+        f"one layer of OPT-1.3B over {rows} prompts of {tokens}, h2o, bf16, GFLOP/s",
+        2 * rows * tokens * layer.matmul_values + attention,
+        PRODUCTS,
+        0.75,
+        torch.inference_mode()(lambda: block(model, hidden, weights, partial(cache.attend, now))),
+        None,
+    )
+
+
+def reading(files: Files, file: Path) -> Subject:
+    """By the engine's readers, of neighbouring pieces of the file as a layer's weights are, and plainly by one thread."""
+    size, places = file.stat().st_size, HostTier().alloc(READ_BYTES)
+    nbytes = min(READ_BYTES, size)
+    starts = range(0, size - nbytes + 1, nbytes)
+    descriptor, turns = files.descriptor(file), {"engine": 0, "plain": 0}
+
+    def next_start(who: str) -> int:
+        turns[who] += 1
+        return starts[turns[who] % len(starts)]
+
+    def plainly() -> None:
+        start, memory = next_start("plain"), memory_of(places[:nbytes])
+        for at in range(0, nbytes, PLAIN_BYTES):
+            end = min(at + PLAIN_BYTES, nbytes)
+            read_fully(descriptor, start + at, memory[at:end], end - at, file)
+
+    return Subject(
+        "disk, by the engine's readers",
+        nbytes,
+        PLAIN_READING,
+        0.9,
+        lambda: files.read([Piece(file, next_start("engine"), places[:nbytes], torch.uint8)]),
+        plainly,
+    )
+
+
+@contextmanager
+def file_on_disk(folder: str | None, nbytes: int) -> Iterator[Path]:
+    """Of whole pages with something in them, and really on the disk; removed afterwards."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        file = Path(place) / "read.bin"
+        page = torch.randint(256, (1 << 20,), dtype=torch.uint8)
+        with file.open("wb") as out:
+            for _ in range(max(1, nbytes >> 20)):
+                out.write(memory_of(page))
+            out.flush()
+            os.fsync(out.fileno())
+        yield file
+
+
 # -- how ---------------------------------------------------------------------------------------------------------------------
 
 
-def measured_limits(seconds: float) -> dict[str, float]:
-    source, target = torch.ones(GIB // 4), torch.ones(GIB // 4)
+def measured_limits(seconds: float, scale: float) -> dict[str, float]:
+    values, side = max(1, round(GIB // 4 * scale)), max(64, round(SIDE * min(1.0, scale)))
+    source, target = torch.ones(values), torch.ones(values)
+    one, other = (torch.randn(side, side).bfloat16() for _ in range(2))
     return {
-        READ: GIB / best_seconds([source.sum], seconds)[0] / 1e9,
-        COPY: GIB / best_seconds([lambda: target.copy_(source)], seconds)[0] / 1e9,
+        READ: source.nbytes / best_seconds([source.sum], seconds)[0] / 1e9,
+        COPY: source.nbytes / best_seconds([lambda: target.copy_(source)], seconds)[0] / 1e9,
+        PRODUCTS: 2 * side**3 / best_seconds([lambda: torch.nn.functional.linear(one, other)], seconds)[0] / 1e9,
     }
 
 
 def measured(subject: Subject, seconds: float) -> dict[str, object]:
-    kernel, twin = best_seconds([subject.kernel, subject.twin], 2 * seconds)
-    rates = {"measured": subject.nbytes / kernel / 1e9, "twin": subject.nbytes / twin / 1e9}
+    actions = [subject.kernel] if subject.twin is None else [subject.kernel, subject.twin]
+    kernel, *twin = (subject.work / best / 1e9 for best in best_seconds(actions, len(actions) * seconds))
+    rates = {"measured": kernel, "twin": twin[0] if twin else None}
     return {"name": subject.name, "limit": subject.limit, "aim": subject.aim, **rates}
 
 
@@ -163,7 +261,8 @@ def print_table(result: dict[str, object]) -> None:
     print(f"machine: {result['machine']}\nkernels: {in_use()}\nlimits: {result['ceiling']}: {result['limits']}\n")
     print(f"{'':62} {'GB/s':>6} {'torch':>6} {'limit':>6} {'share':>6} {'aim':>5}")
     for line in result["rows"]:  # type: ignore[attr-defined]
-        rates = f"{line['measured']:6.1f} {line['twin']:6.1f} {line['ceiling']:6.1f} {line['share']:6.2f} {line['aim']:5.2f}"
+        twin = "" if line["twin"] is None else f"{line['twin']:.1f}"
+        rates = f"{line['measured']:6.1f} {twin:>6} {line['ceiling']:6.1f} {line['share']:6.2f} {line['aim']:5.2f}"
         print(f"{line['name']:62} {rates}")
 
 

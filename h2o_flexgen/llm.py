@@ -21,7 +21,7 @@ from typing import TypeAlias
 import psutil
 
 from h2o_flexgen.conversation import Conversation, Extent
-from h2o_flexgen.kernels.decode_attention import reads_groups
+from h2o_flexgen.kernels.native import kernel_threads
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.host import available_bytes, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
@@ -205,8 +205,8 @@ class LLM:
 
     def _refuse_what_does_not_fit(self, workload: Workload) -> Footprint:
         accelerator = self.device.accelerator
-        reads_packed = not accelerator and reads_groups()
-        request = Request(self.spec, self.plan, workload, accelerator, self.dummy_weights, reads_packed)
+        threads = 0 if accelerator else kernel_threads()
+        request = Request(self.spec, self.plan, workload, accelerator, self.dummy_weights, threads)
         return refuse_what_does_not_fit(request, self.budgets)
 
     # -- generation ----------------------------------------------------------------------------------------------------

@@ -56,11 +56,6 @@ def decode_attention(q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Te
     return out.to(q.dtype), sums
 
 
-def reads_groups() -> bool:
-    """Are packed slots on the CPU attended where they lie? Else they are decoded first."""
-    return native_library() is not None
-
-
 def decode_attention_twin(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     # over all slots, empty ones masked: a slice of the slots is not contiguous, and bf16 products of it are 4 times slower
     scores = torch.matmul(q, keys.transpose(2, 3)).float().mul_(q.shape[-1] ** -0.5).add_(mask)

@@ -27,6 +27,11 @@ def native_library() -> ctypes.CDLL | None:
     return _loaded()[1]
 
 
+def kernel_threads() -> int:
+    """That kernels run in: 0 where torch does their work."""
+    return 0 if native_library() is None else torch.get_num_threads()
+
+
 def in_use() -> str:
     """For reports."""
     name, native = _loaded()

@@ -25,6 +25,8 @@ BUFFERS = 6 + 2 + 1 + 1  # threads that have one: disk threads, both workers of 
 BUFFER_BYTES = (4 << 20) + 2 * PAGE
 DEVICE_LIBRARIES = 64 << 20  # work space that matrix products keep; the context itself is outside of every budget
 DECODING_BYTES, ENCODING_BYTES = 16 << 20, 24 << 20  # what torch holds in passing: some rows at a time
+KERNEL_DTYPES = ("float32", "bfloat16")  # prompts in these are attended by a kernel:
+KERNEL_KEYS, KERNEL_WIDTH, KERNEL_QUERIES = 256, 16, 48  # keys and values fill up so many, and so many queries go at once
 SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices and masks
 SLACK = 1.15  # on the estimate of what the functions of a layer allocate in passing: allocators keep some of it
 
@@ -54,16 +56,16 @@ class Footprint:
         )
 
 
-def footprint(planned: PlannedBlock, writes_weights: bool = False, reads_packed: bool = False) -> Footprint:
+def footprint(planned: PlannedBlock, writes_weights: bool = False, kernel_threads: int = 0) -> Footprint:
     """`writes_weights`: the disk share of the weights is not there yet but written for the run (dummy weights).
-    `reads_packed`: attention reads packed slots where they lie (kernels)."""
+    `kernel_threads`: of the kernels for the CPU; 0 where torch does their work."""
     spec, block, schedule = planned.spec, planned.block, planned.schedule
     parts: Parts = {tier: defaultdict(int) for tier in TIERS}
     compute = DEVICE if schedule.moves.accelerator else HOST
     _add_weights(parts, spec, planned.placement, schedule, compute, writes_weights)
     _add_kv(parts, planned, compute)
     _add_hidden(parts, spec, block, schedule, compute)
-    working = max(working_bytes(spec, planned.plan, slots, reads_packed) for slots in planned.slots)
+    working = max(working_bytes(spec, planned.plan, slots, kernel_threads) for slots in planned.slots)
     if compute == DEVICE:
         largest = max(tensor.nbytes + min(tensor.decoded_nbytes, ENCODING_BYTES) for tensor in spec.tensors.values())
         parts[HOST]["loading"] = largest  # one tensor on its way to the device
@@ -151,37 +153,55 @@ def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
     return _aligned(batch.size * batch.prompt_len * spec.widest * spec.itemsize)
 
 
-def working_bytes(spec: ModelSpec, plan: Plan, slots: Slots, reads_packed: bool = False) -> int:
+def working_bytes(spec: ModelSpec, plan: Plan, slots: Slots, kernel_threads: int = 0) -> int:
     """The most that the functions of one visit allocate at once: an estimate from their shapes, held against runs by a test."""
     policy, batch = plan.policy, slots.batch
     parts = (policy.slots(part, slots.gen_len) for part in batch.parts(plan.prefill_tokens))
-    prefill = max(_prefill_bytes(spec, policy, part) for part in parts)
+    prefill = max(_prefill_bytes(spec, policy, part, kernel_threads) for part in parts)
     decode = batch.size * spec.heads * slots.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, slots)
-    decode += batch.size * slots.capacity * _decoding_bytes_per_slot(spec, policy, reads_packed)
+    decode += batch.size * slots.capacity * _decoding_bytes_per_slot(spec, policy, kernel_threads > 0)
     head = batch.size * spec.vocab * (3 * 4 + spec.itemsize)
     return max(prefill, decode, head) + batch.size * batch.prompt_len * spec.widest * spec.itemsize
 
 
-def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
+def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots, kernel_threads: int) -> int:
     """Of prompts that are computed at once."""
     tokens, heads = slots.batch.size * slots.batch.prompt_len, spec.heads * spec.head_dim
     normed = 3 * spec.hidden * 4 + 2 * spec.widest * spec.itemsize  # norms work in fp32
-    attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * max(spec.itemsize, 4))
-    attention += _choosing_bytes(spec, policy, slots) + _extending_bytes(spec, policy, slots)
+    threads = kernel_threads if spec.dtype in KERNEL_DTYPES else 0
+    widened = spec.itemsize if threads else max(spec.itemsize, 4)  # torch's column sums are in fp32
+    attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * widened)
+    attention += _kernel_bytes(spec, slots, threads) if threads else _scored_bytes(spec, policy, slots)
+    attention += _choosing_bytes(spec, policy, slots, threads) + _extending_bytes(spec, policy, slots)
     if spec.kv_codec != PLAIN:
         attention += tokens * spec.kv_bytes_per_slot + min(ENCODING_BYTES, 4 * tokens * spec.kv_decoded_bytes_per_slot)
     return max(attention, tokens * (normed + 3 * spec.ffn * spec.itemsize))
 
 
-def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
-    """To rank the tokens of prompts, and to sort them."""
-    if policy.keeps_all:
+def _scored_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
+    """In torch, to add up what keys get."""
+    if policy.ranks_by != ATTENTION:
         return 0
     batch, keys = slots.batch, slots.held(0) + slots.batch.prompt_len
     queries = max(budget.queries or batch.prompt_len for budget in slots.budgets)
-    shares = min(SCORED_BYTES, 4 * batch.size * spec.heads * keys * queries)
-    sorted_bytes = batch.size * spec.kv_heads * keys * (SORTED_BYTES + 4 * spec.head_dim)
-    return (2 * shares if policy.ranks_by == ATTENTION else 0) + sorted_bytes
+    return 2 * min(SCORED_BYTES, 4 * batch.size * spec.heads * keys * queries)
+
+
+def _kernel_bytes(spec: ModelSpec, slots: Slots, threads: int) -> int:
+    """The room of the kernel that attends prompts: a head's keys and values and a block of queries in each thread."""
+    keys = -(-(slots.held(0) + slots.batch.prompt_len) // KERNEL_KEYS) * KERNEL_KEYS + KERNEL_WIDTH
+    dim = -(-spec.head_dim // KERNEL_WIDTH) * KERNEL_WIDTH
+    floats = keys * (2 * dim + 1) + KERNEL_QUERIES * (keys + 2 * dim)
+    return 4 * floats * min(threads, slots.batch.size * spec.kv_heads)
+
+
+def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots, kernel_threads: int) -> int:
+    """To rank the tokens of prompts, to sort them, and to move those that stay."""
+    if policy.keeps_all:
+        return 0
+    keys = slots.held(0) + slots.batch.prompt_len
+    moved = 0 if kernel_threads else 4 * spec.head_dim  # in torch by an index for each value
+    return slots.batch.size * spec.kv_heads * keys * (SORTED_BYTES + moved)
 
 
 def _extending_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
@@ -245,14 +265,14 @@ class Request:
     workload: Workload
     accelerator: bool
     writes_weights: bool = False
-    reads_packed: bool = False
+    kernel_threads: int = 0  # of the kernels for the CPU
 
     def footprint(self) -> Footprint:
         total, met = Footprint({}), set()
         for planned in plan_blocks(self.spec, self.plan, self.workload, self.accelerator):
             if planned.shape not in met:
                 met.add(planned.shape)
-                total = total | footprint(planned, self.writes_weights, self.reads_packed)
+                total = total | footprint(planned, self.writes_weights, self.kernel_threads)
         return total
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from h2o_flexgen.kernels.native import TORCH, kernel_threads
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.notes import Notes
 from h2o_flexgen.kv.passes import Pass
@@ -39,6 +40,7 @@ from h2o_flexgen.planning.workload import Batch, Workload
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 from tests.contract import Case, Checkpoints
+from tests.kernels.variants import VARIANTS, used
 from tests.planning.allocations import peak_allocated
 from tests.planning.worlds import tiny_spec
 from tests.tiny import tiny_config
@@ -160,17 +162,18 @@ WIDER = {
 @pytest.mark.parametrize(("rows", "tokens", "gen_len"), [(8, 64, 8), (64, 4, 200), (3, 200, 4)])
 @pytest.mark.parametrize("kind", WIDER)
 @pytest.mark.parametrize("options", KEPT, ids=lambda options: options.get("kv_policy", "full"))
+@pytest.mark.parametrize("variant", [*VARIANTS[:1], TORCH])
 def test_a_visit_allocates_no_more_in_passing_than_is_estimated(
-    kind: str, rows: int, tokens: int, gen_len: int, dtype: str, options: dict[str, Any]
+    kind: str, rows: int, tokens: int, gen_len: int, dtype: str, options: dict[str, Any], variant: str
 ) -> None:
     config: Any = tiny_config(kind, **LARGER, **WIDER[kind])
     model = create_model(config, dtype, sep_layer=False)
     options = options if model.spec.rotary else {name: value for name, value in options.items() if name != "positions"}
     policy, batch = Plan.create(**options).policy, Batch(tuple(range(rows)), (tokens,) * rows)
-    most = max(passing_bytes(model, policy, batch, gen_len, step) for step in (0, 1, gen_len - 1))
-    estimate = SLACK * working_bytes(
-        model.spec, Plan.create(prefill_tokens=rows * tokens, **options), policy.slots(batch, gen_len)
-    )
+    plan = Plan.create(prefill_tokens=rows * tokens, **options)
+    with used(variant):
+        most = max(passing_bytes(model, policy, batch, gen_len, step) for step in (0, 1, gen_len - 1))
+        estimate = SLACK * working_bytes(model.spec, plan, policy.slots(batch, gen_len), kernel_threads())
     assert 0.2 * estimate < most <= estimate
 
 
