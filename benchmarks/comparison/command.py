@@ -192,7 +192,7 @@ class Comparison:
             except Failed as error:
                 search.failures[1] = str(error)
             else:
-                search.downwards(min(most, self.args.most_rows), contender.halved)
+                search.downwards(min(most, self.args.most_rows, contender.most_rows or most), contender.halved)
         for rows, reason in search.failures.items():
             say(f"  {contender.name}, {rows} rows: {reason}")
         return search
