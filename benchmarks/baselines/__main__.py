@@ -21,6 +21,7 @@ MOST, RUN, READY = "most", "run", "ready"
 def main() -> int:
     action, request = sys.argv[1], Request.from_json(sys.argv[2])
     system = system_named(request.system)
+    make_device_smaller(request)
     with os.fdopen(os.dup(1), "w") as words:  # peers print, and so do the compilers that they start
         os.dup2(2, 1)
         if action == MOST:
@@ -29,6 +30,15 @@ def main() -> int:
         else:
             print(system.run(request, lambda: _ready(words)).to_json(), file=words)
     return 0
+
+
+def make_device_smaller(request: Request) -> None:
+    """For whatever system runs in this process: its allocator gets no more of the GPU than was asked for."""
+    if request.device == "cuda" and request.device_bytes is not None:
+        import torch
+
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, request.device_bytes / total))
 
 
 def _ready(words: TextIO) -> None:

@@ -67,6 +67,8 @@ SUITES: Mapping[str, Suite] = {
 
 FULL_KV_ROWS = 96  # with KV on disk a thousand rows may fit, whose prompts alone take an hour
 ZIGZAG = {"sep_layer": False, "slots": 3}
+BARRIER = {"sep_layer": False, "schedule": "flexgen_barrier"}
+ROW_BY_ROW = {"sep_layer": False, "schedule": "row_by_row", "rows_at_once": 1 << 20}  # all rows are one batch
 H2O = {"kv_policy": "h2o", "kv_budget": 0.2}
 FOUR_BITS = {"weight_codec": "group4", "kv_codec": "group4"}
 LOSSY = {"4 bits": FOUR_BITS, "20 % of the KV": H2O}
@@ -78,9 +80,8 @@ GPU = {"percent": (0, 100, 0, 100, 100, 0)}  # weights and KV in host memory
 def _own(name: str, *options: Mapping[str, Any], halved: bool = False, most_rows: int | None = None) -> Contender:
     merged = {key: value for each in options for key, value in each.items()}
     lossy = [words for words, option in LOSSY.items() if any(one is option for one in options)]
-    return Contender(
-        name, "h2o_flexgen", merged, computes=", ".join(lossy) or Contender.computes, most_rows=most_rows, halved=halved
-    )
+    computes = ", ".join(lossy) or Contender.computes
+    return Contender(name, "h2o_flexgen", merged, computes=computes, most_rows=most_rows, halved=halved)
 
 
 def contenders(device: str) -> tuple[Contender, ...]:
@@ -92,13 +93,8 @@ def contenders(device: str) -> tuple[Contender, ...]:
         _own("without 4 bits", ZIGZAG, H2O, memory),
         _own("without overlap", ZIGZAG, H2O, FOUR_BITS, memory, {"slots": 1}),
         _own("16 bits, full KV", ZIGZAG, all_kv, most_rows=FULL_KV_ROWS),
-        _own(
-            "flexgen_barrier, 16 bits, full KV",
-            {"sep_layer": False, "schedule": "flexgen_barrier"},
-            all_kv,
-            most_rows=FULL_KV_ROWS,
-        ),
-        _own("row_by_row, 16 bits, full KV", {"sep_layer": False, "schedule": "row_by_row", "rows_at_once": 1 << 20}, memory),
+        _own("flexgen_barrier, 16 bits, full KV", BARRIER, all_kv, most_rows=FULL_KV_ROWS),
+        _own("row_by_row, 16 bits, full KV", ROW_BY_ROW, memory),
         Contender("accelerate", "accelerate"),
         Contender("accelerate, eager attention", "accelerate", {"attention": "eager"}),
         Contender("deepspeed", "deepspeed"),

@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.baselines.__main__ import make_device_smaller
 from benchmarks.baselines.request import Answer, Request
 from benchmarks.baselines.systems import system_named
 from benchmarks.comparison import command
@@ -225,6 +226,17 @@ def test_of_tables_that_are_no_head_a_pass_needs_a_few_rows() -> None:
     positions, tokens = tied.tensors["model.decoder.embed_positions.weight"], untied.tensors["model.embed_tokens.weight"]
     assert Ceiling(tied, MACHINE).weight_bytes == tied.weight_bytes - positions.nbytes
     assert Ceiling(untied, MACHINE).weight_bytes == untied.weight_bytes - tokens.nbytes
+
+
+@pytest.mark.cuda
+def test_a_gpu_is_made_smaller_for_whoever_runs() -> None:
+    request = Request("", "", "float16", "cuda", 1, 8, 8, None, None, 10**9, "")
+    try:
+        make_device_smaller(request)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.parametrize("text", ["64", "64x256", "+", "0+8", "8+1", "a+b"])
