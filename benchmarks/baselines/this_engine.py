@@ -22,7 +22,8 @@ from h2o_flexgen.planning.schedule import Op, Task
 from h2o_flexgen.planning.workload import Batch, Workload
 
 MOST_ROWS = 4096
-ROWS_AT_ONCE = 128  # of a batch, where the options do not say
+ROWS_AT_ONCE = 256  # of a batch, where the options do not say
+TILE = 32  # rows: products of 266 rows take longer than of 288
 KEPT_FREE = 0.02  # of the cap, for what the kernel counts for the process besides its memory: page tables, files
 
 
@@ -37,19 +38,21 @@ class System:
 
     def most_rows(self, request: Request) -> int:
         """By its own planner: nothing is loaded."""
-        return largest(partial(_fits, request), MOST_ROWS)
+        most = largest(partial(_fits, request), MOST_ROWS)
+        return most if most < 2 * TILE else most // TILE * TILE
 
     def run(self, request: Request, ready: Ready) -> Answer:
         begun = time.perf_counter()
         with _opened(request, request.rows) as llm:
-            llm.check(Workload.uniform(request.rows, request.prompt_len, request.gen_len))
+            for workload in _workloads(llm, request, request.rows):
+                llm.check(workload)
             llm.generate(_prompts(llm, 1, request.prompt_len), _all(request.gen_len), until=lambda _: True)  # only loads
             loaded = time.perf_counter() - begun
             ready()
             prompts = steps = _Run.of(llm, request, request.prompt_len, request.gen_len)
             notes = ""
             if request.steps is not None and not _is_steady(llm, request):
-                steps = _Run.of(llm, request, request.middle, request.gen_len - request.gen_len // 2)
+                steps = _Run.of(llm, request, request.middle, _behind_middle(request))
                 notes = f"steps behind prompts of {request.middle} tokens"
             assert llm.stats is not None
             return Answer(
@@ -111,10 +114,23 @@ def _opened(request: Request, rows: int) -> LLM:
 def _fits(request: Request, rows: int) -> bool:
     with _opened(request, rows) as llm:
         try:
-            llm.check(Workload.uniform(rows, request.prompt_len, request.gen_len))
+            for workload in _workloads(llm, request, rows):
+                llm.check(workload)
         except DoesNotFit:
             return False
     return True
+
+
+def _workloads(llm: LLM, request: Request, rows: int) -> list[Workload]:
+    """What is run: a shortened run may need the prompts of the middle of the text besides."""
+    asked = [Workload.uniform(rows, request.prompt_len, request.gen_len)]
+    if request.steps is not None and not _is_steady(llm, request):
+        asked.append(Workload.uniform(rows, request.middle, _behind_middle(request)))
+    return asked
+
+
+def _behind_middle(request: Request) -> int:
+    return request.gen_len - request.gen_len // 2
 
 
 def _is_steady(llm: LLM, request: Request) -> bool:
