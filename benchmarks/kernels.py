@@ -259,7 +259,7 @@ def best_seconds(actions: Sequence[Callable[[], object]], seconds: float) -> lis
 
 def print_table(result: dict[str, object]) -> None:
     print(f"machine: {result['machine']}\nkernels: {in_use()}\nlimits: {result['ceiling']}: {result['limits']}\n")
-    print(f"{'':62} {'GB/s':>6} {'torch':>6} {'limit':>6} {'share':>6} {'aim':>5}")
+    print(f"{'':62} {'rate':>6} {'torch':>6} {'limit':>6} {'share':>6} {'aim':>5}")
     for line in result["rows"]:  # type: ignore[attr-defined]
         twin = "" if line["twin"] is None else f"{line['twin']:.1f}"
         rates = f"{line['measured']:6.1f} {twin:>6} {line['ceiling']:6.1f} {line['share']:6.2f} {line['aim']:5.2f}"

@@ -7,22 +7,21 @@ import ctypes
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.native import native_library, pointer
+from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 
 GROUP = 64
-WIDE = {torch.float32: 1, torch.bfloat16: 0}  # what C can read and write
 TWIN_VALUES = 1 << 20  # at once: what torch holds in passing stays small
 
 
 def group_decode(data: Tensor, out: Tensor, bits: int) -> None:
     """data (rows, bytes of a row) -> out (rows, columns)."""
     native = native_library()
-    if native is None or out.dtype not in WIDE or out.device.type != "cpu":
+    if native is None or out.dtype not in KINDS or out.device.type != "cpu":
         group_decode_twin(data, out, bits)
         return
     rows, columns = out.shape
     sizes = (ctypes.c_long(rows), ctypes.c_long(columns))
-    kind = (ctypes.c_int(bits), ctypes.c_int(WIDE[out.dtype]), ctypes.c_int(torch.get_num_threads()))
+    kind = (ctypes.c_int(bits), ctypes.c_int(KINDS[out.dtype]), ctypes.c_int(torch.get_num_threads()))
     native.group_decode(pointer(data), pointer(out), *sizes, *kind)
 
 

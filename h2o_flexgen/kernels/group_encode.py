@@ -7,8 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.group_decode import GROUP, WIDE, group_parts
-from h2o_flexgen.kernels.native import native_library, pointer
+from h2o_flexgen.kernels.group_decode import GROUP, group_parts
+from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 
 TWIN_VALUES = 1 << 20  # at once: what torch holds in passing stays small
 
@@ -16,13 +16,13 @@ TWIN_VALUES = 1 << 20  # at once: what torch holds in passing stays small
 def group_encode(values: Tensor, out: Tensor, bits: int) -> None:
     """values (rows, columns) -> out (rows, bytes of a row)."""
     native = native_library()
-    if native is None or values.dtype not in WIDE or values.device.type != "cpu":
+    if native is None or values.dtype not in KINDS or values.device.type != "cpu":
         group_encode_twin(values, out, bits)
         return
     values = values.contiguous()  # and held until C is done
     rows, columns = values.shape
     sizes = (ctypes.c_long(rows), ctypes.c_long(columns))
-    kind = (ctypes.c_int(bits), ctypes.c_int(WIDE[values.dtype]), ctypes.c_int(torch.get_num_threads()))
+    kind = (ctypes.c_int(bits), ctypes.c_int(KINDS[values.dtype]), ctypes.c_int(torch.get_num_threads()))
     native.group_encode(pointer(values), pointer(out), *sizes, *kind)
 
 

@@ -20,7 +20,7 @@ static ALWAYS_INLINE float bf16_to_float(uint16_t half)
     return value;
 }
 
-static ALWAYS_INLINE uint16_t float_to_bf16(float value) /* nearest, ties to even; no NaN comes here */
+static ALWAYS_INLINE uint16_t float_to_bf16(float value) /* nearest, ties to even; quiet NaNs stay what they are */
 {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);

@@ -38,6 +38,7 @@ static ALWAYS_INLINE long lowest(const int32_t *positions, const float *ranks, l
     return held - 1;
 }
 
+/* Called through a pointer: what is constant in a loop of threads stays constant in a function of its own, and only there. */
 typedef void (*row_action)(const ranking *r, long row);
 
 static void by_rank(const ranking *r, long row)

@@ -17,11 +17,15 @@ LAST = torch.iinfo(torch.int32).max
 
 def lowest_slot(positions: Tensor, ranks: Tensor | None, held: Tensor, start: Tensor, end: Tensor) -> Tensor:
     """positions (rows, heads, slots), int32, and ranks the same, fp32, or None where positions rank; of a row's slots the first
-    `held` (rows,) count, and of these may go whose position is from `start` (rows, 1, 1) on and before `end`, at least one
-    -> (rows, heads)"""
+    `held` (rows,) count, and of these may go whose position is from `start` (rows, 1, 1) on and before `end`; where nobody
+    may, the last -> (rows, heads)"""
     native = native_library()
     if native is None or positions.device.type != "cpu":
         return lowest_slot_twin(positions, ranks, held, start, end)
+    rows = len(positions)
+    assert positions.dtype == torch.int32 and (ranks is None or (ranks.dtype, ranks.shape) == (torch.float32, positions.shape))
+    assert held.shape == (rows,) and start.shape == end.shape == (rows, 1, 1)
+    assert held.dtype == start.dtype == end.dtype == torch.int64
     out = torch.empty(positions.shape[:2], dtype=torch.int64)
     places = (positions, ranks, held, start, end, out)
     given = _Ranking(*(None if place is None else pointer(place) for place in places), *positions.shape)
@@ -34,7 +38,8 @@ def lowest_slot_twin(positions: Tensor, ranks: Tensor | None, held: Tensor, star
     stays = (positions < start) | (positions >= end) | behind
     free = (positions.double() if ranks is None else ranks).masked_fill(stays, torch.inf)
     lowest = (free == free.amin(-1, keepdim=True)) & ~stays
-    return positions.masked_fill(~lowest, LAST).argmin(-1)
+    oldest = positions.masked_fill(~lowest, LAST).argmin(-1)
+    return torch.where(lowest.any(-1), oldest, held[:, None] - 1)
 
 
 class _Ranking(ctypes.Structure):

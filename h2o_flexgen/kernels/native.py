@@ -19,6 +19,7 @@ SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" does without the library; the name of 
 TORCH = "torch"
 VERSION = 2  # of what native.c promises
 KINDS = {torch.bfloat16: 0, torch.float32: 1}  # of values, as C counts them
+NO_KIND = -1  # of bytes that are only moved
 RUNS: Mapping[str, Sequence[str]] = {"AVX512": ("avx512", "avx2", "baseline"), "AVX2": ("avx2", "baseline")}
 
 
@@ -86,6 +87,6 @@ class Places(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, tensor: Tensor, kind: int) -> Places:
+    def of(cls, tensor: Tensor, kind: int = NO_KIND) -> Places:
         assert tensor.device.type == "cpu" and tensor.stride(3) == 1
         return cls(tensor.data_ptr(), *(stride * tensor.itemsize for stride in tensor.stride()[:3]), kind)

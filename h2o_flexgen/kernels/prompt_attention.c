@@ -3,7 +3,8 @@
    it sees, in a few hundred kilobytes, where they become shares, are summed up by key, and are multiplied with the values.
 
    A (row, KV head) is worked on by one thread from its first query to its last, and each query sums over its keys from the first on,
-   so a row's outcome depends on nothing but the row. All sums are in float32. */
+   so a row's outcome depends on nothing but the row, and on how many keys are before the new ones in the row that has most. All sums
+   are in float32. */
 
 #include "slots.h"
 #include "vectors.h"

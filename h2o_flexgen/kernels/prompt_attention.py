@@ -1,6 +1,7 @@
 """Attention of the tokens of a prompt, and what each key got from them: in C on CPUs where the library is, else in torch.
 
-The two differ in the last bits: C sums in another order, and keeps scores and shares in float32.
+The two differ in the last bits: C sums in another order, and keeps scores and shares in float32. In C a row's outcome depends
+on nothing but the row, and on how many keys the row of its batch that has most holds before.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ def prompt_attention(
         return prompt_attention_twin(q, k, v, before, weights, scored_bytes)
     rows, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
+    assert v.shape == k.shape == (rows, kv_heads, keys, dim) and (before.shape, before.dtype) == ((rows,), torch.int64)
+    assert weights is None or weights.shape == (rows, tokens)
     out = torch.empty(rows, tokens, heads * dim, dtype=q.dtype)
     sums = None if weights is None else torch.empty(rows, kv_heads, keys, dtype=torch.float32)
     weights = None if weights is None else weights.float().contiguous()
@@ -74,12 +77,16 @@ def _attend_seen(q: Tensor, k: Tensor, v: Tensor, is_held: Tensor) -> Tensor:
     """The query heads of a group stand one behind the other where queries stand."""
     rows, heads, tokens, head_dim = q.shape
     kv_heads = k.shape[1]
-    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril_()
-    sees = torch.cat((is_held.expand(-1, tokens, -1), causal.expand(rows, -1, -1)), dim=2)  # (rows, tokens, keys)
-    mask = sees.repeat(1, heads // kv_heads, 1).unsqueeze(1)
+    mask = _seen(is_held, tokens).repeat(1, heads // kv_heads, 1).unsqueeze(1)
     out = functional.scaled_dot_product_attention(q.reshape(rows, kv_heads, -1, head_dim), k, v, attn_mask=mask)
     # on some devices the outcome lies otherwise than the queries do: no view
     return out.reshape(rows, heads, tokens, head_dim).transpose(1, 2).reshape(rows, tokens, heads * head_dim)
+
+
+def _seen(is_held: Tensor, tokens: int) -> Tensor:
+    """(rows, tokens, keys)"""
+    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=is_held.device).tril_()
+    return torch.cat((is_held.expand(-1, tokens, -1), causal.expand(len(is_held), -1, -1)), dim=2)
 
 
 class _Prompt(ctypes.Structure):

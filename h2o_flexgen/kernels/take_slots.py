@@ -21,10 +21,11 @@ def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
         return
     rows, heads, count, width = out.shape
     index = index.contiguous()  # and held until C is done
-    assert index.dtype == torch.int64 and source.dtype == out.dtype and source.shape[:2] == out.shape[:2]
+    assert source.dtype == out.dtype and (*source.shape[:2], source.shape[3]) == (rows, heads, width)
+    assert index.dtype == torch.int64 and index.shape in ((rows, heads, count), (rows, 1, count))
     strides = (index.stride(0), index.stride(1) if index.shape[1] > 1 else 0)
     given = _Taking(
-        *(Places.of(x, 0) for x in (source, out)), pointer(index), *strides, *(rows, heads, count, width * out.itemsize)
+        *(Places.of(x) for x in (source, out)), pointer(index), *strides, *(rows, heads, count, width * out.itemsize)
     )
     native.take_slots(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
 

@@ -14,7 +14,7 @@ from h2o_flexgen.kv.slots import Budget, Slots
 from h2o_flexgen.planning.workload import Batch
 
 NONE, ATTENTION, AGE, CHANCE = "none", "attention", "age", "chance"  # what tokens are ranked by
-SCORED_BYTES = 16 << 20  # of a prompt's attention that are looked at together
+SCORED_BYTES = 16 << 20  # of a prompt's attention that torch looks at together
 SHARES = ("hh_ratio", "kv_budget")
 BUDGETS = ("heavy", "recent", *SHARES)
 PROTECTION = ("sinks", "grace")

@@ -26,7 +26,7 @@ BUFFER_BYTES = (4 << 20) + 2 * PAGE
 DEVICE_LIBRARIES = 64 << 20  # work space that matrix products keep; the context itself is outside of every budget
 DECODING_BYTES, ENCODING_BYTES = 16 << 20, 24 << 20  # what torch holds in passing: some rows at a time
 KERNEL_DTYPES = ("float32", "bfloat16")  # prompts in these are attended by a kernel:
-KERNEL_KEYS, KERNEL_WIDTH, KERNEL_QUERIES = 256, 16, 48  # keys and values fill up so many, and so many queries go at once
+KERNEL_KEYS, KERNEL_WIDTH, KERNEL_QUERIES = 256, 16, 48  # 4 PANEL, LANES and BLOCK of prompt_attention.c, at most
 SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices and masks
 SLACK = 1.15  # on the estimate of what the functions of a layer allocate in passing: allocators keep some of it
 
@@ -172,7 +172,7 @@ def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots, kernel_threa
     widened = spec.itemsize if threads else max(spec.itemsize, 4)  # torch's column sums are in fp32
     attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * widened)
     attention += _kernel_bytes(spec, slots, threads) if threads else _scored_bytes(spec, policy, slots)
-    attention += _choosing_bytes(spec, policy, slots, threads) + _extending_bytes(spec, policy, slots)
+    attention += _choosing_bytes(spec, policy, slots, threads) + _extending_bytes(spec, policy, slots, threads)
     if spec.kv_codec != PLAIN:
         attention += tokens * spec.kv_bytes_per_slot + min(ENCODING_BYTES, 4 * tokens * spec.kv_decoded_bytes_per_slot)
     return max(attention, tokens * (normed + 3 * spec.ffn * spec.itemsize))
@@ -204,14 +204,15 @@ def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots, kernel_thre
     return slots.batch.size * spec.kv_heads * keys * (SORTED_BYTES + moved)
 
 
-def _extending_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
+def _extending_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots, kernel_threads: int) -> int:
     """For new tokens behind those that are held: all of them side by side, as held, as stored and as attended."""
     if slots.held(0) == 0:
         return 0
     tokens, group = slots.batch.prompt_len, spec.heads // spec.kv_heads
     keys = slots.held(0) + tokens
     copies = keys * spec.kv_decoded_bytes_per_slot * (4 if policy.rolls else 3)
-    return slots.batch.size * (copies + tokens * group * keys * (1 + 4))
+    mask = 0 if kernel_threads else tokens * (keys + group * keys * (1 + 4))  # who sees whom, as it is and for every head
+    return slots.batch.size * (copies + mask)
 
 
 def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, reads_packed: bool) -> int:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from h2o_flexgen.kernels import lowest_slot as kernel
 from h2o_flexgen.kernels.lowest_slot import lowest_slot, lowest_slot_twin
-from tests.kernels.variants import VARIANTS, used
+from tests.kernels.variants import VARIANTS, never, used
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 4, 50), (5, 2, 205), (64, 8, 17)])
 @pytest.mark.parametrize("kinds", [1, 3, 1000, None])
-def test_c_and_torch_let_the_oldest_of_the_lowest_go(variant: str, shape: tuple[int, int, int], kinds: int | None) -> None:
+def test_c_and_torch_let_the_oldest_of_the_lowest_go(
+    variant: str, shape: tuple[int, int, int], kinds: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, heads, slots = shape
     draw = torch.Generator().manual_seed(sum(shape))
     positions = torch.rand(shape, generator=draw).argsort(-1).int() * 2 + 5  # unique, in any order
@@ -20,17 +23,33 @@ def test_c_and_torch_let_the_oldest_of_the_lowest_go(variant: str, shape: tuple[
     held = torch.randint(1, slots + 1, (rows,), generator=draw)
     for row, count in enumerate(held.tolist()):
         positions[row, :, count:] = -1
-    start = torch.randint(-3, 6, (rows, 1, 1), generator=draw)
-    end = torch.full((rows, 1, 1), 2 * slots + 5)
+    # of every head the second quarter and the last are protected, as sinks and newest are; but never all that it holds
+    sorted_positions = positions.masked_fill(positions < 0, 2 * slots + 9).sort(-1).values
+    least, most = sorted_positions[..., 0].amax(1), sorted_positions.masked_fill(positions < 0, -1).amax((1, 2))
+    start = torch.minimum(torch.full_like(least, 5 + slots // 2), least).view(rows, 1, 1)
+    end = torch.maximum(least + 1, most - slots // 2).view(rows, 1, 1)
+    monkeypatch.setattr(kernel, "lowest_slot_twin", never)
     with used(variant):
         found = lowest_slot(positions, ranks, held, start, end)
     assert torch.equal(found, lowest_slot_twin(positions, ranks, held, start, end))
+    is_held = torch.arange(slots) < held[:, None, None]
+    assert slots < 17 or (((positions < start) & is_held).any() and ((positions >= end) & is_held).any())
     for row in range(rows):
         for head in range(heads):
             token = positions[row, head].tolist()
             free = [slot for slot in range(int(held[row])) if int(start[row]) <= token[slot] < int(end[row])]
             rank = token if ranks is None else ranks[row, head].tolist()
             assert int(found[row, head]) == min(free, key=lambda slot: (rank[slot], token[slot]))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_where_nobody_may_go_both_say_the_last(variant: str) -> None:
+    """Of a row below its budget nobody looks at the outcome, but both are to be the same."""
+    given = (torch.tensor([[[3, 1, 2]]], dtype=torch.int32), torch.tensor([2]), torch.tensor([[[7]]]), torch.tensor([[[9]]]))
+    with used(variant):
+        assert (
+            lowest_slot(given[0], None, *given[1:]).tolist() == lowest_slot_twin(given[0], None, *given[1:]).tolist() == [[1]]
+        )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

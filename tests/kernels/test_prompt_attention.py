@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels import prompt_attention as kernel
 from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attention_twin
-from tests.kernels.variants import VARIANTS, used
+from tests.kernels.variants import VARIANTS, never, used
 
 SHAPES = [  # rows, kv_heads, group, held, tokens, dim
     (1, 1, 1, 0, 1, 64), (3, 2, 1, 0, 17, 64), (2, 1, 4, 5, 33, 128), (4, 2, 3, 0, 130, 80), (5, 1, 2, 9, 3, 3),
@@ -47,6 +48,15 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> Dra
     return Drawn(q, k, v, before, torch.rand(rows, tokens, generator=draw) * (torch.arange(tokens) < lengths))
 
 
+def with_threads(count: int, given: Drawn) -> tuple[Tensor, Tensor]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        return given.attended()
+    finally:
+        torch.set_num_threads(before)
+
+
 def exact(given: Drawn) -> tuple[Tensor, Tensor]:
     (rows, heads, tokens, dim), (kv_heads, keys) = given.q.shape, given.k.shape[1:3]
     k, v = (x.double().repeat_interleave(heads // kv_heads, 1) for x in (given.k, given.v))
@@ -63,8 +73,11 @@ def exact(given: Drawn) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
-def test_c_is_as_near_to_float64_as_torch(variant: str, dtype: torch.dtype, shape: tuple[int, ...], scale: float) -> None:
+def test_c_is_as_near_to_float64_as_torch(
+    variant: str, dtype: torch.dtype, shape: tuple[int, ...], scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = drawn(shape, dtype, scale)
+    monkeypatch.setattr(kernel, "prompt_attention_twin", never)
     with used(variant):
         out, sums = given.attended()
     twin, twin_sums = prompt_attention_twin(*given, BYTES)
@@ -101,13 +114,10 @@ def test_neither_strides_nor_neighbours_nor_threads_change_a_bit(variant: str, d
         expected = given.attended()
         turned = by_head.attended()
         alone = [given.rows(slice(row, row + 1)).attended() for row in range(5)]
-        before = torch.get_num_threads()
-        torch.set_num_threads(3)
-        threaded = given.attended()
-        torch.set_num_threads(before)
+        threaded = [with_threads(count, given) for count in (1, 3)]
     for place in range(2):
         assert torch.equal(turned[place], expected[place])
-        assert torch.equal(threaded[place], expected[place])
+        assert all(torch.equal(one[place], expected[place]) for one in threaded)
         assert torch.equal(torch.cat([one[place] for one in alone]), expected[place])
 
 
@@ -136,3 +146,9 @@ def test_what_a_row_does_not_hold_changes_nothing(variant: str, dtype: torch.dty
         after = given.attended()
     assert torch.equal(after[0], expected[0]) and torch.equal(after[1], expected[1])
     assert (expected[1].masked_select(missing[:, None]) == 0).all() and missing.any()
+
+
+def test_float16_is_attended_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "prompt_attention_twin", lambda *_: ("twin", None))
+    given = drawn((1, 2, 1, 0, 7, 64), torch.float16)
+    assert prompt_attention(*given, BYTES)[0] == "twin"
