@@ -109,7 +109,7 @@ class Report:
         lines = []
         if steps:
             several = " or ".join(map(str, sorted(steps)))
-            lines.append(f"With a star: {several} decode steps with the KV of half the generation; each counts as their median.")
+            lines.append(f"With a star: {several} decode steps with the KV of half the text; each counts as their median.")
         lines += [f"{entry.name}: {entry.remark}." for entry in self.entries if entry.remark]
         lines += [f"{name}: skipped, {reason}." for name, reason in self.skipped.items()]
         lines += [f"{entry.name}, {rows} rows: {why}." for entry in self.entries for rows, why in entry.failures.items()]
