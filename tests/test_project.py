@@ -176,4 +176,8 @@ def test_no_function_is_long(path: Path) -> None:
 
 def test_nothing_is_left_to_do() -> None:
     marks = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
-    assert [place(path) for path in FILES if path.suffix != ".json" and marks.search(path.read_text("utf-8", "replace"))] == []
+    assert [
+        place(path)
+        for path in FILES
+        if path.suffix not in (".json", ".png") and marks.search(path.read_text("utf-8", "replace"))
+    ] == []

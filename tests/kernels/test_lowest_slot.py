@@ -23,11 +23,10 @@ def test_c_and_torch_let_the_oldest_of_the_lowest_go(
     held = torch.randint(1, slots + 1, (rows,), generator=draw)
     for row, count in enumerate(held.tolist()):
         positions[row, :, count:] = -1
-    # of every head the second quarter and the last are protected, as sinks and newest are; but never all that it holds
-    sorted_positions = positions.masked_fill(positions < 0, 2 * slots + 9).sort(-1).values
-    least, most = sorted_positions[..., 0].amax(1), sorted_positions.masked_fill(positions < 0, -1).amax((1, 2))
-    start = torch.minimum(torch.full_like(least, 5 + slots // 2), least).view(rows, 1, 1)
-    end = torch.maximum(least + 1, most - slots // 2).view(rows, 1, 1)
+    # the oldest quarter and the newest are protected, as sinks and window are; where a head has no others, nobody is
+    free = (positions >= 5 + slots // 2) & (positions < 5 + 2 * slots - slots // 2)
+    some = free.any(-1).all(-1)[:, None, None]
+    start, end = torch.where(some, 5 + slots // 2, -3), torch.where(some, 5 + 2 * slots - slots // 2, 2 * slots + 5)
     monkeypatch.setattr(kernel, "lowest_slot_twin", never)
     with used(variant):
         found = lowest_slot(positions, ranks, held, start, end)
@@ -45,11 +44,10 @@ def test_c_and_torch_let_the_oldest_of_the_lowest_go(
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_where_nobody_may_go_both_say_the_last(variant: str) -> None:
     """Of a row below its budget nobody looks at the outcome, but both are to be the same."""
-    given = (torch.tensor([[[3, 1, 2]]], dtype=torch.int32), torch.tensor([2]), torch.tensor([[[7]]]), torch.tensor([[[9]]]))
+    positions, held = torch.tensor([[[3, 1, 2]]], dtype=torch.int32), torch.tensor([2])
+    given = (positions, None, held, torch.tensor([[[7]]]), torch.tensor([[[9]]]))
     with used(variant):
-        assert (
-            lowest_slot(given[0], None, *given[1:]).tolist() == lowest_slot_twin(given[0], None, *given[1:]).tolist() == [[1]]
-        )
+        assert lowest_slot(*given).tolist() == lowest_slot_twin(*given).tolist() == [[1]]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
