@@ -398,9 +398,6 @@ class MadeUp:
     def missing(self, request: Request) -> str | None:
         return self.reason
 
-    def run(self, request: Request, ready: Any) -> Answer:
-        raise NotImplementedError
-
 
 class Planned(MadeUp):
     def most_rows(self, request: Request) -> int:
