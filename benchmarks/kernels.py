@@ -25,9 +25,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn import functional
 
 from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
 from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
+from h2o_flexgen.kernels.group_product import group_product
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
@@ -122,6 +124,9 @@ def subjects(scale: float) -> list[Subject]:
         attention("LLaMA-3-8B heads, 4 bits", 4 * rows, 8, 4, 128, 512, torch.bfloat16, "group4"),
         decoding(4, torch.bfloat16, scale),
         decoding(8, torch.bfloat16, scale),
+        product(4, 1, scale),
+        product(4, 4, scale),
+        product(4, 8, scale),
         prompts("facebook/opt-1.3b", max(1, round(16 * scale)), 64),
         prompts("facebook/opt-1.3b", max(1, round(2 * scale)), 512),
     ]
@@ -223,6 +228,31 @@ def file_on_disk(folder: str | None, nbytes: int) -> Iterator[Path]:
             out.flush()
             os.fsync(out.fileno())
         yield file
+
+
+def product(bits: int, rows: int, scale: float) -> Subject:
+    """Of so many matrices that no cache holds them. In torch instead: decoded by the kernel, then multiplied."""
+    shape, codec = (max(1, round(4096 * scale)), 4096), Grouped(bits)
+    matrices = []
+    for _ in range(8):
+        data = torch.empty(shape[0], codec.nbytes((1, shape[1]), 2), dtype=torch.uint8)
+        codec.encode(torch.randn(shape), data.view(-1))
+        matrices.append(data)
+    x, values = torch.randn(rows, shape[1]).bfloat16(), torch.empty(shape, dtype=torch.bfloat16)
+
+    def decoded_first() -> None:
+        for data in matrices:
+            group_decode(data, values, bits)
+            functional.linear(x, values)
+
+    return Subject(
+        f"{rows} row{'s' * (rows > 1)} times {bits}-bit weights, packed bytes",
+        sum(data.nbytes for data in matrices),
+        READ,
+        0.5,
+        lambda: [group_product(x, data, None, bits) for data in matrices],
+        decoded_first,
+    )
 
 
 # -- how ---------------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from h2o_flexgen.models.base import Model, Weights
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.quant.matrix import PackedMatrix, Room
 from h2o_flexgen.runtime.output import Completion
 from h2o_flexgen.runtime.sampling import Sampler
 from h2o_flexgen.runtime.sampling_params import SamplingParams
@@ -148,19 +149,28 @@ class Checkpoints:
         )
         return generated.sequences[0, prompt.shape[1] :].tolist(), torch.cat(generated.logits)
 
-    def model(self, kind: str, stored: str, dtype: str, device: str = "cpu", codec: str = PLAIN) -> tuple[Model, list[Weights]]:
-        """With a codec: the weights that are computed with are what it makes of the stored ones."""
+    def model(
+        self, kind: str, stored: str, dtype: str, device: str = "cpu", codec: str = PLAIN, packed: bool = False
+    ) -> tuple[Model, list[Weights]]:
+        """With a codec: the weights that are computed with are what it makes of the stored ones; `packed` ones are matrices in
+        its bytes, but for a table that rows are looked up in."""
         folder = self.folder(kind, stored)
         tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             tensors |= {name: tensor.clone() for name, tensor in load_file(file).items()}
         model = create_model(load_config(str(folder)), dtype)
         model.spec = model.spec.packed(codec)
-        for tensor in model.spec.tensors.values():
-            if tensor.codec != PLAIN:
-                tensors[tensor.name] = there_and_back(tensors[tensor.name], codec, getattr(torch, dtype))
-        weights = weights_by_layer(model, tensors)
-        return model, [{name: tensor.to(device) for name, tensor in layer.items()} for layer in weights]
+        encoded = {name: encoded_with(codec, tensors[name]) for name, one in model.spec.tensors.items() if one.codec != PLAIN}
+        for name, data in encoded.items():
+            tensors[name] = decoded_with(codec, data, tensors[name].shape, getattr(torch, dtype))
+        weights = [{name: one.to(device) for name, one in layer.items()} for layer in weights_by_layer(model, tensors)]
+        if packed:
+            for layer, own in zip(model.spec.layers, weights):
+                for name, tensor in layer.tensors:
+                    if tensor.codec != PLAIN and not (layer.kind == "embed" and name == layer.table):
+                        data = encoded[tensor.name].view(tensor.shape[0], -1).to(device)
+                        own[name] = PackedMatrix(data, CODECS[codec], Room(torch.empty_like(own[name])))
+        return model, weights
 
     def resident_logits(self, case: Case, rows: Sequence[int]) -> list[Tensor]:
         """Of one batch, for every step (rows, vocab): worked out once for all plans that have this batch."""
@@ -180,17 +190,21 @@ class Checkpoints:
             *map(tuple, prompts),
         )
         if key not in self.resident:
-            model, weights = self.model(case.kind, case.stored, case.dtype, device, case.weight_codec)
+            model, weights = self.model(case.kind, case.stored, case.dtype, device, case.weight_codec, packed=True)
             self.resident[key] = resident_generate(
                 model, weights, prompts, case.gen_len, by_token, case.kv_policy, case.prefill_tokens, case.kv_codec
             )
         return self.resident[key]
 
 
-def there_and_back(values: Tensor, codec: str, dtype: torch.dtype) -> Tensor:
+def encoded_with(codec: str, values: Tensor) -> Tensor:
     data = torch.empty(CODECS[codec].nbytes(tuple(values.shape), values.itemsize), dtype=torch.uint8)
     CODECS[codec].encode(values, data)
-    out = torch.empty(values.shape, dtype=dtype)
+    return data
+
+
+def decoded_with(codec: str, data: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    out = torch.empty(shape, dtype=dtype)
     CODECS[codec].decode(data, out)
     return out
 

@@ -15,10 +15,11 @@ from h2o_flexgen.kv.full import Full
 from h2o_flexgen.kv.notes import Notes
 from h2o_flexgen.kv.passes import Pass
 from h2o_flexgen.kv.policy import KVPolicy
-from h2o_flexgen.models.base import Model, Weights, block, head
+from h2o_flexgen.models.base import Matrix, Model, Weights, block, head
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload import Batch
 from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.quant.matrix import PackedMatrix, Room
 
 
 @torch.inference_mode()
@@ -34,7 +35,7 @@ def resident_generate(
 ) -> list[Tensor]:
     """Greedy: for every step the logits (rows, vocab). `by_token`: caches lie slot by slot, as beside an accelerator."""
     policy = policy or Full()
-    device = next(iter(weights[0].values())).device
+    device = _device(weights)
     batch = Batch(tuple(range(len(prompts))), tuple(map(len, prompts)))
     slots = policy.slots(batch, steps)
     caches = _caches(model, policy, len(prompts), slots.capacity, by_token, device, kv_codec)
@@ -47,6 +48,10 @@ def resident_generate(
         tokens, now = logits[-1].argmax(-1)[:, None], Pass.of(slots, step, slots.capacity, device)
         logits.append(_head(model, _through_layers(model, weights, caches, now, tokens)[:, 0], weights[-1]))
     return logits
+
+
+def _device(weights: Sequence[Weights]) -> torch.device:
+    return next(weight.device for weight in weights[0].values() if isinstance(weight, Tensor))
 
 
 def _last_of_prompts(
@@ -81,7 +86,7 @@ def resident_talk(
 ) -> list[list[Tensor]]:
     """Greedy, one row whose caches live on from turn to turn: for every turn, for every step the logits (1, vocab)."""
     policy = policy or Full()
-    device, seen, unread = next(iter(weights[0].values())).device, 0, list[int]()
+    device, seen, unread = _device(weights), 0, list[int]()
     capacity = policy.slots(Batch((0,), (1,), (), context), 1).capacity
     caches = _caches(model, policy, 1, capacity, by_token, device, kv_codec)
     talk = []
@@ -119,7 +124,14 @@ def _head(model: Model, hidden: Tensor, weights: Weights) -> Tensor:
     """Where the table is packed, part by part as the engine decodes it: products of other sizes may have other last bits."""
     spec = model.spec.layers[-1]
     table = spec.table or ""
-    return head(model, hidden, [{**weights, table: weights[table][rows]} for rows in spec.table_parts] or [weights])
+    return head(model, hidden, [{**weights, table: _part(weights[table], rows)} for rows in spec.table_parts] or [weights])
+
+
+def _part(table: Tensor | Matrix, rows: slice) -> Tensor | Matrix:
+    if isinstance(table, Tensor):
+        return table[rows]
+    assert isinstance(table, PackedMatrix)
+    return PackedMatrix(table.data[rows], table.codec, Room(torch.empty_like(table.room.values[rows])))
 
 
 def _caches(

@@ -55,7 +55,7 @@ def nothing_runs_on() -> Iterator[None]:
 def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
     """Tokens and logits of every turn, bit for bit."""
     device = "cuda" if case.device == "cuda" else "cpu"
-    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, device, case.weight_codec)
+    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, device, case.weight_codec, packed=True)
     by_token = case.device != "cpu"
     how = (case.prefill_tokens, by_token, case.kv_policy, case.kv_codec)
     expected = resident_talk(model, weights, TURNS, STEPS, CONTEXT, *how)

@@ -3,8 +3,8 @@
 
    A (row, KV head) is worked on by one thread from its first slot to its last, so a row's outcome depends on nothing but the row. */
 
+#include "group_values.h"
 #include "slots.h"
-#include "vectors.h"
 
 #define MOST_VALUES 1024 /* of a head in a slot */
 #define TOGETHER 4       /* slots: what is summed up is loaded and stored less often */
@@ -25,45 +25,6 @@ static ALWAYS_INLINE void sums_of(const floats *of, float *out)
 #else
     for (int at = 0; at < 4; at++)
         out[at] = (of[at][0] + of[at][2]) + (of[at][1] + of[at][3]);
-#endif
-}
-
-static ALWAYS_INLINE words words_of_bytes(const uint8_t *from)
-{
-#if LANES == 16
-    return (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
-#elif LANES == 8
-    return (words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from));
-#else
-    return __builtin_convertvector(LOAD(bytes, from), words);
-#endif
-}
-
-typedef struct {
-    floats scale, minimum, values; /* values: of the codes 0 to 15, where a register holds so many */
-} decoder;
-
-static ALWAYS_INLINE decoder decoder_of(packed_group from)
-{
-    decoder found = {all(from.scale), all(from.minimum), {0}};
-#if LANES == 16
-    const floats codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    found.values = codes * found.scale + found.minimum;
-#endif
-    return found;
-}
-
-static ALWAYS_INLINE floats decoded_8(words codes, decoder with)
-{
-    return __builtin_convertvector((integers)codes, floats) * with.scale + with.minimum;
-}
-
-static ALWAYS_INLINE floats decoded_4(words codes, decoder with) /* the lowest four bits of each */
-{
-#if LANES == 16
-    return (floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)with.values);
-#else
-    return decoded_8(codes & 15, with);
 #endif
 }
 

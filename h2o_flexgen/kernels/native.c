@@ -3,5 +3,5 @@
 
 int kernels_version(void)
 {
-    return 2;
+    return 3;
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from h2o_flexgen.memory.tier import ALIGNMENT, aligned
 from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.quant.matrix import PackedMatrix, Room
 
 VIEW_ALIGNMENT = 64  # of every tensor: with less, the same product may come out with other last bits (measured with one row)
 PAGE_ALIGNED_FROM = 16 * ALIGNMENT  # larger tensors start at a page, so that disk reads can go straight to their place
@@ -91,12 +92,13 @@ class Pack:
         assert entry.codec == PLAIN, entry
         return self.bytes(name).view(entry.dtype).view(entry.shape)
 
-    def decode(self, name: str, out: Tensor) -> None:
-        """The values of any tensor, into memory of their own."""
-        CODECS[self.layout.entries[name].codec].decode(self.bytes(name), out)
+    def rows(self, name: str) -> Tensor:
+        """The bytes of any tensor, row by row: (rows, bytes of a row)."""
+        return self.bytes(name).view(self.layout.entries[name].shape[0], -1)
 
-    def decode_rows(self, name: str, rows: slice | Tensor, out: Tensor) -> None:
+    def matrix(self, name: str, room: Room) -> PackedMatrix:
+        return PackedMatrix(self.rows(name), CODECS[self.layout.entries[name].codec], room)
+
+    def decode_rows(self, name: str, rows: Tensor, out: Tensor) -> None:
         """The values of some rows of a tensor: the same as if all were decoded and these taken."""
-        entry = self.layout.entries[name]
-        chosen = self.bytes(name).view(entry.shape[0], -1)[rows]  # (rows, bytes of a row)
-        CODECS[entry.codec].decode(chosen.view(-1), out)
+        CODECS[self.layout.entries[name].codec].decode(self.rows(name)[rows].view(-1), out)

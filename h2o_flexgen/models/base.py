@@ -14,8 +14,17 @@ from torch import Tensor
 
 from h2o_flexgen.planning.model_spec import ModelSpec
 
-Weights = Mapping[str, Tensor]
 Rotate = Callable[[Tensor, Tensor], Tensor]  # (x (rows, tokens, heads, head_dim), positions (rows, tokens)) -> same shape as x
+
+
+class Matrix(Protocol):
+    """A matrix that knows how rows are multiplied with it: one that is packed, say."""
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x (..., inputs) -> (..., outputs)."""
+
+
+Weights = Mapping[str, Tensor | Matrix]  # what is no plain tensor is for `ops.linear` alone
 
 
 class Attend(Protocol):

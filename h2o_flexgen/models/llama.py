@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn import functional
 
 from h2o_flexgen.models import ops
 from h2o_flexgen.models.base import Attend, Weights
@@ -42,7 +41,7 @@ class Llama:
         self._rotary = Rope.of(config).rotary(self.spec.head_dim)
 
     def embed(self, tokens: Tensor, positions: Tensor, weights: Weights) -> Tensor:
-        return functional.embedding(tokens, weights["embed_tokens.weight"])
+        return ops.embedding(tokens, weights, "embed_tokens")
 
     def attention(self, hidden: Tensor, weights: Weights, attend: Attend) -> Tensor:
         x = ops.rms_norm(hidden, weights, "input_layernorm", self._eps)

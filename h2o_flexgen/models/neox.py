@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from h2o_flexgen.models import ops
 from h2o_flexgen.models.base import Attend, Weights
@@ -25,7 +24,7 @@ class NeoX:
         self._rotary = rope.rotary(int(self.spec.head_dim * rope.share))
 
     def embed(self, tokens: Tensor, positions: Tensor, weights: Weights) -> Tensor:
-        return functional.embedding(tokens, weights["embed_in.weight"])
+        return ops.embedding(tokens, weights, "embed_in")
 
     def attention(self, hidden: Tensor, weights: Weights, attend: Attend) -> Tensor:
         x = ops.layer_norm(hidden, weights, "input_layernorm", self._eps)

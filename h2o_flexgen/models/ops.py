@@ -16,18 +16,33 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
-    return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+    matrix, bias = weights[f"{name}.weight"], _plain(weights, f"{name}.bias")
+    return functional.linear(x, matrix, bias) if isinstance(matrix, Tensor) else matrix.linear(x, bias)
+
+
+def embedding(rows: Tensor, weights: Weights, name: str) -> Tensor:
+    table = _plain(weights, f"{name}.weight")
+    assert table is not None, name
+    return functional.embedding(rows, table)
 
 
 def layer_norm(x: Tensor, weights: Weights, name: str, eps: float = 1e-5) -> Tensor:
-    return functional.layer_norm(x, x.shape[-1:], weights.get(f"{name}.weight"), weights.get(f"{name}.bias"), eps)
+    return functional.layer_norm(x, x.shape[-1:], _plain(weights, f"{name}.weight"), _plain(weights, f"{name}.bias"), eps)
 
 
 def rms_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
     """In fp32, and rounded before the weight is applied: the order that these models were trained with."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype).mul_(weights[f"{name}.weight"])
+    weight = _plain(weights, f"{name}.weight")
+    assert weight is not None, name
+    return normed.to(x.dtype).mul_(weight)
+
+
+def _plain(weights: Weights, name: str) -> Tensor | None:
+    found = weights.get(name)
+    assert found is None or isinstance(found, Tensor), name
+    return found
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import functional
 
 from h2o_flexgen.models import ops
 from h2o_flexgen.models.base import Attend, Weights
@@ -21,10 +20,10 @@ class OPT:
         self._activation = ops.activation(config.activation_function)
 
     def embed(self, tokens: Tensor, positions: Tensor, weights: Weights) -> Tensor:
-        hidden = functional.embedding(tokens, weights["embed_tokens.weight"])
+        hidden = ops.embedding(tokens, weights, "embed_tokens")
         if "project_in.weight" in weights:
             hidden = ops.linear(hidden, weights, "project_in")
-        hidden += functional.embedding(positions + POSITION_OFFSET, weights["embed_positions.weight"])
+        hidden += ops.embedding(positions + POSITION_OFFSET, weights, "embed_positions")
         return hidden
 
     def attention(self, hidden: Tensor, weights: Weights, attend: Attend) -> Tensor:

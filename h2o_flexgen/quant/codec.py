@@ -31,6 +31,10 @@ class Codec(Protocol):
     def decode(self, data: Tensor, out: Tensor) -> None:
         """Bytes -> values in `out`, which has their shape and the type that is computed with."""
 
+    def product(self, x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor | None:
+        """x (..., inputs) times the transposed of the matrix whose bytes are data (outputs, bytes of a row), plus bias, without
+        decoding it; None where it is to be decoded instead."""
+
 
 CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Plain(), Grouped(4), Grouped(8))}
 PLAIN = Plain().name  # of this codec the bytes are the values, and are computed with where they lie

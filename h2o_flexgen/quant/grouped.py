@@ -41,3 +41,8 @@ class Grouped:
 
         rows = prod(out.shape[:-1])
         group_decode(data.view(rows, -1), out.view(rows, -1), self.bits)
+
+    def product(self, x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor | None:
+        from h2o_flexgen.kernels.group_product import group_product
+
+        return group_product(x, data, bias, self.bits)

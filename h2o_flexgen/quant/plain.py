@@ -22,3 +22,6 @@ class Plain:
 
     def decode(self, data: Tensor, out: Tensor) -> None:
         out.copy_(data.view(out.dtype).view(out.shape))
+
+    def product(self, x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor | None:
+        return None

@@ -1,9 +1,9 @@
 """The weights of a run: those that stay where they are computed with, those in host memory that a device fetches, and those
 that are read from the files they lie in. Reads and loads go into rings of slots, in slices that the schedule asks for.
 
-What moves are the bytes of a tensor's codec. They become values when a layer is computed with, once for all its batches, in
-room that all layers share. Of a packed table of tokens only some rows at a time do: of an embedding those that tokens name, of
-a head one part after the other.
+What moves are the bytes of a tensor's codec. A layer with few rows computes with the bytes; else they become values, once for
+all its batches, in room that all layers share. Of a packed table of tokens only some rows at a time do: of an embedding those
+that tokens name, of a head one part after the other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
 from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST
 from h2o_flexgen.planning.schedule import Schedule, Task, Visit
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.quant.matrix import PackedMatrix, Room
 
 Located = Callable[[], Mapping[str, StoredTensor]]  # asked only when something has to be read
 
@@ -96,9 +97,9 @@ class WeightStore:
         self._schedule = schedule
         self._pieces: dict[Place, list[Piece]] = {}
         self._copies: dict[Place, list[tuple[Tensor, Tensor]]] = {}
-        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self._decoded_pass = -1
-        self._parts_held: dict[int, int] = {}  # of a head: place -> the part that lies there decoded
+        self._views: dict[tuple[int, int], dict[str, Tensor | PackedMatrix]] = {}
+        self._parts: dict[int, list[PackedMatrix]] = {}  # of a packed head, by slot
+        self._viewed_pass = -1
         memories, slots = self._memories, schedule.weight_slots
         largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
         self._host_ring = self._host_ring or Ring(memories.host, slots, _largest(self._disk_layouts))
@@ -151,27 +152,30 @@ class WeightStore:
     def _read_pack(self, place: Place) -> Pack:
         return Pack(self._host_ring[place.slot], self._disk_layouts[place.layer])
 
-    def views(self, visit: Visit) -> dict[str, Tensor]:
-        """The layer's weights by local name, where they are computed with: where they lie, or where they were decoded to, once
-        for a pass over the layer's weights: the next one finds other bytes in the slot. Good until the next call: what was
-        decoded makes room for the next layer's. A packed table is not among them."""
+    def views(self, visit: Visit) -> Weights:
+        """The layer's weights by local name, where they lie; packed matrices have room to be decoded to, once for a pass over
+        the layer's weights: the next one finds other bytes in the slot. Good until the next call: what was decoded makes room
+        for the next layer's. A packed table is not among them."""
         layer, slot, number = visit.layer, self._schedule.weight_slot(visit), self._schedule.weight_number(*visit)
         if (layer, slot) not in self._views:
             self._views[layer, slot] = {
-                local: self._values_in(tensor, layer, slot).view(tensor.name)
+                local: self._weight(tensor, layer, slot)
                 for local, tensor in self._spec.layers[layer].tensors
                 if tensor is not self._spec.layers[layer].packed_table
             }
-        if number != self._decoded_pass:
-            self._decode(layer, slot)
-            self._decoded_pass = number
-            self._parts_held.clear()
+        if number != self._viewed_pass:
+            self._viewed_pass = number
+            parts = self._parts.get(slot, []) if self._spec.layers[layer].kind == "head" else []
+            for weight in (*self._views[layer, slot].values(), *parts):
+                if isinstance(weight, PackedMatrix):
+                    weight.renew()
         return self._views[layer, slot]
 
-    def _decode(self, layer: int, slot: int) -> None:
-        for local, tensor in self._spec.layers[layer].tensors:
-            if tensor.codec != PLAIN and local in self._views[layer, slot]:
-                self._pack_of(tensor, layer, slot).decode(tensor.name, self._views[layer, slot][local])
+    def _weight(self, tensor: TensorSpec, layer: int, slot: int) -> Tensor | PackedMatrix:
+        pack = self._pack_of(tensor, layer, slot)
+        if tensor.codec == PLAIN:
+            return pack.view(tensor.name)
+        return pack.matrix(tensor.name, Room(self._decoded_pack(layer).view(tensor.name)))
 
     def look_up(self, visit: Visit, tokens: Tensor) -> Tensor:
         """Rows of an embedding's packed table: tokens (rows, tokens) -> (rows, tokens, width)."""
@@ -184,30 +188,27 @@ class WeightStore:
     def head_parts(self, visit: Visit) -> Iterator[Weights]:
         """The weights of a head, once for each part of a packed table. Good until the next one. Parts that there is room for
         are decoded once for all batches of a pass; the others take turns in the last place."""
-        views, layer = self.views(visit), self._spec.layers[visit.layer]
+        layer, slot = self._spec.layers[visit.layer], self._schedule.weight_slot(visit)
         local, table = layer.table, layer.packed_table
         if local is None or table is None:
-            yield views
+            yield self.views(visit)
             return
-        packed = self._pack_of(table, visit.layer, self._schedule.weight_slot(visit))
-        places = self._part_places(layer, table)
-        for number, rows in enumerate(layer.table_parts):
-            place = min(number, len(places) - 1)
-            values = places[place][: rows.stop - rows.start]
-            if self._parts_held.get(place) != number:
-                packed.decode_rows(table.name, rows, values)
-                self._parts_held[place] = number
-            yield {**views, local: values}
+        if slot not in self._parts:
+            whole, rooms = self._pack_of(table, visit.layer, slot).rows(table.name), self._rooms_for_parts(layer, table)
+            self._parts[slot] = [
+                PackedMatrix(whole[rows], CODECS[table.codec], rooms[min(number, len(rooms) - 1)])
+                for number, rows in enumerate(layer.table_parts)
+            ]
+        views = self.views(visit)
+        for part in self._parts[slot]:
+            yield {**views, local: part}
 
-    def _part_places(self, layer: LayerSpec, table: TensorSpec) -> list[Tensor]:
-        """All the room that a head's other weights leave, as places for parts of its table."""
+    def _rooms_for_parts(self, layer: LayerSpec, table: TensorSpec) -> list[Room]:
+        """All that a head's other weights leave of the room of the largest layer."""
         assert self._decoded is not None
         part = self._decoded_layout(layer).entries[table.name]
         starts = range(part.offset, len(self._decoded) - part.nbytes + 1, aligned(part.nbytes))
-        return [self._decoded[start : start + part.nbytes].view(self._dtype).view(part.shape) for start in starts]
-
-    def _values_in(self, tensor: TensorSpec, layer: int, slot: int) -> Pack:
-        return self._pack_of(tensor, layer, slot) if tensor.codec == PLAIN else self._decoded_pack(layer)
+        return [Room(self._decoded[start : start + part.nbytes].view(self._dtype).view(part.shape)) for start in starts]
 
     def _pack_of(self, tensor: TensorSpec, layer: int, slot: int) -> Pack:
         """Where the bytes of a tensor are when its layer is computed with."""

@@ -13,6 +13,7 @@ import torch
 
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models import create_model, load_config
+from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.checkpoint import open_checkpoint
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec
@@ -21,6 +22,7 @@ from h2o_flexgen.planning.plan import DISK, Plan
 from h2o_flexgen.planning.schedule import SCHEDULES, Op, Schedule, Visit
 from h2o_flexgen.planning.workload import Block, Workload
 from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.quant.matrix import PackedMatrix
 from h2o_flexgen.runtime.weights import WeightStore
 from tests.contract import Checkpoints
 from tests.runtime.stores import opened_memories
@@ -83,13 +85,17 @@ def run_and_compare(
 def all_views(store: WeightStore, visit: Visit, layer: LayerSpec) -> dict[str, torch.Tensor]:
     """A packed table as well: of an embedding every row is looked up, of a head every part is put behind the one before."""
     if layer.packed_table is None or layer.table is None:
-        return store.views(visit)
+        return values_of(store.views(visit))
     if layer.kind == "embed":
         every = torch.arange(layer.packed_table.shape[0], device=store._memories.device.torch_device)
-        return store.views(visit) | {layer.table: store.look_up(visit, every[None])[0]}
-    parts = [weights[layer.table].clone() for weights in store.head_parts(visit)]
+        return values_of(store.views(visit)) | {layer.table: store.look_up(visit, every[None])[0]}
+    parts = [values_of(weights)[layer.table].clone() for weights in store.head_parts(visit)]
     assert [len(part) for part in parts] == [rows.stop - rows.start for rows in layer.table_parts]
-    return store.views(visit) | {layer.table: torch.cat(parts)}
+    return values_of(store.views(visit)) | {layer.table: torch.cat(parts)}
+
+
+def values_of(weights: Weights) -> dict[str, torch.Tensor]:
+    return {name: one.values() if isinstance(one, PackedMatrix) else one for name, one in weights.items()}
 
 
 @pytest.mark.parametrize("codec", ["group4", "group8"])
