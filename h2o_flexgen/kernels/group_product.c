@@ -5,6 +5,7 @@
 #include "slots.h"
 
 #define MOST_ROWS 8
+#define TOGETHER 4 /* outputs, of up to so many rows; half of them of more, or the sums would not fit the registers */
 
 typedef struct {
     const uint8_t *data; /* (outputs, bytes of a row) */
@@ -39,10 +40,12 @@ static ALWAYS_INLINE void store(const product *p, long row, long output, float v
 static ALWAYS_INLINE void multiply(const product *p, long first, int rows, int outputs, int bits)
 {
     const long row_bytes = group_row_bytes(p->columns, bits), last = p->outputs - 1;
-    const uint8_t *matrix[outputs];
-    floats sums[rows][outputs];
+    const uint8_t *matrix[TOGETHER];
+    floats sums[MOST_ROWS][TOGETHER]; /* in registers: only those that are used are there */
+#pragma GCC unroll 4
     for (int next = 0; next < outputs; next++) {
         matrix[next] = p->data + (first + next < last ? first + next : last) * row_bytes;
+#pragma GCC unroll 8
         for (int row = 0; row < rows; row++)
             sums[row][next] = (floats){0};
     }
@@ -68,9 +71,12 @@ static ALWAYS_INLINE void multiply(const product *p, long first, int rows, int o
             }
         }
     }
-    for (int next = 0; next < outputs && first + next <= last; next++)
+#pragma GCC unroll 4
+    for (int next = 0; next < outputs; next++)
+#pragma GCC unroll 8
         for (int row = 0; row < rows; row++)
-            store(p, row, first + next, sum_of(sums[row][next]));
+            if (first + next <= last)
+                store(p, row, first + next, sum_of(sums[row][next]));
 }
 
 /* Called through a pointer: a parallel region is compiled by itself, and would know nothing of what is constant outside of it. */
@@ -97,7 +103,7 @@ void group_product(const product *p, int bits, int threads)
     static const action actions[MOST_ROWS][2] = {ACTIONS(1), ACTIONS(2), ACTIONS(3), ACTIONS(4),
                                                  ACTIONS(5), ACTIONS(6), ACTIONS(7), ACTIONS(8)};
     const action some = actions[p->rows - 1][bits == 8];
-    const long together = p->rows <= 4 ? 4 : 2;
+    const long together = p->rows <= TOGETHER ? TOGETHER : TOGETHER / 2;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long first = 0; first < p->outputs; first += together)
         some(p, first);
