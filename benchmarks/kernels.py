@@ -126,7 +126,7 @@ def subjects(scale: float) -> list[Subject]:
         decoding(8, torch.bfloat16, scale),
         product(4, 1, scale),
         product(4, 4, scale),
-        product(4, 8, scale),
+        product(4, 16, scale),
         prompts("facebook/opt-1.3b", max(1, round(16 * scale)), 64),
         prompts("facebook/opt-1.3b", max(1, round(2 * scale)), 512),
     ]

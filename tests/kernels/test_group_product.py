@@ -24,7 +24,7 @@ def packed(outputs: int, inputs: int, bits: int) -> Tensor:
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shape", [(1, 64), (3, 5), (7, 640), (130, 100), (33, 1024)])
-@pytest.mark.parametrize("rows", range(1, FEW_ROWS + 1))
+@pytest.mark.parametrize("rows", [*range(1, 10), FEW_ROWS])
 def test_c_and_torch_agree(variant: str, dtype: torch.dtype, bits: int, shape: tuple[int, int], rows: int) -> None:
     data, draw = packed(*shape, bits), torch.Generator().manual_seed(rows)
     x = torch.randn(rows, 1, shape[1], generator=draw).to(dtype)
