@@ -20,13 +20,13 @@ from typing import Any
 
 from h2o_flexgen.commands.made_up import made_up_prompts
 from h2o_flexgen.llm import LLM, default_offload_folder
-from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.files import write_text
 from h2o_flexgen.planning.fit import largest
 from h2o_flexgen.planning.footprint import DoesNotFit
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.planned import PlannedBlock
+from h2o_flexgen.planning.pricing import lane_bounds
 from h2o_flexgen.planning.units import parse_bytes
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.quant.codec import PLAIN
@@ -114,7 +114,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         machine = before.at_best(calibrate(llm, args))
         planned = PlannedBlock.of(llm.spec, llm.plan, stats.last_block.block, llm.device.accelerator)
         middle = max(1, args.gen_len // 2)
-        bounds = Cost(planned).lane_bounds(middle, machine)
+        bounds = lane_bounds(planned, middle, machine)
         bounds["memory"] = bytes_computed_with(planned, middle) / memory_read_rate()
         lane = max(bounds, key=lambda name: bounds[name])
         step = statistics.median(stats.step_seconds)

@@ -25,6 +25,7 @@ from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.files import write_text
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.planned import PlannedBlock
+from h2o_flexgen.planning.pricing import Pricing, lane_bounds
 from h2o_flexgen.planning.schedule import SCHEDULES
 from h2o_flexgen.planning.units import format_bytes, parse_bytes
 from h2o_flexgen.runtime.engine import BlockRun
@@ -107,10 +108,10 @@ def measured(
 ) -> dict[str, Any]:
     assert llm.stats is not None
     cost = Cost(PlannedBlock.of(llm.spec, llm.plan, run.block, llm.device.accelerator))
-    bounds = cost.lane_bounds(max(1, run.block.gen_len // 2), machine)
+    bounds = lane_bounds(cost.planned, max(1, run.block.gen_len // 2), machine)
     lane = max(bounds, key=lambda name: bounds[name])
     steps = sorted(run.step_seconds)
-    ends = cost.simulated(machine).step_ends()
+    ends = Pricing(cost.planned, machine).simulated().step_ends()
     return {
         "schedule": args.one,
         "prefill_seconds": run.prefill_seconds,

@@ -34,7 +34,7 @@ from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Footprint, Request, refuse_what_does_not_fit
 from h2o_flexgen.planning.hints import did_you_mean
 from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import HOST, Plan
 from h2o_flexgen.planning.units import parse_bytes
 from h2o_flexgen.planning.workload import Batch, Workload
 from h2o_flexgen.quant.codec import PLAIN
@@ -102,6 +102,8 @@ class LLM:
         self._on_stage = self._listener = on_stage
         self.device = open_device(device)
         self.plan = asked if self.device.accelerator else asked.folded()
+        if self.plan.attend_on == HOST:
+            raise ValueError("attend_on 'host' can be priced, but this version cannot run it on an accelerator; leave it out")
         self.stats: Stats | None = None
         self.offload_folder = Path(offload_dir or default_offload_folder()).expanduser()
         self._open_model(dtype)

@@ -102,12 +102,12 @@ def _slices(schedule: Schedule, op: Op, visit: Visit) -> Iterator[Key]:
 
 def _fetches(schedule: Schedule, visit: Visit) -> list[Op]:
     on_disk = schedule.moves.kv_on_disk(visit.layer, visit.batch)
-    return [Op.READ_KV] * on_disk + [Op.LOAD_KV] * schedule.moves.accelerator
+    return [Op.READ_KV] * on_disk + [Op.LOAD_KV] * schedule.moves.links_kv
 
 
 def _stores(schedule: Schedule, visit: Visit) -> list[Op]:
     on_disk = schedule.moves.kv_on_disk(visit.layer, visit.batch)
-    return [Op.STORE_KV] * schedule.moves.accelerator + [Op.WRITE_KV] * on_disk
+    return [Op.STORE_KV] * schedule.moves.links_kv + [Op.WRITE_KV] * on_disk
 
 
 # -- what happens before what --------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
     elif task.op in (Op.STORE_H, Op.STORE_KV):
         yield Key(Op.COMPUTE, *visit)
     elif task.op is Op.WRITE_KV:
-        yield Key(Op.STORE_KV if moves.accelerator else Op.COMPUTE, *visit)
+        yield Key(Op.STORE_KV if moves.links_kv else Op.COMPUTE, *visit)
     elif task.op is Op.LOAD_KV and moves.kv_on_disk(layer, batch):
         yield Key(Op.READ_KV, *visit)
     elif task.op in (Op.READ_KV, Op.LOAD_KV) and step > 0:  # what is there before the first step was stored long ago

@@ -1,24 +1,21 @@
-"""The cost of a task: the bytes that it moves and the flops that it does, and from them its seconds on a machine.
+"""The cost of a task: the bytes that it moves and the flops that it does. `pricing` makes seconds of them.
 
-The bytes are exact: a test holds them against what a run moved. The seconds are bytes over bandwidth and flops over rate.
+The bytes are exact: a test holds them against what a run moved.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 
 from h2o_flexgen.kv.slots import Slots
-from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import DISK, HOST
 from h2o_flexgen.planning.planned import PlannedBlock
-from h2o_flexgen.planning.schedule import LANES, Op, Schedule, Task
-from h2o_flexgen.planning.simulate import simulate
-from h2o_flexgen.planning.trace import Trace
+from h2o_flexgen.planning.schedule import LANES, Key, Op, Schedule, Task
 from h2o_flexgen.planning.workload import Batch, Block
 
 FETCHES, STORES = (Op.READ_KV, Op.LOAD_KV), (Op.STORE_KV, Op.WRITE_KV)  # of KV
@@ -47,7 +44,7 @@ class Cost:
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
-    def nbytes(self, task: Task) -> float:
+    def nbytes(self, task: Task | Key) -> float:
         """Moved by one task; a slice of a layer's weights counts as its even part."""
         if task.op is Op.READ_W:
             return self.stored_bytes[task.layer] / self.schedule.slices
@@ -87,7 +84,7 @@ class Cost:
     def _kv_slot_bytes(self, batch: int) -> int:
         return self.block.batches[batch].size * self.spec.kv_bytes_per_slot
 
-    def _hidden_bytes(self, task: Task, layer: int) -> int:
+    def _hidden_bytes(self, task: Task | Key, layer: int) -> int:
         batch = self.block.batches[task.batch]
         tokens = batch.prompt_len if task.step == 0 else 1
         return batch.size * tokens * self.spec.layers[layer].out_width * self.spec.itemsize
@@ -119,7 +116,7 @@ class Cost:
         for number, slots in enumerate(self.slots):
             layers = [layer for layer in self.spec.kv_layers if moves.moves_kv(layer, number)]
             from_disk = sum(moves.kv_on_disk(layer, number) for layer in layers)
-            linked = len(layers) if moves.accelerator else 0
+            linked = len(layers) if moves.links_kv else 0
             for op in (*FETCHES, *STORES):
                 moved = sum(self._kv_slots(op, slots, step) for step in (fetching if op in FETCHES else storing))
                 units = from_disk if op in (Op.READ_KV, Op.WRITE_KV) else linked
@@ -135,7 +132,7 @@ class Cost:
         )
         return {LANES[op]: tokens * width * self.spec.itemsize for op in (Op.LOAD_H, Op.STORE_H)}
 
-    # -- seconds -------------------------------------------------------------------------------------------------------
+    # -- flops -------------------------------------------------------------------------------------------------------
 
     def flops(self, task: Task) -> float:
         batch, held = self.block.batches[task.batch], self.slots[task.batch].held(task.step)
@@ -156,24 +153,6 @@ class Cost:
     def parts(self) -> tuple[tuple[Batch, ...], ...]:
         """Of each batch, what is computed at once of its prompts."""
         return tuple(batch.parts(self.planned.plan.prefill_tokens) for batch in self.block.batches)
-
-    def seconds(self, task: Task, machine: Machine) -> float:
-        if task.op is not Op.COMPUTE:
-            return self.nbytes(task) / machine.bandwidth(task.lane) + machine.task_seconds
-        return self.flops(task) / machine.flop_rate(self.spec.dtype, self.product_rows(task)) + machine.task_seconds
-
-    def lane_bounds(self, step: int, machine: Machine) -> dict[str, float]:
-        """Seconds that each lane needs at least for one step: bytes over bandwidth, flops over the rate of matrix products."""
-        without_overhead = replace(machine, task_seconds=0.0)
-        bounds: dict[str, float] = defaultdict(float)
-        for task in self.schedule.tasks():
-            if task.step == step:
-                bounds[task.lane] += self.seconds(task, without_overhead)
-        return dict(bounds)
-
-    def simulated(self, machine: Machine) -> Trace:
-        """The block as it should run on this machine."""
-        return simulate(self.schedule.tasks(), lambda task: self.seconds(task, machine), self.schedule.ahead)
 
 
 def predicted_bytes(blocks: Iterable[PlannedBlock], until: Callable[[Task], bool] | None = None) -> dict[str, int]:

@@ -129,7 +129,7 @@ def _add_kv(parts: Parts, planned: PlannedBlock, compute: str) -> None:
     ring = schedule.slots * (max(images) + PAGE)
     if DISK in moves.kv.values():
         parts[HOST]["KV slots"] += ring
-    if moves.accelerator and any(moves.moves_kv(*place) for place in moves.kv):
+    if moves.links_kv and any(moves.moves_kv(*place) for place in moves.kv):
         parts[DEVICE]["KV slots"] += ring
 
 

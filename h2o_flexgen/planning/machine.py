@@ -6,8 +6,8 @@ Units are bytes, seconds, bytes per second and flops per second.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from math import inf, isfinite, log
 from pathlib import Path
@@ -18,8 +18,11 @@ import yaml
 from h2o_flexgen.planning.files import write_text
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES
 from h2o_flexgen.planning.plan import DEVICE, HOST
+from h2o_flexgen.quant.codec import PACKED
 
 DEVICES = ("cpu", "cuda")
+VISITS = ("attention", "mlp")
+PLAIN_SCORES, WITH_SCORES = "plain", "scored"  # attention of prompts: without or with what every key got of it
 Curve = tuple[tuple[int, float], ...]  # (rows, flop/s), more rows each time
 
 
@@ -33,29 +36,44 @@ class Machine:
     disk_read_per_s: float
     disk_write_per_s: float
     host_copy_per_s: float
-    host_to_device_per_s: float
+    host_to_device_per_s: float  # of page-locked memory
     device_to_host_per_s: float
     flops_per_s: Mapping[str, Curve]  # dtype -> flop/s of a matrix product, by its rows
     attention_bytes_per_s: Mapping[str, float]  # tier in whose memory it is done -> bytes of KV that decode attention reads
-    task_seconds: float  # what a task costs beside its data
+    task_seconds: float  # what a task that moves data costs beside its data
+    # what follows costs nothing where it was not measured
+    disk_both: float = 2.0  # of reads and writes at once: the shares that each has of its rate alone, added up, 1 to 2
+    host_read_per_s: float = inf
+    unpinned_to_device_per_s: float = inf  # of memory that is not page-locked
+    unpinned_to_host_per_s: float = inf
+    packed_flops_per_s: Mapping[str, Curve] = field(default_factory=dict)  # codec -> of few rows times packed bytes
+    decoded_values_per_s: Mapping[str, float] = field(default_factory=dict)  # codec -> packed weights made values
+    attention_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # how KV is kept -> of decode attention
+    prompt_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # attention of prompts: plain, or with scores
+    values_per_s: float = inf  # of norms, activations and additions: each once for each time it passes through one
+    visit_seconds: Mapping[str, float] = field(default_factory=dict)  # what an attention and a mlp cost beside their work
 
     @property
     def has_accelerator(self) -> bool:
         return self.device != "cpu"
 
     def flop_rate(self, dtype: str, rows: float) -> float:
-        """Between the measured points linear in the logarithm of the rows; outside, the nearest point."""
+        """Of a matrix product of so many rows."""
         if dtype not in self.flops_per_s:
             raise ValueError(f"machine {self.name!r} has no flops_per_s for {dtype}; it has {', '.join(self.flops_per_s)}")
-        curve = self.flops_per_s[dtype]
-        for (fewer, low), (more, high) in itertools.pairwise(curve):
-            if fewer <= rows < more:
-                return low + (high - low) * log(rows / fewer) / log(more / fewer)
-        return curve[0][1] if rows < curve[0][0] else curve[-1][1]
+        return at_rows(self.flops_per_s[dtype], rows)
 
-    def bandwidth(self, lane: str) -> float:
+    def packed_flop_rate(self, codec: str, rows: float) -> float | None:
+        """Of few rows with packed weights as they are; None where these are decoded first."""
+        curve = self.packed_flops_per_s.get(codec)
+        return at_rows(curve, rows) if curve and rows <= curve[-1][0] else None
+
+    def bandwidth(self, lane: str, pinned: bool = True) -> float:
         """Bytes per second of a lane that moves data. Without an accelerator "load" and "store" lead to the disk only."""
         to_device, from_device = self.host_to_device_per_s, self.device_to_host_per_s
+        if not pinned:
+            to_device = min(to_device, self.unpinned_to_device_per_s)
+            from_device = min(from_device, self.unpinned_to_host_per_s)
         if not self.has_accelerator:
             to_device, from_device = self.disk_read_per_s, self.disk_write_per_s
         rates = {"read": self.disk_read_per_s, "load": to_device, "store": from_device, "write": self.disk_write_per_s}
@@ -88,20 +106,36 @@ class Machine:
 
     @classmethod
     def create(cls, content: Mapping[str, Any]) -> Machine:
-        """From plain values, as a YAML or JSON file has them: every key must be there, and no other."""
-        known = [field.name for field in fields(cls)]
+        """From plain values, as a YAML or JSON file has them. What has a default may be left out; no other key may be there."""
+        known = [one.name for one in fields(cls)]
         _check_keys("key", content, known)
-        if missing := [name for name in known if name not in content]:
+        if missing := [name for name in known if name not in content and name not in _DEFAULTS]:
             raise ValueError(f"missing key {', '.join(missing)}; add it, `save` of another machine shows the form")
-        values = {name: _READERS.get(name, _rate)(name, content[name]) for name in known}
+        values = {name: _READERS.get(name, _rate)(name, content[name]) for name in known if name in content}
         return cls(**values)
 
     def save(self, path: str | Path, comment: str = "") -> None:
-        content = asdict(self)
-        content["flops_per_s"] = {dtype: [list(point) for point in curve] for dtype, curve in self.flops_per_s.items()}
-        content["attention_bytes_per_s"] = dict(self.attention_bytes_per_s)
+        content = {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name)}
+        for name in ("flops_per_s", "packed_flops_per_s"):
+            if name in content:
+                content[name] = {kind: [list(point) for point in curve] for kind, curve in getattr(self, name).items()}
         head = "".join(f"# {line}\n" for line in comment.splitlines())
         write_text(path, head + yaml.safe_dump(content, sort_keys=False, default_flow_style=None))
+
+
+def at_rows(curve: Curve, rows: float) -> float:
+    """Between the measured points linear in the logarithm of the rows; outside, the nearest point."""
+    for (fewer, low), (more, high) in itertools.pairwise(curve):
+        if fewer <= rows < more:
+            return low + (high - low) * log(rows / fewer) / log(more / fewer)
+    return curve[0][1] if rows < curve[0][0] else curve[-1][1]
+
+
+_DEFAULTS: Mapping[str, object] = {
+    one.name: one.default if one.default_factory is MISSING else one.default_factory()
+    for one in fields(Machine)
+    if one.default is not MISSING or one.default_factory is not MISSING
+}
 
 
 # -- reading values ------------------------------------------------------------------------------------------------------
@@ -152,8 +186,8 @@ def _device(name: str, value: object) -> str:
     return str(value)
 
 
-def _mapping(name: str, value: object, known: Iterable[str]) -> dict[str, Any]:
-    if not isinstance(value, dict) or not value:
+def _mapping(name: str, value: object, known: Iterable[str], may_be_empty: bool = False) -> dict[str, Any]:
+    if not isinstance(value, dict) or not (value or may_be_empty):
         raise ValueError(f"{name} is {value!r}; give one line or more of the form `name: value`")
     _check_keys(f"key in {name}", value, known)
     return value
@@ -178,8 +212,26 @@ def _curve(name: str, value: object) -> Curve:
     return tuple(points)
 
 
-def _rates(name: str, value: object) -> dict[str, float]:
-    return {tier: _rate(f"{name}.{tier}", rate) for tier, rate in _mapping(name, value, (DEVICE, HOST)).items()}
+def _packed_curves(name: str, value: object) -> dict[str, Curve]:
+    return {codec: _curve(f"{name}.{codec}", points) for codec, points in _mapping(name, value, PACKED.values(), True).items()}
+
+
+def _rates_of(*kinds: str) -> Callable[[str, object], dict[str, float]]:
+    return lambda name, value: {kind: _rate(f"{name}.{kind}", rate) for kind, rate in _mapping(name, value, kinds).items()}
+
+
+def _packed_rates(name: str, value: object) -> dict[str, float]:
+    return {codec: _rate(f"{name}.{codec}", rate) for codec, rate in _mapping(name, value, PACKED.values(), True).items()}
+
+
+def _visits(name: str, value: object) -> dict[str, float]:
+    return {kind: _seconds(f"{name}.{kind}", one) for kind, one in _mapping(name, value, VISITS).items()}
+
+
+def _both(name: str, value: object) -> float:
+    if not 1 <= (number := _number(name, value, 0.0)) <= 2:
+        raise ValueError(f"{name} is {value!r}; give 1 (reads and writes take turns) to 2 (neither hinders the other)")
+    return number
 
 
 _READERS: Mapping[str, Any] = {
@@ -189,6 +241,12 @@ _READERS: Mapping[str, Any] = {
     "host_bytes": _count,
     "disk_bytes": _count,
     "flops_per_s": _curves,
-    "attention_bytes_per_s": _rates,
+    "attention_bytes_per_s": _rates_of(DEVICE, HOST),
     "task_seconds": _seconds,
+    "disk_both": _both,
+    "packed_flops_per_s": _packed_curves,
+    "decoded_values_per_s": _packed_rates,
+    "attention_flops_per_s": _rates_of(*DTYPE_BYTES, *PACKED.values()),
+    "prompt_flops_per_s": _rates_of(PLAIN_SCORES, WITH_SCORES),
+    "visit_seconds": _visits,
 }

@@ -79,6 +79,7 @@ def moves(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, accel
         hidden=placement.hidden,
         kv_before=any(any(batch.seen) for batch in block.batches),
         kv_after=any(batch.lives_on for batch in block.batches),
+        attends_on_host=accelerator and plan.attend_on == HOST,
     )
 
 

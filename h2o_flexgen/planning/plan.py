@@ -51,6 +51,7 @@ class Plan:
     hidden: Shares = ALL_DEVICE
     prefill_tokens: int = 1024  # of prompts that are computed at once, unless a single one is longer
     slots: int = 2  # visits whose data may be under way or in use at once; 1 means no overlap
+    attend_on: str = DEVICE  # or HOST: in decode, KV that lies in host memory is attended there, and does not cross the link
     sep_layer: bool = True  # attention and mlp are two layers of the schedule instead of one
     pin_weight: bool = True  # host weights in page-locked memory (CUDA)
     weight_codec: str = PLAIN  # of matrices and tables of tokens; positions, and what is small, stay plain
@@ -63,6 +64,7 @@ class Plan:
         for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens", "slots"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        _require_known("attend_on", self.attend_on, (DEVICE, HOST))
         from h2o_flexgen.planning.schedule import SCHEDULES  # schedules take the names of the tiers from this file
 
         _require_known("schedule", self.schedule, SCHEDULES)
@@ -121,7 +123,8 @@ class Plan:
         return replace(self, slots=1)
 
     def folded(self) -> Plan:
-        return replace(self, weights=self.weights.folded(), kv=self.kv.folded(), hidden=self.hidden.folded())
+        weights, kv, hidden = self.weights.folded(), self.kv.folded(), self.hidden.folded()
+        return replace(self, weights=weights, kv=kv, hidden=hidden, attend_on=DEVICE)
 
     @property
     def percent(self) -> tuple[float, ...]:

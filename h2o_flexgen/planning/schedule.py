@@ -106,6 +106,7 @@ class Moves:
     hidden: tuple[str, ...] = ()  # tier of each batch's activations
     kv_before: bool = False  # is there KV of an earlier block before the first step
     kv_after: bool = False  # is it wanted when the last step is over
+    attends_on_host: bool = False  # KV in host memory is attended there, and not fetched to the accelerator
 
     def __post_init__(self) -> None:
         if min(self.steps, self.layers, self.batches, self.slots) < 1:
@@ -121,8 +122,14 @@ class Moves:
     def loads_weights(self, layer: int) -> bool:
         return self.accelerator and (layer in self.weights_on_disk or layer in self.weights_on_host)
 
+    @property
+    def links_kv(self) -> bool:
+        """Does KV that is not on the accelerator cross the link to be computed with?"""
+        return self.accelerator and not self.attends_on_host
+
     def moves_kv(self, layer: int, batch: int) -> bool:
-        return self._is_away(self.kv.get((layer, batch), DEVICE))
+        tier = self.kv.get((layer, batch), DEVICE)
+        return tier == DISK or (self.links_kv and tier == HOST)
 
     def fetches_kv(self, visit: Visit) -> bool:
         """Does it have to be brought to where the visit computes?"""
@@ -136,10 +143,7 @@ class Moves:
         return self.kv.get((layer, batch)) == DISK
 
     def moves_hidden(self, batch: int) -> bool:
-        return bool(self.hidden) and self._is_away(self.hidden[batch])
-
-    def _is_away(self, tier: str) -> bool:
-        return tier == DISK or (self.accelerator and tier == HOST)
+        return bool(self.hidden) and (self.hidden[batch] == DISK or (self.accelerator and self.hidden[batch] == HOST))
 
 
 class Visit(NamedTuple):
@@ -223,7 +227,7 @@ class Schedule(ABC):
             touched = [device] if on_device else [host] if in_host else []
             user = self.number(step, layer, batch)
             if moves.moves_kv(layer, batch):
-                touched.append(Touch("kv.device" if moves.accelerator else "kv.host", user % self.slots, user))
+                touched.append(Touch("kv.device" if moves.links_kv else "kv.host", user % self.slots, user))
             if moves.moves_hidden(batch):
                 touched.append(Touch("hidden", user % self.slots, user))
             return touched
@@ -274,7 +278,7 @@ class _Issuer:
         if on_disk:
             yield Task(Op.READ_KV, *visit, self._freed("kv.host", slot) + came)
             came = (Key(Op.READ_KV, *visit),)
-        if self.moves.accelerator:
+        if self.moves.links_kv:
             yield Task(Op.LOAD_KV, *visit, self._freed("kv.device", slot) + came)
 
     def first_kv_fetched(self, count: int) -> Iterator[Task]:
@@ -292,9 +296,9 @@ class _Issuer:
         _, layer, batch = visit
         needs = self._previous(visit) + self._weights_needed(visit)
         if self.moves.fetches_kv(visit):
-            needs += (Key(Op.LOAD_KV if self.moves.accelerator else Op.READ_KV, *visit),)
+            needs += (Key(Op.LOAD_KV if self.moves.links_kv else Op.READ_KV, *visit),)
         elif self.moves.moves_kv(layer, batch):
-            needs += self._freed("kv.device" if self.moves.accelerator else "kv.host", self.schedule.slot(visit))
+            needs += self._freed("kv.device" if self.moves.links_kv else "kv.host", self.schedule.slot(visit))
         if self.moves.moves_hidden(batch):
             needs += (Key(Op.LOAD_H, *visit),) if layer else self._freed("hidden", self.schedule.slot(visit))
         yield Task(Op.COMPUTE, *visit, needs)
@@ -308,7 +312,7 @@ class _Issuer:
         if not self.moves.stores_kv(visit):
             return
         slot, on_disk = self.schedule.slot(visit), self.moves.kv_on_disk(layer, batch)
-        if self.moves.accelerator:
+        if self.moves.links_kv:
             free = self._freed("kv.host", slot) if on_disk and not self.moves.fetches_kv(visit) else ()
             yield Task(Op.STORE_KV, *visit, ready + free)
             ready = (Key(Op.STORE_KV, *visit),)
@@ -350,7 +354,7 @@ class _Issuer:
             self.freed_by["weights.host", self.schedule.weight_slot(visit)] = key
         if moves.moves_kv(layer, batch):
             stored = moves.stores_kv(visit)
-            if moves.accelerator:
+            if moves.links_kv:
                 self.freed_by["kv.device", slot] = (Key(Op.STORE_KV, *visit),) if stored else key
                 if moves.fetches_kv(visit) and not stored and moves.kv_on_disk(layer, batch):
                     self.freed_by["kv.host", slot] = (Key(Op.LOAD_KV, *visit),)

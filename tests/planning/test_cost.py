@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from h2o_flexgen.planning.schedule import SCHEDULES, Op, Task
 from h2o_flexgen.planning.workload import Block, Workload
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 from tests.contract import POLICIES, Case, Checkpoints
-from tests.planning.test_machine import SMALL
 from tests.planning.worlds import block_of, last_block_of, tiny_spec
 
 ALL_ON_DISK, MIXED, WEIGHTS_ON_DISK = (0, 0, 0, 0, 0, 0), (30, 30, 20, 30, 40, 30), (0, 0, 100, 0, 100, 0)
@@ -130,20 +128,6 @@ def test_hidden_bytes_by_hand() -> None:
     cost = tiny_cost(block_of([[4, 2]]))
     assert cost.nbytes(Task(Op.STORE_H, 0, 1, 0)) == 2 * 4 * cost.spec.hidden * 4
     assert cost.nbytes(Task(Op.LOAD_H, 1, 1, 0)) == 2 * 1 * cost.spec.hidden * 4
-
-
-def test_the_bounds_of_a_step_are_bytes_over_bandwidth_and_flops_over_their_rate() -> None:
-    cost = tiny_cost(block_of([[4, 2], [3, 3]]), schedule="zigzag")
-    machine = replace(SMALL, flops_per_s={"float32": ((2, 7e9), (4, 9e9))}, task_seconds=1.0)
-    bounds = cost.lane_bounds(1, machine)
-    assert bounds["read"] == pytest.approx(sum(cost.stored_bytes) / 2e9 + kv_read(cost, 1) / 2e9)
-    flops = sum(cost.flops(task) for task in cost.schedule.tasks() if task.op is Op.COMPUTE and task.step == 1)
-    assert bounds["compute"] == pytest.approx(flops / 7e9)
-    assert set(bounds) == {"read", "load", "compute", "store", "write"}
-
-
-def kv_read(cost: Cost, step: int) -> float:
-    return sum(cost.nbytes(task) for task in cost.schedule.tasks() if task.op is Op.READ_KV and task.step == step)
 
 
 def test_slices_of_a_layer_add_up_to_what_it_stores() -> None:

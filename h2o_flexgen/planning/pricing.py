@@ -1,0 +1,236 @@
+"""Pricing: the seconds of a task on a machine. The simulator, the linear program and the timeline all ask here.
+
+What moves takes its bytes over a bandwidth; what computes takes the sum of its parts: products, decoding of packed weights,
+attention, and what every value and every visit costs beside them. All of it is linear in the shares of a placement, as long as
+the batches stay the same. `docs/cost-model.md` has the terms.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+from h2o_flexgen.kv.policy import ATTENTION
+from h2o_flexgen.planning.cost import Cost
+from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES, Machine
+from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.planning.plan import DEVICE, HOST
+from h2o_flexgen.planning.planned import PlannedBlock
+from h2o_flexgen.planning.schedule import LANES, Key, Op, Schedule, Task, Visit
+from h2o_flexgen.planning.simulate import simulate
+from h2o_flexgen.planning.trace import Trace
+from h2o_flexgen.quant.codec import PLAIN
+
+VISITS_OF = {"attention": ("attention",), "block": ("attention", "mlp")}  # the others count as a mlp
+READ, WRITE = LANES[Op.READ_W], LANES[Op.WRITE_KV]
+
+
+@dataclass(frozen=True)
+class Pricing:
+    planned: PlannedBlock
+    machine: Machine
+
+    @cached_property
+    def cost(self) -> Cost:
+        return Cost(self.planned)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.planned.spec
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.planned.schedule
+
+    # -- a task --------------------------------------------------------------------------------------------------------
+
+    def seconds(self, task: Task | Key) -> float:
+        kind = self._kind(task)
+        if kind not in self._known:
+            self._known[kind] = self._moving(task) if task.op is not Op.COMPUTE else sum(self.compute_parts(task).values())
+        return self._known[kind]
+
+    @cached_property
+    def _known(self) -> dict[object, float]:
+        return {}
+
+    def _kind(self, task: Task | Key) -> object:
+        """Tasks of one kind cost the same."""
+        op, step, layer, batch = task[:4]
+        if op in (Op.READ_W, Op.LOAD_W):
+            return op, layer
+        first = op is Op.COMPUTE and self.schedule.weight_batch(batch) == batch
+        return op, step, self._layer_kinds[layer], self._batch_kinds[batch], first, self._attends_on_host(layer, batch)
+
+    @cached_property
+    def _layer_kinds(self) -> tuple[object, ...]:
+        """Of a layer: the sizes that compute and hidden states depend on."""
+        layers = self.spec.layers
+        kinds = [(layer.kind, tuple((one.shape, one.codec) for one in layer.matrices), layer.out_width) for layer in layers]
+        widths = [0, *(layer.out_width for layer in layers)]
+        return tuple(zip(kinds, widths))
+
+    @cached_property
+    def _batch_kinds(self) -> tuple[object, ...]:
+        return tuple((batch.lengths, batch.seen) for batch in self.planned.block.batches)
+
+    def _moving(self, task: Task | Key) -> float:
+        machine = self.machine
+        pinned = task.op is not Op.LOAD_W or self.planned.plan.pin_weight
+        nbytes = self.cost.nbytes(task)
+        return nbytes / machine.bandwidth(LANES[task.op], pinned) + machine.task_seconds
+
+    # -- a COMPUTE -----------------------------------------------------------------------------------------------------
+
+    def compute_parts(self, task: Task | Key) -> dict[str, float]:
+        """What a visit spends its seconds on."""
+        layer, batch = self.spec.layers[task.layer], self.planned.block.batches[task.batch]
+        if task.step or layer.kind == "head":
+            rows = [batch.size]
+        else:
+            rows = [part.size * part.prompt_len for part in self.cost.parts[task.batch]]
+        first = self.schedule.weight_batch(task.batch) == task.batch
+        parts = {
+            "products": sum(self._products(layer, each) for each in rows),
+            "decoding": self._decoding(layer, rows, first),
+            "attention": self._attention(task) if layer.has_kv else 0.0,
+            "values": sum(rows) * self._values(layer) / self.machine.values_per_s,
+            "overhead": len(rows) * self._visit_seconds(layer),
+        }
+        return parts
+
+    def _products(self, layer: LayerSpec, rows: int) -> float:
+        total = 0.0
+        for codec, values in _values_by_codec(layer).items():
+            rate = self._packed_rate(codec, rows) or self.machine.flop_rate(self.spec.dtype, rows)
+            total += 2.0 * values * rows / rate
+        return total
+
+    def _packed_rate(self, codec: str, rows: int) -> float | None:
+        return None if codec == PLAIN else self.machine.packed_flop_rate(codec, rows)
+
+    def _decoding(self, layer: LayerSpec, rows: list[int], first: bool) -> float:
+        """Once for a pass over the layer's weights; those parts of a head that there is no room for, once for a batch."""
+        total = 0.0
+        for codec, values in _values_by_codec(layer).items():
+            if codec == PLAIN or all(self._packed_rate(codec, each) for each in rows):
+                continue
+            again = 1.0 if first else self._share_decoded_again(layer)
+            total += again * values / self.machine.decoded_values_per_s.get(codec, inf)
+        return total
+
+    def _share_decoded_again(self, layer: LayerSpec) -> float:
+        if layer.kind != "head" or layer.packed_table is None:
+            return 0.0
+        parts, rooms = len(layer.table_parts), max(1, self._room_bytes // max(1, layer.decoded_nbytes))
+        return (parts - rooms + 1) / parts if parts > rooms else 0.0
+
+    @cached_property
+    def _room_bytes(self) -> int:
+        return max(layer.decoded_nbytes for layer in self.spec.layers)
+
+    def _values(self, layer: LayerSpec) -> int:
+        """That go in and out of products, of one row."""
+        return sum(sum(tensor.shape) for tensor in layer.matrices if layer.kind != "head")
+
+    def _visit_seconds(self, layer: LayerSpec) -> float:
+        return sum(self.machine.visit_seconds.get(kind, 0.0) for kind in VISITS_OF.get(layer.kind, ("mlp",)))
+
+    # -- attention -----------------------------------------------------------------------------------------------------
+
+    def _attention(self, task: Task | Key) -> float:
+        return self._decode_attention(task) if task.step else self._prompt_attention(task)
+
+    def _decode_attention(self, task: Task | Key) -> float:
+        spec, machine, rows = self.spec, self.machine, self.planned.block.batches[task.batch].size
+        slots = rows * (self.planned.slots[task.batch].held(task.step) + 1)
+        on_host = self._attends_on_host(task.layer, task.batch)
+        tier = HOST if on_host or not machine.has_accelerator else DEVICE
+        reading = slots * spec.kv_bytes_per_slot / machine.attention_bytes_per_s.get(tier, inf)
+        if on_host:
+            return reading + self._to_host_and_back(rows)
+        kept = spec.dtype if spec.kv_codec == PLAIN else spec.kv_codec
+        flops = 4.0 * spec.heads * spec.head_dim * slots
+        return max(reading, flops / machine.attention_flops_per_s.get(kept, inf))
+
+    def _attends_on_host(self, layer: int, batch: int) -> bool:
+        moves = self.schedule.moves
+        return moves.attends_on_host and moves.kv.get((layer, batch), DEVICE) != DEVICE
+
+    def _to_host_and_back(self, rows: int) -> float:
+        """Queries, and what is new of keys and values; then what attention makes of them."""
+        spec, machine = self.spec, self.machine
+        there = rows * (spec.heads + 2 * spec.kv_heads) * spec.head_dim * spec.itemsize
+        back = rows * spec.heads * spec.head_dim * spec.itemsize
+        return there / machine.device_to_host_per_s + back / machine.host_to_device_per_s + 2 * machine.task_seconds
+
+    def _prompt_attention(self, task: Task | Key) -> float:
+        spec, policy, slots = self.spec, self.planned.plan.policy, self.planned.slots[task.batch]
+        scored = policy.ranks_by == ATTENTION and slots.evicts
+        rate = self.machine.prompt_flops_per_s.get(WITH_SCORES if scored else PLAIN_SCORES, inf)
+        pairs = sum(
+            part.size * part.prompt_len * (slots.held(0) + (part.prompt_len + 1) / 2) for part in self.cost.parts[task.batch]
+        )
+        return 4.0 * spec.heads * spec.head_dim * pairs / rate
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def lane_seconds(self, step: int) -> dict[str, float]:
+        """That each lane works in one step: the least that the step can take is the most of these."""
+        total: Counter[str] = Counter()
+        for key in self._tasks_of(step):
+            slices = self.schedule.slices if key.op in (Op.READ_W, Op.LOAD_W) else 1
+            total[LANES[key.op]] += slices * self.seconds(key)  # type: ignore[assignment]
+        return dict(total)
+
+    def _tasks_of(self, step: int) -> Iterator[Key]:
+        """Of a step's tasks; of slices of weights only the first."""
+        moves, schedule = self.schedule.moves, self.schedule
+        batches = range(moves.batches)
+        for layer in range(moves.layers):
+            for batch in batches:
+                visit = Visit(step, layer, batch)
+                yield Key(Op.COMPUTE, *visit)
+                if schedule.weight_batch(batch) == batch:
+                    if moves.reads_weights(layer):
+                        yield Key(Op.READ_W, *visit)
+                    if moves.loads_weights(layer):
+                        yield Key(Op.LOAD_W, *visit)
+                yield from self._kv_tasks(visit)
+                if moves.moves_hidden(batch):
+                    if layer:
+                        yield Key(Op.LOAD_H, *visit)
+                    if layer < moves.layers - 1:
+                        yield Key(Op.STORE_H, *visit)
+
+    def _kv_tasks(self, visit: Visit) -> Iterator[Key]:
+        moves, on_disk = self.schedule.moves, self.schedule.moves.kv_on_disk(visit.layer, visit.batch)
+        if moves.fetches_kv(visit):
+            if on_disk:
+                yield Key(Op.READ_KV, *visit)
+            if moves.links_kv:
+                yield Key(Op.LOAD_KV, *visit)
+        if moves.stores_kv(visit):
+            if moves.links_kv:
+                yield Key(Op.STORE_KV, *visit)
+            if on_disk:
+                yield Key(Op.WRITE_KV, *visit)
+
+    def simulated(self) -> Trace:
+        """The block as it should run on this machine."""
+        return simulate(self.schedule.tasks(), self.seconds, self.schedule.ahead)
+
+
+def lane_bounds(planned: PlannedBlock, step: int, machine: Machine) -> dict[str, float]:
+    """Seconds that each lane needs at least for one step: bytes over bandwidth, flops over their rate."""
+    return Pricing(planned, replace(machine, task_seconds=0.0, visit_seconds={}, values_per_s=inf)).lane_seconds(step)
+
+
+def _values_by_codec(layer: LayerSpec) -> Mapping[str, int]:
+    values: Counter[str] = Counter()
+    for tensor in layer.matrices:
+        values[tensor.codec] += tensor.numel
+    return values

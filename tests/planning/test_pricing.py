@@ -1,0 +1,137 @@
+"""Pricing: what a task costs on a machine, part by part, and that sums over a step are sums over its tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from math import log
+
+import pytest
+
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import HOST, Plan
+from h2o_flexgen.planning.planned import PlannedBlock
+from h2o_flexgen.planning.pricing import Pricing, lane_bounds
+from h2o_flexgen.planning.schedule import SCHEDULES, Key, Op
+from h2o_flexgen.planning.workload import Block
+from tests.planning.test_machine import SMALL
+from tests.planning.worlds import block_of, last_block_of, tiny_spec
+
+MACHINE = replace(
+    SMALL,
+    flops_per_s={"float32": ((2, 7e9), (4, 9e9))},
+    attention_flops_per_s={"float32": 3e9, "group4": 1e9},
+    prompt_flops_per_s={"plain": 4e9, "scored": 2e9},
+    decoded_values_per_s={"group4": 5e8},
+    packed_flops_per_s={"group4": ((1, 2e9), (2, 4e9))},
+    values_per_s=1e9,
+    visit_seconds={"attention": 3e-4, "mlp": 1e-4},
+    unpinned_to_device_per_s=3e9,
+    unpinned_to_host_per_s=2e9,
+)
+PERCENT = (30, 20, 30, 40, 50, 50)
+
+
+def planned(block: Block, accelerator: bool = True, packed: bool = False, **options: object) -> PlannedBlock:
+    plan = Plan.create(**{"num_gpu_batches": 3, **options}).with_percent(PERCENT)
+    plan = plan if accelerator else plan.folded()
+    spec = tiny_spec().packed("group4") if packed else tiny_spec()
+    return PlannedBlock.of(replace(spec, kv_codec=plan.kv_codec), plan, block, accelerator)
+
+
+def on(machine: Machine, accelerator: bool) -> Machine:
+    return machine if accelerator else replace(machine, device="cpu")
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("heavy", [None, 3])
+@pytest.mark.parametrize("attend_on", ["device", "host"])
+@pytest.mark.parametrize("block", [block_of([[4, 2], [3, 3], [5]]), last_block_of(20, (4, 1, 7))], ids=["new", "lives on"])
+def test_the_seconds_of_a_step_are_those_of_its_tasks(
+    schedule: str, accelerator: bool, heavy: int | None, attend_on: str, block: Block
+) -> None:
+    policy = {"kv_policy": "h2o", "heavy": heavy} if heavy else {}
+    pricing = Pricing(planned(block, accelerator, schedule=schedule, attend_on=attend_on, **policy), on(MACHINE, accelerator))
+    for step in range(block.gen_len):
+        total: Counter[str] = Counter()
+        for task in pricing.schedule.tasks():
+            if task.step == step:
+                total[task.lane] += pricing.seconds(task)  # type: ignore[assignment]
+        assert pricing.lane_seconds(step) == pytest.approx(dict(total))
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_tasks_that_count_as_alike_cost_the_same(accelerator: bool, packed: bool) -> None:
+    """`seconds` keeps what it found of a kind of task: of each alone it must find the same."""
+    of = planned(block_of([[4, 2], [3, 3], [5]]), accelerator, packed, kv_codec="group4" if packed else "plain")
+    pricing = Pricing(of, on(MACHINE, accelerator))
+    for task in pricing.schedule.tasks():
+        assert Pricing(of, on(MACHINE, accelerator)).seconds(task) == pricing.seconds(task), task
+
+
+def test_the_bounds_of_a_step_are_bytes_over_bandwidth_and_flops_over_their_rate() -> None:
+    of = planned(block_of([[4, 2], [3, 3]]), num_gpu_batches=2)
+    machine = replace(SMALL, flops_per_s={"float32": ((2, 7e9), (4, 9e9))}, task_seconds=1.0, attention_bytes_per_s={})
+    bounds, cost = lane_bounds(of, 1, machine), Pricing(of, machine).cost
+    tasks = [task for task in of.schedule.tasks() if task.step == 1]
+    for lane in ("read", "load", "store", "write"):
+        assert bounds[lane] == pytest.approx(
+            sum(cost.nbytes(task) for task in tasks if task.lane == lane) / machine.bandwidth(lane)
+        )
+    values = sum(layer.matmul_values for layer in of.spec.layers)
+    assert bounds["compute"] == pytest.approx(2 * (2 * 2 * values) / 7e9)  # two batches of two rows
+
+
+def parts_of(of: PlannedBlock, step: int, kind: str, batch: int = 0, accelerator: bool = False) -> dict[str, float]:
+    layer = next(index for index, layer in enumerate(of.spec.layers) if layer.kind == kind)
+    return Pricing(of, on(MACHINE, accelerator)).compute_parts(Key(Op.COMPUTE, step, layer, batch))
+
+
+def test_the_parts_of_an_attention_by_hand() -> None:
+    of = planned(block_of([[4, 2]]), False)
+    prompt, step = parts_of(of, 0, "attention"), parts_of(of, 2, "attention")
+    assert prompt["products"] == pytest.approx(2 * 4 * 8 * 8 * 8 / 9e9)  # 2 x 4 tokens
+    assert prompt["attention"] == pytest.approx(4 * 8 * 2 * 4 * 2.5 / 4e9)
+    assert prompt["values"] == pytest.approx(8 * 4 * 16 / 1e9) and prompt["overhead"] == 3e-4
+    assert step["products"] == pytest.approx(2 * 4 * 8 * 8 * 2 / 7e9)
+    assert step["attention"] == pytest.approx(max(2 * 6 * 2 * 8 * 4 / 20e9, 4 * 8 * 2 * 6 / 3e9))  # 5 held and a new one
+    assert step["decoding"] == 0.0
+
+
+def test_what_is_scored_costs_more_only_where_somebody_may_go() -> None:
+    options = {"kv_policy": "h2o", "recent": 1}
+    assert parts_of(planned(block_of([[4, 2]]), False, heavy=2, **options), 0, "attention")["attention"] == pytest.approx(
+        2 * parts_of(planned(block_of([[4, 2]]), False), 0, "attention")["attention"]
+    )
+    kept = planned(block_of([[4, 2]]), False, heavy=20, **options)
+    assert parts_of(kept, 0, "attention") == parts_of(planned(block_of([[4, 2]]), False), 0, "attention")
+
+
+def test_packed_weights_are_multiplied_as_they_are_by_few_rows_and_decoded_once_for_more() -> None:
+    few = parts_of(planned(block_of([[4, 2]]), False, packed=True), 1, "mlp")
+    assert few["decoding"] == 0.0 and few["products"] == pytest.approx(2 * 2 * 8 * 32 * 2 / 4e9)
+    of = planned(block_of([[4, 2, 1], [3, 3, 3]]), False, packed=True)
+    first, second = (parts_of(of, 1, "mlp", batch) for batch in (0, 1))
+    assert first["decoding"] == pytest.approx(2 * 8 * 32 / 5e8) and second["decoding"] == 0.0
+    rate = 7e9 + 2e9 * log(1.5) / log(2)  # of three rows, between those of two and of four
+    assert first["products"] == second["products"] == pytest.approx(2 * 2 * 8 * 32 * 3 / rate)
+
+
+def test_attention_beside_the_data_moves_no_kv_over_the_link_but_what_is_new() -> None:
+    block = block_of([[4, 2], [3, 3], [5]])
+    here, there = (planned(block, attend_on=tier) for tier in ("device", "host"))
+    assert {task.op for task in there.schedule.tasks()} & {Op.LOAD_KV, Op.STORE_KV} == set()
+    (layer, batch), _ = next((place, tier) for place, tier in there.placement.kv.items() if tier == HOST)
+    key = Key(Op.COMPUTE, 1, layer, batch)
+    rows, held = block.batches[batch].size, block.batches[batch].prompt_len + 1
+    link = rows * 6 * 4 * 4 / 11e9 + rows * 2 * 4 * 4 / 12e9 + 2 * 5e-5
+    assert Pricing(there, MACHINE).compute_parts(key)["attention"] == pytest.approx(rows * held * 2 * 8 * 4 / 20e9 + link)
+    assert Pricing(here, MACHINE).compute_parts(key)["attention"] < link
+
+
+def test_weights_that_are_not_page_locked_take_longer() -> None:
+    block = block_of([[4, 2]])
+    pinned, unpinned = (Pricing(planned(block, pin_weight=pin), MACHINE).lane_seconds(1) for pin in (True, False))
+    assert unpinned["load"] > pinned["load"] and unpinned["store"] == pinned["store"]
