@@ -97,6 +97,11 @@ class Slots:
         return isqrt(2 * max(budget.slots for budget in self.budgets)) if self._may_scatter else 0
 
     @property
+    def first_evicting_step(self) -> int:
+        """The first decode step in which a row loses a token; behind the last where none does."""
+        return self._first_scattered
+
+    @property
     def _may_scatter(self) -> bool:
         if self.batch.context is not None:
             return any(budget.slots < self.batch.context for budget in self.budgets)

@@ -17,7 +17,7 @@ from h2o_flexgen.kv.policy import ATTENTION
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES, Machine
 from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec
-from h2o_flexgen.planning.plan import DEVICE, HOST
+from h2o_flexgen.planning.plan import DEVICE, DISK, HOST
 from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.schedule import LANES, Key, Op, Schedule, Task, Visit
 from h2o_flexgen.planning.simulate import simulate
@@ -25,7 +25,8 @@ from h2o_flexgen.planning.trace import Trace
 from h2o_flexgen.quant.codec import PLAIN
 
 VISITS_OF = {"attention": ("attention",), "block": ("attention", "mlp")}  # the others count as a mlp
-READ, WRITE = LANES[Op.READ_W], LANES[Op.WRITE_KV]
+DISK_RATES = {Op.LOAD_H: "disk_read_per_s", Op.STORE_H: "disk_write_per_s"}
+FROM_DISK, TO_DISK = (Op.READ_W, Op.READ_KV), (Op.WRITE_KV,)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,10 @@ class Pricing:
         machine = self.machine
         pinned = task.op is not Op.LOAD_W or self.planned.plan.pin_weight
         nbytes = self.cost.nbytes(task)
-        return nbytes / machine.bandwidth(LANES[task.op], pinned) + machine.task_seconds
+        seconds = nbytes / machine.bandwidth(LANES[task.op], pinned) + machine.task_seconds
+        if machine.has_accelerator and task.op in DISK_RATES and self.schedule.moves.hidden[task.batch] == DISK:
+            seconds += nbytes / getattr(machine, DISK_RATES[task.op])  # on its way to the link, in the same task
+        return seconds
 
     # -- a COMPUTE -----------------------------------------------------------------------------------------------------
 
@@ -182,8 +186,7 @@ class Pricing:
         """That each lane works in one step: the least that the step can take is the most of these."""
         total: Counter[str] = Counter()
         for key in self._tasks_of(step):
-            slices = self.schedule.slices if key.op in (Op.READ_W, Op.LOAD_W) else 1
-            total[LANES[key.op]] += slices * self.seconds(key)  # type: ignore[assignment]
+            total[LANES[key.op]] += self._slices(key) * self.seconds(key)  # type: ignore[assignment]
         return dict(total)
 
     def _tasks_of(self, step: int) -> Iterator[Key]:
@@ -218,6 +221,46 @@ class Pricing:
                 yield Key(Op.STORE_KV, *visit)
             if on_disk:
                 yield Key(Op.WRITE_KV, *visit)
+
+    # -- what lanes share ----------------------------------------------------------------------------------------------
+
+    def stretches(self, step: int) -> dict[Op, float]:
+        """How many times as long tasks take because others use the same disk or the same memory meanwhile. With so much work
+        on both sides neither lane can be done before the disk, or the memory, has done the work of all."""
+        disk = self._disk_stretch(step)
+        memory = self._memory_stretch(step)
+        return {op: max(memory, disk if self._is_of_disk(op) else 1.0) for op in Op}
+
+    def _is_of_disk(self, op: Op) -> bool:
+        return op in FROM_DISK or op in TO_DISK or (op in DISK_RATES and DISK in self.schedule.moves.hidden)
+
+    def _disk_stretch(self, step: int) -> float:
+        lanes: Counter[str] = Counter()
+        for key in self._tasks_of(step):
+            if self._is_of_disk(key.op):
+                reads = key.op in FROM_DISK or key.op is Op.LOAD_H
+                lanes["read" if reads else "write"] += self._slices(key) * self.seconds(key)  # type: ignore[assignment]
+        longest = max(lanes.values(), default=0.0)
+        return max(1.0, sum(lanes.values()) / self.machine.disk_both / longest) if longest else 1.0
+
+    def _memory_stretch(self, step: int) -> float:
+        """Of all that crosses the host's memory: on a CPU also the weights and the KV that are computed with."""
+        nbytes, on_host = 0.0, not self.machine.has_accelerator
+        for key in self._tasks_of(step):
+            if key.op is not Op.COMPUTE:
+                nbytes += self._slices(key) * self.cost.nbytes(key)
+                continue
+            layer, has_kv = self.spec.layers[key.layer], key.step > 0 and self.spec.layers[key.layer].has_kv
+            if on_host:
+                nbytes += sum(tensor.nbytes for tensor in layer.matrices)
+            if has_kv and (on_host or self._attends_on_host(key.layer, key.batch)):
+                rows = self.planned.block.batches[key.batch].size
+                nbytes += rows * self.planned.slots[key.batch].held(step) * self.spec.kv_bytes_per_slot
+        longest = max(self.lane_seconds(step).values(), default=0.0)
+        return max(1.0, nbytes / self.machine.host_read_per_s / longest) if longest else 1.0
+
+    def _slices(self, key: Key) -> int:
+        return self.schedule.slices if key.op in (Op.READ_W, Op.LOAD_W) else 1
 
     def simulated(self) -> Trace:
         """The block as it should run on this machine."""

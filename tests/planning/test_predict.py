@@ -1,0 +1,89 @@
+"""Prediction: what is sampled is near what a simulation of every step finds, and equal where all of them are simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
+from h2o_flexgen.planning.predict import BlockPrediction, predict, sampled_steps, step_seconds, sum_of_steps
+from h2o_flexgen.planning.pricing import Pricing
+from h2o_flexgen.planning.schedule import SCHEDULES
+from h2o_flexgen.planning.workload import Workload
+from tests.planning.test_pricing import MACHINE, on
+from tests.planning.worlds import block_of, tiny_spec
+
+SLOW_DISK = replace(MACHINE, disk_read_per_s=2e6, disk_write_per_s=1e6, task_seconds=1e-5)
+
+
+def planned(gen_len: int, accelerator: bool = False, **options: object) -> PlannedBlock:
+    plan = Plan.create(**{"num_gpu_batches": 3, **options}).with_percent((30, 20, 30, 40, 50, 50))
+    block = block_of([[8, 7], [6, 6], [5]], gen_len)
+    return PlannedBlock.of(tiny_spec(), plan if accelerator else plan.folded(), block, accelerator)
+
+
+def whole(of: PlannedBlock, accelerator: bool) -> list[float]:
+    pricing = Pricing(of, on(SLOW_DISK, accelerator))
+    return step_seconds(pricing.simulated(), of.schedule)
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("policy", [{}, {"kv_policy": "h2o", "heavy": 2, "recent": 20}, {"kv_policy": "local", "recent": 4}])
+def test_sampled_steps_add_up_to_about_what_all_of_them_take(
+    schedule: str, accelerator: bool, policy: dict[str, object]
+) -> None:
+    of = planned(60, accelerator, schedule=schedule, **policy)
+    found = BlockPrediction.of(of, on(replace(SLOW_DISK, disk_both=2.0), accelerator))
+    every = whole(of, accelerator)
+    assert len(sampled_steps(of)) < 7
+    assert found.prefill_seconds == pytest.approx(every[0], rel=0.15)
+    assert found.decode_seconds == pytest.approx(sum(every[1:]), rel=0.04)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_short_generation_is_simulated_whole(schedule: str) -> None:
+    of = planned(5, schedule=schedule)
+    found, every = BlockPrediction.of(of, on(SLOW_DISK, False)), whole(of, False)
+    assert (found.prefill_seconds, found.decode_seconds) == pytest.approx((every[0], sum(every[1:])))
+
+
+def test_lanes_are_as_busy_as_their_tasks_take() -> None:
+    of = planned(5)
+    found, trace = BlockPrediction.of(of, on(SLOW_DISK, False)), Pricing(of, on(SLOW_DISK, False)).simulated()
+    for lane, seconds in found.lane_seconds.items():
+        assert seconds == pytest.approx(sum(span.end - span.start for span in trace.spans if span.lane == lane))
+
+
+def test_blocks_add_up_and_alike_ones_count_as_often_as_they_are_there() -> None:
+    plan = Plan(gpu_batch_size=2, num_gpu_batches=2).with_percent((0, 50, 0, 100, 0, 100)).folded()
+    machine = on(SLOW_DISK, False)
+    blocks = list(plan_blocks(tiny_spec(), plan, Workload((5,) * 11, 4), False))
+    all_of_them, each = predict(blocks, machine), [predict([block], machine) for block in blocks]
+    assert (all_of_them.num_prompts, all_of_them.generated_tokens) == (11, 44)
+    assert all_of_them.total_seconds == pytest.approx(sum(one.total_seconds for one in each))
+    assert all_of_them.peak_bytes["host"] == max(one.peak_bytes["host"] for one in each)
+    assert all_of_them.tokens_per_second == pytest.approx(44 / all_of_them.total_seconds)
+
+
+def test_what_lies_between_samples_is_on_a_line() -> None:
+    assert sum_of_steps([1, 4, 6], [2.0, 5.0, 5.0]) == pytest.approx(2 + 3 + 4 + 5 + 5 + 5)
+    assert sum_of_steps([3], [7.0]) == 7.0 and sum_of_steps([], []) == 0.0
+
+
+def test_reads_and_writes_share_the_disk() -> None:
+    of = planned(5)
+    alone, together = (
+        BlockPrediction.of(of, replace(on(SLOW_DISK, False), disk_both=share)).decode_seconds for share in (2.0, 1.0)
+    )
+    assert alone < together <= 2 * alone
+
+
+def test_all_that_crosses_the_memory_of_the_host_shares_it() -> None:
+    of = planned(5)
+    free, scarce = (
+        BlockPrediction.of(of, replace(on(MACHINE, False), host_read_per_s=rate)).decode_seconds for rate in (1e12, 1e6)
+    )
+    assert scarce > 5 * free
