@@ -32,7 +32,7 @@ class Slots:
     gen_len: int
     prompt_only: bool = False  # generated tokens are all kept
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         """Slots per row that must be allocated. The last token generated is not stored, or only by the block that follows."""
         if self.batch.context is not None:
@@ -43,7 +43,7 @@ class Slots:
     def evicts(self) -> bool:
         """May any row ever lose a token?"""
         generated = 0 if self.prompt_only else self.gen_len - 1
-        return any(total + generated > budget.slots for total, budget in zip(self.taken_in, self.budgets))
+        return any(total + generated > slots for _, total, slots in self._kinds)
 
     @cached_property
     def taken_in(self) -> tuple[int, ...]:
@@ -58,16 +58,26 @@ class Slots:
 
     def held(self, step: int) -> int:
         """The same, in the row that has most."""
-        return max(self.counts(step))
+        return max(self._distinct_counts(step))
 
     def evicts_at(self, step: int) -> bool:
         if step == 0:
-            return any(total > budget.slots for total, budget in zip(self.taken_in, self.budgets))
-        return self.counts(step + 1) != tuple(count + 1 for count in self.counts(step))
+            return any(total > slots for _, total, slots in self._kinds)
+        return any(self._count(total, slots, step + 1) <= self._count(total, slots, step) for _, total, slots in self._kinds)
 
     def changed(self, step: int) -> tuple[int, int]:
         """The range of slots that COMPUTE of `step` writes (0 is prefill), over all rows."""
-        return 0 if self.evicts_at(step) else min(self.counts(step)), self.held(step + 1)
+        return 0 if self.evicts_at(step) else min(self._distinct_counts(step)), self.held(step + 1)
+
+    @cached_property
+    def _kinds(self) -> tuple[tuple[int, int, int], ...]:
+        """Of rows: tokens before the block, tokens behind step 0, slots. Large batches have many rows of few kinds."""
+        return tuple(set(zip(self.batch.before, self.taken_in, (budget.slots for budget in self.budgets))))
+
+    def _distinct_counts(self, step: int) -> list[int]:
+        if step == 0:
+            return [min(before, slots) for before, _, slots in self._kinds]
+        return [self._count(total, slots, step) for _, total, slots in self._kinds]
 
     # -- what is moved, in slots of all rows -----------------------------------------------------------------------------
 
@@ -112,7 +122,7 @@ class Slots:
         """The first decode step in which any row has to evict; from then on it has to in every step."""
         if self.prompt_only:
             return self.gen_len
-        return min(max(1, budget.slots - total + 1) for total, budget in zip(self.taken_in, self.budgets))
+        return min(max(1, slots - total + 1) for _, total, slots in self._kinds)
 
     def _is_scattered(self, step: int) -> bool:
         return step > 0 and self.evicts_at(step)

@@ -65,7 +65,8 @@ def footprint(planned: PlannedBlock, writes_weights: bool = False, kernel_thread
     _add_weights(parts, spec, planned.placement, schedule, compute, writes_weights)
     _add_kv(parts, planned, compute)
     _add_hidden(parts, spec, block, schedule, compute)
-    working = max(working_bytes(spec, planned.plan, slots, kernel_threads) for slots in planned.slots)
+    kinds = {(slots.batch.lengths, slots.batch.seen): slots for slots in planned.slots}  # most batches are like others
+    working = max(working_bytes(spec, planned.plan, slots, kernel_threads) for slots in kinds.values())
     if compute == DEVICE:
         largest = max(tensor.nbytes + min(tensor.decoded_nbytes, ENCODING_BYTES) for tensor in spec.tensors.values())
         parts[HOST]["loading"] = largest  # one tensor on its way to the device

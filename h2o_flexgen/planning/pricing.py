@@ -27,6 +27,7 @@ from h2o_flexgen.quant.codec import PLAIN
 VISITS_OF = {"attention": ("attention",), "block": ("attention", "mlp")}  # the others count as a mlp
 DISK_RATES = {Op.LOAD_H: "disk_read_per_s", Op.STORE_H: "disk_write_per_s"}
 FROM_DISK, TO_DISK = (Op.READ_W, Op.READ_KV), (Op.WRITE_KV,)
+SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # beside the lanes, where bounds are named
 
 
 @dataclass(frozen=True)
@@ -224,40 +225,59 @@ class Pricing:
 
     # -- what lanes share ----------------------------------------------------------------------------------------------
 
+    def bounds(self, step: int) -> dict[str, float]:
+        """Seconds that a step takes at least: of each lane, and of what lanes share. Reads and writes share a disk; all that
+        moves shares the memory of the host, on a CPU with the weights and the KV that are computed with."""
+        lanes = self.lane_seconds(step)
+        reads, writes = self._disk_seconds(step)
+        memory = self._memory_bytes(step) / self.machine.host_read_per_s
+        return {**lanes, SHARED_DISK: (reads + writes) / self.machine.disk_both, SHARED_MEMORY: memory}
+
     def stretches(self, step: int) -> dict[Op, float]:
-        """How many times as long tasks take because others use the same disk or the same memory meanwhile. With so much work
-        on both sides neither lane can be done before the disk, or the memory, has done the work of all."""
-        disk = self._disk_stretch(step)
-        memory = self._memory_stretch(step)
+        """How many times as long tasks take because of what they share with others."""
+        bounds = self.bounds(step)
+        longest_of_disk = max(self._disk_seconds(step))
+        disk = max(1.0, bounds[SHARED_DISK] / longest_of_disk) if longest_of_disk else 1.0
+        longest = max(seconds for name, seconds in bounds.items() if name not in (SHARED_DISK, SHARED_MEMORY))
+        memory = max(1.0, bounds[SHARED_MEMORY] / longest) if longest else 1.0
         return {op: max(memory, disk if self._is_of_disk(op) else 1.0) for op in Op}
 
     def _is_of_disk(self, op: Op) -> bool:
         return op in FROM_DISK or op in TO_DISK or (op in DISK_RATES and DISK in self.schedule.moves.hidden)
 
-    def _disk_stretch(self, step: int) -> float:
-        lanes: Counter[str] = Counter()
+    def _disk_seconds(self, step: int) -> tuple[float, float]:
+        """Of reads, of writes."""
+        reads = writes = 0.0
         for key in self._tasks_of(step):
-            if self._is_of_disk(key.op):
-                reads = key.op in FROM_DISK or key.op is Op.LOAD_H
-                lanes["read" if reads else "write"] += self._slices(key) * self.seconds(key)  # type: ignore[assignment]
-        longest = max(lanes.values(), default=0.0)
-        return max(1.0, sum(lanes.values()) / self.machine.disk_both / longest) if longest else 1.0
+            if not self._is_of_disk(key.op):
+                continue
+            seconds = self._slices(key) * self.seconds(key)
+            if key.op in FROM_DISK or key.op is Op.LOAD_H:
+                reads += seconds
+            else:
+                writes += seconds
+        return reads, writes
 
-    def _memory_stretch(self, step: int) -> float:
-        """Of all that crosses the host's memory: on a CPU also the weights and the KV that are computed with."""
+    def _memory_bytes(self, step: int) -> float:
         nbytes, on_host = 0.0, not self.machine.has_accelerator
         for key in self._tasks_of(step):
             if key.op is not Op.COMPUTE:
                 nbytes += self._slices(key) * self.cost.nbytes(key)
                 continue
-            layer, has_kv = self.spec.layers[key.layer], key.step > 0 and self.spec.layers[key.layer].has_kv
             if on_host:
-                nbytes += sum(tensor.nbytes for tensor in layer.matrices)
-            if has_kv and (on_host or self._attends_on_host(key.layer, key.batch)):
-                rows = self.planned.block.batches[key.batch].size
-                nbytes += rows * self.planned.slots[key.batch].held(step) * self.spec.kv_bytes_per_slot
-        longest = max(self.lane_seconds(step).values(), default=0.0)
-        return max(1.0, nbytes / self.machine.host_read_per_s / longest) if longest else 1.0
+                nbytes += self._matrix_bytes[key.layer]
+            attended = key.step > 0 and self.spec.layers[key.layer].has_kv
+            if attended and (on_host or self._attends_on_host(key.layer, key.batch)):
+                nbytes += self._held_bytes(step, key.batch)
+        return nbytes
+
+    @cached_property
+    def _matrix_bytes(self) -> tuple[int, ...]:
+        return tuple(sum(tensor.nbytes for tensor in layer.matrices) for layer in self.spec.layers)
+
+    def _held_bytes(self, step: int, batch: int) -> int:
+        """Of a batch's KV in a layer."""
+        return self.planned.block.batches[batch].size * self.planned.slots[batch].held(step) * self.spec.kv_bytes_per_slot
 
     def _slices(self, key: Key) -> int:
         return self.schedule.slices if key.op in (Op.READ_W, Op.LOAD_W) else 1

@@ -1,0 +1,270 @@
+"""The linear program: for batches of given sizes, the shares of weights, KV and activations per tier that take the least time.
+
+A step cannot take less than any of its lanes, nor than what the lanes share, and all of these are linear in the shares: so
+their values at the corners, where one kind of data is on one tier whole, say everything. Corners are priced by `pricing`
+itself. What a tier must hold is linear but for rings of buffers, which are there or not: so it is anchored at an answer and
+solved again, until the answer fits as the allocator counts.
+
+All cases of a search are one program: one call of the solver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import pulp
+
+from h2o_flexgen.planning.footprint import Budgets, Footprint, footprint
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.plan import ALL_DEVICE, DEVICE, DISK, HOST, TIERS, Plan, Shares
+from h2o_flexgen.planning.planned import PlannedBlock
+from h2o_flexgen.planning.predict import sampled_steps, sum_of_steps
+from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
+from h2o_flexgen.planning.workload import Block
+
+KINDS = ("weights", "kv", "hidden")
+ROUNDS = 3  # of solving, each anchored at the answers before
+LACKING = 1e6  # seconds for a whole budget that is lacking: far more than anything else can cost
+PLACES = {DEVICE: Shares(1.0, 0.0), HOST: Shares(0.0, 1.0), DISK: Shares(0.0, 0.0)}
+Corner = tuple[str, str]  # kind of data, tier
+Bounds = Mapping[str, float]  # lane, or what lanes share -> seconds
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a search asks of the program: a plan whose shares are open, and a block of its sizes."""
+
+    spec: ModelSpec
+    plan: Plan
+    block: Block
+    machine: Machine
+    budgets: Budgets
+    kernel_threads: int = 0
+    writes_weights: bool = False
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return TIERS if self.machine.has_accelerator else (HOST, DISK)
+
+    @property
+    def corners(self) -> list[Corner]:
+        return [(kind, tier) for kind in KINDS for tier in self.tiers]
+
+    def with_shares(self, **shares: Shares) -> Plan:
+        plan = replace(self.plan, **{"weights": ALL_DEVICE, "kv": ALL_DEVICE, "hidden": ALL_DEVICE, **shares})  # type: ignore[arg-type]
+        return plan if self.machine.has_accelerator else plan.folded()
+
+    def planned(self, plan: Plan) -> PlannedBlock:
+        return PlannedBlock.of(self.spec, plan, self.block, self.machine.has_accelerator)
+
+    def footprint(self, plan: Plan) -> Footprint:
+        return footprint(self.planned(plan), self.writes_weights, self.kernel_threads)
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """The prompts, and the decode steps that stand for all of them."""
+        return [0, *sampled_steps(self.planned(self.with_shares()))]
+
+    @cached_property
+    def weights_of_steps(self) -> list[float]:
+        """How often each of these counts."""
+        samples = self.steps[1:]
+        units = ([float(one == step) for one in samples] for step in samples)
+        return [1.0, *(sum_of_steps(samples, unit) for unit in units)]
+
+    @cached_property
+    def base(self) -> list[dict[str, float]]:
+        """Bounds of each step with all data on the fastest tier."""
+        return self._bounds(self.with_shares())
+
+    @cached_property
+    def more(self) -> dict[Corner, list[dict[str, float]]]:
+        """What is added to these by a kind of data that is on a tier whole."""
+        found = {}
+        for kind, tier in self.corners:
+            bounds = self._bounds(self.with_shares(**{kind: PLACES[tier]}))
+            found[kind, tier] = [
+                {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
+                for before, after in zip(self.base, bounds)
+            ]
+        return found
+
+    def _bounds(self, plan: Plan) -> list[dict[str, float]]:
+        """At a corner all equal blocks of the model are treated alike, and so are equal batches: what one and two of them cost
+        says what many do."""
+        batches = self.block.batches
+        alike = len({(batch.lengths, batch.seen) for batch in batches}) == 1
+        if not alike or len(batches) < 3:
+            return self._of_all_blocks(plan, self.block)
+        one, two = (self._of_all_blocks(plan, replace(self.block, batches=batches[:count])) for count in (1, 2))
+        return _extended(one, two, len(batches))
+
+    def _of_all_blocks(self, plan: Plan, block: Block) -> list[dict[str, float]]:
+        if self.blocks_of_model < 3:
+            return self._bounds_of(plan, self.spec, block)
+        one, two = (self._bounds_of(plan, _cut(self.spec, count), block) for count in (1, 2))
+        return _extended(one, two, self.blocks_of_model)
+
+    def _bounds_of(self, plan: Plan, spec: ModelSpec, block: Block) -> list[dict[str, float]]:
+        pricing = Pricing(PlannedBlock.of(spec, plan, block, self.machine.has_accelerator), self.machine)
+        return [pricing.bounds(step) for step in self.steps]
+
+    @cached_property
+    def blocks_of_model(self) -> int:
+        return 1 + max(layer.index for layer in self.spec.layers)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def bytes_of(self) -> Mapping[str, int]:
+        """Of each kind of data, all of it; what a tier holds for a share of one."""
+        everything = self.footprint(self.with_shares())
+        compute = everything.parts[self.tiers[0]]
+        return {"weights": compute["weights"], "kv": compute.get("KV", 0), "hidden": compute["activations"]}
+
+    def anchored(self, plan: Plan) -> dict[str, float]:
+        """What each tier holds beside the shares of the data, under this plan: exact there, and near it a good guess."""
+        exact = self.footprint(plan)
+        return {
+            tier: self.budgets.needs(exact, tier)
+            - sum(getattr(plan, kind).of(tier) * nbytes for kind, nbytes in self.bytes_of.items())
+            for tier in self.tiers
+        }
+
+    def fits(self, plan: Plan) -> bool:
+        return self.budgets.first_exceeded(self.footprint(plan)) is None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Shares in whole per cent that fit, and the least seconds that a block takes with them."""
+
+    case: Case
+    plan: Plan
+    seconds: float
+
+
+def _cut(spec: ModelSpec, blocks: int) -> ModelSpec:
+    """The same model with fewer blocks."""
+    kept = tuple(layer for layer in spec.layers if layer.index < blocks or layer.kind in ("embed", "head"))
+    return replace(spec, layers=kept)
+
+
+def _extended(one: Sequence[Bounds], two: Sequence[Bounds], count: int) -> list[dict[str, float]]:
+    """From what one and two of them cost, what so many do."""
+    return [
+        {name: low.get(name, 0.0) + (count - 1) * (seconds - low.get(name, 0.0)) for name, seconds in high.items()}
+        for low, high in zip(one, two)
+    ]
+
+
+def solve(cases: Sequence[Case], latency_limit: float | None = None) -> list[Answer]:
+    """The best answer for each case that has one."""
+    best: dict[int, Answer] = {}
+    anchors = [_first_anchor(case) for case in cases]
+    for _ in range(ROUNDS):
+        plans = _solve_once(cases, anchors, latency_limit)
+        for number, (case, plan) in enumerate(zip(cases, plans)):
+            anchors[number] = case.anchored(plan)
+            if case.fits(plan):
+                answer = Answer(case, plan, seconds_at(case, plan))
+                if number not in best or answer.seconds < best[number].seconds:
+                    best[number] = answer
+    for number, case in enumerate(cases):  # what fits whole must not be offloaded because an anchor was too careful
+        plan = case.with_shares()
+        if case.fits(plan) and (number not in best or seconds_at(case, plan) <= best[number].seconds):
+            best[number] = Answer(case, plan, seconds_at(case, plan))
+    return [best[number] for number in sorted(best)]
+
+
+def _first_anchor(case: Case) -> dict[str, float]:
+    """At a plan that has something of everything on every tier."""
+    some = Shares(1 / 3, 1 / 3) if case.machine.has_accelerator else Shares(0.0, 0.5)
+    return case.anchored(case.with_shares(weights=some, kv=some, hidden=some))
+
+
+def seconds_at(case: Case, plan: Plan) -> float:
+    """What the program says of a plan: for each step the largest of its bounds, or their sum where nothing overlaps."""
+    total = 0.0
+    for number, weight in enumerate(case.weights_of_steps):
+        bounds = dict(case.base[number])
+        for kind, tier in case.corners:
+            share = getattr(plan, kind).of(tier)
+            for name, seconds in case.more[kind, tier][number].items():
+                bounds[name] = bounds.get(name, 0.0) + share * seconds
+        total += weight * _least(case, bounds)
+    return total
+
+
+def _least(case: Case, bounds: Mapping[str, float]) -> float:
+    if case.plan.slots > 1:
+        return max(bounds.values())
+    lanes = sum(seconds for name, seconds in bounds.items() if name not in (SHARED_DISK, SHARED_MEMORY))
+    return max(lanes, *bounds.values())
+
+
+# -- the program -----------------------------------------------------------------------------------------------------------
+
+
+def _solve_once(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]], latency_limit: float | None) -> list[Plan]:
+    """The cases have nothing in common, so the sum of what they take is least where each is."""
+    program = pulp.LpProblem("placement", pulp.LpMinimize)
+    shares, goals = [], []
+    for number, (case, anchor) in enumerate(zip(cases, anchors)):
+        own, goal, constraints = _case(str(number), case, anchor, latency_limit)
+        shares.append(own)
+        goals.append(goal)
+        for constraint in constraints:
+            program += constraint
+    program += pulp.lpSum(goals)
+    status = program.solve(pulp.PULP_CBC_CMD(msg=False, threads=1))
+    assert pulp.LpStatus[status] == "Optimal", pulp.LpStatus[status]  # what is lacking may always be bought
+    return [_plan(case, {corner: share.value() for corner, share in own.items()}) for case, own in zip(cases, shares)]
+
+
+def _case(
+    name: str, case: Case, anchor: Mapping[str, float], latency_limit: float | None
+) -> tuple[dict[Corner, pulp.LpVariable], pulp.LpAffineExpression, list[pulp.LpConstraint]]:
+    shares = {corner: pulp.LpVariable(f"{corner[0]}_{corner[1]}_{name}", 0, 1) for corner in case.corners}
+    constraints = [pulp.lpSum(shares[kind, tier] for tier in case.tiers) == 1 for kind in KINDS]
+    seconds = [pulp.LpVariable(f"step{number}_{name}", 0) for number in range(len(case.steps))]
+    for number, step in enumerate(seconds):
+        constraints += [step >= bound for bound in _step_bounds(case, shares, number)]
+    lacking = {tier: pulp.LpVariable(f"lacking_{tier}_{name}", 0) for tier in case.tiers}
+    for tier in case.tiers:
+        budget = case.budgets.of(tier)
+        if budget is not None:  # in shares of the budget, so that numbers of the program are near 1
+            held = pulp.lpSum(shares[kind, tier] * (nbytes / budget) for kind, nbytes in case.bytes_of.items())
+            constraints.append(held + anchor[tier] / budget <= 1 + lacking[tier])
+    total = pulp.lpSum(weight * step for weight, step in zip(case.weights_of_steps, seconds))
+    late = pulp.LpVariable(f"late_{name}", 0)
+    if latency_limit is not None:
+        constraints.append(total <= latency_limit * (1 + late))
+    return shares, total + LACKING * pulp.lpSum([*lacking.values(), late]), constraints
+
+
+def _step_bounds(case: Case, shares: Mapping[Corner, pulp.LpVariable], number: int) -> Iterator[pulp.LpAffineExpression]:
+    names = dict.fromkeys([*case.base[number], *(name for corner in case.corners for name in case.more[corner][number])])
+    bounds = {
+        name: case.base[number].get(name, 0.0)
+        + pulp.lpSum(shares[corner] * case.more[corner][number].get(name, 0.0) for corner in case.corners)
+        for name in names
+    }
+    yield from bounds.values()
+    if case.plan.slots == 1:
+        yield pulp.lpSum(bound for name, bound in bounds.items() if name not in (SHARED_DISK, SHARED_MEMORY))
+
+
+def _plan(case: Case, values: Mapping[Corner, float | None]) -> Plan:
+    """In whole per cent, as --percent takes them; what rounding leaves goes to the slowest tier, which has most room."""
+
+    def shares(kind: str) -> Shares:
+        device, host = (int(100 * (values.get((kind, tier)) or 0.0) + 1e-6) / 100 for tier in (DEVICE, HOST))
+        return Shares(device, min(host, 1.0 - device))
+
+    return case.with_shares(**{kind: shares(kind) for kind in KINDS})
