@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ from h2o_flexgen.planning.hints import did_you_mean
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import HOST, Plan
 from h2o_flexgen.planning.units import parse_bytes
-from h2o_flexgen.planning.workload import Batch, Workload
+from h2o_flexgen.planning.workload import Batch, Block, BlockSize, Workload
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.runtime.engine import BlockRun, Engine, OnVisit, Until
 from h2o_flexgen.runtime.output import Completion
@@ -44,6 +45,7 @@ from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.rows import OnToken
 from h2o_flexgen.runtime.sampling import Sampler
 from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.runtime.shrink import OnShrink, Shrink, run_blocks
 from h2o_flexgen.runtime.stage import OnStage, Stage
 from h2o_flexgen.runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -66,7 +68,8 @@ class Stats:
     moved_bytes: dict[str, int]  # per lane
     busy_seconds: dict[str, float]  # per lane
     peak_bytes: dict[str, int]  # per tier; the host's is the process's resident memory
-    blocks: tuple[BlockRun, ...] = field(repr=False)  # of these only the last has kept its trace
+    shrunk: tuple[BlockSize, ...]  # of the blocks that memory ran out in; their seconds and bytes count above
+    blocks: tuple[BlockRun, ...] = field(repr=False)  # that ended; of these only the last has kept its trace
 
     @property
     def last_block(self) -> BlockRun:
@@ -222,18 +225,27 @@ class LLM:
         on_token: OnToken | None = None,
         on_stage: OnStage | None = None,
         on_visit: OnVisit | None = None,
+        on_shrink: OnShrink | None = None,
+        may_shrink: bool = True,
         until: Until | None = None,
     ) -> list[Completion]:
-        """Completions in the order of the prompts. `on_token` gets every token as it comes; rows of one block take turns."""
+        """Completions in the order of the prompts. `on_token` gets every token as it comes; rows of one block take turns. When
+        memory runs out in spite of the plan, the rest goes on in smaller blocks, of which `on_shrink` is told (without it
+        a warning is given); unless it `may_shrink`, that is an error."""
         rows = self._rows([prompts] if isinstance(prompts, str) else prompts, params, streamed=on_token is not None)
         workload = Workload(tuple(row.prompt_len for row in rows), max((row.params.max_tokens for row in rows), default=1))
         self._refuse_what_does_not_fit(workload)
         engine = self._ready(on_stage)
         sampler = Sampler(seed)
+
+        def run(block: Block, may_run_out: bool) -> BlockRun:
+            return engine.run(block, rows, sampler, on_visit, on_token, until, may_run_out=may_run_out and may_shrink)
+
         runs: list[BlockRun] = []
-        for block in workload.blocks(self.plan.gpu_batch_size, self.plan.num_gpu_batches):
-            runs = [run.without_trace() for run in runs]  # a long job has many blocks: the last one's trace is kept
-            runs.append(engine.run(block, rows, sampler, on_visit, on_token, until))
+        size = BlockSize(self.plan.gpu_batch_size, self.plan.num_gpu_batches)
+        for one in run_blocks(workload, size, rows, run, on_shrink or _warn):
+            runs = [earlier.without_trace() for earlier in runs]  # a long job has many blocks: the last one's trace is kept
+            runs.append(one)
         self.stats = self._measured(rows, runs)
         return [row.completion() for row in rows if row.finished]
 
@@ -313,6 +325,7 @@ class LLM:
 
     def _measured(self, rows: Sequence[RowState], runs: Sequence[BlockRun]) -> Stats:
         assert self._memories is not None
+        ended = tuple(run for run in runs if run.shortage is None)
         moved: Counter[str] = Counter()
         busy: Counter[str] = Counter()
         for run in runs:
@@ -326,15 +339,16 @@ class LLM:
         return Stats(
             num_prompts=len(rows),
             prompt_tokens=sum(row.prompt_len for row in rows),
-            generated_tokens=sum(run.tokens for run in runs),
+            generated_tokens=sum(row.num_generated for row in rows),  # once, also where a row started anew
             prefill_seconds=prefill,
             decode_seconds=decode,
             total_seconds=prefill + decode,
-            step_seconds=tuple(seconds for run in runs for seconds in run.step_seconds),
+            step_seconds=tuple(seconds for run in ended for seconds in run.step_seconds),
             moved_bytes=dict(moved),
             busy_seconds=dict(busy),
             peak_bytes=peaks,
-            blocks=tuple(runs),
+            shrunk=tuple(BlockSize.of(run.block) for run in runs if run.shortage is not None),
+            blocks=ended,
         )
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -370,6 +384,11 @@ def _asked_plan(plan: Plan | None, percent: Sequence[float] | None, options: Map
     if other := next(iter([*options, *(["percent"] if percent is not None else [])]), None):
         raise ValueError(f"both plan and {other} are given; put {other} into the plan, or leave the plan out")
     return plan
+
+
+def _warn(shrink: Shrink) -> None:
+    """For those who listen to nothing: a smaller block is slower, and nobody should wonder why."""
+    warnings.warn(f"{shrink} ({shrink.shortage.reason})", RuntimeWarning, stacklevel=2)
 
 
 def default_offload_folder() -> Path:

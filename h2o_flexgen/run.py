@@ -38,7 +38,7 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import DEVICE, HOST
 from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
 from h2o_flexgen.planning.schedule import Task
-from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.planning.workload import Block, Workload
 from h2o_flexgen.runtime.progress import Progress
 
 if TYPE_CHECKING:
@@ -115,6 +115,10 @@ class Job:
         workload = replace(self.workload, gen_len=gen_len)
         return tuple(plan_blocks(self.llm.spec, self.llm.plan, workload, self.llm.device.accelerator))
 
+    def _planned(self, blocks: Iterable[Block]) -> tuple[PlannedBlock, ...]:
+        llm = self.llm
+        return tuple(PlannedBlock.of(llm.spec, llm.plan, block, llm.device.accelerator) for block in blocks)
+
     # -- before --------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -163,12 +167,18 @@ class Job:
         with Progress(total_visits(blocks), "run", late=True) as progress:
             watch = Watch(blocks, progress)
             completions = self.llm.generate(
-                self.prompts, params, seed=seed, on_stage=watch.stage, on_visit=self._listener(watch), until=self.until
+                self.prompts,
+                params,
+                seed=seed,
+                on_stage=watch.stage,
+                on_visit=self._listener(watch),
+                on_shrink=lambda shrink: watch.shrink(shrink.num_ended, self._planned(shrink.rest), str(shrink)),
+                until=self.until,
             )
             seconds = watch.seconds
         stats = self.llm.stats
         assert stats is not None
-        Outcome(self, blocks, stats, completions, watch, seconds, seed).tell()
+        Outcome(self, watch.blocks, stats, completions, watch, seconds, seed).tell()
 
 
 @dataclass(frozen=True)
@@ -176,7 +186,7 @@ class Outcome:
     """What a run has left."""
 
     job: Job
-    blocks: tuple[PlannedBlock, ...]  # as run
+    blocks: tuple[PlannedBlock, ...]  # that were run to their end
     stats: Stats
     completions: list[Completion]
     watch: Watch
@@ -247,6 +257,7 @@ class Outcome:
             "load_seconds": round(self.watch.load_seconds, 6),
             "step_seconds_median": round(statistics.median(steps), 6) if steps else None,
             "peak_bytes": stats.peak_bytes,
+            "shrunk": [list(size) for size in stats.shrunk],
             "lanes": {lane: asdict(one) for lane, one in lanes.items()},
             "seed": self.seed,
             "machine": describe_machine(job.llm.device),

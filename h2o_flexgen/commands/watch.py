@@ -16,22 +16,26 @@ from h2o_flexgen.runtime.stage import Stage
 
 
 class Watch:
+    """`blocks` are those that the run consists of, as planned; where memory runs out, those that took their place."""
+
     def __init__(self, blocks: Sequence[PlannedBlock], progress: Progress) -> None:
         self.flops: Counter[int] = Counter()  # rows of a matrix product -> flops done with so many
         self.first_decode_ends: list[dict[int, float]] = [
             {} for _ in blocks
         ]  # of the first decode step: layer -> when it ended
         self.load_seconds = 0.0
-        self._blocks = blocks
+        self.blocks = tuple(blocks)
         self._progress = progress
         self._index = -1  # of the block that is running
         self._visits_before = self._tokens_before = self._tokens = 0
+        self._visits = self._visits_lost = 0  # of the block that is running, and of those that memory ran out in
         self._stage_began = time.perf_counter()
         self._generation_began = self._stage_began
 
     @property
     def total(self) -> int:
-        return total_visits(self._blocks)
+        """Visits of all blocks, with those that had to be made twice."""
+        return self._visits_lost + total_visits(self.blocks)
 
     @property
     def seconds(self) -> float:
@@ -47,31 +51,44 @@ class Watch:
 
     def visit(self, task: Task, tokens: int) -> None:
         """A COMPUTE is over; `tokens` were generated in its block so far."""
-        if self._blocks[max(self._index, 0)].schedule.number(*task.visit) == 0:
+        if self.blocks[max(self._index, 0)].schedule.number(*task.visit) == 0:
             self._next_block()
         self._tokens = tokens
+        self._visits = self.blocks[self._index].schedule.number(*task.visit) + 1
         self._count_work(task)
-        self._progress.update(self._text(task), self._done(task))
+        self._progress.update(self._text(task), self._done)
+
+    def shrink(self, num_ended: int, rest: Sequence[PlannedBlock], note: str) -> None:
+        """Memory ran out in the block behind those that have ended. The rest takes the place of all that were to come, and what
+        was done of the broken one counts as done: nobody sees the run go backwards."""
+        if self._index == num_ended:  # or memory ran out before its first visit
+            self._visits_lost += self._visits
+            self._tokens = 0
+            self._index -= 1
+        self.blocks = (*self.blocks[:num_ended], *rest)
+        self.first_decode_ends[num_ended:] = [{} for _ in rest]
+        self._progress.expect(self.total)
+        self._progress.note(note)
 
     def _next_block(self) -> None:
-        if self._index >= 0:
-            self._visits_before += self._blocks[self._index].schedule.moves.visits
-            self._tokens_before += self._tokens
         self._index += 1
+        self._visits_before = total_visits(self.blocks[: self._index])
+        self._tokens_before += self._tokens
 
     def _count_work(self, task: Task) -> None:
-        cost = Cost(self._blocks[self._index])
+        cost = Cost(self.blocks[self._index])
         self.flops[cost.product_rows(task)] += cost.flops(task)  # type: ignore[assignment]
         if task.step == 1:
             self.first_decode_ends[self._index][task.layer] = time.perf_counter()
 
-    def _done(self, task: Task) -> int:
-        return self._visits_before + self._blocks[self._index].schedule.number(*task.visit) + 1
+    @property
+    def _done(self) -> int:
+        return self._visits_lost + self._visits_before + self._visits
 
     def _text(self, task: Task) -> str:
-        moves = self._blocks[self._index].schedule.moves
-        seconds, done = max(self.seconds, 1e-9), self._done(task)
-        block = f"block {self._index + 1}/{len(self._blocks)} " if len(self._blocks) > 1 else ""
+        moves = self.blocks[self._index].schedule.moves
+        seconds, done = max(self.seconds, 1e-9), self._done
+        block = f"block {self._index + 1}/{len(self.blocks)} " if len(self.blocks) > 1 else ""
         place = (
             f"step {task.step + 1}/{moves.steps} layer {task.layer + 1}/{moves.layers} batch {task.batch + 1}/{moves.batches}"
         )

@@ -59,6 +59,9 @@ class Device:
     def settle(self) -> None:
         """Waits until everything that was issued on any stream is over."""
 
+    def give_back_freed(self) -> None:
+        """What the allocator keeps of freed memory goes back to the device."""
+
 
 class CudaDevice(Device):
     accelerator = True
@@ -120,6 +123,9 @@ class CudaDevice(Device):
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def give_back_freed(self) -> None:
+        torch.cuda.empty_cache()
 
 
 class DeviceTier:

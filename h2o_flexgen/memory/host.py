@@ -26,6 +26,11 @@ class HostTier:
         self._mapped: list[Tensor] = []  # all that is held
         self._spare: list[Tensor] = []  # of it what nobody uses
 
+    @property
+    def spare_bytes(self) -> int:
+        """Held, but used by nobody."""
+        return sum(region.nbytes for region in self._spare)
+
     def alloc(self, nbytes: int) -> Tensor:
         """Page-aligned bytes: of what was freed the smallest that is large enough, else new ones."""
         size = max(aligned(nbytes), mmap.PAGESIZE)

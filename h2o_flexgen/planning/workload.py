@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,25 @@ class Block:
         return sum(batch.size for batch in self.batches)
 
 
+class BlockSize(NamedTuple):
+    batch_size: int
+    num_batches: int
+
+    @classmethod
+    def of(cls, block: Block) -> BlockSize:
+        return cls(max(batch.size for batch in block.batches), len(block.batches))
+
+    @property
+    def smaller(self) -> BlockSize | None:
+        """Half as large; None below one row. Rows first: with as many batches the weights are as well hidden as before."""
+        if self.batch_size > 1:
+            return self._replace(batch_size=self.batch_size // 2)
+        return self._replace(num_batches=self.num_batches // 2) if self.num_batches > 1 else None
+
+    def __str__(self) -> str:
+        return f"{self.batch_size} x {self.num_batches}"
+
+
 @dataclass(frozen=True)
 class Workload:
     prompt_lens: tuple[int, ...]
@@ -89,9 +109,10 @@ class Workload:
     def num_prompts(self) -> int:
         return len(self.prompt_lens)
 
-    def blocks(self, batch_size: int, num_batches: int) -> tuple[Block, ...]:
-        """Longest prompts first, so that what needs most memory is met at the start and not after hours."""
-        order = sorted(range(self.num_prompts), key=lambda row: (-self.prompt_lens[row], row))
+    def blocks(self, batch_size: int, num_batches: int, rows: Sequence[int] | None = None) -> tuple[Block, ...]:
+        """Of all rows, or of those that are left. Longest prompts first, so that what needs most memory is met at the start and
+        not after hours."""
+        order = sorted(range(self.num_prompts) if rows is None else rows, key=lambda row: (-self.prompt_lens[row], row))
         batches = [self._batch(tuple(order[start : start + batch_size])) for start in range(0, len(order), batch_size)]
         return tuple(
             Block(tuple(batches[start : start + num_batches]), self.gen_len) for start in range(0, len(batches), num_batches)

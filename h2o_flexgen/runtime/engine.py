@@ -4,6 +4,7 @@ the blocks of a workload one after the other.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.memory.host import give_back_freed
 from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.shortage import HostGuard, Shortage
 from h2o_flexgen.models import base
 from h2o_flexgen.models.checkpoint import WeightSource
 from h2o_flexgen.planning.placement import place_weights
@@ -26,7 +28,7 @@ from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.schedule import Op, Schedule, Task, Visit
 from h2o_flexgen.planning.trace import Trace
 from h2o_flexgen.planning.workload import Batch, Block
-from h2o_flexgen.runtime.executor import Executor
+from h2o_flexgen.runtime.executor import Executor, shortage_in
 from h2o_flexgen.runtime.hidden import HiddenStore
 from h2o_flexgen.runtime.kvstore import KVStore
 from h2o_flexgen.runtime.row_state import RowState
@@ -50,6 +52,7 @@ class BlockRun:
     tokens: int  # generated
     moved_bytes: Mapping[str, int]  # per lane
     busy_seconds: Mapping[str, float]
+    shortage: Shortage | None = None  # of memory, which ended it early: the rows that are not finished have to start anew
 
     def without_trace(self) -> BlockRun:
         return replace(self, trace=Trace(()))
@@ -57,6 +60,24 @@ class BlockRun:
     @property
     def decode_seconds(self) -> float:
         return sum(self.step_seconds)
+
+
+@dataclass
+class _Measures:
+    """What is counted while a block runs, and is there also when it fails."""
+
+    tokens: int = 0
+    step: int = 0  # that is computed
+    clock: float = field(default_factory=time.perf_counter)  # when a head was last computed
+    step_seconds: Counter[int] = field(default_factory=Counter)
+    trace: Trace = field(default_factory=lambda: Trace(()))
+
+    def count(self, step: int, tokens: int) -> None:
+        """The time since the last head was for this one: in whatever order a schedule visits, each step gets its own."""
+        now = time.perf_counter()
+        self.step_seconds[step] += now - self.clock  # type: ignore[assignment]
+        self.clock = now
+        self.tokens += tokens
 
 
 @dataclass
@@ -69,16 +90,8 @@ class _Progress:
     sampler: Sampler
     on_visit: OnVisit | None
     on_token: OnToken | None
-    tokens: int = 0
-    clock: float = field(default_factory=time.perf_counter)  # when a head was last computed
-    step_seconds: Counter[int] = field(default_factory=Counter)
-
-    def count(self, step: int, tokens: int) -> None:
-        """The time since the last head was for this one: in whatever order a schedule visits, each step gets its own."""
-        now = time.perf_counter()
-        self.step_seconds[step] += now - self.clock  # type: ignore[assignment]
-        self.clock = now
-        self.tokens += tokens
+    guard: HostGuard | None
+    measures: _Measures
 
     @property
     def is_done(self) -> bool:
@@ -125,22 +138,49 @@ class Engine:
         on_token: OnToken | None = None,
         until: Until | None = None,
         kv: KVStore | None = None,
+        may_run_out: bool = False,
     ) -> BlockRun:
         """Generates one block. `rows` are all rows of the workload, in input order; `until` ends the run early at a task; `kv`
-        holds what an earlier block has left."""
-        schedule = self.schedule(block)
-        self._weights.prepare(schedule)
-        with ExitStack() as opened, torch.inference_mode():
-            if kv is None:
-                kv = opened.enter_context(closing(self.open_kv(block, schedule)))
-            else:
-                kv.prepare(block, schedule)
-            hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
-            alive = [self._rows_of(batch, rows, block.gen_len) for batch in block.batches]
-            state = _Progress(alive, kv, hidden, sampler, on_visit, on_token)
-            executor = Executor(self._actions(schedule, state), self._memories.device, ahead=schedule.ahead)
-            trace = executor.run(self._tasks(schedule, state, until))
-        return self._summary(block, schedule, trace, state)
+        holds what an earlier block has left. Want of memory is an error, unless it `may_run_out`: then it ends the block, all
+        that was held for it is given back, and the `shortage` is told."""
+        schedule, measures, shortage = self.schedule(block), _Measures(), None
+
+        def generate() -> None:
+            """What it holds is its own: it goes with this call."""
+            self._weights.prepare(schedule)
+            guard = HostGuard(self._memories.host.spare_bytes) if may_run_out else None
+            with ExitStack() as opened, torch.inference_mode():
+                if kv is None:
+                    own = opened.enter_context(closing(self.open_kv(block, schedule)))
+                else:
+                    own = kv
+                    own.prepare(block, schedule)
+                hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
+                alive = [self._rows_of(batch, rows, block.gen_len) for batch in block.batches]
+                measures.clock = time.perf_counter()
+                state = _Progress(alive, own, hidden, sampler, on_visit, on_token, guard, measures)
+                executor = Executor(self._actions(schedule, state), self._memories.device, ahead=schedule.ahead)
+                try:
+                    executor.run(self._tasks(schedule, state, until))
+                finally:
+                    measures.trace = executor.trace
+
+        try:
+            generate()
+        except Exception as error:
+            shortage = shortage_in(error) if may_run_out else None
+            if shortage is None:
+                raise
+            measures.count(measures.step, 0)
+        if shortage is not None:
+            self._give_back()  # not before: the error's traceback has held what the block did
+        return self._summary(block, schedule, measures, shortage)
+
+    def _give_back(self) -> None:
+        gc.collect()
+        self._memories.host.trim()
+        self._memories.device.give_back_freed()
+        give_back_freed()
 
     def _rows_of(self, batch: Batch, rows: Sequence[RowState], gen_len: int) -> BatchRows:
         alive, device = [rows[row] for row in batch.rows], self._memories.device.torch_device
@@ -172,9 +212,12 @@ class Engine:
 
         def compute(task: Task) -> int:
             if not state.rows[task.batch].is_done:
+                state.measures.step = task.step
+                if state.guard is not None:
+                    state.guard.look()
                 self._compute(task, state)
                 if state.on_visit is not None:
-                    state.on_visit(task, state.tokens)
+                    state.on_visit(task, state.measures.tokens)
             return 0
 
         return {
@@ -195,7 +238,7 @@ class Engine:
         if layer.kind == "head":
             parts = self._weights.head_parts(task.visit)
             logits = base.head(self._model, rows.last_hidden(state.hidden.take(task.batch)), parts)
-            state.count(task.step, rows.advance(logits, state.sampler, task.step, state.on_token))
+            state.measures.count(task.step, rows.advance(logits, state.sampler, task.step, state.on_token))
             if task.step == 0:
                 give_back_freed()  # prompts work in much more room than steps do, and what they freed would stay
             return
@@ -240,15 +283,16 @@ class Engine:
 
     # -- what happened -------------------------------------------------------------------------------------------------
 
-    def _summary(self, block: Block, schedule: Schedule, trace: Trace, state: _Progress) -> BlockRun:
-        steps = [state.step_seconds[step] for step in sorted(state.step_seconds)]
+    def _summary(self, block: Block, schedule: Schedule, measures: _Measures, shortage: Shortage | None) -> BlockRun:
+        steps, trace = [measures.step_seconds[step] for step in sorted(measures.step_seconds)], measures.trace
         return BlockRun(
             block=block,
             schedule=schedule,
             trace=trace,
             prefill_seconds=sum(steps[:1]),
             step_seconds=tuple(steps[1:]),
-            tokens=state.tokens,
+            tokens=measures.tokens,
             moved_bytes={lane: trace.moved_bytes(lane) for lane in trace.lanes},
             busy_seconds={lane: trace.busy_seconds(lane) for lane in trace.lanes},
+            shortage=shortage,
         )

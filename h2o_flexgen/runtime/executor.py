@@ -16,6 +16,7 @@ from queue import SimpleQueue
 import torch
 
 from h2o_flexgen.memory.device import Device, Marker
+from h2o_flexgen.memory.shortage import Shortage, shortage_of
 from h2o_flexgen.planning.schedule import COMPUTE_LANE, LANES, WORKERS, Key, Op, Task
 from h2o_flexgen.planning.trace import Trace
 from h2o_flexgen.runtime.recorder import Recorder
@@ -54,6 +55,7 @@ class Executor:
         self._threads: list[tuple[threading.Thread, threading.Event]] = []
         self._failure: tuple[Task | str, BaseException] | None = None
         self._stopped = False
+        self.trace = Trace(())  # of the last run, also where it failed
 
     def run(self, tasks: Iterable[Task]) -> Trace:
         self._device.settle()  # weights and buffers were prepared on another stream than those of the lanes
@@ -68,9 +70,10 @@ class Executor:
             finally:
                 self._end_lanes()
                 self._device.settle()
+                self._collect()
+                self.trace = self._recorder.trace()
         self._raise_failure()
-        self._collect()
-        return self._recorder.trace()
+        return self.trace
 
     # -- the caller's thread -----------------------------------------------------------------------------------------
 
@@ -195,8 +198,14 @@ class Executor:
             self._recorder.add(task, start, time.perf_counter(), moved)
 
 
+def shortage_in(error: BaseException) -> Shortage | None:
+    """The want of memory that a task, or what was made ready for tasks, has failed of; None if it was something else."""
+    return shortage_of(error.__cause__ if isinstance(error, TaskFailed) else error)
+
+
 def _out_of_memory(error: BaseException) -> MemoryError | None:
-    """Torch has errors of its own for what is a MemoryError everywhere else."""
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        return MemoryError(f"{str(error).splitlines()[0]} Lower the batch size, or the shares of the tier that is full")
-    return None
+    """Torch and the system have errors of their own for what is a MemoryError everywhere else."""
+    shortage = None if isinstance(error, MemoryError) else shortage_of(error)
+    if shortage is None:
+        return None
+    return MemoryError(f"{shortage.reason} Lower the batch size, or the shares of the tier that is full")

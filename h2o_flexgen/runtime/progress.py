@@ -50,6 +50,10 @@ class Progress:
     def update(self, text: str, done: int) -> None:
         self._text, self._done, self._counts = text, done, True
 
+    def expect(self, total: int) -> None:
+        """More or less is to be done than was thought."""
+        self._total = total
+
     def note(self, line: str) -> None:
         """A line that stays."""
         self._put(f"\r{line.ljust(self._width)}\n" if self._rewrites else f"{line}\n")

@@ -29,10 +29,15 @@ class RowState:
         self.prompt_len = len(self.seen)
         self.logprobs: list[StepLogprobs] = []
         self.finish_reason: str | None = None
+        self._streamed = streamed
+        self._known: list[tuple[int, StepLogprobs | None]] = []  # what was generated before a new start
         self._tokenizer = tokenizer
         self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
-        needs_text = streamed or bool(params.stop_strings)
-        self._text = RowText(tokenizer, self.seen, params.stop_strings) if needs_text else None
+        self._text = self._new_text()
+
+    def _new_text(self) -> RowText | None:
+        needs_text = self._streamed or bool(self.params.stop_strings)
+        return RowText(self._tokenizer, self.prompt_ids, self.params.stop_strings) if needs_text else None
 
     @property
     def finished(self) -> bool:
@@ -64,6 +69,21 @@ class RowState:
         elif self.num_generated == self.params.max_tokens:
             return self._finish("length", piece)
         return piece
+
+    @property
+    def known(self) -> tuple[int, StepLogprobs | None] | None:
+        """The next token, if the row had come further before a new start."""
+        return self._known[self.num_generated] if self.num_generated < len(self._known) else None
+
+    def start_anew(self) -> None:
+        """From the prompt on, when what was computed is lost. The tokens that it had are not: they come again as they were,
+        even where last bits differ, beside other rows, and another token would be picked."""
+        assert not self.finished, f"row {self.index} is finished"
+        silent: list[StepLogprobs | None] = [None] * self.num_generated
+        self._known[: self.num_generated] = zip(self.token_ids, self.logprobs or silent, strict=True)
+        del self.seen[self.prompt_len :]
+        self.logprobs = []
+        self._text = self._new_text()
 
     def stop(self, reason: str) -> str | None:
         """Ends the row where it is. What was held back of its text, where it is followed."""

@@ -74,14 +74,19 @@ class BatchRows:
         return hidden[torch.arange(len(self._rows), device=hidden.device), last]
 
     def advance(self, logits: Tensor, sampler: Sampler, step: int, on_token: OnToken | None = None) -> int:
-        """Picks a token for every row, drops the rows that it finishes, and says how many tokens were picked."""
+        """Picks a token for every row, drops the rows that it finishes, and says how many tokens were picked. Of a row that
+        starts anew those that it had come again, and nobody is told of them twice."""
         rows = self._rows
         picked = sampler.sample(
             logits, [row.params for row in rows], [row.index for row in rows], step, [row.seen for row in rows]
         )
-        for row, token, logprobs in zip(rows, picked.tokens.tolist(), picked.logprobs):
+        for place, (row, token, logprobs) in enumerate(zip(rows, picked.tokens.tolist(), picked.logprobs)):
+            known = row.known
+            if known is not None:
+                token, logprobs = known
+                picked.tokens[place] = token
             text = row.push(token, logprobs)
-            if on_token is not None:
+            if on_token is not None and known is None:
                 on_token(row.index, token, text)
         self._move_up([place for place, row in enumerate(rows) if not row.finished])
         if not self._rows:

@@ -1,0 +1,69 @@
+"""Shortage: memory that has run out. Which errors say so, and when host memory is so near its end that a block had better stop
+than be killed by the system.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from h2o_flexgen.memory.host import available_bytes
+
+# More than decode touches between two looks, and less than is left by a plan that fills its memory: one that fits to within
+# some per cent must not be stopped.
+FLOOR_BYTES = 32 << 20
+SECONDS_BETWEEN_LOOKS = 0.2  # a look takes a quarter of a millisecond
+
+ON_HOST = ("can't allocate memory", "not enough memory")  # what torch's RuntimeErrors say
+ON_DEVICE = ("out of memory", "ALLOC_FAILED")  # of the driver, and of libraries that want room to work in
+
+
+@dataclass(frozen=True)
+class Shortage:
+    tier: str  # host or device
+    reason: str  # a line
+
+
+def shortage_of(error: BaseException | None) -> Shortage | None:
+    """None if the error is of another kind."""
+    if error is None:
+        return None
+    text = str(error)
+    of_device = isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)
+    if of_device or (isinstance(error, RuntimeError) and any(words in text for words in ON_DEVICE)):
+        return Shortage("device", _line(error))
+    of_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    of_torch = isinstance(error, RuntimeError) and any(words in text for words in ON_HOST)
+    return Shortage("host", _line(error)) if isinstance(error, MemoryError) or of_system or of_torch else None
+
+
+def _line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+class HostGuard:
+    """Looks now and then whether host memory is near its end while a block runs.
+
+    What counts is what can still be had without swapping, within every control group: where that is nothing, the system swaps
+    or kills. Page cache counts as free. The process's own size is not held against its budget: it includes what is not of the
+    run, and a budget that is passed by a little does no harm while there is memory. A block is only stopped if it holds as much
+    as there should be left: where others have taken the memory, a smaller block would not bring it back."""
+
+    def __init__(self, spare_bytes: int = 0) -> None:
+        """`spare_bytes`: what earlier blocks have left for this one, and goes with it."""
+        self._process = psutil.Process()
+        self._before = self._process.memory_info().rss - spare_bytes
+        self._next_look = 0.0
+
+    def look(self) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + SECONDS_BETWEEN_LOOKS
+        left = available_bytes()
+        if left < FLOOR_BYTES and self._process.memory_info().rss - self._before >= FLOOR_BYTES:
+            raise MemoryError(f"host memory: only {left / 1e6:.0f} MB can still be had before the system swaps or kills")
