@@ -109,6 +109,7 @@ class LLM:
             raise ValueError("attend_on 'host' can be priced, but this version cannot run it on an accelerator; leave it out")
         self.stats: Stats | None = None
         self.offload_folder = Path(offload_dir or default_offload_folder()).expanduser()
+        self._dtype = dtype
         self._open_model(dtype)
         self._host_base = psutil.Process().memory_info().rss
         self.budgets = self._measure_budgets(gpu_mem, cpu_mem)
@@ -131,15 +132,22 @@ class LLM:
             self._source = checkpoint
         built = create_model(config, dtype, self.plan.sep_layer, self.name)
         stored = self._source.stored_itemsize
-        as_stored = built.spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=stored(tensor.name)))
-        as_stored = replace(as_stored, kv_codec=self.plan.kv_codec)
-        built.spec = as_stored if self.plan.weight_codec == PLAIN else as_stored.packed(self.plan.weight_codec)
+        self.plain_spec = built.spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=stored(tensor.name)))
+        built.spec = self.plain_spec.kept_as(self.plan.weight_codec, self.plan.kv_codec)
         if isinstance(self._source, Checkpoint) and self.plan.weight_codec != PLAIN:
             self._source = PackedCheckpoint(self._source, built.spec, progress=self._report_packing)
         if self.plan.policy.rolls and not built.spec.rotary:
             raise ValueError(f"positions 'rolling' needs rotary positions, but {self.name} has learned ones; leave it out")
         self._model: Model = built
         self.tokenizer: Tokenizer = load_tokenizer(folder, config, built.spec.vocab)
+
+    def adopt(self, plan: Plan) -> None:
+        """Another plan in place of the one that was asked for: one that was found for this model, say."""
+        if self._engine is not None:
+            raise ValueError(f"weights of {self.name} lie where the plan before wants them; make a new LLM for another plan")
+        self._source.close()
+        self.requested, self.plan = plan, plan if self.device.accelerator else plan.folded()
+        self._open_model(self._dtype)
 
     def _default_dtype(self, stored: str | None) -> str:
         """bf16 is the fast type of CPUs, where fp16 is some 20 times slower; a GPU takes the checkpoint's, at 16 bits."""

@@ -24,11 +24,13 @@ from h2o_flexgen.commands.arguments import AUTO_LOG, BREAKDOWN, FEWER_BATCH, par
 from h2o_flexgen.commands.breakdown import breakdown_lines, breakdown_seconds
 from h2o_flexgen.commands.choose_model import ChosenModel, choose_model
 from h2o_flexgen.commands.errors import exit_status
-from h2o_flexgen.commands.flags import sampling_of
+from h2o_flexgen.commands.flags import AUTO, sampling_of
+from h2o_flexgen.commands.found_plan import find_plan, machine_of
 from h2o_flexgen.commands.lanes import lane_reports
 from h2o_flexgen.commands.made_up import DEFAULT_TOKENS, made_up_prompts
 from h2o_flexgen.commands.open_llm import open_llm
 from h2o_flexgen.commands.plan_report import PlanReport
+from h2o_flexgen.commands.predicted import Predicted, two_steps
 from h2o_flexgen.commands.projection import Timing
 from h2o_flexgen.commands.prompts import given_prompts
 from h2o_flexgen.commands.report import say
@@ -37,6 +39,7 @@ from h2o_flexgen.planning.cost import predicted_bytes
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import DEVICE, HOST
 from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
+from h2o_flexgen.planning.predict import BlockPrediction, predict
 from h2o_flexgen.planning.schedule import Task
 from h2o_flexgen.planning.workload import Block, Workload
 from h2o_flexgen.runtime.progress import Progress
@@ -56,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: Namespace) -> None:
     texts = given_prompts(args.prompt, args.prompt_file, args.num_prompts)
     report.check_writable(args.trace, "--trace")
+    report.check_writable(args.timeline, "--timeline")
     if args.log_file != AUTO_LOG:
         report.check_writable(args.log_file, "--log-file")
     chosen = choose_model(args.model, args.path, args.dummy_weights)
@@ -63,7 +67,8 @@ def _run(args: Namespace) -> None:
         chosen = chosen.without_weights()
     llm = open_llm(args, chosen)
     with llm:
-        job = Job(args, chosen, llm, texts)
+        job = Job(args, chosen, llm, texts, _machine_asked_for(args, llm))
+        job.find_plan()
         job.announce()
         if args.dry_run:
             print(json.dumps(job.plan_report.as_json()))
@@ -79,16 +84,30 @@ class Job:
     chosen: ChosenModel
     llm: LLM
     texts: list[str]
+    machine: Machine | None  # that the run is predicted for; none where nobody asks
 
     # -- what is to be done --------------------------------------------------------------------------------------------
+
+    def find_plan(self) -> None:
+        """Where none was given. Prompts that are made up are as many as its block then takes, unless a number is asked for."""
+        if self.args.percent != AUTO:
+            return
+        assert self.machine is not None
+        workload = self.workload if self.texts or self.args.num_prompts is not None else None
+        found = find_plan(self.args, self.llm, self.machine, workload, self._made_up_length, self.params.max_tokens)
+        say(found.lines())
+        self.llm.adopt(found.plan)
+
+    @property
+    def _made_up_length(self) -> int:
+        return DEFAULT_TOKENS if self.args.prompt_len is None else int(self.args.prompt_len)
 
     @cached_property
     def prompts(self) -> list[str] | list[list[int]]:
         if self.texts:
             return self.texts
         num = self.llm.plan.block_size if self.args.num_prompts is None else self.args.num_prompts
-        length = DEFAULT_TOKENS if self.args.prompt_len is None else self.args.prompt_len
-        return made_up_prompts(num, length, self.llm.tokenizer, self.llm.spec.vocab)
+        return made_up_prompts(num, self._made_up_length, self.llm.tokenizer, self.llm.spec.vocab)
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -141,10 +160,23 @@ class Job:
             packing=llm.packing,
         )
 
+    @cached_property
+    def predicted(self) -> Predicted | None:
+        """Of the steps that are run; of what ends inside of a step nothing can be said."""
+        from h2o_flexgen.kernels.native import kernel_threads  # imports torch, which is there by now
+
+        if self.machine is None or self.until is not None:
+            return None
+        threads = 0 if self.llm.device.accelerator else kernel_threads()
+        prediction = predict(self.blocks(self.steps), self.machine, threads, self.llm.dummy_weights)
+        return Predicted(prediction, self.machine.name, self.llm.budgets)
+
     def announce(self) -> None:
         say(self.plan_report.lines())
         if self.texts and self.args.prompt_len is not None and not self.args.demo:
             say([f"--prompt-len {self.args.prompt_len} is not used: the prompts are given"])
+        if self.predicted is not None:
+            say(["", self.predicted.line()])
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -198,12 +230,26 @@ class Outcome:
         summary = self._summary()
         say(self._texts())
         say(self._pictures())
+        if self.job.predicted is not None:
+            say(["", *self.job.predicted.lines(self.stats)])
         say(["", *summary])
         print(json.dumps(self._json()), flush=True)
         if args.log_file is not None and not args.no_log:
             report.append_log(self._log_file(), summary)
         if args.trace is not None:
             self.stats.last_block.trace.write_chrome(Path(args.trace).expanduser())
+        if args.timeline is not None:
+            self._draw_timeline(Path(args.timeline).expanduser())
+
+    def _draw_timeline(self, file: Path) -> None:
+        from h2o_flexgen.commands.timeline_picture import draw_timelines
+
+        assert self.job.machine is not None
+        traces = {"measured": two_steps(self.stats.last_block.trace)}
+        if self.job.until is None:
+            last = BlockPrediction.of(self.blocks[-1], self.job.machine).trace
+            traces = {"predicted": two_steps(last), **traces}
+        draw_timelines(traces, file)
 
     @cached_property
     def timing(self) -> Timing:
@@ -263,7 +309,11 @@ class Outcome:
             "machine": describe_machine(job.llm.device),
             "rates": _rates(machine),
             **self._breakdown(),
+            **self._predicted(),
         }
+
+    def _predicted(self) -> dict[str, object]:
+        return {} if self.job.predicted is None else {"predicted": self.job.predicted.as_json()}
 
     def _breakdown(self) -> dict[str, object]:
         if self.job.args.debug_mode != BREAKDOWN:
@@ -303,6 +353,13 @@ class Outcome:
         """What KV and activations took on disk: so much can be had again."""
         written = sum(self.stats.moved_bytes.get(lane, 0) for lane in ("store", "write"))
         return min(written, self.stats.peak_bytes["disk"])
+
+
+def _machine_asked_for(args: Namespace, llm: LLM) -> Machine | None:
+    """A plan that is given needs none."""
+    if args.percent != AUTO and args.machine is None and args.timeline is None:
+        return None
+    return machine_of(args.machine, llm.device, llm.offload_folder)
 
 
 def _rates(machine: Machine | None) -> dict[str, object]:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from h2o_flexgen.commands.flags import (
+    AUTO,
     DUMMY_PATH,
     REPEATABLE,
     TRACEBACK,
@@ -15,6 +16,7 @@ from h2o_flexgen.commands.flags import (
     add_model,
     add_placement,
     add_sampling,
+    add_search,
     plan_of,
 )
 from h2o_flexgen.commands.made_up import DEFAULT_TOKENS
@@ -25,6 +27,7 @@ from h2o_flexgen.runtime.sampling_params import SamplingParams
 PROGRAM = "python -m h2o_flexgen.run"
 FEWER_BATCH, BREAKDOWN = "fewer_batch", "breakdown"
 AUTO_LOG = "auto"
+SIZES = ("gpu_batch_size", "num_gpu_batches")  # of a block, which are found as well unless they are given
 
 # without --model: small enough for any machine, and with a share on every tier
 DEMO = {
@@ -33,6 +36,7 @@ DEMO = {
     "dummy_weights": True,
     "prompt_len": 64,
     "gen_len": 16,
+    "gpu_batch_size": Plan.gpu_batch_size,
     "num_gpu_batches": 2,
     "percent": [20, 30, 20, 30, 100, 0],
 }
@@ -42,9 +46,10 @@ Generate text with a model that is larger than the GPU, or than the memory; meas
 Without --model: a small OPT with random weights, nothing is downloaded."""
 
 EPILOG = f"""\
-To begin with, --model, --prompt and --percent are enough; --dry-run shows what a plan needs before anything is loaded:
+To begin with, --model and --prompt are enough: the machine is measured once, and the plan is found. --dry-run shows what a plan
+needs before anything is loaded:
 
-  {PROGRAM} --model facebook/opt-1.3b --percent 0 50 0 100 100 0 --dry-run
+  {PROGRAM} --model facebook/opt-1.3b --prompt-len 64 --gen-len 64 --dry-run
   {PROGRAM} --model facebook/opt-1.3b --percent 0 50 0 100 100 0 --prompt "The ferry left the harbour"
 """
 
@@ -57,6 +62,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.model is None and args.path in (None, DUMMY_PATH):
         parser.set_defaults(**DEMO)
         args = parser.parse_args(argv)
+    sizes = {name: getattr(args, name) for name in SIZES}
+    args.searched = {name for name, size in sizes.items() if size is None}
+    for name in args.searched:
+        setattr(args, name, getattr(Plan, name))
     plan = plan_of(args)
     args.plan = plan.without_overlap() if args.debug_mode == BREAKDOWN else plan
     _refuse(args)
@@ -75,6 +84,7 @@ def _parser() -> Parser:
     add_model(parser)
     _add_prompts(parser)
     _add_plan(parser)
+    add_search(parser, f"where --percent is {AUTO}")
     add_kv(parser)
     _add_sampling(parser)
     _add_output(parser)
@@ -94,13 +104,19 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plan")
-    add_placement(group)
+    add_placement(group, may_be_found=True)
     add, batches = group.add_argument, "batches that share a pass over the weights"
-    add("--gpu-batch-size", type=int, default=Plan.gpu_batch_size, metavar="ROWS", help="sequences computed at once")
-    add("--num-gpu-batches", type=int, default=Plan.num_gpu_batches, metavar="N", help=batches)
+    add(
+        "--gpu-batch-size", type=int, metavar="ROWS", help=f"sequences computed at once (default: {_default('gpu_batch_size')})"
+    )
+    add("--num-gpu-batches", type=int, metavar="N", help=f"{batches} (default: {_default('num_gpu_batches')})")
     orders = f"order of the work: {', '.join(SCHEDULES)}; all but the first are there for comparison"
     add("--schedule", default=Plan.schedule, metavar="NAME", help=orders)
     add("--dry-run", action="store_true", help="print the plan and its bytes per tier; nothing is loaded or written")
+
+
+def _default(name: str) -> str:
+    return f"{getattr(Plan, name)}; found where --percent is {AUTO}"
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +128,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     levels = f"0: no texts; 1: the first texts; 2: all texts and the timeline; {TRACEBACK}: where errors come from"
     add("--verbose", type=int, nargs="?", const=2, default=1, metavar="LEVEL", help=levels)
+    timeline = "a picture of decode steps, lane by lane, as predicted above those that were run (needs the extra [plot])"
+    add("--timeline", metavar="FILE", help=timeline)
     add("--trace", metavar="FILE", help="the last block, task by task, for ui.perfetto.dev or chrome://tracing")
     log = "append the summary here (no FILE: a name made of the plan)"
     add("--log-file", nargs="?", const=AUTO_LOG, metavar="FILE", help=log)
@@ -135,6 +153,11 @@ def _refuse(args: argparse.Namespace) -> None:
     }
     if found := [flag for flag, is_on in switched_on.items() if is_on]:
         raise ValueError(f"{found[0]} is not supported by this version; leave it out")
+    only_where_found = {"--latency-limit": args.latency_limit is not None, "--allow-4bit": args.allow_4bit}
+    if args.percent != AUTO and (found := [flag for flag, is_on in only_where_found.items() if is_on]):
+        raise ValueError(f"{found[0]} is for a plan that is to be found; leave it or --percent out")
+    if args.latency_limit is not None and args.latency_limit <= 0:
+        raise ValueError(f"--latency-limit is {args.latency_limit:g}; give seconds above 0")
     if args.hh_all and args.hh_prompt_only:
         raise ValueError("--hh-all evicts generated tokens and --hh-prompt-only keeps them; give one of them")
     if args.cut_gen_len is not None and args.cut_gen_len < 2:

@@ -19,9 +19,11 @@ from h2o_flexgen.planning.hints import did_you_mean
 from h2o_flexgen.planning.machine import DEVICES
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
 from h2o_flexgen.quant.codec import PACKED
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
+AUTO = "auto"
 DUMMY_PATH = "_DUMMY_"
 TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 TRACEBACK = 3  # the level of --verbose that shows where an error comes from
@@ -80,15 +82,39 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--offload-dir", metavar="FOLDER", help=left)
 
 
-def add_placement(group: argparse._ArgumentGroup) -> None:
+class Percent(argparse.Action):
+    """Six numbers; or the word for a plan that is to be found."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
+        option_string: str | None = None,
+    ) -> None:
+        given = [str(value) for value in values or ()]
+        words = [AUTO] if self.const else []
+        if given in [[word] for word in words]:
+            setattr(namespace, self.dest, AUTO)
+            return
+        if len(given) != 6 or not all(value.lstrip("-").isdigit() for value in given):
+            what = f"six whole numbers{', or ' + AUTO if words else ''}"
+            raise argparse.ArgumentError(self, f"takes {what}; got {' '.join(given)}")
+        setattr(namespace, self.dest, [int(value) for value in given])
+
+
+def add_placement(group: argparse._ArgumentGroup, may_be_found: bool = False) -> None:
+    """`may_be_found`: --percent takes `auto`, too, and that is its default."""
     add = group.add_argument
+    found = f"; {AUTO}: the plan is found for this machine" if may_be_found else ""
     add(
         "--percent",
-        type=int,
-        nargs=6,
-        default=[int(share) for share in Plan().percent],
-        metavar=("W_GPU", "W_CPU", "KV_GPU", "KV_CPU", "ACT_GPU", "ACT_CPU"),
-        help="per cent of weights, KV and activations on GPU and in CPU memory; the rest of each is on disk",
+        action=Percent,
+        nargs="+",
+        const=may_be_found,
+        default=AUTO if may_be_found else [int(share) for share in Plan().percent],
+        metavar=("W_GPU", "W_CPU KV_GPU KV_CPU ACT_GPU ACT_CPU"),
+        help=f"per cent of weights, KV and activations on GPU and in CPU memory; the rest of each is on disk{found}",
     )
     add_switch(group, "--sep-layer", Plan.sep_layer, "attention and MLP are two layers of the schedule, not one")
     add_switch(group, "--pin-weight", Plan.pin_weight, "weights for a GPU lie in page-locked CPU memory")
@@ -105,6 +131,16 @@ def add_placement(group: argparse._ArgumentGroup) -> None:
 def _add_codec(group: argparse._ArgumentGroup, flag: str, option: str, text: str) -> None:
     kinds, default = "|".join(map(str, PACKED)), argparse.SUPPRESS
     group.add_argument(flag, dest=option, type=_codec, nargs="?", const="4", default=default, metavar=kinds, help=text)
+
+
+def add_search(parser: argparse.ArgumentParser, title: str) -> None:
+    """What is asked of a plan that is to be found."""
+    add = parser.add_argument_group(title).add_argument
+    add("--machine", metavar="FILE", help="a machine's profile, or the name of a known one (default: this machine's, measured)")
+    add("--allow-4bit", action="store_true", help="weights and KV may be taken with 4 bits where that is faster")
+    add("--latency-limit", type=float, metavar="SECONDS", help="from the first prompt of a block to its last token")
+    wish = "most tokens per second, or the block that is over soonest"
+    add("--prefer", choices=PREFERENCES, default=THROUGHPUT, help=wish)
 
 
 def add_kv(parser: argparse.ArgumentParser) -> None:
@@ -169,7 +205,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that the flags ask for; what a command has no flag for is as a plan has it."""
     asked = {name: getattr(args, name) for name in Plan.option_names() if hasattr(args, name)}
-    plan = Plan.create(**{**asked, "kv_policy": _policy_name(args)}).with_percent(args.percent)
+    plan = Plan.create(**{**asked, "kv_policy": _policy_name(args)})
+    plan = plan if args.percent == AUTO else plan.with_percent(args.percent)
     if plan.has_own_slots and args.slots != Plan.slots:
         raise ValueError(f"--slots {args.slots} changes nothing: schedule {plan.schedule} has slots of its own; leave it out")
     return plan if args.overlap else plan.without_overlap()

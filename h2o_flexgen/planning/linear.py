@@ -10,6 +10,7 @@ All cases of a search are one program: one call of the solver.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -213,6 +214,12 @@ def _least(case: Case, bounds: Mapping[str, float]) -> float:
 
 def _solve_once(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]], latency_limit: float | None) -> list[Plan]:
     """The cases have nothing in common, so the sum of what they take is least where each is."""
+    with warnings.catch_warnings():  # of what pulp 4 will want, which has another interface
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _solved(cases, anchors, latency_limit)
+
+
+def _solved(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]], latency_limit: float | None) -> list[Plan]:
     program = pulp.LpProblem("placement", pulp.LpMinimize)
     shares, goals = [], []
     for number, (case, anchor) in enumerate(zip(cases, anchors)):

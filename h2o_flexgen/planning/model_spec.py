@@ -169,6 +169,11 @@ class ModelSpec:
         )
         return replace(self, layers=layers)
 
+    def kept_as(self, weight_codec: str, kv_codec: str) -> ModelSpec:
+        """The same model with its weights and its KV written down so."""
+        spec = replace(self, kv_codec=kv_codec)
+        return spec if weight_codec == PLAIN else spec.packed(weight_codec)
+
     def packed(self, codec: str) -> ModelSpec:
         """The same model with its matrices and its tables of tokens written down so. A table of positions stays as it is: it
         is small, and in every hidden state."""

@@ -99,7 +99,14 @@ def test_every_flag_has_help_and_every_default_is_shown() -> None:
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     assert len(shown) > 35 and [action.dest for action in shown if len(action.help or "") < 10] == []
     text = " ".join(parser.format_help().split())
-    for default in ("100 0 100 0 100 0", Plan.gpu_batch_size, SamplingParams.max_tokens, Plan.schedule, 512, "what is free"):
+    for default in (
+        "auto",
+        f"{Plan.gpu_batch_size}; found where --percent is auto",
+        SamplingParams.max_tokens,
+        Plan.schedule,
+        512,
+        "what is free",
+    ):
         assert f"(default: {default})" in text
     assert "None" not in text and "True" not in text and "[]" not in text
 
