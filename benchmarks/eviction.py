@@ -108,7 +108,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         prompts = made_up_prompts(rows, args.prompt_len, llm.tokenizer, llm.spec.vocab)
         llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # loads: random weights are written to disk
         before = calibrate(llm, args)
-        llm.generate(prompts, SamplingParams(max_tokens=args.gen_len, ignore_eos=True))
+        llm.generate(prompts, SamplingParams(max_tokens=args.gen_len, ignore_eos=True), may_shrink=False)
         stats = llm.stats
         assert stats is not None
         machine = before.at_best(calibrate(llm, args))

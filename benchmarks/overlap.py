@@ -83,7 +83,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         prompts = made_up_prompts(llm.plan.block_size, args.prompt_len, llm.tokenizer, llm.spec.vocab)
         llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # loads: random weights are written to disk
         before = calibrate(llm, args)
-        llm.generate(prompts, SamplingParams(max_tokens=args.gen_len, ignore_eos=True))
+        llm.generate(prompts, SamplingParams(max_tokens=args.gen_len, ignore_eos=True), may_shrink=False)
         after = calibrate(llm, args)
         assert llm.stats is not None
         return measured(args, llm, llm.stats.last_block, before.at_best(after), drift(before, after))

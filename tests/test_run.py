@@ -22,6 +22,7 @@ from h2o_flexgen.commands.watch import Watch
 from h2o_flexgen.kv.policies import POLICIES
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.runtime import measure
+from h2o_flexgen.runtime.kvstore import KVStore
 from h2o_flexgen.runtime.profiling import kept
 from tests.tiny import POSITIONS, save_tiny
 
@@ -30,7 +31,7 @@ SMALL = ("--gpu-batch-size", "2", "--num-gpu-batches", "2", "--prompt-len", "7",
 KEYS = {
     "model", "plan", "requested_percent", "placed_percent", "num_prompts", "generated_tokens", "prefill_seconds",
     "decode_seconds", "total_seconds", "prefill_tokens_per_second", "decode_tokens_per_second", "tokens_per_second",
-    "peak_bytes", "lanes", "projected", "machine",
+    "peak_bytes", "lanes", "projected", "machine", "shrunk",
 }  # fmt: skip
 
 
@@ -110,6 +111,57 @@ def test_the_last_line_is_json_with_every_promised_key(command: Any, opt: Path) 
     assert document["decode_tokens_per_second"] == pytest.approx(16 / document["decode_seconds"], rel=0.01)
     assert document["prefill_tokens_per_second"] == pytest.approx(28 / document["prefill_seconds"], rel=0.01)
     assert set(document["peak_bytes"]) == {"device", "host", "disk"} and document["peak_bytes"]["disk"] > 0
+
+
+def test_when_memory_runs_out_a_line_says_so_and_the_texts_are_the_same(command: Any, opt: Path, monkeypatch: Any) -> None:
+    flags = ("--model", opt, *SMALL, "--num-prompts", "7", *DISK_HEAVY, "--dtype", "float32", "--verbose", 2)
+    plain = command(*flags)
+    allocate = KVStore._allocate
+
+    def failing(self: KVStore, held: Any) -> None:
+        allocate(self, held)
+        if self._block.num_rows > 2:
+            raise MemoryError("no room")
+
+    monkeypatch.setattr(KVStore, "_allocate", failing)
+    result = command(*flags)
+    assert result.status == 0 and result.texts == plain.texts
+    notes = [line for line in result.err if line.startswith("memory ran out")]
+    assert notes == ["memory ran out on host in a block of 2 x 2 rows: going on with 1 x 2"]
+    assert (plain.json["shrunk"], result.json["shrunk"]) == ([], [[2, 2]])
+    assert result.json["generated_tokens"] == plain.json["generated_tokens"] == 35
+    for name, lane in result.json["lanes"].items():
+        assert lane["moved_bytes"] == lane["predicted_bytes"], name  # of the blocks that were run
+
+
+def test_when_memory_runs_out_in_mid_run_all_that_was_done_counts(command: Any, opt: Path, monkeypatch: Any) -> None:
+    visit = Watch.visit
+
+    def failing(self: Watch, task: Any, tokens: int) -> None:
+        visit(self, task, tokens)
+        if task.step == 3 and self.blocks[self._index].block.num_rows > 2:
+            raise MemoryError("no room")
+
+    monkeypatch.setattr(Watch, "visit", failing)
+    result = command("--model", opt, *SMALL, *DISK_HEAVY)
+    assert result.status == 0, result.err
+    document = result.json
+    assert document["shrunk"] == [[2, 2]] and document["generated_tokens"] == 20
+    assert document["total_seconds"] == pytest.approx(document["prefill_seconds"] + document["decode_seconds"], abs=1e-5)
+    assert document["lanes"]["read"]["moved_bytes"] > document["lanes"]["read"]["predicted_bytes"]
+
+
+def test_memory_that_does_not_last_for_one_row_is_one_line(command: Any, opt: Path, monkeypatch: Any) -> None:
+    def failing(self: KVStore, held: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(KVStore, "_allocate", failing)
+    result = command("--model", opt, *SMALL)
+    assert result.status == 2 and result.err[-1].startswith("error: no room; a block of one row is the smallest: keep less KV")
+    assert [line.rpartition(" x")[0] for line in result.err[:-1] if line.startswith("memory")] == [
+        "memory ran out on host in a block of 2 x 2 rows: going on with 1",
+        "memory ran out on host in a block of 1 x 2 rows: going on with 1",
+    ]
 
 
 def test_every_lane_moved_what_was_predicted_and_has_a_bound(command: Any, opt: Path) -> None:

@@ -86,7 +86,8 @@ class _Run:
         def is_behind(task: Task) -> bool:
             return task.op is Op.COMPUTE and task.step > wanted
 
-        llm.generate(prompts, _all(gen_len), on_visit=note, until=None if wanted == gen_len - 1 else is_behind)
+        until = None if wanted == gen_len - 1 else is_behind
+        llm.generate(prompts, _all(gen_len), on_visit=note, until=until, may_shrink=False)
         assert llm.stats is not None
         read = bytes_read() - read_before[0] if read_before else 0
         untimed = 0 if request.steps is None else 1

@@ -166,18 +166,20 @@ def _blocks(problem: Problem, base: Plan) -> Iterator[tuple[int, int]]:
     offloaded = replace(base, weights=Shares(0, 0), kv=Shares(0, 0), hidden=Shares(0, 0))
     for batches in problem.batches or NUMBERS_OF_BATCHES:
         most = MOST_ROWS if prompts is None else min(MOST_ROWS, -(-prompts // batches))
-        if batches > 1 and prompts is not None and prompts <= batches // 2:
+        if not problem.batches and batches > 1 and prompts is not None and prompts <= batches // 2:
             continue
 
         def fits(size: int, batches: int = batches) -> bool:
             plan = replace(offloaded, gpu_batch_size=size, num_gpu_batches=batches)
             return any(problem.fits(one) for one in _offloaded(plan, problem.accelerator))
 
+        if problem.batch_sizes:  # whoever chose a size may have fewer prompts
+            yield from ((size, batches) for size in problem.batch_sizes if fits(size))
+            continue
         reach = largest(fits, most)
         if not reach:
             return
-        sizes = problem.batch_sizes or (*SIZES, reach, most)
-        yield from ((size, batches) for size in sorted({size for size in sizes if size <= reach}))
+        yield from ((size, batches) for size in sorted({size for size in (*SIZES, reach) if size <= reach}))
 
 
 def _offloaded(plan: Plan, accelerator: bool) -> Iterator[Plan]:

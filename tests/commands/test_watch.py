@@ -51,6 +51,32 @@ def test_every_visit_of_every_block_counts_once(spec: ModelSpec, schedule: str) 
     assert [set(ends) for ends in watch.first_decode_ends] == [set(range(len(spec.layers)))] * 2
 
 
+@pytest.mark.parametrize("visits", [0, 1, 10])
+def test_when_memory_runs_out_progress_goes_on_and_ends_at_its_total(spec: ModelSpec, visits: int) -> None:
+    """In the second block, after so many visits of it."""
+    first, second = planned(spec)
+    smaller = replace(PLAN, gpu_batch_size=1, num_gpu_batches=1)
+    rest = tuple(plan_blocks(spec, smaller, Workload((9,), gen_len=3), accelerator=False))
+    stream, done = io.StringIO(), list[int]()
+    progress = Progress(total_visits((first, second)), "run", stream)
+    watch = Watch((first, second), progress)
+    progress.update = lambda text, number: done.append(number)  # type: ignore[method-assign]
+
+    def computed(block: PlannedBlock, most: int | None = None) -> None:
+        for task in [task for task in block.schedule.tasks() if task.op is Op.COMPUTE][:most]:
+            watch.visit(task, tokens=task.step)
+
+    computed(first)
+    computed(second, visits)
+    watch.shrink(1, rest, "going on with less")
+    computed(rest[0])
+    assert done == list(range(1, watch.total + 1))
+    assert watch.total == total_visits((first, *rest)) + visits == progress._total
+    assert watch.blocks == (first, *rest) and len(watch.first_decode_ends) == 2
+    assert watch.first_decode_ends[1].keys() == set(range(len(spec.layers)))
+    assert stream.getvalue() == "going on with less\n"
+
+
 def test_the_text_names_block_step_layer_batch_rate_and_the_time_left(spec: ModelSpec) -> None:
     blocks = planned(spec)
     seen: list[str] = []

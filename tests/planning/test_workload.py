@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from h2o_flexgen.planning.workload import Batch, Workload
+from h2o_flexgen.planning.workload import Batch, BlockSize, Workload
 
 LENGTHS = draw.lists(draw.integers(1, 40), min_size=1, max_size=12)
 
@@ -20,6 +20,28 @@ def test_every_row_is_in_one_batch_and_the_longest_come_first(lengths: list[int]
     assert [lengths[row] for row in rows] == sorted(lengths, reverse=True)
     assert all(batch.size <= size for block in blocks for batch in block.batches)
     assert all(len(block.batches) <= batches for block in blocks)
+
+
+@given(lengths=LENGTHS, size=draw.integers(1, 5), batches=draw.integers(1, 4), data=draw.data())
+def test_of_the_rows_that_are_left_blocks_are_made_in_the_same_way(
+    lengths: list[int], size: int, batches: int, data: draw.DataObject
+) -> None:
+    workload = Workload(tuple(lengths), 3)
+    left = data.draw(draw.lists(draw.sampled_from(range(len(lengths))), unique=True))
+    blocks = workload.blocks(size, batches, left)
+    of_left = [row for block in blocks for batch in block.batches for row in batch.rows]
+    every = [row for block in workload.blocks(1, 1) for batch in block.batches for row in batch.rows]
+    assert of_left == [row for row in every if row in left]
+    assert all(batch.lengths == tuple(lengths[row] for row in batch.rows) for block in blocks for batch in block.batches)
+    assert all(block.gen_len == 3 and BlockSize.of(block) <= (size, batches) for block in blocks)
+
+
+def test_a_smaller_block_has_half_the_rows_and_then_half_the_batches() -> None:
+    sizes, size = [], BlockSize(5, 3)
+    while (smaller := size.smaller) is not None:
+        sizes.append(str(smaller))
+        size = smaller
+    assert sizes == ["2 x 3", "1 x 3", "1 x 1"]
 
 
 @given(lengths=LENGTHS, tokens=draw.integers(1, 100))

@@ -59,3 +59,25 @@ def test_a_row_knows_what_it_has_seen_and_keeps_logprobs_only_when_asked() -> No
     assert asked.num_generated == 2
     assert asked.completion().logprobs == (step, step)
     assert silent.completion().logprobs is None
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_row_that_starts_anew_gives_the_tokens_it_had_and_then_takes_others(streamed: bool) -> None:
+    row = RowState(0, [60, 61], SamplingParams(max_tokens=4, logprobs=0, stop="zz"), ByteTokenizer(300), streamed=streamed)
+    steps = [StepLogprobs(TokenLogprob(token, -0.5)) for token in (70, 71, 72)]
+    for token, step in zip((70, 71, 72), steps):
+        assert row.known is None
+        row.push(token, step)
+    row.start_anew()
+    assert (row.seen, row.logprobs, row.num_generated) == ([60, 61], [], 0)
+    assert row.known == (70, steps[0])
+    row.push(*row.known)
+    row.start_anew()  # again, before it is as far as it was
+    for token, step in zip((70, 71, 72), steps):
+        assert row.known == (token, step)
+        row.push(token, step)
+    assert row.known is None
+    row.push(73, steps[0])
+    completion = row.completion()
+    assert (completion.token_ids, completion.finish_reason) == ((70, 71, 72, 73), "length")
+    assert (completion.text, completion.logprobs) == ("BCDE", (*steps, steps[0]))
