@@ -100,14 +100,15 @@ class BlockPrediction:
 
 
 def sampled_steps(planned: PlannedBlock) -> list[int]:
-    """The decode steps that are simulated: the first and the last, and those in which the KV of rows stops growing; where that
-    is never so, the one in the middle."""
+    """The decode steps that are simulated: the first and the last, those in which the KV of rows stops growing, and the one in
+    the middle of the longest stretch between these: lanes may take turns in being the busiest there."""
     last = planned.block.gen_len - 1
     if last <= ALL_STEPS:
         return list(range(1, last + 1))
     full = [slots.first_evicting_step for slots in planned.slots]
-    turns = {step for step in (min(full), max(full)) if 1 < step < last}
-    return sorted({1, last, *(turns or {(1 + last) // 2})})
+    samples = sorted({1, last, *(step for step in (min(full), max(full)) if 1 < step < last)})
+    before, behind = max(pairwise(samples), key=lambda pair: pair[1] - pair[0])
+    return sorted({*samples, (before + behind) // 2})
 
 
 def sum_of_steps(samples: Sequence[int], seconds: Sequence[float]) -> float:
