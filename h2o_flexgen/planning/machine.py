@@ -21,7 +21,7 @@ from h2o_flexgen.planning.plan import DEVICE, HOST
 from h2o_flexgen.quant.codec import PACKED
 
 DEVICES = ("cpu", "cuda")
-VISITS = ("attention", "mlp")
+VISITS = ("attention", "mlp", "eviction")
 PLAIN_SCORES, WITH_SCORES = "plain", "scored"  # attention of prompts: without or with what every key got of it
 Curve = tuple[tuple[int, float], ...]  # (rows, flop/s), more rows each time
 
@@ -51,7 +51,7 @@ class Machine:
     attention_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # how KV is kept -> of decode attention
     prompt_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # attention of prompts: plain, or with scores
     values_per_s: float = inf  # of norms, activations and additions: each once for each time it passes through one
-    visit_seconds: Mapping[str, float] = field(default_factory=dict)  # what an attention and a mlp cost beside their work
+    visit_seconds: Mapping[str, float] = field(default_factory=dict)  # of an attention, a mlp, an eviction: beside its work
 
     @property
     def has_accelerator(self) -> bool:

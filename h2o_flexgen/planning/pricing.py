@@ -24,6 +24,7 @@ from h2o_flexgen.planning.simulate import simulate
 from h2o_flexgen.planning.trace import Trace
 from h2o_flexgen.quant.codec import PLAIN
 
+EVICTION = "eviction"
 VISITS_OF = {"attention": ("attention",), "block": ("attention", "mlp")}  # the others count as a mlp
 DISK_RATES = {Op.LOAD_H: "disk_read_per_s", Op.STORE_H: "disk_write_per_s"}
 FROM_DISK, TO_DISK = (Op.READ_W, Op.READ_KV), (Op.WRITE_KV,)
@@ -103,7 +104,7 @@ class Pricing:
             "decoding": self._decoding(layer, rows, first),
             "attention": self._attention(task) if layer.has_kv else 0.0,
             "values": sum(rows) * self._values(layer) / self.machine.values_per_s,
-            "overhead": len(rows) * self._visit_seconds(layer),
+            "overhead": len(rows) * self._visit_seconds(layer) + self._eviction_seconds(task),
         }
         return parts
 
@@ -144,10 +145,23 @@ class Pricing:
     def _visit_seconds(self, layer: LayerSpec) -> float:
         return sum(self.machine.visit_seconds.get(kind, 0.0) for kind in VISITS_OF.get(layer.kind, ("mlp",)))
 
+    def _eviction_seconds(self, task: Task | Key) -> float:
+        """Of many small operations, whatever the sizes: of scores, of who goes, and of who comes in its place."""
+        evicts = self.spec.layers[task.layer].has_kv and self.planned.slots[task.batch].evicts_at(task.step)
+        return self.machine.visit_seconds.get(EVICTION, 0.0) if evicts else 0.0
+
     # -- attention -----------------------------------------------------------------------------------------------------
 
     def _attention(self, task: Task | Key) -> float:
-        return self._decode_attention(task) if task.step else self._prompt_attention(task)
+        if task.step:
+            return self._decode_attention(task)
+        stays = self._attends_on_host(task.layer, task.batch)
+        return self._prompt_attention(task) + (self._kept_to_host(task.batch) if stays else 0.0)
+
+    def _kept_to_host(self, batch: int) -> float:
+        """What is kept of prompts, which are attended on the device wherever their KV is to stay."""
+        slots, spec, machine = self.planned.slots[batch], self.spec, self.machine
+        return slots.batch.size * slots.stored(0) * spec.kv_bytes_per_slot / machine.device_to_host_per_s + machine.task_seconds
 
     def _decode_attention(self, task: Task | Key) -> float:
         spec, machine, rows = self.spec, self.machine, self.planned.block.batches[task.batch].size

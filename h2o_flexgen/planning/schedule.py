@@ -447,7 +447,8 @@ class Zigzag(_BlockOrder):
 @dataclass(frozen=True)
 class FlexGenBarrier(_BlockOrder):
     """The original's block loop: a whole layer's weights come with the first batch of the layer before, and a barrier after
-    every visit makes the next one wait for all that was under way."""
+    every visit makes the next one wait for all that was under way. Hidden states are copied in the stream of the computation,
+    in front of it. So a compute beside which weights are loaded begins only behind them: the link is held by their copy."""
 
     name = "flexgen_barrier"
 
@@ -471,6 +472,13 @@ class FlexGenBarrier(_BlockOrder):
         yield from issue.stored(self.visit(self.moves.visits - 1))
 
     def _iteration(self, issue: _Issuer, number: int) -> Iterator[Task]:
+        visit, beside = self.visit(number), list(self._beside(issue, number))
+        yield from beside
+        copied_before = tuple(task.key for task in beside if task.op in (Op.LOAD_H, Op.STORE_H))
+        for task in issue.computed(visit):
+            yield task._replace(needs=task.needs + copied_before)
+
+    def _beside(self, issue: _Issuer, number: int) -> Iterator[Task]:
         moves, visit = self.moves, self.visit(number)
         if number > 0:
             yield from issue.stored(self.visit(number - 1))
@@ -481,7 +489,6 @@ class FlexGenBarrier(_BlockOrder):
             yield from issue.kv_fetched(self.visit(kv))
         if hidden < moves.visits:
             yield from issue.hidden_fetched(self.visit(hidden))
-        yield from issue.computed(visit)
 
     @property
     def _kv_ahead(self) -> int:

@@ -25,7 +25,7 @@ MACHINE = replace(
     decoded_values_per_s={"group4": 5e8},
     packed_flops_per_s={"group4": ((1, 2e9), (2, 4e9))},
     values_per_s=1e9,
-    visit_seconds={"attention": 3e-4, "mlp": 1e-4},
+    visit_seconds={"attention": 3e-4, "mlp": 1e-4, "eviction": 7e-4},
     unpinned_to_device_per_s=3e9,
     unpinned_to_host_per_s=2e9,
 )
@@ -109,6 +109,15 @@ def test_what_is_scored_costs_more_only_where_somebody_may_go() -> None:
     assert parts_of(kept, 0, "attention") == parts_of(planned(block_of([[4, 2]]), False), 0, "attention")
 
 
+def test_a_visit_that_evicts_costs_more_than_one_that_does_not() -> None:
+    of = planned(block_of([[4, 4]], gen_len=5), False, kv_policy="h2o", heavy=4, recent=2)
+    assert [of.slots[0].evicts_at(step) for step in range(4)] == [False, False, False, True]
+    assert [parts_of(of, step, "attention")["overhead"] for step in range(4)] == pytest.approx([3e-4, 3e-4, 3e-4, 1e-3])
+    assert parts_of(of, 3, "mlp")["overhead"] == 1e-4
+    pruned = planned(block_of([[4, 2], [3]]), False, kv_policy="h2o", heavy=2, recent=1)
+    assert parts_of(pruned, 0, "attention")["overhead"] == pytest.approx(1e-3)
+
+
 def test_packed_weights_are_multiplied_as_they_are_by_few_rows_and_decoded_once_for_more() -> None:
     few = parts_of(planned(block_of([[4, 2]]), False, packed=True), 1, "mlp")
     assert few["decoding"] == 0.0 and few["products"] == pytest.approx(2 * 2 * 8 * 32 * 2 / 4e9)
@@ -129,6 +138,9 @@ def test_attention_beside_the_data_moves_no_kv_over_the_link_but_what_is_new() -
     link = rows * 6 * 4 * 4 / 11e9 + rows * 2 * 4 * 4 / 12e9 + 2 * 5e-5
     assert Pricing(there, MACHINE).compute_parts(key)["attention"] == pytest.approx(rows * held * 2 * 8 * 4 / 20e9 + link)
     assert Pricing(here, MACHINE).compute_parts(key)["attention"] < link
+    tokens = rows * block.batches[batch].prompt_len
+    prompts = [Pricing(of, MACHINE).compute_parts(Key(Op.COMPUTE, 0, layer, batch))["attention"] for of in (here, there)]
+    assert prompts[1] - prompts[0] == pytest.approx(tokens * 2 * 8 * 4 / 11e9 + 5e-5)
 
 
 def test_weights_that_are_not_page_locked_take_longer() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from h2o_flexgen.planning.check import check
 from h2o_flexgen.planning.plan import DISK, HOST
-from h2o_flexgen.planning.schedule import SCHEDULES, FlexGenBarrier, Moves, Op, RowByRow, Schedule, Visit, Zigzag
+from h2o_flexgen.planning.schedule import SCHEDULES, FlexGenBarrier, Key, Moves, Op, RowByRow, Schedule, Visit, Zigzag
+from h2o_flexgen.planning.simulate import simulate
 from tests.planning.worlds import SlowMotion, durations, random_moves, streamed
 
 every_schedule = pytest.mark.parametrize("kind", SCHEDULES.values(), ids=SCHEDULES.keys())
@@ -127,6 +128,16 @@ def test_the_barrier_loop_makes_every_visit_wait_for_all_of_the_one_before() -> 
         "COMPUTE 0.1.0 < COMPUTE 0.0.0, READ_W 0.1.0, COMPUTE 0.0.1",
         "COMPUTE 0.1.1 < COMPUTE 0.0.1, COMPUTE 0.1.0",
     ]
+
+
+def test_the_barrier_loop_copies_hidden_states_before_it_computes_and_behind_weights_on_the_link() -> None:
+    moves = Moves(1, 3, 2, accelerator=True, weights_on_host=frozenset({1, 2}), hidden=(HOST, HOST))
+    tasks = list(FlexGenBarrier(moves).tasks())
+    copies = {Key(Op.STORE_H, 0, 0, 1), Key(Op.LOAD_H, 0, 1, 1)}  # of the batch before and of the one that comes
+    assert copies < set(next(task for task in tasks if task.key == Key(Op.COMPUTE, 0, 1, 0)).needs)
+    trace = simulate(tasks, lambda task: {Op.LOAD_W: 5.0, Op.COMPUTE: 3.0}.get(task.op, 0.0))
+    starts = {span.key: span.start for span in trace.spans}
+    assert starts[Key(Op.LOAD_W, 0, 2, 0)] + 5.0 == starts[Key(Op.COMPUTE, 0, 1, 0)]
 
 
 def test_row_by_row_reads_all_weights_anew_for_every_batch() -> None:

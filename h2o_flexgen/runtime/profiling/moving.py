@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -96,7 +97,7 @@ class DiskTrial:
 
 
 def copies(clock: Clock, sizes: Sizes) -> list[Subject]:
-    memory, host = HostTier(), Clock(Device(), clock.seconds)
+    memory, host = HostTier(), replace(clock, device=Device())
     source, target = (memory.alloc(sizes.copied_bytes)[: sizes.copied_bytes].fill_(1) for _ in range(2))
     values = source.view(torch.float32)
     subjects = [

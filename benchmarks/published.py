@@ -1,0 +1,348 @@
+"""The cost model beside figures that others published: FlexGen and H2O on a T4, priced under their own plans and loop.
+
+    python benchmarks/published.py                         # the table
+    python benchmarks/published.py --output benchmarks/results/published-t4.json
+
+Nothing is run, and no constant belongs to a single row: all rates are in configs/machines/t4-gcp.yaml, all plans are the flags
+that were published. Most of the published runs did not go to their end: they projected a decode from its first steps. What is
+compared is then the same projection, and the whole run stands beside it. Then the same plans in this engine's schedule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from h2o_flexgen.models import create_model, known_config
+from h2o_flexgen.planning.files import write_text
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.plan import DEVICE, HOST, Plan
+from h2o_flexgen.planning.planned import plan_blocks
+from h2o_flexgen.planning.predict import Prediction, predict
+from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.quant.codec import PLAIN
+
+MACHINE = Path(__file__).resolve().parents[1] / "configs" / "machines" / "t4-gcp.yaml"
+TOLERANCE = 0.2  # of a published figure
+THEIRS, OURS = "flexgen_barrier", "zigzag"
+FIRST_STEP = 3  # tokens of a run whose first step counts, with another one behind it
+WHOLE_BATCH = 1 << 30  # tokens: the original computes the prompts of a batch at once
+
+FLEXGEN = "FlexGen, paper and README; flags: bench_suite.py of FlexLLMGen"
+ABLATION = "FlexGen, ablation in the paper; flags: bench_suite.py of FlexLLMGen"
+REMARK = "FlexGen, remarks in bench_suite.py of FlexLLMGen"
+H2O = "H2O, paper; flags: h2o_suite.py of its repository"
+LOG = "H2O, logs in its repository"
+
+ON_DEVICE, MOSTLY_HOST, ON_HOST = (100, 0, 100, 0, 100, 0), (20, 80, 0, 100, 0, 100), (0, 100, 0, 100, 0, 100)
+HALF_ON_DISK = (0, 50, 0, 0, 0, 100)
+BESIDE_KV: Mapping[str, Any] = {"attend_on": HOST}
+UNPINNED: Mapping[str, Any] = {"pin_weight": False}
+PACKED_WEIGHTS: Mapping[str, Any] = {"weight_codec": "group4"}
+PACKED_KV: Mapping[str, Any] = {"kv_codec": "group4"}
+
+SAME_RUN = (
+    "the same command stands in FlexGen's table with 25.26; H2O's fork does not warm up, and its first prompts pay for that"
+)
+IN_TURN = "here a layer's bytes from the disk and from the host come one after the other, there beside each other"
+UNPINNED_KV = "FlexGen's KV is not page-locked, and every load of it is copied once more; here KV crosses as pinned memory does"
+DECODED_AGAIN = (
+    "FlexGen decodes packed weights anew for each of the three batches; this engine, and so its price, once for a layer"
+)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of somebody's table."""
+
+    source: str
+    name: str
+    model: str
+    batches: tuple[int, int]  # rows of one, and how many
+    percent: tuple[int, ...]
+    lengths: tuple[int, int]  # of the prompt, to generate
+    tokens_per_second: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ran_tokens: int | None = None  # the decode was projected from so many; None: it was run to its end
+    outside: tuple[float, str] | None = None  # the ratio of a row that the model misses, and why it does
+    seconds: tuple[float, float] | None = None  # of prompts and of the decode, where they are known too
+
+    @property
+    def rows(self) -> int:
+        return self.batches[0] * self.batches[1]
+
+    def plan(self, schedule: str, **options: Any) -> Plan:
+        size, count = self.batches
+        whole = {"prefill_tokens": WHOLE_BATCH} if schedule == THEIRS else {}
+        options = {**self.options, **whole, "schedule": schedule, **options}
+        return Plan.create(gpu_batch_size=size, num_gpu_batches=count, **options).with_percent(self.percent)
+
+    def predict(self, machine: Machine, plan: Plan, gen_len: int | None = None) -> Prediction:
+        workload = Workload.uniform(self.rows, self.lengths[0], gen_len or self.lengths[1])
+        return predict(plan_blocks(spec_of(self.model, plan), plan, workload, True), machine)
+
+
+def _h2o(ratio: float) -> dict[str, Any]:
+    return {"kv_policy": "h2o-flexgen", "hh_ratio": ratio}
+
+
+ROWS = (
+    Published(FLEXGEN, "FlexGen", "opt-6.7b", (2, 1), ON_DEVICE, (512, 32), 25.26, seconds=(0.91, 1.62)),
+    Published(
+        FLEXGEN, "FlexGen", "opt-30b", (48, 3), MOSTLY_HOST, (512, 32), 7.32, BESIDE_KV, FIRST_STEP, seconds=(242.0, 387.5)
+    ),
+    Published(
+        FLEXGEN,
+        "FlexGen",
+        "opt-175b",
+        (32, 8),
+        HALF_ON_DISK,
+        (512, 32),
+        0.69,
+        {**BESIDE_KV, **UNPINNED},
+        FIRST_STEP,
+        seconds=(2311.0, 9561.4),
+    ),
+    Published(FLEXGEN, "FlexGen, 4 bits", "opt-6.7b", (72, 1), ON_DEVICE, (512, 32), 29.12, {**PACKED_WEIGHTS, **PACKED_KV}),
+    Published(FLEXGEN, "FlexGen, 4-bit KV", "opt-30b", (64, 8), ON_HOST, (512, 32), 8.38, PACKED_KV, FIRST_STEP),
+    Published(
+        FLEXGEN,
+        "FlexGen, 4 bits",
+        "opt-175b",
+        (48, 3),
+        ON_HOST,
+        (512, 32),
+        1.12,
+        {**PACKED_WEIGHTS, **PACKED_KV, **UNPINNED},
+        FIRST_STEP,
+        (1.27, DECODED_AGAIN),
+    ),
+    Published(REMARK, "FlexGen", "opt-6.7b", (4, 1), ON_DEVICE, (256, 32), 53.29),
+    Published(REMARK, "FlexGen", "opt-30b", (160, 2), (10, 90, 0, 100, 0, 100), (256, 32), 16.01, BESIDE_KV, FIRST_STEP),
+    Published(REMARK, "FlexGen", "opt-175b", (64, 8), HALF_ON_DISK, (256, 32), 1.36, {**BESIDE_KV, **UNPINNED}, FIRST_STEP),
+    Published(
+        ABLATION,
+        "no search",
+        "opt-175b",
+        (32, 1),
+        HALF_ON_DISK,
+        (512, 32),
+        0.27,
+        {**BESIDE_KV, **UNPINNED},
+        FIRST_STEP,
+        (0.77, IN_TURN),
+    ),
+    Published(ABLATION, "no CPU attention", "opt-175b", (32, 8), HALF_ON_DISK, (512, 32), 0.62, UNPINNED, FIRST_STEP),
+    Published(
+        ABLATION, "no CPU attention", "opt-30b", (48, 3), MOSTLY_HOST, (512, 32), 4.03, {}, FIRST_STEP, (1.68, UNPINNED_KV)
+    ),
+    Published(ABLATION, "DeepSpeed's plan", "opt-30b", (8, 1), (0, 100, 100, 0, 100, 0), (512, 32), 1.57, {}, FIRST_STEP),
+    Published(H2O, "FlexGen", "opt-6.7b", (2, 1), ON_DEVICE, (512, 32), 20.2, {}, 8, (1.26, SAME_RUN)),
+    Published(H2O, "FlexGen", "opt-6.7b", (1, 1), ON_DEVICE, (512, 512), 16.8, {}, 128),
+    Published(H2O, "FlexGen", "opt-6.7b", (1, 1), ON_DEVICE, (512, 1024), 16.9, {}, 128),
+    Published(H2O, "FlexGen", "opt-30b", (48, 3), MOSTLY_HOST, (512, 32), 8.1, BESIDE_KV, FIRST_STEP),
+    Published(H2O, "FlexGen", "opt-30b", (40, 2), MOSTLY_HOST, (512, 512), 8.5, BESIDE_KV, FIRST_STEP),
+    Published(H2O, "FlexGen", "opt-30b", (48, 1), MOSTLY_HOST, (512, 1024), 7.1, BESIDE_KV, FIRST_STEP),
+    Published(H2O, "H2O", "opt-6.7b", (4, 1), ON_DEVICE, (512, 32), 35.1, _h2o(0.1), 8),
+    Published(H2O, "H2O", "opt-6.7b", (4, 1), ON_DEVICE, (512, 512), 51.7, _h2o(0.2), 128),
+    Published(H2O, "H2O", "opt-6.7b", (4, 1), ON_DEVICE, (512, 1024), 52.1, _h2o(0.3), 128),
+    Published(
+        H2O,
+        "H2O",
+        "opt-30b",
+        (52, 14),
+        ON_HOST,
+        (512, 32),
+        12.7,
+        {**_h2o(0.1), **BESIDE_KV},
+        FIRST_STEP,
+        seconds=(1052.874, 787.918),
+    ),
+    Published(
+        H2O,
+        "H2O",
+        "opt-30b",
+        (52, 8),
+        ON_HOST,
+        (512, 512),
+        18.83,
+        {**_h2o(0.2), **BESIDE_KV},
+        FIRST_STEP,
+        seconds=(609.548, 10704.99),
+    ),
+    Published(
+        H2O,
+        "H2O",
+        "opt-30b",
+        (44, 6),
+        ON_HOST,
+        (512, 1024),
+        13.82,
+        {**_h2o(0.3), **BESIDE_KV},
+        FIRST_STEP,
+        seconds=(394.668, 19165.562),
+    ),
+    Published(
+        LOG,
+        "H2O",
+        "opt-30b",
+        (48, 16),
+        MOSTLY_HOST,
+        (512, 32),
+        14.338,
+        {**_h2o(0.1), **BESIDE_KV},
+        FIRST_STEP,
+        seconds=(975.97, 738.045),
+    ),
+    Published(
+        LOG,
+        "H2O",
+        "opt-30b",
+        (40, 10),
+        MOSTLY_HOST,
+        (512, 512),
+        18.181,
+        {**_h2o(0.2), **BESIDE_KV},
+        FIRST_STEP,
+        seconds=(511.514, 10753.118),
+    ),
+    Published(
+        LOG,
+        "H2O",
+        "opt-30b",
+        (40, 7),
+        MOSTLY_HOST,
+        (512, 1024),
+        14.797,
+        {**_h2o(0.3), **BESIDE_KV},
+        FIRST_STEP,
+        seconds=(363.278, 19014.146),
+    ),
+    Published(H2O, "H2O, 4-bit weights", "opt-6.7b", (70, 1), ON_DEVICE, (512, 32), 50.5, {**_h2o(0.1), **PACKED_WEIGHTS}),
+    Published(
+        H2O, "H2O, 4-bit weights", "opt-6.7b", (52, 1), ON_DEVICE, (512, 512), 72.5, {**_h2o(0.2), **PACKED_WEIGHTS}, 128
+    ),
+    Published(
+        H2O, "H2O, 4-bit weights", "opt-6.7b", (44, 1), ON_DEVICE, (512, 1024), 62.3, {**_h2o(0.3), **PACKED_WEIGHTS}, 128
+    ),
+)
+
+
+# -- pricing ---------------------------------------------------------------------------------------------------------------
+
+
+def spec_of(model: str, plan: Plan) -> ModelSpec:
+    config = known_config(f"facebook/{model}")
+    assert config is not None
+    spec = replace(create_model(config, "float16", True, model).spec, kv_codec=plan.kv_codec)
+    return spec if plan.weight_codec == PLAIN else spec.packed(plan.weight_codec)
+
+
+def as_published(row: Published, machine: Machine) -> dict[str, float]:
+    """Projected from as many steps as the published run was."""
+    ran = row.predict(machine, row.plan(THEIRS), row.ran_tokens)
+    seconds = ran.prefill_seconds + (row.lengths[1] - 1) * ran.step_seconds
+    figure = row.rows * row.lengths[1] / seconds
+    return {
+        "priced_tokens_per_second": figure,
+        "ratio": figure / row.tokens_per_second,
+        "prefill_seconds": ran.prefill_seconds,
+        "step_seconds": ran.step_seconds,
+    }
+
+
+def to_its_end(row: Published, machine: Machine) -> dict[str, float]:
+    return {"whole_run_tokens_per_second": row.predict(machine, row.plan(THEIRS)).tokens_per_second}
+
+
+def compared(row: Published, machine: Machine) -> Iterator[dict[str, Any]]:
+    """The same plan in their loop and in this engine's schedule, to its end, attended beside the KV or on the device."""
+    tiers = (DEVICE,) if row.percent[2] == 100 else (HOST, DEVICE)
+    for schedule in (THEIRS, OURS):
+        for tier in tiers:
+            found = row.predict(machine, row.plan(schedule, attend_on=tier))
+            yield {
+                "schedule": schedule,
+                "attend_on": tier,
+                "tokens_per_second": found.tokens_per_second,
+                "prefill_seconds": found.prefill_seconds,
+                "step_seconds": found.step_seconds,
+                "busiest_lane": found.busiest_lane,
+                "busiest_lane_share": found.lane_seconds[found.busiest_lane] / found.total_seconds,
+            }
+
+
+def is_compared(row: Published) -> bool:
+    return row.name in ("FlexGen", "H2O") and row.source in (FLEXGEN, H2O) and row.model != "opt-6.7b"
+
+
+# -- the table -------------------------------------------------------------------------------------------------------------
+
+
+def described(row: Published) -> dict[str, Any]:
+    return asdict(row) | {"options": dict(row.options)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", default=str(MACHINE), help="a machine file")
+    parser.add_argument("--output", help="also write a JSON document here")
+    args = parser.parse_args(argv)
+    machine = Machine.load(args.machine)
+    rows = [described(row) | as_published(row, machine) | to_its_end(row, machine) for row in ROWS]
+    shown = {(row.model, row.batches, row.lengths): row for row in ROWS if is_compared(row)}
+    schedules = [
+        {name: getattr(row, name) for name in ("name", "model", "batches", "percent", "lengths")} | one
+        for row in shown.values()
+        for one in compared(row, machine)
+    ]
+    print_rows(rows)
+    print_parts(rows)
+    print_schedules(schedules)
+    if args.output:
+        result = {"benchmark": "published", "machine": machine.name, "simulated": True, "rows": rows, "schedules": schedules}
+        write_text(args.output, json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    print("| | model | batches | prompt + generated | published | priced | ratio | whole run |\n|" + "---|" * 8)
+    for row in rows:
+        mark = " *" if row["outside"] else ""
+        print(
+            f"| {row['name']} | {row['model']} | {row['batches'][0]} x {row['batches'][1]} | "
+            f"{row['lengths'][0]} + {row['lengths'][1]} | {row['tokens_per_second']:.4g} | "
+            f"{row['priced_tokens_per_second']:.3g} | {row['ratio']:.2f}{mark} | {row['whole_run_tokens_per_second']:.3g} |"
+        )
+
+
+def print_parts(rows: Sequence[Mapping[str, Any]]) -> None:
+    print("\n| | model | batches | prompts s: published | priced | step s: published | priced |\n|" + "---|" * 7)
+    for row in (row for row in rows if row["seconds"]):
+        prompts, decode = row["seconds"]
+        print(
+            f"| {row['name']} | {row['model']} | {row['batches'][0]} x {row['batches'][1]} | {prompts:.4g} | "
+            f"{row['prefill_seconds']:.4g} | {decode / (row['lengths'][1] - 1):.3g} | {row['step_seconds']:.3g} |"
+        )
+
+
+def print_schedules(rows: Sequence[Mapping[str, Any]]) -> None:
+    print(
+        "\n| | model | batches | prompt + generated | schedule | attends on | token/s | step s | busiest lane |\n|" + "---|" * 9
+    )
+    for row in rows:
+        print(
+            f"| {row['name']} | {row['model']} | {row['batches'][0]} x {row['batches'][1]} | "
+            f"{row['lengths'][0]} + {row['lengths'][1]} | {row['schedule']} | {row['attend_on']} | "
+            f"{row['tokens_per_second']:.3g} | {row['step_seconds']:.3g} | "
+            f"{row['busiest_lane']} {row['busiest_lane_share']:.0%} |"
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

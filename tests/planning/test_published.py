@@ -1,0 +1,112 @@
+"""The cost model meets what was published of FlexGen and H2O on a T4 within 20 %, or a row says how far off it is, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Request, refuse_what_does_not_fit
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import DEVICE, HOST, Plan
+from h2o_flexgen.planning.planned import plan_blocks
+from h2o_flexgen.planning.pricing import Pricing
+from h2o_flexgen.planning.schedule import COMPUTE_LANE
+from h2o_flexgen.planning.workload import Workload
+from tests.scripts.loading import PROJECT, load_script
+
+published = load_script("published.py", "benchmarks")
+T4 = Machine.load(published.MACHINE)
+RESULTS = json.loads((PROJECT / "benchmarks" / "results" / "published-t4.json").read_text(encoding="utf-8"))
+T4_MEMORY = Budgets(device=T4.device_bytes, host=T4.host_bytes, disk=T4.disk_bytes)
+LENGTHS = (512, 32)
+
+
+def row_id(row: Any) -> str:
+    return f"{row.name} {row.model} {row.batches[0]}x{row.batches[1]} {row.lengths[0]}+{row.lengths[1]} {row.tokens_per_second}"
+
+
+@pytest.mark.parametrize("row", published.ROWS, ids=row_id)
+def test_a_published_figure_is_met_or_its_ratio_is_known(row: Any) -> None:
+    ratio = published.as_published(row, T4)["ratio"]
+    if row.outside is None:
+        assert abs(ratio - 1) <= published.TOLERANCE
+    else:
+        known, reason = row.outside
+        assert abs(known - 1) > published.TOLERANCE and reason
+        assert ratio == pytest.approx(known, abs=0.02)
+
+
+def test_few_rows_are_outside() -> None:
+    required = [row for row in published.ROWS if row.source in (published.FLEXGEN, published.H2O)]
+    outside = [(row.model, row.source) for row in required if row.outside]
+    assert outside == [("opt-175b", published.FLEXGEN), ("opt-6.7b", published.H2O)] and len(required) == 21
+
+
+def test_the_table_that_is_kept_is_the_one_that_the_script_makes() -> None:
+    kept = [(row["source"], row["tokens_per_second"], row["ratio"]) for row in RESULTS["rows"]]
+    assert [one[:2] for one in kept] == [(row.source, row.tokens_per_second) for row in published.ROWS]
+    for row, (_, _, ratio) in list(zip(published.ROWS, kept))[:3]:
+        assert published.as_published(row, T4)["ratio"] == pytest.approx(ratio, rel=1e-3)
+
+
+def test_the_zigzag_schedule_is_never_slower_than_their_loop_under_the_same_plan() -> None:
+    found: dict[tuple[object, ...], dict[str, float]] = {}
+    for one in RESULTS["schedules"]:
+        place = (one["name"], one["model"], *one["batches"], *one["lengths"], one["attend_on"])
+        found.setdefault(place, {})[one["schedule"]] = one["tokens_per_second"]
+    assert len(found) == 14
+    gains = {place: both["zigzag"] / both["flexgen_barrier"] for place, both in found.items()}
+    assert min(gains.values()) > 0.99 and max(gains.values()) > 1.3
+
+
+# -- what their own model chose, and what fits -----------------------------------------------------------------------------
+
+
+def request(model: str, size: int, count: int, percent: tuple[int, ...], **options: object) -> Request:
+    plan = Plan.create(gpu_batch_size=size, num_gpu_batches=count, attend_on=HOST, **options).with_percent(percent)
+    return Request(published.spec_of(model, plan), plan, Workload.uniform(size * count, *LENGTHS), True)
+
+
+THEIR_30B = ("opt-30b", 48, 3, published.MOSTLY_HOST)
+
+
+def test_their_plan_for_30b_does_not_fit_the_card_as_they_compute_prompts() -> None:
+    """All prompts of a batch at once. (Their model has it at 18.8 GB, and lets it pass; it ran because their rule for whole
+    tensors places 8 % of the weights on the card where 20 % were asked for.)"""
+    asked = request(*THEIR_30B, prefill_tokens=published.WHOLE_BATCH, schedule=published.THEIRS)
+    assert asked.footprint().total(DEVICE) == pytest.approx(24.75e9, rel=0.01)
+    with pytest.raises(DoesNotFit, match=r"plan needs 24\.\d+ GB on device \(weights 11\.85 GB.*the budget is 16\.00 GB"):
+        refuse_what_does_not_fit(asked, T4_MEMORY)
+
+
+def test_computed_in_parts_of_prompts_the_same_plan_fits() -> None:
+    held = refuse_what_does_not_fit(request(*THEIR_30B), T4_MEMORY)
+    assert held.total(DEVICE) == pytest.approx(15.43e9, rel=0.01)
+    assert held.parts[DEVICE]["working space"] < 1e9
+
+
+def test_all_in_memory_but_the_weights_of_175b_is_refused_for_the_host() -> None:
+    with pytest.raises(DoesNotFit, match=r"on host .*the budget is 208\.00 GB"):
+        refuse_what_does_not_fit(request("opt-175b", 1, 432, (0, 50, 0, 50, 0, 100)), T4_MEMORY)
+
+
+def test_rows_one_by_one_which_their_search_returns_for_175b_fit_but_are_bound_by_products() -> None:
+    """Their rates do not depend on the rows of a batch; here every one of 432 products reads the weights from the card."""
+    busy: dict[int, dict[str, float]] = {}
+    for size, count in ((1, 432), (32, 8)):
+        one = request("opt-175b", size, count, published.HALF_ON_DISK, pin_weight=False)
+        refuse_what_does_not_fit(one, T4_MEMORY)
+        (block,) = plan_blocks(one.spec, one.plan, one.workload, True)
+        busy[size] = Pricing(block, T4).lane_seconds(1) | {"rows": float(size * count)}
+    assert max(busy[1], key=lambda lane: busy[1][lane]) == COMPUTE_LANE
+    per_row = {
+        size: max(seconds for lane, seconds in one.items() if lane != "rows") / one["rows"] for size, one in busy.items()
+    }
+    assert per_row[1] > 1.2 * per_row[32]
+
+
+def test_results_name_no_folder_of_a_person() -> None:
+    assert str(Path.home()) not in json.dumps(RESULTS)
