@@ -51,13 +51,13 @@ def load_config(name_or_path: str) -> Config:
     return _config_of(_read_folder(folder), name_or_path)
 
 
-def known_config(name: str) -> Config | None:
-    """The shapes that ship with the package, by hub name or its part behind the slash, in any case."""
+def known_config(name: str, **changes: object) -> Config | None:
+    """The shapes that ship with the package, by hub name or its part behind the slash, in any case; with some changed."""
     hub = hub_name(name)
     if hub is None:
         return None
     values = _known_files()[hub].read_text(encoding="utf-8")
-    return _config_of(json.loads(values), hub)
+    return _config_of({**json.loads(values), **changes}, hub)
 
 
 def hub_name(name: str) -> str | None:

@@ -92,7 +92,8 @@ class Machine:
     @classmethod
     def load(cls, path: str | Path) -> Machine:
         try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            text = Path(path).read_text(encoding="utf-8")
+            content = yaml.safe_load(text)
         except OSError as error:
             raise ValueError(f"machine file {path} cannot be read: {error.strerror}") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -101,16 +102,17 @@ class Machine:
             raise ValueError(f"machine file {path} holds no keys; it needs {', '.join(f.name for f in fields(cls))}")
         try:
             return cls.create(content)
-        except ValueError as error:
-            raise ValueError(f"machine file {path}: {error}") from error
+        except WrongKey as error:
+            line = _lines(text).get(error.key)
+            raise ValueError(f"machine file {path}: {error}" + (f" (line {line})" if line else "")) from error
 
     @classmethod
     def create(cls, content: Mapping[str, Any]) -> Machine:
         """From plain values, as a YAML or JSON file has them. What has a default may be left out; no other key may be there."""
         known = [one.name for one in fields(cls)]
-        _check_keys("key", content, known)
+        _check_keys("", content, known)
         if missing := [name for name in known if name not in content and name not in _DEFAULTS]:
-            raise ValueError(f"missing key {', '.join(missing)}; add it, `save` of another machine shows the form")
+            raise WrongKey("", f"missing key {', '.join(missing)}; add it, `save` of another machine shows the form")
         values = {name: _READERS.get(name, _rate)(name, content[name]) for name in known if name in content}
         return cls(**values)
 
@@ -141,28 +143,48 @@ _DEFAULTS: Mapping[str, object] = {
 # -- reading values ------------------------------------------------------------------------------------------------------
 
 
-def _check_keys(what: str, given: Iterable[object], known: Iterable[str]) -> None:
-    names = list(known)
+class WrongKey(ValueError):
+    """Something is wrong with the value of a key, `key.inner` inside of another; `key` is empty where it is missing."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+def _lines(text: str) -> dict[str, int]:
+    """The line that each key of a YAML file stands on, counted from 1; of two levels."""
+    root, lines = yaml.compose(text, Loader=yaml.SafeLoader), {}
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        lines[str(key.value)] = key.start_mark.line + 1
+        for inner, _ in value.value if isinstance(value, yaml.MappingNode) else ():
+            lines[f"{key.value}.{inner.value}"] = inner.start_mark.line + 1
+    return lines
+
+
+def _check_keys(outer: str, given: Iterable[object], known: Iterable[str]) -> None:
+    names, what, before = list(known), f"key in {outer}" if outer else "key", f"{outer}." if outer else ""
     for key in given:
         if key not in names:
             near = get_close_matches(str(key), names, n=1)
-            raise ValueError(f"unknown {what} {key!r}; " + (f"did you mean {near[0]!r}?" if near else "remove it"))
+            hint = f"did you mean {near[0]!r}?" if near else "remove it"
+            raise WrongKey(f"{before}{key}", f"unknown {what} {key!r}; {hint}")
 
 
-def _number(name: str, value: object, least: float) -> float:
+def _number(name: str, value: object, least: float, what: str = "") -> float:
     """YAML reads 1.5e9 as text, for want of a sign in the exponent: text that is a number is taken for one."""
+    shown = what or name
     try:
         number = float("" if isinstance(value, bool) else value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise ValueError(f"{name} is {value!r}; give a number") from None
+        raise WrongKey(name, f"{shown} is {value!r}; give a number") from None
     if not isfinite(number) or number < least:
-        raise ValueError(f"{name} is {value!r}; give a number of at least {least:g}")
+        raise WrongKey(name, f"{shown} is {value!r}; give a number of at least {least:g}")
     return number
 
 
 def _rate(name: str, value: object) -> float:
     if not (number := _number(name, value, 0.0)):
-        raise ValueError(f"{name} is {value!r}; give a rate above 0")
+        raise WrongKey(name, f"{name} is {value!r}; give a rate above 0")
     return number
 
 
@@ -176,20 +198,20 @@ def _seconds(name: str, value: object) -> float:
 
 def _name(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} is {value!r}; give a name")
+        raise WrongKey(name, f"{name} is {value!r}; give a name")
     return value
 
 
 def _device(name: str, value: object) -> str:
     if value not in DEVICES:
-        raise ValueError(f"{name} is {value!r}; give one of {', '.join(DEVICES)}")
+        raise WrongKey(name, f"{name} is {value!r}; give one of {', '.join(DEVICES)}")
     return str(value)
 
 
 def _mapping(name: str, value: object, known: Iterable[str], may_be_empty: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict) or not (value or may_be_empty):
-        raise ValueError(f"{name} is {value!r}; give one line or more of the form `name: value`")
-    _check_keys(f"key in {name}", value, known)
+        raise WrongKey(name, f"{name} is {value!r}; give one line or more of the form `name: value`")
+    _check_keys(name, value, known)
     return value
 
 
@@ -199,14 +221,14 @@ def _curves(name: str, value: object) -> dict[str, Curve]:
 
 def _curve(name: str, value: object) -> Curve:
     if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(f"{name} is {value!r}; give a list of [rows, flop/s]")
+        raise WrongKey(name, f"{name} is {value!r}; give a list of [rows, flop/s]")
     points, before = [], -inf
     for point in value:
         if not isinstance(point, (list, tuple)) or len(point) != 2:
-            raise ValueError(f"{name} has the point {point!r}; give [rows, flop/s]")
-        rows = int(_number(f"rows in {name}", point[0], 1.0))
+            raise WrongKey(name, f"{name} has the point {point!r}; give [rows, flop/s]")
+        rows = int(_number(name, point[0], 1.0, f"rows in {name}"))
         if rows <= before:
-            raise ValueError(f"{name} has {rows} rows after {before:g}; sort the points by rows")
+            raise WrongKey(name, f"{name} has {rows} rows after {before:g}; sort the points by rows")
         points.append((rows, _rate(name, point[1])))
         before = rows
     return tuple(points)
@@ -230,7 +252,7 @@ def _visits(name: str, value: object) -> dict[str, float]:
 
 def _both(name: str, value: object) -> float:
     if not 1 <= (number := _number(name, value, 0.0)) <= 2:
-        raise ValueError(f"{name} is {value!r}; give 1 (reads and writes take turns) to 2 (neither hinders the other)")
+        raise WrongKey(name, f"{name} is {value!r}; give 1 (reads and writes take turns) to 2 (neither hinders the other)")
     return number
 
 

@@ -132,11 +132,8 @@ class KVStore:
     def _image(self, region: Tensor, batch: int) -> Tensor:
         """(2, rows, kv_heads, slots, width) over the bytes of a region."""
         rows, slots = self._block.batches[batch].size, self._slots(self._block.batches[batch]).capacity
-        heads, width = self._spec.kv_heads, self._coding.width
-        values = region[: rows * slots * self._spec.kv_bytes_per_slot].view(self._coding.kept_dtype)
-        if self._accelerator:
-            return values.view(slots, 2, rows, heads, width).permute(1, 2, 3, 0, 4)
-        return values.view(2, rows, heads, slots, width)
+        shape = (rows, self._spec.kv_heads, slots)
+        return image_over(region, shape, self._coding, self._accelerator)
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -252,3 +249,12 @@ class KVStore:
         raw = numpy_of(scratch.view(self._coding.kept_dtype)).reshape(slots, -1)[:, : prod(shape[1:])]
         image: numpy.ndarray = raw.reshape(shape).transpose(1, 2, 3, 0, 4)
         return image
+
+
+def image_over(region: Tensor, shape: tuple[int, int, int], coding: Coding, accelerator: bool) -> Tensor:
+    """(2, rows, kv_heads, slots, width) over the bytes of a region; `shape` is (rows, kv_heads, slots)."""
+    rows, heads, slots = shape
+    values = region[: 2 * prod(shape) * coding.width * coding.kept_dtype.itemsize].view(coding.kept_dtype)
+    if accelerator:
+        return values.view(slots, 2, rows, heads, coding.width).permute(1, 2, 3, 0, 4)
+    return values.view(2, rows, heads, slots, coding.width)

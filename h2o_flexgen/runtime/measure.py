@@ -246,7 +246,7 @@ def _best_seconds(device: Device, action: Callable[[], object], repetitions: int
 
 
 def describe_machine(device: Device) -> dict[str, object]:
-    words = {"cpu": cpu_name(), "cores": _cores(), "torch": torch.__version__, "device": device.kind}
+    words = {"cpu": cpu_name(), "cores": cores(), "torch": torch.__version__, "device": device.kind}
     name_of = getattr(torch.get_device_module(device.torch_device), "get_device_name", None)  # the CPU's has none
     return words if name_of is None else {**words, "device": name_of(device.torch_device)}
 
@@ -263,6 +263,6 @@ def cpu_name(lines: Iterable[str] | None = None) -> str:
     return platform.processor() or platform.machine()
 
 
-def _cores() -> int:
+def cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,99 @@
+"""The profile command: measures this machine, as plans are priced with it, and keeps what it finds.
+
+    python -m h2o_flexgen.profile
+    python -m h2o_flexgen.profile --quick -o machine.yaml
+
+A table goes to stdout, behind it one JSON document. The profile is kept in the user's cache, where plans for this machine find
+it; the same machine measured again replaces it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from h2o_flexgen.commands.errors import exit_status
+from h2o_flexgen.commands.flags import TRACEBACK, Help, Parser
+from h2o_flexgen.commands.machine_report import machine_lines
+from h2o_flexgen.commands.report import check_writable, say
+from h2o_flexgen.planning.machine import DEVICES
+from h2o_flexgen.planning.machines import SUFFIXES
+from h2o_flexgen.planning.model_spec import DTYPE_BYTES
+from h2o_flexgen.runtime.progress import Progress
+
+PROGRAM = "python -m h2o_flexgen.profile"
+DESCRIPTION = """\
+Measure this machine: its disk, its memory, its links and what it computes, each with the means that a run uses. Plans are
+priced with the outcome. It takes a minute or two, and is best done while nothing else runs."""
+AUTO = "auto"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return exit_status(lambda: parse(argv), _run)
+
+
+def parse(argv: Sequence[str] | None = None) -> Namespace:
+    parser = Parser(prog=PROGRAM, description=DESCRIPTION, formatter_class=Help)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a third of a minute: fewer repetitions, a smaller file")
+    add("-o", "--output", metavar="FILE", help="also write the profile here, as YAML; the machine is named after the file")
+    add(
+        "--offload-dir",
+        metavar="FOLDER",
+        help="the disk to measure; left as it was found (default: below ~/.cache/h2o_flexgen)",
+    )
+    devices = f"auto, {' or '.join(DEVICES)}, or one of several with its number, like {DEVICES[-1]}:1"
+    add("--device", default=AUTO, metavar="NAME", help=devices)
+    types = "of all but the products, which are measured in every type; auto: the one that runs use"
+    add("--dtype", default=AUTO, choices=(AUTO, *DTYPE_BYTES), help=types)
+    add("--verbose", type=int, default=1, metavar="LEVEL", help=f"{TRACEBACK}: where errors come from")
+    return parser.parse(argv)
+
+
+def _run(args: Namespace) -> None:
+    file = _output_file(args.output)
+    with Progress(0, "profile") as progress:
+        from h2o_flexgen.llm import default_offload_folder  # imports torch, which takes a while
+        from h2o_flexgen.memory.device import open_device
+        from h2o_flexgen.runtime.profiling.kept import about, fingerprint_of, keep
+        from h2o_flexgen.runtime.profiling.machine import profile
+        from h2o_flexgen.runtime.profiling.sizes import FULL, QUICK
+
+        folder = Path(args.offload_dir or default_offload_folder()).expanduser()
+        device, dtype = open_device(args.device), None if args.dtype == AUTO else args.dtype
+        mark, begun = fingerprint_of(device, folder, dtype), time.perf_counter()
+        machine = profile(
+            device,
+            folder,
+            mark.name,
+            dtype,
+            QUICK if args.quick else FULL,
+            lambda title, done, total: progress.stage(title, f"{done}/{total}"),
+        )
+        seconds, kept = time.perf_counter() - begun, keep(machine, mark)
+        if file is not None:
+            machine = replace(machine, name=file.stem)
+            machine.save(file, about(mark))
+    say(machine_lines(machine))
+    say(["", f"measured in {seconds:.0f} s and kept in {kept}" + (f", and written to {file}" if file else "")])
+    print(json.dumps({"profile": asdict(machine), "seconds": round(seconds, 1), "kept": str(kept)}), flush=True)
+
+
+def _output_file(output: str | None) -> Path | None:
+    """Where it can be written; the name has to be one that is taken for a machine's file."""
+    if output is None:
+        return None
+    check_writable(output, "-o")
+    file = Path(output).expanduser()
+    if file.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"-o {output} does not end in {' or '.join(SUFFIXES)}; give it such a name")
+    return file
+
+
+if __name__ == "__main__":
+    sys.exit(main())

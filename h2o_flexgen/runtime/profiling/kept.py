@@ -1,0 +1,55 @@
+"""Profiles that are kept: of a machine that was measured once, whoever asks gets what was found then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from h2o_flexgen.memory.device import Device
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.machines import machine_file, save_machine, saved_machine
+from h2o_flexgen.runtime.fingerprint import Fingerprint
+from h2o_flexgen.runtime.profiling.machine import profile, usual_dtype
+from h2o_flexgen.runtime.profiling.sizes import QUICK, Sizes
+from h2o_flexgen.runtime.profiling.subject import OnSubject
+
+OnNote = Callable[[str], None]
+
+
+def profiled(
+    device: Device,
+    offload_folder: Path,
+    dtype: str | None = None,
+    sizes: Sizes = QUICK,
+    on_note: OnNote | None = None,
+    on_subject: OnSubject | None = None,
+) -> Machine:
+    """This machine, as its profile was kept, however long ago: the file says when. Where there is none it is measured now."""
+    note, mark = on_note or (lambda line: None), fingerprint_of(device, offload_folder, dtype)
+    try:
+        found = saved_machine(mark.name)
+    except ValueError as error:
+        note(f"{error}; the machine is measured anew")
+        found = None
+    if found is not None:
+        return found
+    machine = profile(device, offload_folder, mark.name, dtype, sizes, on_subject)
+    keep(machine, mark)
+    note(f"this machine's profile is kept in {machine_file(mark.name)}; `python -m h2o_flexgen.profile` measures it at length")
+    return machine
+
+
+def fingerprint_of(device: Device, offload_folder: Path, dtype: str | None) -> Fingerprint:
+    return Fingerprint.of(device, offload_folder, dtype or usual_dtype(device))
+
+
+def keep(machine: Machine, mark: Fingerprint) -> Path:
+    return save_machine(mark.name, machine, about(mark))
+
+
+def about(mark: Fingerprint) -> str:
+    """What stands above a profile: when it was measured, and of what."""
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime())
+    parts = [f"{name}: {value}" for name, value in mark.parts.items()]
+    return "\n".join([f"Measured {when} by `python -m h2o_flexgen.profile`, or by who needed it. Of this machine:", *parts])
