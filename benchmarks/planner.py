@@ -144,7 +144,8 @@ def of_model(args: argparse.Namespace, name: str, machine_file: str, folder: Pat
             print(f"  {case.name}: {done}", file=sys.stderr)
             continue
         rows.append(compared(case.name, done, spec, machine))
-    chosen = run([*common, "--percent", "auto"])
+    most = max(case.rows * case.batches for case in grid)
+    chosen = run([*common, "--percent", "auto", "--num-prompts", most])
     assert not isinstance(chosen, str), chosen
     rows.append(compared("chosen by the search", chosen, spec, machine))
     names = {case.name for case in grid}
@@ -240,7 +241,7 @@ def prediction(done: Mapping[str, Any], spec: ModelSpec, machine: Machine) -> Pr
     plan = Plan.create(**options, **given).with_percent(done["requested_percent"]).folded()
     lengths = (done["prompt_tokens"] // done["num_prompts"],) * done["num_prompts"]
     workload = Workload(lengths, done["generated_tokens"] // done["num_prompts"])
-    kept = spec.kept_as(plan.weight_codec, plan.kv_codec)
+    kept = spec.written_as(plan.weight_codec, plan.kv_codec)
     return predict(plan_blocks(kept, plan, workload, False), machine, kernel_threads(), writes_weights=True)
 
 

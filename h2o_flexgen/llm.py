@@ -34,10 +34,11 @@ from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Footprint, Request, refuse_what_does_not_fit
 from h2o_flexgen.planning.hints import did_you_mean
-from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.model_spec import ModelSpec, usual_dtype
 from h2o_flexgen.planning.plan import HOST, Plan
+from h2o_flexgen.planning.positions import check_positions, check_rolling
 from h2o_flexgen.planning.units import parse_bytes
-from h2o_flexgen.planning.workload import Batch, Block, BlockSize, Workload
+from h2o_flexgen.planning.workload import Block, BlockSize, Workload
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.runtime.engine import BlockRun, Engine, OnVisit, Until
 from h2o_flexgen.runtime.output import Completion
@@ -122,22 +123,21 @@ class LLM:
         folder: Path | None = None
         if self.dummy_weights:
             config = known_config(self.name) or load_config(self.name)
-            dtype = self._default_dtype(None) if dtype == "auto" else dtype
+            dtype = usual_dtype(self.device.accelerator) if dtype == "auto" else dtype
             self._source: WeightSource = DummySource(DUMMY_SEED, dtype, self.offload_folder, self._wrote)
         else:
             folder = resolve_model(self.name)
             config = load_config(str(folder))
             checkpoint = open_checkpoint(folder, progress=self._converted)
-            dtype = self._default_dtype(checkpoint.dtype) if dtype == "auto" else dtype
+            dtype = usual_dtype(self.device.accelerator, checkpoint.dtype) if dtype == "auto" else dtype
             self._source = checkpoint
         built = create_model(config, dtype, self.plan.sep_layer, self.name)
         stored = self._source.stored_itemsize
         self.plain_spec = built.spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=stored(tensor.name)))
-        built.spec = self.plain_spec.kept_as(self.plan.weight_codec, self.plan.kv_codec)
+        built.spec = self.plain_spec.written_as(self.plan.weight_codec, self.plan.kv_codec)
         if isinstance(self._source, Checkpoint) and self.plan.weight_codec != PLAIN:
             self._source = PackedCheckpoint(self._source, built.spec, progress=self._report_packing)
-        if self.plan.policy.rolls and not built.spec.rotary:
-            raise ValueError(f"positions 'rolling' needs rotary positions, but {self.name} has learned ones; leave it out")
+        check_rolling(built.spec, self.plan)
         self._model: Model = built
         self.tokenizer: Tokenizer = load_tokenizer(folder, config, built.spec.vocab)
 
@@ -148,12 +148,6 @@ class LLM:
         self._source.close()
         self.requested, self.plan = plan, plan if self.device.accelerator else plan.folded()
         self._open_model(self._dtype)
-
-    def _default_dtype(self, stored: str | None) -> str:
-        """bf16 is the fast type of CPUs, where fp16 is some 20 times slower; a GPU takes the checkpoint's, at 16 bits."""
-        if not self.device.accelerator:
-            return "bfloat16"
-        return stored if stored in ("float16", "bfloat16") else "float16"
 
     @property
     def spec(self) -> ModelSpec:
@@ -198,23 +192,8 @@ class LLM:
     def check(self, workload: Workload) -> Footprint:
         """Refuses a workload that the plan does not fit, before anything is loaded; else says what will be held."""
         for row, length in enumerate(workload.prompt_lens):
-            self._check_positions(row, length, workload.gen_len)
+            check_positions(self.spec, self.plan, row, length, workload.gen_len)
         return self._refuse_what_does_not_fit(workload)
-
-    def _check_positions(self, row: int, length: int, max_tokens: int) -> None:
-        """The last token is generated, but no layer ever sees it. Rolling positions end where the budget does."""
-        if self.plan.policy.rolls:
-            slots = self.plan.policy.slots(Batch((row,), (length,)), max_tokens).capacity
-            if max(length, slots) > self.spec.max_positions:
-                raise ValueError(
-                    f"prompt {row} has {length} tokens and {slots} slots, but {self.name} has {self.spec.max_positions} "
-                    "positions; shorten the prompt or keep fewer"
-                )
-        elif length + max_tokens > self.spec.max_positions + 1:
-            raise ValueError(
-                f"prompt {row} has {length} tokens and {max_tokens} are to be generated, but {self.name} has "
-                f"{self.spec.max_positions} positions; shorten the prompt or generate fewer"
-            )
 
     def _refuse_what_does_not_fit(self, workload: Workload) -> Footprint:
         accelerator = self.device.accelerator
@@ -288,7 +267,7 @@ class LLM:
             # no text is no prompt, also where the tokenizer puts a start token before it
             ids: list[int] = self.tokenizer.encode(text) if text else list(prompt)  # type: ignore[arg-type]
             self._check_prompt(index, ids)
-            self._check_positions(index, len(ids), own.max_tokens)
+            check_positions(self.spec, self.plan, index, len(ids), own.max_tokens)
             rows.append(RowState(index, ids, own, self.tokenizer, text, streamed))
         return rows
 

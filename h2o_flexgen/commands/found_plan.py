@@ -67,7 +67,7 @@ def find_plan(
             "leave --machine out, or choose another --device"
         )
     problem = Problem(
-        model=lambda plan: llm.plain_spec.kept_as(plan.weight_codec, plan.kv_codec),
+        model=lambda plan: llm.plain_spec.written_as(plan.weight_codec, plan.kv_codec),
         workload=workload,
         prompt_len=prompt_len,
         gen_len=gen_len,

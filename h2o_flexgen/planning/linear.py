@@ -271,7 +271,7 @@ def _plan(case: Case, values: Mapping[Corner, float | None]) -> Plan:
     """In whole per cent, as --percent takes them; what rounding leaves goes to the slowest tier, which has most room."""
 
     def shares(kind: str) -> Shares:
-        device, host = (int(100 * (values.get((kind, tier)) or 0.0) + 1e-6) / 100 for tier in (DEVICE, HOST))
-        return Shares(device, min(host, 1.0 - device))
+        device, host = (int(100 * (values.get((kind, tier)) or 0.0) + 1e-6) for tier in (DEVICE, HOST))
+        return Shares(device / 100, min(host, 100 - device) / 100)
 
     return case.with_shares(**{kind: shares(kind) for kind in KINDS})

@@ -14,6 +14,7 @@ from math import prod
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ON_CPU, ON_ACCELERATOR = "bfloat16", "float16"
 TABLE_PARTS, PART_ROWS = 16, 64  # a packed head is decoded in so many parts at most, of so many rows or a multiple
 
 
@@ -169,14 +170,21 @@ class ModelSpec:
         )
         return replace(self, layers=layers)
 
-    def kept_as(self, weight_codec: str, kv_codec: str) -> ModelSpec:
-        """The same model with its weights and its KV written down so."""
-        spec = replace(self, kv_codec=kv_codec)
-        return spec if weight_codec == PLAIN else spec.packed(weight_codec)
-
     def packed(self, codec: str) -> ModelSpec:
         """The same model with its matrices and its tables of tokens written down so. A table of positions stays as it is: it
         is small, and in every hidden state."""
         tables = {tensor.name for layer in self.layers for name, tensor in layer.tensors if name == layer.table}
         packed = tables | {tensor.name for layer in self.layers for tensor in layer.matrices}
         return self.map_tensors(lambda tensor: replace(tensor, codec=codec) if tensor.name in packed else tensor)
+
+    def written_as(self, weight_codec: str, kv_codec: str) -> ModelSpec:
+        """The same model with its weights and its KV as the codecs of a plan have them."""
+        spec = replace(self, kv_codec=kv_codec)
+        return spec if weight_codec == PLAIN else spec.packed(weight_codec)
+
+
+def usual_dtype(accelerator: bool, stored: str | None = None) -> str:
+    """bf16 is the fast type of CPUs, where fp16 is some 20 times slower; a GPU takes the checkpoint's, at 16 bits."""
+    if not accelerator:
+        return ON_CPU
+    return stored if stored in (ON_CPU, ON_ACCELERATOR) else ON_ACCELERATOR

@@ -90,7 +90,7 @@ class BlockPrediction:
         trace = simulate(schedule.tasks(), _seconds_of(pricing, steps), schedule.ahead)
         seconds = step_seconds(trace, schedule)
         sampled = seconds[1:] if exact else seconds[2:-1:2]
-        lanes = [_mean_lane_seconds(pricing, step) for step in samples]
+        lanes = [mean_lane_seconds(pricing, step) for step in samples]
         prompts = pricing.lane_seconds(0)
         busy = {
             lane: prompts.get(lane, 0.0) + sum_of_steps(samples, [one.get(lane, 0.0) for one in lanes])
@@ -160,7 +160,7 @@ def _mean_seconds(pricing: Pricing, task: Task) -> float:
     return sum(pricing.seconds(task._replace(step=step)) for step in steps) / len(steps)
 
 
-def _mean_lane_seconds(pricing: Pricing, step: int) -> dict[str, float]:
+def mean_lane_seconds(pricing: Pricing, step: int) -> dict[str, float]:
     window = max((slots.journal_capacity for slots in pricing.planned.slots), default=0)
     first = max(1, step - window // 2)
     steps = range(first, min(pricing.planned.block.gen_len - 1, first + window) + 1)

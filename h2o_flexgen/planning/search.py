@@ -27,7 +27,7 @@ SIZES = tuple(sorted({factor * 2**power for power in range(11) for factor in (1,
 MOST_ROWS = 1024  # of a batch
 NUMBERS_OF_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)  # in a block
 SIMULATED, ON_FRONT = 5, 4  # of the cases that the program puts first; of those that only the front is for
-NEAR = 0.02  # two plans this near to each other are equal: then the one whose block is over sooner
+NEAR = 0.05  # two plans this near to each other are equal: then the one whose block is over sooner
 
 
 @dataclass(frozen=True)

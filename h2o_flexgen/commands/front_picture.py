@@ -1,0 +1,60 @@
+"""A picture of what a search has found: how soon a block is over against how many tokens come per second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from h2o_flexgen.planning.search import Candidate, Found
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+GREY, BLUE, RED = "#7f7f7f", "#0072b2", "#d55e00"  # told apart by colour-blind eyes too
+SPREAD = 8  # from so many times as long on, seconds are on a logarithmic axis
+
+
+def draw_front(found: Found, file: Path, title: str) -> None:
+    from matplotlib.figure import Figure  # the extra [plot]; without pyplot no display is asked for
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    everything = list({one.plan: one for one in (*found.all, *found.front)}.values())
+    _points(axes, everything, marker="o", s=28, color=GREY, label="simulated", zorder=2)
+    seconds, rates = _coordinates(found.front)
+    axes.plot(seconds, rates, "-o", color=BLUE, markersize=6, label="nothing is both sooner and faster", zorder=3)
+    _points(axes, [found.best], marker="*", s=260, color=RED, edgecolors="white", label="chosen", zorder=4)
+    _label(axes, everything)
+    axes.set(xlabel="latency: seconds until a block is over", ylabel="tokens per second", title=title)
+    for scale, values in ((axes.set_xscale, [one.block_seconds for one in everything]), (axes.set_yscale, rates)):
+        if max(values) > SPREAD * min(values):
+            scale("log")
+    axes.margins(0.12)
+    axes.grid(visible=True, which="both", alpha=0.25)
+    axes.legend(loc="lower right", fontsize="small")
+    figure.savefig(file, dpi=130)
+
+
+def _coordinates(candidates: Any) -> tuple[list[float], list[float]]:
+    return [one.block_seconds for one in candidates], [one.tokens_per_second for one in candidates]
+
+
+def _points(axes: Axes, candidates: list[Candidate], **style: Any) -> None:
+    axes.scatter(*_coordinates(candidates), **style)
+
+
+def _label(axes: Axes, candidates: list[Candidate]) -> None:
+    """Rows x batches; of points that lie on one another only the first has one."""
+    labelled: list[Candidate] = []
+    for one in candidates:
+        if any(_near(one, other) for other in labelled):
+            continue
+        labelled.append(one)
+        text = f"{one.plan.gpu_batch_size} x {one.plan.num_gpu_batches}"
+        at = (one.block_seconds, one.tokens_per_second)
+        axes.annotate(text, at, xytext=(0, 9), textcoords="offset points", ha="center", fontsize="small")
+
+
+def _near(one: Candidate, other: Candidate) -> bool:
+    pairs = ((one.block_seconds, other.block_seconds), (one.tokens_per_second, other.tokens_per_second))
+    return all(abs(mine - its) < 0.03 * its for mine, its in pairs)

@@ -1,0 +1,28 @@
+"""Positions: a text must not be longer than the model has any."""
+
+from __future__ import annotations
+
+from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload import Batch
+
+
+def check_rolling(spec: ModelSpec, plan: Plan) -> None:
+    if plan.policy.rolls and not spec.rotary:
+        raise ValueError(f"positions 'rolling' needs rotary positions, but {spec.name} has learned ones; leave it out")
+
+
+def check_positions(spec: ModelSpec, plan: Plan, row: int, length: int, max_tokens: int) -> None:
+    """The last token is generated, but no layer ever sees it. Rolling positions end where the budget does."""
+    if plan.policy.rolls:
+        slots = plan.policy.slots(Batch((row,), (length,)), max_tokens).capacity
+        if max(length, slots) > spec.max_positions:
+            raise ValueError(
+                f"prompt {row} has {length} tokens and {slots} slots, but {spec.name} has {spec.max_positions} "
+                "positions; shorten the prompt or keep fewer"
+            )
+    elif length + max_tokens > spec.max_positions + 1:
+        raise ValueError(
+            f"prompt {row} has {length} tokens and {max_tokens} are to be generated, but {spec.name} has "
+            f"{spec.max_positions} positions; shorten the prompt or generate fewer"
+        )
