@@ -68,7 +68,7 @@ def _median(
 @dataclass(frozen=True, eq=False)
 class Between:
     """Stands for the weights that a run passes through from visit to visit: what the next one needs, its program too, is no
-    longer in a cache. Measured with caches that hold all of it, visits took a quarter of the time."""
+    longer in a cache, and a visit takes several times what it would take with all of it there."""
 
     memory: Tensor  # more than caches hold
     seconds: dict[Key, float] = field(default_factory=dict)  # that it took
