@@ -94,7 +94,7 @@ def available_bytes() -> int:
     for folder, limit, used in _control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
         with suppress(OSError, ValueError):  # no such file, or "max"
             room = int((folder / limit).read_text()) - int((folder / used).read_text())
-            free = min(free, room + _page_cache_bytes(folder / "memory.stat"))
+            free = min(free, room + _reclaimable_bytes(folder / "memory.stat"))
     return int(max(0, free))
 
 
@@ -116,14 +116,16 @@ def _control_groups(own: Path, root: Path) -> Iterator[tuple[Path, str, str]]:
                 break
 
 
-def _page_cache_bytes(statistics: Path) -> int:
-    """Of a control group: counted as used, but given up for whoever needs memory."""
+def _reclaimable_bytes(statistics: Path) -> int:
+    """Page cache of a control group, and what the kernel remembers of files: counted as used, but given up for whoever needs
+    memory."""
     try:
         pairs = dict(line.split() for line in statistics.read_text(encoding="ascii").splitlines())
     except (OSError, ValueError):
         return 0
     # version 1 counts a group alone by these names, and with all below it, as its use does, with "total_" before them
-    return sum(int(pairs.get(f"total_{name}", pairs.get(name, 0))) for name in ("active_file", "inactive_file"))
+    names = ("active_file", "inactive_file", "slab_reclaimable")
+    return sum(int(pairs.get(f"total_{name}", pairs.get(name, 0))) for name in names)
 
 
 def give_back_freed() -> None:

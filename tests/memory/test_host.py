@@ -103,11 +103,12 @@ def test_the_control_groups_of_this_process_limit_its_memory(
     own.write_text(f"9:name=systemd:/\n{line}\n")
     for name, value in zip(names, ("1000000", "20000")):
         (tmp_path / "groups" / top / "user" / name).write_text(value)
-    (tmp_path / "groups" / top / "user" / "memory.stat").write_text("active_file 1\ntotal_active_file 5000\ninactive_file 0\n")
+    statistics = "active_file 1\ntotal_active_file 5000\ninactive_file 0\nslab_reclaimable 700\n"
+    (tmp_path / "groups" / top / "user" / "memory.stat").write_text(statistics)
     found = host._control_groups
 
     monkeypatch.setattr(host, "_control_groups", lambda *_: found(own, tmp_path / "groups"))
-    assert host.available_bytes() == 1_000_000 - 20_000 + 5_000
+    assert host.available_bytes() == 1_000_000 - 20_000 + 5_700
 
 
 def test_in_a_container_whose_group_is_not_to_be_seen_the_root_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,11 @@ from typing import TypeVar
 import pytest
 
 from h2o_flexgen.memory.device import Device, open_device
+from h2o_flexgen.memory.shortage import Shortage
 from h2o_flexgen.planning.plan import DISK, HOST
 from h2o_flexgen.planning.schedule import COMPUTE_LANE, SCHEDULES, WORKERS, Key, Moves, Op, Task
 from h2o_flexgen.planning.trace import Trace
-from h2o_flexgen.runtime.executor import Action, Executor, TaskFailed
+from h2o_flexgen.runtime.executor import Action, Executor, TaskFailed, shortage_in
 from tests.pretended import PretendedDevice
 
 PATIENCE_SECONDS = 30
@@ -339,3 +340,20 @@ def test_two_runs_at_the_same_time_do_not_meet() -> None:
     for run in runs:
         run.join(PATIENCE_SECONDS)
     assert [len(trace.spans) for trace in traces] == [len(tasks)] * 3
+
+
+def test_what_was_done_before_a_failure_is_in_the_trace() -> None:
+    tasks = list(SCHEDULES["zigzag"](moves_of_all_kinds(False, 2)).tasks())
+
+    def action(task: Task) -> int:
+        if task.op is Op.COMPUTE and task.step == 1:
+            raise MemoryError("no room")
+        return 7
+
+    executor = Executor(same_for_all(action), open_device("cpu"))
+    with pytest.raises(TaskFailed, match="no room") as caught:
+        in_time(lambda: executor.run(tasks))
+    assert shortage_in(caught.value) == Shortage("host", "no room")
+    done = [span.key for span in executor.trace.spans if span.key.op is Op.COMPUTE]
+    assert done == [task.key for task in tasks if task.op is Op.COMPUTE and task.step == 0]
+    assert executor.trace.moved_bytes("read") > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import threading
+import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -19,15 +20,17 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import machine_file, save_machine
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.pricing import Pricing
+from h2o_flexgen.planning.schedule import Task
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.runtime.profiling import attention, kept, moving, products
 from h2o_flexgen.runtime.profiling.kept import profiled
 from h2o_flexgen.runtime.profiling.machine import profile
 from h2o_flexgen.runtime.profiling.sizes import FULL, QUICK
 from h2o_flexgen.runtime.profiling.subject import Clock, Subject, measured
-from h2o_flexgen.runtime.profiling.visits import visits
+from h2o_flexgen.runtime.profiling.visits import Between, visits
 from tests.pretended import PretendedDevice
 from tests.runtime.profiles import TINY
 
@@ -96,8 +99,6 @@ def test_a_profile_is_kept_and_loaded_as_it_is(found: tuple[Machine, object, obj
 
 def test_a_block_can_be_priced_with_it(found: tuple[Machine, object, object]) -> None:
     model = products.small_model(products.OPT, "bfloat16", 128, 2)
-    from h2o_flexgen.planning.plan import Plan
-
     (block,) = Workload.uniform(4, 8, 3).blocks(4, 1)
     pricing = Pricing(PlannedBlock.of(model.spec, Plan().with_percent((0, 50, 0, 100, 100, 0)), block, False), found[0])
     assert 0 < pricing.simulated().makespan < 60
@@ -189,8 +190,6 @@ def test_values_are_counted_as_pricing_does() -> None:
     for name in products.LAYERS_OF:
         spec = products.small_model(name, "float32", TINY.hidden).spec
         (block,) = Workload.uniform(1, 4, 2).blocks(1, 1)
-        from h2o_flexgen.planning.plan import Plan
-
         pricing = Pricing(PlannedBlock.of(spec, Plan(), block, False), replace(_FAST, values_per_s=1.0))
         counted += sum(pricing._values(layer) for layer in spec.layers if layer.kind in ("attention", "mlp"))
     assert figures(products.values(CLOCK, "float32", TINY)) == {"values": TINY.prompt_tokens * counted / calls}
@@ -226,6 +225,21 @@ def test_visits_are_of_tasks_of_a_run(tmp_path: Path) -> None:
     found = figures(*visits(Device(), tmp_path, "float32", TINY))
     assert set(found) == {"visit_seconds attention", "visit_seconds mlp", "task_seconds"}
     assert all(1e-6 < seconds < 1 for seconds in found.values()) and list(tmp_path.iterdir()) == []
+
+
+def test_what_empties_the_caches_between_visits_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep: list[object] = []
+
+    def sleep(self: Between, task: Task, tokens: int) -> None:
+        begun = time.perf_counter()
+        time.sleep(0.05)
+        asleep.append(task.key)
+        self.seconds[task.key] = time.perf_counter() - begun
+
+    monkeypatch.setattr(Between, "__call__", sleep)
+    found = figures(visits(Device(), tmp_path, "float32", TINY)[0])
+    assert all(0 < seconds < 0.04 for seconds in found.values())
+    assert len(asleep) == TINY.steps * 10  # embedding, attention and mlp of four blocks, head
 
 
 # -- the disk ------------------------------------------------------------------------------------------------------------
