@@ -46,9 +46,7 @@ UNPINNED: Mapping[str, Any] = {"pin_weight": False}
 PACKED_WEIGHTS: Mapping[str, Any] = {"weight_codec": "group4"}
 PACKED_KV: Mapping[str, Any] = {"kv_codec": "group4"}
 
-SAME_RUN = (
-    "the same plan stands in FlexGen's table with 25.26; H2O's fork does not warm up, and its first prompts pay for that"
-)
+SAME_RUN = "the same plan stands in FlexGen's table with 25.26; H2O's fork does not warm up, and its first prompts pay for that"
 IN_TURN = "here a layer's bytes from the disk and from the host come one after the other, there beside each other"
 UNPINNED_KV = "FlexGen's KV is not page-locked, and every load of it is copied once more; here KV crosses as pinned memory does"
 DECODED_AGAIN = (

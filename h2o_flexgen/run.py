@@ -21,19 +21,22 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.commands import projection, report
 from h2o_flexgen.commands.arguments import AUTO_LOG, BREAKDOWN, FEWER_BATCH, parse
+from h2o_flexgen.commands.asked_problem import machine_of
 from h2o_flexgen.commands.breakdown import breakdown_lines, breakdown_seconds
 from h2o_flexgen.commands.choose_model import ChosenModel, choose_model
 from h2o_flexgen.commands.errors import exit_status
 from h2o_flexgen.commands.flags import AUTO, sampling_of
-from h2o_flexgen.commands.found_plan import find_plan, machine_of
+from h2o_flexgen.commands.found_plan import find_plan
 from h2o_flexgen.commands.lanes import lane_reports
 from h2o_flexgen.commands.made_up import DEFAULT_TOKENS, made_up_prompts
 from h2o_flexgen.commands.open_llm import open_llm
+from h2o_flexgen.commands.pictures import check_picture
 from h2o_flexgen.commands.plan_report import PlanReport
-from h2o_flexgen.commands.predicted import Predicted, two_steps
+from h2o_flexgen.commands.predicted import Predicted
 from h2o_flexgen.commands.projection import Timing
 from h2o_flexgen.commands.prompts import given_prompts
 from h2o_flexgen.commands.report import say
+from h2o_flexgen.commands.timeline_picture import draw_timelines, two_steps
 from h2o_flexgen.commands.watch import Watch, total_visits
 from h2o_flexgen.planning.cost import predicted_bytes
 from h2o_flexgen.planning.machine import Machine
@@ -59,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: Namespace) -> None:
     texts = given_prompts(args.prompt, args.prompt_file, args.num_prompts)
     report.check_writable(args.trace, "--trace")
-    report.check_writable(args.timeline, "--timeline")
+    check_picture(args.timeline, "--timeline")
     if args.log_file != AUTO_LOG:
         report.check_writable(args.log_file, "--log-file")
     chosen = choose_model(args.model, args.path, args.dummy_weights)
@@ -67,7 +70,7 @@ def _run(args: Namespace) -> None:
         chosen = chosen.without_weights()
     llm = open_llm(args, chosen)
     with llm:
-        job = Job(args, chosen, llm, texts, _machine_asked_for(args, llm))
+        job = Job(args, chosen, llm, texts, _machine_asked_for(args))
         job.find_plan()
         job.announce()
         if args.dry_run:
@@ -242,14 +245,12 @@ class Outcome:
             self._draw_timeline(Path(args.timeline).expanduser())
 
     def _draw_timeline(self, file: Path) -> None:
-        from h2o_flexgen.commands.timeline_picture import draw_timelines
-
         assert self.job.machine is not None
         traces = {"measured": two_steps(self.stats.last_block.trace)}
         if self.job.until is None:
             last = BlockPrediction.of(self.blocks[-1], self.job.machine).trace
             traces = {"predicted": two_steps(last), **traces}
-        draw_timelines(traces, file)
+        draw_timelines(traces, file, f"{self.job.chosen.name}: decode steps")
 
     @cached_property
     def timing(self) -> Timing:
@@ -355,11 +356,12 @@ class Outcome:
         return min(written, self.stats.peak_bytes["disk"])
 
 
-def _machine_asked_for(args: Namespace, llm: LLM) -> Machine | None:
+def _machine_asked_for(args: Namespace) -> Machine | None:
     """A plan that is given needs none."""
     if args.percent != AUTO and args.machine is None and args.timeline is None:
         return None
-    return machine_of(args.machine, llm.device, llm.offload_folder)
+    with Progress(0, "this machine", late=True) as progress:
+        return machine_of(args, progress)
 
 
 def _rates(machine: Machine | None) -> dict[str, object]:

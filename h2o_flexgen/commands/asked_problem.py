@@ -48,8 +48,6 @@ def problem_of(args: Namespace, chosen: ChosenModel, machine: Machine) -> Proble
     accelerator = machine.has_accelerator
     shapes, plan = Shapes.of(chosen, args.dtype, accelerator), args.plan if accelerator else args.plan.folded()
     _check(shapes, plan, args, machine)
-    packed = PACKED[BITS]
-    kinds = ((packed, plan.kv_codec), (plan.weight_codec, packed), (packed, packed))
     return Problem(
         model=shapes,
         workload=Workload.uniform(args.num_prompts, args.prompt_len, args.gen_len) if args.num_prompts else None,
@@ -60,13 +58,19 @@ def problem_of(args: Namespace, chosen: ChosenModel, machine: Machine) -> Proble
         budgets=_budgets(args, machine),
         kernel_threads=0 if accelerator else kernel_threads(),
         writes_weights=chosen.dummy_weights,
-        codecs=kinds if args.allow_4bit else (),
+        codecs=four_bits(plan) if args.allow_4bit else (),
         attend_on=(HOST,) if args.cpu_cache_compute else (DEVICE,),
         batch_sizes=args.batch_sizes,
         batches=args.batches,
         latency_limit=args.latency_limit,
         prefer=args.prefer,
     )
+
+
+def four_bits(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """Codecs of weights and KV that may be taken beside the plan's own."""
+    packed = PACKED[BITS]
+    return (packed, plan.kv_codec), (plan.weight_codec, packed), (packed, packed)
 
 
 def _check(shapes: Shapes, plan: Plan, args: Namespace, machine: Machine) -> None:

@@ -6,23 +6,16 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from h2o_flexgen.commands.asked_problem import four_bits
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.search import Found, Problem, search
 from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.quant.codec import PACKED, PLAIN
-from h2o_flexgen.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from h2o_flexgen.llm import LLM
-    from h2o_flexgen.memory.device import Device
-
-FOUR_BITS = PACKED[4]
-WITH_FOUR_BITS = ((FOUR_BITS, PLAIN), (PLAIN, FOUR_BITS), (FOUR_BITS, FOUR_BITS))  # of weights and KV
 
 
 @dataclass(frozen=True)
@@ -39,20 +32,6 @@ class FoundPlan:
         best = self.found.best
         yield f"machine   {self.machine.name}; its busiest part will be {best.prediction.busiest_lane}"
         yield f"found     in {self.seconds:.1f} s among {self.found.cases} sizes of batch and block"
-
-
-def machine_of(name: str | None, device: Device, offload_folder: Path) -> Machine:
-    """That a person names; else this one, which is measured if it never was."""
-    if name is not None:
-        return find_machine(name)
-    from h2o_flexgen.runtime.profiling.kept import profiled  # imports torch
-
-    with Progress(0, "profile of this machine", late=True) as progress:
-
-        def on_subject(title: str, done: int, total: int) -> None:
-            progress.stage(title, f"{done}/{total}")
-
-        return profiled(device, offload_folder, on_note=progress.note, on_subject=on_subject)
 
 
 def find_plan(
@@ -76,7 +55,7 @@ def find_plan(
         budgets=llm.budgets,
         kernel_threads=0 if llm.device.accelerator else kernel_threads(),
         writes_weights=llm.dummy_weights,
-        codecs=WITH_FOUR_BITS if args.allow_4bit else (),
+        codecs=four_bits(args.plan) if args.allow_4bit else (),
         batch_sizes=_given(args, "gpu_batch_size"),
         batches=_given(args, "num_gpu_batches"),
         latency_limit=args.latency_limit,

@@ -10,7 +10,6 @@ from h2o_flexgen.commands.plan_report import NAMES, table
 from h2o_flexgen.planning.footprint import Budgets
 from h2o_flexgen.planning.plan import TIERS
 from h2o_flexgen.planning.predict import Prediction
-from h2o_flexgen.planning.trace import Trace
 from h2o_flexgen.planning.units import format_bytes
 
 if TYPE_CHECKING:
@@ -66,15 +65,6 @@ class Predicted:
                 ratio = _ratio(nbytes, stats.peak_bytes[tier])
                 rows.append([f"peak on {NAMES[tier]}", format_bytes(nbytes), format_bytes(stats.peak_bytes[tier]), ratio])
         yield from table(rows)
-
-
-def two_steps(trace: Trace) -> Trace:
-    """Two decode steps in the middle, from the end of the one before; all of a trace that has not so many."""
-    ends = trace.step_ends()
-    if len(ends) < 4:
-        return trace
-    middle = len(ends) // 2
-    return trace.between(ends[middle - 1], ends[middle + 1])
 
 
 def _seconds(name: str, predicted: float, measured: float) -> list[str]:
