@@ -157,7 +157,7 @@ def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
 def working_bytes(spec: ModelSpec, plan: Plan, slots: Slots, kernel_threads: int = 0) -> int:
     """The most that the functions of one visit allocate at once: an estimate from their shapes, held against runs by a test."""
     policy, batch = plan.policy, slots.batch
-    parts = (policy.slots(part, slots.gen_len) for part in batch.parts(plan.prefill_tokens))
+    parts = (policy.slots(part, slots.gen_len) for part in batch.kinds_of_parts(plan.prefill_tokens))
     prefill = max(_prefill_bytes(spec, policy, part, kernel_threads) for part in parts)
     decode = batch.size * spec.heads * slots.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, slots)
     decode += batch.size * slots.capacity * _decoding_bytes_per_slot(spec, policy, kernel_threads > 0)

@@ -29,6 +29,7 @@ from h2o_flexgen.planning.workload import Block
 KINDS = ("weights", "kv", "hidden")
 ROUNDS = 3  # of solving, each anchored at the answers before
 LACKING = 1e6  # seconds for a whole budget that is lacking: far more than anything else can cost
+TIE = 1e-5  # of the seconds, for a kind of data a tier lower: of answers that take as long, the one that offloads least
 PLACES = {DEVICE: Shares(1.0, 0.0), HOST: Shares(0.0, 1.0), DISK: Shares(0.0, 0.0)}
 Corner = tuple[str, str]  # kind of data, tier
 Bounds = Mapping[str, float]  # lane, or what lanes share -> seconds
@@ -252,7 +253,9 @@ def _case(
     late = pulp.LpVariable(f"late_{name}", 0)
     if latency_limit is not None:
         constraints.append(total <= latency_limit * (1 + late))
-    return shares, total + LACKING * pulp.lpSum([*lacking.values(), late]), constraints
+    scale = TIE * sum(weight * max(bounds.values()) for weight, bounds in zip(case.weights_of_steps, case.base))
+    lower = pulp.lpSum(place * shares[kind, tier] for kind in KINDS for place, tier in enumerate(case.tiers))
+    return shares, total + scale * lower + LACKING * pulp.lpSum([*lacking.values(), late]), constraints
 
 
 def _step_bounds(case: Case, shares: Mapping[Corner, pulp.LpVariable], number: int) -> Iterator[pulp.LpAffineExpression]:
@@ -268,10 +271,16 @@ def _step_bounds(case: Case, shares: Mapping[Corner, pulp.LpVariable], number: i
 
 
 def _plan(case: Case, values: Mapping[Corner, float | None]) -> Plan:
-    """In whole per cent, as --percent takes them; what rounding leaves goes to the slowest tier, which has most room."""
+    """In whole per cent, as --percent takes them. What rounding leaves goes to the tier below that is used, where that fits;
+    else to the slowest, which has most room."""
+    shares = {kind: {tier: values.get((kind, tier)) or 0.0 for tier in TIERS} for kind in KINDS}
+    up, down = (case.with_shares(**{kind: _whole(case, shares[kind], up) for kind in KINDS}) for up in (True, False))
+    return up if case.fits(up) else down
 
-    def shares(kind: str) -> Shares:
-        device, host = (int(100 * (values.get((kind, tier)) or 0.0) + 1e-6) for tier in (DEVICE, HOST))
-        return Shares(device / 100, min(host, 100 - device) / 100)
 
-    return case.with_shares(**{kind: shares(kind) for kind in KINDS})
+def _whole(case: Case, shares: Mapping[str, float], up: bool) -> Shares:
+    device, host = (int(100 * shares[tier] + 1e-6) for tier in (DEVICE, HOST))
+    if up and 100 * shares[DISK] < 1:
+        host = 100 - device if not case.machine.has_accelerator or shares[HOST] > 0 else host
+        device = device if device + host == 100 else 100 - host
+    return Shares(device / 100, min(host, 100 - device) / 100)

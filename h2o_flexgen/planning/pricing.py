@@ -8,7 +8,7 @@ the batches stay the same. `docs/cost-model.md` has the terms.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -22,6 +22,7 @@ from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.schedule import LANES, Key, Op, Schedule, Task, Visit
 from h2o_flexgen.planning.simulate import simulate
 from h2o_flexgen.planning.trace import Trace
+from h2o_flexgen.planning.workload import Batch
 from h2o_flexgen.quant.codec import PLAIN
 
 EVICTION = "eviction"
@@ -95,22 +96,32 @@ class Pricing:
         """What a visit spends its seconds on."""
         layer, batch = self.spec.layers[task.layer], self.planned.block.batches[task.batch]
         if task.step or layer.kind == "head":
-            rows = [batch.size]
+            rows = {batch.size: 1}
         else:
-            rows = [part.size * part.prompt_len for part in self.cost.parts[task.batch]]
+            rows = Counter()
+            for part, count in self._parts(task.batch).items():
+                rows[part.size * part.prompt_len] += count
         first = self.schedule.weight_batch(task.batch) == task.batch
-        parts = {
-            "products": sum(self._products(layer, each) for each in rows),
-            "decoding": self._decoding(layer, rows, first),
+        return {
+            "products": sum(count * self._products(task.layer, each) for each, count in rows.items()),
+            "decoding": self._decoding(task.layer, rows, first),
             "attention": self._attention(task) if layer.has_kv else 0.0,
-            "values": sum(rows) * self._values(layer) / self.machine.values_per_s,
-            "overhead": len(rows) * self._visit_seconds(layer) + self._eviction_seconds(task),
+            "values": sum(each * count for each, count in rows.items()) * self._values(layer) / self.machine.values_per_s,
+            "overhead": sum(rows.values()) * self._visit_seconds(layer) + self._eviction_seconds(task),
         }
-        return parts
 
-    def _products(self, layer: LayerSpec, rows: int) -> float:
+    def _parts(self, batch: int) -> Mapping[Batch, int]:
+        """Of the prompts of a batch: what is computed at once."""
+        return self.planned.block.batches[batch].kinds_of_parts(self.planned.plan.prefill_tokens)
+
+    @cached_property
+    def _values_by_codec(self) -> tuple[Mapping[str, int], ...]:
+        """Of the matrices of each layer."""
+        return tuple(_values_by_codec(layer) for layer in self.spec.layers)
+
+    def _products(self, layer: int, rows: int) -> float:
         total = 0.0
-        for codec, values in _values_by_codec(layer).items():
+        for codec, values in self._values_by_codec[layer].items():
             rate = self._packed_rate(codec, rows) or self.machine.flop_rate(self.spec.dtype, rows)
             total += 2.0 * values * rows / rate
         return total
@@ -118,13 +129,13 @@ class Pricing:
     def _packed_rate(self, codec: str, rows: int) -> float | None:
         return None if codec == PLAIN else self.machine.packed_flop_rate(codec, rows)
 
-    def _decoding(self, layer: LayerSpec, rows: list[int], first: bool) -> float:
+    def _decoding(self, layer: int, rows: Iterable[int], first: bool) -> float:
         """Once for a pass over the layer's weights; those parts of a head that there is no room for, once for a batch."""
         total = 0.0
-        for codec, values in _values_by_codec(layer).items():
+        for codec, values in self._values_by_codec[layer].items():
             if codec == PLAIN or all(self._packed_rate(codec, each) for each in rows):
                 continue
-            again = 1.0 if first else self._share_decoded_again(layer)
+            again = 1.0 if first else self._share_decoded_again(self.spec.layers[layer])
             total += again * values / self.machine.decoded_values_per_s.get(codec, inf)
         return total
 
@@ -191,7 +202,8 @@ class Pricing:
         scored = policy.ranks_by == ATTENTION and slots.evicts
         rate = self.machine.prompt_flops_per_s.get(WITH_SCORES if scored else PLAIN_SCORES, inf)
         pairs = sum(
-            part.size * part.prompt_len * (slots.held(0) + (part.prompt_len + 1) / 2) for part in self.cost.parts[task.batch]
+            count * part.size * part.prompt_len * (slots.held(0) + (part.prompt_len + 1) / 2)
+            for part, count in self._parts(task.batch).items()
         )
         return 4.0 * spec.heads * spec.head_dim * pairs / rate
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from h2o_flexgen.planning.fit import largest
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Request
@@ -26,7 +27,7 @@ PREFERENCES = (THROUGHPUT, LATENCY)
 SIZES = tuple(sorted({factor * 2**power for power in range(11) for factor in (1, 3)}))  # of batches: 1 2 3 4 6 8 12 ...
 MOST_ROWS = 1024  # of a batch
 NUMBERS_OF_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)  # in a block
-SIMULATED, ON_FRONT = 5, 4  # of the cases that the program puts first; of those that only the front is for
+SIMULATED, SIMULATED_AT_MOST, ON_FRONT = 3, 12, 6  # of what the program puts first; of its front from small blocks to large
 NEAR = 0.05  # two plans this near to each other are equal: then the one whose block is over sooner
 
 
@@ -122,21 +123,46 @@ def search(problem: Problem) -> Found:
     in_time = [answer for answer in ranked if problem.latency_limit is None or answer.seconds <= problem.latency_limit]
     if not in_time:
         least = min(answer.seconds for answer in answers)
-        raise NoPlan(
-            f"no plan ends a block within {problem.latency_limit:g} s; the fastest needs {least:.3g} s: "
-            "give more time, fewer tokens, or more memory"
-        )
-    chosen = _promising(problem, in_time)
-    candidates = [Candidate(answer.plan, problem.predict(answer.plan)) for answer in chosen]
-    on_front = [Candidate(answer.plan, problem.predict(answer.plan)) for answer in _front_answers(problem, answers, chosen)]
-    ordered = sorted(candidates, key=lambda one: _order(problem, one))
+        raise NoPlan(_too_slow(problem, least))
+    candidates = _simulated(problem, in_time)
+    known = {one.plan for one in candidates}
+    others = [answer.plan for answer in _front_answers(problem, answers) if answer.plan not in known]
+    candidates += [Candidate(plan, problem.predict(plan)) for plan in others]
+    ordered = sorted(_in_time(problem, candidates), key=lambda one: _order(problem, one))
     best = _soonest_of_the_best(problem, ordered)
     return Found(
         best=best,
         runners_up=tuple(one for one in ordered if one is not best),
-        front=_front([*candidates, *on_front]),
+        front=_front(candidates),
         cases=len(cases),
-        seconds_at_least=next(answer.seconds for answer in chosen if answer.plan == best.plan),
+        seconds_at_least=next(answer.seconds for answer in answers if answer.plan == best.plan),
+    )
+
+
+def _simulated(problem: Problem, ranked: Sequence[Answer]) -> list[Candidate]:
+    """In the order of what the program promises, until no promise is better than what was simulated: it never promises less
+    than can be had. Where promises are much alike, only some of them."""
+    candidates: list[Candidate] = []
+    for answer in ranked[:SIMULATED_AT_MOST]:
+        best = min((_order(problem, one)[0] for one in candidates), default=inf)
+        if len(candidates) >= SIMULATED and _promise(problem, answer) >= best:
+            break
+        candidates.append(Candidate(answer.plan, problem.predict(answer.plan)))
+    return candidates
+
+
+def _in_time(problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate]:
+    limit = problem.latency_limit
+    in_time = [one for one in candidates if limit is None or one.block_seconds <= limit]
+    if not in_time:
+        raise NoPlan(_too_slow(problem, min(one.block_seconds for one in candidates)))
+    return in_time
+
+
+def _too_slow(problem: Problem, least: float) -> str:
+    return (
+        f"no plan ends a block within {problem.latency_limit:g} s; the fastest needs {least:.3g} s: "
+        "give more time, fewer tokens, or more memory"
     )
 
 
@@ -204,14 +230,12 @@ def _order(problem: Problem, candidate: Candidate) -> tuple[float, float]:
     return (latency, rate) if problem.prefer == LATENCY else (rate, latency)
 
 
-def _promising(problem: Problem, ranked: Sequence[Answer]) -> list[Answer]:
-    """The first; and those with the shortest blocks among all that are near it: their simulations may differ where bounds do
-    not."""
-    first = _rank(problem, ranked[0])[0]
-    near = {answer.plan: answer for answer in ranked if _rank(problem, answer)[0] <= (1 + 2 * NEAR) * first}
-    shortest = sorted(near.values(), key=lambda answer: answer.seconds)
-    best, others = ranked[: SIMULATED // 2], [answer for answer in shortest if answer not in ranked[: SIMULATED // 2]]
-    return [*best, *others[: SIMULATED - len(best)]]
+def _promise(problem: Problem, answer: Answer) -> float:
+    """What the program says, in the terms that candidates are ordered by."""
+    if problem.prefer == LATENCY:
+        return answer.seconds
+    block = answer.case.block
+    return -block.num_rows * block.gen_len / answer.seconds
 
 
 def _soonest_of_the_best(problem: Problem, ordered: Sequence[Candidate]) -> Candidate:
@@ -220,19 +244,17 @@ def _soonest_of_the_best(problem: Problem, ordered: Sequence[Candidate]) -> Cand
     return min(near, key=lambda one: (one.block_seconds, _order(problem, one)))
 
 
-def _front_answers(problem: Problem, answers: Sequence[Answer], known: Sequence[Answer]) -> list[Answer]:
-    """Of the program's own front a few more, from fast to large: the rest of it was not simulated yet."""
+def _front_answers(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
+    """Of the program's own front some, from fast to large."""
     by_latency = sorted(answers, key=lambda answer: answer.seconds)
     front: list[Answer] = []
     for answer in by_latency:
         rate = answer.case.block.num_rows / answer.seconds
         if not front or rate > front[-1].case.block.num_rows / front[-1].seconds:
             front.append(answer)
-    plans = {answer.plan for answer in known}
-    rest = [answer for answer in front if answer.plan not in plans]
-    if len(rest) <= ON_FRONT:
-        return rest
-    return [rest[round(place * (len(rest) - 1) / (ON_FRONT - 1))] for place in range(ON_FRONT)]
+    if len(front) <= ON_FRONT:
+        return front
+    return [front[round(place * (len(front) - 1) / (ON_FRONT - 1))] for place in range(ON_FRONT)]
 
 
 def _front(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:

@@ -6,8 +6,10 @@ Prompts are sorted by length before they are divided, so that rows of one batch 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -43,6 +45,24 @@ class Batch:
                 starts.append(place)
                 longest = length
         return tuple(self.only(range(start, end)) for start, end in pairwise([*starts, self.size]))
+
+    def kinds_of_parts(self, tokens: int) -> Mapping[Batch, int]:
+        """The parts that differ in more than their places in the input, and how many of each there are."""
+        if tokens not in self._kinds:
+            counts: Counter[Batch] = Counter()
+            for part in self.parts(tokens):
+                counts[part.anywhere] += 1
+            self._kinds[tokens] = counts
+        return self._kinds[tokens]
+
+    @cached_property
+    def _kinds(self) -> dict[int, Mapping[Batch, int]]:
+        return {}
+
+    @property
+    def anywhere(self) -> Batch:
+        """The same work at the first places of the input."""
+        return replace(self, rows=tuple(range(self.size)))
 
     def only(self, places: Sequence[int]) -> Batch:
         """The rows at these places, in this order."""
