@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from h2o_flexgen import profile
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.runtime.profiling import machine as profiling
-from h2o_flexgen.runtime.profiling import sizes
+from h2o_flexgen.runtime.profiling import others, sizes
 from tests.runtime.profiles import TINY
 
 
@@ -20,6 +21,7 @@ def measure(offload: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capf
     """Runs the command: status, lines, errors."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sizes, "QUICK", TINY)
+    monkeypatch.setattr(others, "_busy_seconds", others._own_seconds)  # nobody else works
 
     def run(*flags: str) -> tuple[int, list[str], str]:
         status = profile.main(["--quick", "--offload-dir", str(offload), *flags])
@@ -49,6 +51,14 @@ def test_a_table_comes_first_and_json_last(measure: Any, tmp_path: Path) -> None
     ):
         assert words in table, words
     assert lines[-2].endswith(f"and kept in {told['kept']}, and written to {tmp_path / 'mine.yaml'}")
+
+
+def test_it_says_when_others_were_busy(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.perf_counter()
+    monkeypatch.setattr(others, "_busy_seconds", lambda: others._own_seconds() + 0.8 * (time.perf_counter() - clock))
+    _, lines, _ = measure()
+    assert lines[-2] == "other processes kept 0.8 cores busy meanwhile: measure again when the machine is quiet"
+    assert f"# {lines[-2]}\n" in Path(json.loads(lines[-1])["kept"]).read_text()
 
 
 def test_what_is_in_the_table_is_what_was_found(measure: Any) -> None:
