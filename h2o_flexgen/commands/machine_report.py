@@ -37,6 +37,9 @@ def _figures(machine: Machine) -> Iterator[tuple[str, str]]:
         yield f"attention of a step, in {tier} memory, KV read", _bytes(rate)
     for kept, rate in machine.attention_flops_per_s.items():
         yield f"attention of a step, KV in {kept}", _flops(rate)
+    for codec, rate in machine.unpacked_values_per_s.items():
+        yield f"attention of a step, {codec} unpacked", _values(rate)
+    yield "attention of a step, a row's head beside it", _seconds(machine.head_seconds)
     for kind, rate in machine.prompt_flops_per_s.items():
         yield f"attention of prompts, {SCORES[kind]}", _flops(rate)
     for codec, rate in machine.decoded_values_per_s.items():

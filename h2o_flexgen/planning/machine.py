@@ -49,6 +49,8 @@ class Machine:
     packed_flops_per_s: Mapping[str, Curve] = field(default_factory=dict)  # codec -> of few rows times packed bytes
     decoded_values_per_s: Mapping[str, float] = field(default_factory=dict)  # codec -> packed weights made values
     attention_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # how KV is kept -> of decode attention
+    unpacked_values_per_s: Mapping[str, float] = field(default_factory=dict)  # codec -> packed KV made values to attend to
+    head_seconds: float = 0.0  # decode attention of a row and a KV head, beside its bytes and flops
     prompt_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # attention of prompts: plain, or with scores
     values_per_s: float = inf  # of norms, activations and additions: each once for each time it passes through one
     visit_seconds: Mapping[str, float] = field(default_factory=dict)  # of an attention, a mlp, an eviction: beside its work
@@ -269,6 +271,8 @@ _READERS: Mapping[str, Any] = {
     "packed_flops_per_s": _packed_curves,
     "decoded_values_per_s": _packed_rates,
     "attention_flops_per_s": _rates_of(*DTYPE_BYTES, *PACKED.values()),
+    "unpacked_values_per_s": _packed_rates,
+    "head_seconds": _seconds,
     "prompt_flops_per_s": _rates_of(PLAIN_SCORES, WITH_SCORES),
     "visit_seconds": _visits,
 }

@@ -184,7 +184,10 @@ class Pricing:
             return reading + self._to_host_and_back(rows)
         kept = spec.dtype if spec.kv_codec == PLAIN else spec.kv_codec
         flops = 4.0 * spec.heads * spec.head_dim * slots
-        return max(reading, flops / machine.attention_flops_per_s.get(kept, inf))
+        values = 2.0 * spec.kv_heads * spec.head_dim * slots
+        computing = flops / machine.attention_flops_per_s.get(kept, inf)
+        unpacking = values / machine.unpacked_values_per_s.get(kept, inf)
+        return max(reading, computing + unpacking) + rows * spec.kv_heads * machine.head_seconds
 
     def _attends_on_host(self, layer: int, batch: int) -> bool:
         moves = self.schedule.moves

@@ -21,6 +21,8 @@ MACHINE = replace(
     SMALL,
     flops_per_s={"float32": ((2, 7e9), (4, 9e9))},
     attention_flops_per_s={"float32": 3e9, "group4": 1e9},
+    unpacked_values_per_s={"group4": 4e8},
+    head_seconds=2e-9,
     prompt_flops_per_s={"plain": 4e9, "scored": 2e9},
     decoded_values_per_s={"group4": 5e8},
     packed_flops_per_s={"group4": ((1, 2e9), (2, 4e9))},
@@ -96,7 +98,10 @@ def test_the_parts_of_an_attention_by_hand() -> None:
     assert prompt["attention"] == pytest.approx(4 * 8 * 2 * 4 * 2.5 / 4e9)
     assert prompt["values"] == pytest.approx(8 * 4 * 16 / 1e9) and prompt["overhead"] == 3e-4
     assert step["products"] == pytest.approx(2 * 4 * 8 * 8 * 2 / 7e9)
-    assert step["attention"] == pytest.approx(max(2 * 6 * 2 * 8 * 4 / 20e9, 4 * 8 * 2 * 6 / 3e9))  # 5 held and a new one
+    heads = 2 * 2 * 2e-9  # of each row and KV head
+    assert step["attention"] == pytest.approx(
+        max(2 * 6 * 2 * 8 * 4 / 20e9, 4 * 8 * 2 * 6 / 3e9) + heads
+    )  # 5 held and a new one
     assert step["decoding"] == 0.0
 
 
@@ -147,3 +152,10 @@ def test_weights_that_are_not_page_locked_take_longer() -> None:
     block = block_of([[4, 2]])
     pinned, unpinned = (Pricing(planned(block, pin_weight=pin), MACHINE).lane_seconds(1) for pin in (True, False))
     assert unpinned["load"] > pinned["load"] and unpinned["store"] == pinned["store"]
+
+
+def test_packed_kv_is_unpacked_for_all_queries_of_a_key_at_once() -> None:
+    of = planned(block_of([[4, 2]]), False, kv_codec="group4")
+    slots = 2 * 6
+    computed = 4 * 8 * slots / 1e9 + 2 * 8 * slots / 4e8
+    assert parts_of(of, 2, "attention")["attention"] == pytest.approx(computed + 2 * 2 * 2e-9)

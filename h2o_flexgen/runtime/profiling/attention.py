@@ -25,6 +25,9 @@ from h2o_flexgen.runtime.profiling.sizes import Sizes
 from h2o_flexgen.runtime.profiling.subject import Clock, Figures, Subject
 
 READING, COMPUTING, PROMPTS = "attention_bytes", "attention_flops", "prompt_flops"
+UNPACKING, HEAD = "unpacked_values", "head_seconds"
+SHORTER = 16  # times: texts that are short for what a head costs beside its slots
+SMALL_SHARE, SMALLEST_SECONDS = 0.02, 1e-9  # where one of two measurements was disturbed: no figure is 0 or below
 BUDGET = 0.2  # of a policy that evicts
 STEP = 1
 
@@ -51,15 +54,53 @@ def _decode_reading(clock: Clock, tier: str, heads: Heads, dtype: str, sizes: Si
 
 def decode_computing(clock: Clock, dtypes: tuple[str, ...], dtype: str, sizes: Sizes) -> list[Subject]:
     """Several queries share a key: the most that is computed for what is read. `dtypes` are those of plain KV."""
-    kept = {**{name: (PLAIN, name) for name in dtypes}, **{codec: (codec, dtype) for codec in PACKED.values()}}
-    return [_decode_computing(clock, name, codec, DTYPES[each], sizes) for name, (codec, each) in kept.items()]
+    return [
+        *(_plain_computing(clock, name, sizes) for name in dtypes),
+        *(_packed_computing(clock, codec, dtype, sizes) for codec in PACKED.values()),
+    ]
 
 
-def _decode_computing(clock: Clock, kept: str, codec: str, dtype: torch.dtype, sizes: Sizes) -> Subject:
-    heads = Heads(sizes.heads, max(1, sizes.heads // sizes.queries_per_key), sizes.head_dim)
-    step = Step.of(clock.device, heads, Coding(codec, dtype, heads.dim), sizes.kv_rows, sizes.slots)
-    flops, figure = 4.0 * heads.queries * heads.dim * sizes.slots * sizes.kv_rows, f"{COMPUTING} {kept}"
-    return Subject(f"decode attention, {kept}, grouped", lambda: {figure: flops / clock.of(step)})
+def _plain_computing(clock: Clock, dtype: str, sizes: Sizes) -> Subject:
+    step, flops = _grouped(clock, PLAIN, dtype, sizes.queries_per_key, sizes)
+    return Subject(f"decode attention, {dtype}, grouped", lambda: {f"{COMPUTING} {dtype}": flops / clock.of(step)})
+
+
+def _packed_computing(clock: Clock, codec: str, dtype: str, sizes: Sizes) -> Subject:
+    """With one query for a key and with several there are as many values to unpack, but not as many flops."""
+    few, few_flops = _grouped(clock, codec, dtype, 1, sizes, keys=max(1, sizes.heads // sizes.queries_per_key))
+    many, many_flops = _grouped(clock, codec, dtype, sizes.queries_per_key, sizes)
+    values = 2.0 * prod(many.cache.image.shape[1:4]) * sizes.head_dim
+
+    def measure() -> Figures:
+        with_few, with_many = clock.of(few), clock.of(many)
+        for_flops = max((with_many - with_few) / (many_flops - few_flops), SMALL_SHARE * with_many / many_flops)
+        unpacking = max(with_few - few_flops * for_flops, SMALL_SHARE * with_few)
+        return {f"{COMPUTING} {codec}": 1 / for_flops, f"{UNPACKING} {codec}": values / unpacking}
+
+    return Subject(f"decode attention, {codec}, grouped", measure)
+
+
+def _grouped(
+    clock: Clock, codec: str, dtype: str, queries_per_key: int, sizes: Sizes, keys: int | None = None
+) -> tuple[Step, float]:
+    """A step, and its flops."""
+    keys = keys or max(1, sizes.heads // sizes.queries_per_key)
+    heads = Heads(keys * queries_per_key, keys, sizes.head_dim)
+    step = Step.of(clock.device, heads, Coding(codec, DTYPES[dtype], heads.dim), sizes.kv_rows, sizes.slots)
+    return step, 4.0 * heads.queries * heads.dim * sizes.slots * sizes.kv_rows
+
+
+def decode_of_short_texts(clock: Clock, dtype: str, sizes: Sizes) -> Subject:
+    """Many rows of few slots, and few rows of many: as many bytes, but not as many heads."""
+    heads, coding = Heads(sizes.heads, sizes.heads, sizes.head_dim), Coding(PLAIN, DTYPES[dtype], sizes.head_dim)
+    many = Step.of(clock.device, heads, coding, SHORTER * sizes.kv_rows, max(2, sizes.slots // SHORTER))
+    few = Step.of(clock.device, heads, coding, sizes.kv_rows, sizes.slots)
+    heads_more = (SHORTER - 1) * sizes.kv_rows * heads.keys
+
+    def measure() -> Figures:
+        return {HEAD: max(SMALLEST_SECONDS, (clock.of(many) - clock.of(few)) / heads_more)}
+
+    return Subject("decode attention, short texts", measure)
 
 
 @dataclass(frozen=True, eq=False)

@@ -65,6 +65,7 @@ def _subjects(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Iterato
     yield from attention.decode_reading(clock, dtype, sizes)
     plain = [each for each in DTYPE_BYTES if each == dtype or device.accelerator or each != SLOW_ON_CPU]
     yield from attention.decode_computing(clock, tuple(plain), dtype, sizes)
+    yield attention.decode_of_short_texts(clock, dtype, sizes)
     yield from attention.prompts(clock, dtype, sizes)
     yield from visits.visits(device, folder, dtype, sizes)
 
@@ -90,6 +91,8 @@ def _machine(name: str, device: Device, free: tuple[int, int, int], figures: Map
         packed_flops_per_s=_curves(figures, products.PACKED_PRODUCTS, PACKED.values()),
         decoded_values_per_s=_rates(figures, products.DECODING, PACKED.values()),
         attention_flops_per_s=_rates(figures, attention.COMPUTING, (*DTYPE_BYTES, *PACKED.values())),
+        unpacked_values_per_s=_rates(figures, attention.UNPACKING, PACKED.values()),
+        head_seconds=figures[attention.HEAD],
         prompt_flops_per_s=_rates(figures, attention.PROMPTS, (PLAIN_SCORES, WITH_SCORES)),
         values_per_s=figures.get(products.VALUES, inf),
         visit_seconds=_rates(figures, visits.VISIT, VISITS),
