@@ -85,8 +85,11 @@ class Case:
     @cached_property
     def more(self) -> dict[Corner, list[dict[str, float]]]:
         """What is added to these by a kind of data that is on a tier whole."""
-        found = {}
+        found: dict[Corner, list[dict[str, float]]] = {}
         for kind, tier in self.corners:
+            if tier == self.tiers[0]:
+                found[kind, tier] = [{} for _ in self.base]
+                continue
             bounds = self._bounds(self.with_shares(**{kind: PLACES[tier]}))
             found[kind, tier] = [
                 {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
@@ -105,39 +108,35 @@ class Case:
         return _extended(one, two, len(batches))
 
     def _of_all_blocks(self, plan: Plan, block: Block) -> list[dict[str, float]]:
-        if self.blocks_of_model < 3:
+        if self.spec.num_blocks < 3:
             return self._bounds_of(plan, self.spec, block)
-        one, two = (self._bounds_of(plan, _cut(self.spec, count), block) for count in (1, 2))
-        return _extended(one, two, self.blocks_of_model)
+        one, two = (self._bounds_of(plan, spec, block) for spec in self.spec.first_blocks)
+        return _extended(one, two, self.spec.num_blocks)
 
     def _bounds_of(self, plan: Plan, spec: ModelSpec, block: Block) -> list[dict[str, float]]:
         pricing = Pricing(PlannedBlock.of(spec, plan, block, self.machine.has_accelerator), self.machine)
         return [pricing.bounds(step) for step in self.steps]
 
-    @cached_property
-    def blocks_of_model(self) -> int:
-        return 1 + max(layer.index for layer in self.spec.layers)
-
     # -- memory --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def whole(self) -> Footprint:
+        """With all data on the fastest tier."""
+        return self.footprint(self.with_shares())
 
     @cached_property
     def bytes_of(self) -> Mapping[str, int]:
         """Of each kind of data, all of it; what a tier holds for a share of one."""
-        everything = self.footprint(self.with_shares())
-        compute = everything.parts[self.tiers[0]]
+        compute = self.whole.parts[self.tiers[0]]
         return {"weights": compute["weights"], "kv": compute.get("KV", 0), "hidden": compute["activations"]}
 
-    def anchored(self, plan: Plan) -> dict[str, float]:
+    def anchored(self, plan: Plan, exact: Footprint) -> dict[str, float]:
         """What each tier holds beside the shares of the data, under this plan: exact there, and near it a good guess."""
-        exact = self.footprint(plan)
         return {
             tier: self.budgets.needs(exact, tier)
             - sum(getattr(plan, kind).of(tier) * nbytes for kind, nbytes in self.bytes_of.items())
             for tier in self.tiers
         }
-
-    def fits(self, plan: Plan) -> bool:
-        return self.budgets.first_exceeded(self.footprint(plan)) is None
 
 
 @dataclass(frozen=True)
@@ -147,12 +146,6 @@ class Answer:
     case: Case
     plan: Plan
     seconds: float
-
-
-def _cut(spec: ModelSpec, blocks: int) -> ModelSpec:
-    """The same model with fewer blocks."""
-    kept = tuple(layer for layer in spec.layers if layer.index < blocks or layer.kind in ("embed", "head"))
-    return replace(spec, layers=kept)
 
 
 def _extended(one: Sequence[Bounds], two: Sequence[Bounds], count: int) -> list[dict[str, float]]:
@@ -170,14 +163,17 @@ def solve(cases: Sequence[Case], latency_limit: float | None = None) -> list[Ans
     for _ in range(ROUNDS):
         plans = _solve_once(cases, anchors, latency_limit)
         for number, (case, plan) in enumerate(zip(cases, plans)):
-            anchors[number] = case.anchored(plan)
-            if case.fits(plan):
+            needed = case.footprint(plan)
+            anchors[number] = case.anchored(plan, needed)
+            if case.budgets.first_exceeded(needed) is None:
                 answer = Answer(case, plan, seconds_at(case, plan))
                 if number not in best or answer.seconds < best[number].seconds:
                     best[number] = answer
     for number, case in enumerate(cases):  # what fits whole must not be offloaded because an anchor was too careful
         plan = case.with_shares()
-        if case.fits(plan) and (number not in best or seconds_at(case, plan) <= best[number].seconds):
+        if case.budgets.first_exceeded(case.whole) is None and (
+            number not in best or seconds_at(case, plan) <= best[number].seconds
+        ):
             best[number] = Answer(case, plan, seconds_at(case, plan))
     return [best[number] for number in sorted(best)]
 
@@ -185,7 +181,8 @@ def solve(cases: Sequence[Case], latency_limit: float | None = None) -> list[Ans
 def _first_anchor(case: Case) -> dict[str, float]:
     """At a plan that has something of everything on every tier."""
     some = Shares(1 / 3, 1 / 3) if case.machine.has_accelerator else Shares(0.0, 0.5)
-    return case.anchored(case.with_shares(weights=some, kv=some, hidden=some))
+    plan = case.with_shares(weights=some, kv=some, hidden=some)
+    return case.anchored(plan, case.footprint(plan))
 
 
 def seconds_at(case: Case, plan: Plan) -> float:

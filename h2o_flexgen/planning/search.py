@@ -24,9 +24,12 @@ from h2o_flexgen.planning.workload import Workload
 THROUGHPUT, LATENCY = "throughput", "latency"
 PREFERENCES = (THROUGHPUT, LATENCY)
 SIZES = tuple(sorted({factor * 2**power for power in range(11) for factor in (1, 3)}))  # of batches: 1 2 3 4 6 8 12 ...
+BETWEEN = frozenset(3 * 2**power for power in range(11))  # of both, those that are tried where their neighbours are good
 MOST_ROWS = 1024  # of a batch
 NUMBERS_OF_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)  # in a block
 SIMULATED, ON_FRONT = 5, 4  # of the cases that the program puts first; of those that only the front is for
+REFINED = 6  # of the answers on the grid, so many have their neighbours tried
+SOONER = (1.0, 0.95, 0.85, 0.7, 0.5)  # of a latency limit: how soon the program must promise to end
 NEAR = 0.02  # two plans this near to each other are equal: then the one whose block is over sooner
 
 
@@ -112,35 +115,64 @@ class NoPlan(DoesNotFit):
 
 
 def search(problem: Problem) -> Found:
-    cases = list(_cases(problem))
-    if not cases:
-        raise NoPlan(nearest_miss(problem))
-    answers = solve(cases, problem.latency_limit)
+    answers, cases = _answers(problem)
     if not answers:
         raise NoPlan(nearest_miss(problem))
-    ranked = sorted(answers, key=lambda answer: _rank(problem, answer))
-    in_time = [answer for answer in ranked if problem.latency_limit is None or answer.seconds <= problem.latency_limit]
-    if not in_time:
-        least = min(answer.seconds for answer in answers)
-        raise NoPlan(
-            f"no plan ends a block within {problem.latency_limit:g} s; the fastest needs {least:.3g} s: "
-            "give more time, fewer tokens, or more memory"
-        )
-    chosen = _promising(problem, in_time)
-    candidates = [Candidate(answer.plan, problem.predict(answer.plan)) for answer in chosen]
-    on_front = [Candidate(answer.plan, problem.predict(answer.plan)) for answer in _front_answers(problem, answers, chosen)]
-    ordered = sorted(candidates, key=lambda one: _order(problem, one))
-    best = _soonest_of_the_best(problem, ordered)
+    chosen, front = _simulated(problem, answers)
+    everything = sorted({one.plan: one for one in (*chosen, *front)}.values(), key=lambda one: _order(problem, one))
+    in_time = [one for one in everything if problem.latency_limit is None or one.block_seconds <= problem.latency_limit]
+    best = _soonest_of_the_best(problem, in_time)
     return Found(
         best=best,
-        runners_up=tuple(one for one in ordered if one is not best),
-        front=_front([*candidates, *on_front]),
-        cases=len(cases),
-        seconds_at_least=next(answer.seconds for answer in chosen if answer.plan == best.plan),
+        runners_up=tuple(one for one in in_time if one is not best)[: SIMULATED - 1],
+        front=_front(everything),
+        cases=cases,
+        seconds_at_least=next(answer.seconds for answer in answers if answer.plan == best.plan),
+    )
+
+
+def _simulated(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Candidate], list[Candidate]]:
+    """What promises most, and what the front is made of. A simulation takes longer than the program says: where none of them
+    ends in time, those are next that promise to end sooner."""
+    ranked = sorted(answers, key=lambda answer: _rank(problem, answer))
+    limit, known = problem.latency_limit, dict[Plan, Candidate]()
+
+    def simulated(answer: Answer) -> Candidate:
+        if answer.plan not in known:
+            known[answer.plan] = Candidate(answer.plan, problem.predict(answer.plan))
+        return known[answer.plan]
+
+    for part in SOONER:
+        in_time = [answer for answer in ranked if limit is None or answer.seconds <= part * limit]
+        if not in_time:
+            break
+        chosen = _promising(problem, in_time)
+        candidates = [simulated(answer) for answer in chosen]
+        if limit is None or any(one.block_seconds <= limit for one in candidates):
+            return candidates, [simulated(answer) for answer in _front_answers(problem, answers, chosen)]
+    soonest = simulated(min(answers, key=lambda answer: answer.seconds))
+    if limit is not None and soonest.block_seconds <= limit:
+        return [soonest], []
+    raise NoPlan(
+        f"no plan ends a block within {limit:g} s; the fastest needs {soonest.block_seconds:.3g} s: "
+        "give more time, fewer tokens, or more memory"
     )
 
 
 # -- what is tried ---------------------------------------------------------------------------------------------------------
+
+
+def _answers(problem: Problem) -> tuple[list[Answer], int]:
+    """Of the program, for a grid of sizes and then for all sizes near to the best of these; and how many it was asked for."""
+    cases = list(_cases(problem))
+    grid = [case for case in cases if problem.batch_sizes or _is_on_grid(case)]
+    answers, asked = solve(grid, problem.latency_limit) if grid else [], len(grid)
+    best = sorted(answers, key=lambda answer: _rank(problem, answer))[:REFINED]
+    met = set(map(id, grid))
+    finer = [case for case in cases if id(case) not in met and (not best or any(_is_near(case, one.case) for one in best))]
+    if finer:
+        answers, asked = [*answers, *solve(finer, problem.latency_limit)], asked + len(finer)
+    return answers, asked
 
 
 def _cases(problem: Problem) -> Iterator[Case]:
@@ -151,6 +183,21 @@ def _cases(problem: Problem) -> Iterator[Case]:
             block = problem.first_block(plan).blocks(size, batches)[0]
             budgets, threads = problem.budgets, problem.kernel_threads
             yield Case(spec, plan, block, problem.machine, budgets, threads, problem.writes_weights)
+
+
+def _is_on_grid(case: Case) -> bool:
+    """A power of two, or a size between that the workload or the memory asks for."""
+    size, batches = case.plan.gpu_batch_size, case.plan.num_gpu_batches
+    return size not in BETWEEN and batches not in BETWEEN
+
+
+def _is_near(case: Case, other: Case) -> bool:
+    """Between its neighbours on the grid, and else the same."""
+    size, batches = other.plan.gpu_batch_size, other.plan.num_gpu_batches
+    if replace(case.plan, gpu_batch_size=size, num_gpu_batches=batches) != other.plan:
+        return False
+    pairs = ((case.plan.gpu_batch_size, size), (case.plan.num_gpu_batches, batches))
+    return all(its < 2 * mine and mine < 2 * its for mine, its in pairs)
 
 
 def _bases(problem: Problem) -> Iterator[Plan]:
