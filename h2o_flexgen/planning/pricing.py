@@ -63,6 +63,8 @@ class Pricing:
         op, step, layer, batch = task[:4]
         if op in (Op.READ_W, Op.LOAD_W):
             return op, layer
+        if op in DISK_RATES:
+            return op, step, self._layer_kinds[layer], self._batch_kinds[batch], self.schedule.moves.hidden[batch]
         first = op is Op.COMPUTE and self.schedule.weight_batch(batch) == batch
         return op, step, self._layer_kinds[layer], self._batch_kinds[batch], first, self._attends_on_host(layer, batch)
 
