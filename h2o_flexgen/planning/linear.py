@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 
 import pulp
 
@@ -28,6 +29,7 @@ from h2o_flexgen.planning.workload import Block
 KINDS = ("weights", "kv", "hidden")
 ROUNDS = 3  # of solving, each anchored at the answers before
 LACKING = 1e6  # seconds for a whole budget that is lacking: far more than anything else can cost
+FOUND = ("steps", "weights_of_steps", "base", "more", "whole")  # of a case, whatever stays
 PLACES = {DEVICE: Shares(1.0, 0.0), HOST: Shares(0.0, 1.0), DISK: Shares(0.0, 0.0)}
 Corner = tuple[str, str]  # kind of data, tier
 Bounds = Mapping[str, float]  # lane, or what lanes share -> seconds
@@ -44,6 +46,7 @@ class Case:
     budgets: Budgets
     kernel_threads: int = 0
     writes_weights: bool = False
+    stays: tuple[str, ...] = ()  # kinds of data that may not leave the fastest tier: then they need no buffers
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -156,6 +159,27 @@ def _extended(one: Sequence[Bounds], two: Sequence[Bounds], count: int) -> list[
     ]
 
 
+def solve_thoroughly(cases: Sequence[Case], latency_limit: float | None = None) -> list[Answer]:
+    """Buffers are there or not, which no line follows: so each case is solved with every choice of kinds that stay where they
+    are computed with, too. It takes eight times as long."""
+    choices = [stay for count in range(len(KINDS) + 1) for stay in combinations(KINDS, count)]
+    staying = [(_staying(case, stays), number) for number, case in enumerate(cases) for stays in choices]
+    numbers = {id(case): number for case, number in staying}
+    best: dict[int, Answer] = {}
+    for answer in solve([case for case, _ in staying], latency_limit):
+        number = numbers[id(answer.case)]
+        if number not in best or answer.seconds < best[number].seconds:
+            best[number] = replace(answer, case=cases[number])
+    return [best[number] for number in sorted(best)]
+
+
+def _staying(case: Case, stays: tuple[str, ...]) -> Case:
+    """It knows what was found of the case already."""
+    other = replace(case, stays=stays)
+    vars(other).update({name: found for name, found in vars(case).items() if name in FOUND})
+    return other
+
+
 def solve(cases: Sequence[Case], latency_limit: float | None = None) -> list[Answer]:
     """The best answer for each case that has one."""
     best: dict[int, Answer] = {}
@@ -181,7 +205,7 @@ def solve(cases: Sequence[Case], latency_limit: float | None = None) -> list[Ans
 def _first_anchor(case: Case) -> dict[str, float]:
     """At a plan that has something of everything on every tier."""
     some = Shares(1 / 3, 1 / 3) if case.machine.has_accelerator else Shares(0.0, 0.5)
-    plan = case.with_shares(weights=some, kv=some, hidden=some)
+    plan = case.with_shares(**{kind: some for kind in KINDS if kind not in case.stays})
     return case.anchored(plan, case.footprint(plan))
 
 
@@ -227,7 +251,10 @@ def _solve_once(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]], l
 def _case(
     name: str, case: Case, anchor: Mapping[str, float], latency_limit: float | None
 ) -> tuple[dict[Corner, pulp.LpVariable], pulp.LpAffineExpression, list[pulp.LpConstraint]]:
-    shares = {corner: pulp.LpVariable(f"{corner[0]}_{corner[1]}_{name}", 0, 1) for corner in case.corners}
+    shares = {
+        (kind, tier): pulp.LpVariable(f"{kind}_{tier}_{name}", 0, 0 if kind in case.stays and tier != case.tiers[0] else 1)
+        for kind, tier in case.corners
+    }
     constraints = [pulp.lpSum(shares[kind, tier] for tier in case.tiers) == 1 for kind in KINDS]
     seconds = [pulp.LpVariable(f"step{number}_{name}", 0) for number in range(len(case.steps))]
     for number, step in enumerate(seconds):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from h2o_flexgen.planning.fit import largest
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Request
-from h2o_flexgen.planning.linear import Answer, Case, solve
+from h2o_flexgen.planning.linear import Answer, Case, solve, solve_thoroughly
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import DEVICE, Plan, Shares
@@ -191,7 +191,13 @@ def _answers(problem: Problem) -> tuple[list[Answer], int]:
     finer = [case for case in cases if id(case) not in met and (not best or any(_is_near(case, one.case) for one in best))]
     if finer:
         answers, asked = [*answers, *solve(finer, problem.latency_limit)], asked + len(finer)
-    return answers, asked
+    best = sorted(answers, key=lambda answer: _rank(problem, answer))[:REFINED]
+    better = {id(one.case): one for one in solve_thoroughly([answer.case for answer in best], problem.latency_limit)}
+    return [_faster(answer, better.get(id(answer.case), answer)) for answer in answers], asked
+
+
+def _faster(one: Answer, other: Answer) -> Answer:
+    return other if other.seconds < one.seconds else one
 
 
 def _cases(problem: Problem) -> Iterator[Case]:
