@@ -285,10 +285,12 @@ def _step_bounds(case: Case, shares: Mapping[Corner, pulp.LpVariable], number: i
 
 
 def _plan(case: Case, values: Mapping[Corner, float | None]) -> Plan:
-    """In whole per cent, as --percent takes them; what rounding leaves goes to the slowest tier, which has most room."""
+    """In whole per cent, as --percent takes them; what rounding leaves goes to the slowest tier that has some anyway."""
 
     def shares(kind: str) -> Shares:
-        device, host = (int(100 * (values.get((kind, tier)) or 0.0) + 1e-6) for tier in (DEVICE, HOST))
-        return Shares(device / 100, min(host, 100 - device) / 100)
+        device, host, disk = (100 * (values.get((kind, tier)) or 0.0) for tier in TIERS)
+        on_device = int(device + 1e-6)
+        on_host = 100 - on_device if disk < 1e-6 else min(int(host + 1e-6), 100 - on_device)
+        return Shares(on_device / 100, on_host / 100)
 
     return case.with_shares(**{kind: shares(kind) for kind in KINDS})
