@@ -19,7 +19,7 @@ from h2o_flexgen.quant.codec import PACKED
 from h2o_flexgen.runtime.progress import Progress
 
 BITS = 4
-PROCESS_STEP = 64 << 20  # what a process holds is a little different each time; plans should not be
+PROCESS_STEP = 64 << 20  # what a process holds is a little different each time; plans should not be. And one for a tokenizer
 
 
 def machine_of(args: Namespace, progress: Progress) -> Machine:
@@ -85,7 +85,7 @@ def _budgets(args: Namespace, machine: Machine) -> Budgets:
 
     if args.gpu_mem is not None and not machine.has_accelerator:
         raise ValueError(f"--gpu-mem {args.gpu_mem} is for a machine with a GPU, and {machine.name} has none; leave it out")
-    process = -(-psutil.Process().memory_info().rss // PROCESS_STEP) * PROCESS_STEP
+    process = (psutil.Process().memory_info().rss // PROCESS_STEP + 2) * PROCESS_STEP
     return Budgets(
         device=_size(args.gpu_mem, machine.device_bytes) if machine.has_accelerator else None,
         host=_size(args.cpu_mem, machine.host_bytes),

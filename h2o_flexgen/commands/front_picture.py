@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 GREY, BLUE, RED = "#7f7f7f", "#0072b2", "#d55e00"  # told apart by colour-blind eyes too
+LABEL = (0.08, 0.06)  # the room that a label takes, of the picture's width and height
 SPREAD = 8  # from so many times as long on, seconds are on a logarithmic axis
 
 
@@ -24,13 +25,14 @@ def draw_front(found: Found, file: Path, title: str) -> None:
     seconds, rates = _coordinates(found.front)
     axes.plot(seconds, rates, "-o", color=BLUE, markersize=6, label="nothing is both sooner and faster", zorder=3)
     _points(axes, [found.best], marker="*", s=260, color=RED, edgecolors="white", label="chosen", zorder=4)
-    _label(axes, everything)
     axes.set(xlabel="latency: seconds until a block is over", ylabel="tokens per second", title=title)
     for scale, values in ((axes.set_xscale, [one.block_seconds for one in everything]), (axes.set_yscale, rates)):
         if max(values) > SPREAD * min(values):
             scale("log")
     axes.margins(0.12)
     axes.grid(visible=True, which="both", alpha=0.25)
+    axes.autoscale_view()
+    _label(axes, [found.best, *found.front, *everything])
     axes.legend(loc="lower right", fontsize="small")
     figure.savefig(file, dpi=130)
 
@@ -44,17 +46,13 @@ def _points(axes: Axes, candidates: list[Candidate], **style: Any) -> None:
 
 
 def _label(axes: Axes, candidates: list[Candidate]) -> None:
-    """Rows x batches; of points that lie on one another only the first has one."""
-    labelled: list[Candidate] = []
+    """Rows x batches, where there is room for it."""
+    taken: list[tuple[float, float]] = []
     for one in candidates:
-        if any(_near(one, other) for other in labelled):
-            continue
-        labelled.append(one)
-        text = f"{one.plan.gpu_batch_size} x {one.plan.num_gpu_batches}"
         at = (one.block_seconds, one.tokens_per_second)
-        axes.annotate(text, at, xytext=(0, 9), textcoords="offset points", ha="center", fontsize="small")
-
-
-def _near(one: Candidate, other: Candidate) -> bool:
-    pairs = ((one.block_seconds, other.block_seconds), (one.tokens_per_second, other.tokens_per_second))
-    return all(abs(mine - its) < 0.03 * its for mine, its in pairs)
+        across, up = axes.transAxes.inverted().transform(axes.transData.transform(at))
+        if any(abs(across - other) < LABEL[0] and abs(up - height) < LABEL[1] for other, height in taken):
+            continue
+        taken.append((across, up))
+        text = f"{one.plan.gpu_batch_size} x {one.plan.num_gpu_batches}"
+        axes.annotate(text, at, xytext=(0, 10), textcoords="offset points", ha="center", fontsize="small")

@@ -29,7 +29,7 @@ KINDS: Mapping[Op, str] = {
 STEPS = 2
 MOST_VISITS = 80  # of more, single tasks are too narrow to be seen
 WIDTH, LANE_HEIGHT, OTHER_HEIGHT = 12.0, 0.42, 0.9  # of the picture, in inches
-NARROW = 1 / 1500  # of the width: bars that are narrower and touch are drawn as one
+NARROW = 1 / 1200  # of the width: no bar is narrower, and such that touch are drawn as one
 EDGED = 1 / 200  # bars that are wider have an edge
 UNITS = ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "µs", 1e6))
 
@@ -93,7 +93,10 @@ def _bars(spans: Sequence[Span], factor: float, width: float) -> tuple[list[tupl
     narrow: list[tuple[float, float]] = []
     for span in spans:
         start, length = span.start * factor, (span.end - span.start) * factor
-        (wide if length > EDGED * width else narrow).append((start, length))
+        if length > EDGED * width:
+            wide.append((start, length))
+        else:
+            narrow.append((start, max(length, NARROW * width)))  # or else it is not seen at all
     return wide, list(_joined(sorted(narrow), NARROW * width))
 
 

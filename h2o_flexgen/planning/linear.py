@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 
 import pulp
 
@@ -30,6 +31,7 @@ KINDS = ("weights", "kv", "hidden")
 ROUNDS = 3  # of solving, each anchored at the answers before
 LACKING = 1e6  # seconds for a whole budget that is lacking: far more than anything else can cost
 TIE = 1e-5  # of the seconds, for a kind of data a tier lower: of answers that take as long, the one that offloads least
+FOUND = ("steps", "weights_of_steps", "base", "more", "whole")  # of a case, whatever stays
 PLACES = {DEVICE: Shares(1.0, 0.0), HOST: Shares(0.0, 1.0), DISK: Shares(0.0, 0.0)}
 Corner = tuple[str, str]  # kind of data, tier
 Bounds = Mapping[str, float]  # lane, or what lanes share -> seconds
@@ -46,6 +48,7 @@ class Case:
     budgets: Budgets
     kernel_threads: int = 0
     writes_weights: bool = False
+    stays: tuple[str, ...] = ()  # kinds of data that may not leave the fastest tier: then they need no buffers
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -87,8 +90,11 @@ class Case:
     @cached_property
     def more(self) -> dict[Corner, list[dict[str, float]]]:
         """What is added to these by a kind of data that is on a tier whole."""
-        found = {}
+        found: dict[Corner, list[dict[str, float]]] = {}
         for kind, tier in self.corners:
+            if tier == self.tiers[0]:
+                found[kind, tier] = [{} for _ in self.base]
+                continue
             bounds = self._bounds(self.with_shares(**{kind: PLACES[tier]}))
             found[kind, tier] = [
                 {name: seconds - before.get(name, 0.0) for name, seconds in after.items()}
@@ -107,39 +113,35 @@ class Case:
         return _extended(one, two, len(batches))
 
     def _of_all_blocks(self, plan: Plan, block: Block) -> list[dict[str, float]]:
-        if self.blocks_of_model < 3:
+        if self.spec.num_blocks < 3:
             return self._bounds_of(plan, self.spec, block)
-        one, two = (self._bounds_of(plan, _cut(self.spec, count), block) for count in (1, 2))
-        return _extended(one, two, self.blocks_of_model)
+        one, two = (self._bounds_of(plan, spec, block) for spec in self.spec.first_blocks)
+        return _extended(one, two, self.spec.num_blocks)
 
     def _bounds_of(self, plan: Plan, spec: ModelSpec, block: Block) -> list[dict[str, float]]:
         pricing = Pricing(PlannedBlock.of(spec, plan, block, self.machine.has_accelerator), self.machine)
         return [pricing.bounds(step) for step in self.steps]
 
-    @cached_property
-    def blocks_of_model(self) -> int:
-        return 1 + max(layer.index for layer in self.spec.layers)
-
     # -- memory --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def whole(self) -> Footprint:
+        """With all data on the fastest tier."""
+        return self.footprint(self.with_shares())
 
     @cached_property
     def bytes_of(self) -> Mapping[str, int]:
         """Of each kind of data, all of it; what a tier holds for a share of one."""
-        everything = self.footprint(self.with_shares())
-        compute = everything.parts[self.tiers[0]]
+        compute = self.whole.parts[self.tiers[0]]
         return {"weights": compute["weights"], "kv": compute.get("KV", 0), "hidden": compute["activations"]}
 
-    def anchored(self, plan: Plan) -> dict[str, float]:
+    def anchored(self, plan: Plan, exact: Footprint) -> dict[str, float]:
         """What each tier holds beside the shares of the data, under this plan: exact there, and near it a good guess."""
-        exact = self.footprint(plan)
         return {
             tier: self.budgets.needs(exact, tier)
             - sum(getattr(plan, kind).of(tier) * nbytes for kind, nbytes in self.bytes_of.items())
             for tier in self.tiers
         }
-
-    def fits(self, plan: Plan) -> bool:
-        return self.budgets.first_exceeded(self.footprint(plan)) is None
 
 
 @dataclass(frozen=True)
@@ -151,18 +153,33 @@ class Answer:
     seconds: float
 
 
-def _cut(spec: ModelSpec, blocks: int) -> ModelSpec:
-    """The same model with fewer blocks."""
-    kept = tuple(layer for layer in spec.layers if layer.index < blocks or layer.kind in ("embed", "head"))
-    return replace(spec, layers=kept)
-
-
 def _extended(one: Sequence[Bounds], two: Sequence[Bounds], count: int) -> list[dict[str, float]]:
     """From what one and two of them cost, what so many do."""
     return [
         {name: low.get(name, 0.0) + (count - 1) * (seconds - low.get(name, 0.0)) for name, seconds in high.items()}
         for low, high in zip(one, two)
     ]
+
+
+def solve_thoroughly(cases: Sequence[Case], latency_limit: float | None = None) -> list[Answer]:
+    """Buffers are there or not, which no line follows: so each case is solved with every choice of kinds that stay where they
+    are computed with, too. It takes eight times as long."""
+    choices = [stay for count in range(len(KINDS) + 1) for stay in combinations(KINDS, count)]
+    staying = [(_staying(case, stays), number) for number, case in enumerate(cases) for stays in choices]
+    numbers = {id(case): number for case, number in staying}
+    best: dict[int, Answer] = {}
+    for answer in solve([case for case, _ in staying], latency_limit):
+        number = numbers[id(answer.case)]
+        if number not in best or answer.seconds < best[number].seconds:
+            best[number] = replace(answer, case=cases[number])
+    return [best[number] for number in sorted(best)]
+
+
+def _staying(case: Case, stays: tuple[str, ...]) -> Case:
+    """It knows what was found of the case already."""
+    other = replace(case, stays=stays)
+    vars(other).update({name: found for name, found in vars(case).items() if name in FOUND})
+    return other
 
 
 def solve(cases: Sequence[Case], latency_limit: float | None = None) -> list[Answer]:
@@ -172,14 +189,17 @@ def solve(cases: Sequence[Case], latency_limit: float | None = None) -> list[Ans
     for _ in range(ROUNDS):
         plans = _solve_once(cases, anchors, latency_limit)
         for number, (case, plan) in enumerate(zip(cases, plans)):
-            anchors[number] = case.anchored(plan)
-            if case.fits(plan):
+            needed = case.footprint(plan)
+            anchors[number] = case.anchored(plan, needed)
+            if case.budgets.first_exceeded(needed) is None:
                 answer = Answer(case, plan, seconds_at(case, plan))
                 if number not in best or answer.seconds < best[number].seconds:
                     best[number] = answer
     for number, case in enumerate(cases):  # what fits whole must not be offloaded because an anchor was too careful
         plan = case.with_shares()
-        if case.fits(plan) and (number not in best or seconds_at(case, plan) <= best[number].seconds):
+        if case.budgets.first_exceeded(case.whole) is None and (
+            number not in best or seconds_at(case, plan) <= best[number].seconds
+        ):
             best[number] = Answer(case, plan, seconds_at(case, plan))
     return [best[number] for number in sorted(best)]
 
@@ -187,7 +207,8 @@ def solve(cases: Sequence[Case], latency_limit: float | None = None) -> list[Ans
 def _first_anchor(case: Case) -> dict[str, float]:
     """At a plan that has something of everything on every tier."""
     some = Shares(1 / 3, 1 / 3) if case.machine.has_accelerator else Shares(0.0, 0.5)
-    return case.anchored(case.with_shares(weights=some, kv=some, hidden=some))
+    plan = case.with_shares(**{kind: some for kind in KINDS if kind not in case.stays})
+    return case.anchored(plan, case.footprint(plan))
 
 
 def seconds_at(case: Case, plan: Plan) -> float:
@@ -238,7 +259,10 @@ def _solved(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]], laten
 def _case(
     name: str, case: Case, anchor: Mapping[str, float], latency_limit: float | None
 ) -> tuple[dict[Corner, pulp.LpVariable], pulp.LpAffineExpression, list[pulp.LpConstraint]]:
-    shares = {corner: pulp.LpVariable(f"{corner[0]}_{corner[1]}_{name}", 0, 1) for corner in case.corners}
+    shares = {
+        (kind, tier): pulp.LpVariable(f"{kind}_{tier}_{name}", 0, 0 if kind in case.stays and tier != case.tiers[0] else 1)
+        for kind, tier in case.corners
+    }
     constraints = [pulp.lpSum(shares[kind, tier] for tier in case.tiers) == 1 for kind in KINDS]
     seconds = [pulp.LpVariable(f"step{number}_{name}", 0) for number in range(len(case.steps))]
     for number, step in enumerate(seconds):
@@ -271,16 +295,12 @@ def _step_bounds(case: Case, shares: Mapping[Corner, pulp.LpVariable], number: i
 
 
 def _plan(case: Case, values: Mapping[Corner, float | None]) -> Plan:
-    """In whole per cent, as --percent takes them. What rounding leaves goes to the tier below that is used, where that fits;
-    else to the slowest, which has most room."""
-    shares = {kind: {tier: values.get((kind, tier)) or 0.0 for tier in TIERS} for kind in KINDS}
-    up, down = (case.with_shares(**{kind: _whole(case, shares[kind], up) for kind in KINDS}) for up in (True, False))
-    return up if case.fits(up) else down
+    """In whole per cent, as --percent takes them; what rounding leaves goes to the slowest tier that has some anyway."""
 
+    def shares(kind: str) -> Shares:
+        device, host, disk = (100 * (values.get((kind, tier)) or 0.0) for tier in TIERS)
+        on_device = int(device + 1e-6)
+        on_host = 100 - on_device if disk < 1e-6 else min(int(host + 1e-6), 100 - on_device)
+        return Shares(on_device / 100, on_host / 100)
 
-def _whole(case: Case, shares: Mapping[str, float], up: bool) -> Shares:
-    device, host = (int(100 * shares[tier] + 1e-6) for tier in (DEVICE, HOST))
-    if up and 100 * shares[DISK] < 1:
-        host = 100 - device if not case.machine.has_accelerator or shares[HOST] > 0 else host
-        device = device if device + host == 100 else 100 - host
-    return Shares(device / 100, min(host, 100 - device) / 100)
+    return case.with_shares(**{kind: shares(kind) for kind in KINDS})

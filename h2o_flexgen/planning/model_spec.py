@@ -6,7 +6,8 @@ A *layer* here is a step of the schedule: the embedding, a decoder block (or its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -105,7 +106,15 @@ class LayerSpec:
     @property
     def matmul_values(self) -> int:
         """Two flops each, for every token."""
-        return sum(tensor.numel for tensor in self.matrices)
+        return sum(self.values_by_codec.values())
+
+    @cached_property
+    def values_by_codec(self) -> Mapping[str, int]:
+        """Of its matrices."""
+        values: Counter[str] = Counter()
+        for tensor in self.matrices:
+            values[tensor.codec] += tensor.numel
+        return values
 
 
 @dataclass(frozen=True)
@@ -147,6 +156,36 @@ class ModelSpec:
         """Every tensor of the model once, in layer order: a tied head is the embedding again and not counted twice."""
         return {tensor.name: tensor for layer in self.layers for _, tensor in layer.tensors}
 
+    @cached_property
+    def weight_sizes(self) -> Mapping[str, int]:
+        """Bytes of each tensor, layer by layer, within a layer the largest first: where they are spread over tiers, the small
+        ones then mend what the large ones left uneven."""
+        sizes: dict[str, int] = {}
+        for layer in self.layers:
+            for _, tensor in sorted(layer.tensors, key=lambda pair: -pair[1].nbytes):
+                sizes.setdefault(tensor.name, tensor.nbytes)
+        return sizes
+
+    @cached_property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """A number for each layer, the same for those that compute the same and have hidden states of the same sizes."""
+        kinds = [(one.kind, tuple((each.shape, each.codec) for each in one.matrices), one.out_width) for one in self.layers]
+        return numbered(zip(kinds, [0, *(layer.out_width for layer in self.layers)]))
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return 1 + max(layer.index for layer in self.layers)
+
+    @cached_property
+    def first_blocks(self) -> tuple[ModelSpec, ModelSpec]:
+        """The same model with one and with two of its blocks: what these cost says what many do."""
+
+        def cut(blocks: int) -> ModelSpec:
+            kept = (layer for layer in self.layers if layer.index < blocks or layer.kind in ("embed", "head"))
+            return replace(self, layers=tuple(kept))
+
+        return cut(1), cut(2)
+
     @property
     def weight_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
@@ -181,6 +220,12 @@ class ModelSpec:
         """The same model with its weights and its KV as the codecs of a plan have them."""
         spec = replace(self, kv_codec=kv_codec)
         return spec if weight_codec == PLAIN else spec.packed(weight_codec)
+
+
+def numbered(kinds: Iterable[Hashable]) -> tuple[int, ...]:
+    """A number in the place of each, equal ones have the same: large keys are then small."""
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds)
 
 
 def usual_dtype(accelerator: bool, stored: str | None = None) -> str:

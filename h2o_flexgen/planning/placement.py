@@ -30,6 +30,8 @@ def spread(sizes: Sequence[int], shares: Shares) -> tuple[str, ...]:
     its size s, so the largest is s/3 at least: no tier gets more than 2/3 of an item too much. And if a tier that lacks more
     than an item were passed over, the one chosen would lack as much, and the third would have had an item too much."""
     wanted = [tier for tier in TIERS if shares.of(tier) > 1e-9]  # 1 - 0.58 - 0.42 is not quite 0
+    if len(wanted) == 1:
+        return (wanted[0],) * len(sizes)
     placed = dict.fromkeys(wanted, 0)
     total, tiers = 0, []
     for size in sizes:
@@ -42,7 +44,7 @@ def spread(sizes: Sequence[int], shares: Shares) -> tuple[str, ...]:
 
 def place_weights(spec: ModelSpec, plan: Plan) -> dict[str, str]:
     """They stay where they are for all blocks of a workload."""
-    sizes = _weight_sizes(spec)
+    sizes = spec.weight_sizes
     return dict(zip(sizes, spread(list(sizes.values()), plan.weights)))
 
 
@@ -57,7 +59,7 @@ def place(spec: ModelSpec, plan: Plan, block: Block) -> Placement:
 
 def placed_shares(spec: ModelSpec, plan: Plan, block: Block, placement: Placement) -> tuple[float, ...]:
     """What was really placed, as FlexGen's six numbers: per cent on device and host of weights, KV and activations."""
-    weights, kv, hidden = _weight_sizes(spec), _kv_sizes(spec, plan, block), _hidden_sizes(spec, block)
+    weights, kv, hidden = spec.weight_sizes, _kv_sizes(spec, plan, block), _hidden_sizes(spec, block)
     return (
         *_percent((placement.weights[name], size) for name, size in weights.items()),
         *_percent((placement.kv[unit], size) for unit, size in kv.items()),
@@ -84,15 +86,6 @@ def moves(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, accel
 
 
 # -- sizes in bytes ------------------------------------------------------------------------------------------------------
-
-
-def _weight_sizes(spec: ModelSpec) -> dict[str, int]:
-    """Layer by layer, within a layer the largest first: the small ones then mend what the large ones left uneven."""
-    sizes: dict[str, int] = {}
-    for layer in spec.layers:
-        for _, tensor in sorted(layer.tensors, key=lambda pair: -pair[1].nbytes):
-            sizes.setdefault(tensor.name, tensor.nbytes)
-    return sizes
 
 
 def _kv_sizes(spec: ModelSpec, plan: Plan, block: Block) -> dict[tuple[int, int], int]:

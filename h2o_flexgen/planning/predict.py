@@ -16,7 +16,7 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import TIERS
 from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.planning.schedule import COMPUTE_LANE, SCHEDULES, Op, Schedule, Task
+from h2o_flexgen.planning.schedule import COMPUTE_LANE, SCHEDULES, Key, Op, Schedule, Task
 from h2o_flexgen.planning.simulate import simulate
 from h2o_flexgen.planning.trace import Trace
 
@@ -143,14 +143,14 @@ class _seconds_of:
     def __init__(self, pricing: Pricing, steps: Sequence[int]) -> None:
         self._pricing, self._steps = pricing, steps
         self._stretches = {step: pricing.stretches(step) for step in set(steps)}
-        self._known: dict[object, float] = {}
 
     def __call__(self, task: Task) -> float:
-        step = self._steps[task.step]
-        return self._stretches[step][task.op] * _mean_seconds(self._pricing, task._replace(step=step))
+        op, at, layer, batch, _ = task
+        step = self._steps[at]
+        return self._stretches[step][op] * _mean_seconds(self._pricing, Key(op, step, layer, batch))
 
 
-def _mean_seconds(pricing: Pricing, task: Task) -> float:
+def _mean_seconds(pricing: Pricing, task: Key) -> float:
     """Over the steps that a journal lasts, where there is one."""
     window = pricing.planned.slots[task.batch].journal_capacity if task.op in PERIODIC else 0
     if not window or not task.step:

@@ -8,7 +8,7 @@ the batches stay the same. `docs/cost-model.md` has the terms.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -16,7 +16,7 @@ from math import inf
 from h2o_flexgen.kv.policy import ATTENTION
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES, Machine
-from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec, numbered
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST
 from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.schedule import LANES, Key, Op, Schedule, Task, Visit
@@ -66,20 +66,18 @@ class Pricing:
         op, step, layer, batch = task[:4]
         if op in (Op.READ_W, Op.LOAD_W):
             return op, layer
+        if op in DISK_RATES:
+            return op, step, self._layer_kinds[layer], self._batch_kinds[batch], self.schedule.moves.hidden[batch]
         first = op is Op.COMPUTE and self.schedule.weight_batch(batch) == batch
         return op, step, self._layer_kinds[layer], self._batch_kinds[batch], first, self._attends_on_host(layer, batch)
 
-    @cached_property
-    def _layer_kinds(self) -> tuple[object, ...]:
-        """Of a layer: the sizes that compute and hidden states depend on."""
-        layers = self.spec.layers
-        kinds = [(layer.kind, tuple((one.shape, one.codec) for one in layer.matrices), layer.out_width) for layer in layers]
-        widths = [0, *(layer.out_width for layer in layers)]
-        return tuple(zip(kinds, widths))
+    @property
+    def _layer_kinds(self) -> Sequence[int]:
+        return self.spec.layer_kinds
 
     @cached_property
-    def _batch_kinds(self) -> tuple[object, ...]:
-        return tuple((batch.lengths, batch.seen) for batch in self.planned.block.batches)
+    def _batch_kinds(self) -> Sequence[int]:
+        return numbered((batch.lengths, batch.seen) for batch in self.planned.block.batches)
 
     def _moving(self, task: Task | Key) -> float:
         machine = self.machine
@@ -103,8 +101,8 @@ class Pricing:
                 rows[part.size * part.prompt_len] += count
         first = self.schedule.weight_batch(task.batch) == task.batch
         return {
-            "products": sum(count * self._products(task.layer, each) for each, count in rows.items()),
-            "decoding": self._decoding(task.layer, rows, first),
+            "products": sum(count * self._products(layer, each) for each, count in rows.items()),
+            "decoding": self._decoding(layer, rows, first),
             "attention": self._attention(task) if layer.has_kv else 0.0,
             "values": sum(each * count for each, count in rows.items()) * self._values(layer) / self.machine.values_per_s,
             "overhead": sum(rows.values()) * self._visit_seconds(layer) + self._eviction_seconds(task),
@@ -114,14 +112,9 @@ class Pricing:
         """Of the prompts of a batch: what is computed at once."""
         return self.planned.block.batches[batch].kinds_of_parts(self.planned.plan.prefill_tokens)
 
-    @cached_property
-    def _values_by_codec(self) -> tuple[Mapping[str, int], ...]:
-        """Of the matrices of each layer."""
-        return tuple(_values_by_codec(layer) for layer in self.spec.layers)
-
-    def _products(self, layer: int, rows: int) -> float:
+    def _products(self, layer: LayerSpec, rows: int) -> float:
         total = 0.0
-        for codec, values in self._values_by_codec[layer].items():
+        for codec, values in layer.values_by_codec.items():
             rate = self._packed_rate(codec, rows) or self.machine.flop_rate(self.spec.dtype, rows)
             total += 2.0 * values * rows / rate
         return total
@@ -129,13 +122,13 @@ class Pricing:
     def _packed_rate(self, codec: str, rows: int) -> float | None:
         return None if codec == PLAIN else self.machine.packed_flop_rate(codec, rows)
 
-    def _decoding(self, layer: int, rows: Iterable[int], first: bool) -> float:
+    def _decoding(self, layer: LayerSpec, rows: Iterable[int], first: bool) -> float:
         """Once for a pass over the layer's weights; those parts of a head that there is no room for, once for a batch."""
         total = 0.0
-        for codec, values in self._values_by_codec[layer].items():
+        for codec, values in layer.values_by_codec.items():
             if codec == PLAIN or all(self._packed_rate(codec, each) for each in rows):
                 continue
-            again = 1.0 if first else self._share_decoded_again(self.spec.layers[layer])
+            again = 1.0 if first else self._share_decoded_again(layer)
             total += again * values / self.machine.decoded_values_per_s.get(codec, inf)
         return total
 
@@ -214,10 +207,11 @@ class Pricing:
 
     def lane_seconds(self, step: int) -> dict[str, float]:
         """That each lane works in one step: the least that the step can take is the most of these."""
-        total: Counter[str] = Counter()
-        for key in self._tasks_of(step):
-            total[LANES[key.op]] += self._slices(key) * self.seconds(key)  # type: ignore[assignment]
-        return dict(total)
+        return _by_lane(self._priced(step))
+
+    def _priced(self, step: int) -> list[tuple[Key, float]]:
+        """The tasks of a step and their seconds, those of all slices of weights together."""
+        return [(key, self._slices(key) * self.seconds(key)) for key in self._tasks_of(step)]
 
     def _tasks_of(self, step: int) -> Iterator[Key]:
         """Of a step's tasks; of slices of weights only the first."""
@@ -257,15 +251,15 @@ class Pricing:
     def bounds(self, step: int) -> dict[str, float]:
         """Seconds that a step takes at least: of each lane, and of what lanes share. Reads and writes share a disk; all that
         moves shares the memory of the host, on a CPU with the weights and the KV that are computed with."""
-        lanes = self.lane_seconds(step)
-        reads, writes = self._disk_seconds(step)
-        memory = self._memory_bytes(step) / self.machine.host_read_per_s
-        return {**lanes, SHARED_DISK: (reads + writes) / self.machine.disk_both, SHARED_MEMORY: memory}
+        priced = self._priced(step)
+        reads, writes = self._disk_seconds(priced)
+        memory = self._memory_bytes(key for key, _ in priced) / self.machine.host_read_per_s
+        return {**_by_lane(priced), SHARED_DISK: (reads + writes) / self.machine.disk_both, SHARED_MEMORY: memory}
 
     def stretches(self, step: int) -> dict[Op, float]:
         """How many times as long tasks take because of what they share with others."""
         bounds = self.bounds(step)
-        longest_of_disk = max(self._disk_seconds(step))
+        longest_of_disk = max(self._disk_seconds(self._priced(step)))
         disk = max(1.0, bounds[SHARED_DISK] / longest_of_disk) if longest_of_disk else 1.0
         longest = max(seconds for name, seconds in bounds.items() if name not in (SHARED_DISK, SHARED_MEMORY))
         memory = max(1.0, bounds[SHARED_MEMORY] / longest) if longest else 1.0
@@ -274,22 +268,21 @@ class Pricing:
     def _is_of_disk(self, op: Op) -> bool:
         return op in FROM_DISK or op in TO_DISK or (op in DISK_RATES and DISK in self.schedule.moves.hidden)
 
-    def _disk_seconds(self, step: int) -> tuple[float, float]:
+    def _disk_seconds(self, priced: Iterable[tuple[Key, float]]) -> tuple[float, float]:
         """Of reads, of writes."""
         reads = writes = 0.0
-        for key in self._tasks_of(step):
+        for key, seconds in priced:
             if not self._is_of_disk(key.op):
                 continue
-            seconds = self._slices(key) * self.seconds(key)
             if key.op in FROM_DISK or key.op is Op.LOAD_H:
                 reads += seconds
             else:
                 writes += seconds
         return reads, writes
 
-    def _memory_bytes(self, step: int) -> float:
+    def _memory_bytes(self, keys: Iterable[Key]) -> float:
         nbytes, on_host = 0.0, not self.machine.has_accelerator
-        for key in self._tasks_of(step):
+        for key in keys:
             if key.op is not Op.COMPUTE:
                 nbytes += self._slices(key) * self.cost.nbytes(key)
                 continue
@@ -297,7 +290,7 @@ class Pricing:
                 nbytes += self._matrix_bytes[key.layer]
             attended = key.step > 0 and self.spec.layers[key.layer].has_kv
             if attended and (on_host or self._attends_on_host(key.layer, key.batch)):
-                nbytes += self._held_bytes(step, key.batch)
+                nbytes += self._held_bytes(key.step, key.batch)
         return nbytes
 
     @cached_property
@@ -316,13 +309,14 @@ class Pricing:
         return simulate(self.schedule.tasks(), self.seconds, self.schedule.ahead)
 
 
+def _by_lane(priced: Iterable[tuple[Key, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for key, seconds in priced:
+        lane = LANES[key.op]
+        total[lane] = total.get(lane, 0.0) + seconds
+    return total
+
+
 def lane_bounds(planned: PlannedBlock, step: int, machine: Machine) -> dict[str, float]:
     """Seconds that each lane needs at least for one step: bytes over bandwidth, flops over their rate."""
     return Pricing(planned, replace(machine, task_seconds=0.0, visit_seconds={}, values_per_s=inf)).lane_seconds(step)
-
-
-def _values_by_codec(layer: LayerSpec) -> Mapping[str, int]:
-    values: Counter[str] = Counter()
-    for tensor in layer.matrices:
-        values[tensor.codec] += tensor.numel
-    return values

@@ -7,13 +7,14 @@ only where somebody allows it.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import inf
 
 from h2o_flexgen.planning.fit import largest
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Request
-from h2o_flexgen.planning.linear import Answer, Case, solve
+from h2o_flexgen.planning.linear import Answer, Case, solve, solve_thoroughly
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import DEVICE, Plan, Shares
@@ -25,9 +26,13 @@ from h2o_flexgen.planning.workload import Workload
 THROUGHPUT, LATENCY = "throughput", "latency"
 PREFERENCES = (THROUGHPUT, LATENCY)
 SIZES = tuple(sorted({factor * 2**power for power in range(11) for factor in (1, 3)}))  # of batches: 1 2 3 4 6 8 12 ...
+BETWEEN = frozenset(3 * 2**power for power in range(11))  # of both, those that are tried where their neighbours are good
 MOST_ROWS = 1024  # of a batch
 NUMBERS_OF_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)  # in a block
-SIMULATED, SIMULATED_AT_MOST, ON_FRONT = 3, 12, 6  # of what the program puts first; of its front from small blocks to large
+SIMULATED, ON_FRONT = 5, 4  # of the cases that the program puts first; of those that only the front is for
+SIMULATED_AT_MOST = 10  # of them, where simulations fall behind what the program promises of others
+REFINED = 6  # of the answers on the grid, so many have their neighbours tried
+SOONER = (1.0, 0.95, 0.85, 0.7, 0.5)  # of a latency limit: how soon the program must promise to end
 NEAR = 0.05  # two plans this near to each other are equal: then the one whose block is over sooner
 
 
@@ -113,60 +118,91 @@ class NoPlan(DoesNotFit):
 
 
 def search(problem: Problem) -> Found:
-    cases = list(_cases(problem))
-    if not cases:
-        raise NoPlan(nearest_miss(problem))
-    answers = solve(cases, problem.latency_limit)
+    with _uncollected():
+        return _search(problem)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """To look for cycles among millions of small tuples, which make none, was measured at four tenths of a simulation."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _search(problem: Problem) -> Found:
+    answers, cases = _answers(problem)
     if not answers:
         raise NoPlan(nearest_miss(problem))
-    ranked = sorted(answers, key=lambda answer: _rank(problem, answer))
-    in_time = [answer for answer in ranked if problem.latency_limit is None or answer.seconds <= problem.latency_limit]
-    if not in_time:
-        least = min(answer.seconds for answer in answers)
-        raise NoPlan(_too_slow(problem, least))
-    candidates = _simulated(problem, in_time)
-    known = {one.plan for one in candidates}
-    others = [answer.plan for answer in _front_answers(problem, answers) if answer.plan not in known]
-    candidates += [Candidate(plan, problem.predict(plan)) for plan in others]
-    ordered = sorted(_in_time(problem, candidates), key=lambda one: _order(problem, one))
-    best = _soonest_of_the_best(problem, ordered)
+    chosen, front = _simulated(problem, answers)
+    everything = sorted({one.plan: one for one in (*chosen, *front)}.values(), key=lambda one: _order(problem, one))
+    in_time = [one for one in everything if problem.latency_limit is None or one.block_seconds <= problem.latency_limit]
+    best = _soonest_of_the_best(problem, in_time)
     return Found(
         best=best,
-        runners_up=tuple(one for one in ordered if one is not best),
-        front=_front(candidates),
-        cases=len(cases),
+        runners_up=tuple(one for one in in_time if one is not best)[: SIMULATED - 1],
+        front=_front(everything),
+        cases=cases,
         seconds_at_least=next(answer.seconds for answer in answers if answer.plan == best.plan),
     )
 
 
-def _simulated(problem: Problem, ranked: Sequence[Answer]) -> list[Candidate]:
-    """In the order of what the program promises, until no promise is better than what was simulated: it never promises less
-    than can be had. Where promises are much alike, only some of them."""
-    candidates: list[Candidate] = []
-    for answer in ranked[:SIMULATED_AT_MOST]:
-        best = min((_order(problem, one)[0] for one in candidates), default=inf)
-        if len(candidates) >= SIMULATED and _promise(problem, answer) >= best:
+def _simulated(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Candidate], list[Candidate]]:
+    """What promises most, and what the front is made of. A simulation takes longer than the program says: where none of them
+    ends in time, those are next that promise to end sooner."""
+    ranked = sorted(answers, key=lambda answer: _rank(problem, answer))
+    limit, known = problem.latency_limit, dict[Plan, Candidate]()
+
+    def simulated(answer: Answer) -> Candidate:
+        if answer.plan not in known:
+            known[answer.plan] = Candidate(answer.plan, problem.predict(answer.plan))
+        return known[answer.plan]
+
+    for part in SOONER:
+        in_time = [answer for answer in ranked if limit is None or answer.seconds <= part * limit]
+        if not in_time:
             break
-        candidates.append(Candidate(answer.plan, problem.predict(answer.plan)))
-    return candidates
-
-
-def _in_time(problem: Problem, candidates: Sequence[Candidate]) -> list[Candidate]:
-    limit = problem.latency_limit
-    in_time = [one for one in candidates if limit is None or one.block_seconds <= limit]
-    if not in_time:
-        raise NoPlan(_too_slow(problem, min(one.block_seconds for one in candidates)))
-    return in_time
-
-
-def _too_slow(problem: Problem, least: float) -> str:
-    return (
-        f"no plan ends a block within {problem.latency_limit:g} s; the fastest needs {least:.3g} s: "
+        chosen = _promising(problem, in_time)
+        candidates = [simulated(answer) for answer in chosen]
+        for answer in in_time[:SIMULATED_AT_MOST]:
+            if _promise(problem, answer) >= min(_order(problem, one)[0] for one in candidates):
+                break  # it never promises less than can be had
+            candidates.append(simulated(answer))
+        if limit is None or any(one.block_seconds <= limit for one in candidates):
+            return candidates, [simulated(answer) for answer in _front_answers(problem, answers, chosen)]
+    soonest = simulated(min(answers, key=lambda answer: answer.seconds))
+    if limit is not None and soonest.block_seconds <= limit:
+        return [soonest], []
+    raise NoPlan(
+        f"no plan ends a block within {limit:g} s; the fastest needs {soonest.block_seconds:.3g} s: "
         "give more time, fewer tokens, or more memory"
     )
 
 
 # -- what is tried ---------------------------------------------------------------------------------------------------------
+
+
+def _answers(problem: Problem) -> tuple[list[Answer], int]:
+    """Of the program, for a grid of sizes and then for all sizes near to the best of these; and how many it was asked for."""
+    cases = list(_cases(problem))
+    grid = [case for case in cases if problem.batch_sizes or _is_on_grid(case)]
+    answers, asked = solve(grid, problem.latency_limit) if grid else [], len(grid)
+    best = sorted(answers, key=lambda answer: _rank(problem, answer))[:REFINED]
+    met = set(map(id, grid))
+    finer = [case for case in cases if id(case) not in met and (not best or any(_is_near(case, one.case) for one in best))]
+    if finer:
+        answers, asked = [*answers, *solve(finer, problem.latency_limit)], asked + len(finer)
+    best = sorted(answers, key=lambda answer: _rank(problem, answer))[:REFINED]
+    better = {id(one.case): one for one in solve_thoroughly([answer.case for answer in best], problem.latency_limit)}
+    return [_faster(answer, better.get(id(answer.case), answer)) for answer in answers], asked
+
+
+def _faster(one: Answer, other: Answer) -> Answer:
+    return other if other.seconds < one.seconds else one
 
 
 def _cases(problem: Problem) -> Iterator[Case]:
@@ -177,6 +213,21 @@ def _cases(problem: Problem) -> Iterator[Case]:
             block = problem.first_block(plan).blocks(size, batches)[0]
             budgets, threads = problem.budgets, problem.kernel_threads
             yield Case(spec, plan, block, problem.machine, budgets, threads, problem.writes_weights)
+
+
+def _is_on_grid(case: Case) -> bool:
+    """A power of two, or a size between that the workload or the memory asks for."""
+    size, batches = case.plan.gpu_batch_size, case.plan.num_gpu_batches
+    return size not in BETWEEN and batches not in BETWEEN
+
+
+def _is_near(case: Case, other: Case) -> bool:
+    """Between its neighbours on the grid, and else the same."""
+    size, batches = other.plan.gpu_batch_size, other.plan.num_gpu_batches
+    if replace(case.plan, gpu_batch_size=size, num_gpu_batches=batches) != other.plan:
+        return False
+    pairs = ((case.plan.gpu_batch_size, size), (case.plan.num_gpu_batches, batches))
+    return all(its < 2 * mine and mine < 2 * its for mine, its in pairs)
 
 
 def _bases(problem: Problem) -> Iterator[Plan]:
@@ -234,8 +285,17 @@ def _promise(problem: Problem, answer: Answer) -> float:
     """What the program says, in the terms that candidates are ordered by."""
     if problem.prefer == LATENCY:
         return answer.seconds
-    block = answer.case.block
-    return -block.num_rows * block.gen_len / answer.seconds
+    return -answer.case.block.num_rows * answer.case.block.gen_len / answer.seconds
+
+
+def _promising(problem: Problem, ranked: Sequence[Answer]) -> list[Answer]:
+    """The first; and those with the shortest blocks among all that are near it: their simulations may differ where bounds do
+    not."""
+    first = _rank(problem, ranked[0])[0]
+    near = {answer.plan: answer for answer in ranked if _rank(problem, answer)[0] <= (1 + 2 * NEAR) * first}
+    shortest = sorted(near.values(), key=lambda answer: answer.seconds)
+    best, others = ranked[: SIMULATED // 2], [answer for answer in shortest if answer not in ranked[: SIMULATED // 2]]
+    return [*best, *others[: SIMULATED - len(best)]]
 
 
 def _soonest_of_the_best(problem: Problem, ordered: Sequence[Candidate]) -> Candidate:
@@ -244,17 +304,19 @@ def _soonest_of_the_best(problem: Problem, ordered: Sequence[Candidate]) -> Cand
     return min(near, key=lambda one: (one.block_seconds, _order(problem, one)))
 
 
-def _front_answers(problem: Problem, answers: Sequence[Answer]) -> list[Answer]:
-    """Of the program's own front some, from fast to large."""
+def _front_answers(problem: Problem, answers: Sequence[Answer], known: Sequence[Answer]) -> list[Answer]:
+    """Of the program's own front a few more, from fast to large: the rest of it was not simulated yet."""
     by_latency = sorted(answers, key=lambda answer: answer.seconds)
     front: list[Answer] = []
     for answer in by_latency:
         rate = answer.case.block.num_rows / answer.seconds
         if not front or rate > front[-1].case.block.num_rows / front[-1].seconds:
             front.append(answer)
-    if len(front) <= ON_FRONT:
-        return front
-    return [front[round(place * (len(front) - 1) / (ON_FRONT - 1))] for place in range(ON_FRONT)]
+    plans = {answer.plan for answer in known}
+    rest = [answer for answer in front if answer.plan not in plans]
+    if len(rest) <= ON_FRONT:
+        return rest
+    return [rest[round(place * (len(rest) - 1) / (ON_FRONT - 1))] for place in range(ON_FRONT)]
 
 
 def _front(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from h2o_flexgen.planning.schedule import COMPUTE_LANE, Key, Task
+from h2o_flexgen.planning.schedule import COMPUTE_LANE, LANES, Key, Task
 from h2o_flexgen.planning.trace import Span, Trace
 
 
@@ -33,10 +33,13 @@ def simulate(
     window: deque[float] = deque(maxlen=None if ahead is None else ahead + 1)  # ends of the last COMPUTEs issued
     spans = []
     for task in tasks:
-        issued = window[0] if len(window) == window.maxlen else 0.0
-        start = max([issued, lane_free.get(task.lane, 0.0), *(ends[need] for need in task.needs)])
-        end = ends[task.key] = lane_free[task.lane] = start + seconds(task)
-        if task.lane == COMPUTE_LANE:
+        key, lane = task.key, LANES[task.op]
+        start = max(window[0] if len(window) == window.maxlen else 0.0, lane_free.get(lane, 0.0))
+        for need in task.needs:
+            if ends[need] > start:
+                start = ends[need]
+        end = ends[key] = lane_free[lane] = start + seconds(task)
+        if lane == COMPUTE_LANE:
             window.append(end)
-        spans.append(Span(task.key, task.lane, start, end, nbytes(task)))
+        spans.append(Span(key, lane, start, end, nbytes(task)))
     return Trace(tuple(spans))

@@ -73,6 +73,19 @@ def test_tasks_that_count_as_alike_cost_the_same(accelerator: bool, packed: bool
         assert Pricing(of, on(MACHINE, accelerator)).seconds(task) == pricing.seconds(task), task
 
 
+def test_hidden_states_of_equal_batches_cost_what_their_own_tier_takes() -> None:
+    """Through memory and link; from disk the disk's own time as well."""
+    plan = Plan(num_gpu_batches=2).with_percent((100, 0, 100, 0, 0, 50))
+    of = PlannedBlock.of(tiny_spec(), plan, block_of([[4, 4], [4, 4]]), True)
+    seconds = {
+        tier: Pricing(of, MACHINE).seconds(Key(Op.LOAD_H, 0, 1, batch)) for batch, tier in enumerate(of.placement.hidden)
+    }
+    pricing = Pricing(of, MACHINE)
+    both = [pricing.seconds(Key(Op.LOAD_H, 0, 1, batch)) for batch in (0, 1)]
+    assert sorted(of.placement.hidden) == ["disk", "host"] and both == [seconds[tier] for tier in of.placement.hidden]
+    assert seconds["disk"] > seconds["host"]
+
+
 def test_the_bounds_of_a_step_are_bytes_over_bandwidth_and_flops_over_their_rate() -> None:
     of = planned(block_of([[4, 2], [3, 3]]), num_gpu_batches=2)
     machine = replace(SMALL, flops_per_s={"float32": ((2, 7e9), (4, 9e9))}, task_seconds=1.0, attention_bytes_per_s={})

@@ -1,0 +1,166 @@
+"""The linear program: its numbers are those of pricing, its answers fit, and no plan of a coarse grid is better."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from h2o_flexgen.planning.footprint import Budgets
+from h2o_flexgen.planning.linear import KINDS, PLACES, Case, seconds_at, solve, solve_thoroughly
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.plan import DEVICE, HOST, Plan, Shares
+from h2o_flexgen.planning.planned import PlannedBlock
+from h2o_flexgen.planning.predict import sum_of_steps
+from h2o_flexgen.planning.pricing import Pricing
+from h2o_flexgen.planning.workload import Block
+from tests.planning.test_pricing import MACHINE, on
+from tests.planning.worlds import block_of, tiny_spec
+
+UNIFORM, RAGGED = [[8, 8]] * 4, [[8, 7], [6, 6], [5]]
+SLOW = replace(
+    MACHINE,
+    disk_read_per_s=2e7,
+    disk_write_per_s=1e7,
+    host_to_device_per_s=1e8,
+    device_to_host_per_s=1e8,
+    task_seconds=1e-6,
+    visit_seconds={},
+    disk_both=1.0,
+)
+SOME = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def case_of(
+    accelerator: bool = False,
+    lengths: list[list[int]] | None = None,
+    spec: ModelSpec | None = None,
+    budgets: Budgets | None = None,
+    machine: Machine = SLOW,
+    gen_len: int = 9,
+    **options: object,
+) -> Case:
+    block: Block = block_of(lengths or UNIFORM, gen_len)
+    plan = Plan.create(**{"gpu_batch_size": 2, "num_gpu_batches": len(block.batches), **options})
+    spec = spec or tiny_spec(blocks=5, hidden=32)
+    return Case(replace(spec, kv_codec=plan.kv_codec), plan, block, on(machine, accelerator), budgets or Budgets())
+
+
+def limited(case: Case, share: float, host_share: float | None = None) -> Case:
+    """The fastest tier has room for so large a share of the data beside what is held whatever the plan; a slower one too."""
+    data, whole = sum(case.bytes_of.values()), case.whole
+    room = {tier: whole.total(tier) for tier in case.tiers}
+    room[case.tiers[0]] += int(share * data) - data
+    host = room[HOST] if case.tiers[0] == HOST else None if host_share is None else room[HOST] + int(host_share * data)
+    return replace(case, budgets=Budgets(device=room.get(DEVICE), host=host))
+
+
+# -- what it is made of --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("lengths", [UNIFORM, RAGGED], ids=["uniform", "ragged"])
+@pytest.mark.parametrize("options", [{}, {"schedule": "flexgen_barrier"}, {"kv_policy": "h2o", "heavy": 2, "recent": 3}])
+def test_its_coefficients_are_what_pricing_says_at_every_corner(
+    accelerator: bool, lengths: list[list[int]], options: dict[str, object]
+) -> None:
+    """What is found from one and two blocks of the model, and from one and two batches, is so for all of them."""
+    case = case_of(accelerator, lengths, **options)
+    for kind, tier in case.corners:
+        plan = case.with_shares(**{kind: PLACES[tier]})
+        pricing = Pricing(PlannedBlock.of(case.spec, plan, case.block, accelerator), case.machine)
+        for number, step in enumerate(case.steps):
+            base, more = case.base[number], case.more[kind, tier][number]
+            found = {name: base.get(name, 0.0) + more.get(name, 0.0) for name in {*base, *more}}
+            exact = pricing.bounds(step)
+            for name in {*found, *exact}:
+                assert found.get(name, 0.0) == pytest.approx(exact.get(name, 0.0), rel=1e-9, abs=1e-12), (
+                    kind,
+                    tier,
+                    step,
+                    name,
+                )
+
+
+def test_the_weights_of_its_steps_count_every_step_once() -> None:
+    case = case_of(gen_len=40)
+    assert case.weights_of_steps[0] == 1 and sum(case.weights_of_steps) == pytest.approx(40)
+    seconds = [3.0 + 2 * step for step in case.steps[1:]]
+    mean = sum(weight * one for weight, one in zip(case.weights_of_steps[1:], seconds))
+    assert (
+        mean
+        == pytest.approx(sum_of_steps(case.steps[1:], seconds))
+        == pytest.approx(sum(3.0 + 2 * step for step in range(1, 40)))
+    )
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_its_seconds_are_near_those_of_pricing_for_what_is_really_placed(accelerator: bool) -> None:
+    """Whole tensors and whole batches are placed: so they are near, and not the same."""
+    case = case_of(accelerator, [[8, 8]] * 8, tiny_spec(blocks=12, hidden=32))
+    for percent in ((0, 50, 0, 50, 0, 50), (25, 25, 50, 0, 100, 0), (50, 25, 0, 75, 50, 50)):
+        plan = case.plan.with_percent(percent)
+        plan = plan if accelerator else plan.folded()
+        pricing = Pricing(case.planned(plan), case.machine)
+        exact = sum(weight * max(pricing.bounds(step).values()) for weight, step in zip(case.weights_of_steps, case.steps))
+        assert seconds_at(case, plan) == pytest.approx(exact, rel=0.1)
+
+
+# -- what it answers -----------------------------------------------------------------------------------------------------
+
+
+def shares_of(tiers: tuple[str, ...]) -> list[Shares]:
+    """In quarters; in halves where there are three tiers."""
+    if DEVICE not in tiers:
+        return [Shares(0.0, host / 4) for host in range(5)]
+    return [Shares(device / 2, host / 2) for device, host in product(range(3), range(3)) if device + host <= 2]
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("share", [0.55, 0.7, 0.85, 0.95])
+@pytest.mark.parametrize("options", [{}, {"slots": 1}], ids=["overlap", "no overlap"])
+@pytest.mark.parametrize("lengths", [[[8, 8]] * 8, [[20, 20]] * 2], ids=["many", "few"])
+def test_no_plan_of_a_grid_that_fits_is_better(
+    accelerator: bool, share: float, options: dict[str, object], lengths: list[list[int]]
+) -> None:
+    case = limited(case_of(accelerator, lengths, tiny_spec(blocks=8, hidden=32), **options), share, 0.6)
+    every = (dict(zip(KINDS, shares)) for shares in product(shares_of(case.tiers), repeat=3))
+    fitting = [plan for kinds in every if fits(case, plan := replace(case.plan, **kinds))]
+    (answer,) = solve_thoroughly([case])
+    assert fits(case, answer.plan) and answer.plan.percent != case.with_shares().percent, "something has to go"
+    assert fitting and answer.seconds <= 1.02 * min(seconds_at(case, plan) for plan in fitting), "but for whole per cent"
+
+
+def fits(case: Case, plan: Plan) -> bool:
+    return case.budgets.first_exceeded(case.footprint(plan)) is None
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("share", [0.35, 0.5, 0.7, 0.9, 1.0])
+def test_its_answers_fit(accelerator: bool, share: float) -> None:
+    case = limited(case_of(accelerator, RAGGED), share, share)
+    for answer in solve([case]):
+        assert fits(case, answer.plan)
+        assert answer.seconds == pytest.approx(seconds_at(case, answer.plan))
+        assert all(float(share).is_integer() for share in answer.plan.percent)
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_what_fits_is_not_offloaded(accelerator: bool) -> None:
+    for case in (case_of(accelerator), limited(case_of(accelerator), 1.0)):
+        (answer,) = solve([case])
+        fastest = Shares(1.0, 0.0) if accelerator else Shares(0.0, 1.0)
+        assert (answer.plan.weights, answer.plan.kv, answer.plan.hidden) == (fastest,) * 3
+
+
+def test_cases_that_are_solved_together_are_answered_as_if_alone() -> None:
+    cases = [limited(case_of(accelerator, lengths), 0.8) for accelerator in (False, True) for lengths in (UNIFORM, RAGGED)]
+    together = solve_thoroughly(cases)
+    alone = [answer for case in cases for answer in solve_thoroughly([case])]
+    assert [answer.seconds for answer in together] == pytest.approx([answer.seconds for answer in alone], rel=0.01)
+
+
+def test_what_fits_nowhere_has_no_answer() -> None:
+    assert solve([replace(case_of(), budgets=Budgets(host=1000, disk=1000))]) == []

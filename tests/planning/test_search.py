@@ -1,0 +1,139 @@
+"""Search: what it finds fits, is in time and is not offloaded without need; where nothing is found, it says what is lacking."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from h2o_flexgen.planning.footprint import Budgets
+from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.plan import DEVICE, HOST, Plan, Shares
+from h2o_flexgen.planning.search import LATENCY, NoPlan, Problem, nearest_miss, search
+from h2o_flexgen.planning.units import parse_bytes
+from h2o_flexgen.planning.workload import Workload
+from tests.planning.test_linear import SLOW
+from tests.planning.test_pricing import on
+from tests.planning.worlds import tiny_spec
+
+SPEC = tiny_spec(blocks=4, hidden=64)
+CODECS = (("group4", "plain"), ("plain", "group4"), ("group4", "group4"))
+
+
+def sized(spec: ModelSpec = SPEC) -> Callable[[Plan], ModelSpec]:
+    return lambda plan: spec.written_as(plan.weight_codec, plan.kv_codec)
+
+
+def problem(accelerator: bool = False, budgets: Budgets | None = None, **changes: object) -> Problem:
+    asked = Problem(sized(), None, 20, 10, Plan(), on(SLOW, accelerator), budgets or Budgets(), batches=(1, 2, 3, 4))
+    return replace(asked, **changes)  # type: ignore[arg-type]
+
+
+def scarce(accelerator: bool, share: float, **changes: object) -> Problem:
+    """With so large a share of what 64 rows need on the fastest tier, beside what one row needs with all of it offloaded."""
+    asked = problem(accelerator, workload=Workload.uniform(64, 20, 10), **changes)
+    tier = DEVICE if accelerator else HOST
+    whole = Plan(gpu_batch_size=16, num_gpu_batches=4)
+    least = replace(whole, gpu_batch_size=1, num_gpu_batches=1).with_percent((0,) * 6)
+    most, few = (asked.request(plan if accelerator else plan.folded()).footprint().total(tier) for plan in (whole, least))
+    budget = int(few + share * (most - few))
+    return replace(asked, budgets=Budgets(device=budget) if accelerator else Budgets(host=budget))
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.8])
+def test_what_is_found_fits_and_is_the_best_of_what_was_simulated(accelerator: bool, share: float) -> None:
+    asked = scarce(accelerator, share)
+    found = search(asked)
+    for one in (*found.all, *found.front):
+        assert asked.fits(one.plan) and all(float(percent).is_integer() for percent in one.plan.percent)
+        for tier, nbytes in one.prediction.peak_bytes.items():
+            budget = asked.budgets.of(tier)
+            assert budget is None or nbytes <= budget
+    assert found.best.tokens_per_second >= 0.98 * max(one.tokens_per_second for one in (*found.all, *found.front))
+    assert all(one.prediction.num_prompts == 64 for one in found.all)
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_what_fits_is_not_offloaded(accelerator: bool) -> None:
+    found = search(problem(accelerator, workload=Workload.uniform(64, 20, 10)))
+    everything = Shares(1.0, 0.0) if accelerator else Shares(0.0, 1.0)
+    for one in found.all:
+        assert (one.plan.weights, one.plan.kv, one.plan.hidden) == (everything,) * 3
+
+
+def test_more_memory_is_never_slower() -> None:
+    rates = [search(scarce(False, share)).best.tokens_per_second for share in (0.05, 0.3, 0.9)]
+    assert all(more >= 0.98 * less for less, more in pairwise(rates)), rates
+    assert rates[-1] > rates[0]
+
+
+def test_a_front_has_nothing_that_another_point_beats() -> None:
+    front = search(scarce(False, 0.3)).front
+    assert len(front) > 1
+    for one, other in pairwise(front):
+        assert one.block_seconds < other.block_seconds and one.tokens_per_second < other.tokens_per_second
+
+
+def test_sizes_that_somebody_chose_are_kept() -> None:
+    found = search(problem(batch_sizes=(5,), batches=(2,)))
+    assert {(one.plan.gpu_batch_size, one.plan.num_gpu_batches) for one in (*found.all, *found.front)} == {(5, 2)}
+
+
+def test_a_codec_is_taken_only_where_it_is_allowed() -> None:
+    asked = scarce(False, 0.02)
+    plain, free = search(asked), search(replace(asked, codecs=CODECS))
+    assert {one.plan.weight_codec for one in plain.all} == {"plain"} and {one.plan.kv_codec for one in plain.all} == {"plain"}
+    assert free.best.tokens_per_second >= plain.best.tokens_per_second
+    assert (free.best.plan.weight_codec, free.best.plan.kv_codec) in CODECS, "nearly no memory: fewer bytes are faster"
+
+
+# -- latency -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("part", [0.1, 0.4, 0.8])
+def test_a_latency_limit_is_kept(accelerator: bool, part: float) -> None:
+    free = search(scarce(accelerator, 0.3))
+    soonest, best = free.front[0].block_seconds, free.best.block_seconds
+    limit = soonest + part * (best - soonest) + 1e-9
+    found = search(replace(scarce(accelerator, 0.3), latency_limit=limit))
+    assert all(one.block_seconds <= limit for one in found.all)
+    assert found.best.tokens_per_second <= free.best.tokens_per_second * 1.02
+
+
+def test_whoever_prefers_latency_gets_the_soonest_end() -> None:
+    by_rate, by_latency = search(scarce(False, 0.3)), search(scarce(False, 0.3, prefer=LATENCY))
+    assert by_latency.best.block_seconds < by_rate.best.block_seconds
+    assert by_latency.best.block_seconds <= 1.02 * by_rate.front[0].block_seconds
+
+
+def test_a_limit_that_nothing_keeps_is_answered_with_the_fastest_there_is() -> None:
+    with pytest.raises(NoPlan, match=r"no plan ends a block within 1e-06 s; the fastest needs .* s: give more time"):
+        search(scarce(False, 0.3, latency_limit=1e-6))
+
+
+# -- nothing fits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_what_is_lacking_is_named_and_with_so_much_more_it_fits(accelerator: bool) -> None:
+    budgets = Budgets(device=80 << 20 if accelerator else None, host=30 << 20, disk=1 << 40)
+    asked = problem(accelerator, budgets)
+    with pytest.raises(NoPlan) as refused:
+        search(asked)
+    line = str(refused.value)
+    match = re.search(r"no plan fits: even one row .* on host, and the budget is 31.46 MB; give (.* MB) more on host$", line)
+    assert match and "\n" not in line, line
+    more = parse_bytes(match[1].replace(" ", "")) + 10_000  # two decimals are shown
+    assert search(replace(asked, budgets=replace(budgets, host=budgets.host + more))).best  # type: ignore[operator]
+
+
+def test_sizes_that_do_not_fit_are_not_called_too_little_memory_for_one_row() -> None:
+    asked = scarce(False, 0.05, batch_sizes=(64,), batches=(1,))
+    with pytest.raises(NoPlan, match="let the batch sizes be searched, or give more memory"):
+        search(asked)
+    assert "sizes asked for" in nearest_miss(asked)

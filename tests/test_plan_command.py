@@ -1,0 +1,304 @@
+"""The plan command, from its arguments to its last line: what it prints can be pasted into the run command."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen import plan
+from h2o_flexgen.commands import pictures
+from h2o_flexgen.commands.arguments import parse as parse_run
+from h2o_flexgen.commands.timeline_picture import draw_timelines, two_steps
+from h2o_flexgen.planning.machines import find_machine
+from h2o_flexgen.planning.plan import Plan
+from tests.planning.test_linear import case_of
+from tests.planning.test_pricing import MACHINE, Pricing
+from tests.tiny import save_tiny
+
+KEYS = {
+    "model", "plan", "predicted", "busiest_lane", "binding_tier", "runners_up", "front", "flags", "machine", "cases",
+    "search_seconds", "placed_percent", "needed_bytes", "budget_bytes",
+}  # fmt: skip
+PREDICTED = {
+    "prefill_seconds", "decode_seconds", "total_seconds", "tokens_per_second", "step_seconds_median", "peak_bytes", "lanes",
+}  # fmt: skip
+WORK = ("--prompt-len", 24, "--gen-len", 6, "--num-prompts", 12)
+draws = pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
+
+
+@dataclass(frozen=True)
+class Result:
+    status: int
+    out: list[str]
+    err: list[str]
+
+    @property
+    def json(self) -> dict[str, Any]:
+        assert self.status == 0, self.err
+        return json.loads(self.out[-1])
+
+    @property
+    def error(self) -> str:
+        lines = [line for line in self.err if not line.startswith("planning for ")]
+        assert self.status == 2 and len(lines) == 1 and lines[0].startswith("error: "), (self.status, self.err)
+        return lines[0]
+
+
+@pytest.fixture(scope="module")
+def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny-opt"
+    save_tiny("opt", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A CPU with a slow disk, and an accelerator behind a slow link."""
+    folder = tmp_path_factory.mktemp("machines")
+    slow = replace(
+        MACHINE, flops_per_s=dict.fromkeys(("float32", "float16", "bfloat16"), ((1, 5000000000.0), (64, 20000000000.0)))
+    )
+    slow = replace(slow, attention_flops_per_s={}, host_bytes=10**10, disk_bytes=10**11, device_bytes=10**9)
+    files = {"cpu": replace(slow, name="slow-cpu", device="cpu"), "accelerator": replace(slow, name="slow-link")}
+    for name, machine in files.items():
+        machine.save(folder / f"{name}.yaml")
+    return {name: folder / f"{name}.yaml" for name in files}
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str], opt: Path, machines: dict[str, Path]) -> Any:
+    def call(*argv: object, machine: object = machines["cpu"], model: object = opt) -> Result:
+        capfd.readouterr()
+        status = plan.main(["--model", str(model), "--machine", str(machine), *map(str, argv)])
+        captured = capfd.readouterr()
+        return Result(status, captured.out.splitlines(), captured.err.splitlines())
+
+    return call
+
+
+def plan_in(document: dict[str, Any]) -> Plan:
+    """As the run command takes the flags that were printed."""
+    return parse_run(document["flags"]).plan
+
+
+# -- what it says --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--kv-policy", "h2o", "--kv-budget", 0.5),
+        ("--hh-ratio", 0.25, "--hh-prompt-only", "--sinks", 2, "--schedule", "flexgen_barrier"),
+        ("--compress-weight", "--compress-cache", 8, "--sep-layer", 0, "--prefill-tokens", 64),
+        ("--overlap", 0, "--pin-weight", 0, "--dtype", "float32", "--gpu-batch-size", 3),
+        ("--slots", 3, "--num-gpu-batches", 2, "--dummy-weights"),
+    ],
+    ids=lambda flags: " ".join(map(str, flags)),
+)
+@pytest.mark.parametrize("kind", ["cpu", "accelerator"])
+def test_its_flags_make_the_run_command_take_the_plan_that_was_found(
+    command: Any, machines: dict[str, Path], flags: tuple[object, ...], kind: str
+) -> None:
+    result = command(*WORK, *flags, machine=machines[kind])
+    asked = plan_in(result.json)
+    assert json.loads(json.dumps(vars_of(asked))) == result.json["plan"]
+    line = next(line for line in result.out if line.startswith("run "))
+    assert shlex.split(line.partition("h2o_flexgen.run ")[2]) == result.json["flags"]
+    args = parse_run(result.json["flags"])
+    assert (args.prompt_len, args.gen_len, args.num_prompts) == (24, 6, 12)
+
+
+def vars_of(asked: Plan) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(asked)
+
+
+def test_the_last_line_is_json_with_every_promised_key(command: Any) -> None:
+    document = command(*WORK).json
+    predicted = document["predicted"]
+    assert document.keys() >= KEYS and predicted.keys() >= PREDICTED
+    assert predicted["total_seconds"] == pytest.approx(predicted["prefill_seconds"] + predicted["decode_seconds"], abs=1e-5)
+    assert predicted["tokens_per_second"] == pytest.approx(12 * 6 / predicted["total_seconds"], rel=0.01)
+    assert predicted["step_seconds_median"] > 0 and set(predicted["peak_bytes"]) == {"device", "host", "disk"}
+    assert all(lane["busy_seconds"] >= 0 for lane in predicted["lanes"].values())
+    assert document["machine"] == "slow-cpu" and document["cases"] > 0 and document["front"]
+
+
+def test_what_fits_is_not_offloaded_and_it_says_so(command: Any) -> None:
+    result = command(*WORK)
+    assert result.json["plan"]["weights"]["host"] == result.json["plan"]["kv"]["host"] == 1
+    assert any("everything fits, nothing is offloaded" in line for line in result.out)
+    assert result.json["busiest_lane"] == "compute"
+
+
+def test_with_little_memory_it_says_which_lane_is_busy_and_which_memory_is_full(command: Any) -> None:
+    flags = ("--prompt-len", 64, "--gen-len", 4, "--num-prompts", 64)
+    result = command(*flags, "--cpu-mem", "1.2GB", model="facebook/opt-1.3b")
+    document = result.json
+    assert document["busiest_lane"] in ("read", "write", "load", "store", "compute")
+    assert document["needed_bytes"]["host"] <= document["budget_bytes"]["host"] == 1_200_000_000
+    assert document["plan"]["weights"]["host"] < 1 and not any("everything fits" in line for line in result.out)
+    assert any(re.search(r"is the busiest lane: .* s of a decode step's .* s \(\d+ %\)", line) for line in result.out)
+    assert any(re.search(r"(CPU memory|the disk) is fullest: ", line) for line in result.out)
+
+
+def test_four_bits_are_taken_only_where_they_are_allowed(command: Any) -> None:
+    flags = ("--prompt-len", 64, "--gen-len", 4, "--num-prompts", 8, "--cpu-mem", "1.2GB", "--gpu-batch-size", 8)
+    plain, free = (command(*flags, *more, model="facebook/opt-1.3b").json for more in ((), ("--allow-4bit",)))
+    assert plain["plan"]["weight_codec"] == plain["plan"]["kv_codec"] == "plain"
+    assert free["plan"]["weight_codec"] == "group4" and "--compress-weight" in free["flags"]
+    assert free["predicted"]["tokens_per_second"] > plain["predicted"]["tokens_per_second"]
+
+
+def test_a_latency_limit_is_kept_and_latency_may_be_preferred(command: Any) -> None:
+    by_rate, by_latency = command(*WORK).json, command(*WORK, "--prefer", "latency").json
+    soonest, most = (one["predicted"]["block_seconds"] for one in (by_latency, by_rate))
+    assert soonest <= most
+    limit = (soonest + most) / 2
+    assert command(*WORK, "--latency-limit", limit).json["predicted"]["block_seconds"] <= limit
+
+
+def test_attention_beside_the_data_is_priced_and_said_to_be_refused(command: Any, machines: dict[str, Path]) -> None:
+    result = command(*WORK, "--cpu-cache-compute", machine=machines["accelerator"])
+    assert result.json["plan"]["attend_on"] == "host"
+    assert any("--cpu-cache-compute, which can be priced, but which the run command refuses" in line for line in result.out)
+
+
+# -- a plan that is given ------------------------------------------------------------------------------------------------
+
+GIVEN = ("--evaluate", "--percent", 20, 30, 0, 50, 100, 0, "--gpu-batch-size", 3, "--num-gpu-batches", 2)
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--cpu-cache-compute",), ("--schedule", "flexgen_barrier", "--pin-weight", 0), ("--compress-cache",)]
+)
+def test_a_given_plan_is_priced_as_it_is(command: Any, machines: dict[str, Path], flags: tuple[object, ...]) -> None:
+    result = command(*WORK, *GIVEN, *flags, machine=machines["accelerator"])
+    document = result.json
+    assert document["requested_percent"] == [20, 30, 0, 50, 100, 0] and document["runners_up"] == []
+    assert (document["plan"]["gpu_batch_size"], document["plan"]["num_gpu_batches"]) == (3, 2)
+    assert document["predicted"]["total_seconds"] > 0 and not any("next best" in line for line in result.out)
+
+
+def test_without_an_accelerator_a_given_plan_is_folded(command: Any) -> None:
+    result = command(*WORK, *GIVEN)
+    assert result.json["plan"]["weights"] == {"device": 0, "host": 0.5}
+    assert "no GPU: what was meant for it lives in host memory" in result.out
+
+
+def test_what_a_search_found_is_priced_the_same_when_it_is_given(command: Any) -> None:
+    found = command(*WORK, "--num-gpu-batches", 2).json
+    keep = found["flags"][2:]
+    again = command("--evaluate", *keep).json
+    assert again["predicted"] == found["predicted"]
+
+
+def test_a_given_plan_that_does_not_fit_is_refused(command: Any) -> None:
+    flags = ("--evaluate", "--percent", 0, 100, 0, 100, 0, 100, "--cpu-mem", "2GB")
+    error = command(*WORK, *flags, model="facebook/opt-1.3b").error
+    assert re.search(r"needs \d\.\d\d GB on host .*, the budget is 2\.00 GB; would fit: ", error), error
+
+
+# -- what it refuses -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--percent", 0, 50, 0, 50, 0, 50), ("--percent", "--evaluate")),
+        (("--evaluate", "--allow-4bit"), ("--allow-4bit", "--compress-weight")),
+        (("--evaluate", "--latency-limit", 3), ("--latency-limit", "search")),
+        (("--gpu-batch-size", 0), ("--gpu-batch-size is 0",)),
+        (("--num-prompts", -1), ("--num-prompts is -1",)),
+        (("--latency-limit", 0), ("--latency-limit is 0",)),
+        (("--latency-limit", "1e-9"), ("no plan ends a block within 1e-09 s", "the fastest needs")),
+        (("--cpu-mem", "1MB"), ("no plan fits", "on host", "give")),
+        (("--cpu-mem", "lots"), ("'lots'", "16GB")),
+        (("--gpu-mem", "16GB"), ("--gpu-mem 16GB", "slow-cpu has none")),
+        (("--prompt-len", 500), ("128 positions",)),
+        (("--positions", "rolling", "--kv-policy", "h2o"), ("rotary",)),
+        (("--kv-policy", "nobody"), ("nobody",)),
+        (("--schedule", "zigzak"), ("zigzak", "zigzag")),
+        (("--plot", "front.gif"), ("front.gif", ".png")),
+        (("--timeline", "/nowhere/at/all.png"), ("--timeline", "folder that exists")),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) and str(value[0]).startswith("--") else "",
+)
+def test_bad_flags_get_one_line(command: Any, flags: tuple[object, ...], words: tuple[str, ...]) -> None:
+    if flags[0] in ("--plot", "--timeline"):
+        pytest.importorskip("matplotlib")
+    error = command(*flags).error
+    assert all(word in error for word in words), error
+
+
+def test_an_unknown_machine_and_a_damaged_one_are_named(command: Any, tmp_path: Path) -> None:
+    assert "machine 'cpu-2cores' is unknown" in command(*WORK, machine="cpu-2cores").error
+    file = tmp_path / "damaged.yaml"
+    file.write_text("name: half\ndevice: cpu\n")
+    assert str(file) in command(*WORK, machine=file).error
+    assert "missing.yaml" in command(*WORK, machine=tmp_path / "missing.yaml").error
+
+
+def test_an_unknown_model_is_named(command: Any, tmp_path: Path) -> None:
+    assert "config.json" in command(*WORK, model=tmp_path).error
+
+
+def test_a_picture_without_matplotlib_is_refused_before_any_work(command: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    error = command("--plot", tmp_path / "front.png", machine="no-such-machine").error
+    assert "--plot needs matplotlib" in error and "[plot]" in error
+
+
+def test_help_comes_without_loading_torch() -> None:
+    code = (
+        "import sys\nfrom h2o_flexgen import plan\ntry: plan.main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "--latency-limit SECONDS" in output and output.splitlines()[-1] == "False"
+
+
+# -- pictures ------------------------------------------------------------------------------------------------------------
+
+
+@draws
+def test_pictures_are_written_and_nothing_else(command: Any, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.png" for name in ("plot", "timeline")}
+    command(*WORK, "--plot", files["plot"], "--timeline", files["timeline"])
+    assert sorted(tmp_path.iterdir()) == sorted(files.values())
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files.values())
+
+
+@draws
+def test_two_traces_are_drawn_below_each_other(tmp_path: Path) -> None:
+    case = case_of(True)
+    traces = [Pricing(case.planned(case.plan.with_percent((0, 50, 0, 50, 0, 50))), case.machine).simulated() for _ in range(2)]
+    for number in (1, 2):
+        shown = {name: two_steps(trace) for name, trace in zip(("predicted", "measured")[:number], traces)}
+        draw_timelines(shown, tmp_path / f"{number}.svg", "title")
+    one, two = ((tmp_path / f"{number}.svg").stat().st_size for number in (1, 2))
+    assert two > 1.5 * one
+
+
+def test_what_is_drawn_are_two_steps_of_the_decode_without_the_last() -> None:
+    case = case_of(True, gen_len=6)
+    trace = Pricing(case.planned(case.plan.with_percent((0, 50, 0, 50, 0, 50))), case.machine).simulated()
+    shown = two_steps(trace)
+    ends = trace.step_ends()
+    visits = [span for span in shown.spans if span.lane == "compute" and span.end > span.start]
+    assert {span.key.step for span in visits} <= {3, 4} and len(visits) <= 2 * len(case.spec.layers) * 4
+    assert shown.makespan <= ends[4] - ends[2] + 1e-9
+
+
+def test_machines_of_the_package_can_be_planned_for(command: Any) -> None:
+    assert command(*WORK, machine="cpu-2core").json["machine"] == find_machine("cpu-2core").name
