@@ -62,11 +62,12 @@ def _run(args: Namespace) -> None:
         from h2o_flexgen.memory.device import open_device
         from h2o_flexgen.runtime.profiling.kept import about, fingerprint_of, keep
         from h2o_flexgen.runtime.profiling.machine import profile
+        from h2o_flexgen.runtime.profiling.others import Others
         from h2o_flexgen.runtime.profiling.sizes import FULL, QUICK
 
         folder = Path(args.offload_dir or default_offload_folder()).expanduser()
         device, dtype = open_device(args.device), None if args.dtype == AUTO else args.dtype
-        mark, begun = fingerprint_of(device, folder, dtype), time.perf_counter()
+        mark, begun, others = fingerprint_of(device, folder, dtype), time.perf_counter(), Others()
         machine = profile(
             device,
             folder,
@@ -75,12 +76,14 @@ def _run(args: Namespace) -> None:
             QUICK if args.quick else FULL,
             lambda title, done, total: progress.stage(title, f"{done}/{total}"),
         )
-        seconds, kept = time.perf_counter() - begun, keep(machine, mark)
+        seconds, warning = time.perf_counter() - begun, others.warning()
+        kept = keep(machine, mark, warning)
         if file is not None:
             machine = replace(machine, name=file.stem)
-            machine.save(file, about(mark))
+            machine.save(file, about(mark, warning))
     say(machine_lines(machine))
     say(["", f"measured in {seconds:.0f} s and kept in {kept}" + (f", and written to {file}" if file else "")])
+    say([warning] if warning else [])
     print(json.dumps({"profile": asdict(machine), "seconds": round(seconds, 1), "kept": str(kept)}), flush=True)
 
 

@@ -8,7 +8,7 @@ from math import isfinite
 from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES, Curve, Machine
 from h2o_flexgen.planning.units import format_bytes
 
-WIDTH = 44
+WIDTH = 46
 SCORES = {PLAIN_SCORES: "all kept", WITH_SCORES: "scored, to evict"}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from math import log
+from math import inf, log
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from h2o_flexgen.planning.machine import Machine
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "machines"
 
+CURVES = "flops_per_s:\n  float16: [[1, 2]]\n"
 SMALL = Machine(
     name="small",
     device="cuda",
@@ -115,6 +116,28 @@ def test_a_wrong_value_is_named_in_one_line(tmp_path: Path, key: str, value: obj
         Machine.load(path)
     assert str(caught.value).startswith(f"machine file {path}: {message}")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# one\nname: small\ndevice: tpu\n", "device is 'tpu'; give one of cpu, cuda (line 3)"),
+        ("name: small\ndevcie: cpu\n", "unknown key 'devcie'; did you mean 'device'? (line 2)"),
+        (f"{CURVES}  bfloat16:\n    - [1]\n", "flops_per_s.bfloat16 has the point [1]; give [rows, flop/s] (line 3)"),
+        (f"{CURVES}  float61: [[1, 2]]\n", "unknown key in flops_per_s 'float61'; did you mean 'float16'? (line 3)"),
+        ("\nvisit_seconds: {attention: 1,\n  mlp: soon}\n", "visit_seconds.mlp is 'soon'; give a number (line 3)"),
+        ("flops_per_s:\n  float16: [[0, 1]]\n", "rows in flops_per_s.float16 is 0; give a number of at least 1 (line 2)"),
+    ],
+)  # fmt: skip
+def test_the_line_of_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    rest = {key: value for key, value in asdict(SMALL).items() if f"{key}:" not in text and key != "device"}
+    rest = {key: value for key, value in rest.items() if value not in (inf, {})}
+    rest = {**rest, "flops_per_s": {"float16": [[1, 1e12]]}} if "flops_per_s:" not in text else rest
+    device = {} if "device:" in text or "devcie" in text else {"device": "cpu"}
+    (tmp_path / "m.yaml").write_text(text + yaml.safe_dump({**rest, **device}))
+    with pytest.raises(ValueError) as caught:
+        Machine.load(tmp_path / "m.yaml")
+    assert str(caught.value) == f"machine file {tmp_path / 'm.yaml'}: {message}"
 
 
 def test_missing_keys_are_named(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ prompts, with scores and without."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -40,7 +40,7 @@ def decode_reading(clock: Clock, dtype: str, sizes: Sizes) -> list[Subject]:
     """A key for each query: as many bytes as possible for what is computed. On each tier that KV is attended on."""
     heads = Heads(sizes.heads, sizes.heads, sizes.head_dim)
     tiers = {HOST: Device(), **({DEVICE: clock.device} if clock.device.accelerator else {})}
-    return [_decode_reading(Clock(device, clock.seconds), tier, heads, dtype, sizes) for tier, device in tiers.items()]
+    return [_decode_reading(replace(clock, device=device), tier, heads, dtype, sizes) for tier, device in tiers.items()]
 
 
 def _decode_reading(clock: Clock, tier: str, heads: Heads, dtype: str, sizes: Sizes) -> Subject:

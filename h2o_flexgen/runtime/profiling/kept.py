@@ -11,6 +11,7 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import machine_file, save_machine, saved_machine
 from h2o_flexgen.runtime.fingerprint import Fingerprint
 from h2o_flexgen.runtime.profiling.machine import profile, usual_dtype
+from h2o_flexgen.runtime.profiling.others import Others
 from h2o_flexgen.runtime.profiling.sizes import QUICK, Sizes
 from h2o_flexgen.runtime.profiling.subject import OnSubject
 
@@ -34,8 +35,12 @@ def profiled(
         found = None
     if found is not None:
         return found
+    others = Others()
     machine = profile(device, offload_folder, mark.name, dtype, sizes, on_subject)
-    keep(machine, mark)
+    warning = others.warning()
+    keep(machine, mark, warning)
+    if warning:
+        note(warning)
     note(f"this machine's profile is kept in {machine_file(mark.name)}; `python -m h2o_flexgen.profile` measures it at length")
     return machine
 
@@ -44,12 +49,18 @@ def fingerprint_of(device: Device, offload_folder: Path, dtype: str | None) -> F
     return Fingerprint.of(device, offload_folder, dtype or usual_dtype(device))
 
 
-def keep(machine: Machine, mark: Fingerprint) -> Path:
-    return save_machine(mark.name, machine, about(mark))
+def keep(machine: Machine, mark: Fingerprint, warning: str = "") -> Path:
+    return save_machine(mark.name, machine, about(mark, warning))
 
 
-def about(mark: Fingerprint) -> str:
-    """What stands above a profile: when it was measured, and of what."""
+def about(mark: Fingerprint, warning: str = "") -> str:
+    """What stands above a profile: when it was measured, of what, and what is to be thought of it."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     parts = [f"{name}: {value}" for name, value in mark.parts.items()]
-    return "\n".join([f"Measured {when} by `python -m h2o_flexgen.profile`, or by who needed it. Of this machine:", *parts])
+    return "\n".join(
+        [
+            f"Measured {when} by `python -m h2o_flexgen.profile`, or by who needed it. Of this machine:",
+            *parts,
+            *filter(None, [warning]),
+        ]
+    )

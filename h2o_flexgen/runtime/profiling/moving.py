@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ from h2o_flexgen.memory.disk import CHUNK_BYTES
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.tier import ALIGNMENT
+from h2o_flexgen.planning.schedule import LANES, WORKERS, Op
 from h2o_flexgen.planning.units import format_bytes
 from h2o_flexgen.runtime.profiling.sizes import Sizes
 from h2o_flexgen.runtime.profiling.subject import Clock, Figures, Subject
@@ -24,6 +27,7 @@ from h2o_flexgen.runtime.profiling.subject import Clock, Figures, Subject
 SHARE_OF_DISK = 4  # a quarter of what is free there is written at most
 LEAST_DISK_BYTES = 8 * CHUNK_BYTES  # below, a rate says little
 READ, WRITE, BOTH = "disk_read_per_s", "disk_write_per_s", "disk_both"
+LANES_OF = {READ: LANES[Op.READ_W], WRITE: LANES[Op.WRITE_KV]}
 COPY, SUM = "host_copy_per_s", "host_read_per_s"
 LINKS = {  # is the host's end page-locked -> to the device, and back
     True: ("host_to_device_per_s", "device_to_host_per_s"),
@@ -61,7 +65,7 @@ class DiskTrial:
         self._chunk = min(CHUNK_BYTES, max(ALIGNMENT, nbytes // (2 * self._files.readers) // ALIGNMENT * ALIGNMENT))
         self._chunks = max(1, nbytes // self._chunk)
         self._source = HostTier().alloc(self._chunk)[: self._chunk].random_(256)
-        self._next = {READ: 0, WRITE: self._chunks // 2}  # apart, so that they do not meet in one place
+        self._next: Counter[tuple[str, int]] = Counter()  # chunk that each worker of a lane is at, in its part of the file
         self.region = self._disk.alloc(self._chunks * self._chunk)
         self._files.each(self._write, [chunk * self._chunk for chunk in range(self._chunks)])
 
@@ -74,16 +78,23 @@ class DiskTrial:
         return {**alone, BOTH: shares}
 
     def _rate(self, way: str, seconds: float) -> float:
-        """As many chunks at once as there are threads, one group behind the other."""
-        action = self._read if way == READ else self._write
-        begun, done = time.perf_counter(), 0
-        while (passed := time.perf_counter() - begun) < seconds or not done:
-            group = min(self._chunks, self._files.readers)
-            first = self._next[way]
+        """By as many at once as the lane has workers, so that the end of one task leaves no thread idle."""
+        workers = WORKERS[LANES_OF[way]]
+        begun = time.perf_counter()
+        with ThreadPoolExecutor(workers) as pool:
+            done = sum(pool.map(lambda place: self._moved(way, place, workers, begun + seconds), range(workers)))
+        return done / (time.perf_counter() - begun)
+
+    def _moved(self, way: str, place: int, workers: int, ends: float) -> int:
+        """As many chunks at once as there are threads, one task behind the other, in a part of the file of its own."""
+        action, done = self._read if way == READ else self._write, 0
+        group, part = min(self._chunks, self._files.readers), max(1, self._chunks // workers)
+        while time.perf_counter() < ends or not done:
+            first = place * part + self._next[way, place]
             self._files.each(action, [(first + member) % self._chunks * self._chunk for member in range(group)])
-            self._next[way] = (first + group) % self._chunks
+            self._next[way, place] = (self._next[way, place] + group) % part
             done += group * self._chunk
-        return done / passed
+        return done
 
     def _read(self, start: int) -> None:
         self._disk.read_into(self.region, start, self._disk.scratch(self._chunk))
@@ -96,7 +107,7 @@ class DiskTrial:
 
 
 def copies(clock: Clock, sizes: Sizes) -> list[Subject]:
-    memory, host = HostTier(), Clock(Device(), clock.seconds)
+    memory, host = HostTier(), replace(clock, device=Device())
     source, target = (memory.alloc(sizes.copied_bytes)[: sizes.copied_bytes].fill_(1) for _ in range(2))
     values = source.view(torch.float32)
     subjects = [

@@ -4,9 +4,14 @@ left of them."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.memories import Memories
@@ -14,10 +19,10 @@ from h2o_flexgen.models.dummy import DummySource
 from h2o_flexgen.planning.machine import VISITS
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import Plan, Shares
-from h2o_flexgen.planning.schedule import Op
+from h2o_flexgen.planning.schedule import Key, Op, Task
 from h2o_flexgen.planning.trace import Trace
 from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.runtime.engine import Engine
+from h2o_flexgen.runtime.engine import Engine, OnVisit
 from h2o_flexgen.runtime.profiling.products import HEAD_DIM, OPT, small_model
 from h2o_flexgen.runtime.profiling.sizes import Sizes
 from h2o_flexgen.runtime.profiling.subject import Figures, Subject
@@ -39,8 +44,10 @@ def visits(device: Device, folder: Path, dtype: str, sizes: Sizes) -> list[Subje
 
 def _of_visits(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figures:
     """With weights in memory: nobody else wants the processor."""
-    spec, trace = _run(device, folder, dtype, sizes, Shares(1.0, 0.0))
-    return {f"{VISIT} {kind}": _median(spec, trace, Op.COMPUTE, (kind,)) for kind in VISITS}
+    between = None if device.accelerator else Between(torch.ones(sizes.cold_bytes // 4))
+    spec, trace = _run(device, folder, dtype, sizes, Shares(1.0, 0.0), between)
+    own = (lambda key: 0.0) if between is None else between.seconds.__getitem__
+    return {f"{VISIT} {kind}": _median(spec, trace, Op.COMPUTE, (kind,), own) for kind in VISITS}
 
 
 def _of_reads(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figures:
@@ -48,13 +55,33 @@ def _of_reads(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figures
     return {TASK: _median(spec, trace, Op.READ_W, VISITS)}
 
 
-def _median(spec: ModelSpec, trace: Trace, op: Op, kinds: Sequence[str]) -> float:
-    """Of the tasks of a step."""
+def _median(
+    spec: ModelSpec, trace: Trace, op: Op, kinds: Sequence[str], own: Callable[[Key], float] = lambda key: 0.0
+) -> float:
+    """Of the tasks of a step, less what we ourselves have done in them."""
     wanted = (span for span in trace.spans if span.key.step and span.key.op is op)
-    return statistics.median(span.end - span.start for span in wanted if spec.layers[span.key.layer].kind in kinds)
+    return statistics.median(
+        span.end - span.start - own(span.key) for span in wanted if spec.layers[span.key.layer].kind in kinds
+    )
 
 
-def _run(device: Device, folder: Path, dtype: str, sizes: Sizes, weights: Shares) -> tuple[ModelSpec, Trace]:
+@dataclass(frozen=True, eq=False)
+class Between:
+    """Stands for the weights that a run passes through from visit to visit: what the next one needs, its program too, is no
+    longer in a cache, and a visit takes several times what it would take with all of it there."""
+
+    memory: Tensor  # more than caches hold
+    seconds: dict[Key, float] = field(default_factory=dict)  # that it took
+
+    def __call__(self, task: Task, tokens: int) -> None:
+        begun = time.perf_counter()
+        self.memory.sum()
+        self.seconds[task.key] = time.perf_counter() - begun
+
+
+def _run(
+    device: Device, folder: Path, dtype: str, sizes: Sizes, weights: Shares, on_visit: OnVisit | None = None
+) -> tuple[ModelSpec, Trace]:
     plan = Plan(gpu_batch_size=1, weights=weights, pin_weight=False)
     model = small_model(OPT, dtype, HEAD_DIM, BLOCKS)
     (block,) = Workload.uniform(1, PROMPT_LEN, sizes.steps).blocks(1, 1)
@@ -63,4 +90,4 @@ def _run(device: Device, folder: Path, dtype: str, sizes: Sizes, weights: Shares
     )
     with closing(Memories(device, folder, False)) as memories, closing(DummySource(SEED, dtype, folder)) as source:
         engine = Engine(model, source, plan if device.accelerator else plan.folded(), memories)
-        return model.spec, engine.run(block, [row], Sampler(SEED)).trace
+        return model.spec, engine.run(block, [row], Sampler(SEED), on_visit).trace

@@ -1,0 +1,36 @@
+"""Others: how much of the processor other processes took meanwhile. A shared machine's profile is of its share."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+
+DISTURBING = 0.1  # of a core
+
+
+class Others:
+    def __init__(self) -> None:
+        self._begun, self._busy, self._own = time.perf_counter(), _busy_seconds(), _own_seconds()
+
+    def cores(self) -> float:
+        """That they kept busy since, on the average."""
+        passed = max(time.perf_counter() - self._begun, 1e-9)
+        return max(0.0, (_busy_seconds() - self._busy - (_own_seconds() - self._own)) / passed)
+
+    def warning(self) -> str:
+        """Nothing where they were quiet."""
+        cores = self.cores()
+        told = f"other processes kept {cores:.1f} cores busy meanwhile: measure again when the machine is quiet"
+        return told if cores > DISTURBING else ""
+
+
+def _busy_seconds() -> float:
+    """Of all cores."""
+    times = psutil.cpu_times()
+    return float(times.user + times.system)
+
+
+def _own_seconds() -> float:
+    times = psutil.Process().cpu_times()
+    return float(times.user + times.system)
