@@ -6,7 +6,7 @@ Engine, footprint, cost, command line and benchmarks start from this one object.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from h2o_flexgen.kv.slots import Slots
@@ -43,9 +43,18 @@ class PlannedBlock:
     @property
     def shape(self) -> tuple[tuple[int, ...], ...]:
         """Blocks of one shape cost the same."""
-        return tuple((*batch.lengths, *batch.seen) for batch in self.block.batches)
+        return shape_of(self.block)
+
+
+def shape_of(block: Block) -> tuple[tuple[int, ...], ...]:
+    return tuple((*batch.lengths, *batch.seen) for batch in block.batches)
 
 
 def plan_blocks(spec: ModelSpec, plan: Plan, workload: Workload, accelerator: bool) -> Iterator[PlannedBlock]:
+    """Blocks of one shape lie alike: each shape is placed once, for there may be thousands."""
+    met: dict[object, PlannedBlock] = {}
     for block in workload.blocks(plan.gpu_batch_size, plan.num_gpu_batches):
-        yield PlannedBlock.of(spec, plan, block, accelerator)
+        shape = shape_of(block)
+        if shape not in met:
+            met[shape] = PlannedBlock.of(spec, plan, block, accelerator)
+        yield replace(met[shape], block=block)

@@ -16,7 +16,6 @@ from torch import Tensor
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models.dummy import DummySource
-from h2o_flexgen.planning.machine import VISITS
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.schedule import Key, Op, Task
@@ -32,6 +31,7 @@ from h2o_flexgen.runtime.sampling_params import SamplingParams
 from h2o_flexgen.runtime.tokenizer import ByteTokenizer
 
 TASK, VISIT = "task_seconds", "visit_seconds"
+KINDS = ("attention", "mlp")
 BLOCKS, PROMPT_LEN, SEED = 4, 4, 0
 
 
@@ -47,12 +47,12 @@ def _of_visits(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figure
     between = None if device.accelerator else Between(torch.ones(sizes.cold_bytes // 4))
     spec, trace = _run(device, folder, dtype, sizes, Shares(1.0, 0.0), between)
     own = (lambda key: 0.0) if between is None else between.seconds.__getitem__
-    return {f"{VISIT} {kind}": _median(spec, trace, Op.COMPUTE, (kind,), own) for kind in VISITS}
+    return {f"{VISIT} {kind}": _median(spec, trace, Op.COMPUTE, (kind,), own) for kind in KINDS}
 
 
 def _of_reads(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figures:
     spec, trace = _run(device, folder, dtype, sizes, Shares(0.0, 0.0))
-    return {TASK: _median(spec, trace, Op.READ_W, VISITS)}
+    return {TASK: _median(spec, trace, Op.READ_W, KINDS)}
 
 
 def _median(
