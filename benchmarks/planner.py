@@ -33,7 +33,7 @@ from h2o_flexgen.planning.planned import plan_blocks
 from h2o_flexgen.planning.predict import Prediction, predict
 from h2o_flexgen.planning.workload import Workload
 
-PROMPT_LEN, GEN_LEN = 32, 24
+PROMPT_LEN, GEN_LEN = 32, 16
 LLAMA_1B = {  # the shape of LLaMA-3.2-1B: four queries for a key
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -26,6 +26,8 @@ def _figures(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "disk, reads", _bytes(machine.disk_read_per_s)
     yield "disk, writes", _bytes(machine.disk_write_per_s)
     yield "disk, reads and writes at once", f"{machine.disk_both:.2f} of the two rates' 2"
+    yield "KV on disk, reads", _bytes(machine.kv_read_per_s)
+    yield "KV on disk, writes", _bytes(machine.kv_write_per_s)
     yield "host memory, copies", _bytes(machine.host_copy_per_s)
     yield "host memory, reads", _bytes(machine.host_read_per_s)
     if machine.has_accelerator:

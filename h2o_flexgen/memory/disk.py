@@ -101,6 +101,8 @@ class Files:
             pages = mmap.mmap(
                 -1, aligned(max(nbytes, CHUNK_BYTES + 2 * ALIGNMENT)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             )
+            with suppress(OSError, AttributeError):  # where there are huge pages: reads into small ones take twice as long
+                pages.madvise(mmap.MADV_HUGEPAGE)
             self._buffers.pages = pages
         return memoryview(pages)[:nbytes]
 

@@ -43,6 +43,8 @@ class Machine:
     task_seconds: float  # what a task that moves data costs beside its data
     # what follows costs nothing where it was not measured
     disk_both: float = 2.0  # of reads and writes at once: the shares that each has of its rate alone, added up, 1 to 2
+    kv_read_per_s: float = inf  # of KV from disk, and to where it is computed with: slots are moved one by one
+    kv_write_per_s: float = inf
     host_read_per_s: float = inf
     unpinned_to_device_per_s: float = inf  # of memory that is not page-locked
     unpinned_to_host_per_s: float = inf

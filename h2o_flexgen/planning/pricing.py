@@ -83,10 +83,15 @@ class Pricing:
         machine = self.machine
         pinned = task.op is not Op.LOAD_W or self.planned.plan.pin_weight
         nbytes = self.cost.nbytes(task)
-        seconds = nbytes / machine.bandwidth(LANES[task.op], pinned) + machine.task_seconds
+        rate = min(machine.bandwidth(LANES[task.op], pinned), self._kv_rates.get(task.op, inf))
+        seconds = nbytes / rate + machine.task_seconds
         if machine.has_accelerator and task.op in DISK_RATES and self.schedule.moves.hidden[task.batch] == DISK:
             seconds += nbytes / getattr(machine, DISK_RATES[task.op])  # on its way to the link, in the same task
         return seconds
+
+    @cached_property
+    def _kv_rates(self) -> dict[Op, float]:
+        return {Op.READ_KV: self.machine.kv_read_per_s, Op.WRITE_KV: self.machine.kv_write_per_s}
 
     # -- a COMPUTE -----------------------------------------------------------------------------------------------------
 

@@ -203,7 +203,30 @@ def test_attention_of_a_step_is_what_pricing_takes_it_for() -> None:
     read = figures(*attention.decode_reading(CLOCK, "bfloat16", TINY))
     assert read == {"attention_bytes host": slots * 2 * TINY.heads * TINY.head_dim * 2}
     computed = figures(*attention.decode_computing(CLOCK, ("float32", "bfloat16"), "bfloat16", TINY))
-    assert computed == {f"attention_flops {kept}": queries * slots for kept in ("float32", "bfloat16", "group4", "group8")}
+    assert {name: computed[f"attention_flops {name}"] for name in ("float32", "bfloat16")} == dict.fromkeys(
+        ("float32", "bfloat16"), queries * slots
+    )
+
+
+@dataclass(frozen=True)
+class Counting(Clock):
+    """For it a step takes a second for so many flops, and for so many values to unpack."""
+
+    flops_per_s: float = 1000.0
+    values_per_s: float = 300.0
+
+    def of(self, action: object) -> float:
+        assert isinstance(action, attention.Step)
+        _, rows, keys, slots = action.cache.image.shape[:4]
+        queries, dim = action.given[0].shape[2:]
+        return 4.0 * queries * dim * slots * rows / self.flops_per_s + 2.0 * keys * dim * slots * rows / self.values_per_s
+
+
+def test_unpacking_is_told_from_computing() -> None:
+    found = figures(*attention.decode_computing(Counting(Device(), 0.0), (), "bfloat16", TINY))
+    for codec in ("group4", "group8"):
+        assert found[f"attention_flops {codec}"] == pytest.approx(1000.0)
+        assert found[f"unpacked_values {codec}"] == pytest.approx(300.0)
 
 
 def test_a_step_attends_all_slots_and_goes_on_for_ever() -> None:
@@ -223,8 +246,10 @@ def test_attention_of_prompts_is_causal_and_one_kind_evicts() -> None:
 
 def test_visits_are_of_tasks_of_a_run(tmp_path: Path) -> None:
     found = figures(*visits(Device(), tmp_path, "float32", TINY))
+    rates = {found.pop("kv_read_per_s"), found.pop("kv_write_per_s")}
     assert set(found) == {"visit_seconds attention", "visit_seconds mlp", "task_seconds"}
-    assert all(1e-6 < seconds < 1 for seconds in found.values()) and list(tmp_path.iterdir()) == []
+    assert all(1e-6 < seconds < 1 for seconds in found.values()) and all(1e3 < rate < 1e12 for rate in rates)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_empties_the_caches_between_visits_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,7 @@ def _machine(name: str, device: Device, free: tuple[int, int, int], figures: Map
         attention_bytes_per_s=_rates(figures, attention.READING, (HOST, DEVICE)),
         task_seconds=figures[visits.TASK],
         disk_both=min(2.0, max(1.0, figures[moving.BOTH])),
+        **{name: figures[name] for name in visits.KV},
         host_read_per_s=figures[moving.SUM],
         packed_flops_per_s=_curves(figures, products.PACKED_PRODUCTS, PACKED.values()),
         decoded_values_per_s=_rates(figures, products.DECODING, PACKED.values()),

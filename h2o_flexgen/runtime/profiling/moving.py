@@ -65,6 +65,9 @@ class DiskTrial:
         self._chunk = min(CHUNK_BYTES, max(ALIGNMENT, nbytes // (2 * self._files.readers) // ALIGNMENT * ALIGNMENT))
         self._chunks = max(1, nbytes // self._chunk)
         self._source = HostTier().alloc(self._chunk)[: self._chunk].random_(256)
+        # as a run reads weights: straight to where they are used, which is memory on large pages. Into small ones it was slower
+        self._targets = self._files.readers
+        self._target = HostTier().alloc(self._targets * self._chunk)
         self._next: Counter[tuple[str, int]] = Counter()  # chunk that each worker of a lane is at, in its part of the file
         self.region = self._disk.alloc(self._chunks * self._chunk)
         self._files.each(self._write, [chunk * self._chunk for chunk in range(self._chunks)])
@@ -97,7 +100,8 @@ class DiskTrial:
         return done
 
     def _read(self, start: int) -> None:
-        self._disk.read_into(self.region, start, self._disk.scratch(self._chunk))
+        place = start // self._chunk % self._targets * self._chunk
+        self._disk.read_into(self.region, start, self._target[place : place + self._chunk])
 
     def _write(self, start: int) -> None:
         self._disk.write_from(self.region, start, self._source)

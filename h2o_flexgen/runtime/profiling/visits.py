@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.models.base import Model
 from h2o_flexgen.models.dummy import DummySource
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import Plan, Shares
@@ -33,12 +34,15 @@ from h2o_flexgen.runtime.tokenizer import ByteTokenizer
 TASK, VISIT = "task_seconds", "visit_seconds"
 KINDS = ("attention", "mlp")
 BLOCKS, PROMPT_LEN, SEED = 4, 4, 0
+KV = {"kv_read_per_s": "read", "kv_write_per_s": "write"}  # field -> lane
+KV_BATCHES, KV_STEPS = 2, 4
 
 
 def visits(device: Device, folder: Path, dtype: str, sizes: Sizes) -> list[Subject]:
     return [
         Subject("visits of layers", lambda: _of_visits(device, folder, dtype, sizes)),
         Subject("reads of next to nothing", lambda: _of_reads(device, folder, dtype, sizes)),
+        Subject("KV on disk", lambda: _of_kv(device, folder, dtype, sizes)),
     ]
 
 
@@ -53,6 +57,14 @@ def _of_visits(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figure
 def _of_reads(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figures:
     spec, trace = _run(device, folder, dtype, sizes, Shares(0.0, 0.0))
     return {TASK: _median(spec, trace, Op.READ_W, KINDS)}
+
+
+def _of_kv(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figures:
+    """Of large batches, with nothing else on the disk: bytes over the time in which a lane was busy."""
+    model, prompt_len = small_model(OPT, dtype, sizes.hidden, 1), max(1, sizes.slots // 2)
+    plan = Plan(gpu_batch_size=sizes.kv_rows, num_gpu_batches=KV_BATCHES, weights=Shares(1.0, 0.0), kv=Shares(0.0, 0.0))
+    trace = _trace(device, folder, dtype, model, replace(plan, pin_weight=False), prompt_len, KV_STEPS)
+    return {name: trace.moved_bytes(lane) / trace.busy_seconds(lane) for name, lane in KV.items()}
 
 
 def _median(
@@ -84,10 +96,23 @@ def _run(
 ) -> tuple[ModelSpec, Trace]:
     plan = Plan(gpu_batch_size=1, weights=weights, pin_weight=False)
     model = small_model(OPT, dtype, HEAD_DIM, BLOCKS)
-    (block,) = Workload.uniform(1, PROMPT_LEN, sizes.steps).blocks(1, 1)
-    row = RowState(
-        0, [0] * PROMPT_LEN, SamplingParams(max_tokens=sizes.steps, ignore_eos=True), ByteTokenizer(model.spec.vocab)
-    )
+    return model.spec, _trace(device, folder, dtype, model, plan, PROMPT_LEN, sizes.steps, on_visit)
+
+
+def _trace(
+    device: Device,
+    folder: Path,
+    dtype: str,
+    model: Model,
+    plan: Plan,
+    prompt_len: int,
+    steps: int,
+    on_visit: OnVisit | None = None,
+) -> Trace:
+    """Of one block."""
+    (block,) = Workload.uniform(plan.block_size, prompt_len, steps).blocks(plan.gpu_batch_size, plan.num_gpu_batches)
+    params, tokenizer = SamplingParams(max_tokens=steps, ignore_eos=True), ByteTokenizer(model.spec.vocab)
+    rows = [RowState(row, [0] * prompt_len, params, tokenizer) for row in range(block.num_rows)]
     with closing(Memories(device, folder, False)) as memories, closing(DummySource(SEED, dtype, folder)) as source:
         engine = Engine(model, source, plan if device.accelerator else plan.folded(), memories)
-        return model.spec, engine.run(block, [row], Sampler(SEED), on_visit).trace
+        return engine.run(block, rows, Sampler(SEED), on_visit).trace
