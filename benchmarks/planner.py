@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,6 +53,8 @@ LLAMA_1B = {  # the shape of LLaMA-3.2-1B: four queries for a key
 MODELS = {"opt": "facebook/opt-1.3b", "llama": "llama-3.2-1b"}
 H2O = ("--kv-policy", "h2o", "--kv-budget", "0.2")
 PACKED_WEIGHTS, PACKED_KV = ("--compress-weight",), ("--compress-cache",)
+CHOSEN = "chosen by the search"
+ROOT = Path(__file__).resolve().parents[1]
 AIMS = {"median": 0.10, "worst": 0.25, "memory": 0.10, "chosen": 0.10}
 
 
@@ -94,12 +97,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         machine_file = args.machine or profiled(Path(folder))
         results = [of_model(args, name, machine_file, Path(folder)) for name in args.models]
-    document = {
-        "benchmark": "planner",
-        "command": "python benchmarks/planner.py " + " ".join(sys.argv[1:]),
-        "aims": AIMS,
-        "models": results,
-    }
+    document = as_document(results, "python benchmarks/planner.py " + " ".join(sys.argv[1:]))
     for result in results:
         print_table(result)
     if args.output:
@@ -147,7 +145,7 @@ def of_model(args: argparse.Namespace, name: str, machine_file: str, folder: Pat
     most = max(case.rows * case.batches for case in grid)
     chosen = run([*common, "--percent", "auto", "--num-prompts", most])
     assert not isinstance(chosen, str), chosen
-    rows.append(compared("chosen by the search", chosen, spec, machine))
+    rows.append(compared(CHOSEN, chosen, spec, machine))
     names = {case.name for case in grid}
     best = max((row for row in rows if row["plan"] in names), key=lambda row: row["tokens_per_second"])
     errors = [abs(row["step_error"]) for row in rows]
@@ -243,6 +241,52 @@ def prediction(done: Mapping[str, Any], spec: ModelSpec, machine: Machine) -> Pr
     workload = Workload(lengths, done["generated_tokens"] // done["num_prompts"])
     kept = spec.written_as(plan.weight_codec, plan.kv_codec)
     return predict(plan_blocks(kept, plan, workload, False), machine, kernel_threads(), writes_weights=True)
+
+
+def as_document(results: Sequence[Mapping[str, Any]], command: str) -> dict[str, Any]:
+    """With a table of it all, for people."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    cells = [
+        [
+            result["model"],
+            row["plan"]
+            if row["plan"] != CHOSEN
+            else f"{CHOSEN}: {row['blocks']}, {' '.join(f'{x:g}' for x in row['percent'])}",
+            f"{row['step_seconds']:.3f}",
+            f"{row['step_predicted']:.3f}",
+            f"{row['step_error']:+.0%}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['peak_bytes'] / 1e9:.2f}",
+            f"{row['peak_error']:+.0%}",
+        ]
+        for result in results
+        for row in result["rows"]
+    ]
+    return {
+        "benchmark": "planner",
+        "title": f"Plans, as predicted and as measured: {results[0]['load']}, shapes in bfloat16",
+        "command": command,
+        "commit": commit.stdout.strip() or "unknown",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": results[0]["machine"],
+        "ceiling": "what was predicted, for the machine as it was profiled before",
+        "unit": "seconds",
+        "columns": ["model", "plan", "step s", "predicted s", "error", "tokens/s", "peak GB", "error of the peak"],
+        "cells": cells,
+        "notes": " ".join(map(_in_words, results)),
+        "aims": AIMS,
+        "models": results,
+    }
+
+
+def _in_words(result: Mapping[str, Any]) -> str:
+    step, peak = result["step_error"], result["peak_error"]["worst"]
+    above = ", ".join(result["above_budget"]) or "none"
+    return (
+        f"{result['model']}: steps are predicted to {step['median']:.1%} in the median and {step['worst']:.0%} at worst, "
+        f"memory to {peak:.0%}; above the budget: {above}. "
+        f"What the search chose reaches {result['chosen_over_best']:.2f} of the best of the grid ({result['best_of_grid']})."
+    )
 
 
 # -- what came of it -----------------------------------------------------------------------------------------------------------

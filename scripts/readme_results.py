@@ -18,7 +18,7 @@ ceiling), or it is refused. What `benchmarks/overlap.py --output FILE` writes is
     }
 
 A row may have "simulated" besides: it gets a column of its own. "notes", a text, may stand below the table. What
-`benchmarks/compare.py --output FOLDER` writes brings a table of its own.
+`benchmarks/compare.py` and `benchmarks/planner.py` write brings a table of its own.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, TIMELINE = "results", "timeline"
+ELSEWHERE = ("published-t4",)  # nothing of it was run: docs/cost-model.md has it
 Content = Mapping[str, object]
 
 
@@ -68,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         old = options.readme.read_text(encoding="utf-8")
-        new = rewritten(old, [read_result(file) for file in sorted(options.results.glob("*.json"))])
+        files = [file for file in sorted(options.results.glob("*.json")) if file.stem not in ELSEWHERE]
+        new = rewritten(old, [read_result(file) for file in files])
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -195,11 +197,11 @@ def _timeline(schedules: Mapping[str, Content]) -> str:
     return str(runs[-1].get("timeline", "")) if isinstance(runs, list) and runs else ""
 
 
-def _compare(file: File) -> Result:
-    """What benchmarks/compare.py says: a row for each system, with its versions, rows, seconds and memory."""
+def _table_of_its_own(file: File) -> Result:
+    """What benchmarks/compare.py and planner.py say: a row for each system or plan, with columns of their own."""
     head, cells = file.content.get("columns"), file.content.get("cells")
     if not isinstance(head, list) or not isinstance(cells, list) or any(len(row) != len(head) for row in cells):
-        raise ValueError(f"{file.path} has no columns or no cells that fill them; run benchmarks/compare.py again")
+        raise ValueError(f"{file.path} has no columns or no cells that fill them; run its benchmark again")
     return Result(
         title=file.text("title"),
         machine=f"{file.machine()}; {file.text('date')}, commit {file.text('commit')}",
@@ -211,7 +213,11 @@ def _compare(file: File) -> Result:
     )
 
 
-READERS: Mapping[str, Callable[[File], Result]] = {"overlap": _overlap, "compare": _compare}
+READERS: Mapping[str, Callable[[File], Result]] = {
+    "overlap": _overlap,
+    "compare": _table_of_its_own,
+    "planner": _table_of_its_own,
+}
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -45,8 +45,9 @@ def test_every_machine_of_the_package_loads_under_its_own_name(path: Path) -> No
 
 def test_the_two_core_machine_is_among_them() -> None:
     machine = Machine.load(CONFIGS / "cpu-2core.yaml")
-    assert (machine.device, machine.bandwidth("read")) == ("cpu", 1.5e9)
-    assert machine.flop_rate("bfloat16", 64) == 700e9
+    assert (machine.device, machine.device_bytes) == ("cpu", 0)
+    assert 1e9 < machine.bandwidth("read") < machine.host_read_per_s
+    assert 5 * machine.flop_rate("bfloat16", 1) < machine.flop_rate("bfloat16", 64) < machine.flop_rate("bfloat16", 1024)
 
 
 @pytest.mark.parametrize(("rows", "rate"), [(1, 1e12), (16, 9e12), (256, 50e12), (4, 5e12), (1000, 50e12), (0.5, 1e12)])

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen import run
+from h2o_flexgen import profile, run
 from h2o_flexgen.commands.arguments import parse
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.planning.footprint import Request
+from h2o_flexgen.planning.machines import SUFFIXES
 from h2o_flexgen.planning.plan import DEVICE, HOST, Plan
 from h2o_flexgen.planning.workload import Workload
 from tests.scripts.loading import load_script
@@ -63,7 +64,7 @@ def test_the_whole_check_ends_within_ten_minutes_and_writes_eight_files_at_most(
     limits = [one.until_seconds for one in planned]
     assert limits == sorted(limits) and limits[-1] + 2 * SCRIPT.KILL_SECONDS <= 570
     files = [f"{one.name}.txt" for one in planned] + [f"{one.name}.json" for one in planned if one.is_run]
-    assert len([*files, "machine.json", "gpu_check.json"]) <= 8
+    assert len([*files, "machine.yaml", "gpu_check.json"]) <= 8
 
 
 def test_plan_only_prints_every_command_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,11 +156,8 @@ def test_without_a_gpu_or_torch_it_says_so_in_one_line_and_writes_nothing(
     assert not folder.exists()
 
 
-def test_the_machine_is_measured_into_json(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    words = SCRIPT.measure_into(tmp_path, device, rows=(1, 4), nbytes=8 << 20)
-    measured = json.loads((tmp_path / "machine.json").read_text())
-    assert measured["disk_read_per_s"] > 0 and measured["disk_write_per_s"] > 0
-    assert ("host_to_device_per_s" in measured) == (device != "cpu")
-    assert [rows for curve in measured["flops_per_s"].values() for rows, _ in curve] == [1, 4]
-    assert "disk read" in words and "with 4 rows" in words
+def test_runs_are_predicted_for_the_machine_that_was_profiled_before(tmp_path: Path) -> None:
+    planned = {stage.name: stage.command for stage in SCRIPT.stages(tmp_path)}
+    file = profile.parse(planned["machine"][3:]).output
+    assert Path(file).suffix in SUFFIXES
+    assert [parse(planned[model][3:]).machine for model in MODELS] == [file] * len(MODELS)

@@ -33,8 +33,8 @@ class Sizes:
 
     @property
     def memory_bytes(self) -> int:
-        """Held at most, in round numbers: weights of three types and two codecs, copies, keys and values of many kinds, and what
-        is read from disk, all at once."""
+        """Held at most, in round numbers: weights of three types and two codecs, copies, keys and values of many kinds, and
+        what is read from disk, all at once."""
         kv = 2 * self.kv_rows * self.heads * self.head_dim * self.slots
         read = min(self.disk_bytes, 64 * MIB)
         return 6 * max(self.cold_bytes, 4 * self.side**2) + 3 * self.copied_bytes + 14 * kv + read
