@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.commands import projection, report
 from h2o_flexgen.commands.arguments import AUTO_LOG, BREAKDOWN, FEWER_BATCH, parse
-from h2o_flexgen.commands.asked_problem import check_device, machine_of
+from h2o_flexgen.commands.asked_problem import check_device, machine_of, named_machine
 from h2o_flexgen.commands.breakdown import breakdown_lines, breakdown_seconds
 from h2o_flexgen.commands.choose_model import ChosenModel, choose_model
 from h2o_flexgen.commands.errors import exit_status
@@ -65,6 +65,7 @@ def _run(args: Namespace) -> None:
     check_picture(args.timeline, "--timeline")
     if args.log_file != AUTO_LOG:
         report.check_writable(args.log_file, "--log-file")
+    named_machine(args)  # one that is not there is told of before a model is fetched
     chosen = choose_model(args.model, args.path, args.dummy_weights)
     if args.dry_run:
         chosen = chosen.without_weights()

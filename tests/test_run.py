@@ -525,6 +525,16 @@ def test_a_plan_that_cannot_be_found_gets_one_line(
     assert all(word in error for word in words), error
 
 
+def test_a_machine_that_is_not_there_is_told_of_before_a_model_is_opened(
+    command: Any, opt: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(run, "open_llm", lambda *_: pytest.fail("opened"))
+    damaged = tmp_path / "damaged.yaml"
+    damaged.write_text("name: half\ndevice: cpu\n")
+    for machine, words in (("nowhere", "'nowhere' is unknown"), (damaged, str(damaged)), (tmp_path / "no.yaml", "no.yaml")):
+        assert words in command("--model", opt, *SMALL, "--machine", machine).error
+
+
 def test_a_run_on_another_kind_of_device_than_the_machine_is_refused_before_anything_is_loaded(
     opt: Path, capfd: Any, monkeypatch: Any
 ) -> None:

@@ -27,11 +27,8 @@ PROCESS_STEP = 64 << 20  # what a process holds is a little different each time;
 
 def machine_of(args: Namespace, progress: Progress) -> Machine:
     """The one that is named; or this one, as its profile was kept, or measured now."""
-    if args.machine is not None:
-        machine = find_machine(args.machine)
-        if args.device != "auto":
-            check_device(machine, args.device)
-        return machine
+    if (named := named_machine(args)) is not None:
+        return named
     from h2o_flexgen.llm import default_offload_folder  # imports torch, which takes a while
     from h2o_flexgen.memory.device import open_device
     from h2o_flexgen.runtime.profiling.kept import profiled
@@ -46,6 +43,15 @@ def machine_of(args: Namespace, progress: Progress) -> Machine:
         on_note=progress.note,
         on_subject=lambda title, done, total: progress.stage(title, f"{done}/{total}"),
     )
+
+
+def named_machine(args: Namespace) -> Machine | None:
+    if args.machine is None:
+        return None
+    machine = find_machine(args.machine)
+    if args.device != "auto":
+        check_device(machine, args.device)
+    return machine
 
 
 def check_device(machine: Machine, device: str) -> None:
