@@ -100,21 +100,18 @@ class LLM:
         """`plan_options` are what Plan.create takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ..."""
         asked = _asked_plan(plan, percent, plan_options)
         asked = asked if overlap else asked.without_overlap()
-        self.requested = asked
         self.name = model
         self.dummy_weights = dummy_weights
         self._on_stage = self._listener = on_stage
         self.device = open_device(device)
-        self.plan = asked if self.device.accelerator else asked.folded()
-        if self.plan.attend_on == HOST:
-            raise ValueError("attend_on 'host' can be priced, but this version cannot run it on an accelerator; leave it out")
+        self._take(asked)
+        self._closed = False
         self.stats: Stats | None = None
         self.offload_folder = Path(offload_dir or default_offload_folder()).expanduser()
         self._dtype = dtype
         self._open_model(dtype)
         self._host_base = psutil.Process().memory_info().rss
         self.budgets = self._measure_budgets(gpu_mem, cpu_mem)
-        self._closed = False
         self._memories: Memories | None = None
         self._engine: Engine | None = None
         self._conversation: Conversation | None = None
@@ -143,11 +140,19 @@ class LLM:
 
     def adopt(self, plan: Plan) -> None:
         """Another plan in place of the one that was asked for: one that was found for this model, say."""
+        self._refuse_closed()
         if self._engine is not None:
             raise ValueError(f"weights of {self.name} lie where the plan before wants them; make a new LLM for another plan")
+        self._take(plan)
         self._source.close()
-        self.requested, self.plan = plan, plan if self.device.accelerator else plan.folded()
         self._open_model(self._dtype)
+        self.budgets = replace(self.budgets, disk=self._disk_budget())  # weights that it packs take some of the disk
+
+    def _take(self, plan: Plan) -> None:
+        folded = plan if self.device.accelerator else plan.folded()
+        if folded.attend_on == HOST:
+            raise ValueError("attend_on 'host' can be priced, but this version cannot run it on an accelerator; leave it out")
+        self.requested, self.plan = plan, folded
 
     @property
     def spec(self) -> ModelSpec:
@@ -279,8 +284,7 @@ class LLM:
             raise ValueError(f"prompt {index} has the token id {wrong[0]}; {self.name} knows 0 to {self.spec.vocab - 1}")
 
     def _load(self) -> Engine:
-        if self._closed:
-            raise ValueError(f"this LLM of {self.name} is closed; make a new one to generate")
+        self._refuse_closed()
         if self._engine is None:
             self._report(Stage.LOADING)
             self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight)
@@ -292,6 +296,10 @@ class LLM:
                 raise
         self._report(Stage.GENERATING)
         return self._engine
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise ValueError(f"this LLM of {self.name} is closed; make a new one to generate")
 
     def _report(self, stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
         if self._listener is not None:

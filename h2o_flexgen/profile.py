@@ -18,10 +18,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from h2o_flexgen.commands.errors import exit_status
-from h2o_flexgen.commands.flags import TRACEBACK, Help, Parser
+from h2o_flexgen.commands.flags import TRACEBACK, Help, Parser, add_device
 from h2o_flexgen.commands.machine_report import machine_lines
 from h2o_flexgen.commands.report import check_writable, say
-from h2o_flexgen.planning.machine import DEVICES
 from h2o_flexgen.planning.machines import SUFFIXES
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES
 from h2o_flexgen.runtime.progress import Progress
@@ -47,8 +46,7 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
         metavar="FOLDER",
         help="the disk to measure; left as it was found (default: below ~/.cache/h2o_flexgen)",
     )
-    devices = f"auto, {' or '.join(DEVICES)}, or one of several with its number, like {DEVICES[-1]}:1"
-    add("--device", default=AUTO, metavar="NAME", help=devices)
+    add_device(parser)
     types = "of all but the products, which are measured in every type; auto: the one that runs use"
     add("--dtype", default=AUTO, choices=(AUTO, *DTYPE_BYTES), help=types)
     add("--verbose", type=int, default=1, metavar="LEVEL", help=f"{TRACEBACK}: where errors come from")

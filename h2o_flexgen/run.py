@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.commands import projection, report
 from h2o_flexgen.commands.arguments import AUTO_LOG, BREAKDOWN, FEWER_BATCH, parse
-from h2o_flexgen.commands.asked_problem import machine_of
+from h2o_flexgen.commands.asked_problem import check_device, machine_of, named_machine
 from h2o_flexgen.commands.breakdown import breakdown_lines, breakdown_seconds
 from h2o_flexgen.commands.choose_model import ChosenModel, choose_model
 from h2o_flexgen.commands.errors import exit_status
@@ -65,12 +65,13 @@ def _run(args: Namespace) -> None:
     check_picture(args.timeline, "--timeline")
     if args.log_file != AUTO_LOG:
         report.check_writable(args.log_file, "--log-file")
+    named_machine(args)  # one that is not there is told of before a model is fetched
     chosen = choose_model(args.model, args.path, args.dummy_weights)
     if args.dry_run:
         chosen = chosen.without_weights()
     llm = open_llm(args, chosen)
     with llm:
-        job = Job(args, chosen, llm, texts, _machine_asked_for(args))
+        job = Job(args, chosen, llm, texts, _machine_asked_for(args, llm.device.kind))
         job.find_plan()
         job.announce()
         if args.dry_run:
@@ -356,12 +357,14 @@ class Outcome:
         return min(written, self.stats.peak_bytes["disk"])
 
 
-def _machine_asked_for(args: Namespace) -> Machine | None:
+def _machine_asked_for(args: Namespace, device: str) -> Machine | None:
     """A plan that is given needs none."""
     if args.percent != AUTO and args.machine is None and args.timeline is None:
         return None
     with Progress(0, "this machine", late=True) as progress:
-        return machine_of(args, progress)
+        machine = machine_of(args, progress)
+    check_device(machine, device)
+    return machine
 
 
 def _rates(machine: Machine | None) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,6 +47,24 @@ def test_a_plan_is_taken_as_it_is(tmp_path: Path) -> None:
         assert llm.requested == llm.plan == plan
     with LLM(str(tmp_path), plan=plan, device="cpu", overlap=False) as llm:
         assert llm.plan == plan.without_overlap()
+
+
+def test_another_plan_can_be_adopted_until_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(total=10**9, used=0, free=10**9))
+    save_tiny("opt", tmp_path / "model")
+    packed = Plan(weight_codec="group4").with_percent((50, 50, 0, 100, 0, 100))
+    with LLM(str(tmp_path / "model"), device="cpu") as llm:
+        assert llm.packing is None and llm.budgets.disk == 10**9
+        llm.adopt(packed)
+        assert llm.requested == packed and llm.plan == packed.folded() and llm.spec.layers[1].matrices[0].codec == "group4"
+        assert llm.packing is not None and llm.budgets.disk == 10**9 - llm.packing[1] < 10**9
+        (found,) = llm.generate([[7, 8]], SamplingParams(max_tokens=2))
+        assert len(found.token_ids) == 2
+        with pytest.raises(ValueError, match="make a new LLM for another plan"):
+            llm.adopt(Plan())
+    with pytest.raises(ValueError, match="is closed"):
+        llm.adopt(Plan())
 
 
 def test_converting_bin_files_tells_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,11 +211,16 @@ def test_a_given_plan_that_does_not_fit_is_refused(command: Any) -> None:
     ("flags", "words"),
     [
         (("--percent", 0, 50, 0, 50, 0, 50), ("--percent", "--evaluate")),
-        (("--evaluate", "--allow-4bit"), ("--allow-4bit", "--compress-weight")),
-        (("--evaluate", "--latency-limit", 3), ("--latency-limit", "search")),
+        (("--evaluate", "--allow-4bit"), ("--allow-4bit is for a search", "without --evaluate")),
+        (("--evaluate", "--latency-limit", 3), ("--latency-limit is for a search", "without --evaluate")),
+        (("--evaluate", "--prefer", "latency"), ("--prefer is for a search", "without --evaluate")),
+        (("--evaluate", "--plot", "front.png"), ("--plot", "search")),
+        (("--hh-all", "--hh-prompt-only"), ("give one of them",)),
+        (("--device", "cuda:1"), ("slow-cpu", "computes on cpu, and not on cuda:1", "--device")),
         (("--gpu-batch-size", 0), ("--gpu-batch-size is 0",)),
         (("--num-prompts", -1), ("--num-prompts is -1",)),
         (("--latency-limit", 0), ("--latency-limit is 0",)),
+        (("--latency-limit", "nan"), ("--latency-limit is nan",)),
         (("--latency-limit", "1e-9"), ("no plan ends a block within 1e-09 s", "the fastest needs")),
         (("--cpu-mem", "1MB"), ("no plan fits", "on host", "give")),
         (("--cpu-mem", "lots"), ("'lots'", "16GB")),
@@ -242,6 +247,13 @@ def test_an_unknown_machine_and_a_damaged_one_are_named(command: Any, tmp_path: 
     file.write_text("name: half\ndevice: cpu\n")
     assert str(file) in command(*WORK, machine=file).error
     assert "missing.yaml" in command(*WORK, machine=tmp_path / "missing.yaml").error
+
+
+@pytest.mark.parametrize("flags", [(), ("--path", "_DUMMY_")])
+def test_a_model_must_be_named(flags: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan.main(["--machine", "cpu-2core", *flags])
+    assert ended.value.code == 2 and capfd.readouterr().err.startswith("error: the model to plan for is missing")
 
 
 def test_an_unknown_model_is_named(command: Any, tmp_path: Path) -> None:

@@ -408,6 +408,53 @@ def test_path_names_the_folder_that_has_the_model(command: Any, opt: Path) -> No
     assert "no config.json" in command("--model", "other", "--path", opt.parent, *SMALL).error
 
 
+# -- a plan that is found ------------------------------------------------------------------------------------------------
+
+
+def test_without_a_plan_one_is_found_for_the_prompts_that_are_given(command: Any, opt: Path) -> None:
+    texts = ("--prompt", "The ferry", "--prompt", "left", "--ignore-eos")
+    result = command("--model", opt, *texts, "--gen-len", 4, "--cpu-mem", "100GB")
+    assert result.status == 0, result.err
+    assert result.out[0].startswith("machine   ") and result.out[1].startswith("found     in ")
+    assert result.json["num_prompts"] == 2 and result.json["plan"]["weights"] == {"device": 0, "host": 1}
+    predicted = result.json["predicted"]
+    assert predicted["total_seconds"] == pytest.approx(predicted["prefill_seconds"] + predicted["decode_seconds"], abs=1e-5)
+    (line,) = [line for line in result.out if line.startswith("a decode step, mean")]
+    assert float(line.split()[-3]) == pytest.approx(result.json["decode_seconds"] / 3, rel=0.02)  # beside what was predicted
+
+
+def test_as_many_prompts_are_made_up_as_the_block_that_is_found_takes(command: Any, opt: Path) -> None:
+    document = command("--model", opt, "--prompt-len", 7, "--gen-len", 3, "--gpu-batch-size", 3, "--cpu-mem", "100GB").json
+    plan = document["plan"]
+    assert plan["gpu_batch_size"] == 3 and document["num_prompts"] == 3 * plan["num_gpu_batches"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_predicted"),
+    [
+        (("--cut-gen-len", 3), True),
+        (("--debug-mode", "breakdown"), True),
+        (("--debug-mode", "fewer_batch"), False),  # ends in mid step
+        (("--compress-weight", "--kv-policy", "h2o", "--kv-budget", 0.5), True),
+        (("--allow-4bit", "--prefer", "latency", "--latency-limit", 1000), True),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_a_plan_is_found_whatever_else_is_asked(command: Any, opt: Path, flags: tuple[object, ...], is_predicted: bool) -> None:
+    result = command("--model", opt, *SMALL, "--cpu-mem", "100GB", *flags)
+    assert result.status == 0, result.err
+    assert ("predicted" in result.json) == is_predicted
+    assert any(line.startswith("found ") for line in result.out)
+
+
+def test_a_run_is_drawn_below_its_prediction(command: Any, opt: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / "run.png", tmp_path / "cut.png"]
+    assert command("--model", opt, *SMALL, *DISK_HEAVY, "--timeline", files[0]).status == 0
+    assert command("--model", opt, *SMALL, *DISK_HEAVY, "--timeline", files[1], "--debug-mode", "fewer_batch").status == 0
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+
+
 # -- bad input -----------------------------------------------------------------------------------------------------------
 
 
@@ -454,6 +501,48 @@ def test_path_names_the_folder_that_has_the_model(command: Any, opt: Path) -> No
 def test_bad_flags_get_one_line(command: Any, opt: Path, flags: tuple[object, ...], words: tuple[str, ...]) -> None:
     error = command("--model", opt, *flags).error
     assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--machine", "nowhere"), ("'nowhere' is unknown", "cpu-2core")),
+        (("--machine", "t4-gcp"), ("t4-gcp", "computes on cuda, and not on cpu", "--device")),
+        ((*DISK_HEAVY, "--machine", "t4-gcp"), ("t4-gcp", "computes on cuda, and not on cpu", "--device")),
+        (("--latency-limit", "1e-9"), ("no plan ends a block within 1e-09 s", "the fastest needs")),
+        (("--latency-limit", "nan"), ("--latency-limit is nan",)),
+        (("--cpu-mem", "1MB"), ("no plan fits", "on host")),
+        ((*DISK_HEAVY, "--latency-limit", 3), ("--latency-limit is for a search", "--percent auto")),
+        ((*DISK_HEAVY, "--allow-4bit"), ("--allow-4bit is for a search", "--percent auto")),
+        ((*DISK_HEAVY, "--prefer", "latency"), ("--prefer is for a search", "--percent auto")),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) and str(value[0]).startswith("--") else "",
+)
+def test_a_plan_that_cannot_be_found_gets_one_line(
+    command: Any, opt: Path, flags: tuple[object, ...], words: tuple[str, ...]
+) -> None:
+    error = command("--model", opt, *SMALL, *flags).error
+    assert all(word in error for word in words), error
+
+
+def test_a_machine_that_is_not_there_is_told_of_before_a_model_is_opened(
+    command: Any, opt: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(run, "open_llm", lambda *_: pytest.fail("opened"))
+    damaged = tmp_path / "damaged.yaml"
+    damaged.write_text("name: half\ndevice: cpu\n")
+    for machine, words in (("nowhere", "'nowhere' is unknown"), (damaged, str(damaged)), (tmp_path / "no.yaml", "no.yaml")):
+        assert words in command("--model", opt, *SMALL, "--machine", machine).error
+
+
+def test_a_run_on_another_kind_of_device_than_the_machine_is_refused_before_anything_is_loaded(
+    opt: Path, capfd: Any, monkeypatch: Any
+) -> None:
+    """Also where nobody names the device, and it is this one's."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    status = run.main(["--model", str(opt), *SMALL, *DISK_HEAVY, "--machine", "t4-gcp"])
+    out, err = capfd.readouterr()
+    assert status == 2 and out == "" and "and not on cpu" in err.splitlines()[-1]
 
 
 def test_flags_that_are_refused_when_on_are_fine_when_off(command: Any, opt: Path) -> None:

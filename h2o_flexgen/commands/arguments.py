@@ -17,17 +17,19 @@ from h2o_flexgen.commands.flags import (
     add_placement,
     add_sampling,
     add_search,
+    add_sizes,
+    check_search,
     plan_of,
+    take_sizes,
 )
 from h2o_flexgen.commands.made_up import DEFAULT_TOKENS
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.schedule import SCHEDULES
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 PROGRAM = "python -m h2o_flexgen.run"
 FEWER_BATCH, BREAKDOWN = "fewer_batch", "breakdown"
 AUTO_LOG = "auto"
-SIZES = ("gpu_batch_size", "num_gpu_batches")  # of a block, which are found as well unless they are given
+WHERE_FOUND = f"where --percent is {AUTO}"
 
 # without --model: small enough for any machine, and with a share on every tier
 DEMO = {
@@ -55,17 +57,14 @@ needs before anything is loaded:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """A beginning of a flag is enough, as published FlexGen commands have it (`--cpu`, `--debug`). `plan` is added: the plan
-    that the flags ask for."""
+    """A beginning of a flag is enough, as published FlexGen commands have it (`--cpu`, `--debug`). Added are `plan`, what the
+    flags ask for, and `batch_sizes` and `batches`, of which a search may choose; empty: any."""
     parser = _parser()
     args = parser.parse(argv)
     if args.model is None and args.path in (None, DUMMY_PATH):
         parser.set_defaults(**DEMO)
         args = parser.parse_args(argv)
-    sizes = {name: getattr(args, name) for name in SIZES}
-    args.searched = {name for name, size in sizes.items() if size is None}
-    for name in args.searched:
-        setattr(args, name, getattr(Plan, name))
+    take_sizes(args)
     plan = plan_of(args)
     args.plan = plan.without_overlap() if args.debug_mode == BREAKDOWN else plan
     _refuse(args)
@@ -84,7 +83,7 @@ def _parser() -> Parser:
     add_model(parser)
     _add_prompts(parser)
     _add_plan(parser)
-    add_search(parser, f"where --percent is {AUTO}")
+    add_search(parser, f"search, {WHERE_FOUND}", "a run with a plan of your own is predicted for it, too")
     add_kv(parser)
     _add_sampling(parser)
     _add_output(parser)
@@ -105,18 +104,8 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plan")
     add_placement(group, may_be_found=True)
-    add, batches = group.add_argument, "batches that share a pass over the weights"
-    add(
-        "--gpu-batch-size", type=int, metavar="ROWS", help=f"sequences computed at once (default: {_default('gpu_batch_size')})"
-    )
-    add("--num-gpu-batches", type=int, metavar="N", help=f"{batches} (default: {_default('num_gpu_batches')})")
-    orders = f"order of the work: {', '.join(SCHEDULES)}; all but the first are there for comparison"
-    add("--schedule", default=Plan.schedule, metavar="NAME", help=orders)
-    add("--dry-run", action="store_true", help="print the plan and its bytes per tier; nothing is loaded or written")
-
-
-def _default(name: str) -> str:
-    return f"{getattr(Plan, name)}; found where --percent is {AUTO}"
+    add_sizes(group, WHERE_FOUND)
+    group.add_argument("--dry-run", action="store_true", help="print the plan and its bytes per tier; no weights are loaded")
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -153,13 +142,9 @@ def _refuse(args: argparse.Namespace) -> None:
     }
     if found := [flag for flag, is_on in switched_on.items() if is_on]:
         raise ValueError(f"{found[0]} is not supported by this version; leave it out")
-    only_where_found = {"--latency-limit": args.latency_limit is not None, "--allow-4bit": args.allow_4bit}
-    if args.percent != AUTO and (found := [flag for flag, is_on in only_where_found.items() if is_on]):
-        raise ValueError(f"{found[0]} is for a plan that is to be found; leave it or --percent out")
-    if args.latency_limit is not None and args.latency_limit <= 0:
-        raise ValueError(f"--latency-limit is {args.latency_limit:g}; give seconds above 0")
-    if args.hh_all and args.hh_prompt_only:
-        raise ValueError("--hh-all evicts generated tokens and --hh-prompt-only keeps them; give one of them")
+    check_search(args, args.percent == AUTO, f"say --percent {AUTO}")
+    if args.dry_run and (flag := next((one for one in ("trace", "timeline") if getattr(args, one) is not None), None)):
+        raise ValueError(f"--{flag} shows what was run, and --dry-run runs nothing; leave one of them out")
     if args.cut_gen_len is not None and args.cut_gen_len < 2:
         raise ValueError(f"--cut-gen-len is {args.cut_gen_len}; give 2 or more: a decode step must be measured to be projected")
     if args.cut_gen_len is not None and args.debug_mode == FEWER_BATCH:

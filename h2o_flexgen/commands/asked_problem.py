@@ -1,8 +1,10 @@
-"""What the flags of the plan command ask for: a machine, what may be held there, and the Problem for a search."""
+"""What flags ask of a search: a machine, what may be held there, and the Problem. The run command asks with a model that is
+open, the plan command with shapes alone."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 from h2o_flexgen.commands.choose_model import ChosenModel
@@ -10,6 +12,7 @@ from h2o_flexgen.commands.shapes import Shapes
 from h2o_flexgen.planning.footprint import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
+from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import DEVICE, HOST, Plan
 from h2o_flexgen.planning.positions import check_positions, check_rolling
 from h2o_flexgen.planning.search import Problem
@@ -24,8 +27,8 @@ PROCESS_STEP = 64 << 20  # what a process holds is a little different each time;
 
 def machine_of(args: Namespace, progress: Progress) -> Machine:
     """The one that is named; or this one, as its profile was kept, or measured now."""
-    if args.machine is not None:
-        return find_machine(args.machine)
+    if (named := named_machine(args)) is not None:
+        return named
     from h2o_flexgen.llm import default_offload_folder  # imports torch, which takes a while
     from h2o_flexgen.memory.device import open_device
     from h2o_flexgen.runtime.profiling.kept import profiled
@@ -42,23 +45,69 @@ def machine_of(args: Namespace, progress: Progress) -> Machine:
     )
 
 
-def problem_of(args: Namespace, chosen: ChosenModel, machine: Machine) -> Problem:
-    from h2o_flexgen.kernels.native import kernel_threads
+def named_machine(args: Namespace) -> Machine | None:
+    if args.machine is None:
+        return None
+    machine = find_machine(args.machine)
+    if args.device != "auto":
+        check_device(machine, args.device)
+    return machine
 
-    accelerator = machine.has_accelerator
-    shapes, plan = Shapes.of(chosen, args.dtype, accelerator), args.plan if accelerator else args.plan.folded()
-    _check(shapes, plan, args, machine)
-    return Problem(
-        model=shapes,
+
+def check_device(machine: Machine, device: str) -> None:
+    """A machine says nothing of a run on something else."""
+    if device.partition(":")[0] != machine.device:
+        raise ValueError(
+            f"machine {machine.name!r} computes on {machine.device}, and not on {device}; "
+            "leave --machine out, or choose another --device"
+        )
+
+
+def problem_of(args: Namespace, chosen: ChosenModel, machine: Machine) -> Problem:
+    """Of the plan command."""
+    return asked_problem(
+        args,
+        machine,
+        model=Shapes.of(chosen, args.dtype, machine.has_accelerator),
         workload=Workload.uniform(args.num_prompts, args.prompt_len, args.gen_len) if args.num_prompts else None,
         prompt_len=args.prompt_len,
         gen_len=args.gen_len,
+        budgets=_budgets(args, machine),
+        writes_weights=chosen.dummy_weights,
+    )
+
+
+def asked_problem(
+    args: Namespace,
+    machine: Machine,
+    model: Callable[[Plan], ModelSpec],
+    workload: Workload | None,
+    prompt_len: int,
+    gen_len: int,
+    budgets: Budgets,
+    writes_weights: bool,
+) -> Problem:
+    """What can be seen to be wrong without a search is refused before it."""
+    from h2o_flexgen.kernels.native import kernel_threads
+
+    accelerator = machine.has_accelerator
+    plan = args.plan if accelerator else args.plan.folded()
+    spec = model(plan)
+    machine.flop_rate(spec.dtype, 1)  # a type that was not measured there is refused
+    check_rolling(spec, plan)
+    for row, length in enumerate((prompt_len,) if workload is None else workload.prompt_lens):
+        check_positions(spec, plan, row, length, gen_len)
+    return Problem(
+        model=model,
+        workload=workload,
+        prompt_len=prompt_len,
+        gen_len=gen_len,
         plan=plan,
         machine=machine,
-        budgets=_budgets(args, machine),
+        budgets=budgets,
         kernel_threads=0 if accelerator else kernel_threads(),
-        writes_weights=chosen.dummy_weights,
-        codecs=four_bits(plan) if args.allow_4bit else (),
+        writes_weights=writes_weights,
+        codecs=_four_bits(plan) if args.allow_4bit else (),
         attend_on=(HOST,) if args.cpu_cache_compute else (DEVICE,),
         batch_sizes=args.batch_sizes,
         batches=args.batches,
@@ -67,17 +116,10 @@ def problem_of(args: Namespace, chosen: ChosenModel, machine: Machine) -> Proble
     )
 
 
-def four_bits(plan: Plan) -> tuple[tuple[str, str], ...]:
+def _four_bits(plan: Plan) -> tuple[tuple[str, str], ...]:
     """Codecs of weights and KV that may be taken beside the plan's own."""
     packed = PACKED[BITS]
     return (packed, plan.kv_codec), (plan.weight_codec, packed), (packed, packed)
-
-
-def _check(shapes: Shapes, plan: Plan, args: Namespace, machine: Machine) -> None:
-    spec = shapes(plan)
-    check_rolling(spec, plan)
-    check_positions(spec, plan, 0, args.prompt_len, args.gen_len)
-    machine.flop_rate(spec.dtype, 1)  # a type that was not measured there is refused
 
 
 def _budgets(args: Namespace, machine: Machine) -> Budgets:

@@ -1,5 +1,5 @@
-"""Flags that commands share: model, placement, KV cache, sampling; the parser, and what the flags ask for as a Plan and
-SamplingParams. Parsing them imports no torch.
+"""Flags that commands share: model, placement, sizes, search, KV cache, sampling; the parser, and what the flags ask for as a
+Plan and SamplingParams. Parsing them imports no torch.
 
 A default that has a meaning in Python too is read from where it is written there: Plan and SamplingParams.
 """
@@ -19,6 +19,7 @@ from h2o_flexgen.planning.hints import did_you_mean
 from h2o_flexgen.planning.machine import DEVICES
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.schedule import SCHEDULES
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
 from h2o_flexgen.quant.codec import PACKED
 from h2o_flexgen.runtime.sampling_params import SamplingParams
@@ -67,14 +68,14 @@ def _typed(value: object) -> str:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("model").add_argument
+    group = parser.add_argument_group("model")
+    add = group.add_argument
     add("--model", metavar="NAME", help="hub name (facebook/opt-30b) or local folder of a checkpoint")
     add("--path", metavar="FOLDER", help=f"folder that has the checkpoint, or {DUMMY_PATH} for random weights, as in FlexGen")
     add("--dummy-weights", action="store_true", help="random weights in the model's shapes: for speed, nothing is downloaded")
     dtypes = ("auto", *DTYPE_BYTES)
     add("--dtype", default="auto", choices=dtypes, help="what is computed with; auto: the fast type of the device")
-    devices = f"auto, {' or '.join(DEVICES)}, or one of several with its number, like {DEVICES[-1]}:1"
-    add("--device", default="auto", metavar="NAME", help=devices)
+    add_device(group)
     add("--gpu-mem", metavar="SIZE", help="no more than this is held on the GPU, like 16GB or 14.9GiB (default: what is free)")
     held = "no more than this is held in CPU memory by the whole process (default: what is free)"
     add("--cpu-mem", metavar="SIZE", help=held)
@@ -82,8 +83,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--offload-dir", metavar="FOLDER", help=left)
 
 
+def add_device(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    devices = f"auto, {' or '.join(DEVICES)}, or one of several with its number, like {DEVICES[-1]}:1"
+    parser.add_argument("--device", default="auto", metavar="NAME", help=devices)
+
+
 class Percent(argparse.Action):
-    """Six numbers; or the word for a plan that is to be found."""
+    """Six numbers; with a `const` that is true also the word for a plan that is to be found."""
 
     def __call__(
         self,
@@ -93,12 +99,11 @@ class Percent(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         given = [str(value) for value in values or ()]
-        words = [AUTO] if self.const else []
-        if given in [[word] for word in words]:
+        if self.const and given == [AUTO]:
             setattr(namespace, self.dest, AUTO)
             return
         if len(given) != 6 or not all(value.lstrip("-").isdigit() for value in given):
-            what = f"six whole numbers{', or ' + AUTO if words else ''}"
+            what = f"six whole numbers{', or ' + AUTO if self.const else ''}"
             raise argparse.ArgumentError(self, f"takes {what}; got {' '.join(given)}")
         setattr(namespace, self.dest, [int(value) for value in given])
 
@@ -133,14 +138,50 @@ def _add_codec(group: argparse._ArgumentGroup, flag: str, option: str, text: str
     group.add_argument(flag, dest=option, type=_codec, nargs="?", const="4", default=default, metavar=kinds, help=text)
 
 
-def add_search(parser: argparse.ArgumentParser, title: str) -> None:
-    """What is asked of a plan that is to be found."""
-    add = parser.add_argument_group(title).add_argument
-    add("--machine", metavar="FILE", help="a machine's profile, or the name of a known one (default: this machine's, measured)")
-    add("--allow-4bit", action="store_true", help="weights and KV may be taken with 4 bits where that is faster")
-    add("--latency-limit", type=float, metavar="SECONDS", help="from the first prompt of a block to its last token")
-    wish = "most tokens per second, or the block that is over soonest"
+def add_sizes(group: argparse._ArgumentGroup, found: str) -> None:
+    """Of a block, and the order of its work. `found`: where sizes that nobody gives are found."""
+    add = group.add_argument
+    for flag, metavar, usual, text in (
+        ("--gpu-batch-size", "ROWS", Plan.gpu_batch_size, "sequences computed at once"),
+        ("--num-gpu-batches", "N", Plan.num_gpu_batches, "batches that share a pass over the weights"),
+    ):
+        add(flag, type=int, metavar=metavar, help=f"{text} (default: {usual}; found {found})")
+    orders = f"order of the work: {', '.join(SCHEDULES)}; all but the first are there for comparison"
+    add("--schedule", default=Plan.schedule, metavar="NAME", help=orders)
+
+
+def take_sizes(args: argparse.Namespace) -> None:
+    """Adds `batch_sizes` and `batches`, which a search may choose of; empty: any. Until it has chosen, sizes are as usual."""
+    args.batch_sizes, args.batches = (() if size is None else (size,) for size in (args.gpu_batch_size, args.num_gpu_batches))
+    for name in ("gpu_batch_size", "num_gpu_batches"):
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(Plan, name))
+
+
+def add_search(parser: argparse.ArgumentParser, title: str, machine: str) -> argparse._ArgumentGroup:
+    """What is asked of a plan that is to be found. `machine` says what else the machine is for."""
+    group = parser.add_argument_group(title)
+    add = group.add_argument
+    named = f"a YAML file, or the name of a machine of the package; {machine}"
+    add("--machine", metavar="NAME", help=f"{named} (default: this one, as its profile was kept, or measured now)")
+    bits = "4 bits may be taken for weights, for KV or for both, where that is faster; it changes what the model says"
+    add("--allow-4bit", action="store_true", help=bits)
+    limit = "from the first prompt of a block to its last token (default: no limit)"
+    add("--latency-limit", type=float, metavar="SECONDS", help=limit)
+    wish = "what is best: most tokens per second, or the block that is over soonest"
     add("--prefer", choices=PREFERENCES, default=THROUGHPUT, help=wish)
+    return group
+
+
+def check_search(args: argparse.Namespace, is_searched: bool, otherwise: str) -> None:
+    """Nothing that is asked of a search is dropped in silence where there is none; `otherwise` says how to have one."""
+    limit = args.latency_limit
+    if limit is not None and not limit > 0:
+        raise ValueError(f"--latency-limit is {limit:g}; give seconds above 0")
+    asked = {"--allow-4bit": args.allow_4bit, "--latency-limit": limit is not None, "--prefer": args.prefer != THROUGHPUT}
+    found = next((flag for flag, is_given in asked.items() if is_given), None)
+    if found is not None and not is_searched:
+        raise ValueError(f"{found} is for a search, and this plan is given; leave it out, or {otherwise}")
 
 
 def add_kv(parser: argparse.ArgumentParser) -> None:
@@ -204,6 +245,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that the flags ask for; what a command has no flag for is as a plan has it."""
+    if args.hh_all and args.hh_prompt_only:
+        raise ValueError("--hh-all evicts generated tokens and --hh-prompt-only keeps them; give one of them")
     asked = {name: getattr(args, name) for name in Plan.option_names() if hasattr(args, name)}
     plan = Plan.create(**{**asked, "kv_policy": _policy_name(args)})
     plan = plan if args.percent == AUTO else plan.with_percent(args.percent)

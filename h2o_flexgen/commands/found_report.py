@@ -10,8 +10,9 @@ from functools import cached_property
 from h2o_flexgen.commands.choose_model import ChosenModel
 from h2o_flexgen.commands.plan_flags import as_line, run_flags
 from h2o_flexgen.commands.plan_report import PlanReport, table
+from h2o_flexgen.commands.predicted import Predicted
 from h2o_flexgen.commands.why import Why
-from h2o_flexgen.planning.plan import HOST, TIERS
+from h2o_flexgen.planning.plan import HOST
 from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
 from h2o_flexgen.planning.predict import Prediction
 from h2o_flexgen.planning.search import Candidate, Found, Problem
@@ -117,17 +118,13 @@ class FoundReport:
         }
 
     def _predicted(self, one: Prediction) -> dict[str, object]:
-        """Named as the run command names what it measures. Steps change slowly, so that their mean stands for the median."""
-        base = {HOST: self.problem.budgets.host_base}
+        """As the run command has it, and beside that what it measures under the names that it gives it. Steps change slowly, so
+        that their mean stands for the median."""
         return {
+            **Predicted(one, self.problem.machine.name, self.problem.budgets).as_json(),
             "generated_tokens": one.generated_tokens,
-            "prefill_seconds": round(one.prefill_seconds, 6),
-            "decode_seconds": round(one.decode_seconds, 6),
-            "total_seconds": round(one.total_seconds, 6),
-            "tokens_per_second": round(one.tokens_per_second, 3),
             "step_seconds_median": round(one.step_seconds, 6),
             "block_seconds": round(self.best.block_seconds, 6),
-            "peak_bytes": {tier: one.peak_bytes[tier] + base.get(tier, 0) for tier in TIERS},
             "lanes": {
                 lane: {"busy_seconds": round(seconds, 6), "busy_share": round(min(1.0, seconds / one.total_seconds), 4)}
                 for lane, seconds in one.lane_seconds.items()

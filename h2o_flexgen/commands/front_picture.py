@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ def draw_front(found: Found, file: Path, title: str) -> None:
     figure.savefig(file, dpi=130)
 
 
-def _coordinates(candidates: Any) -> tuple[list[float], list[float]]:
+def _coordinates(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
     return [one.block_seconds for one in candidates], [one.tokens_per_second for one in candidates]
 
 

@@ -6,11 +6,22 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from h2o_flexgen.commands.flags import TRACEBACK, Help, Parser, add_kv, add_model, add_placement, plan_of
+from h2o_flexgen.commands.flags import (
+    DUMMY_PATH,
+    TRACEBACK,
+    Help,
+    Parser,
+    add_kv,
+    add_model,
+    add_placement,
+    add_search,
+    add_sizes,
+    check_search,
+    plan_of,
+    take_sizes,
+)
 from h2o_flexgen.commands.made_up import DEFAULT_TOKENS
 from h2o_flexgen.planning.plan import HOST, Plan
-from h2o_flexgen.planning.schedule import SCHEDULES
-from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 PROGRAM = "python -m h2o_flexgen.plan"
@@ -26,12 +37,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Added are `plan`, what the flags ask for, and `batch_sizes` and `batches`, of which a search may choose; empty: any."""
     parser = _parser()
     args = parser.parse(argv)
-    if args.model is None and args.path is None:
+    if args.model is None and args.path in (None, DUMMY_PATH):
         parser.error("the model to plan for is missing; give --model with a hub name or a local folder")
     _refuse(args)
-    args.batch_sizes, args.batches = (() if size is None else (size,) for size in (args.gpu_batch_size, args.num_gpu_batches))
-    for name, usual in (("gpu_batch_size", Plan.gpu_batch_size), ("num_gpu_batches", Plan.num_gpu_batches)):
-        setattr(args, name, getattr(args, name) or usual)
+    take_sizes(args)
     args.percent = args.percent or list(Plan().percent)
     plan = plan_of(args)
     args.plan = replace(plan, attend_on=HOST) if args.cpu_cache_compute else plan
@@ -47,19 +56,12 @@ def _parser() -> Parser:
         formatter_class=Help,
     )
     add_model(parser)
-    _add_machine(parser)
     _add_workload(parser)
     _add_plan(parser)
+    _add_search(parser)
     add_kv(parser)
     _add_output(parser)
     return parser
-
-
-def _add_machine(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("machine").add_argument
-    named = "a YAML file, or a machine of the package; its memory is the limit where no other is given"
-    add("--machine", metavar="NAME", help=f"{named} (default: this one, as its profile was kept, or measured now)")
-    add("--disk", metavar="SIZE", help="no more than this is held on disk (default: what the machine has free)")
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
@@ -73,24 +75,22 @@ def _add_plan(parser: Parser) -> None:
     group = parser.add_argument_group("plan", "what is named is kept, and the rest of sizes and shares is searched")
     add_placement(group)
     parser.set_defaults(percent=None)
-    add, batches = group.add_argument, "batches that share a pass over the weights"
-    add("--gpu-batch-size", type=int, metavar="ROWS", help="sequences computed at once (default: searched)")
-    add("--num-gpu-batches", type=int, metavar="N", help=f"{batches} (default: searched)")
-    add("--schedule", default=Plan.schedule, metavar="NAME", help=f"order of the work: {', '.join(SCHEDULES)}")
-    bits = "4 bits may be taken for weights, for KV or for both, where that is faster; it changes what the model says"
-    add("--allow-4bit", action="store_true", help=bits)
+    add_sizes(group, "without --evaluate")
     beside = "KV in CPU memory is attended by the CPU; priced only: the run command cannot do it"
-    add("--cpu-cache-compute", "--cpu", action="store_true", help=beside)
-    add("--latency-limit", type=float, metavar="SECONDS", help="a block must be over so soon (default: no limit)")
-    add("--prefer", choices=PREFERENCES, default=THROUGHPUT, help="what is best: most tokens per second, or the soonest end")
+    group.add_argument("--cpu-cache-compute", "--cpu", action="store_true", help=beside)
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    add = add_search(parser, "search", "its memory is the limit where no other is given").add_argument
+    add("--disk", metavar="SIZE", help="no more than this is held on disk (default: what the machine has free)")
     priced = "search nothing: price the plan that --percent, the sizes and the other flags describe"
     add("--evaluate", action="store_true", help=priced)
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
-    add("--plot", metavar="FILE", help="a picture of latency against throughput; needs matplotlib")
-    add("--timeline", metavar="FILE", help="a picture of the lanes over two decode steps; needs matplotlib")
+    add("--plot", metavar="FILE", help="a picture of latency against throughput (needs the extra [plot])")
+    add("--timeline", metavar="FILE", help="a picture of the lanes over two decode steps (needs the extra [plot])")
     add("--verbose", type=int, nargs="?", const=2, default=1, metavar="LEVEL", help=f"{TRACEBACK}: where errors come from")
 
 
@@ -99,15 +99,8 @@ def _refuse(args: argparse.Namespace) -> None:
         value = getattr(args, flag)
         if value is not None and value < 1:
             raise ValueError(f"--{flag.replace('_', '-')} is {value}; give 1 or more")
-    if args.latency_limit is not None and not args.latency_limit > 0:
-        raise ValueError(f"--latency-limit is {args.latency_limit:g}; give seconds above 0")
-    if args.hh_all and args.hh_prompt_only:
-        raise ValueError("--hh-all evicts generated tokens and --hh-prompt-only keeps them; give one of them")
     if args.percent is not None and not args.evaluate:
         raise ValueError("--percent is what is searched; leave it out, or give --evaluate to price it")
-    if args.evaluate and args.allow_4bit:
-        raise ValueError("--allow-4bit is for a search; with --evaluate say --compress-weight and --compress-cache")
-    if args.evaluate and args.latency_limit is not None:
-        raise ValueError("--latency-limit is for a search; leave it out with --evaluate")
+    check_search(args, not args.evaluate, "do without --evaluate")
     if args.evaluate and args.plot is not None:
         raise ValueError("--plot shows what a search has found; leave it out with --evaluate")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.commands.plan_report import NAMES, table
 from h2o_flexgen.planning.footprint import Budgets
-from h2o_flexgen.planning.plan import TIERS
+from h2o_flexgen.planning.plan import HOST, TIERS
 from h2o_flexgen.planning.predict import Prediction
 from h2o_flexgen.planning.units import format_bytes
 
@@ -25,7 +25,7 @@ class Predicted:
     @property
     def peak_bytes(self) -> dict[str, int]:
         """With what the process holds by itself."""
-        base = {tier: self.budgets.host_base if tier == "host" else 0 for tier in TIERS}
+        base = {tier: self.budgets.host_base if tier == HOST else 0 for tier in TIERS}
         return {tier: nbytes + base[tier] for tier, nbytes in self.prediction.peak_bytes.items()}
 
     def as_json(self) -> dict[str, object]:

@@ -208,4 +208,4 @@ def _out_of_memory(error: BaseException) -> MemoryError | None:
     shortage = None if isinstance(error, MemoryError) else shortage_of(error)
     if shortage is None:
         return None
-    return MemoryError(f"{shortage.reason} Lower the batch size, or the shares of the tier that is full")
+    return MemoryError(f"{shortage.reason.rstrip('. ')}; lower the batch size, or the shares of the tier that is full")

@@ -45,8 +45,7 @@ class Fingerprint:
     @property
     def name(self) -> str:
         parts = self.parts
-        device = "" if parts["device"] == parts["cpu"] else parts["device"]
-        words = f"{parts['cpu']} {parts['cores']} cores {parts['memory']} {device}".lower()
+        words = f"{parts['cpu']} {parts['cores']} cores {parts['memory']} {parts['device']}".lower()
         digest = blake2b(repr(sorted(parts.items())).encode(), digest_size=4).hexdigest()
         return f"{re.sub(r'[^a-z0-9.]+', '-', words).strip('-')}-{digest}"
 

@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from h2o_flexgen.commands import arguments
+from h2o_flexgen.commands import arguments, plan_arguments
 from h2o_flexgen.commands.arguments import parse
 from h2o_flexgen.commands.flags import plan_of
 from h2o_flexgen.planning.plan import Plan
@@ -111,6 +111,23 @@ def test_every_flag_has_help_and_every_default_is_shown() -> None:
     assert "None" not in text and "True" not in text and "[]" not in text
 
 
+def test_what_the_run_and_the_plan_command_both_ask_is_asked_in_the_same_words() -> None:
+    def texts(parser: argparse.ArgumentParser) -> dict[str, str]:
+        return {flag: action.help or "" for action in parser._actions for flag in action.option_strings}
+
+    run, plan = texts(arguments._parser()), texts(plan_arguments._parser())
+    for flag in ("--allow-4bit", "--latency-limit", "--prefer", "--schedule", "--device", "--hh-ratio"):
+        assert run[flag] == plan[flag] != "", flag
+    for flag in ("--machine", "--gpu-batch-size", "--num-gpu-batches"):  # but for what else it is, or where it is found
+        assert run[flag].split(";")[0] == plan[flag].split(";")[0] != run[flag], flag
+
+
+def test_sizes_that_are_given_are_all_that_a_search_may_take() -> None:
+    args = parse(["--model", "m", "--gpu-batch-size", "5"])
+    assert (args.batch_sizes, args.batches) == ((5,), ())
+    assert (args.plan.gpu_batch_size, args.plan.num_gpu_batches) == (5, Plan.num_gpu_batches)
+
+
 def test_help_ends_with_an_example_that_parses() -> None:
     commands = [line.split(None, 3)[3] for line in arguments.EPILOG.splitlines() if line.startswith("  python")]
     assert len(commands) == 2
@@ -123,6 +140,8 @@ def test_help_ends_with_an_example_that_parses() -> None:
     [
         (["--cut-gen-len", "4", "--debug-mode", "fewer_batch"], "give one of them"),
         (["--schedule", "row_by_row", "--debug-mode", "fewer_batch"], "use --cut-gen-len"),
+        (["--dry-run", "--timeline", "run.png"], "--timeline shows what was run"),
+        (["--dry-run", "--trace", "run.json"], "--trace shows what was run"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(flags: list[str], message: str) -> None:

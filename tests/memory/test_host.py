@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 from h2o_flexgen.memory import host
-from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.host import HostTier, peak_resident_bytes, restart_peak_resident
 from h2o_flexgen.memory.tier import ALIGNMENT
 
 
@@ -51,6 +51,16 @@ def test_trimmed_memory_is_no_longer_held() -> None:
     assert tier.meter.peak_bytes == 8192 + (1 << 20)
     tier.meter.restart_peak()
     assert tier.meter.peak_bytes == kept.nbytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system cannot restart a process's peak")
+def test_the_peak_of_a_process_can_be_restarted() -> None:
+    held = bytearray(b"1") * 300_000_000
+    before = peak_resident_bytes()
+    del held
+    assert peak_resident_bytes() >= before - 10_000_000
+    restart_peak_resident()
+    assert peak_resident_bytes() < before - 250_000_000
 
 
 @settings(max_examples=50, deadline=None)

@@ -371,6 +371,16 @@ def test_a_machine_is_measured_once(counted: list[str], tmp_path: Path) -> None:
     assert len(set(counted)) == 2
 
 
+def test_what_measuring_holds_is_not_in_the_peak_of_the_run_that_follows(
+    counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restarted: list[int] = []
+    monkeypatch.setattr(kept, "restart_peak_resident", lambda: restarted.append(len(counted)))
+    for _ in range(2):
+        profiled(Device(), tmp_path)
+    assert restarted == [1], "behind the measuring, and only there"
+
+
 def test_a_damaged_profile_is_told_of_and_measured_anew(counted: list[str], tmp_path: Path) -> None:
     machine, notes = profiled(Device(), tmp_path), []
     file = save_machine(machine.name, machine)

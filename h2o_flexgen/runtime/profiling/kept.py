@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from h2o_flexgen.memory.device import Device
+from h2o_flexgen.memory.host import restart_peak_resident
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import machine_file, save_machine, saved_machine
+from h2o_flexgen.planning.model_spec import usual_dtype
 from h2o_flexgen.runtime.fingerprint import Fingerprint
-from h2o_flexgen.runtime.profiling.machine import profile, usual_dtype
+from h2o_flexgen.runtime.profiling.machine import profile
 from h2o_flexgen.runtime.profiling.others import Others
 from h2o_flexgen.runtime.profiling.sizes import QUICK, Sizes
 from h2o_flexgen.runtime.profiling.subject import OnSubject
@@ -37,6 +39,7 @@ def profiled(
         return found
     others = Others()
     machine = profile(device, offload_folder, mark.name, dtype, sizes, on_subject)
+    restart_peak_resident()  # what measuring has held is not of the run that comes now
     warning = others.warning()
     keep(machine, mark, warning)
     if warning:
@@ -46,7 +49,7 @@ def profiled(
 
 
 def fingerprint_of(device: Device, offload_folder: Path, dtype: str | None) -> Fingerprint:
-    return Fingerprint.of(device, offload_folder, dtype or usual_dtype(device))
+    return Fingerprint.of(device, offload_folder, dtype or usual_dtype(device.accelerator))
 
 
 def keep(machine: Machine, mark: Fingerprint, warning: str = "") -> Path:

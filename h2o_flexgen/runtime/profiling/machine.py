@@ -14,7 +14,7 @@ from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import available_bytes, give_back_freed
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.machine import PLAIN_SCORES, VISITS, WITH_SCORES, Curve, Machine
-from h2o_flexgen.planning.model_spec import DTYPE_BYTES
+from h2o_flexgen.planning.model_spec import DTYPE_BYTES, usual_dtype
 from h2o_flexgen.planning.plan import DEVICE, HOST
 from h2o_flexgen.quant.codec import PACKED
 from h2o_flexgen.runtime.profiling import attention, moving, products, visits
@@ -23,11 +23,6 @@ from h2o_flexgen.runtime.profiling.subject import Clock, OnSubject, Subject, mea
 
 SLOW_ON_CPU = "float16"
 SHARE_OF_MEMORY = 2  # half of what is free is taken at most
-
-
-def usual_dtype(device: Device) -> str:
-    """What a run computes with unless the checkpoint or a person says otherwise."""
-    return "float16" if device.accelerator else "bfloat16"
 
 
 def profile(
@@ -41,7 +36,7 @@ def profile(
     """`dtype` is that of everything but products, which have a curve for every type. Nothing is left in the folder."""
     host_bytes, device_bytes = available_bytes(), device.free_bytes() or 0
     sizes = sizes.within(host_bytes // SHARE_OF_MEMORY)
-    dtype = dtype or usual_dtype(device)
+    dtype = dtype or usual_dtype(device.accelerator)
     try:
         with closing(Memories(device, offload_folder, False)) as memories, ExitStack() as opened, torch.inference_mode():
             disk_bytes = shutil.disk_usage(offload_folder).free
