@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from h2o_flexgen.planning.plan import DEVICE, HOST, Plan
 from h2o_flexgen.planning.planned import plan_blocks
 from h2o_flexgen.planning.predict import Prediction, predict
 from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.quant.codec import PLAIN
 
 MACHINE = Path(__file__).resolve().parents[1] / "configs" / "machines" / "t4-gcp.yaml"
 TOLERANCE = 0.2  # of a published figure
@@ -237,8 +236,7 @@ ROWS = (
 def spec_of(model: str, plan: Plan) -> ModelSpec:
     config = known_config(f"facebook/{model}")
     assert config is not None
-    spec = replace(create_model(config, "float16", True, model).spec, kv_codec=plan.kv_codec)
-    return spec if plan.weight_codec == PLAIN else spec.packed(plan.weight_codec)
+    return create_model(config, "float16", True, model).spec.written_as(plan.weight_codec, plan.kv_codec)
 
 
 def as_published(row: Published, machine: Machine) -> dict[str, float]:

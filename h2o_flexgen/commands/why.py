@@ -10,7 +10,7 @@ from h2o_flexgen.commands.plan_report import NAMES
 from h2o_flexgen.planning.footprint import Budgets, Footprint
 from h2o_flexgen.planning.plan import DEVICE, HOST, TIERS
 from h2o_flexgen.planning.planned import PlannedBlock
-from h2o_flexgen.planning.predict import mean_lane_seconds, sampled_steps, sum_of_steps
+from h2o_flexgen.planning.predict import sampled_steps, sum_of_steps
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
 from h2o_flexgen.planning.search import Candidate, NoPlan, Problem, search
 from h2o_flexgen.planning.units import format_bytes
@@ -32,7 +32,7 @@ class Why:
 
     @cached_property
     def pricing(self) -> Pricing:
-        return Pricing(self.first, self.problem.machine)
+        return Pricing(self.first, self.problem.machine, averaged=True)
 
     @cached_property
     def steps(self) -> list[int]:
@@ -46,7 +46,7 @@ class Why:
     @cached_property
     def lane_seconds(self) -> Mapping[str, float]:
         """In a step, on average."""
-        each = [mean_lane_seconds(self.pricing, step) if step else self.pricing.lane_seconds(0) for step in self.steps]
+        each = [self.pricing.lane_seconds(step) for step in self.steps]
         return {
             lane: self._mean([one.get(lane, 0.0) for one in each])
             for lane in dict.fromkeys(lane for one in each for lane in one)

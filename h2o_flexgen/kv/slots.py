@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt
+from statistics import fmean
 
 from h2o_flexgen.planning.workload import Batch
 
@@ -100,11 +101,31 @@ class Slots:
         since = step - self._first_scattered
         return since % (self.journal_capacity + 1) if since > 0 else 0
 
+    def mean_read(self, step: int) -> float:
+        """From disk: what is held, and where tokens are evicted what a journal has on average."""
+        return self.held(step) + (self._mean_entries if self._is_scattered(step) else 0.0)
+
+    def mean_written(self, step: int) -> float:
+        """The same, to disk."""
+        anew = self._share_written_anew if self._is_scattered(step) else 0.0
+        return anew * self.held(step + 1) + (1 - anew) * self.stored(step)
+
     @property
     def journal_capacity(self) -> int:
         """On disk a slot here and there would be slow to write, so they go into a journal, until it is so long that to read it
         has cost as much as to write all slots anew: where the two together are least."""
         return isqrt(2 * max(budget.slots for budget in self.budgets)) if self._may_scatter else 0
+
+    @cached_property
+    def _mean_entries(self) -> float:
+        """Of the journal, over all steps that evict."""
+        return fmean(map(self.journal_entries, range(self._first_scattered, self.gen_len)))
+
+    @cached_property
+    def _share_written_anew(self) -> float:
+        """Of the steps that evict: those that find the journal full."""
+        full = self.journal_capacity
+        return fmean(self.journal_entries(step) == full for step in range(self._first_scattered, self.gen_len))
 
     @property
     def first_evicting_step(self) -> int:

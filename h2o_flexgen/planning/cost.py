@@ -56,6 +56,14 @@ class Cost:
             return self._hidden_bytes(task, task.layer - 1)
         return self._hidden_bytes(task, task.layer) if task.op is Op.STORE_H else 0
 
+    def mean_nbytes(self, task: Task | Key) -> float:
+        """The same; of KV on disk the mean over the steps that evict, as reads grow with the journal until it starts anew."""
+        if task.op not in (Op.READ_KV, Op.WRITE_KV):
+            return self.nbytes(task)
+        slots = self.slots[task.batch]
+        moved = slots.mean_read(task.step) if task.op is Op.READ_KV else slots.mean_written(task.step)
+        return moved * self._kv_slot_bytes(task.batch)
+
     @cached_property
     def stored_bytes(self) -> tuple[int, ...]:
         """Per layer: bytes of weights that are read from disk."""

@@ -119,7 +119,7 @@ class Case:
         return _extended(one, two, self.spec.num_blocks)
 
     def _bounds_of(self, plan: Plan, spec: ModelSpec, block: Block) -> list[dict[str, float]]:
-        pricing = Pricing(PlannedBlock.of(spec, plan, block, self.machine.has_accelerator), self.machine)
+        pricing = Pricing(PlannedBlock.of(spec, plan, block, self.machine.has_accelerator), self.machine, averaged=True)
         return [pricing.bounds(step) for step in self.steps]
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -135,11 +135,15 @@ class Case:
         compute = self.whole.parts[self.tiers[0]]
         return {"weights": compute["weights"], "kv": compute.get("KV", 0), "hidden": compute["activations"]}
 
+    def bytes_on(self, tier: str) -> Mapping[str, int]:
+        """The same, where they are on this tier: weights that lie on disk already take no room there."""
+        return {**self.bytes_of, "weights": 0} if tier == DISK and not self.writes_weights else self.bytes_of
+
     def anchored(self, plan: Plan, exact: Footprint) -> dict[str, float]:
         """What each tier holds beside the shares of the data, under this plan: exact there, and near it a good guess."""
         return {
             tier: self.budgets.needs(exact, tier)
-            - sum(getattr(plan, kind).of(tier) * nbytes for kind, nbytes in self.bytes_of.items())
+            - sum(getattr(plan, kind).of(tier) * nbytes for kind, nbytes in self.bytes_on(tier).items())
             for tier in self.tiers
         }
 
@@ -161,14 +165,14 @@ def _extended(one: Sequence[Bounds], two: Sequence[Bounds], count: int) -> list[
     ]
 
 
-def solve_thoroughly(cases: Sequence[Case], latency_limit: float | None = None) -> list[Answer]:
+def solve_thoroughly(cases: Sequence[Case]) -> list[Answer]:
     """Buffers are there or not, which no line follows: so each case is solved with every choice of kinds that stay where they
     are computed with, too. It takes eight times as long."""
     choices = [stay for count in range(len(KINDS) + 1) for stay in combinations(KINDS, count)]
     staying = [(_staying(case, stays), number) for number, case in enumerate(cases) for stays in choices]
     numbers = {id(case): number for case, number in staying}
     best: dict[int, Answer] = {}
-    for answer in solve([case for case, _ in staying], latency_limit):
+    for answer in solve([case for case, _ in staying]):
         number = numbers[id(answer.case)]
         if number not in best or answer.seconds < best[number].seconds:
             best[number] = replace(answer, case=cases[number])
@@ -182,12 +186,12 @@ def _staying(case: Case, stays: tuple[str, ...]) -> Case:
     return other
 
 
-def solve(cases: Sequence[Case], latency_limit: float | None = None) -> list[Answer]:
+def solve(cases: Sequence[Case]) -> list[Answer]:
     """The best answer for each case that has one."""
     best: dict[int, Answer] = {}
     anchors = [_first_anchor(case) for case in cases]
     for _ in range(ROUNDS):
-        plans = _solve_once(cases, anchors, latency_limit)
+        plans = _solve_once(cases, anchors)
         for number, (case, plan) in enumerate(zip(cases, plans)):
             needed = case.footprint(plan)
             anchors[number] = case.anchored(plan, needed)
@@ -234,18 +238,18 @@ def _least(case: Case, bounds: Mapping[str, float]) -> float:
 # -- the program -----------------------------------------------------------------------------------------------------------
 
 
-def _solve_once(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]], latency_limit: float | None) -> list[Plan]:
+def _solve_once(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]]) -> list[Plan]:
     """The cases have nothing in common, so the sum of what they take is least where each is."""
     with warnings.catch_warnings():  # of what pulp 4 will want, which has another interface
         warnings.simplefilter("ignore", DeprecationWarning)
-        return _solved(cases, anchors, latency_limit)
+        return _solved(cases, anchors)
 
 
-def _solved(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]], latency_limit: float | None) -> list[Plan]:
+def _solved(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]]) -> list[Plan]:
     program = pulp.LpProblem("placement", pulp.LpMinimize)
     shares, goals = [], []
     for number, (case, anchor) in enumerate(zip(cases, anchors)):
-        own, goal, constraints = _case(str(number), case, anchor, latency_limit)
+        own, goal, constraints = _case(str(number), case, anchor)
         shares.append(own)
         goals.append(goal)
         for constraint in constraints:
@@ -257,7 +261,7 @@ def _solved(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]], laten
 
 
 def _case(
-    name: str, case: Case, anchor: Mapping[str, float], latency_limit: float | None
+    name: str, case: Case, anchor: Mapping[str, float]
 ) -> tuple[dict[Corner, pulp.LpVariable], pulp.LpAffineExpression, list[pulp.LpConstraint]]:
     shares = {
         (kind, tier): pulp.LpVariable(f"{kind}_{tier}_{name}", 0, 0 if kind in case.stays and tier != case.tiers[0] else 1)
@@ -270,16 +274,14 @@ def _case(
     lacking = {tier: pulp.LpVariable(f"lacking_{tier}_{name}", 0) for tier in case.tiers}
     for tier in case.tiers:
         budget = case.budgets.of(tier)
-        if budget is not None:  # in shares of the budget, so that numbers of the program are near 1
-            held = pulp.lpSum(shares[kind, tier] * (nbytes / budget) for kind, nbytes in case.bytes_of.items())
-            constraints.append(held + anchor[tier] / budget <= 1 + lacking[tier])
+        if budget is not None:  # in shares of it, so that numbers of the program are near 1; a disk that is full has none
+            unit = budget or sum(case.bytes_of.values())
+            held = pulp.lpSum(shares[kind, tier] * (nbytes / unit) for kind, nbytes in case.bytes_on(tier).items())
+            constraints.append(held + anchor[tier] / unit <= budget / unit + lacking[tier])
     total = pulp.lpSum(weight * step for weight, step in zip(case.weights_of_steps, seconds))
-    late = pulp.LpVariable(f"late_{name}", 0)
-    if latency_limit is not None:
-        constraints.append(total <= latency_limit * (1 + late))
     scale = TIE * sum(weight * max(bounds.values()) for weight, bounds in zip(case.weights_of_steps, case.base))
     lower = pulp.lpSum(place * shares[kind, tier] for kind in KINDS for place, tier in enumerate(case.tiers))
-    return shares, total + scale * lower + LACKING * pulp.lpSum([*lacking.values(), late]), constraints
+    return shares, total + scale * lower + LACKING * pulp.lpSum(lacking.values()), constraints
 
 
 def _step_bounds(case: Case, shares: Mapping[Corner, pulp.LpVariable], number: int) -> Iterator[pulp.LpAffineExpression]:

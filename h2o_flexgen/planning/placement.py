@@ -29,14 +29,14 @@ def spread(sizes: Sequence[int], shares: Shares) -> tuple[str, ...]:
     Behind every item each tier is then within one largest item of its share. Before an item is placed the three lacks sum up to
     its size s, so the largest is s/3 at least: no tier gets more than 2/3 of an item too much. And if a tier that lacks more
     than an item were passed over, the one chosen would lack as much, and the third would have had an item too much."""
-    wanted = [tier for tier in TIERS if shares.of(tier) > 1e-9]  # 1 - 0.58 - 0.42 is not quite 0
+    wanted = {tier: share for tier in TIERS if (share := shares.of(tier)) > 1e-9}  # 1 - 0.58 - 0.42 is not quite 0
     if len(wanted) == 1:
-        return (wanted[0],) * len(sizes)
+        return tuple(wanted) * len(sizes)
     placed = dict.fromkeys(wanted, 0)
     total, tiers = 0, []
     for size in sizes:
         total += size
-        tier = max(wanted, key=lambda tier: shares.of(tier) * total - placed[tier])  # of equals the first, the fastest
+        tier = max(wanted, key=lambda tier: wanted[tier] * total - placed[tier])  # of equals the first, the fastest
         placed[tier] += size
         tiers.append(tier)
     return tuple(tiers)
@@ -48,10 +48,11 @@ def place_weights(spec: ModelSpec, plan: Plan) -> dict[str, str]:
     return dict(zip(sizes, spread(list(sizes.values()), plan.weights)))
 
 
-def place(spec: ModelSpec, plan: Plan, block: Block) -> Placement:
+def place(spec: ModelSpec, plan: Plan, block: Block, weights: Mapping[str, str] | None = None) -> Placement:
+    """`weights`: where they are, if that is known already."""
     kv, hidden = _kv_sizes(spec, plan, block), _hidden_sizes(spec, block)
     return Placement(
-        weights=place_weights(spec, plan),
+        weights=place_weights(spec, plan) if weights is None else weights,
         kv=dict(zip(kv, spread(list(kv.values()), plan.kv))),
         hidden=spread(hidden, plan.hidden),
     )

@@ -5,13 +5,13 @@ Engine, footprint, cost, command line and benchmarks start from this one object.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from h2o_flexgen.kv.slots import Slots
 from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.placement import Placement, moves, place, placed_shares
+from h2o_flexgen.planning.placement import Placement, moves, place, place_weights, placed_shares
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.schedule import SCHEDULES, Schedule
 from h2o_flexgen.planning.workload import Block, Workload
@@ -26,8 +26,10 @@ class PlannedBlock:
     schedule: Schedule
 
     @classmethod
-    def of(cls, spec: ModelSpec, plan: Plan, block: Block, accelerator: bool) -> PlannedBlock:
-        placement = place(spec, plan, block)
+    def of(
+        cls, spec: ModelSpec, plan: Plan, block: Block, accelerator: bool, weights: Mapping[str, str] | None = None
+    ) -> PlannedBlock:
+        placement = place(spec, plan, block, weights)
         schedule = SCHEDULES[plan.schedule](moves(spec, plan, block, placement, accelerator))
         return cls(spec, plan, block, placement, schedule)
 
@@ -51,10 +53,11 @@ def shape_of(block: Block) -> tuple[tuple[int, ...], ...]:
 
 
 def plan_blocks(spec: ModelSpec, plan: Plan, workload: Workload, accelerator: bool) -> Iterator[PlannedBlock]:
-    """Blocks of one shape lie alike: each shape is placed once, for there may be thousands."""
+    """Blocks of one shape lie alike: each shape is placed once, for there may be thousands. All have the same weights."""
     met: dict[object, PlannedBlock] = {}
+    weights = place_weights(spec, plan)
     for block in workload.blocks(plan.gpu_batch_size, plan.num_gpu_batches):
         shape = shape_of(block)
         if shape not in met:
-            met[shape] = PlannedBlock.of(spec, plan, block, accelerator)
+            met[shape] = PlannedBlock.of(spec, plan, block, accelerator, weights)
         yield replace(met[shape], block=block)

@@ -2,12 +2,13 @@
 
 A block is simulated task by task, its prompts and a few of its decode steps: their seconds change slowly, with the KV, so that
 what lies between is on a line. Every sampled step is simulated twice in a row, and the second counts: it begins as any other.
+Of many blocks whose prompts are all of other lengths a few stand for all in the same way.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,12 +17,12 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import TIERS
 from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.planning.schedule import COMPUTE_LANE, SCHEDULES, Key, Op, Schedule, Task
+from h2o_flexgen.planning.schedule import COMPUTE_LANE, SCHEDULES, Key, Schedule, Task
 from h2o_flexgen.planning.simulate import simulate
 from h2o_flexgen.planning.trace import Trace
 
 ALL_STEPS = 6  # of a decode this short every step is simulated
-PERIODIC = (Op.READ_KV, Op.WRITE_KV)  # a journal makes them longer from step to step, until it starts anew
+ALL_BLOCKS, SAMPLED_BLOCKS = 16, 12  # so many blocks that differ are all simulated; of more, so many
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Prediction:
     prefill_seconds: float
     decode_seconds: float
     step_seconds: float  # of a decode step: the mean
+    block_seconds: float  # from the first prompt to the last token of the block that takes longest
     lane_seconds: Mapping[str, float]  # that each lane works, of all blocks
     peak_bytes: Mapping[str, int]  # per tier, beside what the process holds by itself
 
@@ -55,21 +57,44 @@ def predict(
     for block in blocks:
         alike[block.shape].append(block)
     prompts = tokens = steps = 0
-    prefill = decode = 0.0
-    lanes: dict[str, float] = {}
     held = Footprint({})
     for same in alike.values():
-        one, count = BlockPrediction.of(same[0], machine), len(same)
-        prompts += count * same[0].block.num_rows
-        tokens += count * same[0].block.num_rows * same[0].block.gen_len
-        steps += count * (same[0].block.gen_len - 1)
-        prefill += count * one.prefill_seconds
-        decode += count * one.decode_seconds
-        for lane, seconds in one.lane_seconds.items():
-            lanes[lane] = lanes.get(lane, 0.0) + count * seconds
+        rows, gen_len, count = same[0].block.num_rows, same[0].block.gen_len, len(same)
+        prompts += count * rows
+        tokens += count * rows * gen_len
+        steps += count * (gen_len - 1)
         held |= footprint(same[0], writes_weights, kernel_threads)
+    prefill = decode = longest = 0.0
+    lanes: dict[str, float] = {}
+    for block, times in sampled_blocks([(same[0], len(same)) for same in alike.values()]):
+        one = BlockPrediction.of(block, machine)
+        prefill += times * one.prefill_seconds
+        decode += times * one.decode_seconds
+        longest = max(longest, one.prefill_seconds + one.decode_seconds)
+        for lane, seconds in one.lane_seconds.items():
+            lanes[lane] = lanes.get(lane, 0.0) + times * seconds
     peaks = {tier: held.total(tier) for tier in TIERS}
-    return Prediction(prompts, tokens, prefill, decode, decode / steps if steps else 0.0, lanes, peaks)
+    return Prediction(prompts, tokens, prefill, decode, decode / steps if steps else 0.0, longest, lanes, peaks)
+
+
+def sampled_blocks(counted: Sequence[tuple[PlannedBlock, int]]) -> Iterator[tuple[PlannedBlock, float]]:
+    """The blocks that are simulated, and how often each counts, from blocks that differ and how many there are of each. One
+    between two of them takes what its tokens say: it counts as a part of either. The last has fewer rows than the others, so
+    that it and the one before it stand for no third one."""
+    if len(counted) <= ALL_BLOCKS:
+        yield from ((block, float(count)) for block, count in counted)
+        return
+    last = len(counted) - 1
+    places = [place * (last - 1) // (SAMPLED_BLOCKS - 2) for place in range(SAMPLED_BLOCKS - 1)]
+    times = dict.fromkeys([*places, last], 0.0)
+    tokens = [sum(sum(batch.lengths) for batch in block.block.batches) for block, _ in counted]
+    for before, behind in pairwise(times):
+        for place in range(before, behind):
+            share = (tokens[before] - tokens[place]) / (tokens[before] - tokens[behind])
+            times[before] += (1 - share) * counted[place][1]
+            times[behind] += share * counted[place][1]
+    times[last] += counted[last][1]
+    yield from ((counted[place][0], often) for place, often in times.items())
 
 
 @dataclass(frozen=True)
@@ -81,7 +106,7 @@ class BlockPrediction:
 
     @classmethod
     def of(cls, planned: PlannedBlock, machine: Machine) -> BlockPrediction:
-        pricing, gen_len = Pricing(planned, machine), planned.block.gen_len
+        pricing, gen_len = Pricing(planned, machine, averaged=True), planned.block.gen_len
         samples = sampled_steps(planned)
         exact = samples == list(range(1, gen_len))
         # one step more behind the last: it has nothing to store, and so is not like the others
@@ -90,7 +115,7 @@ class BlockPrediction:
         trace = simulate(schedule.tasks(), _seconds_of(pricing, steps), schedule.ahead)
         seconds = step_seconds(trace, schedule)
         sampled = seconds[1:] if exact else seconds[2:-1:2]
-        lanes = [mean_lane_seconds(pricing, step) for step in samples]
+        lanes = [pricing.lane_seconds(step) for step in samples]
         prompts = pricing.lane_seconds(0)
         busy = {
             lane: prompts.get(lane, 0.0) + sum_of_steps(samples, [one.get(lane, 0.0) for one in lanes])
@@ -100,13 +125,15 @@ class BlockPrediction:
 
 
 def sampled_steps(planned: PlannedBlock) -> list[int]:
-    """The decode steps that are simulated: the first and the last, those in which the KV of rows stops growing, and the one in
-    the middle of the longest stretch between these: lanes may take turns in being the busiest there."""
+    """The decode steps that are simulated: the first and the last; those in which the KV of rows stops growing, and the ones
+    before, because evictions begin at once; and the one in the middle of the longest stretch between these: lanes may take
+    turns in being the busiest there."""
     last = planned.block.gen_len - 1
     if last <= ALL_STEPS:
         return list(range(1, last + 1))
     full = [slots.first_evicting_step for slots in planned.slots]
-    samples = sorted({1, last, *(step for step in (min(full), max(full)) if 1 < step < last)})
+    around = (step for first in (min(full), max(full)) for step in (first - 1, first))
+    samples = sorted({1, last, *(step for step in around if 1 < step < last)})
     before, behind = max(pairwise(samples), key=lambda pair: pair[1] - pair[0])
     return sorted({*samples, (before + behind) // 2})
 
@@ -147,22 +174,4 @@ class _seconds_of:
     def __call__(self, task: Task) -> float:
         op, at, layer, batch, _ = task
         step = self._steps[at]
-        return self._stretches[step][op] * _mean_seconds(self._pricing, Key(op, step, layer, batch))
-
-
-def _mean_seconds(pricing: Pricing, task: Key) -> float:
-    """Over the steps that a journal lasts, where there is one."""
-    window = pricing.planned.slots[task.batch].journal_capacity if task.op in PERIODIC else 0
-    if not window or not task.step:
-        return pricing.seconds(task)
-    first = max(1, task.step - window // 2)
-    steps = range(first, min(pricing.planned.block.gen_len - 1, first + window) + 1)
-    return sum(pricing.seconds(task._replace(step=step)) for step in steps) / len(steps)
-
-
-def mean_lane_seconds(pricing: Pricing, step: int) -> dict[str, float]:
-    window = max((slots.journal_capacity for slots in pricing.planned.slots), default=0)
-    first = max(1, step - window // 2)
-    steps = range(first, min(pricing.planned.block.gen_len - 1, first + window) + 1)
-    each = [pricing.lane_seconds(one) for one in steps]
-    return {lane: sum(one.get(lane, 0.0) for one in each) / len(each) for lane in {lane for one in each for lane in one}}
+        return self._stretches[step][op] * self._pricing.seconds(Key(op, step, layer, batch))

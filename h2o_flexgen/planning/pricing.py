@@ -36,6 +36,7 @@ SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # beside the lanes, where bounds 
 class Pricing:
     planned: PlannedBlock
     machine: Machine
+    averaged: bool = False  # over the steps of a journal of KV, so that any step stands for those around it
 
     @cached_property
     def cost(self) -> Cost:
@@ -82,12 +83,15 @@ class Pricing:
     def _moving(self, task: Task | Key) -> float:
         machine = self.machine
         pinned = task.op is not Op.LOAD_W or self.planned.plan.pin_weight
-        nbytes = self.cost.nbytes(task)
+        nbytes = self._nbytes(task)
         rate = min(machine.bandwidth(LANES[task.op], pinned), self._kv_rates.get(task.op, inf))
         seconds = nbytes / rate + machine.task_seconds
         if machine.has_accelerator and task.op in DISK_RATES and self.schedule.moves.hidden[task.batch] == DISK:
             seconds += nbytes / getattr(machine, DISK_RATES[task.op])  # on its way to the link, in the same task
         return seconds
+
+    def _nbytes(self, task: Task | Key) -> float:
+        return self.cost.mean_nbytes(task) if self.averaged else self.cost.nbytes(task)
 
     @cached_property
     def _kv_rates(self) -> dict[Op, float]:
@@ -289,7 +293,7 @@ class Pricing:
         nbytes, on_host = 0.0, not self.machine.has_accelerator
         for key in keys:
             if key.op is not Op.COMPUTE:
-                nbytes += self._slices(key) * self.cost.nbytes(key)
+                nbytes += self._slices(key) * self._nbytes(key)
                 continue
             if on_host:
                 nbytes += self._matrix_bytes[key.layer]

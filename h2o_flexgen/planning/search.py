@@ -33,6 +33,7 @@ SIMULATED, ON_FRONT = 5, 4  # of the cases that the program puts first; of those
 SIMULATED_AT_MOST = 10  # of them, where simulations fall behind what the program promises of others
 REFINED = 6  # of the answers on the grid, so many have their neighbours tried
 SOONER = (1.0, 0.95, 0.85, 0.7, 0.5)  # of a latency limit: how soon the program must promise to end
+ON_HOST, ON_DISK = Shares(0.0, 1.0), Shares(0.0, 0.0)
 NEAR = 0.05  # two plans this near to each other are equal: then the one whose block is over sooner
 
 
@@ -69,7 +70,7 @@ class Problem:
         if self.workload is None:
             return self.prompts(plan)
         longest = sorted(self.workload.prompt_lens, reverse=True)[: plan.block_size]
-        return Workload(tuple(longest), self.gen_len)
+        return replace(self.workload, prompt_lens=tuple(longest))
 
     def request(self, plan: Plan) -> Request:
         spec, workload = self.model(plan), self.first_block(plan)
@@ -96,8 +97,8 @@ class Candidate:
 
     @property
     def block_seconds(self) -> float:
-        """The latency: how long a block takes from its first prompt to its last token."""
-        return self.prediction.total_seconds * min(1.0, self.plan.block_size / self.prediction.num_prompts)
+        """The latency."""
+        return self.prediction.block_seconds
 
 
 @dataclass(frozen=True)
@@ -190,14 +191,14 @@ def _answers(problem: Problem) -> tuple[list[Answer], int]:
     """Of the program, for a grid of sizes and then for all sizes near to the best of these; and how many it was asked for."""
     cases = list(_cases(problem))
     grid = [case for case in cases if problem.batch_sizes or _is_on_grid(case)]
-    answers, asked = solve(grid, problem.latency_limit) if grid else [], len(grid)
+    answers, asked = solve(grid) if grid else [], len(grid)
     best = sorted(answers, key=lambda answer: _rank(problem, answer))[:REFINED]
     met = set(map(id, grid))
     finer = [case for case in cases if id(case) not in met and (not best or any(_is_near(case, one.case) for one in best))]
     if finer:
-        answers, asked = [*answers, *solve(finer, problem.latency_limit)], asked + len(finer)
+        answers, asked = [*answers, *solve(finer)], asked + len(finer)
     best = sorted(answers, key=lambda answer: _rank(problem, answer))[:REFINED]
-    better = {id(one.case): one for one in solve_thoroughly([answer.case for answer in best], problem.latency_limit)}
+    better = {id(one.case): one for one in solve_thoroughly([answer.case for answer in best])}
     return [_faster(answer, better.get(id(answer.case), answer)) for answer in answers], asked
 
 
@@ -238,17 +239,17 @@ def _bases(problem: Problem) -> Iterator[Plan]:
 
 
 def _blocks(problem: Problem, base: Plan) -> Iterator[tuple[int, int]]:
-    """Sizes that fit with everything on the slowest tier: with more on faster ones nothing more fits."""
+    """Sizes that fit with as much as possible on the slowest tier: with more on faster ones nothing more fits."""
     prompts = problem.workload.num_prompts if problem.workload else None
-    offloaded = replace(base, weights=Shares(0, 0), kv=Shares(0, 0), hidden=Shares(0, 0))
+    offloaded = replace(base, weights=ON_DISK, kv=ON_DISK, hidden=ON_DISK)
     for batches in problem.batches or NUMBERS_OF_BATCHES:
         most = MOST_ROWS if prompts is None else min(MOST_ROWS, -(-prompts // batches))
-        if not problem.batches and batches > 1 and prompts is not None and prompts <= batches // 2:
-            continue
+        if not problem.batches and prompts is not None and any(prompts <= fewer < batches for fewer in NUMBERS_OF_BATCHES):
+            continue  # there are too few prompts for so many
 
         def fits(size: int, batches: int = batches) -> bool:
             plan = replace(offloaded, gpu_batch_size=size, num_gpu_batches=batches)
-            return any(problem.fits(one) for one in _offloaded(plan, problem.accelerator))
+            return any(map(problem.fits, _offloaded(plan)))
 
         if problem.batch_sizes:  # whoever chose a size may have fewer prompts
             yield from ((size, batches) for size in problem.batch_sizes if fits(size))
@@ -259,12 +260,13 @@ def _blocks(problem: Problem, base: Plan) -> Iterator[tuple[int, int]]:
         yield from ((size, batches) for size in sorted({size for size in (*SIZES, reach) if size <= reach}))
 
 
-def _offloaded(plan: Plan, accelerator: bool) -> Iterator[Plan]:
-    """Hidden values, and so KV, may be better off where they are computed with: rings of buffers take room too."""
+def _offloaded(plan: Plan) -> Iterator[Plan]:
+    """With everything on the slowest tier; and with more and more on the host: rings of buffers take room too, and a disk may
+    be full."""
     yield plan
-    yield replace(plan, hidden=Shares(0, 1))
-    if accelerator:
-        yield replace(plan, weights=Shares(0, 1), kv=Shares(0, 1), hidden=Shares(0, 1))
+    yield replace(plan, hidden=ON_HOST)
+    yield replace(plan, kv=ON_HOST, hidden=ON_HOST)
+    yield replace(plan, weights=ON_HOST, kv=ON_HOST, hidden=ON_HOST)
 
 
 # -- which is best ---------------------------------------------------------------------------------------------------------
@@ -334,18 +336,15 @@ def nearest_miss(problem: Problem) -> str:
     """One row, everything on the slowest tier: what it needs more than there is."""
     misses = []
     for base in _bases(problem):
-        smallest = replace(
-            base, gpu_batch_size=1, num_gpu_batches=1, weights=Shares(0, 0), kv=Shares(0, 0), hidden=Shares(0, 0)
-        )
-        for plan in _offloaded(smallest, problem.accelerator):
+        smallest = replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ON_DISK, kv=ON_DISK, hidden=ON_DISK)
+        for plan in _offloaded(smallest):
             needed = problem.request(plan).footprint()
             tier = problem.budgets.first_exceeded(needed)
-            if tier is not None:
-                budget = problem.budgets.of(tier)
-                assert budget is not None
-                misses.append((problem.budgets.needs(needed, tier) - budget, tier, problem.budgets.needs(needed, tier), budget))
-    if not misses:
-        return "no plan of the sizes asked for fits; let the batch sizes be searched, or give more memory"
+            if tier is None:
+                return "no plan of the sizes asked for fits; let the batch sizes be searched, or give more memory"
+            need, budget = problem.budgets.needs(needed, tier), problem.budgets.of(tier)
+            assert budget is not None
+            misses.append((need - budget, tier, need, budget))
     more, tier, need, budget = min(misses)
     return (
         f"no plan fits: even one row with everything offloaded needs {format_bytes(need)} on {tier}, "

@@ -11,7 +11,7 @@ from h2o_flexgen.planning.footprint import Budgets
 from h2o_flexgen.planning.linear import KINDS, PLACES, Case, seconds_at, solve, solve_thoroughly
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.plan import DEVICE, HOST, Plan, Shares
+from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, Plan, Shares
 from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.predict import sum_of_steps
 from h2o_flexgen.planning.pricing import Pricing
@@ -70,7 +70,7 @@ def test_its_coefficients_are_what_pricing_says_at_every_corner(
     case = case_of(accelerator, lengths, **options)
     for kind, tier in case.corners:
         plan = case.with_shares(**{kind: PLACES[tier]})
-        pricing = Pricing(PlannedBlock.of(case.spec, plan, case.block, accelerator), case.machine)
+        pricing = Pricing(PlannedBlock.of(case.spec, plan, case.block, accelerator), case.machine, averaged=True)
         for number, step in enumerate(case.steps):
             base, more = case.base[number], case.more[kind, tier][number]
             found = {name: base.get(name, 0.0) + more.get(name, 0.0) for name in {*base, *more}}
@@ -160,6 +160,15 @@ def test_cases_that_are_solved_together_are_answered_as_if_alone() -> None:
     together = solve_thoroughly(cases)
     alone = [answer for case in cases for answer in solve_thoroughly([case])]
     assert [answer.seconds for answer in together] == pytest.approx([answer.seconds for answer in alone], rel=0.01)
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_weights_of_a_checkpoint_may_be_read_from_a_disk_that_is_full(accelerator: bool) -> None:
+    """They lie there already."""
+    case = case_of(accelerator, spec=tiny_spec(blocks=8, hidden=32))
+    read = case.footprint(case.with_shares(weights=PLACES[DISK]))
+    (answer,) = solve([replace(case, budgets=Budgets(read.total(DEVICE) if accelerator else None, read.total(HOST), disk=0))])
+    assert answer.plan.weights.disk == 1 and answer.plan.kv.disk == answer.plan.hidden.disk == 0
 
 
 def test_what_fits_nowhere_has_no_answer() -> None:

@@ -8,7 +8,15 @@ import pytest
 
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
-from h2o_flexgen.planning.predict import BlockPrediction, predict, sampled_steps, step_seconds, sum_of_steps
+from h2o_flexgen.planning.predict import (
+    SAMPLED_BLOCKS,
+    BlockPrediction,
+    predict,
+    sampled_blocks,
+    sampled_steps,
+    step_seconds,
+    sum_of_steps,
+)
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.schedule import SCHEDULES
 from h2o_flexgen.planning.workload import Workload
@@ -38,7 +46,7 @@ def test_sampled_steps_add_up_to_about_what_all_of_them_take(
     of = planned(60, accelerator, schedule=schedule, **policy)
     found = BlockPrediction.of(of, on(replace(SLOW_DISK, disk_both=2.0), accelerator))
     every = whole(of, accelerator)
-    assert len(sampled_steps(of)) < 7
+    assert len(sampled_steps(of)) <= 7
     assert found.prefill_seconds == pytest.approx(every[0], rel=0.15)
     assert found.decode_seconds == pytest.approx(sum(every[1:]), rel=0.04)
 
@@ -66,6 +74,40 @@ def test_blocks_add_up_and_alike_ones_count_as_often_as_they_are_there() -> None
     assert all_of_them.total_seconds == pytest.approx(sum(one.total_seconds for one in each))
     assert all_of_them.peak_bytes["host"] == max(one.peak_bytes["host"] for one in each)
     assert all_of_them.tokens_per_second == pytest.approx(44 / all_of_them.total_seconds)
+
+
+def test_of_many_blocks_that_differ_a_few_stand_for_all() -> None:
+    """Also where one prompt is far longer than all others."""
+    plan = Plan(gpu_batch_size=2).with_percent((0, 50, 0, 0, 0, 100)).folded()
+    machine = on(SLOW_DISK, False)
+    blocks = list(plan_blocks(tiny_spec(), plan, Workload((*range(3, 102), 400), 4), False))
+    blocks += blocks[7:9]  # and some twice
+    sampled = list(sampled_blocks([(block, 1) for block in blocks[:50]]))
+    assert len(blocks) == 52 and len(sampled) == SAMPLED_BLOCKS and sum(times for _, times in sampled) == pytest.approx(50)
+    found, each = predict(blocks, machine), [predict([block], machine) for block in blocks]
+    assert (found.num_prompts, found.generated_tokens) == (104, 416)
+    assert found.prefill_seconds == pytest.approx(sum(one.prefill_seconds for one in each), rel=0.01)
+    assert found.decode_seconds == pytest.approx(sum(one.decode_seconds for one in each), rel=0.01)
+    for lane, seconds in found.lane_seconds.items():
+        assert seconds == pytest.approx(sum(one.lane_seconds[lane] for one in each), rel=0.02)
+    assert found.block_seconds == each[0].total_seconds
+    assert found.peak_bytes["host"] == max(one.peak_bytes["host"] for one in each)
+
+
+def test_a_last_block_of_few_rows_does_not_make_the_others_sooner_over() -> None:
+    plan = Plan(gpu_batch_size=2, num_gpu_batches=2).with_percent((0, 0, 0, 100, 0, 100)).folded()
+    first, last = plan_blocks(tiny_spec(), plan, Workload((5,) * 5, 4), False)
+    machine = on(SLOW_DISK, False)
+    found = predict([first, last], machine)
+    assert found.block_seconds == predict([first], machine).total_seconds < 0.8 * found.total_seconds
+
+
+def test_what_evictions_cost_begins_where_they_do() -> None:
+    machine = replace(on(MACHINE, False), visit_seconds={"eviction": 1.0})
+    found = BlockPrediction.of(planned(60, kv_policy="h2o", heavy=2, recent=38), machine)
+    assert sampled_steps(planned(60, kv_policy="h2o", heavy=2, recent=38)) == [1, 16, 32, 33, 35, 36, 59]
+    steps = [60 - first for first in (33, 35, 36)]  # in which a batch evicts
+    assert found.decode_seconds == pytest.approx(2 * sum(steps), rel=0.01), "in both blocks of the model"
 
 
 def test_what_lies_between_samples_is_on_a_line() -> None:

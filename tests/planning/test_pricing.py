@@ -9,7 +9,7 @@ from math import log
 import pytest
 
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import HOST, Plan
+from h2o_flexgen.planning.plan import DISK, HOST, Plan
 from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.pricing import Pricing, lane_bounds
 from h2o_flexgen.planning.schedule import SCHEDULES, Key, Op
@@ -172,3 +172,13 @@ def test_packed_kv_is_unpacked_for_all_queries_of_a_key_at_once() -> None:
     slots = 2 * 6
     computed = 4 * 8 * slots / 1e9 + 2 * 8 * slots / 4e8
     assert parts_of(of, 2, "attention")["attention"] == pytest.approx(computed + 2 * 2 * 2e-9)
+
+
+def test_on_average_a_journal_moves_as_much_as_step_by_step() -> None:
+    of = planned(block_of([[6, 6]], gen_len=40), False, kv_policy="h2o", heavy=6, recent=2)
+    exact, averaged = (Pricing(of, on(MACHINE, False), averaged=averaged) for averaged in (False, True))
+    (place,) = (place for place, tier in of.placement.kv.items() if tier == DISK)
+    steps = range(of.slots[0].first_evicting_step, 40)
+    for op in (Op.READ_KV, Op.WRITE_KV):
+        each, same = ([one.seconds(Key(op, step, *place)) for step in steps] for one in (exact, averaged))
+        assert max(each) > min(each) and set(same) == {same[0]} and sum(same) == pytest.approx(sum(each))

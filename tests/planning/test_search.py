@@ -78,6 +78,17 @@ def test_a_front_has_nothing_that_another_point_beats() -> None:
         assert one.block_seconds < other.block_seconds and one.tokens_per_second < other.tokens_per_second
 
 
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_a_full_disk_leaves_the_memory(accelerator: bool) -> None:
+    found = search(problem(accelerator, Budgets(host=1 << 30, disk=0), workload=Workload.uniform(8, 20, 10)))
+    assert found.best.plan.kv.disk == found.best.plan.hidden.disk == 0
+
+
+def test_few_prompts_are_not_divided_into_more_batches_than_there_are() -> None:
+    found = search(problem(workload=Workload.uniform(5, 20, 10), batches=()))
+    assert max(one.plan.num_gpu_batches for one in (*found.all, *found.front)) <= 6
+
+
 def test_sizes_that_somebody_chose_are_kept() -> None:
     found = search(problem(batch_sizes=(5,), batches=(2,)))
     assert {(one.plan.gpu_batch_size, one.plan.num_gpu_batches) for one in (*found.all, *found.front)} == {(5, 2)}
