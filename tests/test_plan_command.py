@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import plan
-from h2o_flexgen.commands import pictures
+from h2o_flexgen.commands import asked_problem, pictures
 from h2o_flexgen.commands.arguments import parse as parse_run
 from h2o_flexgen.commands.timeline_picture import draw_timelines, two_steps
 from h2o_flexgen.planning.machines import find_machine
@@ -71,6 +71,12 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, machine in files.items():
         machine.save(folder / f"{name}.yaml")
     return {name: folder / f"{name}.yaml" for name in files}
+
+
+@pytest.fixture(autouse=True)
+def small_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of the tests may hold more than a plan is given here."""
+    monkeypatch.setattr(asked_problem, "process_bytes", lambda: 320 << 20)
 
 
 @pytest.fixture

@@ -123,18 +123,23 @@ def _four_bits(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def _budgets(args: Namespace, machine: Machine) -> Budgets:
-    import psutil
-
     if args.gpu_mem is not None and not machine.has_accelerator:
         raise ValueError(f"--gpu-mem {args.gpu_mem} is for a machine with a GPU, and {machine.name} has none; leave it out")
-    process = (psutil.Process().memory_info().rss // PROCESS_STEP + 2) * PROCESS_STEP
     return Budgets(
         device=_size(args.gpu_mem, machine.device_bytes) if machine.has_accelerator else None,
         host=_size(args.cpu_mem, machine.host_bytes),
         disk=_size(args.disk, machine.disk_bytes),
-        host_base=process,
+        host_base=process_bytes(),
     )
 
 
 def _size(asked: str | None, of_machine: int) -> int:
     return of_machine if asked is None else parse_bytes(asked)
+
+
+def process_bytes() -> int:
+    """What a run's process holds before anything is loaded: about as much as this one."""
+    import psutil
+
+    held = int(psutil.Process().memory_info().rss)
+    return (held // PROCESS_STEP + 2) * PROCESS_STEP
