@@ -235,7 +235,7 @@ class Outcome:
         say(self._texts())
         say(self._pictures())
         if self.job.predicted is not None:
-            say(["", *self.job.predicted.lines(self.stats)])
+            say(["", *self.job.predicted.lines(self.stats), *self._missed_limit()])
         say(["", *summary])
         print(json.dumps(self._json()), flush=True)
         if args.log_file is not None and not args.no_log:
@@ -244,6 +244,13 @@ class Outcome:
             self.stats.last_block.trace.write_chrome(Path(args.trace).expanduser())
         if args.timeline is not None:
             self._draw_timeline(Path(args.timeline).expanduser())
+
+    def _missed_limit(self) -> Iterable[str]:
+        limit = self.job.args.latency_limit
+        longest = max(run.prefill_seconds + run.decode_seconds for run in self.stats.blocks)
+        if limit is not None and longest > limit:
+            slower = "the machine was slower than its profile says"
+            yield f"a block took {longest:.3g} s, longer than --latency-limit {limit:g}: {slower}"
 
     def _draw_timeline(self, file: Path) -> None:
         assert self.job.machine is not None

@@ -100,3 +100,8 @@ def test_the_peak_of_a_process_is_its_own_and_not_that_of_its_parent() -> None:
     code = "from h2o_flexgen.llm import peak_resident_bytes; print(peak_resident_bytes())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 50_000_000 < int(done.stdout) < len(held)
+
+
+def test_percent_in_python_takes_numbers_and_says_where_they_come_from() -> None:
+    with pytest.raises(ValueError, match="percent is .auto., but here it takes six numbers"):
+        LLM("facebook/opt-125m", dummy_weights=True, percent="auto")  # type: ignore[arg-type]

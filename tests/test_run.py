@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -745,3 +745,13 @@ def test_random_weights_can_be_packed_too(command: Any) -> None:
     result = command("--model", "facebook/opt-125m", "--dummy-weights", "--compress-weight", "8", "--dry-run")
     assert result.status == 0 and result.json["bytes_to_pack"] == 0
     assert result.json["plan"]["weight_codec"] == "group8"
+
+
+def test_a_limit_that_was_missed_is_said(command: Any, opt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine that is far slower than the one that the plan was found for."""
+    fast = replace(find_machine("cpu-2core"), flops_per_s={"bfloat16": ((1, 1e15),), "float32": ((1, 1e15),)}, visit_seconds={})
+    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: replace(fast, task_seconds=0.0, head_seconds=0.0))
+    flags = ("--prompt-len", 7, "--gen-len", 5, "--num-prompts", 2, "--latency-limit", 0.001)
+    result = command("--model", opt, *flags)
+    assert result.status == 0, result.err
+    assert any(re.search(r"a block took .* s, longer than --latency-limit 0.001", line) for line in result.out)

@@ -59,7 +59,7 @@ def check_device(machine: Machine, device: str) -> None:
     if device.partition(":")[0] != machine.device:
         raise ValueError(
             f"machine {machine.name!r} computes on {machine.device}, and not on {device}; "
-            "leave --machine out, or choose another --device"
+            "leave --machine out or choose another --device; `python -m h2o_flexgen.plan` plans for other machines"
         )
 
 

@@ -15,7 +15,7 @@ from h2o_flexgen.commands.why import Why
 from h2o_flexgen.planning.plan import HOST
 from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
 from h2o_flexgen.planning.predict import Prediction
-from h2o_flexgen.planning.search import Candidate, Found, Problem
+from h2o_flexgen.planning.search import NEAR, Candidate, Found, Problem
 from h2o_flexgen.quant.codec import PLAIN
 
 HEAD = ("block", "percent", "weights, KV as", "prefill s", "s/step", "tokens/s", "latency s")
@@ -96,7 +96,8 @@ class FoundReport:
             return
         yield f"searched  {self.found.cases} sizes and codecs in {self.search_seconds:.1f} s"
         if self.found.runners_up:
-            yield from ("", "next best:", *candidate_lines(self.found.runners_up))
+            near = f"next best (of what is within {NEAR:.0%} of each other, the soonest end has won):"
+            yield from ("", near, *candidate_lines(self.found.runners_up))
         yield from ("", "from the soonest end to most tokens per second:", *candidate_lines(self.found.front))
 
     # -- JSON ----------------------------------------------------------------------------------------------------------

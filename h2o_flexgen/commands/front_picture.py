@@ -26,7 +26,8 @@ def draw_front(found: Found, file: Path, title: str) -> None:
     seconds, rates = _coordinates(found.front)
     axes.plot(seconds, rates, "-o", color=BLUE, markersize=6, label="nothing is both sooner and faster", zorder=3)
     _points(axes, [found.best], marker="*", s=260, color=RED, edgecolors="white", label="chosen", zorder=4)
-    axes.set(xlabel="latency: seconds until a block is over", ylabel="tokens per second", title=title)
+    axes.set(xlabel="latency: seconds until a block is over", ylabel="tokens per second")
+    axes.set_title(title, fontsize="small", loc="left", wrap=True)
     for scale, values in ((axes.set_xscale, [one.block_seconds for one in everything]), (axes.set_yscale, rates)):
         if max(values) > SPREAD * min(values):
             scale("log")

@@ -165,7 +165,7 @@ def _slots(schedule: Schedule) -> str:
 
 
 def _three(device_percent: float, host_percent: float) -> tuple[str, str, str]:
-    disk_percent = max(0.0, 100 - device_percent - host_percent)
+    disk_percent = max(0.0, round(100 - device_percent - host_percent, 4))
     return f"{device_percent:.4g}", f"{host_percent:.4g}", f"{disk_percent:.4g}"
 
 

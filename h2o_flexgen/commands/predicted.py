@@ -52,7 +52,7 @@ class Predicted:
 
     def lines(self, stats: Stats) -> Iterator[str]:
         """Beside what a run has left."""
-        rows = [["", "predicted", "measured", "ratio"]]
+        rows = [["", "predicted", "measured", "predicted / measured"]]
         one, steps = self.prediction, len(stats.step_seconds)
         rows.append(_seconds("prefill", one.prefill_seconds, stats.prefill_seconds))
         if steps:

@@ -27,7 +27,7 @@ KINDS: Mapping[Op, str] = {
     Op.COMPUTE: "compute",
 }
 STEPS = 2
-MOST_VISITS = 80  # of more, single tasks are too narrow to be seen
+MOST_VISITS = 120  # of more, single tasks are too narrow to be seen
 WIDTH, LANE_HEIGHT, OTHER_HEIGHT = 12.0, 0.42, 0.9  # of the picture, in inches
 NARROW = 1 / 1200  # of the width: no bar is narrower, and such that touch are drawn as one
 EDGED = 1 / 200  # bars that are wider have an edge
@@ -45,7 +45,7 @@ def draw_timelines(traces: Mapping[str, Trace], file: Path, title: str = "") -> 
     panels = figure.subplots(len(traces), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (name, trace) in zip(panels, traces.items()):
         _draw(axes, trace, factor, seconds * factor)
-        axes.set_title(f"{name}: {trace.makespan * factor:.4g} {unit}", loc="left", fontsize="medium")
+        axes.set_title(f"{name}, {trace.makespan * factor:.3g} {unit} of it", loc="left", fontsize="medium")
     panels[-1].set_xlabel(unit)
     panels[-1].set_xlim(0, seconds * factor)
     _legend(

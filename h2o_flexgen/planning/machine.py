@@ -116,7 +116,8 @@ class Machine:
         known = [one.name for one in fields(cls)]
         _check_keys("", content, known)
         if missing := [name for name in known if name not in content and name not in _DEFAULTS]:
-            raise WrongKey("", f"missing key {', '.join(missing)}; add it, `save` of another machine shows the form")
+            form = "`python -m h2o_flexgen.profile -o FILE.yaml` writes such a file"
+            raise WrongKey("", f"missing key {', '.join(missing)}; add it, {form}")
         values = {name: _READERS.get(name, _rate)(name, content[name]) for name in known if name in content}
         return cls(**values)
 

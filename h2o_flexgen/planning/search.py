@@ -303,6 +303,8 @@ def _promising(problem: Problem, ranked: Sequence[Answer]) -> list[Answer]:
 def _soonest_of_the_best(problem: Problem, ordered: Sequence[Candidate]) -> Candidate:
     first = _order(problem, ordered[0])[0]
     near = [one for one in ordered if abs(_order(problem, one)[0] - first) <= NEAR * abs(first)]
+    if problem.prefer == LATENCY:  # of those that end about as soon, the one that does most meanwhile
+        return max(near, key=lambda one: one.tokens_per_second)
     return min(near, key=lambda one: (one.block_seconds, _order(problem, one)))
 
 

@@ -387,3 +387,12 @@ def test_a_damaged_profile_is_told_of_and_measured_anew(counted: list[str], tmp_
     file.write_text("name: 3\n")
     assert profiled(Device(), tmp_path, on_note=notes.append) == machine == Machine.load(file)
     assert len(counted) == 2 and str(file) in notes[0] and "measured anew" in notes[0]
+
+
+def test_who_uses_a_profile_is_told_that_it_was_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    mark, busy = kept.fingerprint_of(Device(), tmp_path, None), "other processes kept 1.2 cores busy meanwhile: measure again"
+    for warning, notes in (("", []), (busy, [f"this machine's profile may be off: {busy}"])):
+        kept.keep(replace(_FAST, name=mark.name), mark, warning)
+        told: list[str] = []
+        assert profiled(Device(), tmp_path, on_note=told.append).name == mark.name and told == notes

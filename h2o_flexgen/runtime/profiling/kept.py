@@ -13,7 +13,7 @@ from h2o_flexgen.planning.machines import machine_file, save_machine, saved_mach
 from h2o_flexgen.planning.model_spec import usual_dtype
 from h2o_flexgen.runtime.fingerprint import Fingerprint
 from h2o_flexgen.runtime.profiling.machine import profile
-from h2o_flexgen.runtime.profiling.others import Others
+from h2o_flexgen.runtime.profiling.others import WARNING, Others
 from h2o_flexgen.runtime.profiling.sizes import QUICK, Sizes
 from h2o_flexgen.runtime.profiling.subject import OnSubject
 
@@ -36,6 +36,8 @@ def profiled(
         note(f"{error}; the machine is measured anew")
         found = None
     if found is not None:
+        for line in _warnings_of(machine_file(mark.name)):
+            note(f"this machine's profile may be off: {line}")
         return found
     others = Others()
     machine = profile(device, offload_folder, mark.name, dtype, sizes, on_subject)
@@ -46,6 +48,12 @@ def profiled(
         note(warning)
     note(f"this machine's profile is kept in {machine_file(mark.name)}; `python -m h2o_flexgen.profile` measures it at length")
     return machine
+
+
+def _warnings_of(file: Path) -> list[str]:
+    """That were written above a profile when it was made."""
+    head = (line.removeprefix("#").strip() for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    return [line for line in head if line.startswith(WARNING)]
 
 
 def fingerprint_of(device: Device, offload_folder: Path, dtype: str | None) -> Fingerprint:

@@ -7,6 +7,7 @@ import time
 import psutil
 
 DISTURBING = 0.1  # of a core
+WARNING = "other processes"  # it begins so
 
 
 class Others:
@@ -21,7 +22,7 @@ class Others:
     def warning(self) -> str:
         """Nothing where they were quiet."""
         cores = self.cores()
-        told = f"other processes kept {cores:.1f} cores busy meanwhile: measure again when the machine is quiet"
+        told = f"{WARNING} kept {cores:.1f} cores busy meanwhile: measure again when the machine is quiet"
         return told if cores > DISTURBING else ""
 
 
