@@ -103,5 +103,5 @@ def test_the_peak_of_a_process_is_its_own_and_not_that_of_its_parent() -> None:
 
 
 def test_percent_in_python_takes_numbers_and_says_where_they_come_from() -> None:
-    with pytest.raises(ValueError, match="percent is .auto., but here it takes six numbers"):
+    with pytest.raises(ValueError, match=r"percent is .auto., but here it takes six numbers"):
         LLM("facebook/opt-125m", dummy_weights=True, percent="auto")  # type: ignore[arg-type]
