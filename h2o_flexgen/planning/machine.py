@@ -21,7 +21,8 @@ from h2o_flexgen.planning.plan import DEVICE, HOST
 from h2o_flexgen.quant.codec import PACKED
 
 DEVICES = ("cpu", "cuda")
-VISITS = ("attention", "mlp", "eviction")
+EVICTION = "eviction"
+VISITS = ("attention", "mlp", EVICTION)
 PLAIN_SCORES, WITH_SCORES = "plain", "scored"  # attention of prompts: without or with what every key got of it
 Curve = tuple[tuple[int, float], ...]  # (rows, flop/s), more rows each time
 

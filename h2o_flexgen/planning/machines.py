@@ -20,7 +20,7 @@ def find_machine(name_or_file: str | Path) -> Machine:
     known, name = _package_files(), str(name_or_file)
     if name not in known:
         raise ValueError(
-            f"machine {name!r} is unknown; give a YAML file or one of {', '.join(known)}{did_you_mean(name, known)}"
+            f"machine {name!r} is unknown; give a YAML file or one of {', '.join(known_machines())}{did_you_mean(name, known)}"
         )
     return Machine.load(known[name])
 

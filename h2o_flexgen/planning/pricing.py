@@ -15,7 +15,7 @@ from math import inf
 
 from h2o_flexgen.kv.policy import ATTENTION
 from h2o_flexgen.planning.cost import Cost
-from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES, Machine
+from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
 from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec, numbered
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST
 from h2o_flexgen.planning.planned import PlannedBlock
@@ -25,7 +25,6 @@ from h2o_flexgen.planning.trace import Trace
 from h2o_flexgen.planning.workload import Batch
 from h2o_flexgen.quant.codec import PLAIN
 
-EVICTION = "eviction"
 VISITS_OF = {"attention": ("attention",), "block": ("attention", "mlp")}  # the others count as a mlp
 DISK_RATES = {Op.LOAD_H: "disk_read_per_s", Op.STORE_H: "disk_write_per_s"}
 FROM_DISK, TO_DISK = (Op.READ_W, Op.READ_KV), (Op.WRITE_KV,)
@@ -328,4 +327,5 @@ def _by_lane(priced: Iterable[tuple[Key, float]]) -> dict[str, float]:
 
 def lane_bounds(planned: PlannedBlock, step: int, machine: Machine) -> dict[str, float]:
     """Seconds that each lane needs at least for one step: bytes over bandwidth, flops over their rate."""
-    return Pricing(planned, replace(machine, task_seconds=0.0, visit_seconds={}, values_per_s=inf)).lane_seconds(step)
+    bare = replace(machine, task_seconds=0.0, head_seconds=0.0, visit_seconds={}, values_per_s=inf)
+    return Pricing(planned, bare).lane_seconds(step)
