@@ -40,6 +40,7 @@ setup(
     package_dir={"h2o_flexgen.configs": "configs"},
     package_data={
         "h2o_flexgen.configs": ["models/*.json", "machines/*.yaml", "plans/*.yaml"],
+        "h2o_flexgen.demo": ["*.txt", "*/*.json", "*/*.safetensors"],
         "h2o_flexgen.kernels": ["*.c", "*.h"],
     },
     ext_modules=[kernels(processor, flags) for processor, flags in PROCESSORS.items()],
