@@ -14,7 +14,7 @@ from h2o_flexgen.evaluation.study import foresight, report
 from h2o_flexgen.evaluation.study.kept import Gone, Keeper, held_after
 from h2o_flexgen.evaluation.study.onlooker import LayerSeen, Onlooker
 from h2o_flexgen.evaluation.study.overlap import heaviest_found, jaccard
-from h2o_flexgen.evaluation.study.persistence import held_at_age, still_held
+from h2o_flexgen.evaluation.study.persistence import still_held, survival
 from h2o_flexgen.evaluation.study.reading import OnLayer, read_text
 from h2o_flexgen.evaluation.study.scores import Array, PowerLaw, fit_power_law, sorted_scores
 from h2o_flexgen.kv.coding import Coding
@@ -68,9 +68,9 @@ class HeavyHitterStudy:
         return {name: heaviest_found(held, self.scores, count) for name, held in self._held_at_end.items()}
 
     @cached_property
-    def held_at_age(self) -> Mapping[str, Array]:
-        """(tokens,)"""
-        return {name: held_at_age(gone, self.prompt_len) for name, gone in self.gone.items()}
+    def survival(self) -> Mapping[str, Array]:
+        """(tokens behind the prompt,)"""
+        return {name: survival(gone, self.prompt_len) for name, gone in self.gone.items()}
 
     @property
     def later(self) -> int:

@@ -1,35 +1,30 @@
 """Persistence: how long a token stays that is kept.
 
-One token comes and one goes at each step, so on average every token stays for as many steps as there are slots, whatever the
-policy. What differs is the spread: a window lets all go at the same age, with heavy hitters most go early and some never.
+One token comes and one goes at each step, so in the long run tokens stay, on average, for as many steps as there are slots,
+whatever the policy. What differs is the spread: a window lets all go at one age, with heavy hitters most go early, some never.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from h2o_flexgen.evaluation.study.kept import Gone
 from h2o_flexgen.evaluation.study.scores import Array
 
 
-def held_at_age(gone: Gone, prompt_len: int) -> Array:
-    """Of the tokens that came so many tokens ago, the share that is held, over all times from the prompt's end on and over
-    all layers and heads. (tokens,), from age 0: the newest."""
+def survival(gone: Gone, prompt_len: int) -> Array:
+    """Of the tokens behind the prompt, the share that is still held when so many others have come, over all layers and heads.
+    (tokens behind the prompt,)
+
+    The text ends before all have gone. So at every age only those count that the text has seen at it (Kaplan and Meier): the
+    share of them that stays, and of these the share that stays at the next age."""
     tokens = gone.shape[-1]
-    place = np.arange(tokens)
-    first = np.maximum(prompt_len - 1 - place, 0)  # the age of each token when it is first looked at
-    looked = _ranges(first, tokens - place, tokens)
-    held = sum(_ranges(first, np.minimum(one - 1, tokens) - place, tokens) for one in gone.reshape(-1, tokens))
-    return np.asarray(held / (looked * (gone.size // tokens)))
-
-
-def _ranges(first: NDArray[np.integer], end: NDArray[np.integer], length: int) -> NDArray[np.integer]:
-    """How many of the ranges [first, end) each number lies in."""
-    steps = np.zeros(length + 1, dtype=np.int64)
-    np.add.at(steps, first, 1)
-    np.add.at(steps, np.maximum(first, end), -1)
-    return np.cumsum(steps)[:length]
+    behind, place = gone[..., prompt_len:].reshape(-1, tokens - prompt_len), np.arange(prompt_len, tokens)
+    ages = len(place)
+    went = np.bincount((behind - 1 - place)[behind <= tokens], minlength=ages)
+    seen_last = np.bincount((np.minimum(behind, tokens) - 1 - place).ravel(), minlength=ages)
+    could_go = behind.size - (np.cumsum(seen_last) - seen_last)
+    return np.asarray(np.cumprod(1.0 - went / np.maximum(could_go, 1)))
 
 
 def still_held(gone: Gone, prompt_len: int, later: int) -> Array:

@@ -153,9 +153,9 @@ def _persistence(study: HeavyHitterStudy) -> Figure:
     figure = _figure(8, 5)
     axes = figure.subplots()
     for number, name in enumerate(study.names):
-        axes.plot(np.arange(study.tokens), 100 * study.held_at_age[name], color=_colour(number), lw=1.4, label=name)
+        axes.plot(100 * study.survival[name], color=_colour(number), lw=1.4, label=name)
     axes.axvline(study.slots, color=GREY, ls=":", lw=1)
-    axes.set(xlabel="age: tokens read since it came", ylabel="% of the tokens of that age that are held", ylim=(0, 101))
+    axes.set(xlabel="tokens that came later", ylabel="% of the tokens behind the prompt that are still held", ylim=(0, 101))
     return _finished(figure, axes, f"how long a token stays: {_text(study)}")
 
 

@@ -49,22 +49,22 @@ def _of_curve(laws: Sequence[PowerLaw], curves: Array) -> list[str]:
 
 def _of_policies(study: HeavyHitterStudy) -> Iterator[str]:
     yield f"whom the policies keep at a budget of {100 * study.budget:g} %, {study.slots} slots"
-    ages = [age for age in AGES if age * study.slots < study.tokens]
+    ages = [age for age in AGES if age * study.slots < study.tokens - study.prompt_len]
     rows = [
         [
             name,
             _percent(study.captured[name].mean()),
             _percent(study.heaviest_found[name].mean()),
             _percent(study.still_held[name].mean()),
-            *(_percent(study.held_at_age[name][age * study.slots]) for age in ages),
+            *(_percent(study.survival[name][age * study.slots]) for age in ages),
         ]
         for name in study.names
     ]
-    columns = ["policy", "attention", "heaviest", "stays", *(f"age {age * study.slots}" for age in ages)]
+    columns = ["policy", "attention", "heaviest", "stays", *(f"after {age * study.slots}" for age in ages)]
     yield from _table(columns, rows)
     yield "attention: what is held of what the full cache attends; heaviest: half as many as slots, of the whole text"
     yield f"stays: of what is held, the share that is held {study.later} tokens later too"
-    yield "age: of the tokens that came so long ago, the share that is held"
+    yield "after: of the tokens behind the prompt, the share that is still held so many tokens later"
 
 
 def _of_overlap(study: HeavyHitterStudy) -> Iterator[str]:
@@ -120,12 +120,12 @@ def as_json(study: HeavyHitterStudy) -> dict[str, object]:
 
 
 def _policy(study: HeavyHitterStudy, name: str) -> dict[str, object]:
-    ages = [0, *(age for age in _spread(study.tokens - 1))]
+    ages = _spread(study.tokens - study.prompt_len)
     return {
         "captured_attention_by_layer": study.captured[name].mean(-1).tolist(),
         "heaviest_found_by_layer": study.heaviest_found[name].tolist(),
         "still_held_later": {"tokens": study.later, "by_layer": study.still_held[name].tolist()},
-        "held_at_age": {"ages": ages, "share": study.held_at_age[name][ages].tolist()},
+        "survival": {"ages": ages, "share": study.survival[name][ages].tolist()},
     }
 
 
