@@ -13,7 +13,7 @@ import torch
 from h2o_flexgen.evaluation.study import foresight, report
 from h2o_flexgen.evaluation.study.kept import Gone, Keeper, held_after
 from h2o_flexgen.evaluation.study.onlooker import LayerSeen, Onlooker
-from h2o_flexgen.evaluation.study.overlap import heaviest_found, jaccard
+from h2o_flexgen.evaluation.study.overlap import Held, heaviest_found, jaccard
 from h2o_flexgen.evaluation.study.persistence import still_held, survival
 from h2o_flexgen.evaluation.study.reading import OnLayer, read_text
 from h2o_flexgen.evaluation.study.scores import Array, PowerLaw, fit_power_law, sorted_scores
@@ -83,7 +83,7 @@ class HeavyHitterStudy:
         return {name: still_held(gone, self.prompt_len, self.later) for name, gone in self.gone.items()}
 
     @cached_property
-    def _held_at_end(self) -> Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.bool_]]]:
+    def _held_at_end(self) -> Mapping[str, Held]:
         return {name: held_after(gone, self.tokens) for name, gone in self.gone.items()}
 
     def as_json(self) -> dict[str, object]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from h2o_flexgen.evaluation.study import foresight
 from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy
@@ -80,6 +81,8 @@ def _who_is_kept(study: HeavyHitterStudy, layer: int) -> Figure:
             kept_map(study.gone[name][layer], steps), aspect="auto", extent=extent, cmap="viridis", vmin=0, vmax=1
         )
         axes.set_title(name, fontsize="medium")
+    for axes in panels[max(0, len(study.names) - COLUMNS) : len(study.names)]:
+        axes.tick_params(labelbottom=True)  # the lowest of its column, if not of all
     for axes in panels[len(study.names) :]:
         axes.axis("off")
     figure.supxlabel("position in the text")
@@ -89,7 +92,7 @@ def _who_is_kept(study: HeavyHitterStudy, layer: int) -> Figure:
     return figure
 
 
-def kept_map(gone: Gone, steps: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Array:
+def kept_map(gone: Gone, steps: NDArray[np.int64]) -> Array:
     """gone (kv_heads, tokens): the share of heads that hold each token when so many are read; no number for tokens to come.
     (steps, tokens)"""
     held = np.stack([held_after(gone, read).mean(0) for read in steps])
