@@ -1,1 +1,1 @@
-"""How good a model still is under a plan: what its texts are worth, measured."""
+"""How good the text is under a KV policy: tasks, their cells, tables and pictures."""
