@@ -18,6 +18,8 @@ from demo_training.learn import Point, Settings, as_json, learn
 from demo_training.rows import RowMaker
 from demo_training.shapes import POSITIONS, SHAPES
 from demo_training.tokenizer import START, learn_tokenizer
+from demo_training.warm_start import warm_start
+from transformers import LlamaForCausalLM
 
 from h2o_flexgen.evaluation.recall import Recall
 
@@ -52,6 +54,8 @@ def train(args: argparse.Namespace) -> None:
     print(f"{sum(map(len, recall.sentences)):,} tokens of prose from {len(books)} books", flush=True)
     model = SHAPES[args.architecture].build(len(tokenizer))
     print(f"{args.architecture}: {sum(one.numel() for one in model.parameters()):,} parameters", flush=True)
+    if isinstance(model, LlamaForCausalLM):
+        warm_start(model, args.seed)
     settings = Settings(args.minutes, args.matrix_rate, args.table_rate, args.device)
     curve: list[Point] = []
 
@@ -92,8 +96,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--architecture", choices=sorted(SHAPES), default="llama")
     parser.add_argument("--minutes", type=float, default=55)
     parser.add_argument("--tasks", type=float, default=0.6, help="share of rows with recall tasks in them")
-    parser.add_argument("--matrix-rate", type=float, default=5e-3)
-    parser.add_argument("--table-rate", type=float, default=5e-3)
+    parser.add_argument("--matrix-rate", type=float, default=2.5e-3)
+    parser.add_argument("--table-rate", type=float, default=1.5e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)

@@ -24,7 +24,7 @@ class Stage:
     rounds: float
 
 
-STAGES = (Stage(0.0, 128, 4096, 0.6), Stage(0.15, 256, 4096, 0.2), Stage(0.4, 512, 8192, 0.05), Stage(0.62, 1024, 8192, 0.05))
+STAGES = (Stage(0.0, 256, 4096, 0.15), Stage(0.25, 512, 4096, 0.05), Stage(0.5, 1024, 8192, 0.05))
 WARM_UP = 0.02  # of the time
 COOL_DOWN = 0.35
 CLIP = 1.0

@@ -37,6 +37,7 @@ def _llama(vocab: int) -> PretrainedConfig:
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=64,
+        rope_theta=100_000.0,
         max_position_embeddings=POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=0,
