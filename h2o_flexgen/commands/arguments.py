@@ -25,7 +25,6 @@ from h2o_flexgen.commands.flags import (
 from h2o_flexgen.commands.made_up import DEFAULT_TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.kv.h2o import H2O
-from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 PROGRAM = "python -m h2o_flexgen.run"
@@ -33,13 +32,8 @@ FEWER_BATCH, BREAKDOWN = "fewer_batch", "breakdown"
 AUTO_LOG = "auto"
 WHERE_FOUND = f"where --percent is {AUTO}"
 
-SMALL = {
-    "demo": True,
-    "gpu_batch_size": 2,
-    "num_gpu_batches": 2,
-    "percent": [20, 30, 20, 30, 100, 0],
-}  # with a share on every tier
-# without --model: the model that travels with the package and keeps its heavy hitters; where random weights are asked for, a small OPT
+SPREAD = {"demo": True, "gpu_batch_size": 2, "num_gpu_batches": 2, "percent": [20, 30, 20, 30, 100, 0]}  # over every tier
+# without --model: the one that travels with the package, its heavy hitters kept; or a small OPT where weights are to be random
 DEMO_RUN = {**SPREAD, "model": DEMO, "gen_len": 96, "kv_policy": H2O.name, "temperature": 0.7, "top_p": 0.9, "seed": 0}
 NOISE_RUN = {**SPREAD, "model": "facebook/opt-125m", "dummy_weights": True, "prompt_len": 64, "gen_len": 16}
 DEMO_PROMPTS = (
