@@ -48,7 +48,16 @@ from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.rows import OnLogits, OnToken
 from h2o_flexgen.runtime.sampling import Sampler
 from h2o_flexgen.runtime.sampling_params import SamplingParams
-from h2o_flexgen.runtime.scoring import PREFILL, Scored, Scorer, decode_groups, positions_at_once, scored_of, way_of, whole_text
+from h2o_flexgen.runtime.scoring import (
+    PREFILL,
+    Scored,
+    Scorer,
+    decode_groups,
+    pairs_by_text,
+    positions_at_once,
+    scored_of,
+    way_of,
+)
 from h2o_flexgen.runtime.shrink import OnShrink, Shrink, run_blocks
 from h2o_flexgen.runtime.stage import OnStage, Stage
 from h2o_flexgen.runtime.tokenizer import Tokenizer, load_tokenizer
@@ -272,9 +281,9 @@ class LLM:
         params = [SamplingParams(max_tokens=len(after), logprobs=1) for after in continuations]
         rows = self._rows(contexts, params, False, continuations)
         if by == PREFILL:
-            texts = [RowState(row.index, whole_text(row), SamplingParams(max_tokens=1), self.tokenizer) for row in rows]
-            at_once = positions_at_once(self.plan, self.spec.vocab)
-            scorer = Scorer(continuations, at_once, on_token)
+            wanted, at_once = pairs_by_text(rows), positions_at_once(self.plan, self.spec.vocab)
+            texts = [RowState(place, text, SamplingParams(max_tokens=1), self.tokenizer) for place, text in enumerate(wanted)]
+            scorer = Scorer([*wanted.values()], at_once, on_token)
             running([texts], scorer, scored_at_once=at_once)
             return [scorer.scored[index] for index in range(len(pairs))]
         running(decode_groups(rows, self.plan), Picker(Sampler(0), on_token))

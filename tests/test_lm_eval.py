@@ -75,7 +75,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (config, documents) in TASKS.items():
         file = folder / f"{name}.jsonl"
         file.write_text("".join(json.dumps(document) + "\n" for document in documents), encoding="utf-8")
-        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
+        kept = {"data_files": {"test": str(file)}, "cache_dir": str(folder / "cache")}  # not in the user's own
+        data = {"dataset_path": "json", "dataset_kwargs": kept, "test_split": "test"}
         task = {"task": f"own_{name}", **data, **config, "num_fewshot": 0, "metadata": {"version": 1}}
         (folder / f"own_{name}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
     return folder

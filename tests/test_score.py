@@ -104,6 +104,16 @@ def test_few_positions_at_once_score_as_many_do(
     assert max(sizes) == 7 and sum(sizes) == sum(len(after) for _, after in pairs) and sizes.count(7) > len(sizes) / 2
 
 
+def test_answers_that_differ_in_their_last_token_are_scored_with_one_text(checkpoints: Checkpoints, offload: Path) -> None:
+    question, other = [5, 6, 7, 8], [9] * 6
+    pairs: Pairs = [(question, [1]), (other, [2, 3]), (question, [4]), ([5, 6], [7, 8, 1]), (other, [2, 9]), (question, [1])]
+    with Case("llama-gqa").open(checkpoints, offload) as llm:
+        scored = llm.score(pairs)
+        assert llm.stats is not None and (llm.stats.num_prompts, llm.stats.prompt_tokens) == (2, 4 + 7)
+    assert near(scored, by_transformers(checkpoints, "llama-gqa", pairs))
+    assert scored[0] == replace(scored[5], index=0) and scored[3].logprobs[-1] == scored[0].logprobs[0]
+
+
 def test_what_logits_of_many_positions_hold_is_counted(checkpoints: Checkpoints, offload: Path) -> None:
     with Case("qwen2-wordy").open(checkpoints, offload) as llm:
         workload = Workload.uniform(4, 100, 1)

@@ -49,7 +49,7 @@ class BlockRun:
     trace: Trace
     prefill_seconds: float
     step_seconds: tuple[float, ...]  # of each decode step
-    tokens: int  # generated
+    tokens: int  # generated, or scored
     moved_bytes: Mapping[str, int]  # per lane
     busy_seconds: Mapping[str, float]
     shortage: Shortage | None = None  # of memory, which ended it early: the rows that are not finished have to start anew

@@ -19,12 +19,12 @@ LogitsOf = Callable[[Tensor], Tensor]  # hidden (positions, width) -> (positions
 
 class AtHead(Protocol):
     def __call__(self, rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, step: int) -> int:
-        """hidden (rows, tokens, width). Drops the rows that are finished; how many tokens were generated."""
+        """hidden (rows, tokens, width). Drops the rows that are finished; how many tokens were picked, or scored."""
 
 
 @dataclass(frozen=True)
 class Picker:
-    """Generates: a token for every row."""
+    """Generates: a token for every row that is not given one."""
 
     sampler: Sampler
     on_token: OnToken | None = None

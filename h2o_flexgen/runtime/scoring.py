@@ -4,9 +4,11 @@ keeps.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,48 +56,63 @@ def positions_at_once(plan: Plan, vocab: int) -> int:
     return max(plan.gpu_batch_size, LOGITS_AT_ONCE // vocab)
 
 
+class _Wanted(NamedTuple):
+    """The score of a token."""
+
+    position: int  # among those that logits are made of
+    pair: int
+    token: int
+
+
 class Scorer:
     """At the head of one pass over whole texts: of each the last positions are scored, each for the token that comes next.
     Rows lie side by side, so that few products are large rather than many small."""
 
-    def __init__(self, targets: Sequence[Sequence[int]], positions: int, on_token: OnToken | None = None) -> None:
+    def __init__(
+        self, pairs: Sequence[Sequence[tuple[int, Sequence[int]]]], positions: int, on_token: OnToken | None = None
+    ) -> None:
         self.scored: dict[int, Scored] = {}
-        self._targets = targets  # of every row of the workload
+        self._pairs = pairs  # of every row of the workload those that are scored with its text: index and continuation
         self._positions = positions  # that logits are made for at once
         self._on_token = on_token
 
     def __call__(self, rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, step: int) -> int:
-        wanted = [self._targets[row.index] for row in rows.alive]
-        lasts = [own[length - len(targets) : length] for own, length, targets in zip(hidden, rows.batch.lengths, wanted)]
-        tokens = torch.tensor([token for targets in wanted for token in targets], device=hidden.device)
-        logprobs, greedy = self._score(lasts, tokens, logits_of)
-        start = 0
-        for row, targets in zip(rows.alive, wanted):
-            end = start + len(targets)
-            self.scored[row.index] = Scored(row.index, tuple(logprobs[start:end]), tuple(greedy[start:end]))
-            start = end
+        lasts: list[Tensor] = []
+        wanted: list[_Wanted] = []
+        end = 0
+        for own, length, row in zip(hidden, rows.batch.lengths, rows.alive):
+            longest = max(len(after) for _, after in self._pairs[row.index])
+            lasts.append(own[length - longest : length])
+            end += longest
+            for index, after in self._pairs[row.index]:
+                wanted += [_Wanted(end - len(after) + place, index, token) for place, token in enumerate(after)]
             row.stop(SCORED)
-            if self._on_token is not None:
-                for token in targets:
-                    self._on_token(row.index, token, None)
+        self._score(lasts, sorted(wanted), logits_of)
         rows.drop_finished(step)
-        return len(tokens)
+        return len(wanted)
 
-    def _score(self, lasts: Sequence[Tensor], tokens: Tensor, logits_of: LogitsOf) -> tuple[list[float], list[int]]:
-        logprobs: list[float] = []
-        greedy: list[int] = []
+    def _score(self, lasts: Sequence[Tensor], wanted: Sequence[_Wanted], logits_of: LogitsOf) -> None:
+        """In the order of positions, which is that of the tokens of every pair."""
+        found: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
+        start = 0
         for hidden in _portions(lasts, self._positions):
-            own = tokens[len(logprobs) : len(logprobs) + len(hidden)]
-            more, likeliest = _scores(logits_of(hidden).float(), own)
-            logprobs += more
-            greedy += likeliest
-        return logprobs, greedy
+            first, end = (bisect_left(wanted, _Wanted(place, 0, 0)) for place in (start, start + len(hidden)))
+            here = wanted[first:end]
+            for one, logprob, likeliest in zip(here, *_scores(logits_of(hidden).float(), here, start)):
+                found[one.pair].append((logprob, likeliest))
+                if self._on_token is not None:
+                    self._on_token(one.pair, one.token, None)
+            start += len(hidden)
+        for index, of_tokens in found.items():
+            logprobs, greedy = zip(*of_tokens)
+            self.scored[index] = Scored(index, tuple(logprobs), tuple(greedy))
 
 
-def _scores(logits: Tensor, tokens: Tensor) -> tuple[list[float], list[int]]:
-    """logits (positions, vocab). They go with this call: the next ones need their room."""
-    own = logits.gather(-1, tokens[:, None]).flatten()
-    return (own - logits.logsumexp(-1)).tolist(), logits.argmax(-1).tolist()
+def _scores(logits: Tensor, wanted: Sequence[_Wanted], start: int) -> tuple[list[float], list[int]]:
+    """logits (positions, vocab), of positions from `start` on. They go with this call: the next ones need their room."""
+    places = torch.tensor([one.position - start for one in wanted], device=logits.device)
+    own = logits[places, torch.tensor([one.token for one in wanted], device=logits.device)]
+    return (own - logits.logsumexp(-1)[places]).tolist(), logits.argmax(-1)[places].tolist()
 
 
 def _portions(pieces: Sequence[Tensor], positions: int) -> Iterator[Tensor]:
@@ -114,9 +131,14 @@ def _portions(pieces: Sequence[Tensor], positions: int) -> Iterator[Tensor]:
         yield torch.cat(held)
 
 
-def whole_text(row: RowState) -> list[int]:
-    """What one pass takes in to score what is forced: of the last token only its score is wanted."""
-    return [*row.prompt_ids, *row.forced[:-1]]
+def pairs_by_text(rows: Sequence[RowState]) -> dict[tuple[int, ...], list[tuple[int, Sequence[int]]]]:
+    """What one pass takes in to score what is forced: of the last token only its score is wanted. So answers of one token each
+    to a question are scored with one text."""
+    pairs: defaultdict[tuple[int, ...], list[tuple[int, Sequence[int]]]] = defaultdict(list)
+    for row in rows:
+        text = (*row.prompt_ids, *row.forced[:-1])
+        pairs[text].append((row.index, row.forced))
+    return pairs
 
 
 def scored_of(completion: Completion) -> Scored:

@@ -81,3 +81,24 @@ def test_a_row_that_starts_anew_gives_the_tokens_it_had_and_then_takes_others(st
     completion = row.completion()
     assert (completion.token_ids, completion.finish_reason) == ((70, 71, 72, 73), "length")
     assert (completion.text, completion.logprobs) == ("BCDE", (*steps, steps[0]))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_forced_tokens_are_given_end_nothing_and_come_again(streamed: bool) -> None:
+    params = SamplingParams(max_tokens=6, logprobs=0, stop="ab", stop_token_ids=[101])
+    row = RowState(0, [60, 61], params, Ending(), streamed=streamed, forced=[100, 101, 102, 2])
+    steps = [StepLogprobs(TokenLogprob(token, -1.0)) for token in (100, 101, 102, 2)]
+    for step in steps[:3]:
+        assert row.given == step.chosen.token_id and row.known is None
+        row.push(step.chosen.token_id, step)
+    row.start_anew()
+    for step in steps[:3]:
+        assert row.given == step.chosen.token_id and row.known == (step.chosen.token_id, step)
+        row.push(step.chosen.token_id, step)
+    assert row.given == 2 and row.known is None and not row.finished
+    row.push(2, steps[3])
+    assert row.given is None and not row.finished
+    row.push(101, steps[1])
+    completion = row.completion()
+    assert (completion.finish_reason, completion.text, completion.token_ids) == ("stop", "`ab", (100, 101, 102, 2, 101))
+    assert completion.logprobs == (*steps, steps[1])

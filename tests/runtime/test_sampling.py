@@ -191,6 +191,19 @@ def test_tokens_of_minus_infinity_are_never_drawn() -> None:
         assert set(Sampler(2).sample(logits, [params] * 500, range(500), 0).tokens.tolist()) == {7, 30}
 
 
+def test_given_tokens_take_the_place_of_picked_ones_and_logprobs_are_theirs() -> None:
+    logits = some_logits(4, 24)
+    params = [SamplingParams(logprobs=1), SamplingParams(temperature=1.0, logprobs=1)] * 2
+    picked = Sampler(3).sample(logits, params, range(4), 0)
+    forced = Sampler(3).sample(logits, params, range(4), 0, given=[None, None, 9, 11])
+    assert forced.tokens.tolist() == [*picked.tokens.tolist()[:2], 9, 11] and forced.logprobs[:2] == picked.logprobs[:2]
+    for row, token in ((2, 9), (3, 11)):
+        step = forced.logprobs[row]
+        assert step is not None and step.chosen.token_id == token
+        assert step.chosen.logprob == pytest.approx(logits[row].log_softmax(-1)[token].item(), abs=1e-6)
+        assert step.top[0].token_id == int(logits[row].argmax())
+
+
 def test_logprobs_are_of_the_models_own_distribution() -> None:
     logits = some_logits(4, 60)
     params = [
