@@ -19,7 +19,7 @@ from demo_training.rows import RowMaker
 from demo_training.shapes import POSITIONS, SHAPES
 from demo_training.tokenizer import START, learn_tokenizer
 from demo_training.warm_start import warm_start
-from transformers import LlamaForCausalLM
+from safetensors.torch import load_file
 
 from h2o_flexgen.evaluation.recall import Recall
 
@@ -54,9 +54,11 @@ def train(args: argparse.Namespace) -> None:
     print(f"{sum(map(len, recall.sentences)):,} tokens of prose from {len(books)} books", flush=True)
     model = SHAPES[args.architecture].build(len(tokenizer))
     print(f"{args.architecture}: {sum(one.numel() for one in model.parameters()):,} parameters", flush=True)
-    if isinstance(model, LlamaForCausalLM):
+    if args.start is None:
         warm_start(model, args.seed)
-    settings = Settings(args.minutes, args.matrix_rate, args.table_rate, args.device)
+    else:
+        _take_weights(model, args.start)
+    settings = Settings(args.minutes, args.matrix_rate, args.table_rate, args.since, args.device)
     curve: list[Point] = []
 
     def note(point: Point) -> None:
@@ -76,6 +78,12 @@ def save(model: torch.nn.Module, folder: Path, curve: Sequence[Point]) -> None:
     copy = deepcopy(model).to("cpu", torch.bfloat16)
     copy.save_pretrained(str(folder))  # type: ignore[operator]
     (folder / "curve.json").write_text("\n".join(json.dumps(as_json(point)) for point in curve) + "\n", encoding="utf-8")
+
+
+def _take_weights(model: torch.nn.Module, folder: Path) -> None:
+    for bias in (weight for name, weight in model.named_parameters() if name.endswith("bias")):
+        torch.nn.init.zeros_(bias)
+    model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
 
 
 def _tasks_text(prose: str, seed: int) -> str:
@@ -98,6 +106,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tasks", type=float, default=0.6, help="share of rows with recall tasks in them")
     parser.add_argument("--matrix-rate", type=float, default=2.5e-3)
     parser.add_argument("--table-rate", type=float, default=1.5e-3)
+    parser.add_argument("--start", type=Path, metavar="FOLDER", help="go on from this model, in place of a new one")
+    parser.add_argument("--since", type=float, default=0.0, metavar="SHARE", help="of the time that it has had already")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
