@@ -1,0 +1,1 @@
+"""How good the text is under a KV policy: tasks, their cells, tables and pictures."""
