@@ -17,6 +17,7 @@ from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.schedule import Task
 from h2o_flexgen.planning.workload import Batch, Block, Workload
 from h2o_flexgen.runtime.engine import BlockRun, Engine
+from h2o_flexgen.runtime.head import Picker
 from h2o_flexgen.runtime.output import Completion
 from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.sampling import Sampler
@@ -200,7 +201,8 @@ class Conversation:
         """No logits are made of it: the run ends before the head."""
         head = len(self._spec.layers) - 1
         block = self.extent.block(self.seen, len(piece), 1)
-        self._engine.run(block, [RowState(0, piece, row.params, self._tokenizer)], self._sampler, until=_at(head), kv=self._kv)
+        rows = [RowState(0, piece, row.params, self._tokenizer)]
+        self._engine.run(block, rows, Picker(self._sampler), until=_at(head), kv=self._kv)
         self.seen += len(piece)
 
     def _generate(self, row: RowState, piece: Sequence[int], on_text: OnText | None, stop: Stop | None) -> BlockRun:
@@ -210,7 +212,7 @@ class Conversation:
                 on_text(new)
 
         block = self.extent.block(self.seen, len(piece), row.params.max_tokens)
-        return self._engine.run(block, [row], self._sampler, on_token=on_token, kv=self._kv)
+        return self._engine.run(block, [row], Picker(self._sampler, on_token), kv=self._kv)
 
     def _advance(self, row: RowState, piece: Sequence[int]) -> None:
         self.turns += 1

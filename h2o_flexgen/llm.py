@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import TracebackType
@@ -41,23 +42,26 @@ from h2o_flexgen.planning.units import parse_bytes
 from h2o_flexgen.planning.workload import Block, BlockSize, Workload
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.runtime.engine import BlockRun, Engine, OnVisit, Until
+from h2o_flexgen.runtime.head import AtHead, Picker
 from h2o_flexgen.runtime.output import Completion
 from h2o_flexgen.runtime.row_state import RowState
-from h2o_flexgen.runtime.rows import OnToken
+from h2o_flexgen.runtime.rows import OnLogits, OnToken
 from h2o_flexgen.runtime.sampling import Sampler
 from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.runtime.scoring import PREFILL, Scored, Scorer, decode_groups, positions_at_once, scored_of, way_of, whole_text
 from h2o_flexgen.runtime.shrink import OnShrink, Shrink, run_blocks
 from h2o_flexgen.runtime.stage import OnStage, Stage
 from h2o_flexgen.runtime.tokenizer import Tokenizer, load_tokenizer
 
 Prompts: TypeAlias = "Sequence[str] | Sequence[Sequence[int]]"
 Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"  # one for all prompts, or one for each
+Pairs: TypeAlias = "Sequence[tuple[Sequence[int], Sequence[int]]]"  # of token ids: what stands before, what is scored
 DUMMY_SEED = 0
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Of the last `generate`."""
+    """Of the last `generate` or `score`."""
 
     num_prompts: int
     prompt_tokens: int
@@ -200,10 +204,10 @@ class LLM:
             check_positions(self.spec, self.plan, row, length, workload.gen_len)
         return self._refuse_what_does_not_fit(workload)
 
-    def _refuse_what_does_not_fit(self, workload: Workload) -> Footprint:
+    def _refuse_what_does_not_fit(self, workload: Workload, scored_at_once: int = 0) -> Footprint:
         accelerator = self.device.accelerator
         threads = 0 if accelerator else kernel_threads()
-        request = Request(self.spec, self.plan, workload, accelerator, self.dummy_weights, threads)
+        request = Request(self.spec, self.plan, workload, accelerator, self.dummy_weights, threads, scored_at_once)
         return refuse_what_does_not_fit(request, self.budgets)
 
     # -- generation ----------------------------------------------------------------------------------------------------
@@ -220,26 +224,82 @@ class LLM:
         on_shrink: OnShrink | None = None,
         may_shrink: bool = True,
         until: Until | None = None,
+        forced: Sequence[Sequence[int]] | None = None,
+        on_logits: OnLogits | None = None,
     ) -> list[Completion]:
         """Completions in the order of the prompts. `on_token` gets every token as it comes; rows of one block take turns. When
         memory runs out in spite of the plan, the rest goes on in smaller blocks, of which `on_shrink` is told (without it
-        a warning is given); unless it `may_shrink`, that is an error."""
-        rows = self._rows([prompts] if isinstance(prompts, str) else prompts, params, streamed=on_token is not None)
-        workload = Workload(tuple(row.prompt_len for row in rows), max((row.params.max_tokens for row in rows), default=1))
-        self._refuse_what_does_not_fit(workload)
+        a warning is given); unless it `may_shrink`, that is an error. `forced`: of each row the first tokens, which are given
+        and not picked; they count in max_tokens, and none of them ends the row. `on_logits` gets those of every token, in
+        fp32 and in host memory, good until it returns."""
+        prompts = [prompts] if isinstance(prompts, str) else prompts
+        rows = self._rows(prompts, params, on_token is not None, [()] * len(prompts) if forced is None else forced)
+        picker = Picker(Sampler(seed), on_token, on_logits)
+        self._run([rows], picker, on_stage, on_visit, on_shrink, may_shrink, until)
+        return [row.completion() for row in rows if row.finished]
+
+    def score(
+        self,
+        pairs: Pairs,
+        *,
+        by: str | None = None,
+        on_token: OnToken | None = None,
+        on_stage: OnStage | None = None,
+        on_visit: OnVisit | None = None,
+        on_shrink: OnShrink | None = None,
+        may_shrink: bool = True,
+    ) -> list[Scored]:
+        """How likely each continuation is behind its context, in the order of the pairs. "prefill": in one pass, which is
+        refused where the cache evicts or rounds; "decode": token by token, with what it keeps; None: the first where it may
+        be, else the second. `on_token` gets every token that is scored."""
+        by = way_of(self.plan, by)
+        running = partial(self._run, on_stage=on_stage, on_visit=on_visit, on_shrink=on_shrink, may_shrink=may_shrink)
+        contexts, continuations = [before for before, _ in pairs], [after for _, after in pairs]
+        if empty := [index for index, after in enumerate(continuations) if not after]:
+            raise ValueError(f"continuation {empty[0]} is empty; there is nothing to score: leave the pair out")
+        if not pairs:
+            return []
+        params = [SamplingParams(max_tokens=len(after), logprobs=1) for after in continuations]
+        rows = self._rows(contexts, params, False, continuations)
+        if by == PREFILL:
+            texts = [RowState(row.index, whole_text(row), SamplingParams(max_tokens=1), self.tokenizer) for row in rows]
+            at_once = positions_at_once(self.plan, self.spec.vocab)
+            scorer = Scorer(continuations, at_once, on_token)
+            running([texts], scorer, scored_at_once=at_once)
+            return [scorer.scored[index] for index in range(len(pairs))]
+        running(decode_groups(rows, self.plan), Picker(Sampler(0), on_token))
+        return [scored_of(row.completion()) for row in rows]
+
+    def _run(
+        self,
+        groups: Sequence[Sequence[RowState]],
+        at_head: AtHead,
+        on_stage: OnStage | None = None,
+        on_visit: OnVisit | None = None,
+        on_shrink: OnShrink | None = None,
+        may_shrink: bool = True,
+        until: Until | None = None,
+        scored_at_once: int = 0,
+    ) -> None:
+        """Each group is a workload of its own. All are looked at before the first is run."""
+        workloads = [_workload(rows) for rows in groups]
+        for workload in set(workloads):
+            self._refuse_what_does_not_fit(workload, scored_at_once)
         engine = self._ready(on_stage)
-        sampler = Sampler(seed)
-
-        def run(block: Block, may_run_out: bool) -> BlockRun:
-            return engine.run(block, rows, sampler, on_visit, on_token, until, may_run_out=may_run_out and may_shrink)
-
         runs: list[BlockRun] = []
         size = BlockSize(self.plan.gpu_batch_size, self.plan.num_gpu_batches)
-        for one in run_blocks(workload, size, rows, run, on_shrink or _warn):
-            runs = [earlier.without_trace() for earlier in runs]  # a long job has many blocks: the last one's trace is kept
-            runs.append(one)
-        self.stats = self._measured(rows, runs)
-        return [row.completion() for row in rows if row.finished]
+        for workload, rows in zip(workloads, groups):
+
+            def run(block: Block, may_run_out: bool, rows: Sequence[RowState] = rows) -> BlockRun:
+                return engine.run(block, rows, at_head, on_visit, until, may_run_out=may_run_out and may_shrink)
+
+            engine.trim()
+            for one in run_blocks(workload, size, rows, run, on_shrink or _warn):
+                runs[-1:] = [
+                    earlier.without_trace() for earlier in runs[-1:]
+                ]  # a long job has many blocks: the last one's trace is kept
+                runs.append(one)
+        self.stats = self._measured([row for rows in groups for row in rows], runs)
 
     def converse(self, context: int | None = None, *, seed: int | None = None, on_stage: OnStage | None = None) -> Conversation:
         """A text that goes on turn by turn, with a KV cache that lives on. `context`: the tokens that it may grow to (default:
@@ -259,29 +319,43 @@ class LLM:
         self._listener = on_stage or self._on_stage
         engine = self._load()
         engine.trim()
+        engine.restart_peaks()
         return engine
 
-    def _rows(self, prompts: Prompts, params: Params, streamed: bool) -> list[RowState]:
+    def _rows(self, prompts: Prompts, params: Params, streamed: bool, forced: Sequence[Sequence[int]]) -> list[RowState]:
         params = params or SamplingParams()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts came with {len(each)} sampling params; give one for all or one for each")
+        if len(forced) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts came with forced tokens for {len(forced)}; give some, or none, for each")
         rows = []
-        for index, (prompt, own) in enumerate(zip(prompts, each)):
+        for index, (prompt, own, given) in enumerate(zip(prompts, each, forced)):
             text = prompt if isinstance(prompt, str) else None
             # no text is no prompt, also where the tokenizer puts a start token before it
             ids: list[int] = self.tokenizer.encode(text) if text else list(prompt)  # type: ignore[arg-type]
             self._check_prompt(index, ids)
+            self._check_forced(index, given, own.max_tokens)
             check_positions(self.spec, self.plan, index, len(ids), own.max_tokens)
-            rows.append(RowState(index, ids, own, self.tokenizer, text, streamed))
+            rows.append(RowState(index, ids, own, self.tokenizer, text, streamed, given))
         return rows
 
     def _check_prompt(self, index: int, ids: Sequence[int]) -> None:
         if not ids:
             raise ValueError(f"prompt {index} is empty; every prompt needs at least one token")
+        self._check_tokens(f"prompt {index} has", ids)
+
+    def _check_forced(self, index: int, forced: Sequence[int], max_tokens: int) -> None:
+        if len(forced) > max_tokens:
+            raise ValueError(
+                f"row {index} has {len(forced)} forced tokens, but max_tokens is {max_tokens}, and they count in it"
+            )
+        self._check_tokens(f"row {index} is forced to take", forced)
+
+    def _check_tokens(self, whose: str, ids: Sequence[int]) -> None:
         wrong = [token for token in ids if not 0 <= token < self.spec.vocab]
         if wrong:
-            raise ValueError(f"prompt {index} has the token id {wrong[0]}; {self.name} knows 0 to {self.spec.vocab - 1}")
+            raise ValueError(f"{whose} the token id {wrong[0]}; {self.name} knows 0 to {self.spec.vocab - 1}")
 
     def _load(self) -> Engine:
         self._refuse_closed()
@@ -379,6 +453,10 @@ def _asked_plan(plan: Plan | None, percent: Sequence[float] | None, options: Map
     if other := next(iter([*options, *(["percent"] if percent is not None else [])]), None):
         raise ValueError(f"both plan and {other} are given; put {other} into the plan, or leave the plan out")
     return plan
+
+
+def _workload(rows: Sequence[RowState]) -> Workload:
+    return Workload(tuple(row.prompt_len for row in rows), max((row.params.max_tokens for row in rows), default=1))
 
 
 def _warn(shrink: Shrink) -> None:

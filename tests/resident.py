@@ -32,8 +32,10 @@ def resident_generate(
     policy: KVPolicy | None = None,
     prefill_tokens: int = Plan.prefill_tokens,
     kv_codec: str = PLAIN,
+    forced: Sequence[Sequence[int]] | None = None,
 ) -> list[Tensor]:
-    """Greedy: for every step the logits (rows, vocab). `by_token`: caches lie slot by slot, as beside an accelerator."""
+    """Greedy, or with the tokens that are forced: for every step the logits (rows, vocab). `by_token`: caches lie slot by slot,
+    as beside an accelerator."""
     policy = policy or Full()
     device = _device(weights)
     batch = Batch(tuple(range(len(prompts))), tuple(map(len, prompts)))
@@ -45,7 +47,8 @@ def resident_generate(
     ]
     logits = [_head(model, torch.cat(parts), weights[-1])]
     for step in range(1, steps):
-        tokens, now = logits[-1].argmax(-1)[:, None], Pass.of(slots, step, slots.capacity, device)
+        picked = logits[-1].argmax(-1) if forced is None else torch.tensor([own[step - 1] for own in forced], device=device)
+        tokens, now = picked[:, None], Pass.of(slots, step, slots.capacity, device)
         logits.append(_head(model, _through_layers(model, weights, caches, now, tokens)[:, 0], weights[-1]))
     return logits
 

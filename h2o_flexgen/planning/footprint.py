@@ -56,9 +56,12 @@ class Footprint:
         )
 
 
-def footprint(planned: PlannedBlock, writes_weights: bool = False, kernel_threads: int = 0) -> Footprint:
+def footprint(
+    planned: PlannedBlock, writes_weights: bool = False, kernel_threads: int = 0, scored_at_once: int = 0
+) -> Footprint:
     """`writes_weights`: the disk share of the weights is not there yet but written for the run (dummy weights).
-    `kernel_threads`: of the kernels for the CPU; 0 where torch does their work."""
+    `kernel_threads`: of the kernels for the CPU; 0 where torch does their work. `scored_at_once`: positions of prompts that
+    logits are made for together; 0 where only the last of each row has any."""
     spec, block, schedule = planned.spec, planned.block, planned.schedule
     parts: Parts = {tier: defaultdict(int) for tier in TIERS}
     compute = DEVICE if schedule.moves.accelerator else HOST
@@ -66,7 +69,7 @@ def footprint(planned: PlannedBlock, writes_weights: bool = False, kernel_thread
     _add_kv(parts, planned, compute)
     _add_hidden(parts, spec, block, schedule, compute)
     kinds = {(slots.batch.lengths, slots.batch.seen): slots for slots in planned.slots}  # most batches are like others
-    working = max(working_bytes(spec, planned.plan, slots, kernel_threads) for slots in kinds.values())
+    working = max(working_bytes(spec, planned.plan, slots, kernel_threads, scored_at_once) for slots in kinds.values())
     if compute == DEVICE:
         largest = max(tensor.nbytes + min(tensor.decoded_nbytes, ENCODING_BYTES) for tensor in spec.tensors.values())
         parts[HOST]["loading"] = largest  # one tensor on its way to the device
@@ -154,21 +157,22 @@ def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
     return _aligned(batch.size * batch.prompt_len * spec.widest * spec.itemsize)
 
 
-def working_bytes(spec: ModelSpec, plan: Plan, slots: Slots, kernel_threads: int = 0) -> int:
+def working_bytes(spec: ModelSpec, plan: Plan, slots: Slots, kernel_threads: int = 0, scored_at_once: int = 0) -> int:
     """The most that the functions of one visit allocate at once: an estimate from their shapes, held against runs by a test."""
     policy, batch = plan.policy, slots.batch
     parts = (policy.slots(part, slots.gen_len) for part in batch.kinds_of_parts(plan.prefill_tokens))
     prefill = max(_prefill_bytes(spec, policy, part, kernel_threads) for part in parts)
     decode = batch.size * spec.heads * slots.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, slots)
     decode += batch.size * slots.capacity * _decoding_bytes_per_slot(spec, policy, kernel_threads > 0)
-    head = batch.size * spec.vocab * (3 * 4 + spec.itemsize)
+    scored = min(scored_at_once, batch.size * batch.prompt_len)
+    head = max(batch.size, scored) * spec.vocab * (3 * 4 + spec.itemsize) + scored * _normed_bytes(spec)
     return max(prefill, decode, head) + batch.size * batch.prompt_len * spec.widest * spec.itemsize
 
 
 def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots, kernel_threads: int) -> int:
     """Of prompts that are computed at once."""
     tokens, heads = slots.batch.size * slots.batch.prompt_len, spec.heads * spec.head_dim
-    normed = 3 * spec.hidden * 4 + 2 * spec.widest * spec.itemsize  # norms work in fp32
+    normed = _normed_bytes(spec)
     threads = kernel_threads if spec.dtype in KERNEL_DTYPES else 0
     widened = spec.itemsize if threads else max(spec.itemsize, 4)  # torch's column sums are in fp32
     attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * widened)
@@ -177,6 +181,11 @@ def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots, kernel_threa
     if spec.kv_codec != PLAIN:
         attention += tokens * spec.kv_bytes_per_slot + min(ENCODING_BYTES, 4 * tokens * spec.kv_decoded_bytes_per_slot)
     return max(attention, tokens * (normed + 3 * spec.ffn * spec.itemsize))
+
+
+def _normed_bytes(spec: ModelSpec) -> int:
+    """Of one token: norms work in fp32."""
+    return 3 * spec.hidden * 4 + 2 * spec.widest * spec.itemsize
 
 
 def _scored_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
@@ -268,13 +277,14 @@ class Request:
     accelerator: bool
     writes_weights: bool = False
     kernel_threads: int = 0  # of the kernels for the CPU
+    scored_at_once: int = 0  # positions of prompts that logits are made for together
 
     def footprint(self) -> Footprint:
         total, met = Footprint({}), set()
         for planned in plan_blocks(self.spec, self.plan, self.workload, self.accelerator):
             if planned.shape not in met:
                 met.add(planned.shape)
-                total = total | footprint(planned, self.writes_weights, self.kernel_threads)
+                total = total | footprint(planned, self.writes_weights, self.kernel_threads, self.scored_at_once)
         return total
 
 

@@ -29,11 +29,11 @@ from h2o_flexgen.planning.schedule import Op, Schedule, Task, Visit
 from h2o_flexgen.planning.trace import Trace
 from h2o_flexgen.planning.workload import Batch, Block
 from h2o_flexgen.runtime.executor import Executor, shortage_in
+from h2o_flexgen.runtime.head import AtHead
 from h2o_flexgen.runtime.hidden import HiddenStore
 from h2o_flexgen.runtime.kvstore import KVStore
 from h2o_flexgen.runtime.row_state import RowState
-from h2o_flexgen.runtime.rows import BatchRows, OnToken, Part
-from h2o_flexgen.runtime.sampling import Sampler
+from h2o_flexgen.runtime.rows import BatchRows, Part
 from h2o_flexgen.runtime.weights import WeightStore
 
 OnVisit = Callable[[Task, int], None]  # a COMPUTE is over; tokens picked so far in its block
@@ -87,9 +87,8 @@ class _Progress:
     rows: list[BatchRows]
     kv: KVStore
     hidden: HiddenStore
-    sampler: Sampler
+    at_head: AtHead
     on_visit: OnVisit | None
-    on_token: OnToken | None
     guard: HostGuard | None
     measures: _Measures
 
@@ -114,6 +113,8 @@ class Engine:
     def trim(self) -> None:
         """Lets go of buffers that the blocks of an earlier workload left for reuse: this one's may have other sizes."""
         self._memories.host.trim()
+
+    def restart_peaks(self) -> None:
         self._memories.disk.meter.restart_peak()
         self._memories.device.restart_peak()
 
@@ -133,19 +134,18 @@ class Engine:
         self,
         block: Block,
         rows: Sequence[RowState],
-        sampler: Sampler,
+        at_head: AtHead,
         on_visit: OnVisit | None = None,
-        on_token: OnToken | None = None,
         until: Until | None = None,
         kv: KVStore | None = None,
         may_run_out: bool = False,
     ) -> BlockRun:
-        """Generates one block. `rows` are all rows of the workload, in input order; `until` ends the run early at a task; `kv`
+        """Runs one block. `rows` are all rows of the workload, in input order; `until` ends the run early at a task; `kv`
         holds what an earlier block has left. Want of memory is an error, unless it `may_run_out`: then it ends the block, all
         that was held for it is given back, and the `shortage` is told."""
         schedule, measures, shortage = self.schedule(block), _Measures(), None
 
-        def generate() -> None:
+        def run() -> None:
             """What it holds is its own: it goes with this call."""
             self._weights.prepare(schedule)
             guard = HostGuard(self._memories.host.spare_bytes) if may_run_out else None
@@ -158,7 +158,7 @@ class Engine:
                 hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
                 alive = [self._rows_of(batch, rows, block.gen_len) for batch in block.batches]
                 measures.clock = time.perf_counter()
-                state = _Progress(alive, own, hidden, sampler, on_visit, on_token, guard, measures)
+                state = _Progress(alive, own, hidden, at_head, on_visit, guard, measures)
                 executor = Executor(self._actions(schedule, state), self._memories.device, ahead=schedule.ahead)
                 try:
                     executor.run(self._tasks(schedule, state, until))
@@ -166,7 +166,7 @@ class Engine:
                     measures.trace = executor.trace
 
         try:
-            generate()
+            run()
         except Exception as error:
             shortage = shortage_in(error) if may_run_out else None
             if shortage is None:
@@ -236,9 +236,11 @@ class Engine:
         """One layer on one batch."""
         rows, layer = state.rows[task.batch], self._spec.layers[task.layer]
         if layer.kind == "head":
-            parts = self._weights.head_parts(task.visit)
-            logits = base.head(self._model, rows.last_hidden(state.hidden.take(task.batch)), parts)
-            state.measures.count(task.step, rows.advance(logits, state.sampler, task.step, state.on_token))
+
+            def logits_of(hidden: Tensor) -> Tensor:
+                return base.head(self._model, hidden, self._weights.head_parts(task.visit))
+
+            state.measures.count(task.step, state.at_head(rows, state.hidden.take(task.batch), logits_of, task.step))
             if task.step == 0:
                 give_back_freed()  # prompts work in much more room than steps do, and what they freed would stay
             return

@@ -21,6 +21,7 @@ class RowState:
         tokenizer: Tokenizer,
         prompt: str | None = None,
         streamed: bool = False,
+        forced: Sequence[int] = (),
     ) -> None:
         self.index = index
         self.params = params
@@ -30,6 +31,7 @@ class RowState:
         self.logprobs: list[StepLogprobs] = []
         self.finish_reason: str | None = None
         self._streamed = streamed
+        self.forced = tuple(forced)  # its first tokens, which are given and not picked, and never end it
         self._known: list[tuple[int, StepLogprobs | None]] = []  # what was generated before a new start
         self._tokenizer = tokenizer
         self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
@@ -61,9 +63,10 @@ class RowState:
         self.seen.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        if token in self._ends:
+        is_forced = self.num_generated <= len(self.forced)
+        if token in self._ends and not is_forced:
             return self._finish("stop")
-        piece = None if self._text is None else self._text.add(token)
+        piece = None if self._text is None else self._text.add(token, may_stop=not is_forced)
         if self._text is not None and self._text.stopped:
             self.finish_reason = "stop"
         elif self.num_generated == self.params.max_tokens:
@@ -74,6 +77,13 @@ class RowState:
     def known(self) -> tuple[int, StepLogprobs | None] | None:
         """The next token, if the row had come further before a new start."""
         return self._known[self.num_generated] if self.num_generated < len(self._known) else None
+
+    @property
+    def given(self) -> int | None:
+        """The next token, if it is not to be picked."""
+        if self.known is not None:
+            return self.known[0]
+        return self.forced[self.num_generated] if self.num_generated < len(self.forced) else None
 
     def start_anew(self) -> None:
         """From the prompt on, when what was computed is lost. The tokens that it had are not: they come again as they were,
@@ -114,4 +124,4 @@ class RowState:
         if self._text is not None:
             return self._text.text
         ids = self.token_ids
-        return decode_new(self._tokenizer, self.prompt_ids, ids[:-1] if ids[-1] in self._ends else ids)
+        return decode_new(self._tokenizer, self.prompt_ids, ids[:-1] if self.finish_reason == "stop" else ids)

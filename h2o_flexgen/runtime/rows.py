@@ -20,6 +20,7 @@ from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.sampling import Sampler
 
 OnToken = Callable[[int, int, str | None], None]  # place of the prompt in the input, token, new text if it is followed
+OnLogits = Callable[[int, int, Tensor], None]  # place of the prompt, number of the token, logits (vocab,) that are its own now
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ class BatchRows:
     def is_done(self) -> bool:
         return not self._rows
 
+    @property
+    def alive(self) -> Sequence[RowState]:
+        return self._rows
+
     def _prompts(self, tokens: int) -> tuple[Part, ...]:
         parts, start = [], 0
         for batch in self.batch.parts(tokens):
@@ -73,28 +78,36 @@ class BatchRows:
         last = torch.tensor(self.batch.lengths, device=hidden.device) - 1
         return hidden[torch.arange(len(self._rows), device=hidden.device), last]
 
-    def advance(self, logits: Tensor, sampler: Sampler, step: int, on_token: OnToken | None = None) -> int:
-        """Picks a token for every row, drops the rows that it finishes, and says how many tokens were picked. Of a row that
-        starts anew those that it had come again, and nobody is told of them twice."""
+    def advance(
+        self,
+        logits: Tensor,
+        sampler: Sampler,
+        step: int,
+        on_token: OnToken | None = None,
+        on_logits: OnLogits | None = None,
+    ) -> int:
+        """Picks a token for every row that is not given one, drops the rows that it finishes, and says how many tokens there
+        were. Of a row that starts anew those that it had come again, and nobody is told of them twice."""
         rows = self._rows
-        picked = sampler.sample(
-            logits, [row.params for row in rows], [row.index for row in rows], step, [row.seen for row in rows]
-        )
+        params, indices, seen = [row.params for row in rows], [row.index for row in rows], [row.seen for row in rows]
+        picked = sampler.sample(logits, params, indices, step, seen, [row.given for row in rows])
         for place, (row, token, logprobs) in enumerate(zip(rows, picked.tokens.tolist(), picked.logprobs)):
             known = row.known
-            if known is not None:
-                token, logprobs = known
-                picked.tokens[place] = token
-            text = row.push(token, logprobs)
-            if on_token is not None and known is None:
+            if known is None and on_logits is not None:
+                on_logits(row.index, row.num_generated, logits[place].float().cpu())
+            text = row.push(token, logprobs if known is None else known[1])
+            if known is None and on_token is not None:
                 on_token(row.index, token, text)
-        self._move_up([place for place, row in enumerate(rows) if not row.finished])
-        if not self._rows:
-            self.last_step = step
-        else:
+        self.drop_finished(step)
+        if self._rows:
             tokens = picked.tokens[self.places_before].unsqueeze(1).to(self._device)
             self.parts = (Part(slice(None), self._pass(self.batch, step + 1), tokens),)
         return len(rows)
+
+    def drop_finished(self, step: int) -> None:
+        self._move_up([place for place, row in enumerate(self._rows) if not row.finished])
+        if not self._rows:
+            self.last_step = step
 
     def _move_up(self, alive: list[int]) -> None:
         """Those that already stand in front stay where they are; gaps are filled from behind."""

@@ -55,6 +55,7 @@ class Sampler:
         rows: Sequence[int],  # each row's place in the whole input: its identity
         steps: Sequence[int] | int,
         seen: Sequence[Sequence[int]] | None = None,  # prompt and generated ids; read only for rows with a repetition penalty
+        given: Sequence[int | None] | None = None,  # tokens that take the place of picked ones; logprobs are theirs
     ) -> Picked:
         steps = [steps] * len(rows) if isinstance(steps, int) else steps
         scores = _penalised(logits, params, seen)
@@ -68,6 +69,9 @@ class Sampler:
                 distances, column = _distances(scores[places], best[places], chosen), _column(uniforms, logits.device)
                 drawn = _draw_filtered(distances, chosen, column) if filtered else _draw_unfiltered(distances, column)
                 tokens[places] = drawn.cpu()
+        for place, token in enumerate(given or ()):
+            if token is not None:
+                tokens[place] = token
         return Picked(tokens, _logprobs(logits, tokens, params))
 
     def _uniform(self, params: SamplingParams, row: int, step: int) -> float:

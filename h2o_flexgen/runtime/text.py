@@ -126,8 +126,9 @@ class RowText:
     def text(self) -> str:
         return "".join(self._pieces)
 
-    def add(self, token: int) -> str:
-        return self._keep(self._stops.add(self._detokenizer.add(token)))
+    def add(self, token: int, may_stop: bool = True) -> str:
+        piece = self._detokenizer.add(token)
+        return self._keep(self._stops.add(piece) if may_stop else piece)
 
     def finish(self) -> str:
         """What was held back, unless the text has stopped."""

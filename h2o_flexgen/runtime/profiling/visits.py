@@ -23,6 +23,7 @@ from h2o_flexgen.planning.schedule import Key, Op, Task
 from h2o_flexgen.planning.trace import Trace
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.runtime.engine import Engine, OnVisit
+from h2o_flexgen.runtime.head import Picker
 from h2o_flexgen.runtime.profiling.products import HEAD_DIM, OPT, small_model
 from h2o_flexgen.runtime.profiling.sizes import Sizes
 from h2o_flexgen.runtime.profiling.subject import Figures, Subject
@@ -115,4 +116,4 @@ def _trace(
     rows = [RowState(row, [0] * prompt_len, params, tokenizer) for row in range(block.num_rows)]
     with closing(Memories(device, folder, False)) as memories, closing(DummySource(SEED, dtype, folder)) as source:
         engine = Engine(model, source, plan if device.accelerator else plan.folded(), memories)
-        return engine.run(block, rows, Sampler(SEED), on_visit).trace
+        return engine.run(block, rows, Picker(Sampler(SEED)), on_visit).trace

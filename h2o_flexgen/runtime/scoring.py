@@ -1,0 +1,132 @@
+"""Scores: how likely a model finds a text that is given. Of a whole text in one pass, or token by token with what a KV policy
+keeps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.runtime.head import LogitsOf
+from h2o_flexgen.runtime.output import Completion
+from h2o_flexgen.runtime.row_state import RowState
+from h2o_flexgen.runtime.rows import BatchRows, OnToken
+
+PREFILL, DECODE = "prefill", "decode"
+WAYS = (PREFILL, DECODE)
+SCORED = "scored"  # why a row ends
+LOGITS_AT_ONCE = 2**22  # 16 MiB in fp32, whatever the texts and the vocabulary
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Of every token of a continuation: its log-probability, and the token that the model finds likeliest in its place."""
+
+    index: int  # place of the pair in the input
+    logprobs: tuple[float, ...]
+    greedy: tuple[int, ...]
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole continuation."""
+        return sum(self.logprobs)
+
+
+def way_of(plan: Plan, asked: str | None) -> str:
+    """In one pass every token sees all that stand before it, as they are: no score of a cache that forgets or rounds."""
+    if asked is not None and asked not in WAYS:
+        raise ValueError(f"by is {asked!r}; allowed are {', '.join(map(repr, WAYS))}, or None for the one that is right")
+    is_exact = plan.policy.keeps_all and plan.kv_codec == PLAIN
+    if asked == PREFILL and not is_exact:
+        cache = f"kv_codec {plan.kv_codec!r}" if plan.policy.keeps_all else f"kv_policy {plan.kv_policy!r}"
+        raise ValueError(f"{cache} cannot be scored by 'prefill', where every token sees the full cache; score by 'decode'")
+    return asked or (PREFILL if is_exact else DECODE)
+
+
+def positions_at_once(plan: Plan, vocab: int) -> int:
+    """Of which logits are made: what is counted for a step of a batch is there in any case."""
+    return max(plan.gpu_batch_size, LOGITS_AT_ONCE // vocab)
+
+
+class Scorer:
+    """At the head of one pass over whole texts: of each the last positions are scored, each for the token that comes next.
+    Rows lie side by side, so that few products are large rather than many small."""
+
+    def __init__(self, targets: Sequence[Sequence[int]], positions: int, on_token: OnToken | None = None) -> None:
+        self.scored: dict[int, Scored] = {}
+        self._targets = targets  # of every row of the workload
+        self._positions = positions  # that logits are made for at once
+        self._on_token = on_token
+
+    def __call__(self, rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, step: int) -> int:
+        wanted = [self._targets[row.index] for row in rows.alive]
+        lasts = [own[length - len(targets) : length] for own, length, targets in zip(hidden, rows.batch.lengths, wanted)]
+        tokens = torch.tensor([token for targets in wanted for token in targets], device=hidden.device)
+        logprobs, greedy = self._score(lasts, tokens, logits_of)
+        start = 0
+        for row, targets in zip(rows.alive, wanted):
+            places = slice(start, start := start + len(targets))
+            self.scored[row.index] = Scored(row.index, tuple(logprobs[places]), tuple(greedy[places]))
+            row.stop(SCORED)
+            if self._on_token is not None:
+                for token in targets:
+                    self._on_token(row.index, token, None)
+        rows.drop_finished(step)
+        return len(tokens)
+
+    def _score(self, lasts: Sequence[Tensor], tokens: Tensor, logits_of: LogitsOf) -> tuple[list[float], list[int]]:
+        logprobs: list[float] = []
+        greedy: list[int] = []
+        for hidden in _portions(lasts, self._positions):
+            logits = logits_of(hidden).float()  # (positions, vocab)
+            start, end = len(logprobs), len(logprobs) + len(logits)
+            own = logits.gather(-1, tokens[start:end, None]).flatten()
+            logprobs += (own - logits.logsumexp(-1)).tolist()
+            greedy += logits.argmax(-1).tolist()
+        return logprobs, greedy
+
+
+def _portions(pieces: Sequence[Tensor], positions: int) -> Iterator[Tensor]:
+    """(tokens, width) each, side by side, so many positions at a time: no more than one portion is ever copied."""
+    held: list[Tensor] = []
+    room = positions
+    for piece in pieces:
+        while len(piece):
+            held.append(piece[:room])
+            room -= len(held[-1])
+            piece = piece[len(held[-1]) :]
+            if room == 0:
+                yield torch.cat(held)
+                held, room = [], positions
+    if held:
+        yield torch.cat(held)
+
+
+def whole_text(row: RowState) -> list[int]:
+    """What one pass takes in to score what is forced: of the last token only its score is wanted."""
+    return [*row.prompt_ids, *row.forced[:-1]]
+
+
+def scored_of(completion: Completion) -> Scored:
+    """Of one whose tokens were all given, and of which log-probabilities and the likeliest token were asked for."""
+    assert completion.logprobs is not None, completion.index
+    logprobs = tuple(step.chosen.logprob for step in completion.logprobs)
+    return Scored(completion.index, logprobs, tuple(step.top[0].token_id for step in completion.logprobs))
+
+
+def decode_groups(rows: Sequence[RowState], plan: Plan) -> list[list[RowState]]:
+    """Rows that are decoded together have continuations of one length, or nearly: where a budget is a share of the text it
+    depends on how many tokens a block generates, and no row's score may depend on the others. Long ones first."""
+    if plan.policy.keeps_all or not plan.kv_options.is_share_of_text:
+        order = sorted(rows, key=lambda row: (-row.params.max_tokens, -row.prompt_len))
+        return [order[start : start + plan.block_size] for start in range(0, len(order), plan.block_size)]
+    groups: defaultdict[int, list[RowState]] = defaultdict(list)
+    for row in rows:
+        groups[row.params.max_tokens].append(row)
+    return [groups[length] for length in sorted(groups, reverse=True)]
