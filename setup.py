@@ -54,7 +54,8 @@ setup(
         "pyyaml",
     ],
     extras_require={
-        "test": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-psutil", "types-tqdm"],
+        "test": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-psutil", "types-tqdm", "rouge-score"],
+        "eval": ["rouge-score"],
         "plot": ["matplotlib"],
         "bench": ["accelerate", "airllm", "matplotlib"],  # not deepspeed: to be built, it wants torch to be there already
     },

@@ -48,7 +48,7 @@ def _run(args: Namespace, words: Sequence[str]) -> None:
     evaluation.check()
     _announce(evaluation, output)
     _fill(args, chosen, evaluation, offload_folder, output)
-    report = Report(chosen.name, tuple(words), machine, evaluation, tasks, args.grid)
+    report = Report(chosen.name, tuple(words), machine, evaluation, tasks)
     say(report.lines())
     if output is not None:
         write_report(report, output)

@@ -15,7 +15,7 @@ from pathlib import Path
 from h2o_flexgen.commands.plan_flags import as_line
 from h2o_flexgen.evaluation.cells import Cell
 from h2o_flexgen.evaluation.figures import Figure
-from h2o_flexgen.evaluation.grid import Grid, Setting
+from h2o_flexgen.evaluation.grid import Setting
 from h2o_flexgen.evaluation.picture import draw_quality
 from h2o_flexgen.evaluation.run import Evaluation
 from h2o_flexgen.evaluation.table import Results, details, tables
@@ -33,15 +33,11 @@ class Report:
     machine: Mapping[str, object]
     evaluation: Evaluation
     tasks: Mapping[str, Task]
-    grid: Grid
 
     @cached_property
     def results(self) -> tuple[Results, ...]:
-        amounts = tuple(amount.label for amount in self.grid.amounts)
-        return tuple(
-            Results(name, task.shown, self.evaluation.tasks[name], self._cells(name), amounts)
-            for name, task in self.tasks.items()
-        )
+        bound = self.evaluation.tasks
+        return tuple(Results(name, task.shown, bound[name], self._cells(name)) for name, task in self.tasks.items())
 
     def _cells(self, task: str) -> dict[Setting, Cell]:
         found = ((setting, self.evaluation.find(task, setting)) for setting in self.evaluation.settings)
@@ -59,22 +55,23 @@ class Report:
         heading, *rest = self.lines()
         return "\n".join([heading, "", *command, *rest[1:], *details(self.results)])
 
-    def as_json(self) -> dict[str, object]:
+    def as_json(self, everything: bool = False) -> dict[str, object]:
+        """With figures of examples of one kind, at one length, ..., or without them."""
         return {
             "model": self.model,
             "command": [*PROGRAM.split(), *self.words],
             "identity": dict(self.evaluation.model),
             "machine": dict(self.machine),
             "versions": _versions(),
-            "tasks": {one.name: self._task(one) for one in self.results},
+            "tasks": {one.name: self._task(one, everything) for one in self.results},
         }
 
-    def _task(self, results: Results) -> dict[str, object]:
-        cells = [self._cell(results, setting, cell) for setting, cell in results.cells.items()]
+    def _task(self, results: Results, everything: bool) -> dict[str, object]:
+        cells = [self._cell(results, setting, cell, everything) for setting, cell in results.cells.items()]
         return {"asked": dict(results.bound.identity), "notes": list(results.bound.notes), "cells": cells}
 
-    def _cell(self, results: Results, setting: Setting, cell: Cell) -> dict[str, object]:
-        figures = [_without_examples(figure) for figure in cell.figures]
+    def _cell(self, results: Results, setting: Setting, cell: Cell, everything: bool) -> dict[str, object]:
+        figures = [_without_examples(figure) for figure in cell.figures if everything or not figure.by]
         relations = {
             f"{shown.name}{f', {panel}' if panel else ''}": {"ratio": found.ratio, "error": found.error}
             for panel in results.panels
@@ -99,7 +96,7 @@ def _versions() -> dict[str, str]:
 
 
 def write_report(report: Report, folder: Path) -> None:
-    (folder / RESULTS).write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+    (folder / RESULTS).write_text(json.dumps(report.as_json(everything=True), indent=1) + "\n", encoding="utf-8")
     (folder / TABLE).write_text(report.page(), encoding="utf-8")
     if find_spec("matplotlib") is None:
         print(f"no {PICTURE}: it needs matplotlib; install it, or the extra [plot]", file=sys.stderr)

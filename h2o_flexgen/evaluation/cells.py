@@ -27,7 +27,7 @@ class Cell:
 
     def as_line(self) -> bytes:
         figures = [figure.as_json() for figure in self.figures]
-        fields = {"key": self.key, "identity": self.identity, "seconds": round(self.seconds, 3), "figures": figures}
+        fields = {"key": self.key, "identity": self.identity, "seconds": self.seconds, "figures": figures}
         return json.dumps(fields, sort_keys=True).encode() + b"\n"
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Protocol
 
 from h2o_flexgen.kv.full import Full
@@ -27,10 +28,14 @@ class Amount(Protocol):
     @property
     def keeps_all(self) -> bool: ...
 
+    @property
+    def order(self) -> float:
+        """Of columns: shares from all to little, sizes from little to all, as they are usually written."""
+
     def options(self, policy: str, sinks: int | None) -> KVOptions: ...
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Share:
     """Of prompt and generation."""
 
@@ -47,6 +52,10 @@ class Share:
     @property
     def keeps_all(self) -> bool:
         return self.percent == WHOLE_TEXT
+
+    @property
+    def order(self) -> float:
+        return -self.percent
 
     def options(self, policy: str, sinks: int | None) -> KVOptions:
         return KVOptions(kv_budget=self.percent / WHOLE_TEXT)
@@ -69,6 +78,10 @@ class Size:
     @property
     def keeps_all(self) -> bool:
         return self.slots is None
+
+    @property
+    def order(self) -> float:
+        return inf if self.slots is None else self.slots
 
     def options(self, policy: str, sinks: int | None) -> KVOptions:
         return KVOptions() if self.slots is None else POLICIES[policy].options_of(self.slots, sinks)

@@ -29,10 +29,10 @@ def draw_quality(results: Sequence[Results], file: Path, title: str) -> None:
     across = min(COLUMNS, len(panels))
     down = ceil(len(panels) / across)
     figure = Figure(figsize=(PANEL_INCHES[0] * across, PANEL_INCHES[1] * down + 0.7), layout="constrained")
-    places = figure.subplots(down, across, squeeze=False).flat
+    places = list(figure.subplots(down, across, squeeze=False).flat)
     for axes, (one, shown, panel) in zip(places, panels):
         _draw(axes, one, shown, panel)
-    for axes in list(places)[len(panels) :]:
+    for axes in places[len(panels) :]:
         axes.set_axis_off()
     handles = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels())}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(8, len(handles)), fontsize="small")

@@ -107,4 +107,4 @@ class Evaluation:
             listener.begin(f"{task}: {setting.label}, {setting.amount.label}")
             begun = time.perf_counter()
             figures = self.tasks[task].measure(llm, listener.advance, references.get(task))
-            self.cells.add(Cell(self.identity(task, setting), figures, time.perf_counter() - begun))
+            self.cells.add(Cell(self.identity(task, setting), figures, round(time.perf_counter() - begun, 3)))

@@ -23,7 +23,6 @@ class Results:
     shown: tuple[Shown, ...]
     bound: Bound
     cells: Mapping[Setting, Cell]
-    amounts: tuple[str, ...]  # labels, in the order that columns have
 
     @property
     def full(self) -> Cell | None:
@@ -31,8 +30,8 @@ class Results:
 
     @property
     def columns(self) -> list[str]:
-        found = dict.fromkeys(setting.amount.label for setting in self.cells)
-        return [*(label for label in found if label not in self.amounts), *(label for label in self.amounts if label in found)]
+        amounts = dict.fromkeys(setting.amount for setting in self.cells)
+        return [amount.label for amount in sorted(amounts, key=lambda amount: amount.order)]
 
     @property
     def rows(self) -> list[str]:
@@ -44,10 +43,12 @@ class Results:
         return list(dict.fromkeys(figure.panel for cell in self.cells.values() for figure in cell.figures))
 
     def find(self, row: str, column: str) -> Cell | None:
+        """Where all is kept, every policy is the full cache."""
         for setting, cell in self.cells.items():
             if (setting.label, setting.amount.label) == (row, column):
                 return cell
-        return None
+        of_row = next((setting for setting in self.cells if setting.label == row), None)
+        return None if of_row is None or of_row.full.amount.label != column else self.cells.get(of_row.full)
 
     def figure(self, row: str, column: str, name: str, panel: str) -> Figure | None:
         return figure_of(self.find(row, column), name, panel)

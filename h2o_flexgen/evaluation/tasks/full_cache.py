@@ -53,7 +53,7 @@ class Comparison:
         self._lost = torch.zeros(rows, gen_len, dtype=torch.float64)
 
     def put(self, row: int, number: int, logits: Tensor) -> None:
-        said, own = self._full.logprobs(row, number).double(), logits.double().log_softmax(0)
+        said, own = self._full.logprobs(row, number).double(), logits.float().log_softmax(0).double()
         self._equal[row, number] = int(logits.argmax()) == self._full.tokens[row][number]
         self._lost[row, number] = torch.where(said.exp() > 0, said.exp() * (said - own), 0.0).sum()
 
