@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from h2o_flexgen.planning.workload import Workload
     from h2o_flexgen.runtime.output import Completion, StepLogprobs, TokenLogprob
     from h2o_flexgen.runtime.sampling_params import SamplingParams
+    from h2o_flexgen.runtime.scoring import Scored
 
 _MODULES = {
     "LLM": "llm",
@@ -32,6 +33,7 @@ _MODULES = {
     "StepLogprobs": "runtime.output",
     "TokenLogprob": "runtime.output",
     "SamplingParams": "runtime.sampling_params",
+    "Scored": "runtime.scoring",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Plan",
     "Reply",
     "SamplingParams",
+    "Scored",
     "Shares",
     "Stats",
     "StepLogprobs",

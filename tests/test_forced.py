@@ -1,4 +1,4 @@
-"""Forced tokens: they take the way of any generated token, whatever the plan, and leave nothing behind that a free row would not."""
+"""Forced tokens: they take the way of any generated token, whatever the plan, and nothing else of a row is changed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_greedy_tokens_that_are_forced_change_nothing(case: Case, any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
+def test_greedy_tokens_that_are_forced_change_nothing(
+    case: Case, any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
     case = replace(case, device=any_device)
     with case.open(checkpoints, offload) as llm:
         free, logits = generate_with(llm, case)

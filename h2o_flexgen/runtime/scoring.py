@@ -71,8 +71,9 @@ class Scorer:
         logprobs, greedy = self._score(lasts, tokens, logits_of)
         start = 0
         for row, targets in zip(rows.alive, wanted):
-            places = slice(start, start := start + len(targets))
-            self.scored[row.index] = Scored(row.index, tuple(logprobs[places]), tuple(greedy[places]))
+            end = start + len(targets)
+            self.scored[row.index] = Scored(row.index, tuple(logprobs[start:end]), tuple(greedy[start:end]))
+            start = end
             row.stop(SCORED)
             if self._on_token is not None:
                 for token in targets:
@@ -84,12 +85,17 @@ class Scorer:
         logprobs: list[float] = []
         greedy: list[int] = []
         for hidden in _portions(lasts, self._positions):
-            logits = logits_of(hidden).float()  # (positions, vocab)
-            start, end = len(logprobs), len(logprobs) + len(logits)
-            own = logits.gather(-1, tokens[start:end, None]).flatten()
-            logprobs += (own - logits.logsumexp(-1)).tolist()
-            greedy += logits.argmax(-1).tolist()
+            own = tokens[len(logprobs) : len(logprobs) + len(hidden)]
+            more, likeliest = _scores(logits_of(hidden).float(), own)
+            logprobs += more
+            greedy += likeliest
         return logprobs, greedy
+
+
+def _scores(logits: Tensor, tokens: Tensor) -> tuple[list[float], list[int]]:
+    """logits (positions, vocab). They go with this call: the next ones need their room."""
+    own = logits.gather(-1, tokens[:, None]).flatten()
+    return (own - logits.logsumexp(-1)).tolist(), logits.argmax(-1).tolist()
 
 
 def _portions(pieces: Sequence[Tensor], positions: int) -> Iterator[Tensor]:

@@ -38,7 +38,11 @@ from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan
 from h2o_flexgen.planning.schedule import SCHEDULES
 from h2o_flexgen.planning.workload import Batch, Workload
 from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.runtime.row_state import RowState
+from h2o_flexgen.runtime.rows import BatchRows
 from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.runtime.scoring import Scorer
+from h2o_flexgen.runtime.tokenizer import ByteTokenizer
 from tests.contract import Case, Checkpoints
 from tests.kernels.variants import VARIANTS, used
 from tests.planning.allocations import peak_allocated
@@ -228,6 +232,26 @@ def test_looking_up_rows_and_a_head_in_parts_allocate_no_more_than_is_estimated(
     most = max(peak_allocated(look_up, there), peak_allocated(lambda: head(model, hidden, parts), there))
     plan = Plan.create(prefill_tokens=rows * tokens)
     assert len(parts) == 16 and most <= SLACK * working_bytes(spec, plan, plan.policy.slots(batch, 2))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("tokens", "vocab", "at_once"), [(100, 4000, 64), (100, 4000, 1000), (200, 300, 50)])
+@pytest.mark.parametrize("kind", ["opt", "llama-gqa", "neox-parallel"])
+def test_scoring_allocates_no_more_in_passing_than_is_estimated(
+    kind: str, tokens: int, vocab: int, at_once: int, dtype: str
+) -> None:
+    config: Any = tiny_config(kind, **LARGER, **WIDER[kind], vocab_size=vocab)
+    model, value_type, batch = create_model(config, dtype), getattr(torch, dtype), Batch((0, 1), (tokens,) * 2)
+    states = [RowState(row, [1] * tokens, SamplingParams(max_tokens=1), ByteTokenizer(vocab)) for row in batch.rows]
+    plan = Plan(prefill_tokens=tokens)
+    rows = BatchRows(batch, states, plan, 1, torch.device("cpu"))
+    weights = {name: torch.randn(tensor.shape, dtype=value_type) for name, tensor in model.spec.layers[-1].tensors}
+    hidden = torch.randn(2, tokens, model.spec.hidden, dtype=value_type)
+    scorer = Scorer([[1] * (tokens - 5)] * 2, at_once)
+    most = peak_allocated(lambda: scorer(rows, hidden, partial(model.head, weights=weights), 0), [hidden, *weights.values()])
+    estimate = SLACK * working_bytes(model.spec, plan, plan.policy.slots(batch, 1), kernel_threads(), at_once)
+    assert rows.is_done and len(scorer.scored) == 2 and most <= estimate
+    assert most > 0.2 * estimate or vocab < 1000, "layers need more than a small head"
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 1024, 1025, 50_272, 151_936])
