@@ -82,7 +82,8 @@ class Evaluation:
         with ExitStack() as stack:
             references: References = {}
             for setting in self._in_order():
-                tasks, referred = self.missing(setting), self._to_refer if setting.is_reference else []
+                tasks = self.missing(setting) if setting in self.settings else []
+                referred = self._to_refer if setting.is_reference else []
                 if not tasks and not referred:
                     continue
                 listener.begin(f"opening {setting.label}, {setting.amount.label}")
