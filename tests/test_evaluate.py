@@ -1,4 +1,4 @@
-"""The evaluate command, from its arguments to its files: what it measures, that it goes on where it stopped, what it refuses."""
+"""The evaluate command, from its arguments to its files: what it measures, how it goes on where it stopped, what it refuses."""
 
 from __future__ import annotations
 

@@ -163,7 +163,9 @@ def test_agreement_is_what_transformers_says_of_the_tokens_of_the_full_cache(
                 ids = hf_model.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False, eos_token_id=None)[0]
                 said = hf_model(ids[None]).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
             tokens, own = ids[len(prompt) :].tolist(), []
-            other.generate([prompt], bound._greedy, forced=[tokens], on_logits=lambda row, n, one: own.append(one.clone()))
+            other.generate(
+                [prompt], bound._greedy, forced=[tokens], on_logits=lambda row, n, one, own=own: own.append(one.clone())
+            )
             heard = torch.stack(own).double().log_softmax(-1)
             same = (heard.argmax(-1) == torch.tensor(tokens)).tolist()
             equal.append(sum(same) / 9)
@@ -231,7 +233,7 @@ def test_accuracy_is_told_by_task_length_and_depth(llm: LLM, text: Text, tiny_ll
 
 
 def test_a_length_that_the_model_has_no_positions_for_is_refused(llm: LLM, text: Text) -> None:
-    with pytest.raises(ValueError, match="--lengths has 2048, but .* has 1024 positions"):
+    with pytest.raises(ValueError, match=r"--lengths has 2048, but .* has 1024 positions"):
         RecallTask.of(Asked(texts=(text,), lengths=(512, 2048))).bind(llm)
 
 
