@@ -163,6 +163,16 @@ class LLM:
         return self._model.spec
 
     @property
+    def model(self) -> Model:
+        """Its layers as functions, for who runs them in another way."""
+        return self._model
+
+    @property
+    def source(self) -> WeightSource:
+        """Where its weights come from."""
+        return self._source
+
+    @property
     def weight_files(self) -> tuple[Path, ...]:
         """Where weights are read from in every step; none before the first `generate`."""
         return self._engine.weight_files if self._engine is not None else ()

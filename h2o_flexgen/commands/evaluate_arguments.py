@@ -18,6 +18,7 @@ from h2o_flexgen.commands.flags import (
     plan_of,
     take_sizes,
 )
+from h2o_flexgen.demo import DEMO
 from h2o_flexgen.evaluation.grid import Amount, Grid, Share, Size
 from h2o_flexgen.evaluation.tasks.task import EXAMPLES, GEN_LEN, QUESTIONS, WINDOW
 from h2o_flexgen.evaluation.tasks.tasks import TASKS
@@ -37,6 +38,10 @@ BOTH = "both"
 STUDIES = ("heavy-hitters",)
 AS_IT_IS = "plain"
 
+DESCRIPTION = """\
+How good the text is under each policy and budget, measured through the real cache.
+Without --model: a small one that travels with the package; nothing is downloaded."""
+
 EPILOG = f"""\
 With --output every cell of the grid is kept as soon as it is finished: the same command goes on where it was interrupted.
 
@@ -50,6 +55,8 @@ T = TypeVar("T")
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Added are `plan`, of which the grid changes policy and codecs, and `grid`."""
     args = _parser().parse(argv)
+    if args.model is None and args.path is None and not args.dummy_weights:
+        args.model = DEMO
     usual = USUAL_TASKS if args.articles is None else XSum.name
     args.tasks = _names("--tasks", usual if args.tasks is None else args.tasks, TASKS)
     for flag, codec, here in (("cache", args.kv_codec, "--kv-bits"), ("weight", args.weight_codec, "--weight-bits")):
@@ -76,7 +83,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [--model NAME] [--policies A,B] [--budgets 100,20] [--tasks A,B] [--output FOLDER] [options]",
-        description="How good the text is under each policy and budget, measured through the real cache.",
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=Help,
     )
@@ -111,7 +118,12 @@ def _add_grid(parser: argparse.ArgumentParser) -> None:
 def _add_tasks(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("tasks").add_argument
     add("--tasks", metavar="NAMES", help=f"of {', '.join(TASKS)} (default: {USUAL_TASKS}; with --articles: {XSum.name})")
-    add("--text", nargs="+", metavar="FILE", help="texts for perplexity and agreement, and the prose of recall")
+    add(
+        "--text",
+        nargs="+",
+        metavar="FILE",
+        help="for perplexity and agreement, and the prose of recall (default: prose of the package)",
+    )
     articles = 'for xsum, a line each: {"article": ..., "summary_gt": ...}; an article says what is to be done with it'
     add("--articles", metavar="FILE", help=articles)
     add("--window", type=int, metavar="TOKENS", help=f"of a text at once (default: {WINDOW}, or the model's positions)")

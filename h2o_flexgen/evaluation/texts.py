@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from h2o_flexgen.demo import held_out_prose
 from h2o_flexgen.runtime.tokenizer import Tokenizer
-
-HELD_OUT = Path(__file__).parents[1] / "demo" / "held_out.txt"
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class Text:
 
     @classmethod
     def held_out(cls) -> Text:
-        """Chapters that come with the package; its own model has never seen them."""
-        return cls.read(str(HELD_OUT))
+        """Prose that comes with the package; its own models have never seen it."""
+        return cls("of the package", held_out_prose())
 
 
 @dataclass(frozen=True)

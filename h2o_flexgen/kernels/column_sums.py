@@ -27,7 +27,7 @@ def column_sums(q: Tensor, k: Tensor, weights: Tensor, is_held: Tensor | None, s
     first = int(counted[0]) if len(counted) else tokens  # queries before it count for nobody
     for row, start, end in _blocks(rows, first, tokens, max(1, scored_bytes // (4 * heads * keys))):
         there = None if is_held is None else is_held[row]
-        shares = _probabilities(grouped[row, :, :, start:end], k[row, :, : held + end], there)
+        shares = probabilities(grouped[row, :, :, start:end], k[row, :, : held + end], there)
         weight = weights[row, None, None, start:end].repeat(1, 1, 1, heads // kv_heads)
         sums[row, :, : held + end] += (weight @ shares)[:, :, 0]
     return sums
@@ -40,7 +40,7 @@ def _blocks(rows: int, first: int, tokens: int, queries: int) -> Iterator[tuple[
             yield slice(row, min(row + together, rows)), start, min(start + queries, tokens)
 
 
-def _probabilities(q: Tensor, k: Tensor, is_held: Tensor | None) -> Tensor:
+def probabilities(q: Tensor, k: Tensor, is_held: Tensor | None) -> Tensor:
     """q (rows, kv_heads, group, queries, dim), k (rows, kv_heads, keys, dim) up to the last of them ->
     (rows, kv_heads, group * queries, keys)"""
     rows, kv_heads, group, queries, dim = q.shape

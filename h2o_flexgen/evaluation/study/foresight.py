@@ -1,0 +1,15 @@
+"""The oracle: who would be kept by somebody that knew the whole text: the tokens that got most attention in all of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NAME = "oracle"
+
+
+def gone_with_foresight(sums: Tensor, slots: int, prompt_len: int) -> Tensor:
+    """sums (kv_heads, tokens): the heaviest are held from the start, all others go as soon as anything may go."""
+    kv_heads, tokens = sums.shape
+    gone = torch.arange(1, tokens + 1, device=sums.device).clamp(min=prompt_len).repeat(kv_heads, 1)
+    return gone.scatter_(1, sums.topk(min(slots, tokens), dim=1).indices, tokens + 1)

@@ -1,0 +1,73 @@
+"""Whom a policy keeps of a text: the real cache, one token after the other, and a note of when each token goes.
+
+What has gone never returns, so one number per token says all there is to know: how many tokens had been read when it was held
+no longer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.notes import Notes
+from h2o_flexgen.kv.passes import Pass
+from h2o_flexgen.kv.policy import KVPolicy
+from h2o_flexgen.kv.slots import Slots
+from h2o_flexgen.models.base import Rotate
+from h2o_flexgen.planning.workload import Batch
+
+Gone = NDArray[np.int32]  # (layers, kv_heads, tokens): tokens that were read when this one was held no longer
+
+
+@dataclass
+class Keeper:
+    """A text that is read under a policy: a prompt, and the rest of it token by token. Layers come one after the other."""
+
+    policy: KVPolicy
+    tokens: int
+    prompt_len: int
+    coding: Coding
+    by_layer: list[Tensor] = field(default_factory=list)  # (kv_heads, tokens)
+
+    @property
+    def slots(self) -> Slots:
+        """The budget is a share of the whole text."""
+        return self.policy.slots(Batch((0,), (self.prompt_len,), context=self.tokens), 1 + self.tokens - self.prompt_len)
+
+    @property
+    def gone(self) -> Gone:
+        return np.asarray(torch.stack(self.by_layer).cpu().numpy(), dtype=np.int32)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
+        """Of the next layer, all tokens: as models.base.Attend has it, for one row."""
+        slots, kv_heads, out = self.slots, k.shape[2], []
+        cache, notes = self._opened(slots.capacity, kv_heads, q.device)
+        gone = torch.arange(1, self.tokens + 1, device=q.device).clamp(min=self.prompt_len).repeat(kv_heads, 1)
+        for step in range(slots.gen_len):
+            read = self.prompt_len + step
+            new = slice(read - 1 if step else 0, read)
+            now = Pass.of(slots, step, slots.capacity, q.device)
+            out.append(cache.attend(now, q[:, new], k[:, new], v[:, new], rotate))
+            held = notes.positions[0, :, : slots.counts(step + 1)[0]].long()
+            gone.scatter_(1, held, torch.full_like(held, read + 1))
+        self.by_layer.append(gone)
+        return torch.cat(out, dim=1)
+
+    def _opened(self, capacity: int, kv_heads: int, device: torch.device) -> tuple[KVCache, Notes]:
+        shape = (1, kv_heads, capacity)
+        image = torch.zeros(2, *shape, self.coding.width, dtype=self.coding.kept_dtype, device=device)
+        region = torch.zeros(kv_heads * capacity * self.policy.note_bytes, dtype=torch.uint8, device=device)
+        notes = Notes.over(region, self.policy, shape)
+        return KVCache(image, notes, self.coding), notes
+
+
+def held_after(gone: Gone, read: int) -> NDArray[np.bool_]:
+    """Who is held when so many tokens have been read. The same shape."""
+    tokens = gone.shape[-1]
+    return (gone > read) & (np.arange(tokens) < read)

@@ -1,0 +1,63 @@
+"""The reader that keeps everything, and counts what its attention does while others read the same text under their policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.evaluation.study import foresight
+from h2o_flexgen.evaluation.study.attention import attention_in_blocks
+from h2o_flexgen.evaluation.study.captured import captured
+from h2o_flexgen.evaluation.study.kept import Keeper
+from h2o_flexgen.evaluation.study.sparsity import negligible_entries, visible_entries
+from h2o_flexgen.kernels.prompt_attention import prompt_attention
+from h2o_flexgen.kv.policy import SCORED_BYTES
+from h2o_flexgen.models.base import Rotate
+
+
+@dataclass(frozen=True)
+class LayerSeen:
+    sparsity: Tensor  # (heads,)
+    scores: Tensor  # (kv_heads, tokens): summed over all queries, and over the query heads of a group
+    foreseen: Tensor  # (kv_heads, tokens): of the oracle, as of every keeper
+    captured: Mapping[str, Tensor]  # of every keeper and of the oracle: (kv_heads,), 0 to 1
+
+
+@dataclass
+class Onlooker:
+    """Has to come to a layer behind the keepers: it asks whom they hold."""
+
+    keepers: Mapping[str, Keeper]
+    slots: int  # of the oracle
+    prompt_len: int
+    by_layer: list[LayerSeen] = field(default_factory=list)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
+        """Of the next layer, all tokens: as models.base.Attend has it, for one row."""
+        tokens = q.shape[1]
+        if rotate is not None:
+            positions = torch.arange(tokens, device=q.device).unsqueeze(0)
+            q, k = rotate(q, positions), rotate(k, positions)
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+        nothing, every_query = torch.zeros(1, dtype=torch.int64, device=q.device), torch.ones(1, tokens, device=q.device)
+        out, sums = prompt_attention(q, k, v, nothing, every_query, SCORED_BYTES)
+        assert sums is not None
+        self.by_layer.append(self._seen(q[0], k[0], sums[0]))
+        return out
+
+    def _seen(self, q: Tensor, k: Tensor, scores: Tensor) -> LayerSeen:
+        tokens = q.shape[1]
+        foreseen = foresight.gone_with_foresight(scores, self.slots, self.prompt_len)
+        gone = {foresight.NAME: foreseen, **{name: keeper.by_layer[-1] for name, keeper in self.keepers.items()}}
+        small = torch.zeros(len(q), dtype=torch.int64, device=q.device)
+        held = {name: torch.zeros(len(k), dtype=torch.float64, device=q.device) for name in gone}
+        for attention in attention_in_blocks(q, k):
+            small += negligible_entries(attention)
+            if attention.shares.shape[-1] > self.prompt_len:
+                for name, own in gone.items():
+                    held[name] += captured(attention, own, self.prompt_len)
+        shares = {name: each / (tokens - self.prompt_len) for name, each in held.items()}
+        return LayerSeen(small / visible_entries(tokens), scores, foreseen, shares)

@@ -1,0 +1,105 @@
+"""Whom a study says that a policy keeps: those of the definition, and those that the real loop over all layers keeps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from h2o_flexgen.evaluation.study.heavy_hitters import study
+from h2o_flexgen.evaluation.study.kept import Keeper, held_after
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.notes import Notes
+from h2o_flexgen.kv.passes import Pass
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload import Batch
+from tests.contract import Checkpoints, distinct_prompts
+from tests.kv.oracle import Head
+
+DIM, TOKENS = 8, 70
+POLICIES = ("h2o", "h2o-flexgen", "heavy", "local", "streaming", "random", "snapkv", "tova")
+PLAIN = Coding("plain", torch.float32, DIM)
+
+
+def asked(policy: str, budget: float) -> dict[str, Any]:
+    return {"kv_policy": policy, "kv_budget": budget}
+
+
+@pytest.mark.parametrize("prompt_len", [1, 5, 40])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_kept_are_those_of_the_definition_at_every_step(policy: str, prompt_len: int) -> None:
+    kv_heads, group, options = 3, 2, asked(policy, 0.3)
+    generator = torch.Generator().manual_seed(prompt_len)
+    q, k, v = (torch.randn(1, TOKENS, heads, DIM, generator=generator) for heads in (kv_heads * group, kv_heads, kv_heads))
+    keeper = Keeper(Plan.create(**options).policy, TOKENS, prompt_len, PLAIN)
+    out = keeper.attend(2 * q, k, v)[0].view(TOKENS, kv_heads, group, DIM)
+    for number in range(kv_heads):
+        head = Head(options, prompt_len, 0, number, None, TOKENS)
+        new = slice(0, prompt_len)
+        while new.stop <= TOKENS:
+            mine = slice(number * group, (number + 1) * group)
+            rows = (2 * q[0, new, mine], k[0, new, number], v[0, new, number])
+            expected = head.attend(*(part.double().numpy() for part in rows))
+            np.testing.assert_allclose(out[new, number].numpy(), expected, atol=2e-5)
+            held = held_after(keeper.gone[0, number], new.stop)
+            assert np.flatnonzero(held).tolist() == sorted(head.kept), f"head {number}, {new.stop} tokens read"
+            new = slice(new.stop, new.stop + 1)
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama-gqa", "neox-parallel"])
+@pytest.mark.parametrize("policy", ["h2o", "tova"])
+def test_layer_by_layer_is_token_by_token(kind: str, policy: str, checkpoints: Checkpoints) -> None:
+    """A study takes all tokens through one layer before the next one comes; a run takes one token through all layers."""
+    model, weights = checkpoints.model(kind, "float32", "float32")
+    spec, prompt_len, chosen = model.spec, 9, Plan.create(**asked(policy, 0.25)).policy
+    text = distinct_prompts((TOKENS,), seed=8)[0]
+    slots = chosen.slots(Batch((0,), (prompt_len,), context=TOKENS), 1 + TOKENS - prompt_len)
+    shape = (1, spec.kv_heads, slots.capacity)
+    caches, notes = {}, {}
+    for layer in spec.kv_layers:
+        notes[layer] = Notes.over(torch.zeros(8 * shape[1] * shape[2], dtype=torch.uint8), chosen, shape)
+        caches[layer] = KVCache(torch.zeros(2, *shape, spec.head_dim), notes[layer])
+    kept = []
+    with torch.inference_mode():
+        for step in range(slots.gen_len):
+            now, end = Pass.of(slots, step, slots.capacity, torch.device("cpu")), prompt_len + step
+            hidden = model.embed(torch.tensor([text[end - 1 if step else 0 : end]]), now.positions, weights[0])
+            for layer in range(1, len(weights) - 1):
+                if layer in caches:
+                    hidden = model.attention(hidden, weights[layer], partial(caches[layer].attend, now))
+                else:
+                    hidden = model.mlp(hidden, weights[layer])
+            count = slots.counts(step + 1)[0]
+            kept.append([[sorted(head[:count].tolist()) for head in notes[layer].positions[0]] for layer in spec.kv_layers])
+    with LLM(str(checkpoints.folder(kind)), dtype="float32") as llm:
+        found = study(llm, text, [policy], 0.25, prompt_len=prompt_len)
+    for step, layers in enumerate(kept):
+        held = held_after(found.gone[policy], prompt_len + step)
+        for layer, head in np.ndindex(held.shape[:2]):
+            assert np.flatnonzero(held[layer, head]).tolist() == layers[layer][head], f"step {step}, layer {layer}"
+
+
+def test_a_budget_of_everything_keeps_all_and_attends_as_the_full_cache(checkpoints: Checkpoints) -> None:
+    with LLM(str(checkpoints.folder("llama-gqa")), dtype="float32") as llm:
+        found = study(llm, distinct_prompts((40,))[0], ["h2o", "local"], 1.0)
+    assert all((gone == 41).all() for gone in found.gone.values())
+    assert all(np.allclose(shares, 1.0, atol=1e-5) for shares in found.captured.values())
+    assert all((each == 1).all() for each in (*found.overlap.values(), *found.heaviest_found.values()))
+    assert all((each == 1).all() for each in found.survival.values())
+
+
+def test_held_after_knows_neither_the_future_nor_what_has_gone() -> None:
+    gone = np.array([[[3, 6, 4, 6, 6]]], dtype=np.int32)
+    assert [np.flatnonzero(held_after(gone, read)).tolist() for read in range(6)] == [
+        [],
+        [0],
+        [0, 1],
+        [1, 2],
+        [1, 3],
+        [1, 3, 4],
+    ]
