@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from h2o_flexgen.commands.choose_model import ChosenModel, choose_model
 from h2o_flexgen.commands.errors import exit_status
 from h2o_flexgen.commands.evaluate_arguments import parse
+from h2o_flexgen.commands.evaluate_study import run_study
 from h2o_flexgen.commands.evaluation_report import Report, write_report
 from h2o_flexgen.commands.evaluation_watch import EvaluationWatch
 from h2o_flexgen.commands.open_llm import make_llm, open_llm
@@ -41,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Namespace, words: Sequence[str]) -> None:
+    if args.study is not None:
+        texts, output = _texts(args), open_output(args.output)
+        run_study(args, choose_model(args.model, args.path, args.dummy_weights), texts, output)
+        return
     tasks = {name: TASKS[name].of(_asked(args)) for name in args.tasks}
     output = open_output(args.output)
     chosen = choose_model(args.model, args.path, args.dummy_weights)
@@ -72,7 +77,7 @@ def _asked(args: Namespace) -> Asked:
 def _texts(args: Namespace) -> tuple[Text, ...]:
     if args.text is not None:
         return tuple(map(Text.read, args.text))
-    return (Text.held_out(),) if any(TASKS[name].reads_texts for name in args.tasks) else ()
+    return (Text.held_out(),) if args.study is not None or any(TASKS[name].reads_texts for name in args.tasks) else ()
 
 
 def _bound(

@@ -214,6 +214,29 @@ def test_an_interrupted_command_says_what_is_kept_and_goes_on(
     assert measured == ["full", "h2o", "h2o", "local"]
 
 
+# -- a study -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_study_says_where_attention_goes_and_leaves_pictures(command: Any, tmp_path: Path) -> None:
+    result = command(
+        "--study", "heavy-hitters", "--window", 48, "--policies", "full,h2o,local", "--budgets", "25", "--output", tmp_path
+    )
+    assert result.out[0].startswith("attention of ") and "over 48 tokens" in result.out[0]
+    assert (result.json["budget"], result.json["slots"]) == (0.25, 12)
+    assert result.json["policies"].keys() == {"oracle", "h2o", "local"}
+    assert json.loads((tmp_path / "study.json").read_text()) == result.json
+    assert any(tmp_path.glob("*.png")) == (find_spec("matplotlib") is not None)
+
+
+def test_a_study_is_of_one_budget_and_one_number_of_bits(command: Any) -> None:
+    study = ("--study", "heavy-hitters")
+    assert "--study takes one budget below 100, and 2 are given" in command(*study, "--budgets", "50,20").error
+    assert "--study takes one budget below 100, and 0 are given" in command(*study, "--budgets", "100").error
+    assert "--study takes one --kv-bits, and 2 are given" in command(*study, "--kv-bits", "plain,4").error
+    for flag, value in (("--kv-sizes", 64), ("--sinks", 2), ("--tasks", "recall")):
+        assert f"--study takes no {flag}; leave it out" in command(*study, flag, value).error
+
+
 # -- what it refuses -----------------------------------------------------------------------------------------------------
 
 

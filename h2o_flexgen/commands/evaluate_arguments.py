@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from h2o_flexgen.commands.flags import (
     BESIDE_BUDGET,
+    DUMMY_PATH,
     TRACEBACK,
     Help,
     Parser,
@@ -19,7 +21,7 @@ from h2o_flexgen.commands.flags import (
     take_sizes,
 )
 from h2o_flexgen.demo import DEMO
-from h2o_flexgen.evaluation.grid import Amount, Grid, Share, Size
+from h2o_flexgen.evaluation.grid import WHOLE_TEXT, Amount, Grid, Share, Size
 from h2o_flexgen.evaluation.tasks.task import EXAMPLES, GEN_LEN, QUESTIONS, WINDOW
 from h2o_flexgen.evaluation.tasks.tasks import TASKS
 from h2o_flexgen.evaluation.tasks.xsum import XSum
@@ -35,7 +37,8 @@ USUAL_BUDGETS, USUAL_SIZES, ALL_SLOTS = "100,50,20,10,5", "64,128,256,512,1024,f
 USUAL_TASKS = "perplexity,recall,agreement"
 OF_SIZES = (XSum.name,)  # tasks whose usual grid is of KV sizes
 BOTH = "both"
-STUDIES = ("heavy-hitters",)
+DEMO_BATCH = 16  # rows of a small model that are computed at once
+STUDIES, STUDY_BUDGET = ("heavy-hitters",), Share(20)
 AS_IT_IS = "plain"
 
 DESCRIPTION = """\
@@ -55,10 +58,13 @@ T = TypeVar("T")
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Added are `plan`, of which the grid changes policy and codecs, and `grid`."""
     args = _parser().parse(argv)
-    if args.model is None and args.path is None and not args.dummy_weights:
+    if args.model is None and args.path in (None, DUMMY_PATH):
+        if args.dummy_weights or args.path is not None:
+            raise ValueError("the model that is to have random weights is missing; give --model with its name")
         args.model = DEMO
-    usual = USUAL_TASKS if args.articles is None else XSum.name
-    args.tasks = _names("--tasks", usual if args.tasks is None else args.tasks, TASKS)
+        args.gpu_batch_size = args.gpu_batch_size or DEMO_BATCH
+    usual, tasks = USUAL_TASKS if args.articles is None else XSum.name, args.tasks
+    args.tasks = _names("--tasks", usual if tasks is None else tasks, TASKS)
     for flag, codec, here in (("cache", args.kv_codec, "--kv-bits"), ("weight", args.weight_codec, "--weight-bits")):
         if codec != PLAIN:
             raise ValueError(f"--compress-{flag} is a part of the grid here; say {here}, also for several side by side")
@@ -67,6 +73,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         setattr(args, flag, getattr(KVOptions(), flag))
     take_sizes(args)
     args.plan = plan_of(args)
+    if args.study is not None:
+        _take_study(args, tasks)
     args.questions = QUESTIONS if args.question == BOTH else (args.question,)
     args.lengths = None if args.lengths is None else _numbers("--lengths", args.lengths, int, 1, None)
     args.depths = None if args.depths is None else _depths(args.depths)
@@ -136,7 +144,8 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     add("--lengths", metavar="TOKENS", help=lengths)
     add("--depths", metavar="PERCENT", help="recall: where the answer stands; 0 is the beginning (default: 0,25,50,75,100)")
     add("--seed", type=int, default=0, metavar="N", help="recall: of the questions")
-    studies = "instead of tasks: where attention goes, on the first window of the text"
+    share = f"at one budget (default: {STUDY_BUDGET.label})"
+    studies = f"instead of tasks: where attention goes over the first window of the text, and who is kept {share}"
     add("--study", choices=STUDIES, help=studies)
 
 
@@ -183,6 +192,26 @@ def _codecs(flag: str, text: str) -> tuple[str, ...]:
 
 def _depths(text: str) -> tuple[float, ...]:
     return tuple(percent / 100 for percent in _numbers("--depths", text, float, 0, 100))
+
+
+def _take_study(args: argparse.Namespace, tasks: str | None) -> None:
+    """Adds `study_policies` and `study_budget`: a study is of one setting of the rest, and of all policies that evict."""
+    grid: Grid = args.grid
+    budgets = [STUDY_BUDGET] if args.budgets is None else [one for one in grid.amounts if not one.keeps_all]
+    for flag, count in (
+        ("budget below 100", len(budgets)),
+        ("--kv-bits", len(grid.kv_codecs)),
+        ("--weight-bits", len(grid.weight_codecs)),
+    ):
+        if count != 1:
+            raise ValueError(f"--study takes one {flag}, and {count} are given; give one")
+    unused = {"--tasks": tasks is not None, "--kv-sizes": args.kv_sizes is not None}
+    unused |= {f"--{name.replace('_', '-')}": True for name, _ in grid.beside}
+    if found := next((flag for flag, is_given in unused.items() if is_given), None):
+        raise ValueError(f"--study takes no {found}; leave it out")
+    args.study_budget = -budgets[0].order / WHOLE_TEXT
+    args.study_policies = [policy for policy in grid.policies if policy != Full.name]
+    args.plan = replace(args.plan, kv_codec=grid.kv_codecs[0], weight_codec=grid.weight_codecs[0])
 
 
 # -- lists with commas -----------------------------------------------------------------------------------------------------

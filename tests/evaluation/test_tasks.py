@@ -60,7 +60,7 @@ def figures(bound: Bound, model: Path, folder: Path, *settings: Setting, **optio
     def opened(plan: Plan) -> LLM:
         return LLM(str(model), plan=plan, dtype="float32", device="cpu", offload_dir=folder)
 
-    evaluation = Evaluation({}, settings, {"task": bound}, Plan(gpu_batch_size=3, **options), Cells())
+    evaluation = Evaluation({}, settings, {"task": bound}, Plan(**{"gpu_batch_size": 3, **options}), Cells())
     listener, total = Nobody(), evaluation.num_examples
     evaluation.run(opened, folder, listener)
     assert listener.done == total and evaluation.num_missing == 0
@@ -114,7 +114,9 @@ def test_figures_do_not_depend_on_the_plan(llm: LLM, text: Text, tiny_llama: Pat
     bound, setting = bound_perplexity(llm, text), Setting("h2o", Share(20))
     (here,) = figures(bound, tiny_llama, tmp_path, setting)
     on_disk = Plan().with_percent((0, 0, 0, 0, 0, 0))
-    (there,) = figures(bound, tiny_llama, tmp_path, setting, weights=on_disk.weights, kv=on_disk.kv, num_gpu_batches=2)
+    (there,) = figures(
+        bound, tiny_llama, tmp_path, setting, weights=on_disk.weights, kv=on_disk.kv, gpu_batch_size=1, num_gpu_batches=2
+    )
     assert here == there
 
 
