@@ -117,7 +117,8 @@ def test_figures_do_not_depend_on_the_plan(llm: LLM, text: Text, tiny_llama: Pat
     (there,) = figures(
         bound, tiny_llama, tmp_path, setting, weights=on_disk.weights, kv=on_disk.kv, gpu_batch_size=1, num_gpu_batches=2
     )
-    assert here == there
+    for name, figure in here.items():  # products of other numbers of rows may round their last bits differently
+        assert there[name].value == pytest.approx(figure.value, rel=1e-5)
 
 
 def test_windows_are_whole_evenly_spread_and_begin_as_texts_do(llm: LLM, text: Text) -> None:
