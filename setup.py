@@ -17,6 +17,10 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     PROCESSORS |= {"avx2": AVX2, "avx512": [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl"))]}
 
 
+CHECKS = ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-psutil", "types-tqdm"]
+EVAL = ["lm_eval>=0.4.13,<0.5", "rouge-score"]
+
+
 def kernels(processor, flags):
     return Extension(
         f"h2o_flexgen.kernels._{processor}",
@@ -40,6 +44,7 @@ setup(
     package_dir={"h2o_flexgen.configs": "configs"},
     package_data={
         "h2o_flexgen.configs": ["models/*.json", "machines/*.yaml", "plans/*.yaml"],
+        "h2o_flexgen.demo": ["*.txt", "*/*.json", "*/*.safetensors"],
         "h2o_flexgen.kernels": ["*.c", "*.h"],
     },
     ext_modules=[kernels(processor, flags) for processor, flags in PROCESSORS.items()],
@@ -53,9 +58,10 @@ setup(
         "psutil",
         "pyyaml",
     ],
+    entry_points={"lm_eval.models": ["h2o_flexgen = h2o_flexgen.lm_eval_model:LmEvalModel"]},
     extras_require={
-        "test": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-psutil", "types-tqdm", "rouge-score"],
-        "eval": ["rouge-score"],
+        "test": [*CHECKS, *EVAL, "accelerate"],  # which the harness's own model imports: ours is held against it
+        "eval": EVAL,
         "plot": ["matplotlib"],
         "bench": ["accelerate", "airllm", "matplotlib"],  # not deepspeed: to be built, it wants torch to be there already
     },

@@ -23,6 +23,8 @@ from h2o_flexgen.commands.flags import (
     take_sizes,
 )
 from h2o_flexgen.commands.made_up import DEFAULT_TOKENS
+from h2o_flexgen.demo import DEMO
+from h2o_flexgen.kv.h2o import H2O
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
@@ -31,21 +33,25 @@ FEWER_BATCH, BREAKDOWN = "fewer_batch", "breakdown"
 AUTO_LOG = "auto"
 WHERE_FOUND = f"where --percent is {AUTO}"
 
-# without --model: small enough for any machine, and with a share on every tier
-DEMO = {
+SMALL = {
     "demo": True,
-    "model": "facebook/opt-125m",
-    "dummy_weights": True,
-    "prompt_len": 64,
-    "gen_len": 16,
-    "gpu_batch_size": Plan.gpu_batch_size,
+    "gpu_batch_size": 2,
     "num_gpu_batches": 2,
     "percent": [20, 30, 20, 30, 100, 0],
-}
+}  # with a share on every tier
+# without --model: the model that travels with the package and keeps its heavy hitters; where random weights are asked for, a small OPT
+DEMO_RUN = {**SPREAD, "model": DEMO, "gen_len": 96, "kv_policy": H2O.name, "temperature": 0.7, "top_p": 0.9, "seed": 0}
+NOISE_RUN = {**SPREAD, "model": "facebook/opt-125m", "dummy_weights": True, "prompt_len": 64, "gen_len": 16}
+DEMO_PROMPTS = (
+    "It was a dark and stormy night, and the captain of the ship",
+    '"My dear," said the old lady, laying down her knitting, "I must tell you',
+    "Alice looked at the door for some time, and then she",
+    "The two brothers had not met for many years. When at last",
+)
 
 DESCRIPTION = """\
 Generate text with a model that is larger than the GPU, or than the memory; measure how fast it goes.
-Without --model: a small OPT with random weights, nothing is downloaded."""
+Without --model: a small one that travels with the package; nothing is downloaded."""
 
 EPILOG = f"""\
 To begin with, --model and --prompt are enough: the machine is measured once, and the plan is found. --dry-run shows what a plan
@@ -62,8 +68,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _parser()
     args = parser.parse(argv)
     if args.model is None and args.path in (None, DUMMY_PATH):
-        parser.set_defaults(**DEMO)
+        parser.set_defaults(**DEMO_RUN if args.path is None and not args.dummy_weights else NOISE_RUN)
         args = parser.parse_args(argv)
+        if args.model == DEMO and (args.prompt, args.prompt_file, args.prompt_len, args.num_prompts) == (None,) * 4:
+            args.prompt = list(DEMO_PROMPTS)
     take_sizes(args)
     plan = plan_of(args)
     args.plan = plan.without_overlap() if args.debug_mode == BREAKDOWN else plan

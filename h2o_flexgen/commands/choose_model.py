@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from h2o_flexgen.commands.flags import DUMMY_PATH
+from h2o_flexgen.demo import demo_folder
 
 SAFETENSORS = "*.safetensors"
 
@@ -18,7 +19,8 @@ class ChosenModel:
 
     def without_weights(self) -> ChosenModel:
         """For a look at the plan: headers of local safetensors are read, but nothing is downloaded or converted for it."""
-        has_headers = Path(self.source).expanduser().is_dir() and any(Path(self.source).expanduser().glob(SAFETENSORS))
+        folder = demo_folder(self.source) or Path(self.source).expanduser()
+        has_headers = folder.is_dir() and any(folder.glob(SAFETENSORS))
         return self if has_headers else replace(self, dummy_weights=True)
 
 

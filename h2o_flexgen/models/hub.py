@@ -1,10 +1,12 @@
-"""From what a person calls a model to the folder it lies in: a local one as it is, a hub name through the hub's own cache."""
+"""From what a person calls a model to the folder it lies in: a local one as it is, a demo model in the package, a hub name
+through the hub's own cache."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from h2o_flexgen.demo import demo_folder
 from h2o_flexgen.models.files import SAFETENSORS, TORCH
 
 TEXTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
@@ -22,6 +24,8 @@ def resolve_model(name_or_path: str, with_weights: bool = True) -> Path:
     folder = Path(os.path.expanduser(name_or_path))  # Path's own raises for an unknown user
     if folder.is_dir():
         return folder
+    if demo := demo_folder(name_or_path):
+        return demo
     if folder.exists():
         raise ValueError(f"model {name_or_path!r} is a file; give the folder that it lies in")
     if name_or_path.count("/") > 1 or name_or_path[0] in "./~":

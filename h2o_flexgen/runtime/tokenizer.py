@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
@@ -46,6 +49,11 @@ class HfTokenizer:
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(f"the tokenizer in {folder} cannot be read ({reason}); mend or remove its files") from error
         self.eos_ids = _eos_ids(folder, config, self._tokenizer.eos_token_id)
+
+    @property
+    def of_transformers(self) -> PreTrainedTokenizerBase:
+        """For who works with it as with any other tokenizer of that library."""
+        return self._tokenizer
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, verbose=False)["input_ids"])  # how long it may be is the engine's business

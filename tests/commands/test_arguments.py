@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from h2o_flexgen.commands import arguments, plan_arguments
-from h2o_flexgen.commands.arguments import parse
+from h2o_flexgen.commands.arguments import DEMO_PROMPTS, parse
 from h2o_flexgen.commands.flags import plan_of
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.runtime.sampling_params import SamplingParams
@@ -60,17 +60,25 @@ def test_a_switch_without_a_word_is_on() -> None:
     assert parse(["--overlap", "--model", "m"]).overlap is True
 
 
-def test_without_a_model_there_is_a_small_one_whose_defaults_can_be_overruled() -> None:
+def test_without_a_model_the_one_of_the_package_continues_texts_and_its_defaults_can_be_overruled() -> None:
     args = parse(["--gen-len", "3"])
-    assert (args.demo, args.model, args.dummy_weights, args.prompt_len, args.gen_len) == (
-        True,
-        "facebook/opt-125m",
-        True,
-        64,
-        3,
-    )
+    assert (args.demo, args.model, args.dummy_weights, args.gen_len) == (True, "demo", False, 3)
+    assert args.prompt == list(DEMO_PROMPTS) and len(args.prompt) == args.plan.block_size
+    assert args.plan.kv_policy == "h2o" and parse(["--kv-policy", "full"]).plan.kv_policy == "full"
     assert all(device + host <= 100 for device, host in zip(args.percent[::2], args.percent[1::2]))
     assert args.percent[0] + args.percent[1] < 100 and args.percent[2] + args.percent[3] < 100  # the disk has a share
+
+
+def test_random_weights_without_a_model_are_those_of_a_small_opt() -> None:
+    args = parse(["--dummy-weights"])
+    assert (args.demo, args.model, args.prompt, args.prompt_len) == (True, "facebook/opt-125m", None, 64)
+
+
+@pytest.mark.parametrize(
+    "words", [("--prompt", "Hello"), ("--prompt-len", "9"), ("--num-prompts", "3"), ("--prompt-file", "f")]
+)
+def test_the_demo_has_no_texts_of_its_own_where_others_are_asked_for(words: tuple[str, ...]) -> None:
+    assert parse([*words]).prompt != list(DEMO_PROMPTS)
 
 
 def test_a_path_without_a_model_is_no_demo() -> None:

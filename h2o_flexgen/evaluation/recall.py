@@ -1,0 +1,171 @@
+"""Recall tasks: facts noted somewhere in prose, and a question behind it whose answer stands in one of them.
+
+Every answer is of several tokens: the first is decided by the prompt, which is attended as a whole under every policy; only the
+others show what the cache has kept. A note says its fact and says it again, as a passkey in prose always did.
+
+    passkey   one number:            The pass key is 4 7 1 9 3. Remember: the pass key is 4 7 1 9 3.
+    lookup    keys and their values: Note: Anna river lamp stone. Remember: Anna river lamp stone.
+    copy      a list of words:       Recite river lamp stone ... Once more: recite river lamp stone ...
+    classify  a rule from examples:  Sort: chair river north gate.  (what ends in river is a north gate; three examples of each)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+Encode = Callable[[str], list[int]]  # of text that stands behind other text
+
+NAMED = """
+Alice Amy Anna Anne Arthur Beth Catherine Charles Charlotte David Diana Dora Edward Elizabeth Emma Frank Fred George
+Harriet Harry Helen Henry Jack James Jane Jim Joe John Laurie Lucy Mary Meg Nicholas Peter Robert Sam Susan Sydney Tom
+William"""
+WRITTEN = """
+animal arm bed bird boat book box boy bread bridge brother candle captain carriage castle chair church city cloud coat
+corner country cousin cup dance daughter dinner doctor dog door dream evening face farm father field finger fire fish
+flower foot forest friend garden gate gentleman girl glass gold grass ground hair hall hand hat head heart hill horse
+hour house island journey king kitchen lady lamp lane leaf letter light line lion lord man master meadow money moon
+morning mother mountain music neck night nose office ocean paper parlour party path picture place poor prince queen rain
+river road rock room rose school sea shadow ship shoulder silver sister sky sleep snow soldier song spirit spring star
+stone storm story street sugar summer sun supper table teacher tiger town tree uncle valley village voice wall water
+wave whale wife wind window winter woman wood word world writing year youth"""
+NAMES, WORDS = tuple(NAMED.split()), tuple(WRITTEN.split())
+DIGITS = "0123456789"
+EXAMPLES_OF_A_KIND = 3  # of classify
+
+
+@dataclass(frozen=True)
+class Piece:
+    text: str
+    is_new: bool  # nothing before it tells what it says
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is noted, at as many places as there are notes, and what is asked about it."""
+
+    notes: tuple[tuple[Piece, ...], ...]
+    question: str
+    answer: str
+
+
+def _noted(says: str, again: str, question: str, answer: str) -> Fact:
+    return Fact(
+        ((Piece(f"\n{says}", True), Piece(f"{answer}.", True), Piece(f" {again}{answer}.\n", False)),), question, answer
+    )
+
+
+def _pass_key(draw: random.Random) -> tuple[Fact, ...]:
+    answer = "".join(f" {digit}" for digit in draw.sample(DIGITS, 5))
+    return (_noted("The pass key is", "Remember: the pass key is", "\nWhat is the pass key? The pass key is", answer),)
+
+
+def _lookup(draw: random.Random) -> tuple[Fact, ...]:
+    names, words = draw.sample(NAMES, draw.randint(3, 6)), _words(draw)
+    return tuple(
+        _noted(f"Note: {name}", f"Remember: {name}", f"\nWhat was noted? Note: {name}", _phrase(words, 3)) for name in names
+    )
+
+
+def _copy(draw: random.Random) -> tuple[Fact, ...]:
+    return (_noted("Recite", "Once more: recite", "\nNow recite", _phrase(_words(draw), draw.randint(6, 10))),)
+
+
+def _classify(draw: random.Random) -> tuple[Fact, ...]:
+    words = _words(draw)
+    return tuple(_kind(draw, words) for _ in range(draw.randint(2, 4)))
+
+
+def _kind(draw: random.Random, words: list[str]) -> Fact:
+    """Things of one kind: their last word is the same, and so is what they are sorted as."""
+    mark, answer = words.pop(), _phrase(words, 2)
+    thing = [f"Sort: {words.pop()} {mark}" for _ in range(EXAMPLES_OF_A_KIND + 1)]
+    notes = tuple((Piece(f"\n{each}", True), Piece(f"{answer}.\n", place == 0)) for place, each in enumerate(thing[:-1]))
+    return Fact(notes, f"\n{thing[-1]}", answer)
+
+
+def _words(draw: random.Random) -> list[str]:
+    """All of them in an order of their own: what is taken from the end never comes again."""
+    return draw.sample(WORDS, len(WORDS))
+
+
+def _phrase(words: list[str], count: int) -> str:
+    return "".join(f" {words.pop()}" for _ in range(count))
+
+
+RECALL_TASKS: Mapping[str, Callable[[random.Random], tuple[Fact, ...]]] = {
+    "passkey": _pass_key,
+    "lookup": _lookup,
+    "copy": _copy,
+    "classify": _classify,
+}
+
+
+@dataclass(frozen=True)
+class RecallExample:
+    task: str
+    length: int  # tokens that were asked for: of context, question and answer together, at most
+    depth: float | None  # where the answer was noted: 0 is the beginning; None where it stands at several places
+    context: tuple[int, ...]
+    question: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Makes examples for one tokenizer. `start` are the tokens that every text begins with; `sentences` are the prose."""
+
+    encode: Encode
+    start: tuple[int, ...]
+    sentences: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, prose: str, encode: Encode, start: Sequence[int]) -> Recall:
+        sentences = tuple(tuple(encode(" " + sentence)) for sentence in split_sentences(prose))
+        if not sentences:
+            raise ValueError("the prose for the recall tasks is empty; give a text file with sentences in it")
+        return cls(encode, tuple(start), sentences)
+
+    def example(self, task: str, length: int, depth: float, draw: random.Random) -> RecallExample:
+        """The fact that is asked for stands at `depth`, its notes spread where it has several; the others anywhere."""
+        facts = RECALL_TASKS[task](draw)
+        asked, others = facts[0], facts[1:]
+        question, answer = self.encode(asked.question), self.encode(asked.answer)
+        placed = [(depth if len(asked.notes) == 1 else draw.random(), note) for note in asked.notes]
+        placed += [(draw.random(), note) for fact in others for note in fact.notes]
+        notes = [(place, self.encode("".join(piece.text for piece in note))) for place, note in placed]
+        fixed = len(self.start) + sum(len(ids) for _, ids in notes) + len(question) + len(answer)
+        if fixed > length:
+            raise ValueError(f"{task} needs {fixed} tokens, but its length is {length}; ask for longer texts")
+        context = [*self.start, *self._scattered(notes, length - fixed, draw)]
+        single = len(asked.notes) == 1
+        return RecallExample(task, length, depth if single else None, tuple(context), tuple(question), tuple(answer))
+
+    def _scattered(self, notes: list[tuple[float, list[int]]], room: int, draw: random.Random) -> list[int]:
+        """The notes among as much prose as there is room for, each behind its share of it."""
+        prose = self.prose(room, draw)
+        total, waiting, ids, told = sum(map(len, prose)), sorted(notes, key=lambda note: note[0]), [], 0
+        for sentence in prose:
+            while waiting and waiting[0][0] * total <= told:
+                ids += waiting.pop(0)[1]
+            ids += sentence
+            told += len(sentence)
+        return [*ids, *(token for _, note in waiting for token in note)]
+
+    def prose(self, room: int, draw: random.Random) -> list[tuple[int, ...]]:
+        """Sentences that follow each other, from any place on, that fit."""
+        place, taken = draw.randrange(len(self.sentences)), []
+        for offset in range(len(self.sentences)):
+            sentence = self.sentences[(place + offset) % len(self.sentences)]
+            if len(sentence) > room:
+                break
+            taken.append(sentence)
+            room -= len(sentence)
+        return taken
+
+
+def split_sentences(prose: str) -> list[str]:
+    """At ends of sentences and of lines; not exactly: an abbreviation ends one too."""
+    pieces = prose.replace("! ", "!\n").replace("? ", "?\n").replace(". ", ".\n").replace('." ', '."\n').split("\n")
+    return [piece.strip() for piece in pieces if piece.strip()]

@@ -1,0 +1,306 @@
+"""LmEvalModel: an LLM under a plan as lm-evaluation-harness asks for one. Texts become tokens exactly as in its own `hf`."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from inspect import signature
+from typing import TYPE_CHECKING, TypeAlias
+
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.lm_eval import MISSING
+from h2o_flexgen.planning.hints import did_you_mean
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.runtime.tokenizer import HfTokenizer
+
+try:
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(MISSING if error.name == "lm_eval" else str(error)) from error
+
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+Pair: TypeAlias = "tuple[tuple[str, str] | None, list[int], list[int]]"  # the texts (None: a window of one), and their tokens
+Messages: TypeAlias = "list[dict[str, str]]"
+
+AUTO = "auto"
+MAX_GEN_TOKS = 256  # where a task does not say: as in `hf`
+NOT_FOR_EVALUATION = ("model", "plan", "on_stage", "dummy_weights", "plan_options")
+SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+WITHOUT_EFFECT: Mapping[str, object] = {"do_sample": None, "num_beams": 1, "num_return_sequences": 1, "use_cache": True}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One request to generate."""
+
+    context: list[int]
+    params: SamplingParams
+    until: list[str]
+
+
+class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is installed, and unknown where it is not
+    """Loglikelihoods in one pass where the cache keeps all, else token by token through the cache that the KV policy keeps."""
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        *,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        max_length: int | None = None,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        **options: object,
+    ) -> None:
+        """`options` are what LLM takes: percent, dtype, cpu_mem, gpu_batch_size, kv_policy, kv_budget, ..."""
+        super().__init__()
+        if not pretrained:
+            raise ValueError("no model is given; add pretrained=NAME or pretrained=FOLDER to the model_args")
+        self.llm = LLM(str(pretrained), **_engine_options(options, batch_size, max_batch_size))  # type: ignore[arg-type]
+        self._closer = weakref.finalize(self, self.llm.close)  # the harness says no goodbye
+        if not isinstance(self.llm.tokenizer, HfTokenizer):
+            raise ValueError(
+                f"{pretrained} has no tokenizer, and bytes are no text to evaluate; put its files beside the model"
+            )
+        self.tokenizer = self.llm.tokenizer.of_transformers
+        if add_bos_token is not None:  # it changes how a tokenizer is made
+            folder, local = self.tokenizer.name_or_path, {"trust_remote_code": False, "local_files_only": True}
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, add_bos_token=add_bos_token, **local)
+        self._add_bos = add_bos_token
+        self._prefix = prefix_token_id
+        self.max_length = _length(max_length, self.llm)
+
+    def close(self) -> None:
+        self._closer()
+
+    # -- what it is ------------------------------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int | None:
+        found = self.tokenizer.eos_token_id
+        return None if found is None else int(found)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context."""
+        for token in (self._prefix, self.tokenizer.bos_token_id, self.eot_token_id):
+            if token is not None:
+                return int(token)
+        raise ValueError(f"the tokenizer of {self.llm.name} has no start and no end of text; give prefix_token_id")
+
+    @property
+    def max_gen_toks(self) -> int:
+        return MAX_GEN_TOKS
+
+    @property
+    def batch_size(self) -> int:
+        return self.llm.plan.gpu_batch_size
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def get_model_info(self) -> dict[str, object]:
+        """For the records of the harness."""
+        plan, spec = self.llm.plan, self.llm.spec
+        kept = {one.name: value for one in fields(plan.kv_options) if (value := getattr(plan.kv_options, one.name)) is not None}
+        codecs = {"weight_codec": plan.weight_codec, "kv_codec": plan.kv_codec}
+        return {"model_dtype": spec.dtype, "percent": plan.percent, "kv_policy": plan.kv_policy, "kv_options": kept, **codecs}
+
+    # -- texts and tokens ------------------------------------------------------------------------------------------------
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: object) -> list[int]:
+        """With the tokenizer's own start of text, unless it is written out already or somebody says otherwise."""
+        special = self._add_bos if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None and string.startswith(self._written(self.prefix_token_id)):
+            special = False
+        options = {} if special is None else {"add_special_tokens": special}
+        return list(self.tokenizer(string, verbose=False, **options)["input_ids"])
+
+    def _written(self, token: int) -> str:
+        return str(self.tokenizer.decode([token], skip_special_tokens=False))
+
+    def apply_chat_template(self, chat_history: Messages, add_generation_prompt: bool = True) -> str:
+        import jinja2
+
+        def render(messages: Messages) -> str:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=not add_generation_prompt,
+                )
+            )
+
+        try:
+            return render(chat_history)
+        except jinja2.exceptions.TemplateError:
+            log.warning("the chat template refuses these messages; they are tried without those of the system")
+            return render([message for message in chat_history if message["role"] != "system"])
+
+    # -- loglikelihoods --------------------------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Pair], disable_tqdm: bool = False, **unused: object
+    ) -> list[tuple[float, bool]]:
+        pairs = self._cut([(context, continuation) for _, context, continuation in requests])
+        total = sum(len(continuation) for _, continuation in pairs)
+        with tqdm(total=total, disable=disable_tqdm, desc="Running loglikelihood requests", unit=" tokens") as bar:
+            scored = self.llm.score(pairs, on_token=lambda *_: bar.update())
+        answers = [(one.logprob, one.greedy == tuple(after)) for one, (_, after) in zip(scored, pairs, strict=True)]
+        for (texts, _, _), answer in zip(requests, answers):
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return answers
+
+    def _cut(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[list[int], list[int]]]:
+        """Texts that are too long lose their beginning. The last token is scored, but no layer ever sees it."""
+        longest = max((len(after) for _, after in pairs), default=0)
+        if longest > self.max_length:
+            raise ValueError(f"a continuation has {longest} tokens, but max_length is {self.max_length}; it cannot be scored")
+        cut = [(before[-(self.max_length + 1 - len(after)) :], after) for before, after in pairs]
+        self._warn_of_cuts(sum(len(short) < len(whole) for (short, _), (whole, _) in zip(cut, pairs)), len(pairs))
+        return cut
+
+    def _warn_of_cuts(self, count: int, of: int) -> None:
+        if count:
+            log.warning(
+                "%d of %d texts are too long for the %d tokens of a context: their left ends are cut off",
+                count,
+                of,
+                self.max_length,
+            )
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        windows: list[Pair] = []
+        ends = []
+        for (text,) in (request.args for request in requests):
+            rolling = utils.get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            windows += [(None, *utils.make_disjoint_window(window)) for window in rolling]
+            ends.append(len(windows))
+        answers = self._loglikelihood_tokens(windows, disable_tqdm)
+        sums = [sum(score for score, _ in answers[start:end]) for start, end in zip([0, *ends], ends)]
+        for request, total in zip(requests, sums):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    # -- generation ------------------------------------------------------------------------------------------------------
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Rows that may grow to one length are a workload of their own: budgets may be shares of that."""
+        asked = [self._asked(*request.args) for request in requests]
+        room = [self.max_length - one.params.max_tokens for one in asked]
+        self._warn_of_cuts(sum(len(one.context) > kept for one, kept in zip(asked, room)), len(asked))
+        groups: defaultdict[int, list[int]] = defaultdict(list)
+        for place, one in enumerate(asked):
+            groups[one.params.max_tokens].append(place)
+        texts: dict[int, str] = {}
+        with tqdm(disable=disable_tqdm, desc="Running generate_until requests", unit=" tokens") as bar:
+            for places in groups.values():
+                completions = self.llm.generate(
+                    [asked[place].context[-room[place] :] for place in places],
+                    [asked[place].params for place in places],
+                    seed=random.getrandbits(32),  # which the harness has seeded
+                    on_token=lambda *_: bar.update(),
+                )
+                for place, completion in zip(places, completions, strict=True):
+                    text = str(self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
+                    texts[place] = postprocess_generated_text(text, asked[place].until, None)
+                    self.cache_hook.add_partial("generate_until", requests[place].args, texts[place])
+        return [texts[place] for place in range(len(requests))]
+
+    def _asked(self, context: str, given: Mapping[str, object]) -> _Asked:
+        options = dict(normalize_gen_kwargs(dict(given), self.max_gen_toks))
+        end = None if self.eot_token_id is None else self._written(self.eot_token_id)
+        until = [text for text in handle_stop_sequences(options.pop("until", None), eos=end) if text]
+        max_tokens = options.pop("max_gen_toks")
+        if max_tokens >= self.max_length:
+            raise ValueError(f"max_gen_toks is {max_tokens}, but max_length is {self.max_length}; leave room for the context")
+        options["temperature"] = options.get("temperature", 0.0) if options.get("do_sample") else 0.0
+        sampled = {name: options.pop(name) for name in SAMPLED_BY if name in options}
+        for name, value in options.items():
+            if name not in WITHOUT_EFFECT or WITHOUT_EFFECT[name] not in (None, value):
+                raise ValueError(
+                    f"generation option {name} is {value!r}, which this engine cannot do; it takes {', '.join(SAMPLED_BY)}"
+                )
+        special = [token for text in until if (token := self._special(text)) is not None]
+        texts = tuple(text for text in until if self._special(text) is None)
+        params = SamplingParams(max_tokens=max_tokens, stop=texts, stop_token_ids=special, **sampled)
+        return _Asked(self.tok_encode(context) or [self.prefix_token_id], params, until)
+
+    def _special(self, text: str) -> int | None:
+        """The token of a stop that is no text: it would never be seen in one."""
+        token = self.tokenizer.convert_tokens_to_ids(text)
+        return token if token in self.tokenizer.all_special_ids and text in self.tokenizer.all_special_tokens else None
+
+
+def _engine_options(
+    options: Mapping[str, object], batch_size: int | str | None, max_batch_size: int | None
+) -> dict[str, object]:
+    """As LLM wants them."""
+    own = [name for name in signature(LmEvalModel).parameters if name != "options"]
+    taken = [name for name in (*signature(LLM).parameters, *Plan.option_names()) if name not in NOT_FOR_EVALUATION]
+    for name in options:
+        if name not in taken:
+            raise ValueError(f"unknown model argument {name!r}{did_you_mean(name, [*own, *taken])}")
+    chosen = dict(options)
+    for name in ("cpu_mem", "gpu_mem"):
+        if isinstance(value := chosen.get(name), float):  # 8e9
+            chosen[name] = int(value)
+    if isinstance(percent := chosen.get("percent"), str):
+        chosen["percent"] = _percent(percent)
+    size = _batch_size(chosen.get("gpu_batch_size"), batch_size, max_batch_size)
+    return chosen if size is None else {**chosen, "gpu_batch_size": size}
+
+
+def _percent(text: str) -> list[float]:
+    """Six numbers between which there is anything but a comma, which would end the argument."""
+    try:
+        return [float(number) for number in re.split(r"[;:/,\s]+", text.strip(" ;:/,[]()"))]
+    except ValueError:
+        raise ValueError(f"percent is {text!r}; write six numbers, like 0;50;0;100;0;100") from None
+
+
+def _batch_size(of_plan: object, of_harness: int | str | None, largest: int | None) -> int | None:
+    """None: the plan's own. The harness says 1 where nobody has said anything."""
+    leaves_it_open = of_harness is None or str(of_harness).startswith(AUTO)
+    if of_plan is not None:
+        if not leaves_it_open and str(of_harness) not in ("1", str(of_plan)):
+            raise ValueError(f"both batch_size {of_harness} and gpu_batch_size {of_plan} are given; give one of them")
+        return of_plan if isinstance(of_plan, int) else _number("gpu_batch_size", of_plan)
+    if leaves_it_open:
+        return None if largest is None else min(int(largest), Plan.gpu_batch_size)
+    return _number("batch_size", of_harness)
+
+
+def _number(name: str, value: object) -> int:
+    try:
+        return int(str(value))
+    except ValueError:
+        raise ValueError(f"{name} is {value!r}; give a number of rows, or auto for batch_size") from None
+
+
+def _length(asked: int | None, llm: LLM) -> int:
+    """Of a context, in tokens."""
+    most = llm.spec.max_positions
+    if asked is None:
+        return most
+    if not 2 <= asked <= most:
+        raise ValueError(f"max_length is {asked}; {llm.name} takes 2 to {most}")
+    return asked

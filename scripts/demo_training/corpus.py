@@ -1,0 +1,56 @@
+"""The prose that the demo models learn from: text files, cleaned, with passages of each held out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+HELD_OUT = (0.90, 0.93)  # of every book, by its characters: not the end, where some have notes of their editors
+
+
+@dataclass(frozen=True)
+class Book:
+    name: str
+    learned: tuple[str, ...]  # what stands before the passage that is held out, and what stands behind it
+    held_out: str
+
+
+def read_books(folder: Path) -> tuple[Book, ...]:
+    files = sorted(folder.glob("*.txt")) if folder.is_dir() else []
+    books = tuple(_book(file) for file in files)
+    if not any(book.learned for book in books):
+        raise ValueError(f"the corpus {folder} has no text files (*.txt) with text in them; give a folder of books")
+    return books
+
+
+def _book(file: Path) -> Book:
+    paragraphs = clean(file.read_text(encoding="utf-8", errors="replace")).split("\n")
+    ends, total = [], 0
+    for paragraph in paragraphs:
+        total += len(paragraph) + 1
+        ends.append(total)
+    first, last = (sum(end <= share * total for end in ends) for share in HELD_OUT)
+    parts = ("\n".join(paragraphs[:first]), "\n".join(paragraphs[last:]))
+    return Book(file.stem, tuple(part for part in parts if part), "\n".join(paragraphs[first:last]))
+
+
+def clean(text: str) -> str:
+    """A line is a paragraph; marks of emphasis and runs of spaces are gone."""
+    paragraphs = re.split(r"\n\s*\n", text.replace("\r\n", "\n").replace("_", ""))
+    return "\n".join(one for one in (" ".join(paragraph.split()) for paragraph in paragraphs) if one)
+
+
+def held_out_passages(books: tuple[Book, ...], characters: int) -> str:
+    """The beginning of each book's passage, whole paragraphs, as many characters of each."""
+    return "\n".join(_beginning(book.held_out, characters) for book in books) + "\n"
+
+
+def _beginning(text: str, characters: int) -> str:
+    taken, room = [], characters
+    for paragraph in text.split("\n"):
+        if len(paragraph) > room:
+            break
+        taken.append(paragraph)
+        room -= len(paragraph) + 1
+    return "\n".join(taken)

@@ -1,0 +1,107 @@
+"""Trains the demo models: small ones of three architectures, on books and on recall tasks strewn into them.
+
+python scripts/train_demo.py --corpus books/ --architecture llama --minutes 55 --output demo/
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from demo_training.corpus import held_out_passages, read_books
+from demo_training.learn import Point, Settings, as_json, learn
+from demo_training.rows import RowMaker
+from demo_training.shapes import POSITIONS, SHAPES
+from demo_training.tokenizer import START, learn_tokenizer
+from demo_training.warm_start import warm_start
+from transformers import LlamaForCausalLM
+
+from h2o_flexgen.evaluation.recall import Recall
+
+VOCAB = 4096
+HELD_OUT_CHARACTERS = 9000  # of every book
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    try:
+        train(args)
+    except ValueError as error:
+        print(f"train_demo: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.manual_seed(args.seed)
+    books = read_books(args.corpus)
+    prose = "\n".join(part for book in books for part in book.learned)
+    tokenizer = learn_tokenizer([prose, _tasks_text(prose, args.seed)], VOCAB, POSITIONS)
+    args.output.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(str(args.output))
+    (args.output / "held_out.txt").write_text(held_out_passages(books, HELD_OUT_CHARACTERS), encoding="utf-8")
+
+    @cache  # notes and questions come again and again
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    recall = Recall.of(prose, encode, [tokenizer.convert_tokens_to_ids(START)])
+    print(f"{sum(map(len, recall.sentences)):,} tokens of prose from {len(books)} books", flush=True)
+    model = SHAPES[args.architecture].build(len(tokenizer))
+    print(f"{args.architecture}: {sum(one.numel() for one in model.parameters()):,} parameters", flush=True)
+    if isinstance(model, LlamaForCausalLM):
+        warm_start(model, args.seed)
+    settings = Settings(args.minutes, args.matrix_rate, args.table_rate, args.device)
+    curve: list[Point] = []
+
+    def note(point: Point) -> None:
+        curve.append(point)
+        print(json.dumps(as_json(point)), flush=True)
+        if point.step % 200 == 0:
+            save(model, args.output, curve)
+
+    learn(model, RowMaker(recall, len(tokenizer), args.tasks, args.seed), settings, note)
+    save(model, args.output, curve)
+
+
+def save(model: torch.nn.Module, folder: Path, curve: Sequence[Point]) -> None:
+    """In 16 bits: what travels is half as large, and bfloat16 is what it learned in."""
+    from copy import deepcopy
+
+    copy = deepcopy(model).to("cpu", torch.bfloat16)
+    copy.save_pretrained(str(folder))  # type: ignore[operator]
+    (folder / "curve.json").write_text("\n".join(json.dumps(as_json(point)) for point in curve) + "\n", encoding="utf-8")
+
+
+def _tasks_text(prose: str, seed: int) -> str:
+    """Facts and questions alone: their words and digits become tokens too."""
+    import random
+
+    from h2o_flexgen.evaluation.recall import RECALL_TASKS
+
+    draw = random.Random(seed)
+    facts = [fact for _ in range(2000) for make in RECALL_TASKS.values() for fact in make(draw)]
+    return "".join("".join(piece.text for note in fact.notes for piece in note) + fact.question + fact.answer for fact in facts)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--corpus", type=Path, required=True, help="folder of books, as *.txt")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the model and its tokenizer")
+    parser.add_argument("--architecture", choices=sorted(SHAPES), default="llama")
+    parser.add_argument("--minutes", type=float, default=55)
+    parser.add_argument("--tasks", type=float, default=0.6, help="share of rows with recall tasks in them")
+    parser.add_argument("--matrix-rate", type=float, default=2.5e-3)
+    parser.add_argument("--table-rate", type=float, default=1.5e-3)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
