@@ -7,7 +7,7 @@ A default that has a meaning in Python too is read from where it is written ther
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import NoReturn
 
@@ -25,6 +25,7 @@ from h2o_flexgen.quant.codec import PACKED
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 AUTO = "auto"
+BESIDE_BUDGET = ("hh_prompt_only", "sinks", "score_decay", "grace", "positions")  # beside a budget
 DUMMY_PATH = "_DUMMY_"
 TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 TRACEBACK = 3  # the level of --verbose that shows where an error comes from
@@ -138,14 +139,14 @@ def _add_codec(group: argparse._ArgumentGroup, flag: str, option: str, text: str
     group.add_argument(flag, dest=option, type=_codec, nargs="?", const="4", default=default, metavar=kinds, help=text)
 
 
-def add_sizes(group: argparse._ArgumentGroup, found: str) -> None:
-    """Of a block, and the order of its work. `found`: where sizes that nobody gives are found."""
-    add = group.add_argument
+def add_sizes(group: argparse._ArgumentGroup, found: str = "") -> None:
+    """Of a block, and the order of its work. `found`: where sizes that nobody gives are found, if anywhere."""
+    add, otherwise = group.add_argument, f"; found {found}" if found else ""
     for flag, metavar, usual, text in (
         ("--gpu-batch-size", "ROWS", Plan.gpu_batch_size, "sequences computed at once"),
         ("--num-gpu-batches", "N", Plan.num_gpu_batches, "batches that share a pass over the weights"),
     ):
-        add(flag, type=int, metavar=metavar, help=f"{text} (default: {usual}; found {found})")
+        add(flag, type=int, metavar=metavar, help=f"{text} (default: {usual}{otherwise})")
     orders = f"order of the work: {', '.join(SCHEDULES)}; all but the first are there for comparison"
     add("--schedule", default=Plan.schedule, metavar="NAME", help=orders)
 
@@ -200,6 +201,11 @@ def add_kv(parser: argparse.ArgumentParser) -> None:
     add("--heavy", type=int, metavar="SLOTS", help="heavy hitters kept, in slots per sequence and head")
     add("--recent", type=int, metavar="SLOTS", help="slots for the newest tokens")
     add("--hh-all", action="store_true", help="evict generated tokens too: the default, named as in H2O's commands")
+    add_protection(add)
+
+
+def add_protection(add: Callable[..., argparse.Action]) -> None:
+    """What may be asked of a policy beside its budget: those in BESIDE_BUDGET."""
     add("--hh-prompt-only", action="store_true", help="only the prompt is selected from; all that is generated is kept")
     add("--sinks", type=int, metavar="N", help=f"the first N tokens are never evicted (streaming: {SINKS} unless given)")
     decay = "multiply the scores so far by D before each step adds to them (default: 1, plain sums)"

@@ -7,24 +7,31 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.commands.choose_model import ChosenModel
 from h2o_flexgen.commands.stages import Opening
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from h2o_flexgen.llm import LLM
+    from h2o_flexgen.runtime.stage import OnStage
 
 
 def open_llm(args: Namespace, chosen: ChosenModel) -> LLM:
     with Progress(0, f"opening {chosen.name}", late=True) as progress:
-        from h2o_flexgen.llm import LLM  # imports torch, which takes a while
+        return make_llm(args, chosen, args.plan, Opening(progress).stage)
 
-        return LLM(
-            chosen.source,
-            plan=args.plan,
-            dtype=args.dtype,
-            device=args.device,
-            gpu_mem=args.gpu_mem,
-            cpu_mem=args.cpu_mem,
-            offload_dir=args.offload_dir,
-            dummy_weights=chosen.dummy_weights,
-            on_stage=Opening(progress).stage,
-        )
+
+def make_llm(args: Namespace, chosen: ChosenModel, plan: Plan, on_stage: OnStage) -> LLM:
+    """Under a plan that may be another one than that of the flags."""
+    from h2o_flexgen.llm import LLM  # imports torch, which takes a while
+
+    return LLM(
+        chosen.source,
+        plan=plan,
+        dtype=args.dtype,
+        device=args.device,
+        gpu_mem=args.gpu_mem,
+        cpu_mem=args.cpu_mem,
+        offload_dir=args.offload_dir,
+        dummy_weights=chosen.dummy_weights,
+        on_stage=on_stage,
+    )

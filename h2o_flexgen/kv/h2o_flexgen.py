@@ -5,13 +5,18 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.kv.options import row_of
+from h2o_flexgen.kv.options import KVOptions, row_of
 from h2o_flexgen.kv.policy import KVPolicy
 from h2o_flexgen.kv.slots import Budget
 
 
 class H2OFlexGen(KVPolicy):
     name: ClassVar[str] = "h2o-flexgen"
+
+    @classmethod
+    def options_of(cls, slots: int, sinks: int | None = None) -> KVOptions:
+        """With the place of the newest token."""
+        return KVOptions(heavy=(slots + 1) - (slots + 1) // 2, recent=(slots + 1) // 2)
 
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
         """Of the recent slots one is the place that the newest token is attended in."""

@@ -37,6 +37,15 @@ class KVPolicy(ABC):
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
         """Of a row with so long a prompt."""
 
+    @classmethod
+    def options_of(cls, slots: int, sinks: int | None = None) -> KVOptions:
+        """Those that make a budget of so many slots, sinks included: half of them heavy, half recent, where it has both."""
+        if "heavy" not in cls.accepts:
+            return KVOptions(recent=slots)
+        if "recent" not in cls.accepts:
+            return KVOptions(heavy=slots)
+        return KVOptions(heavy=slots - slots // 2, recent=slots // 2)
+
     @property
     def decay(self) -> float:
         """What a score is multiplied with before a pass adds to it."""

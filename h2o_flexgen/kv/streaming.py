@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from h2o_flexgen.kv.options import row_of
+from h2o_flexgen.kv.options import KVOptions, row_of
 from h2o_flexgen.kv.policy import AGE, COMMON, SHARES, KVPolicy
 from h2o_flexgen.kv.slots import Budget
 
@@ -15,6 +15,10 @@ class Streaming(KVPolicy):
     name: ClassVar[str] = "streaming"
     ranks_by: ClassVar[str] = AGE
     accepts: ClassVar[tuple[str, ...]] = ("recent", *SHARES, "sinks", *COMMON)
+
+    @classmethod
+    def options_of(cls, slots: int, sinks: int | None = None) -> KVOptions:
+        return KVOptions(recent=max(0, slots - (SINKS if sinks is None else sinks)))
 
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
         """Sinks come on top of recent slots, but out of a ratio."""

@@ -1,0 +1,33 @@
+"""EvaluationWatch: looks on while cells are measured, and feeds the progress line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from h2o_flexgen.commands.stages import Opening
+from h2o_flexgen.runtime.progress import Progress
+
+if TYPE_CHECKING:
+    from h2o_flexgen.runtime.stage import Stage
+
+
+class EvaluationWatch:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._opening = Opening(progress)
+        self._doing, self._done = "", 0
+
+    def begin(self, doing: str) -> None:
+        self._doing = doing
+        self._progress.stage(doing)
+
+    def advance(self, examples: int) -> None:
+        self._done += examples
+        self._progress.update("", self._done)
+
+    def stage(self, stage: Stage, done_bytes: int, total_bytes: int) -> None:
+        """Of a model that is opened: what takes long has bytes; beside it what is measured is of more interest."""
+        if total_bytes:
+            self._opening.stage(stage, done_bytes, total_bytes)
+        else:
+            self._progress.stage(self._doing)

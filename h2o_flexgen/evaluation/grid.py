@@ -1,0 +1,188 @@
+"""Grid: the settings that are compared: policies, how much each keeps, and in how many bits weights and KV are held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from typing import Protocol
+
+from h2o_flexgen.kv.full import Full
+from h2o_flexgen.kv.options import KVOptions
+from h2o_flexgen.kv.policies import POLICIES
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload import Batch
+from h2o_flexgen.quant.codec import PACKED, PLAIN
+
+WHOLE_TEXT = 100.0
+Beside = tuple[tuple[str, object], ...]  # names of KVOptions and their values
+BITS = {codec: f"{bits} bits" for bits, codec in PACKED.items()}
+
+
+class Amount(Protocol):
+    """How much of a text is kept."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def keeps_all(self) -> bool: ...
+
+    @property
+    def order(self) -> float:
+        """Of columns: shares from all to little, sizes from little to all, as they are usually written."""
+
+    def options(self, policy: str, sinks: int | None) -> KVOptions: ...
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of prompt and generation."""
+
+    percent: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.percent <= WHOLE_TEXT:
+            raise ValueError(f"a budget of {self.percent:g} per cent is not possible; give above 0 and at most 100")
+
+    @property
+    def label(self) -> str:
+        return f"{self.percent:g} %"
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.percent == WHOLE_TEXT
+
+    @property
+    def order(self) -> float:
+        return -self.percent
+
+    def options(self, policy: str, sinks: int | None) -> KVOptions:
+        return KVOptions(kv_budget=self.percent / WHOLE_TEXT)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Slots of each sequence and head; None: as many as there are tokens."""
+
+    slots: int | None
+
+    def __post_init__(self) -> None:
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(f"a KV size of {self.slots} slots is not possible; give 1 or more, or full")
+
+    @property
+    def label(self) -> str:
+        return "full" if self.slots is None else str(self.slots)
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.slots is None
+
+    @property
+    def order(self) -> float:
+        return inf if self.slots is None else self.slots
+
+    def options(self, policy: str, sinks: int | None) -> KVOptions:
+        return KVOptions() if self.slots is None else POLICIES[policy].options_of(self.slots, sinks)
+
+
+@dataclass(frozen=True)
+class Setting:
+    policy: str
+    amount: Amount
+    kv_codec: str = PLAIN
+    weight_codec: str = PLAIN
+    beside: Beside = ()  # options that are asked for beside the budget
+
+    @property
+    def options(self) -> KVOptions:
+        """What the policy cannot take is left out; `label` shows what it took."""
+        if self.policy == Full.name:
+            return KVOptions()
+        sinks = self._taken.get("sinks")
+        return replace(self.amount.options(self.policy, sinks), **self._taken)  # type: ignore[arg-type]
+
+    @property
+    def _taken(self) -> dict[str, object]:
+        accepted = POLICIES[self.policy].accepts
+        return {name: value for name, value in self.beside if name in accepted}
+
+    @property
+    def label(self) -> str:
+        """A row of a table."""
+        taken = [name if value is True else f"{name} {value}" for name, value in self._taken.items()]
+        words = [self.policy, *(word.replace("_", "-") for word in taken)]
+        words += [f"{what} {BITS[codec]}" for what, codec in self._codecs.items() if codec != PLAIN]
+        return ", ".join(words)
+
+    @property
+    def _codecs(self) -> dict[str, str]:
+        return {"KV": self.kv_codec, "weights": self.weight_codec}
+
+    @property
+    def full(self) -> Setting:
+        """The same with everything kept, which it is compared with."""
+        return replace(self, policy=Full.name, amount=_everything(self.amount))
+
+    @property
+    def is_reference(self) -> bool:
+        return self.policy == Full.name and {self.kv_codec, self.weight_codec} == {PLAIN}
+
+    def plan(self, base: Plan) -> Plan:
+        with_codecs = replace(base, kv_codec=self.kv_codec, weight_codec=self.weight_codec)
+        return replace(with_codecs, kv_policy=self.policy, kv_options=self.options)
+
+    def check(self, base: Plan, sizes: Sequence[tuple[int, int]]) -> None:
+        """Can the policy hold anything of texts with such prompts and so much to generate?"""
+        policy = self.plan(base).policy
+        for prompt_len, gen_len in sizes:
+            try:
+                policy.slots(Batch((0,), (prompt_len,)), gen_len)
+            except ValueError as error:
+                raise ValueError(f"{error} (this is {self.policy} at {self.amount.label}; leave one of them out)") from error
+
+    def identity(self) -> dict[str, object]:
+        """All of a setting that its figures depend on."""
+        return {"policy": self.policy, **asdict(self.options), "kv_codec": self.kv_codec, "weight_codec": self.weight_codec}
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "policy": self.policy,
+            "kept": self.amount.label,
+            "kv_codec": self.kv_codec,
+            "weight_codec": self.weight_codec,
+            "options": {name: value for name, value in asdict(self.options).items() if value not in (None, False)},
+        }
+
+
+def _everything(amount: Amount) -> Amount:
+    return Share(WHOLE_TEXT) if isinstance(amount, Share) else Size(None)
+
+
+@dataclass(frozen=True)
+class Grid:
+    policies: tuple[str, ...]
+    amounts: tuple[Amount, ...]
+    kv_codecs: tuple[str, ...] = (PLAIN,)
+    weight_codecs: tuple[str, ...] = (PLAIN,)
+    beside: Beside = ()
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """Where everything is kept, all policies are the full cache: it is run once, and first."""
+        found: dict[Setting, None] = {}
+        for weight_codec in self.weight_codecs:
+            for kv_codec in self.kv_codecs:
+                found |= dict.fromkeys(self._settings(kv_codec, weight_codec))
+        return tuple(found)
+
+    def _settings(self, kv_codec: str, weight_codec: str) -> list[Setting]:
+        def setting(policy: str, amount: Amount) -> Setting:
+            return Setting(policy, amount, kv_codec, weight_codec, self.beside)
+
+        full = [setting(Full.name, amount) for amount in self.amounts if amount.keeps_all][:1]
+        if Full.name in self.policies and not full:
+            full = [setting(Full.name, _everything(self.amounts[0]))]
+        others = [policy for policy in self.policies if policy != Full.name]
+        return full + [setting(policy, amount) for policy in others for amount in self.amounts if not amount.keeps_all]

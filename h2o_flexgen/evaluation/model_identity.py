@@ -1,0 +1,57 @@
+"""Which model a cell was measured on: its files, whatever they are called and wherever they lie, and what computes."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+
+from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.llm import DUMMY_SEED, LLM
+from h2o_flexgen.models.checkpoint import open_checkpoint
+from h2o_flexgen.models.hub import resolve_model
+from h2o_flexgen.runtime.measure import describe_machine
+from h2o_flexgen.runtime.tokenizer import TOKENIZER_FILES
+
+CONFIG = "config.json"
+CHUNK_BYTES = 1 << 24
+WHOLE_BYTES = 1 << 30  # larger files are read here and there
+PLACES = 64  # of a larger file
+
+
+def model_identity(llm: LLM) -> dict[str, object]:
+    weights = f"random, seed {DUMMY_SEED}: {llm.name}" if llm.dummy_weights else folder_digest(resolve_model(llm.name))
+    machine = describe_machine(llm.device)
+    return {
+        "weights": weights,
+        "dtype": llm.spec.dtype,
+        "device": machine["device"],
+        "kernels": in_use(),
+        "torch": machine["torch"],
+    }
+
+
+def folder_digest(folder: Path) -> str:
+    """Of config, tokenizer and weights."""
+    with_weights = [CONFIG, *TOKENIZER_FILES]
+    checkpoint = open_checkpoint(folder)
+    try:
+        files = [*(folder / name for name in with_weights if (folder / name).is_file()), *checkpoint.files]
+    finally:
+        checkpoint.close()
+    digest = blake2b(digest_size=12)
+    for file in files:
+        digest.update(f"{file.name}/{file.stat().st_size}/".encode())
+        _add(digest, file)
+    return digest.hexdigest()
+
+
+def _add(digest: blake2b, file: Path) -> None:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        if size <= WHOLE_BYTES:
+            while chunk := opened.read(CHUNK_BYTES):
+                digest.update(chunk)
+            return
+        for place in range(PLACES):
+            opened.seek(place * (size - CHUNK_BYTES // PLACES) // (PLACES - 1))
+            digest.update(opened.read(CHUNK_BYTES // PLACES))

@@ -1,0 +1,68 @@
+"""A picture of quality against what is kept: a panel for each figure, a line for each policy, the full cache as a level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from h2o_flexgen.evaluation.table import Results, figure_of
+from h2o_flexgen.evaluation.tasks.task import Shown
+from h2o_flexgen.kv.full import Full
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999933")  # for colour-blind eyes too
+GREY = "#7f7f7f"
+MARKS = "osD^vP*X"
+COLUMNS = 3  # panels side by side
+PANEL_INCHES = (5.2, 3.9)
+SPREAD = 20  # from so many times as much on, values are on a logarithmic axis
+
+
+def draw_quality(results: Sequence[Results], file: Path, title: str) -> None:
+    from matplotlib.figure import Figure  # the extra [plot]; without pyplot no display is asked for
+
+    panels = [(one, shown, panel) for one in results for panel in one.panels for shown in one.shown]
+    across = min(COLUMNS, len(panels))
+    down = ceil(len(panels) / across)
+    figure = Figure(figsize=(PANEL_INCHES[0] * across, PANEL_INCHES[1] * down + 0.7), layout="constrained")
+    places = list(figure.subplots(down, across, squeeze=False).flat)
+    for axes, (one, shown, panel) in zip(places, panels):
+        _draw(axes, one, shown, panel)
+    for axes in places[len(panels) :]:
+        axes.set_axis_off()
+    handles = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(8, len(handles)), fontsize="small")
+    figure.suptitle(title, fontsize="medium")
+    figure.savefig(file, dpi=130)
+
+
+def _draw(axes: Axes, results: Results, shown: Shown, panel: str) -> None:
+    places = {label: place for place, label in enumerate(results.columns)}
+    full = figure_of(results.full, shown.name, panel)
+    if full is not None:
+        axes.axhline(full.value, color=GREY, linestyle="--", linewidth=1.2, label=Full.name)
+    values = [] if full is None else [full.value]
+    for number, row in enumerate(row for row in results.rows if row != Full.name):
+        points = [(place, found) for label, place in places.items() if (found := results.figure(row, label, shown.name, panel))]
+        values += [found.value for _, found in points]
+        axes.errorbar(
+            [place for place, _ in points],
+            [found.value for _, found in points],
+            yerr=[found.error or 0.0 for _, found in points],
+            color=COLOURS[number % len(COLOURS)],
+            marker=MARKS[number % len(MARKS)],
+            markersize=5,
+            linewidth=1.4,
+            capsize=2,
+            label=row,
+        )
+    axes.set_xticks(list(places.values()), list(places))
+    if min(values, default=0) > 0 and max(values) > SPREAD * min(values):
+        axes.set_yscale("log")
+    axes.set_title(f"{results.name}: {shown.title}{f', {panel}' if panel else ''}", fontsize="small", loc="left", wrap=True)
+    axes.set_xlabel("kept", fontsize="small")
+    axes.grid(visible=True, alpha=0.25)

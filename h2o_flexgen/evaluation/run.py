@@ -1,0 +1,111 @@
+"""Evaluation: the cells of a grid that are not there yet. A model is opened once for each setting, for all tasks at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from h2o_flexgen.evaluation.cells import Cell, Cells
+from h2o_flexgen.evaluation.grid import Setting
+from h2o_flexgen.evaluation.tasks.task import Bound
+from h2o_flexgen.kv.full import Full
+from h2o_flexgen.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from h2o_flexgen.evaluation.tasks.full_cache import FullCache
+    from h2o_flexgen.llm import LLM
+
+Open = Callable[[Plan], "LLM"]
+References = dict[str, "FullCache"]
+
+
+class Listener(Protocol):
+    """Who is told how far it is."""
+
+    def begin(self, doing: str) -> None:
+        """What is measured now."""
+
+    def advance(self, examples: int) -> None:
+        """So many more are done."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    model: Mapping[str, object]  # its identity
+    settings: tuple[Setting, ...]
+    tasks: Mapping[str, Bound]
+    plan: Plan  # of which policy and codecs change
+    cells: Cells
+
+    def check(self) -> None:
+        """What no policy can do is told of before anything is loaded."""
+        for setting in self.settings:
+            for bound in self.tasks.values():
+                setting.check(self.plan, bound.sizes)
+
+    def identity(self, task: str, setting: Setting) -> dict[str, object]:
+        asked = dict(self.tasks[task].identity)
+        return {"model": dict(self.model), "task": task, "asked": asked, "setting": setting.identity()}
+
+    def find(self, task: str, setting: Setting) -> Cell | None:
+        return self.cells.find(self.identity(task, setting))
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.settings) * len(self.tasks)
+
+    def missing(self, setting: Setting) -> list[str]:
+        return [task for task in self.tasks if self.find(task, setting) is None]
+
+    @property
+    def num_missing(self) -> int:
+        return sum(len(self.missing(setting)) for setting in self.settings)
+
+    @property
+    def num_examples(self) -> int:
+        """That are to be run, those of the references too."""
+        cells = sum(self.tasks[task].num_examples for setting in self.settings for task in self.missing(setting))
+        return cells + sum(self.tasks[task].num_examples for task in self._to_refer)
+
+    @property
+    def _to_refer(self) -> list[str]:
+        """Tasks with cells to come that are compared with what the full cache says."""
+        wanted = {task for setting in self.settings for task in self.missing(setting)}
+        return [task for task, bound in self.tasks.items() if bound.needs_reference and task in wanted]
+
+    def run(self, open_llm: Open, folder: Path, listener: Listener) -> None:
+        """`folder` is where references lie while they are needed."""
+        with ExitStack() as stack:
+            references: References = {}
+            for setting in self._in_order():
+                tasks = self.missing(setting) if setting in self.settings else []
+                referred = self._to_refer if setting.is_reference else []
+                if not tasks and not referred:
+                    continue
+                listener.begin(f"opening {setting.label}, {setting.amount.label}")
+                with open_llm(setting.plan(self.plan)) as llm:
+                    for task in referred:
+                        listener.begin(f"{task}: what the full cache says")
+                        references[task] = self.tasks[task].refer(llm, folder, listener.advance)
+                        stack.enter_context(closing(references[task]))
+                    self._measure(llm, setting, tasks, references, listener)
+
+    def _in_order(self) -> Sequence[Setting]:
+        """First the one that others refer to, also where it is not one of the grid."""
+        reference = next((one for one in self.settings if one.is_reference), None)
+        if reference is None and self.settings and self._to_refer:
+            amount = self.settings[0].full.amount
+            reference = Setting(Full.name, amount)
+        others = [one for one in self.settings if one != reference]
+        return others if reference is None else [reference, *others]
+
+    def _measure(self, llm: LLM, setting: Setting, tasks: Sequence[str], references: References, listener: Listener) -> None:
+        for task in tasks:
+            listener.begin(f"{task}: {setting.label}, {setting.amount.label}")
+            begun = time.perf_counter()
+            figures = self.tasks[task].measure(llm, listener.advance, references.get(task))
+            self.cells.add(Cell(self.identity(task, setting), figures, round(time.perf_counter() - begun, 3)))

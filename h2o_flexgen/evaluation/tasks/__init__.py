@@ -1,0 +1,1 @@
+"""Tasks: how one cell is measured. A file for each kind."""

@@ -1,0 +1,76 @@
+"""What a model says with a full cache, to be compared with: its tokens, and the log-probabilities of all it could have said.
+Those are many, so they lie in a file without a name, in the folder that runs offload to."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.memory.disk import OffloadFolder
+from h2o_flexgen.models.files import require_free_space
+
+VALUE_BYTES = 4  # of a log-probability in fp32
+
+
+class FullCache:
+    def __init__(self, rows: int, gen_len: int, vocab: int, folder: Path) -> None:
+        self.tokens: list[tuple[int, ...]] = [()] * rows
+        self._gen_len, self._bytes = gen_len, vocab * VALUE_BYTES
+        self._folder = OffloadFolder(folder)
+        try:
+            require_free_space(folder, rows * gen_len * self._bytes, "what the full cache says")
+            self._file = TemporaryFile(dir=folder)  # noqa: SIM115 (closed by `close`)
+        except BaseException:
+            self._folder.close()
+            raise
+
+    def put(self, row: int, number: int, logits: Tensor) -> None:
+        os.pwrite(self._file.fileno(), logits.float().log_softmax(0).numpy().tobytes(), self._place(row, number))
+
+    def logprobs(self, row: int, number: int) -> Tensor:
+        read = os.pread(self._file.fileno(), self._bytes, self._place(row, number))
+        return torch.frombuffer(bytearray(read), dtype=torch.float32)
+
+    def _place(self, row: int, number: int) -> int:
+        return (row * self._gen_len + number) * self._bytes
+
+    def close(self) -> None:
+        with closing(self._folder):
+            self._file.close()
+
+
+class Comparison:
+    """Of what somebody else says where the full cache has said its tokens."""
+
+    def __init__(self, full: FullCache, rows: int, gen_len: int) -> None:
+        self._full = full
+        self._equal = torch.zeros(rows, gen_len, dtype=torch.bool)
+        self._lost = torch.zeros(rows, gen_len, dtype=torch.float64)
+
+    def put(self, row: int, number: int, logits: Tensor) -> None:
+        said, own = self._full.logprobs(row, number).double(), logits.float().log_softmax(0).double()
+        self._equal[row, number] = int(logits.argmax()) == self._full.tokens[row][number]
+        self._lost[row, number] = torch.where(said.exp() > 0, said.exp() * (said - own), 0.0).sum()
+
+    @property
+    def equal(self) -> list[float]:
+        """Share of tokens, row by row."""
+        return self._list(self._equal.double())
+
+    @property
+    def until_first(self) -> list[float]:
+        """The same up to the first that differs. So far a free run is the same as one that is told the full cache's tokens."""
+        return self._list(self._equal.long().cumprod(1).double())
+
+    @property
+    def lost(self) -> list[float]:
+        """Nats per token."""
+        return self._list(self._lost)
+
+    def _list(self, values: Tensor) -> list[float]:
+        return [float(value) for value in values.mean(1)]

@@ -1,0 +1,127 @@
+"""Recall: facts in prose, and questions about them. A visible question is the end of the prompt, so attention has seen it when
+the first tokens are evicted; a hidden one comes behind the prompt, token by token through the cache."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from h2o_flexgen.evaluation.figures import Figure, mean, of_means
+from h2o_flexgen.evaluation.recall import RECALL_TASKS, Recall, RecallExample
+from h2o_flexgen.evaluation.tasks.task import Advance, Asked, Bound, Shown, Size, Task, in_blocks
+from h2o_flexgen.evaluation.texts import Text, checksum, start_tokens
+from h2o_flexgen.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from h2o_flexgen.evaluation.tasks.full_cache import FullCache
+    from h2o_flexgen.llm import LLM
+
+LENGTHS, DEPTHS = (256, 512, 1024), (0.0, 0.25, 0.5, 0.75, 1.0)
+EXAMPLES = 4  # of each task, length and depth
+SEVERAL_PLACES = "spread"
+
+
+@dataclass(frozen=True)
+class RecallTask(Task):
+    texts: tuple[Text, ...]  # the prose
+    lengths: tuple[int, ...] | None
+    depths: tuple[float, ...]
+    questions: tuple[str, ...]
+    examples: int
+    seed: int
+
+    name: ClassVar[str] = "recall"
+    shown: ClassVar[tuple[Shown, ...]] = (Shown("accuracy", "share of answers that are right in full", True, of_means),)
+
+    @classmethod
+    def of(cls, asked: Asked) -> RecallTask:
+        depths = DEPTHS if asked.depths is None else asked.depths
+        return cls(asked.texts, asked.lengths, depths, asked.questions, asked.examples or EXAMPLES, asked.seed)
+
+    def bind(self, llm: LLM) -> BoundRecall:
+        positions, tokenizer = llm.spec.max_positions, llm.tokenizer
+        lengths = self.lengths or tuple(length for length in LENGTHS if length <= positions) or (positions,)
+        if max(lengths) > positions:
+            raise ValueError(f"--lengths has {max(lengths)}, but {llm.name} has {positions} positions; give no more")
+        prose = "\n".join(text.content for text in self.texts)
+        made = Recall.of(prose, tokenizer.encode_more, start_tokens(tokenizer))
+        draw = random.Random(self.seed)
+        examples = tuple(
+            made.example(task, length, depth, draw)
+            for task in RECALL_TASKS
+            for length in lengths
+            for depth in self.depths
+            for _ in range(self.examples)
+        )
+        return BoundRecall(examples, self.questions)
+
+
+@dataclass(frozen=True)
+class BoundRecall(Bound):
+    examples: tuple[RecallExample, ...]
+    questions: tuple[str, ...]
+
+    @property
+    def num_examples(self) -> int:
+        return len(self.examples) * len(self.questions)
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        return tuple(
+            {(len(self._prompt(one, kind)), self._gen_len(kind)): None for kind in self.questions for one in self.examples}
+        )
+
+    @property
+    def identity(self) -> Mapping[str, object]:
+        return {"examples": checksum(self.examples), "count": len(self.examples), "questions": list(self.questions)}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        lengths = ", ".join(map(str, sorted({one.length for one in self.examples})))
+        return (f"{len(self.examples)} questions about texts of {lengths} tokens; of an answer all tokens must be right",)
+
+    def _prompt(self, example: RecallExample, kind: str) -> tuple[int, ...]:
+        return example.context + (example.question if kind == "visible" else ())
+
+    def _forced(self, example: RecallExample, kind: str) -> tuple[int, ...]:
+        return () if kind == "visible" else example.question
+
+    def _gen_len(self, kind: str) -> int:
+        """The same for all, so that a budget, which is a share of prompt and generation, is one of the example alone."""
+        return max(len(self._forced(one, kind)) + len(one.answer) for one in self.examples)
+
+    def measure(self, llm: LLM, advance: Advance, reference: FullCache | None) -> tuple[Figure, ...]:
+        return tuple(figure for kind in self.questions for figure in self._figures(self._right(llm, kind, advance), kind))
+
+    def _right(self, llm: LLM, kind: str, advance: Advance) -> list[float]:
+        right = [0.0] * len(self.examples)
+        prompts = [self._prompt(one, kind) for one in self.examples]
+        params = SamplingParams(max_tokens=self._gen_len(kind), ignore_eos=True)
+        for rows in in_blocks([len(prompt) for prompt in prompts], llm.plan.block_size):
+            forced = [self._forced(self.examples[row], kind) for row in rows]
+            done = llm.generate([prompts[row] for row in rows], params, forced=forced)
+            for row, question, completion in zip(rows, forced, done):
+                answer = self.examples[row].answer
+                right[row] = float(completion.token_ids[len(question) :][: len(answer)] == answer)
+            advance(len(rows))
+        return right
+
+    def _figures(self, right: Sequence[float], kind: str) -> list[Figure]:
+        panel = f"{kind} questions"
+        figures = [mean("accuracy", right, panel)]
+        for by in ("task", "length", "depth"):
+            groups: defaultdict[str, list[float]] = defaultdict(list)
+            for example, value in zip(self.examples, right):
+                groups[_at(getattr(example, by))].append(value)
+            figures += [mean("accuracy", values, panel, by, at) for at, values in groups.items()]
+        return figures
+
+
+def _at(value: str | int | float | None) -> str:
+    """A task, a length, a depth."""
+    if value is None:
+        return SEVERAL_PLACES
+    return f"{100 * value:g} %" if isinstance(value, float) else str(value)

@@ -1,0 +1,110 @@
+"""Task: how to measure a model under one setting. It is asked for without a model; `bind` gives it the model's tokens, before
+weights are loaded, and a Bound measures as many settings as there are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from h2o_flexgen.evaluation.figures import Figure, Relation
+from h2o_flexgen.evaluation.texts import Text
+
+if TYPE_CHECKING:
+    from h2o_flexgen.evaluation.tasks.full_cache import FullCache
+    from h2o_flexgen.llm import LLM
+
+Advance = Callable[[int], None]  # so many examples more are done
+Compare = Callable[[Sequence[float], Sequence[float]], Relation | None]
+Size = tuple[int, int]  # tokens of a prompt, and tokens behind it
+
+EXAMPLES, WINDOW, GEN_LEN = 16, 1024, 64
+QUESTIONS = ("visible", "hidden")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Of tasks: what the command line says. None: as the task and the model have it."""
+
+    texts: tuple[Text, ...] = ()
+    articles: str | None = None  # a file
+    window: int | None = None
+    examples: int | None = None
+    gen_len: int = GEN_LEN
+    questions: tuple[str, ...] = QUESTIONS
+    lengths: tuple[int, ...] | None = None
+    depths: tuple[float, ...] | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A figure that tables and pictures show."""
+
+    name: str
+    title: str
+    higher_is_better: bool
+    compare: Compare | None  # with the full cache
+
+
+class Bound(ABC):
+    """A task with the tokens of a model."""
+
+    needs_reference: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def num_examples(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def sizes(self) -> tuple[Size, ...]:
+        """Of its examples, each once."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> Mapping[str, object]:
+        """All that its figures depend on, beside model and setting."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What whoever reads its figures has to know."""
+        return ()
+
+    def refer(self, llm: LLM, folder: Path, advance: Advance) -> FullCache:
+        """With a full cache."""
+        raise AssertionError(f"{type(self).__name__} needs no reference")
+
+    @abstractmethod
+    def measure(self, llm: LLM, advance: Advance, reference: FullCache | None) -> tuple[Figure, ...]: ...
+
+
+class Task(ABC):
+    name: ClassVar[str]
+    shown: ClassVar[tuple[Shown, ...]]
+    reads_texts: ClassVar[bool] = True
+
+    @classmethod
+    @abstractmethod
+    def of(cls, asked: Asked) -> Task:
+        """Reads its files; what is wrong with them is told of here."""
+
+    @abstractmethod
+    def bind(self, llm: LLM) -> Bound: ...
+
+
+def window_of(asked: int | None, llm: LLM) -> int:
+    """Tokens."""
+    positions = llm.spec.max_positions
+    window = min(WINDOW, positions) if asked is None else asked
+    if not 4 <= window <= positions:
+        raise ValueError(f"--window is {window}, but {llm.name} has {positions} positions; give 4 to {positions}")
+    return window
+
+
+def in_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Rows that are run together: neighbours in length, so many at once."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    return [order[start : start + size] for start in range(0, len(order), size)]

@@ -1,0 +1,13 @@
+"""The table of tasks. A new one is a file beside this and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from h2o_flexgen.evaluation.tasks.agreement import Agreement
+from h2o_flexgen.evaluation.tasks.perplexity import Perplexity
+from h2o_flexgen.evaluation.tasks.recall import RecallTask
+from h2o_flexgen.evaluation.tasks.task import Task
+from h2o_flexgen.evaluation.tasks.xsum import XSum
+
+TASKS: Mapping[str, type[Task]] = {task.name: task for task in (Perplexity, RecallTask, Agreement, XSum)}

@@ -1,0 +1,132 @@
+"""Summaries: articles, each with what a good summary says, in the JSONL that H2O's authors used. Greedy, up to "###"; the first
+line is the summary, and ROUGE says how many of its words and pairs of words are those of the good one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from h2o_flexgen.commands.prompts import read_lines
+from h2o_flexgen.evaluation.figures import Figure, mean, of_means
+from h2o_flexgen.evaluation.tasks.task import Advance, Asked, Bound, Shown, Size, Task, in_blocks
+from h2o_flexgen.evaluation.texts import checksum
+from h2o_flexgen.runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from h2o_flexgen.evaluation.tasks.full_cache import FullCache
+    from h2o_flexgen.llm import LLM
+
+KINDS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
+ARTICLE, SUMMARIES = "article", ("summary_gt", "summary")
+STOP = "###"
+EXAMPLES = 100  # as many as the script of H2O's authors takes
+
+
+@dataclass(frozen=True)
+class Article:
+    text: str  # with what the model is asked to do with it
+    summary: str
+
+
+def read_articles(file: str) -> tuple[Article, ...]:
+    what = f"--articles {file}"
+    lines = read_lines(Path(file).expanduser(), "--articles")
+    return tuple(_article(line, f"{what}, line {number}") for number, line in enumerate(lines, start=1))
+
+
+def _article(line: str, where: str) -> Article:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is no JSON; mend or remove it") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f'{where} is no {{"{ARTICLE}": ..., "{SUMMARIES[0]}": ...}}; mend or remove it')
+    summary = next((name for name in SUMMARIES if name in fields), None)
+    if ARTICLE not in fields or summary is None:
+        missing = ARTICLE if ARTICLE not in fields else " or ".join(SUMMARIES)
+        raise ValueError(f"{where} has no field {missing}; add it or remove the line")
+    for name in (ARTICLE, summary):
+        if not isinstance(fields[name], str) or not fields[name].strip():
+            raise ValueError(f"{where}: the field {name} is no text; mend or remove it")
+    return Article(fields[ARTICLE], fields[summary])
+
+
+@dataclass(frozen=True)
+class XSum(Task):
+    articles: tuple[Article, ...]
+    gen_len: int
+
+    name: ClassVar[str] = "xsum"
+    shown: ClassVar[tuple[Shown, ...]] = tuple(Shown(kind, f"{title} F", True, of_means) for kind, title in KINDS.items())
+
+    reads_texts: ClassVar[bool] = False
+
+    @classmethod
+    def of(cls, asked: Asked) -> XSum:
+        if find_spec("rouge_score") is None:
+            raise ValueError(f"{cls.name} needs rouge-score; install it, or the extra [eval]: pip install -e '.[eval]'")
+        if asked.articles is None:
+            raise ValueError(f"{cls.name} needs articles and their summaries; give --articles FILE.jsonl")
+        return cls(read_articles(asked.articles)[: asked.examples or EXAMPLES], asked.gen_len)
+
+    def bind(self, llm: LLM) -> BoundXSum:
+        room = llm.spec.max_positions + 1 - self.gen_len
+        if room < 1:
+            raise ValueError(f"--gen-len is {self.gen_len}, but {llm.name} has {llm.spec.max_positions} positions; give fewer")
+        prompts = [llm.tokenizer.encode(article.text) for article in self.articles]
+        short = tuple(tuple(prompt[max(0, len(prompt) - room) :]) for prompt in prompts)  # the end says what is to be done
+        cut = sum(len(prompt) > room for prompt in prompts)
+        return BoundXSum(short, tuple(article.summary for article in self.articles), self.gen_len, cut, room)
+
+
+@dataclass(frozen=True)
+class BoundXSum(Bound):
+    prompts: tuple[tuple[int, ...], ...]
+    summaries: tuple[str, ...]
+    gen_len: int
+    cut: int  # prompts that were too long
+    room: int  # tokens of a prompt
+
+    @property
+    def num_examples(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        return tuple({(len(prompt), self.gen_len): None for prompt in self.prompts})
+
+    @property
+    def identity(self) -> Mapping[str, object]:
+        return {"articles": checksum(self.prompts, self.summaries), "count": len(self.prompts), "gen_len": self.gen_len}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        first = f"{len(self.prompts)} articles, up to {self.gen_len} tokens for each summary"
+        where = f"the model's positions have room for: their first tokens are left out, down to {self.room}"
+        return (first, f"{self.cut} of {len(self.prompts)} articles are longer than {where}") if self.cut else (first,)
+
+    def measure(self, llm: LLM, advance: Advance, reference: FullCache | None) -> tuple[Figure, ...]:
+        texts = [""] * len(self.prompts)
+        params = SamplingParams(max_tokens=self.gen_len, stop=STOP)
+        for rows in in_blocks([len(prompt) for prompt in self.prompts], llm.plan.block_size):
+            for row, completion in zip(rows, llm.generate([self.prompts[row] for row in rows], params)):
+                texts[row] = completion.text
+            advance(len(rows))
+        return rouge([first_line(text) for text in texts], self.summaries)
+
+
+def first_line(text: str) -> str:
+    """That says anything."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def rouge(texts: list[str], summaries: tuple[str, ...]) -> tuple[Figure, ...]:
+    from rouge_score.rouge_scorer import RougeScorer  # the extra [eval]
+
+    scorer = RougeScorer(list(KINDS), use_stemmer=True)
+    scores = [scorer.score(summary, text) for text, summary in zip(texts, summaries)]
+    return tuple(mean(kind, [score[kind].fmeasure for score in scores]) for kind in KINDS)

@@ -1,0 +1,70 @@
+"""Texts that a model is measured on: read from files, turned into tokens, cut into windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+from h2o_flexgen.demo import held_out_prose
+from h2o_flexgen.runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Text:
+    name: str
+    content: str
+
+    @classmethod
+    def read(cls, file: str) -> Text:
+        try:
+            content = Path(file).expanduser().read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"text {file} cannot be read ({error.strerror})") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"text {file} is not UTF-8 text (byte {error.start})") from error
+        if not content.strip():
+            raise ValueError(f"text {file} is empty; give a file with a text in it")
+        return cls(file, content)
+
+    @classmethod
+    def held_out(cls) -> Text:
+        """Prose that comes with the package; its own models have never seen it."""
+        return cls("of the package", held_out_prose())
+
+
+@dataclass(frozen=True)
+class Windows:
+    ids: tuple[tuple[int, ...], ...]
+    of_texts: int  # windows that the texts have; `ids` may be fewer
+
+
+def start_tokens(tokenizer: Tokenizer) -> list[int]:
+    """What every text begins with."""
+    text = "a text"
+    whole, plain = tokenizer.encode(text), tokenizer.encode_more(text)
+    begun = len(whole) - len(plain)
+    return whole[:begun] if whole[begun:] == plain else []
+
+
+def windows(texts: Sequence[Text], tokenizer: Tokenizer, length: int, count: int) -> Windows:
+    """Whole windows that do not overlap, `count` of them at most, evenly over all texts; each begins as a text does."""
+    start = start_tokens(tokenizer)
+    own = length - len(start)
+    found = []
+    for text in texts:
+        ids = tokenizer.encode_more(text.content)
+        if len(ids) < own:
+            raise ValueError(
+                f"text {text.name} has {len(ids) + len(start)} tokens, but a window takes {length}; "
+                "give a longer text or a shorter --window"
+            )
+        found += [(*start, *ids[place : place + own]) for place in range(0, len(ids) - own + 1, own)]
+    taken = min(count, len(found))
+    return Windows(tuple(found[place * len(found) // taken] for place in range(taken)), len(found))
+
+
+def checksum(*parts: object) -> str:
+    """Of what is measured on."""
+    return blake2b(repr(parts).encode(), digest_size=8).hexdigest()

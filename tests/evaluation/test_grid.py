@@ -1,0 +1,91 @@
+"""The grid: which settings there are, what each asks of its policy, and what none of them can hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from h2o_flexgen.evaluation.grid import Grid, Setting, Share, Size
+from h2o_flexgen.kv.policies import POLICIES
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload import Batch
+
+EVICTING = sorted(name for name in POLICIES if name != "full")
+
+
+def labels(grid: Grid) -> list[str]:
+    return [f"{setting.label} {setting.amount.label}" for setting in grid.settings]
+
+
+def test_where_all_is_kept_the_full_cache_is_run_once_for_all_policies() -> None:
+    grid = Grid(("h2o", "full", "local"), (Share(20), Share(100), Share(50)))
+    assert labels(grid) == ["full 100 %", "h2o 20 %", "h2o 50 %", "local 20 %", "local 50 %"]
+    assert labels(Grid(("h2o",), (Size(8), Size(None)))) == ["full full", "h2o 8"]
+
+
+def test_the_full_cache_is_not_run_where_nobody_asks_for_it() -> None:
+    assert labels(Grid(("h2o",), (Share(20),))) == ["h2o 20 %"]
+    assert labels(Grid(("full", "h2o"), (Share(20),))) == ["full 100 %", "h2o 20 %"]
+
+
+def test_every_number_of_bits_has_settings_of_its_own() -> None:
+    grid = Grid(("full", "h2o"), (Share(20),), kv_codecs=("plain", "group4"), weight_codecs=("plain", "group8"))
+    assert labels(grid) == [
+        "full 100 %",
+        "h2o 20 %",
+        "full, KV 4 bits 100 %",
+        "h2o, KV 4 bits 20 %",
+        "full, weights 8 bits 100 %",
+        "h2o, weights 8 bits 20 %",
+        "full, KV 4 bits, weights 8 bits 100 %",
+        "h2o, KV 4 bits, weights 8 bits 20 %",
+    ]
+    plan = grid.settings[-1].plan(Plan(gpu_batch_size=7))
+    assert (plan.kv_codec, plan.weight_codec, plan.kv_policy, plan.gpu_batch_size) == ("group4", "group8", "h2o", 7)
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+@pytest.mark.parametrize("slots", [8, 13])
+def test_a_size_is_what_the_policy_then_holds(policy: str, slots: int) -> None:
+    made = Setting(policy, Size(slots)).plan(Plan()).policy
+    assert made.slots(Batch((0,), (100,)), 50).counts(1) == (slots,)
+
+
+@pytest.mark.parametrize("policy", EVICTING)
+def test_a_share_is_one_of_prompt_and_generation(policy: str) -> None:
+    made = Setting(policy, Share(20)).plan(Plan()).policy
+    place_of_the_newest = policy == "h2o-flexgen"
+    assert made.slots(Batch((0,), (100,)), 50).counts(1) == (30 - place_of_the_newest,)
+
+
+def test_half_of_a_size_is_heavy_and_half_recent() -> None:
+    options = Setting("h2o", Size(64)).options
+    assert (options.heavy, options.recent) == (32, 32)
+
+
+def test_an_option_goes_to_the_policies_that_take_it_and_shows_in_their_rows() -> None:
+    grid = Grid(("full", "h2o", "local", "streaming"), (Size(12),), beside=(("sinks", 2), ("hh_prompt_only", True)))
+    assert [setting.label for setting in grid.settings] == [
+        "full",
+        "h2o, sinks 2, hh-prompt-only",
+        "local, hh-prompt-only",
+        "streaming, sinks 2, hh-prompt-only",
+    ]
+    for setting in grid.settings[1:]:
+        assert setting.plan(Plan()).policy.slots(Batch((0,), (100,)), 50).counts(1) == (12,)
+
+
+@pytest.mark.parametrize(("policy", "amount"), [("streaming", Size(4)), ("snapkv", Size(1)), ("h2o", Share(1))])
+def test_what_a_policy_cannot_hold_is_refused_with_its_place_in_the_grid(policy: str, amount: Share | Size) -> None:
+    with pytest.raises(ValueError, match=f"this is {policy} at {amount.label}; leave one of them out"):
+        Setting(policy, amount).check(Plan(), [(40, 10)])
+
+
+@pytest.mark.parametrize("percent", [0, -5, 100.5, float("nan")])
+def test_a_share_is_above_nothing_and_at_most_all(percent: float) -> None:
+    with pytest.raises(ValueError, match="give above 0 and at most 100"):
+        Share(percent)
+
+
+def test_a_size_is_one_slot_or_more() -> None:
+    with pytest.raises(ValueError, match="a KV size of 0 slots is not possible"):
+        Size(0)

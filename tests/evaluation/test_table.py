@@ -1,0 +1,71 @@
+"""Tables and pictures of cells that are made up."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from h2o_flexgen.evaluation.cells import Cell
+from h2o_flexgen.evaluation.figures import Figure, mean
+from h2o_flexgen.evaluation.grid import Grid, Share
+from h2o_flexgen.evaluation.picture import draw_quality
+from h2o_flexgen.evaluation.table import Results, details, tables
+from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity, Perplexity
+from h2o_flexgen.evaluation.tasks.recall import RecallTask
+from h2o_flexgen.runtime.tokenizer import ByteTokenizer
+
+GRID = Grid(("full", "h2o", "local"), (Share(100), Share(5), Share(20)))
+BOUND = BoundPerplexity(((1, 2, 3, 4),), 1, 9, ByteTokenizer(300))
+KINDS = ("visible questions", "hidden questions")
+
+
+def results() -> tuple[Results, ...]:
+    losses = {("full", 100): (1.0, 1.2), ("h2o", 20): (1.1, 1.3), ("h2o", 5): (1.5, 1.7), ("local", 20): (2.0, 2.2)}
+    settings = {(one.policy, -one.amount.order): one for one in GRID.settings}
+    perplexity, recall = {}, {}
+    for place, values in losses.items():
+        figure = Figure("perplexity", sum(values), 0.25, 2, examples=values)
+        perplexity[settings[place]] = Cell({}, (figure,), 1.0)
+        right = [1.0, 0.0, place[1] / 100, 1.0]
+        figures = [mean("accuracy", right, kind) for kind in KINDS]
+        figures += [mean("accuracy", right[:2], KINDS[0], "depth", at) for at in ("0 %", "50 %")]
+        recall[settings[place]] = Cell({}, tuple(figures), 1.0)
+    return (
+        Results("perplexity", Perplexity.shown, BOUND, perplexity),
+        Results("recall", RecallTask.shown, BOUND, recall),
+    )
+
+
+def test_a_table_has_a_row_per_policy_a_column_per_budget_and_relations_to_the_full_cache() -> None:
+    lines = list(tables(results()))
+    assert lines[:12] == [
+        "## perplexity",
+        "",
+        "1 of 9 windows of 4 tokens, of which the last 3 are scored.",
+        "",
+        "**perplexity per token (lower is better)**",
+        "",
+        "| policy | 100 % | 20 % | 5 % |",
+        "|---|---|---|---|",
+        "| full | 2.2 ± 0.25 | - | - |",
+        "| h2o | 2.2 ± 0.25 | 2.4 ± 0.25 (x 1.105) | 3.2 ± 0.25 (x 1.649) |",
+        "| local | 2.2 ± 0.25 | 4.2 ± 0.25 (x 2.718) | - |",
+        "",
+    ]
+    assert sum(line.startswith("**share of answers") for line in lines) == 2
+    assert "| h2o | 0.75 ± 0.25 | 0.55 ± 0.26 (x 0.7333) | 0.5125 ± 0.28 (x 0.6833) |" in lines
+
+
+def test_details_tell_figures_by_kind_of_example() -> None:
+    lines = list(details(results()))
+    assert lines[2] == "| policy and depth | 0 % | 50 % |"
+    assert lines[4] == "| full, 100 % | 0.5 (2) | 0.5 (2) |"
+    assert len(lines) == 9
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    draw_quality(results(), tmp_path / "picture.png", "made up")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
