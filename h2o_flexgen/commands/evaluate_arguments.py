@@ -144,7 +144,7 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     add("--lengths", metavar="TOKENS", help=lengths)
     add("--depths", metavar="PERCENT", help="recall: where the answer stands; 0 is the beginning (default: 0,25,50,75,100)")
     add("--seed", type=int, default=0, metavar="N", help="recall: of the questions")
-    share = f"at one budget (default: {STUDY_BUDGET.label})"
+    share = f"at one budget (default: {STUDY_BUDGET.percent:g})"
     studies = f"instead of tasks: where attention goes over the first window of the text, and who is kept {share}"
     add("--study", choices=STUDIES, help=studies)
 

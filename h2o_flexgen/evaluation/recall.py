@@ -33,6 +33,7 @@ wave whale wife wind window winter woman wood word world writing year youth"""
 NAMES, WORDS = tuple(NAMED.split()), tuple(WRITTEN.split())
 DIGITS = "0123456789"
 EXAMPLES_OF_A_KIND = 3  # of classify
+ASKING = 32  # tokens that are left for question and answer: the same in all examples, of which one may need more than another
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ class Recall:
         placed = [(depth if len(asked.notes) == 1 else draw.random(), note) for note in asked.notes]
         placed += [(draw.random(), note) for fact in others for note in fact.notes]
         notes = [(place, self.encode("".join(piece.text for piece in note))) for place, note in placed]
-        fixed = len(self.start) + sum(len(ids) for _, ids in notes) + len(question) + len(answer)
+        asking = max(ASKING, len(question) + len(answer))
+        fixed = len(self.start) + sum(len(ids) for _, ids in notes) + asking
         if fixed > length:
             raise ValueError(f"{task} needs {fixed} tokens, but its length is {length}; ask for longer texts")
         context = [*self.start, *self._scattered(notes, length - fixed, draw)]

@@ -1,9 +1,9 @@
-"""Attention sinks. A head that finds nothing must look somewhere; large models have learned to look at the first token then, which says
-nothing, and so what they do look at stands out. Models this small spread such looks over the whole text; here the first token
-is made the place for them, in every head, and training goes on from there.
+"""Attention sinks. A head that finds nothing must look somewhere; large models have learned to look at the first token then,
+which says nothing, and so what they do look at stands out. Models this small spread such looks over the whole text; here the
+first token is made the place for them, in every head, and training goes on from there.
 
-In every layer the first token's state is always the same. Its key is made to meet what the biases give to all queries, in the pair of
-values that hardly turns, and its value is set to nothing.
+In every layer the first token's state is always the same. Its key is made to meet what the biases give to all queries, in the
+pair of values that hardly turns, and its value is set to nothing.
 """
 
 from __future__ import annotations
