@@ -1,0 +1,33 @@
+"""The models of the package: they open by name, write words, and are small enough to travel."""
+
+from __future__ import annotations
+
+import pytest
+
+from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.demo import ARCHITECTURES, DEMO, demo_folder, held_out_prose
+
+NAMES = [f"{DEMO}-{architecture}" for architecture in ARCHITECTURES]
+LARGEST_BYTES = {"demo-llama": 12_000_000, "demo-opt": 4_000_000, "demo-neox": 4_000_000}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_demo_model_writes_words_of_english(name: str) -> None:
+    words = set(held_out_prose().lower().split())
+    with LLM(name, gpu_batch_size=2, dtype="float32") as llm:
+        texts = llm.generate(["The old man looked at the", '"I do not know," said'], SamplingParams(max_tokens=24))
+    said = [word for text in texts for word in text.text.lower().split()[:-1]]  # the last one may be cut
+    assert len(said) >= 20
+    assert sum(word in words for word in said) / len(said) > 0.7
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_demo_model_is_small_enough_to_travel(name: str) -> None:
+    folder = demo_folder(name)
+    assert folder is not None
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= LARGEST_BYTES[name]
+
+
+def test_demo_alone_is_the_first_of_them() -> None:
+    assert demo_folder(DEMO) == demo_folder(NAMES[0])
+    assert demo_folder("facebook/opt-1.3b") is None
