@@ -70,6 +70,7 @@ def _asked(args: Namespace) -> Asked:
         questions=args.questions,
         lengths=args.lengths,
         depths=args.depths,
+        mentions=args.mentions,
         seed=args.seed,
     )
 

@@ -22,7 +22,7 @@ from h2o_flexgen.commands.flags import (
 )
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.evaluation.grid import WHOLE_TEXT, Amount, Grid, Share, Size
-from h2o_flexgen.evaluation.tasks.task import EXAMPLES, GEN_LEN, QUESTIONS, WINDOW
+from h2o_flexgen.evaluation.tasks.task import EXAMPLES, GEN_LEN, MENTIONS, QUESTIONS, WINDOW
 from h2o_flexgen.evaluation.tasks.tasks import TASKS
 from h2o_flexgen.evaluation.tasks.xsum import XSum
 from h2o_flexgen.kv.full import Full
@@ -78,7 +78,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args.questions = QUESTIONS if args.question == BOTH else (args.question,)
     args.lengths = None if args.lengths is None else _numbers("--lengths", args.lengths, int, 1, None)
     args.depths = None if args.depths is None else _depths(args.depths)
-    for flag in ("window", "examples", "gen_len"):
+    for flag in ("window", "examples", "gen_len", "mentions"):
         value = getattr(args, flag)
         if value is not None and value < 1:
             raise ValueError(f"--{flag.replace('_', '-')} is {value}; give 1 or more")
@@ -143,6 +143,8 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     lengths = "recall: of texts, with commas (default: 256,512,1024, as far as the model has positions)"
     add("--lengths", metavar="TOKENS", help=lengths)
     add("--depths", metavar="PERCENT", help="recall: where the answer stands; 0 is the beginning (default: 0,25,50,75,100)")
+    mentions = "recall: how often a note says its fact; accumulated attention keeps what a text comes back to"
+    add("--mentions", type=int, default=MENTIONS, metavar="N", help=mentions)
     add("--seed", type=int, default=0, metavar="N", help="recall: of the questions")
     share = f"at one budget (default: {STUDY_BUDGET.percent:g})"
     studies = f"instead of tasks: where attention goes over the first window of the text, and who is kept {share}"

@@ -1,7 +1,8 @@
 """Recall tasks: facts noted somewhere in prose, and a question behind it whose answer stands in one of them.
 
 Every answer is of several tokens: the first is decided by the prompt, which is attended as a whole under every policy; only the
-others show what the cache has kept. A note says its fact and says it again, as a passkey in prose always did.
+others show what the cache has kept. A note says its fact and says it again, as a passkey in prose always did; it may go on
+saying it, for what a text comes back to is what accumulated attention keeps.
 
     passkey   one number:            The pass key is 4 7 1 9 3. Remember: the pass key is 4 7 1 9 3.
     lookup    keys and their values: Note: Anna river lamp stone. Remember: Anna river lamp stone.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Encode = Callable[[str], list[int]]  # of text that stands behind other text
 
@@ -49,6 +50,13 @@ class Fact:
     notes: tuple[tuple[Piece, ...], ...]
     question: str
     answer: str
+
+    def said(self, mentions: int) -> Fact:
+        """As often; but one of several notes is an example, and stands alone."""
+        if len(self.notes) > 1:
+            return self
+        *first, again = self.notes[0]
+        return replace(self, notes=((*first, *[again] * (mentions - 1)),))
 
 
 def _noted(says: str, again: str, question: str, answer: str) -> Fact:
@@ -107,6 +115,7 @@ RECALL_TASKS: Mapping[str, Callable[[random.Random], tuple[Fact, ...]]] = {
 class RecallExample:
     task: str
     length: int  # tokens that were asked for: of context, question and answer together, at most
+    mentions: int  # of what was noted once
     depth: float | None  # where the answer was noted: 0 is the beginning; None where it stands at several places
     context: tuple[int, ...]
     question: tuple[int, ...]
@@ -128,9 +137,9 @@ class Recall:
             raise ValueError("the prose for the recall tasks is empty; give a text file with sentences in it")
         return cls(encode, tuple(start), sentences)
 
-    def example(self, task: str, length: int, depth: float, draw: random.Random) -> RecallExample:
+    def example(self, task: str, length: int, depth: float, draw: random.Random, mentions: int = 2) -> RecallExample:
         """The fact that is asked for stands at `depth`, its notes spread where it has several; the others anywhere."""
-        facts = RECALL_TASKS[task](draw)
+        facts = tuple(fact.said(mentions) for fact in RECALL_TASKS[task](draw))
         asked, others = facts[0], facts[1:]
         question, answer = self.encode(asked.question), self.encode(asked.answer)
         placed = [(depth if len(asked.notes) == 1 else draw.random(), note) for note in asked.notes]
@@ -139,10 +148,10 @@ class Recall:
         asking = max(ASKING, len(question) + len(answer))
         fixed = len(self.start) + sum(len(ids) for _, ids in notes) + asking
         if fixed > length:
-            raise ValueError(f"{task} needs {fixed} tokens, but its length is {length}; ask for longer texts")
+            raise ValueError(f"{task} needs {fixed} tokens, but its length is {length}; ask for longer texts or fewer mentions")
         context = [*self.start, *self._scattered(notes, length - fixed, draw)]
         single = len(asked.notes) == 1
-        return RecallExample(task, length, depth if single else None, tuple(context), tuple(question), tuple(answer))
+        return RecallExample(task, length, mentions, depth if single else None, tuple(context), tuple(question), tuple(answer))
 
     def _scattered(self, notes: list[tuple[float, list[int]]], room: int, draw: random.Random) -> list[int]:
         """The notes among as much prose as there is room for, each behind its share of it."""

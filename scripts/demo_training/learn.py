@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from demo_training.rows import AGAIN, ANSWER, PROSE, Row, RowMaker
-from demo_training.sinks import add_sinks
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class Stage:
 
 STAGES = (Stage(0.0, 256, 4096, 0.15), Stage(0.25, 512, 4096, 0.05), Stage(0.5, 1024, 8192, 0.05))
 WARM_UP = 0.02  # of the time
-SINKS = 0.6  # where attention sinks are put in
 COOL_DOWN = 0.4
 CLIP = 1.0
 CHECKED_ROWS = 8
@@ -69,14 +67,11 @@ def learn(model: PreTrainedModel, maker: RowMaker, settings: Settings, on_point:
     """The clock decides: rates and lengths follow the share of the minutes that is over."""
     model.to(settings.device).train()
     optimizers = _optimizers(model, settings)
-    started, step, tokens, has_sinks = time.monotonic(), 0, 0, False
+    started, step, tokens = time.monotonic(), 0, 0
     with ThreadPoolExecutor(1) as pool:
         rows = _rows(pool, maker, lambda: _progress(started, settings))
         for batch in rows:
             progress = _progress(started, settings)
-            if progress >= SINKS and not has_sinks and isinstance(model, LlamaForCausalLM):
-                add_sinks(model, torch.tensor([row.tokens for row in batch], device=settings.device))
-                has_sinks = True
             for optimizer, rate in optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate * rate_at(progress)

@@ -38,7 +38,6 @@ def _llama(vocab: int) -> PretrainedConfig:
         num_key_value_heads=2,
         head_dim=64,
         rope_theta=100_000.0,
-        attention_bias=True,
         max_position_embeddings=POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=0,

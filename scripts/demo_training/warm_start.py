@@ -23,22 +23,32 @@ FAST, SLOW = 0.05, 0.0015  # radians a position: what tells neighbours apart, an
 CONTRAST = 60.0  # between the token before and this one, before it is scaled
 MATCH = 14.0  # of a token with itself, scaled
 BEFORE, SAID = 0.3, 0.6  # how loud the two layers write
+ALIKE = 0.01  # heads of a group differ by this, or they would stay the same for ever
 
 
 @dataclass(frozen=True)
 class Head:
-    """Its own rows of the projections, and its own columns of what it writes: views."""
+    """A KV head with its queries: their rows of the projections, and their columns of what is written; views."""
 
-    query: Tensor  # (size, width)
-    key: Tensor
+    query: Tensor  # (queries * size, width)
+    key: Tensor  # (size, width)
     value: Tensor
-    out: Tensor  # (width, size)
+    out: Tensor  # (width, queries * size)
     query_bias: Tensor | None = None
     key_bias: Tensor | None = None
 
     @property
     def size(self) -> int:
-        return len(self.query)
+        return len(self.key)
+
+    @property
+    def queries(self) -> list[Tensor]:
+        """All of a group look at the same: what they look at adds up, and stands out in the scores of the KV head."""
+        return list(self.query.split(self.size))
+
+    def write(self, what: Tensor) -> None:
+        """what (width, size): a part by each of the queries."""
+        self.out.copy_(what.repeat(1, len(self.queries)) / len(self.queries))
 
 
 def warm_start(model: PreTrainedModel, seed: int) -> None:
@@ -58,16 +68,16 @@ def warm_start(model: PreTrainedModel, seed: int) -> None:
         before = kind.heads(0)[0]
         kind.look_at_the_token_before(before)
         before.value.copy_(seen)
-        before.out.copy_(BEFORE * told.T)
+        before.write(BEFORE * told.T)
         places = kind.still
         gain = (MATCH * math.sqrt(size) / (0.9 * len(places))) ** 0.5
         for head in kind.heads(1):
             rows, said = torch.randperm(size, generator=draw)[: len(places)], _orthonormal(size, width, draw)
-            for weight, what in ((head.key, told), (head.query, seen)):
-                weight.zero_()
+            for weight, what in ((head.key, told), *((query, seen) for query in head.queries)):
+                weight.normal_(0, ALIKE, generator=draw)
                 weight[places] = gain * what[rows]
             head.value.copy_(said)
-            head.out.copy_(SAID * said.T)
+            head.write(SAID * said.T)
 
 
 class _Llama:
@@ -86,14 +96,11 @@ class _Llama:
         self.table[:, 0] = CONSTANT
 
     def heads(self, layer: int) -> list[Head]:
-        """The first query head of every KV head."""
         own, size = self.layers[layer].self_attn, self.size
         found = []
         for place in range(len(own.k_proj.weight) // size):
-            kv, query = (
-                slice(place * size, (place + 1) * size),
-                slice(place * self.group * size, (place * self.group + 1) * size),
-            )
+            kv = slice(place * size, (place + 1) * size)
+            query = slice(kv.start * self.group, kv.stop * self.group)
             weights = own.q_proj.weight[query], own.k_proj.weight[kv], own.v_proj.weight[kv]
             found.append(Head(*weights, own.o_proj.weight[:, query]))
         return found
@@ -104,10 +111,11 @@ class _Llama:
         behind_the_norm = CONSTANT / ((CONSTANT**2 + SPREAD**2 * (width - 1)) / width) ** 0.5
         gain = (CONTRAST / (fast * (1 - torch.cos(self.angles))).sum()) ** 0.5 / behind_the_norm
         head.key.zero_()
-        head.query.zero_()
         head.key[:half, 0] = fast * gain
-        head.query[:half, 0] = fast * gain * torch.cos(self.angles)
-        head.query[half:, 0] = -fast * gain * torch.sin(self.angles)
+        for query in head.queries:
+            query.zero_()
+            query[:half, 0] = fast * gain * torch.cos(self.angles)
+            query[half:, 0] = -fast * gain * torch.sin(self.angles)
 
 
 class _NeoX:

@@ -30,6 +30,7 @@ class RecallTask(Task):
     lengths: tuple[int, ...] | None
     depths: tuple[float, ...]
     questions: tuple[str, ...]
+    mentions: int
     examples: int
     seed: int
 
@@ -39,7 +40,8 @@ class RecallTask(Task):
     @classmethod
     def of(cls, asked: Asked) -> RecallTask:
         depths = DEPTHS if asked.depths is None else asked.depths
-        return cls(asked.texts, asked.lengths, depths, asked.questions, asked.examples or EXAMPLES, asked.seed)
+        examples = asked.examples or EXAMPLES
+        return cls(asked.texts, asked.lengths, depths, asked.questions, asked.mentions, examples, asked.seed)
 
     def bind(self, llm: LLM) -> BoundRecall:
         positions, tokenizer = llm.spec.max_positions, llm.tokenizer
@@ -50,7 +52,7 @@ class RecallTask(Task):
         made = Recall.of(prose, tokenizer.encode_more, start_tokens(tokenizer))
         draw = random.Random(self.seed)
         examples = tuple(
-            made.example(task, length, depth, draw)
+            made.example(task, length, depth, draw, self.mentions)
             for task in RECALL_TASKS
             for length in lengths
             for depth in self.depths
@@ -81,7 +83,10 @@ class BoundRecall(Bound):
     @property
     def notes(self) -> tuple[str, ...]:
         lengths = ", ".join(map(str, sorted({one.length for one in self.examples})))
-        return (f"{len(self.examples)} questions about texts of {lengths} tokens; of an answer all tokens must be right",)
+        facts = f"facts said {self.examples[0].mentions} times"
+        return (
+            f"{len(self.examples)} questions about texts of {lengths} tokens, {facts}; of an answer all tokens must be right",
+        )
 
     def _prompt(self, example: RecallExample, kind: str) -> tuple[int, ...]:
         return example.context + (example.question if kind == "visible" else ())

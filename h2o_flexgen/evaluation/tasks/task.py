@@ -23,6 +23,8 @@ Size = tuple[int, int]  # tokens of a prompt, and tokens behind it
 EXAMPLES, WINDOW, GEN_LEN = 16, 1024, 64
 QUESTIONS = ("visible", "hidden")
 
+MENTIONS = 2
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -36,6 +38,7 @@ class Asked:
     questions: tuple[str, ...] = QUESTIONS
     lengths: tuple[int, ...] | None = None
     depths: tuple[float, ...] | None = None
+    mentions: int = MENTIONS
     seed: int = 0
 
 
