@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +283,8 @@ def test_a_model_that_says_the_summary_has_it_all(llm: LLM, tiny_llama: Path, tm
     pytest.importorskip("rouge_score")
     bound = XSum.of(Asked(articles=articles(tmp_path, (2, 5, 3)), gen_len=12)).bind(llm)
     said = [one.text for one in llm.generate(bound.prompts, SamplingParams(max_tokens=12, stop="###"))]
-    own = type(bound)(bound.prompts, tuple(map(first_line, said)), 12, 0, 1000)
+    own = replace(bound, summaries=tuple(map(first_line, said)))
+    assert own.identity != bound.identity != replace(bound, eos_ids=frozenset({5})).identity
     (found,) = figures(own, tiny_llama, tmp_path, Setting("full", Share(100)))
     wordy = [bool(first_line(text).strip()) and any(letter.isalnum() and letter.isascii() for letter in text) for text in said]
     assert found["rouge1"].examples == tuple(map(float, wordy))
