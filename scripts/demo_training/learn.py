@@ -30,7 +30,6 @@ WARM_UP = 0.02  # of the time
 SINKS = 0.6  # where attention sinks are put in
 COOL_DOWN = 0.4
 CLIP = 1.0
-CHECKED_ROWS = 8
 
 
 @dataclass(frozen=True)
