@@ -204,6 +204,12 @@ def test_recall_has_as_many_questions_of_each_kind_and_the_same_for_the_same_see
     assert bound_recall(llm, text, questions=("hidden",)).identity != bound.identity
 
 
+def test_texts_that_leave_no_positions_for_their_answers_are_refused(llm: LLM, text: Text) -> None:
+    task = RecallTask.of(Asked(texts=(text,), lengths=(llm.spec.max_positions,)))
+    with pytest.raises(ValueError, match=r"texts of 1024 tokens need 1\d+ positions .* has 1024; give shorter --lengths"):
+        task.bind(llm)
+
+
 def test_an_answer_is_right_if_greedy_decoding_says_it(
     llm: LLM, hf_model: Any, text: Text, tiny_llama: Path, tmp_path: Path
 ) -> None:
