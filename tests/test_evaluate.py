@@ -272,6 +272,7 @@ def test_a_study_is_of_one_budget_and_one_number_of_bits(command: Any) -> None:
         (("--lengths", "0"), "--lengths has 0; give 1 or more"),
         (("--fresh",), "--fresh is about the cells that --output keeps"),
         (("--text", "nowhere.txt"), "text nowhere.txt cannot be read (No such file or directory)"),
+        (("--articles", "some.jsonl", "--tasks", "recall"), "--articles is about xsum, and --tasks has recall"),
         (("--tasks", "xsum"), "xsum needs articles and their summaries; give --articles"),
         (("--output", "{text}"), "cannot be written (File exists); give another folder"),
     ],

@@ -65,6 +65,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.gpu_batch_size = DEMO_BATCH if args.gpu_batch_size is None else args.gpu_batch_size
     usual, tasks = USUAL_TASKS if args.articles is None else XSum.name, args.tasks
     args.tasks = _names("--tasks", usual if tasks is None else tasks, TASKS)
+    if args.articles is not None and XSum.name not in args.tasks:
+        raise ValueError(f"--articles is about {XSum.name}, and --tasks has {', '.join(args.tasks)}; add it, or leave one out")
     for flag, codec, here in (("cache", args.kv_codec, "--kv-bits"), ("weight", args.weight_codec, "--weight-bits")):
         if codec != PLAIN:
             raise ValueError(f"--compress-{flag} is a part of the grid here; say {here}, also for several side by side")
