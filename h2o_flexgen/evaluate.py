@@ -49,8 +49,10 @@ def _run(args: Namespace, words: Sequence[str]) -> None:
     tasks = {name: TASKS[name].of(_asked(args)) for name in args.tasks}
     output = open_output(args.output)
     chosen = choose_model(args.model, args.path, args.dummy_weights)
-    evaluation, machine, offload_folder = _bound(args, chosen, tasks, Cells(output, args.fresh))
+    evaluation, machine, offload_folder = _bound(args, chosen, tasks, Cells(output))
     evaluation.check()
+    if args.fresh:  # not before: a command that is refused costs nobody his cells
+        evaluation.cells.forget()
     _announce(evaluation, output)
     _fill(args, chosen, evaluation, offload_folder, output)
     report = Report(chosen.name, tuple(words), machine, evaluation, tasks)

@@ -314,9 +314,8 @@ class LLM:
 
             engine.trim()
             for one in run_blocks(workload, size, rows, run, on_shrink or _warn):
-                runs[-1:] = [
-                    earlier.without_trace() for earlier in runs[-1:]
-                ]  # a long job has many blocks: the last one's trace is kept
+                if runs:  # a long job has many blocks: the last one's trace is kept
+                    runs[-1] = runs[-1].without_trace()
                 runs.append(one)
         self.stats = self._measured([row for rows in groups for row in rows], runs)
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from demo_training.tokenizer import START, learn_tokenizer
 from demo_training.warm_start import warm_start
 from safetensors.torch import load_file
 
-from h2o_flexgen.evaluation.recall import Recall
+from h2o_flexgen.evaluation.recall import RECALL_TASKS, Recall
 
 VOCAB = 4096
 HELD_OUT_CHARACTERS = 9000  # of every book
@@ -73,8 +75,6 @@ def train(args: argparse.Namespace) -> None:
 
 def save(model: torch.nn.Module, folder: Path, curve: Sequence[Point]) -> None:
     """In 16 bits: what travels is half as large, and bfloat16 is what it learned in."""
-    from copy import deepcopy
-
     copy = deepcopy(model).to("cpu", torch.bfloat16)
     copy.save_pretrained(str(folder))  # type: ignore[operator]
     (folder / "curve.json").write_text("\n".join(json.dumps(as_json(point)) for point in curve) + "\n", encoding="utf-8")
@@ -88,10 +88,6 @@ def _take_weights(model: torch.nn.Module, folder: Path) -> None:
 
 def _tasks_text(prose: str, seed: int) -> str:
     """Facts and questions alone: their words and digits become tokens too."""
-    import random
-
-    from h2o_flexgen.evaluation.recall import RECALL_TASKS
-
     draw = random.Random(seed)
     facts = [fact for _ in range(2000) for make in RECALL_TASKS.values() for fact in make(draw)]
     return "".join("".join(piece.text for note in fact.notes for piece in note) + fact.question + fact.answer for fact in facts)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.demo import ARCHITECTURES, DEMO, demo_folder, held_out_prose
+from h2o_flexgen.models.hub import resolve_model
 
 NAMES = [f"{DEMO}-{architecture}" for architecture in ARCHITECTURES]
 LARGEST_BYTES = {"demo-llama": 12_000_000, "demo-opt": 4_000_000, "demo-neox": 4_000_000}
@@ -31,3 +34,10 @@ def test_a_demo_model_is_small_enough_to_travel(name: str) -> None:
 def test_demo_alone_is_the_first_of_them() -> None:
     assert demo_folder(DEMO) == demo_folder(NAMES[0])
     assert demo_folder("facebook/opt-1.3b") is None
+
+
+def test_a_folder_of_the_same_name_does_not_stand_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / DEMO).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model(DEMO) == demo_folder(DEMO)
+    assert resolve_model(f"./{DEMO}") == Path(DEMO)

@@ -167,6 +167,14 @@ def test_what_is_there_is_not_measured_again(command: Any, tmp_path: Path, measu
     assert len(measured) == 6
 
 
+def test_cells_outlive_a_fresh_command_that_is_refused(command: Any, tmp_path: Path, measured: list[str]) -> None:
+    flags = (*SMALL, "--tasks", "perplexity", "--output", tmp_path)
+    command(*GRID, *flags)
+    assert "leave one of them out" in command("--policies", "h2o", "--budgets", "1", *flags, "--fresh").error
+    command(*GRID, *flags)
+    assert len(measured) == 3
+
+
 def test_whatever_decides_a_value_makes_another_cell(
     command: Any, tmp_path: Path, text: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,9 +268,11 @@ def test_a_study_is_of_one_budget_and_one_number_of_bits(command: Any) -> None:
         (("--examples", "0"), "--examples is 0; give 1 or more"),
         (("--window", "-5"), "--window is -5; give 1 or more"),
         (("--depths", "20,120"), "--depths has 120; give 0 to 100"),
+        (("--depths", "nan"), "--depths has nan; give 0 to 100"),
         (("--lengths", "0"), "--lengths has 0; give 1 or more"),
         (("--fresh",), "--fresh is about the cells that --output keeps"),
         (("--text", "nowhere.txt"), "text nowhere.txt cannot be read (No such file or directory)"),
+        (("--articles", "some.jsonl", "--tasks", "recall"), "--articles is about xsum, and --tasks has recall"),
         (("--tasks", "xsum"), "xsum needs articles and their summaries; give --articles"),
         (("--output", "{text}"), "cannot be written (File exists); give another folder"),
     ],

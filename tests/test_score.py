@@ -165,6 +165,24 @@ def test_scoring_goes_on_in_smaller_blocks_when_memory_runs_out(
         assert near(llm.score(pairs), by_transformers(checkpoints, "llama-gqa", pairs))
 
 
+def test_texts_come_again_when_memory_runs_out_at_their_logits(
+    checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores, calls = scoring._scores, 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError
+        return scores(*args)
+
+    monkeypatch.setattr(scoring, "_scores", failing)
+    pairs, case = ragged_pairs(), Case("llama-gqa", gpu_batch_size=4)
+    with case.open(checkpoints, offload) as llm, pytest.warns(RuntimeWarning, match="memory ran out"):
+        assert near(llm.score(pairs), by_transformers(checkpoints, "llama-gqa", pairs))
+
+
 @pytest.mark.parametrize("by", ["prefill", "decode"])
 def test_every_scored_token_is_told(by: str, checkpoints: Checkpoints, offload: Path) -> None:
     told: list[tuple[int, int]] = []

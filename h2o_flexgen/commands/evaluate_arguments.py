@@ -62,9 +62,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if args.dummy_weights or args.path is not None:
             raise ValueError("the model that is to have random weights is missing; give --model with its name")
         args.model = DEMO
-        args.gpu_batch_size = args.gpu_batch_size or DEMO_BATCH
+        args.gpu_batch_size = DEMO_BATCH if args.gpu_batch_size is None else args.gpu_batch_size
     usual, tasks = USUAL_TASKS if args.articles is None else XSum.name, args.tasks
     args.tasks = _names("--tasks", usual if tasks is None else tasks, TASKS)
+    if args.articles is not None and XSum.name not in args.tasks:
+        raise ValueError(f"--articles is about {XSum.name}, and --tasks has {', '.join(args.tasks)}; add it, or leave one out")
     for flag, codec, here in (("cache", args.kv_codec, "--kv-bits"), ("weight", args.weight_codec, "--weight-bits")):
         if codec != PLAIN:
             raise ValueError(f"--compress-{flag} is a part of the grid here; say {here}, also for several side by side")
@@ -199,7 +201,8 @@ def _depths(text: str) -> tuple[float, ...]:
 def _take_study(args: argparse.Namespace, tasks: str | None) -> None:
     """Adds `study_policies` and `study_budget`: a study is of one setting of the rest, and of all policies that evict."""
     grid: Grid = args.grid
-    budgets = [STUDY_BUDGET] if args.budgets is None else [one for one in grid.amounts if not one.keeps_all]
+    asked = [STUDY_BUDGET] if args.budgets is None else [one for one in grid.amounts if isinstance(one, Share)]
+    budgets = [one for one in asked if not one.keeps_all]
     for flag, count in (
         ("budget below 100", len(budgets)),
         ("--kv-bits", len(grid.kv_codecs)),
@@ -211,7 +214,7 @@ def _take_study(args: argparse.Namespace, tasks: str | None) -> None:
     unused |= {f"--{name.replace('_', '-')}": True for name, _ in grid.beside}
     if found := next((flag for flag, is_given in unused.items() if is_given), None):
         raise ValueError(f"--study takes no {found}; leave it out")
-    args.study_budget = -budgets[0].order / WHOLE_TEXT
+    args.study_budget = budgets[0].percent / WHOLE_TEXT
     args.study_policies = [policy for policy in grid.policies if policy != Full.name]
     args.plan = replace(args.plan, kv_codec=grid.kv_codecs[0], weight_codec=grid.weight_codecs[0])
 
@@ -245,7 +248,8 @@ def _number(flag: str, word: str, kind: Callable[[str], T]) -> T:
 def _numbers(flag: str, text: str, kind: Callable[[str], T], least: float | None, most: float | None) -> tuple[T, ...]:
     numbers = tuple(_number(flag, word, kind) for word in _words(flag, text))
     for number in numbers:
-        if (least is not None and number < least) or (most is not None and number > most):  # type: ignore[operator]
+        # asked in this way, what is no number (nan) is refused too
+        if not ((least is None or number >= least) and (most is None or number <= most)):  # type: ignore[operator]
             limit = f"{least:g} or more" if most is None else f"{least:g} to {most:g}"
             raise ValueError(f"{flag} has {number:g}; give {limit}")
     return numbers

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from h2o_flexgen.commands.evaluate_arguments import PROGRAM
 from h2o_flexgen.commands.plan_flags import as_line
 from h2o_flexgen.evaluation.cells import Cell
 from h2o_flexgen.evaluation.figures import Figure
@@ -21,7 +22,6 @@ from h2o_flexgen.evaluation.run import Evaluation
 from h2o_flexgen.evaluation.table import Results, details, tables
 from h2o_flexgen.evaluation.tasks.task import Task
 
-PROGRAM = "python -m h2o_flexgen.evaluate"
 PACKAGES = ("h2o_flexgen", "torch", "transformers", "numpy", "rouge_score")
 RESULTS, TABLE, PICTURE = "results.json", "table.md", "picture.png"
 

@@ -47,12 +47,10 @@ def key_of(identity: Mapping[str, object]) -> str:
 class Cells:
     """Those that are finished. Without a folder they are kept for as long as the object lives."""
 
-    def __init__(self, folder: Path | None = None, fresh: bool = False) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self._file = None if folder is None else folder / FILE
         self._cells: dict[str, Cell] = {}
         self.unread = 0  # lines that are no cells: an interrupted write leaves one at most
-        if self._file is not None and fresh:
-            self._file.unlink(missing_ok=True)
         if self._file is not None and self._file.exists():
             self._read(self._file)
 
@@ -64,6 +62,12 @@ class Cells:
                 self.unread += bool(line.strip())
                 continue
             self._cells[cell.key] = cell
+
+    def forget(self) -> None:
+        """All of them."""
+        self._cells.clear()
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
 
     def find(self, identity: Mapping[str, object]) -> Cell | None:
         return self._cells.get(key_of(identity))

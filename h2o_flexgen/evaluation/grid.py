@@ -122,7 +122,7 @@ class Setting:
 
     @property
     def full(self) -> Setting:
-        """The same with everything kept, which it is compared with."""
+        """The same with everything kept."""
         return replace(self, policy=Full.name, amount=_everything(self.amount))
 
     @property

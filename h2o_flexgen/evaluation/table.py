@@ -26,7 +26,10 @@ class Results:
 
     @property
     def full(self) -> Cell | None:
-        return next((cell for setting, cell in self.cells.items() if setting.policy == Full.name), None)
+        """With weights and KV as they are, where that was measured too."""
+        found = [setting for setting in self.cells if setting.policy == Full.name]
+        setting = next((setting for setting in found if setting.is_reference), found[0] if found else None)
+        return None if setting is None else self.cells[setting]
 
     @property
     def columns(self) -> list[str]:

@@ -22,10 +22,10 @@ def resolve_model(name_or_path: str, with_weights: bool = True) -> Path:
     if not name_or_path:
         raise ValueError(f"model {name_or_path!r} is empty; {ADVICE}")
     folder = Path(os.path.expanduser(name_or_path))  # Path's own raises for an unknown user
+    if demo := demo_folder(name_or_path):  # first: a folder ./demo of somebody's own is no reason that the demo does not run
+        return demo
     if folder.is_dir():
         return folder
-    if demo := demo_folder(name_or_path):
-        return demo
     if folder.exists():
         raise ValueError(f"model {name_or_path!r} is a file; give the folder that it lies in")
     if name_or_path.count("/") > 1 or name_or_path[0] in "./~":

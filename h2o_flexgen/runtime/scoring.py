@@ -86,8 +86,9 @@ class Scorer:
             end += longest
             for index, after in self._pairs[row.index]:
                 wanted += [_Wanted(end - len(after) + place, index, token) for place, token in enumerate(after)]
-            row.stop(SCORED)
         self._score(lasts, sorted(wanted), logits_of)
+        for row in rows.alive:  # not before: when memory runs out here they have to come again
+            row.stop(SCORED)
         rows.drop_finished(step)
         return len(wanted)
 

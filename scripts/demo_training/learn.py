@@ -28,7 +28,6 @@ STAGES = (Stage(0.0, 256, 4096, 0.15), Stage(0.25, 512, 4096, 0.05), Stage(0.5, 
 WARM_UP = 0.02  # of the time
 COOL_DOWN = 0.4
 CLIP = 1.0
-CHECKED_ROWS = 8
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -26,7 +25,3 @@ def learn_tokenizer(texts: Iterable[str], vocab: int, positions: int) -> PreTrai
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=START, eos_token=END, pad_token=END, model_max_length=positions
     )
-
-
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast.from_pretrained(str(folder))

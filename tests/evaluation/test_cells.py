@@ -54,7 +54,9 @@ def test_lines_that_are_no_cells_or_were_changed_count_as_nothing(tmp_path: Path
 
 def test_cells_are_forgotten_where_that_is_asked_for(tmp_path: Path) -> None:
     Cells(tmp_path).add(cell(1))
-    assert Cells(tmp_path, fresh=True).find(cell(1).identity) is None
+    kept = Cells(tmp_path)
+    kept.forget()
+    assert kept.find(cell(1).identity) is None
     assert Cells(tmp_path).find(cell(1).identity) is None
 
 

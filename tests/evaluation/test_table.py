@@ -58,6 +58,15 @@ def test_a_table_has_a_row_per_policy_a_column_per_budget_and_relations_to_the_f
     assert "| h2o | 0.75 ± 0.25 | 0.55 ± 0.26 (x 0.7333) | 0.5125 ± 0.28 (x 0.6833) |" in lines
 
 
+def test_fewer_bits_are_compared_with_kv_as_it_is_in_whatever_order_they_were_asked_for() -> None:
+    settings = Grid(("full",), (Share(100),), kv_codecs=("group4", "plain")).settings
+    cells = {
+        one: Cell({}, (Figure("perplexity", 2.0, None, 1, examples=(loss,)),), 1.0) for one, loss in zip(settings, (0.5, 0.25))
+    }
+    lines = list(tables((Results("perplexity", Perplexity.shown, BOUND, cells),)))
+    assert "| full, KV 4 bits | 2 (x 1.284) |" in lines and "| full | 2 |" in lines
+
+
 def test_details_tell_figures_by_kind_of_example() -> None:
     lines = list(details(results()))
     assert lines[2] == "| policy and depth | 0 % | 50 % |"

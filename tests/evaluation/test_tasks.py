@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,12 @@ def test_recall_has_as_many_questions_of_each_kind_and_the_same_for_the_same_see
     assert bound_recall(llm, text, questions=("hidden",)).identity != bound.identity
 
 
+def test_texts_that_leave_no_positions_for_their_answers_are_refused(llm: LLM, text: Text) -> None:
+    task = RecallTask.of(Asked(texts=(text,), lengths=(llm.spec.max_positions,)))
+    with pytest.raises(ValueError, match=r"texts of 1024 tokens need 1\d+ positions .* has 1024; give shorter --lengths"):
+        task.bind(llm)
+
+
 def test_an_answer_is_right_if_greedy_decoding_says_it(
     llm: LLM, hf_model: Any, text: Text, tiny_llama: Path, tmp_path: Path
 ) -> None:
@@ -282,7 +289,8 @@ def test_a_model_that_says_the_summary_has_it_all(llm: LLM, tiny_llama: Path, tm
     pytest.importorskip("rouge_score")
     bound = XSum.of(Asked(articles=articles(tmp_path, (2, 5, 3)), gen_len=12)).bind(llm)
     said = [one.text for one in llm.generate(bound.prompts, SamplingParams(max_tokens=12, stop="###"))]
-    own = type(bound)(bound.prompts, tuple(map(first_line, said)), 12, 0, 1000)
+    own = replace(bound, summaries=tuple(map(first_line, said)))
+    assert own.identity != bound.identity != replace(bound, eos_ids=frozenset({5})).identity
     (found,) = figures(own, tiny_llama, tmp_path, Setting("full", Share(100)))
     wordy = [bool(first_line(text).strip()) and any(letter.isalnum() and letter.isascii() for letter in text) for text in said]
     assert found["rouge1"].examples == tuple(map(float, wordy))

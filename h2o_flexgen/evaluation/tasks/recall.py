@@ -58,7 +58,14 @@ class RecallTask(Task):
             for depth in self.depths
             for _ in range(self.examples)
         )
-        return BoundRecall(examples, self.questions)
+        bound = BoundRecall(examples, self.questions)
+        needed = max(prompt + generated - 1 for prompt, generated in bound.sizes)
+        if needed > positions:  # where a tokenizer has many tokens for a question
+            has = f"but {llm.name} has {positions}"
+            raise ValueError(
+                f"texts of {max(lengths)} tokens need {needed} positions with their answers, {has}; give shorter --lengths"
+            )
+        return bound
 
 
 @dataclass(frozen=True)

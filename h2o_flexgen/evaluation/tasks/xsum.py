@@ -80,7 +80,9 @@ class XSum(Task):
         prompts = [llm.tokenizer.encode(article.text) for article in self.articles]
         short = tuple(tuple(prompt[max(0, len(prompt) - room) :]) for prompt in prompts)  # the end says what is to be done
         cut = sum(len(prompt) > room for prompt in prompts)
-        return BoundXSum(short, tuple(article.summary for article in self.articles), self.gen_len, cut, room)
+        return BoundXSum(
+            short, tuple(article.summary for article in self.articles), self.gen_len, llm.tokenizer.eos_ids, cut, room
+        )
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class BoundXSum(Bound):
     prompts: tuple[tuple[int, ...], ...]
     summaries: tuple[str, ...]
     gen_len: int
+    eos_ids: frozenset[int]  # tokens that end a summary
     cut: int  # prompts that were too long
     room: int  # tokens of a prompt
 
@@ -101,7 +104,8 @@ class BoundXSum(Bound):
 
     @property
     def identity(self) -> Mapping[str, object]:
-        return {"articles": checksum(self.prompts, self.summaries), "count": len(self.prompts), "gen_len": self.gen_len}
+        asked = {"articles": checksum(self.prompts, self.summaries), "count": len(self.prompts), "gen_len": self.gen_len}
+        return {**asked, "eos_ids": sorted(self.eos_ids)}
 
     @property
     def notes(self) -> tuple[str, ...]:
