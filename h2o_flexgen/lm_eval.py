@@ -16,7 +16,7 @@ from h2o_flexgen.commands.errors import exit_status
 from h2o_flexgen.commands.flags import TRACEBACK
 
 NAME, CLASS = "h2o_flexgen", "h2o_flexgen.lm_eval_model:LmEvalModel"
-MISSING = "lm-evaluation-harness is not installed; pip install 'h2o_flexgen[eval]'"
+MISSING = "lm-evaluation-harness is not installed; it comes with the extra [eval]: pip install -e '.[eval]'"
 
 
 def register() -> None:

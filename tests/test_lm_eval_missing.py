@@ -16,7 +16,7 @@ def test_one_line_names_the_extra(code: str) -> None:
     command = [sys.executable, "-c", HIDE + code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
     last = done.stderr.splitlines()[-1]
-    assert last.endswith("lm-evaluation-harness is not installed; pip install 'h2o_flexgen[eval]'")
+    assert last.endswith("lm-evaluation-harness is not installed; it comes with the extra [eval]: pip install -e '.[eval]'")
     assert done.returncode != 0
     if "main" in code:
         assert done.returncode == 2 and done.stderr.count("\n") == 1

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from h2o_flexgen.commands.flags import TRACEBACK, Help, Parser, add_kv, add_model, add_placement, add_sampling, plan_of
 from h2o_flexgen.commands.turns import COMMANDS
+from h2o_flexgen.demo import DEMO
 from h2o_flexgen.runtime.dialogue import AUTO, STYLES
 
 PROGRAM = "python -m h2o_flexgen.chat"
@@ -27,7 +28,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _parser()
     args = parser.parse(argv)
     if args.model is None and args.path is None:
-        parser.error("whom to talk to is missing; give --model with a hub name or a local folder")
+        parser.error(
+            f"whom to talk to is missing; give --model with a hub name or a local folder, or {DEMO}: the package's own"
+        )
     args.plan = replace(plan_of(args), gpu_batch_size=1)
     return args
 

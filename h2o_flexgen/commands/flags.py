@@ -71,7 +71,11 @@ def _typed(value: object) -> str:
 def add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     add = group.add_argument
-    add("--model", metavar="NAME", help="hub name (facebook/opt-30b) or local folder of a checkpoint")
+    add(
+        "--model",
+        metavar="NAME",
+        help="hub name (facebook/opt-30b), local folder of a checkpoint, or demo: the one of the package",
+    )
     add("--path", metavar="FOLDER", help=f"folder that has the checkpoint, or {DUMMY_PATH} for random weights, as in FlexGen")
     add("--dummy-weights", action="store_true", help="random weights in the model's shapes: for speed, nothing is downloaded")
     dtypes = ("auto", *DTYPE_BYTES)

@@ -26,7 +26,7 @@ def read_prompts(file: Path) -> list[str]:
     return [_of_line(line, take, f"prompt file {file}, line {number}") for number, line in lines]
 
 
-def read_lines(file: Path, what: str) -> list[str]:
+def read_lines(file: Path, what: str, of: str = "a prompt") -> list[str]:
     """Without empty ones at the end."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
@@ -37,7 +37,7 @@ def read_lines(file: Path, what: str) -> list[str]:
     while lines and not lines[-1].strip():
         lines.pop()
     if not lines:
-        raise ValueError(f"{what} {file} is empty; write a prompt per line")
+        raise ValueError(f"{what} {file} is empty; write {of} per line")
     return lines
 
 

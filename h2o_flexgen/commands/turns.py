@@ -44,7 +44,7 @@ def piped() -> Iterator[str]:
 
 def in_file(name: str) -> list[str]:
     file = Path(name).expanduser()
-    lines = read_lines(file, "input")
+    lines = read_lines(file, "input", "a turn")
     if file.suffix != ".jsonl":
         return lines
     return [turn for number, line in enumerate(lines, start=1) for turn in _of_json(line, f"input {file}, line {number}")]

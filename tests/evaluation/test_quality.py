@@ -1,4 +1,4 @@
-"""A guard: what a demo model recalls with its heavy hitters and the last tokens, a tenth of the text each, and with either alone."""
+"""A guard: what a demo model recalls with heavy hitters and the last tokens, a tenth of the text each, and with one alone."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Article:
 
 def read_articles(file: str) -> tuple[Article, ...]:
     what = f"--articles {file}"
-    lines = read_lines(Path(file).expanduser(), "--articles")
+    lines = read_lines(Path(file).expanduser(), "--articles", "an article and its summary, as JSON,")
     return tuple(_article(line, f"{what}, line {number}") for number, line in enumerate(lines, start=1))
 
 
