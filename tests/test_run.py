@@ -392,10 +392,11 @@ def test_breakdown_shows_the_seconds_of_every_operation_without_overlap(command:
 # -- which model ---------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_model_random_weights_use_every_tier(command: Any) -> None:
-    result = command("--prompt-len", 5, "--gen-len", 2, "--gpu-batch-size", 1)
+@pytest.mark.parametrize("weights", [(), ("--dummy-weights",)], ids=["of the package", "random"])
+def test_without_a_model_a_small_one_uses_every_tier(command: Any, weights: tuple[str, ...]) -> None:
+    result = command(*weights, "--prompt-len", 5, "--gen-len", 2, "--gpu-batch-size", 1)
     assert result.status == 0, result.err
-    assert "weights are random, so the text is noise" in result.out
+    assert ("weights are random, so the text is noise" in result.out) == bool(weights)
     for kind, tiers in result.json["placed_bytes"].items():
         assert tiers["host"] > 0 and (tiers["disk"] > 0 or kind == "activations")
 
@@ -672,7 +673,8 @@ def test_a_signal_ends_the_process_with_nothing_left_behind(
     sent: signal.Signals, status: int, word: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "offload"
-    command = [sys.executable, "-m", "h2o_flexgen.run", "--device", "cpu", "--offload-dir", str(folder), "--gen-len", "1500"]
+    command = [sys.executable, "-m", "h2o_flexgen.run", "--device", "cpu", "--offload-dir", str(folder)]
+    command += ["--dummy-weights", "--gen-len", "1500"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     while not process.stdout.readline().startswith("disk "):

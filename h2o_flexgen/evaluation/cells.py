@@ -50,7 +50,6 @@ class Cells:
     def __init__(self, folder: Path | None = None) -> None:
         self._file = None if folder is None else folder / FILE
         self._cells: dict[str, Cell] = {}
-        self.unread = 0  # lines that are no cells: an interrupted write leaves one at most
         if self._file is not None and self._file.exists():
             self._read(self._file)
 
@@ -59,8 +58,7 @@ class Cells:
             try:
                 cell = Cell.of_line(line)
             except (ValueError, KeyError, TypeError, AttributeError):
-                self.unread += bool(line.strip())
-                continue
+                continue  # no cell: an interrupted write leaves one such line at most
             self._cells[cell.key] = cell
 
     def forget(self) -> None:

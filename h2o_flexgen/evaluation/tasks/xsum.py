@@ -4,7 +4,7 @@ line is the summary, and ROUGE says how many of its words and pairs of words are
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from h2o_flexgen.commands.prompts import read_lines
 from h2o_flexgen.evaluation.figures import Figure, mean, of_means
 from h2o_flexgen.evaluation.tasks.task import Advance, Asked, Bound, Shown, Size, Task, in_blocks
-from h2o_flexgen.evaluation.texts import checksum
+from h2o_flexgen.evaluation.texts import checksum, start_tokens
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -67,18 +67,20 @@ class XSum(Task):
 
     @classmethod
     def of(cls, asked: Asked) -> XSum:
-        if find_spec("rouge_score") is None:
-            raise ValueError(f"{cls.name} needs rouge-score; install it, or the extra [eval]: pip install -e '.[eval]'")
         if asked.articles is None:
             raise ValueError(f"{cls.name} needs articles and their summaries; give --articles FILE.jsonl")
-        return cls(read_articles(asked.articles)[: asked.examples or EXAMPLES], asked.gen_len)
+        articles = read_articles(asked.articles)[: asked.examples or EXAMPLES]
+        if find_spec("rouge_score") is None:
+            raise ValueError(f"{cls.name} needs rouge-score; install it, or the extra [eval]: pip install -e '.[eval]'")
+        return cls(articles, asked.gen_len)
 
     def bind(self, llm: LLM) -> BoundXSum:
         room = llm.spec.max_positions + 1 - self.gen_len
         if room < 1:
             raise ValueError(f"--gen-len is {self.gen_len}, but {llm.name} has {llm.spec.max_positions} positions; give fewer")
         prompts = [llm.tokenizer.encode(article.text) for article in self.articles]
-        short = tuple(tuple(prompt[max(0, len(prompt) - room) :]) for prompt in prompts)  # the end says what is to be done
+        start = start_tokens(llm.tokenizer)
+        short = tuple(_shortened(prompt, room, len(start)) for prompt in prompts)
         cut = sum(len(prompt) > room for prompt in prompts)
         return BoundXSum(
             short, tuple(article.summary for article in self.articles), self.gen_len, llm.tokenizer.eos_ids, cut, room
@@ -110,7 +112,7 @@ class BoundXSum(Bound):
     @property
     def notes(self) -> tuple[str, ...]:
         first = f"{len(self.prompts)} articles, up to {self.gen_len} tokens for each summary"
-        where = f"the model's positions have room for: their first tokens are left out, down to {self.room}"
+        where = f"the model's positions have room for: the beginnings of their texts are left out, down to {self.room} tokens"
         return (first, f"{self.cut} of {len(self.prompts)} articles are longer than {where}") if self.cut else (first,)
 
     def measure(self, llm: LLM, advance: Advance, reference: FullCache | None) -> tuple[Figure, ...]:
@@ -121,6 +123,12 @@ class BoundXSum(Bound):
                 texts[row] = completion.text
             advance(len(rows))
         return rouge([first_line(text) for text in texts], self.summaries)
+
+
+def _shortened(prompt: Sequence[int], room: int, start: int) -> tuple[int, ...]:
+    """The end says what is to be done, and how a text begins is what heads look at that find nothing: both stay."""
+    kept = min(start, room - 1)
+    return tuple(prompt) if len(prompt) <= room else (*prompt[:kept], *prompt[len(prompt) - room + kept :])
 
 
 def first_line(text: str) -> str:
