@@ -330,7 +330,7 @@ def test_an_empty_file_or_none_is_refused(tmp_path: Path) -> None:
         XSum.of(Asked())
 
 
-def test_without_the_package_for_rouge_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_for_rouge_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("h2o_flexgen.evaluation.tasks.xsum.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"xsum needs rouge-score; .*\[eval\]"):
-        XSum.of(Asked(articles="some.jsonl"))
+        XSum.of(Asked(articles=articles(tmp_path, (2,))))
