@@ -98,9 +98,9 @@ def _bound(
 
 def _announce(evaluation: Evaluation, output: Path | None) -> None:
     there, total = evaluation.num_cells - evaluation.num_missing, evaluation.num_cells
-    words = [f"{total} cells"]
+    words = ["1 cell" if total == 1 else f"{total} cells"]
     if there:
-        words.append(f"{there} of them are in {output} already")
+        words.append(f"{there} of {total} in {output} already")
     print("; ".join(words), file=sys.stderr)
     for name, task in evaluation.tasks.items():
         for note in task.notes:
@@ -108,7 +108,7 @@ def _announce(evaluation: Evaluation, output: Path | None) -> None:
 
 
 def _fill(args: Namespace, chosen: ChosenModel, evaluation: Evaluation, folder: Path, output: Path | None) -> None:
-    with Progress(evaluation.num_examples, "evaluate", late=True) as progress:
+    with Progress(evaluation.num_tokens, "evaluate", late=True) as progress:
         watch = EvaluationWatch(progress)
 
         def opened(plan: Plan) -> LLM:
@@ -118,8 +118,8 @@ def _fill(args: Namespace, chosen: ChosenModel, evaluation: Evaluation, folder: 
             evaluation.run(opened, folder, watch)
         except KeyboardInterrupt:
             done = evaluation.num_cells - evaluation.num_missing
-            if output is not None:
-                progress.note(f"{done} of {evaluation.num_cells} cells are in {output}; the same command goes on from there")
+            if output is not None and done:
+                progress.note(f"{done} of {evaluation.num_cells} cells in {output}; the same command goes on from there")
             raise
 
 

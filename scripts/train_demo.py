@@ -60,7 +60,8 @@ def train(args: argparse.Namespace) -> None:
         warm_start(model, args.seed)
     else:
         _take_weights(model, args.start)
-    settings = Settings(args.minutes, args.matrix_rate, args.table_rate, args.since, args.device)
+    rates, prices = (args.matrix_rate, args.table_rate), (args.near_price, args.far_price)
+    settings = Settings(args.minutes, *rates, *prices, args.since, args.device)
     curve: list[Point] = []
 
     def note(point: Point) -> None:
@@ -102,6 +103,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tasks", type=float, default=0.6, help="share of rows with recall tasks in them")
     parser.add_argument("--matrix-rate", type=float, default=2.5e-3)
     parser.add_argument("--table-rate", type=float, default=1.5e-3)
+    parser.add_argument("--near-price", type=float, default=0.2, help="in the loss, of attention to the last tokens")
+    parser.add_argument("--far-price", type=float, default=0.5, help="in the loss, of attention that looks farther back")
     parser.add_argument("--start", type=Path, metavar="FOLDER", help="go on from this model, in place of a new one")
     parser.add_argument("--since", type=float, default=0.0, metavar="SHARE", help="of the time that it has had already")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

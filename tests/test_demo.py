@@ -36,6 +36,13 @@ def test_demo_alone_is_the_first_of_them() -> None:
     assert demo_folder("facebook/opt-1.3b") is None
 
 
+def test_an_unknown_demo_model_is_told_the_known_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match=r"model 'demo-neo' is neither .*; did you mean demo-neox\?"):
+        resolve_model("demo-neo")
+
+
 def test_a_folder_of_the_same_name_does_not_stand_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / DEMO).mkdir()
     monkeypatch.chdir(tmp_path)

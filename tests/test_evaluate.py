@@ -158,9 +158,9 @@ def test_what_is_there_is_not_measured_again(command: Any, tmp_path: Path, measu
     flags = (*SMALL, "--tasks", "perplexity", "--output", tmp_path)
     first = command("--policies", "full,h2o", "--budgets", "100,20", *flags)
     assert measured == ["full", "h2o"]
-    again = command(*GRID, *flags)
+    again = command("--policies", "full,h2o,local", "--budgets", "100 %,20%", *flags)
     assert measured == ["full", "h2o", "local"]
-    assert again.said[0] == f"3 cells; 2 of them are in {tmp_path} already"
+    assert again.said[0] == f"3 cells; 2 of 3 in {tmp_path} already"
     assert again.json["tasks"]["perplexity"]["cells"][:2] == first.json["tasks"]["perplexity"]["cells"]
     assert command(*GRID, *flags).json["tasks"] == again.json["tasks"] and len(measured) == 3
     command(*GRID, *flags, "--fresh")
@@ -215,7 +215,7 @@ def test_an_interrupted_command_says_what_is_kept_and_goes_on(
         patch.setattr(Cells, "add", interrupting)
         result = command(*flags)
     assert result.status == 130
-    assert result.said[-2:] == [f"2 of 3 cells are in {tmp_path}; the same command goes on from there", "interrupted"]
+    assert result.said[-2:] == [f"2 of 3 cells in {tmp_path}; the same command goes on from there", "interrupted"]
     file = tmp_path / FILE
     file.write_bytes(file.read_bytes()[:-30])  # as if it had been killed while it wrote
     assert len(command(*flags).json["tasks"]["perplexity"]["cells"]) == 3
@@ -241,7 +241,8 @@ def test_a_study_is_of_one_budget_and_one_number_of_bits(command: Any) -> None:
     assert "--study takes one budget below 100, and 2 are given" in command(*study, "--budgets", "50,20").error
     assert "--study takes one budget below 100, and 0 are given" in command(*study, "--budgets", "100").error
     assert "--study takes one --kv-bits, and 2 are given" in command(*study, "--kv-bits", "plain,4").error
-    for flag, value in (("--kv-sizes", 64), ("--sinks", 2), ("--tasks", "recall")):
+    unused = {"--kv-sizes": 64, "--sinks": 2, "--tasks": "recall", "--depths": 20, "--gen-len": 8, "--seed": 1}
+    for flag, value in unused.items():
         assert f"--study takes no {flag}; leave it out" in command(*study, flag, value).error
 
 

@@ -38,6 +38,8 @@ USUAL_TASKS = "perplexity,recall,agreement"
 OF_SIZES = (XSum.name,)  # tasks whose usual grid is of KV sizes
 BOTH = "both"
 DEMO_BATCH = 16  # rows of a small model that are computed at once
+# what a study has no use for
+OF_TASKS = ("articles", "examples", "gen_len", "question", "lengths", "depths", "mentions", "seed")
 STUDIES, STUDY_BUDGET = ("heavy-hitters",), Share(20)
 AS_IT_IS = "plain"
 
@@ -57,7 +59,8 @@ T = TypeVar("T")
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Added are `plan`, of which the grid changes policy and codecs, and `grid`."""
-    args = _parser().parse(argv)
+    parser = _parser()
+    args = parser.parse(argv)
     if args.model is None and args.path in (None, DUMMY_PATH):
         if args.dummy_weights or args.path is not None:
             raise ValueError("the model that is to have random weights is missing; give --model with its name")
@@ -76,7 +79,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     take_sizes(args)
     args.plan = plan_of(args)
     if args.study is not None:
-        _take_study(args, tasks)
+        _take_study(args, tasks, {name: parser.get_default(name) for name in OF_TASKS})
     args.questions = QUESTIONS if args.question == BOTH else (args.question,)
     args.lengths = None if args.lengths is None else _numbers("--lengths", args.lengths, int, 1, None)
     args.depths = None if args.depths is None else _depths(args.depths)
@@ -182,7 +185,7 @@ def _amounts(args: argparse.Namespace) -> tuple[Amount, ...]:
         raise ValueError("--budgets and --kv-sizes both say how much is kept; give one of them")
     if args.kv_sizes is not None or (args.budgets is None and set(args.tasks) <= set(OF_SIZES)):
         return tuple(map(_size, _words("--kv-sizes", args.kv_sizes or USUAL_SIZES)))
-    return tuple(map(Share, _numbers("--budgets", args.budgets or USUAL_BUDGETS, float, None, None)))
+    return tuple(map(Share, _numbers("--budgets", args.budgets or USUAL_BUDGETS, _percent, None, None)))
 
 
 def _size(word: str) -> Size:
@@ -195,10 +198,10 @@ def _codecs(flag: str, text: str) -> tuple[str, ...]:
 
 
 def _depths(text: str) -> tuple[float, ...]:
-    return tuple(percent / 100 for percent in _numbers("--depths", text, float, 0, 100))
+    return tuple(percent / 100 for percent in _numbers("--depths", text, _percent, 0, 100))
 
 
-def _take_study(args: argparse.Namespace, tasks: str | None) -> None:
+def _take_study(args: argparse.Namespace, tasks: str | None, usual: Mapping[str, object]) -> None:
     """Adds `study_policies` and `study_budget`: a study is of one setting of the rest, and of all policies that evict."""
     grid: Grid = args.grid
     asked = [STUDY_BUDGET] if args.budgets is None else [one for one in grid.amounts if isinstance(one, Share)]
@@ -212,6 +215,7 @@ def _take_study(args: argparse.Namespace, tasks: str | None) -> None:
             raise ValueError(f"--study takes one {flag}, and {count} are given; give one")
     unused = {"--tasks": tasks is not None, "--kv-sizes": args.kv_sizes is not None}
     unused |= {f"--{name.replace('_', '-')}": True for name, _ in grid.beside}
+    unused |= {f"--{name.replace('_', '-')}": getattr(args, name) != usual[name] for name in OF_TASKS}
     if found := next((flag for flag, is_given in unused.items() if is_given), None):
         raise ValueError(f"--study takes no {found}; leave it out")
     args.study_budget = budgets[0].percent / WHOLE_TEXT
@@ -243,6 +247,10 @@ def _number(flag: str, word: str, kind: Callable[[str], T]) -> T:
         return kind(word)
     except ValueError as error:
         raise ValueError(f"{flag} has {word!r}, which is no number; give numbers with commas between them") from error
+
+
+def _percent(word: str) -> float:
+    return float(word.removesuffix("%"))
 
 
 def _numbers(flag: str, text: str, kind: Callable[[str], T], least: float | None, most: float | None) -> tuple[T, ...]:

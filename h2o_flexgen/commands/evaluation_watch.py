@@ -21,9 +21,9 @@ class EvaluationWatch:
         self._doing = doing
         self._progress.stage(doing)
 
-    def advance(self, examples: int) -> None:
-        self._done += examples
-        self._progress.update("", self._done)
+    def advance(self, tokens: int) -> None:
+        self._done += tokens
+        self._progress.update("tokens", self._done)
 
     def stage(self, stage: Stage, done_bytes: int, total_bytes: int) -> None:
         """Of a model that is opened: what takes long has bytes; beside it what is measured is of more interest."""

@@ -11,12 +11,12 @@ from pathlib import Path
 DEMO = "demo"
 ARCHITECTURES = ("llama", "opt", "neox")  # the first is meant by the name alone
 HERE = Path(__file__).parent
+DEMO_MODELS = {DEMO: HERE / ARCHITECTURES[0]} | {f"{DEMO}-{name}": HERE / name for name in ARCHITECTURES}
 
 
 def demo_folder(name: str) -> Path | None:
     """Of `demo`, `demo-llama`, `demo-opt`, `demo-neox`; None for other names."""
-    known = {DEMO: ARCHITECTURES[0], **{f"{DEMO}-{architecture}": architecture for architecture in ARCHITECTURES}}
-    return HERE / known[name] if name in known else None
+    return DEMO_MODELS.get(name)
 
 
 def held_out_prose() -> str:

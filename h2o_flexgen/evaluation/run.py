@@ -29,7 +29,7 @@ class Listener(Protocol):
     def begin(self, doing: str) -> None:
         """What is measured now."""
 
-    def advance(self, examples: int) -> None:
+    def advance(self, tokens: int) -> None:
         """So many more are done."""
 
 
@@ -66,10 +66,10 @@ class Evaluation:
         return sum(len(self.missing(setting)) for setting in self.settings)
 
     @property
-    def num_examples(self) -> int:
+    def num_tokens(self) -> int:
         """That are to be run, those of the references too."""
-        cells = sum(self.tasks[task].num_examples for setting in self.settings for task in self.missing(setting))
-        return cells + sum(self.tasks[task].num_examples for task in self._to_refer)
+        cells = sum(self.tasks[task].num_tokens for setting in self.settings for task in self.missing(setting))
+        return cells + sum(self.tasks[task].num_tokens for task in self._to_refer)
 
     @property
     def _to_refer(self) -> list[str]:

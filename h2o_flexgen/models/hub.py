@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from h2o_flexgen.demo import demo_folder
+from h2o_flexgen.demo import DEMO_MODELS, demo_folder
 from h2o_flexgen.models.files import SAFETENSORS, TORCH
+from h2o_flexgen.planning.hints import did_you_mean
 
 TEXTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
 VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "chat_template*")
@@ -59,7 +60,8 @@ def _unreachable(name: str, error: Exception) -> ValueError:
         why = "there is no such model, or it is private"
     else:
         why = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
-    return ValueError(f"model {name!r} is neither a local folder nor to be had from the hub ({why}); {ADVICE}")
+    advice = ADVICE + did_you_mean(name, DEMO_MODELS)
+    return ValueError(f"model {name!r} is neither a local folder nor to be had from the hub ({why}); {advice}")
 
 
 def _patterns(files: list[str], with_weights: bool) -> list[str]:

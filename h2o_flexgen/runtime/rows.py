@@ -19,7 +19,7 @@ from h2o_flexgen.planning.workload import Batch
 from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.sampling import Sampler
 
-OnToken = Callable[[int, int, str | None], None]  # place of the prompt in the input, token, new text if it is followed
+OnToken = Callable[[int, int, str | None], object]  # place of the prompt in the input, token, new text if it is followed
 OnLogits = Callable[[int, int, Tensor], None]  # place of the prompt, number of the token, logits (vocab,) that are its own now
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from demo_training.looks import Looks
 from demo_training.rows import AGAIN, ANSWER, PROSE, Row, RowMaker
 
 
@@ -26,8 +27,10 @@ class Stage:
 
 STAGES = (Stage(0.0, 256, 4096, 0.15), Stage(0.25, 512, 4096, 0.05), Stage(0.5, 1024, 8192, 0.05))
 WARM_UP = 0.02  # of the time
+PRICE_RISES = 0.1  # first it learns to look back, then to do so where it helps
 COOL_DOWN = 0.4
 CLIP = 1.0
+STEPS_OF_A_POINT = 10
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Point:
     answer_loss: float
     answers_right: float  # share of answers' tokens
     again_right: float  # share of tokens that came before in the same order
+    near: float  # shares of attention; the rest is at the first token
+    far: float
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Settings:
     minutes: float
     matrix_rate: float  # for Muon
     table_rate: float  # for AdamW: embeddings, norms, biases
+    near_price: float  # in the loss, of all attention
+    far_price: float
     since: float = 0.0  # share of the time that an earlier run has had
     device: str = "cpu"
 
@@ -65,7 +72,7 @@ def rate_at(progress: float) -> float:
 def learn(model: PreTrainedModel, maker: RowMaker, settings: Settings, on_point: Callable[[Point], None]) -> None:
     """The clock decides: rates and lengths follow the share of the minutes that is over."""
     model.to(settings.device).train()
-    optimizers = _optimizers(model, settings)
+    optimizers, looks = _optimizers(model, settings), Looks(model)
     started, step, tokens = time.monotonic(), 0, 0
     with ThreadPoolExecutor(1) as pool:
         rows = _rows(pool, maker, lambda: _progress(started, settings))
@@ -75,14 +82,18 @@ def learn(model: PreTrainedModel, maker: RowMaker, settings: Settings, on_point:
                 for group in optimizer.param_groups:
                     group["lr"] = rate * rate_at(progress)
                 optimizer.zero_grad(set_to_none=True)
-            losses = _losses(model, batch, settings.device)
-            losses.total.backward()
+            losses = _losses(model, looks, batch, settings.device)
+            price = settings.near_price * losses.near + settings.far_price * losses.far
+            (losses.total + min(1.0, (progress + 0.001) / PRICE_RISES) * price).backward()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             for optimizer, _ in optimizers:
                 optimizer.step()
             step, tokens = step + 1, tokens + sum(len(row.tokens) for row in batch)
-            if step % 10 == 0:
-                on_point(losses.point(step, time.monotonic() - started, tokens, len(batch[0].tokens)))
+            point = losses.point(step, time.monotonic() - started, tokens, len(batch[0].tokens))
+            if step % STEPS_OF_A_POINT == 0:
+                on_point(point)
+    if step % STEPS_OF_A_POINT:
+        on_point(point)
     model.eval()
 
 
@@ -113,6 +124,8 @@ def _rows(pool: ThreadPoolExecutor, maker: RowMaker, progress: Callable[[], floa
 @dataclass(frozen=True)
 class _Losses:
     total: Tensor
+    near: Tensor
+    far: Tensor
     each: Tensor
     weights: Tensor
     right: Tensor
@@ -128,10 +141,12 @@ class _Losses:
             round(float(self.each[answers].mean()), 4),
             round(float(self.right[answers].float().mean()), 4),
             round(float(self.right[again].float().mean()), 4),
+            round(float(self.near.detach()), 4),
+            round(float(self.far.detach()), 4),
         )
 
 
-def _losses(model: PreTrainedModel, batch: list[Row], device: str) -> _Losses:
+def _losses(model: PreTrainedModel, looks: Looks, batch: list[Row], device: str) -> _Losses:
     tokens = torch.tensor([row.tokens for row in batch], device=device)
     weights = torch.tensor([row.weights for row in batch], device=device)[:, 1:].flatten()
     with torch.autocast(device.partition(":")[0], torch.bfloat16):
@@ -140,7 +155,7 @@ def _losses(model: PreTrainedModel, batch: list[Row], device: str) -> _Losses:
     each = nn.functional.cross_entropy(flat, wanted, reduction="none")
     with torch.no_grad():
         right = flat.argmax(-1) == wanted
-    return _Losses((each * weights).sum() / weights.sum(), each.detach(), weights, right)
+    return _Losses((each * weights).sum() / weights.sum(), *looks.take(), each.detach(), weights, right)
 
 
 def _optimizers(model: PreTrainedModel, settings: Settings) -> list[tuple[torch.optim.Optimizer, float]]:

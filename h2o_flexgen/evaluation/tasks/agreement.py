@@ -57,8 +57,8 @@ class BoundAgreement(Bound):
     needs_reference: ClassVar[bool] = True
 
     @property
-    def num_examples(self) -> int:
-        return len(self.prompts)
+    def num_tokens(self) -> int:
+        return len(self.prompts) * self.gen_len
 
     @property
     def sizes(self) -> tuple[Size, ...]:
@@ -87,9 +87,9 @@ class BoundAgreement(Bound):
                     full.put(rows[place], number, logits)
 
                 prompts = [self.prompts[row] for row in rows]
-                for row, completion in zip(rows, llm.generate(prompts, self._greedy, on_logits=put)):
+                done = llm.generate(prompts, self._greedy, on_logits=put, on_token=lambda *_: advance(1))
+                for row, completion in zip(rows, done):
                     full.tokens[row] = completion.token_ids
-                advance(len(rows))
         except BaseException:
             full.close()
             raise
@@ -109,7 +109,7 @@ class BoundAgreement(Bound):
                 compared.put(rows[place], number, logits)
 
             prompts = [self.prompts[row] for row in rows]
-            llm.generate(prompts, self._greedy, forced=[reference.tokens[row] for row in rows], on_logits=put)
-            advance(len(rows))
+            forced = [reference.tokens[row] for row in rows]
+            llm.generate(prompts, self._greedy, forced=forced, on_logits=put, on_token=lambda *_: advance(1))
         values = {"equal": compared.equal, "kl": compared.lost, "until_first": compared.until_first}
         return tuple(mean(name, value) for name, value in values.items())

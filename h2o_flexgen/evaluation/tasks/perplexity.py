@@ -51,8 +51,8 @@ class BoundPerplexity(Bound):
     tokenizer: Tokenizer
 
     @property
-    def num_examples(self) -> int:
-        return len(self.windows)
+    def num_tokens(self) -> int:
+        return len(self.windows) * (len(self.windows[0]) - self.prompt_len)
 
     @property
     def sizes(self) -> tuple[Size, ...]:
@@ -80,9 +80,8 @@ class BoundPerplexity(Bound):
         losses = [0.0] * len(self.windows)
         for rows in in_blocks([len(ids) for ids in self.windows], llm.plan.block_size):
             pairs = [(self.windows[row][: self.prompt_len], self.windows[row][self.prompt_len :]) for row in rows]
-            for row, scored in zip(rows, llm.score(pairs, by="decode")):
+            for row, scored in zip(rows, llm.score(pairs, by="decode", on_token=lambda *_: advance(1))):
                 losses[row] = -math.fsum(scored.logprobs)
-            advance(len(rows))
         return self._figures(losses)
 
     def _figures(self, losses: list[float]) -> tuple[Figure, ...]:

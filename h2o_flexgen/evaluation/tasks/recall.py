@@ -74,8 +74,8 @@ class BoundRecall(Bound):
     questions: tuple[str, ...]
 
     @property
-    def num_examples(self) -> int:
-        return len(self.examples) * len(self.questions)
+    def num_tokens(self) -> int:
+        return len(self.examples) * sum(map(self._gen_len, self.questions))
 
     @property
     def sizes(self) -> tuple[Size, ...]:
@@ -114,11 +114,10 @@ class BoundRecall(Bound):
         params = SamplingParams(max_tokens=self._gen_len(kind), ignore_eos=True)
         for rows in in_blocks([len(prompt) for prompt in prompts], llm.plan.block_size):
             forced = [self._forced(self.examples[row], kind) for row in rows]
-            done = llm.generate([prompts[row] for row in rows], params, forced=forced)
+            done = llm.generate([prompts[row] for row in rows], params, forced=forced, on_token=lambda *_: advance(1))
             for row, question, completion in zip(rows, forced, done):
                 answer = self.examples[row].answer
                 right[row] = float(completion.token_ids[len(question) :][: len(answer)] == answer)
-            advance(len(rows))
         return right
 
     def _figures(self, right: Sequence[float], kind: str) -> list[Figure]:

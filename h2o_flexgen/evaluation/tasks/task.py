@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from h2o_flexgen.evaluation.tasks.full_cache import FullCache
     from h2o_flexgen.llm import LLM
 
-Advance = Callable[[int], None]  # so many examples more are done
+Advance = Callable[[int], None]  # so many tokens more are done
 Compare = Callable[[Sequence[float], Sequence[float]], Relation | None]
 Size = tuple[int, int]  # tokens of a prompt, and tokens behind it
 
@@ -59,7 +59,8 @@ class Bound(ABC):
 
     @property
     @abstractmethod
-    def num_examples(self) -> int: ...
+    def num_tokens(self) -> int:
+        """That go through the cache, prompts apart."""
 
     @property
     @abstractmethod

@@ -97,8 +97,9 @@ class BoundXSum(Bound):
     room: int  # tokens of a prompt
 
     @property
-    def num_examples(self) -> int:
-        return len(self.prompts)
+    def num_tokens(self) -> int:
+        """At most: a summary ends when it will."""
+        return len(self.prompts) * self.gen_len
 
     @property
     def sizes(self) -> tuple[Size, ...]:
@@ -119,9 +120,10 @@ class BoundXSum(Bound):
         texts = [""] * len(self.prompts)
         params = SamplingParams(max_tokens=self.gen_len, stop=STOP)
         for rows in in_blocks([len(prompt) for prompt in self.prompts], llm.plan.block_size):
-            for row, completion in zip(rows, llm.generate([self.prompts[row] for row in rows], params)):
+            done = llm.generate([self.prompts[row] for row in rows], params, on_token=lambda *_: advance(1))
+            for row, completion in zip(rows, done):
                 texts[row] = completion.text
-            advance(len(rows))
+                advance(self.gen_len - len(completion.token_ids))
         return rouge([first_line(text) for text in texts], self.summaries)
 
 
