@@ -170,9 +170,15 @@ class Recall:
         for offset in range(len(self.sentences)):
             sentence = self.sentences[(place + offset) % len(self.sentences)]
             if len(sentence) > room:
-                break
+                return taken
             taken.append(sentence)
             room -= len(sentence)
+        if room:
+            total = sum(map(len, self.sentences))
+            raise ValueError(
+                f"the prose for recall has {total} tokens, {room} too few for texts of the length that is asked for; "
+                "give a longer --text or shorter --lengths"
+            )
         return taken
 
 

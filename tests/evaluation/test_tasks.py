@@ -205,8 +205,14 @@ def test_recall_has_as_many_questions_of_each_kind_and_the_same_for_the_same_see
 
 
 def test_texts_that_leave_no_positions_for_their_answers_are_refused(llm: LLM, text: Text) -> None:
-    task = RecallTask.of(Asked(texts=(text,), lengths=(llm.spec.max_positions,)))
+    task = RecallTask.of(Asked(texts=(text, text), lengths=(llm.spec.max_positions,)))
     with pytest.raises(ValueError, match=r"texts of 1024 tokens need 1\d+ positions .* has 1024; give shorter --lengths"):
+        task.bind(llm)
+
+
+def test_prose_that_is_too_short_for_the_texts_is_refused(llm: LLM) -> None:
+    task = RecallTask.of(Asked(texts=(Text("short.txt", "The ferry left. Nobody waved."),), lengths=(512,)))
+    with pytest.raises(ValueError, match=r"the prose for recall has \d+ tokens, \d+ too few .*; give a longer --text"):
         task.bind(llm)
 
 
