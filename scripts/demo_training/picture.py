@@ -16,14 +16,18 @@ AVERAGED = 10  # points: a single one is of few answers
 
 
 def draw(curves: Mapping[str, Sequence[Mapping[str, float]]], file: Path) -> None:
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    losses, answers = figure.subplots(1, 2)
+    figure = Figure(figsize=(12.5, 3.4), layout="constrained")
+    losses, answers, looks = figure.subplots(1, 3)
     for name, points in curves.items():
         tokens = [point["tokens"] / 1e6 for point in points]
-        losses.plot(tokens, smooth([point["prose_loss"] for point in points]), label=name)
-        answers.plot(tokens, smooth([100 * point["answers_right"] for point in points]), label=name)
+        (line,) = losses.plot(tokens, smooth([point["prose_loss"] for point in points]), label=name)
+        answers.plot(tokens, smooth([100 * point["answers_right"] for point in points]))
+        first = [100 * (1 - point["near"] - point["far"]) for point in points]
+        looks.plot(tokens, smooth(first), color=line.get_color())
+        looks.plot(tokens, smooth([100 * point["far"] for point in points]), color=line.get_color(), linestyle=":")
     losses.set(xlabel="million tokens read", ylabel="loss per token of prose", ylim=(3, 8))
     answers.set(xlabel="million tokens read", ylabel="tokens of answers right, per cent", ylim=(0, 101))
+    looks.set(xlabel="million tokens read", ylabel="attention at the first token, % (dotted: far)", ylim=(0, 101))
     losses.legend()
     figure.savefig(file, dpi=110)
 
