@@ -88,7 +88,7 @@ def _take_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _tasks_text() -> str:
-    """Facts and questions alone: their words and digits become tokens too; the same ones whatever the rows are, so that training
+    """Facts and questions alone: their words and digits become tokens too; the same whatever the rows are, so that training
     can go on from a model with other rows."""
     draw = random.Random(0)
     facts = [fact for _ in range(2000) for make in RECALL_TASKS.values() for fact in make(draw)]
