@@ -20,6 +20,7 @@ class EvaluationWatch:
     def begin(self, doing: str) -> None:
         self._doing = doing
         self._progress.stage(doing)
+        self.advance(0)
 
     def advance(self, tokens: int) -> None:
         self._done += tokens

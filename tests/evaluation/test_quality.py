@@ -1,4 +1,4 @@
-"""A guard: what a demo model recalls with heavy hitters and the last tokens, a tenth of the text each, and with one alone."""
+"""A guard: what the demo model recalls with heavy hitters and the last tokens, a tenth of the text each, and with one alone."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ import random
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.demo import held_out_prose
+from h2o_flexgen.demo import DEMO, held_out_prose
 from h2o_flexgen.evaluation.recall import Recall, RecallExample
 from h2o_flexgen.evaluation.texts import start_tokens
 
-MODEL = "demo-neox"
-LENGTH, MENTIONS, KEPT = 512, 8, 0.2
+LENGTH, KEPT = 512, 0.2
 TASKS, DEPTHS = ("passkey", "lookup", "copy"), (0.0, 0.2, 0.4, 0.6)
-FLOOR = 0.9
+FLOOR = 0.95  # of what the full cache recalls: h2o is above it
+BROKEN = 0.6  # and everything else below that
 
 
 @pytest.fixture(scope="module")
 def examples() -> list[RecallExample]:
-    with LLM(MODEL) as llm:
+    with LLM(DEMO) as llm:
         recall = Recall.of(held_out_prose(), llm.tokenizer.encode_more, start_tokens(llm.tokenizer))
     draw = random.Random(7)
-    return [recall.example(task, LENGTH, depth, draw, MENTIONS) for task in TASKS for depth in DEPTHS for _ in range(2)]
+    return [recall.example(task, LENGTH, depth, draw) for task in TASKS for depth in DEPTHS for _ in range(2)]
 
 
 def recalled(examples: list[RecallExample], **plan: object) -> float:
     """The share of questions, visible in the prompt, that are answered right in full."""
     params = SamplingParams(max_tokens=max(len(one.answer) for one in examples), ignore_eos=True)
-    with LLM(MODEL, gpu_batch_size=len(examples), prefill_tokens=4096, **plan) as llm:  # type: ignore[arg-type]
+    with LLM(DEMO, gpu_batch_size=len(examples), prefill_tokens=4096, **plan) as llm:  # type: ignore[arg-type]
         done = llm.generate([one.context + one.question for one in examples], params)
     return sum(text.token_ids[: len(one.answer)] == one.answer for one, text in zip(examples, done)) / len(examples)
 
 
-def test_h2o_recalls_what_the_text_comes_back_to_and_neither_half_alone_does(examples: list[RecallExample]) -> None:
+def test_h2o_recalls_what_the_full_cache_does_and_neither_half_alone_does(examples: list[RecallExample]) -> None:
     full = recalled(examples)
     assert full >= FLOOR
     shares = {policy: recalled(examples, kv_policy=policy, kv_budget=KEPT) for policy in ("h2o", "heavy", "local", "random")}
     assert shares["h2o"] >= FLOOR * full
-    assert max(shares["heavy"], shares["local"], shares["random"]) < FLOOR * shares["h2o"]
+    assert max(shares["heavy"], shares["local"], shares["random"]) <= BROKEN * full
