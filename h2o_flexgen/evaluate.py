@@ -100,7 +100,7 @@ def _announce(evaluation: Evaluation, output: Path | None) -> None:
     there, total = evaluation.num_cells - evaluation.num_missing, evaluation.num_cells
     words = ["1 cell" if total == 1 else f"{total} cells"]
     if there:
-        words.append(f"{there} of {total} in {output} already")
+        words.append(f"{there} {'is' if there == 1 else 'are'} in {output} already")
     print("; ".join(words), file=sys.stderr)
     for name, task in evaluation.tasks.items():
         for note in task.notes:

@@ -1,6 +1,6 @@
 """Trains the demo models: small ones of three architectures, on books and on recall tasks strewn into them.
 
-python scripts/train_demo.py --corpus books/ --architecture llama --minutes 55 --output demo/
+python scripts/train_demo.py --corpus books/ --architecture llama --minutes 50 --output demo/
 """
 
 from __future__ import annotations
@@ -60,8 +60,15 @@ def train(args: argparse.Namespace) -> None:
         warm_start(model, args.seed)
     else:
         _take_weights(model, args.start)
-    rates, prices = (args.matrix_rate, args.table_rate), (args.near_price, args.far_price)
-    settings = Settings(args.minutes, *rates, *prices, args.since, args.device)
+    settings = Settings(
+        minutes=args.minutes,
+        matrix_rate=args.matrix_rate,
+        table_rate=args.table_rate,
+        near_price=args.near_price,
+        far_price=args.far_price,
+        since=args.since,
+        device=args.device,
+    )
     curve: list[Point] = []
 
     def note(point: Point) -> None:
@@ -100,7 +107,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--corpus", type=Path, required=True, help="folder of books, as *.txt")
     parser.add_argument("--output", type=Path, required=True, help="folder for the model and its tokenizer")
     parser.add_argument("--architecture", choices=sorted(SHAPES), default="llama")
-    parser.add_argument("--minutes", type=float, default=55)
+    parser.add_argument("--minutes", type=float, default=50)
     parser.add_argument("--tasks", type=float, default=0.6, help="share of rows with recall tasks in them")
     parser.add_argument("--matrix-rate", type=float, default=2.5e-3)
     parser.add_argument("--table-rate", type=float, default=1.5e-3)

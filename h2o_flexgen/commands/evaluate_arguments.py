@@ -213,7 +213,7 @@ def _take_study(args: argparse.Namespace, tasks: str | None, usual: Mapping[str,
     ):
         if count != 1:
             raise ValueError(f"--study takes one {flag}, and {count} are given; give one")
-    unused = {"--tasks": tasks is not None, "--kv-sizes": args.kv_sizes is not None}
+    unused = {"--tasks": tasks is not None, "--kv-sizes": args.kv_sizes is not None, "--fresh": args.fresh}
     unused |= {f"--{name.replace('_', '-')}": True for name, _ in grid.beside}
     unused |= {f"--{name.replace('_', '-')}": getattr(args, name) != usual[name] for name in OF_TASKS}
     if found := next((flag for flag, is_given in unused.items() if is_given), None):
@@ -254,7 +254,7 @@ def _percent(word: str) -> float:
 
 
 def _numbers(flag: str, text: str, kind: Callable[[str], T], least: float | None, most: float | None) -> tuple[T, ...]:
-    numbers = tuple(_number(flag, word, kind) for word in _words(flag, text))
+    numbers = tuple(dict.fromkeys(_number(flag, word, kind) for word in _words(flag, text)))
     for number in numbers:
         # asked in this way, what is no number (nan) is refused too
         if not ((least is None or number >= least) and (most is None or number <= most)):  # type: ignore[operator]

@@ -31,4 +31,4 @@ class EvaluationWatch:
         if total_bytes:
             self._opening.stage(stage, done_bytes, total_bytes)
         else:
-            self._progress.stage(self._doing)
+            self.begin(self._doing)

@@ -34,6 +34,7 @@ wave whale wife wind window winter woman wood word world writing year youth"""
 NAMES, WORDS = tuple(NAMED.split()), tuple(WRITTEN.split())
 DIGITS = "0123456789"
 EXAMPLES_OF_A_KIND = 3  # of classify
+LONGEST_SENTENCE = 256  # tokens
 ASKING = 32  # tokens that are left for question and answer: the same in all examples, of which one may need more than another
 
 
@@ -132,7 +133,7 @@ class Recall:
 
     @classmethod
     def of(cls, prose: str, encode: Encode, start: Sequence[int]) -> Recall:
-        sentences = tuple(tuple(encode(" " + sentence)) for sentence in split_sentences(prose))
+        sentences = tuple(part for sentence in split_sentences(prose) for part in _parts(encode(" " + sentence)))
         if not sentences:
             raise ValueError("the prose for the recall tasks is empty; give a text file with sentences in it")
         return cls(encode, tuple(start), sentences)
@@ -166,6 +167,11 @@ class Recall:
 
     def prose(self, room: int, draw: random.Random) -> list[tuple[int, ...]]:
         """Sentences that follow each other, from any place on, that fit."""
+        if (total := sum(map(len, self.sentences))) < room:
+            raise ValueError(
+                f"the prose for recall has {total} tokens, and texts of this length need {room}; "
+                "give a longer --text or shorter --lengths"
+            )
         place, taken = draw.randrange(len(self.sentences)), []
         for offset in range(len(self.sentences)):
             sentence = self.sentences[(place + offset) % len(self.sentences)]
@@ -173,13 +179,12 @@ class Recall:
                 return taken
             taken.append(sentence)
             room -= len(sentence)
-        if room:
-            total = sum(map(len, self.sentences))
-            raise ValueError(
-                f"the prose for recall has {total} tokens, {room} too few for texts of the length that is asked for; "
-                "give a longer --text or shorter --lengths"
-            )
         return taken
+
+
+def _parts(sentence: Sequence[int]) -> list[tuple[int, ...]]:
+    """Where prose has no full stops, what stands between two of them would fit nowhere."""
+    return [tuple(sentence[start : start + LONGEST_SENTENCE]) for start in range(0, len(sentence), LONGEST_SENTENCE)]
 
 
 def split_sentences(prose: str) -> list[str]:

@@ -54,7 +54,7 @@ class Settings:
     minutes: float
     matrix_rate: float  # for Muon
     table_rate: float  # for AdamW: embeddings, norms, biases
-    near_price: float  # in the loss, of all attention
+    near_price: float  # added to the loss, times the share of attention that is near
     far_price: float
     since: float = 0.0  # share of the time that an earlier run has had
     device: str = "cpu"
@@ -67,6 +67,11 @@ def stage_at(progress: float) -> Stage:
 def rate_at(progress: float) -> float:
     """Of the full rate: up at once, flat, and down to nothing in a straight line."""
     return min(1.0, (progress + 0.001) / WARM_UP, max(0.0, 1 - progress) / COOL_DOWN)
+
+
+def price_share_at(progress: float) -> float:
+    """Of the price of looking."""
+    return min(1.0, (progress + 0.001) / PRICE_RISES)
 
 
 def learn(model: PreTrainedModel, maker: RowMaker, settings: Settings, on_point: Callable[[Point], None]) -> None:
@@ -84,16 +89,17 @@ def learn(model: PreTrainedModel, maker: RowMaker, settings: Settings, on_point:
                 optimizer.zero_grad(set_to_none=True)
             losses = _losses(model, looks, batch, settings.device)
             price = settings.near_price * losses.near + settings.far_price * losses.far
-            (losses.total + min(1.0, (progress + 0.001) / PRICE_RISES) * price).backward()
+            (losses.total + price_share_at(progress) * price).backward()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             for optimizer, _ in optimizers:
                 optimizer.step()
             step, tokens = step + 1, tokens + sum(len(row.tokens) for row in batch)
-            point = losses.point(step, time.monotonic() - started, tokens, len(batch[0].tokens))
-            if step % STEPS_OF_A_POINT == 0:
-                on_point(point)
-    if step % STEPS_OF_A_POINT:
-        on_point(point)
+            is_last = _progress(started, settings) >= 1
+            if step % STEPS_OF_A_POINT == 0 or is_last:
+                on_point(losses.point(step, time.monotonic() - started, tokens, len(batch[0].tokens)))
+            if is_last:
+                break
+    looks.close()
     model.eval()
 
 
@@ -102,7 +108,7 @@ def _progress(started: float, settings: Settings) -> float:
 
 
 def _rows(pool: ThreadPoolExecutor, maker: RowMaker, progress: Callable[[], float]) -> Iterator[list[Row]]:
-    """Batches, each made while the one before is learned from."""
+    """Batches without end, each made while the one before is learned from."""
     made = 0
 
     def batch(first: int, stage: Stage) -> list[Row]:
@@ -115,10 +121,12 @@ def _rows(pool: ThreadPoolExecutor, maker: RowMaker, progress: Callable[[], floa
         return pool.submit(batch, first, stage)
 
     waiting = ask()
-    while progress() < 1:
-        ready, waiting = waiting.result(), ask()
-        yield ready
-    waiting.cancel()
+    try:
+        while True:
+            ready, waiting = waiting.result(), ask()
+            yield ready
+    finally:
+        waiting.cancel()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Large models look far back where it helps, and at the first token where nothing does. Models this small look a little at
 everything, always; accumulated scores are then the same for what is needed and what is not. Where looking costs something, and
-far more than near, they learn to do it only when it tells them more than that.
+looking far back more than looking near, they learn to do it only when it tells them more than that.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ class Looks:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._of_layers: list[Tensor] = []
+        self._model, self._before = model, model.config._attn_implementation
         AttentionInterface.register(NAME, self._attend)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)
+
+    def close(self) -> None:
+        """The model attends as it did before."""
+        self._model.set_attn_implementation(self._before)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Near and far, of the forward pass before."""

@@ -13,8 +13,8 @@ from h2o_flexgen.evaluation.texts import start_tokens
 
 LENGTH, KEPT = 512, 0.2
 TASKS, DEPTHS = ("passkey", "lookup", "copy"), (0.0, 0.2, 0.4, 0.6)
-FLOOR = 0.95  # of what the full cache recalls: h2o is above it
-BROKEN = 0.6  # and everything else below that
+FLOOR = 0.9  # of what the full cache recalls: h2o is not below it
+BROKEN = 0.5  # and nothing else above this
 
 
 @pytest.fixture(scope="module")

@@ -210,9 +210,16 @@ def test_texts_that_leave_no_positions_for_their_answers_are_refused(llm: LLM, t
         task.bind(llm)
 
 
+def test_prose_without_full_stops_fills_texts_too(llm: LLM) -> None:
+    task = RecallTask.of(
+        Asked(texts=(Text("long.txt", "the ferry left and nobody waved and " * 500),), lengths=(900,), depths=(0.0,))
+    )
+    assert all(len(one.context) > 400 for one in task.bind(llm).examples)
+
+
 def test_prose_that_is_too_short_for_the_texts_is_refused(llm: LLM) -> None:
     task = RecallTask.of(Asked(texts=(Text("short.txt", "The ferry left. Nobody waved."),), lengths=(512,)))
-    with pytest.raises(ValueError, match=r"the prose for recall has \d+ tokens, \d+ too few .*; give a longer --text"):
+    with pytest.raises(ValueError, match=r"the prose for recall has \d+ tokens, and texts .* need \d+; give a longer --text"):
         task.bind(llm)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface
 
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.demo import ARCHITECTURES, held_out_prose
@@ -36,7 +35,7 @@ def _scripts_are_found() -> Any:
 def run_script(*flags: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-B", str(SCRIPTS / "train_demo.py"), *map(str, flags)]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
 
 
 # -- what it learns from -------------------------------------------------------------------------------------------------
@@ -133,7 +132,6 @@ def test_looks_are_those_of_attention(architecture: str, monkeypatch: pytest.Mon
     asked = torch.arange(looks.NEAR, length)
     monkeypatch.setattr(torch, "randint", lambda *_, **__: asked)
     monkeypatch.setattr(looks, "SAMPLED", len(asked))
-    monkeypatch.setattr(AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping))
     measured = looks.Looks(model)
     with torch.no_grad():
         logits = model(tokens).logits
@@ -142,7 +140,7 @@ def test_looks_are_those_of_attention(architecture: str, monkeypatch: pytest.Mon
     shares = attention[..., asked, :]
     assert near.item() == pytest.approx((shares * is_near).sum(-1).mean().item(), abs=1e-4)
     assert (near + far).item() == pytest.approx(1 - shares[..., 0].mean().item(), abs=1e-4)
-    model.set_attn_implementation("eager")
+    measured.close()
     with torch.no_grad():
         assert torch.allclose(model(tokens).logits, logits, atol=1e-3)
 

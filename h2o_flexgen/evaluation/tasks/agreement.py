@@ -85,10 +85,10 @@ class BoundAgreement(Bound):
 
                 def put(place: int, number: int, logits: Tensor, rows: Sequence[int] = rows) -> None:
                     full.put(rows[place], number, logits)
+                    advance(1)
 
                 prompts = [self.prompts[row] for row in rows]
-                done = llm.generate(prompts, self._greedy, on_logits=put, on_token=lambda *_: advance(1))
-                for row, completion in zip(rows, done):
+                for row, completion in zip(rows, llm.generate(prompts, self._greedy, on_logits=put)):
                     full.tokens[row] = completion.token_ids
         except BaseException:
             full.close()
@@ -107,9 +107,10 @@ class BoundAgreement(Bound):
 
             def put(place: int, number: int, logits: Tensor, rows: Sequence[int] = rows) -> None:
                 compared.put(rows[place], number, logits)
+                advance(1)
 
             prompts = [self.prompts[row] for row in rows]
             forced = [reference.tokens[row] for row in rows]
-            llm.generate(prompts, self._greedy, forced=forced, on_logits=put, on_token=lambda *_: advance(1))
+            llm.generate(prompts, self._greedy, forced=forced, on_logits=put)
         values = {"equal": compared.equal, "kl": compared.lost, "until_first": compared.until_first}
         return tuple(mean(name, value) for name, value in values.items())
