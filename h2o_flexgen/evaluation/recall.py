@@ -172,7 +172,8 @@ class Recall:
                 f"the prose for recall has {total} tokens, and texts of this length need {room}; "
                 "give a longer --text or shorter --lengths"
             )
-        place, taken = draw.randrange(len(self.sentences)), []
+        place = draw.randrange(len(self.sentences))
+        taken: list[tuple[int, ...]] = []
         for offset in range(len(self.sentences)):
             sentence = self.sentences[(place + offset) % len(self.sentences)]
             if len(sentence) > room:
