@@ -110,6 +110,10 @@ def test_a_row_without_name_measurement_or_ceiling_is_refused(readme: Path, row:
     assert run(readme, {**RESULT, "rows": [row]}) == 2
 
 
+def test_the_readme_of_the_project_is_what_its_results_say() -> None:
+    assert SCRIPT.main(["--check"]) == 0
+
+
 def test_check_tells_a_readme_that_is_behind_from_one_that_is_not(readme: Path) -> None:
     before = readme.read_text()
     assert run(readme, RESULT, check=True) == 1
