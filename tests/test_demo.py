@@ -41,7 +41,7 @@ def test_demo_alone_is_the_first_of_them() -> None:
 def test_an_unknown_demo_model_is_told_the_known_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ValueError, match=r"model 'demo-neo' is neither .*; did you mean demo-neox\?"):
+    with pytest.raises(ValueError, match=r"model 'demo-neo' is neither .* the hub; did you mean demo-neox\?"):
         resolve_model("demo-neo")
 
 

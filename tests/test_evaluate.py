@@ -233,6 +233,7 @@ def test_a_study_says_where_attention_goes_and_leaves_pictures(command: Any, tmp
     assert (result.json["budget"], result.json["slots"]) == (0.25, 12)
     assert result.json["policies"].keys() == {"oracle", "h2o", "local"}
     assert json.loads((tmp_path / "study.json").read_text()) == result.json
+    assert (tmp_path / "study.txt").read_text().splitlines() == result.out[:-1]
     assert any(tmp_path.glob("*.png")) == (find_spec("matplotlib") is not None)
 
 

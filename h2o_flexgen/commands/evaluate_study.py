@@ -15,7 +15,7 @@ from h2o_flexgen.evaluation.tasks.task import window_of
 from h2o_flexgen.evaluation.texts import Text, windows
 from h2o_flexgen.runtime.progress import Progress
 
-RESULT = "study.json"
+RESULT, TABLES = "study.json", "study.txt"
 
 
 def run_study(args: Namespace, chosen: ChosenModel, texts: tuple[Text, ...], output: Path | None) -> None:
@@ -31,6 +31,7 @@ def run_study(args: Namespace, chosen: ChosenModel, texts: tuple[Text, ...], out
         found = study(llm, ids, args.study_policies, args.study_budget, on_layer=on_layer)
         if output is not None:
             (output / RESULT).write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
+            (output / TABLES).write_text("\n".join(found.lines()) + "\n", encoding="utf-8")
         if output is not None and find_spec("matplotlib") is not None:
             progress.stage("pictures")
             draw(found, output)

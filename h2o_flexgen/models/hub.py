@@ -60,8 +60,8 @@ def _unreachable(name: str, error: Exception) -> ValueError:
         why = "there is no such model, or it is private"
     else:
         why = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
-    advice = ADVICE + did_you_mean(name, DEMO_MODELS)
-    return ValueError(f"model {name!r} is neither a local folder nor to be had from the hub ({why}); {advice}")
+    hint = did_you_mean(name, DEMO_MODELS)
+    return ValueError(f"model {name!r} is neither a local folder nor to be had from the hub{hint} ({why}); {ADVICE}")
 
 
 def _patterns(files: list[str], with_weights: bool) -> list[str]:

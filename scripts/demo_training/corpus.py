@@ -17,7 +17,9 @@ class Book:
 
 
 def read_books(folder: Path) -> tuple[Book, ...]:
-    files = sorted(folder.glob("*.txt")) if folder.is_dir() else []
+    if not folder.is_dir():
+        raise ValueError(f"the corpus {folder} is no folder; give a folder of books (*.txt)")
+    files = sorted(folder.glob("*.txt"))
     books = tuple(_book(file) for file in files)
     if not any(book.learned for book in books):
         raise ValueError(f"the corpus {folder} has no text files (*.txt) with text in them; give a folder of books")

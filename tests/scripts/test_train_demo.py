@@ -162,9 +162,13 @@ def test_a_short_run_leaves_a_model_that_opens_and_its_curve(architecture: str, 
 
 
 def test_a_corpus_without_books_is_one_line(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "nowhere"):
+    nowhere = tmp_path / "nowhere"
+    expected = {
+        tmp_path: f"the corpus {tmp_path} has no text files (*.txt) with text in them; give a folder of books",
+        nowhere: f"the corpus {nowhere} is no folder; give a folder of books (*.txt)",
+    }
+    for folder, said in expected.items():
         done = run_script("--corpus", folder, "--output", tmp_path / "made")
         assert done.returncode == 2
-        said = done.stderr.splitlines()[-1]
-        assert said == f"train_demo: the corpus {folder} has no text files (*.txt) with text in them; give a folder of books"
+        assert done.stderr.splitlines()[-1] == f"train_demo: {said}"
     assert not (tmp_path / "made").exists()
