@@ -27,6 +27,7 @@ from h2o_flexgen.evaluation.recall import RECALL_TASKS, Recall
 
 VOCAB = 4096
 HELD_OUT_CHARACTERS = 9000  # of every book
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,12 +63,14 @@ def train(args: argparse.Namespace) -> None:
         _take_weights(model, args.start)
     settings = Settings(
         minutes=args.minutes,
+        steps=args.steps,
         matrix_rate=args.matrix_rate,
         table_rate=args.table_rate,
         near_price=args.near_price,
         far_price=args.far_price,
         since=args.since,
         device=args.device,
+        dtype=DTYPES[args.dtype] or fast_dtype(args.device),
     )
     curve: list[Point] = []
 
@@ -82,10 +85,17 @@ def train(args: argparse.Namespace) -> None:
 
 
 def save(model: torch.nn.Module, folder: Path, curve: Sequence[Point]) -> None:
-    """In 16 bits: what travels is half as large, and bfloat16 is what it learned in."""
+    """In 16 bits: what travels is half as large."""
     copy = deepcopy(model).to("cpu", torch.bfloat16)
     copy.save_pretrained(str(folder))  # type: ignore[operator]
     (folder / "curve.json").write_text("\n".join(json.dumps(as_json(point)) for point in curve) + "\n", encoding="utf-8")
+
+
+def fast_dtype(device: str) -> torch.dtype:
+    """A CPU without instructions for bfloat16 computes with it many times slower than with float32."""
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    slow = device == "cpu" and not (capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return torch.float32 if slow else torch.bfloat16
 
 
 def _take_weights(model: torch.nn.Module, folder: Path) -> None:
@@ -108,6 +118,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder for the model and its tokenizer")
     parser.add_argument("--architecture", choices=sorted(SHAPES), default="llama", help="default: llama")
     parser.add_argument("--minutes", type=float, default=50, help="of training; rates fall with the clock (default: 50)")
+    parser.add_argument("--steps", type=int, metavar="N", help="train for so many steps instead of minutes")
     parser.add_argument("--tasks", type=float, default=0.6, help="share of rows with recall tasks in them")
     parser.add_argument("--matrix-rate", type=float, default=2.5e-3, help="of Muon (default: %(default)s)")
     parser.add_argument("--table-rate", type=float, default=1.5e-3, help="of AdamW (default: %(default)s)")
@@ -116,6 +127,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--start", type=Path, metavar="FOLDER", help="go on from this model, in place of a new one")
     parser.add_argument("--since", type=float, default=0.0, metavar="SHARE", help="of the time that it has had already")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of products; auto: what the device is fast with")
     parser.add_argument("--seed", type=int, default=0, help="of the start and of the rows (default: 0)")
     return parser.parse_args(argv)
 

@@ -20,6 +20,7 @@ import pytest
 from h2o_flexgen import chat
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.runtime.sampling_params import SamplingParams
+from tests.patience import PATIENCE_SECONDS
 from tests.tiny import save_tiny
 
 ROLLING = ("--kv-policy", "h2o", "--heavy", "20", "--recent", "20", "--positions", "rolling")
@@ -139,7 +140,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, f"{text}\n".encode())
 
-    def until(self, wanted: str, seconds: float = 60.0) -> None:
+    def until(self, wanted: str, seconds: float = PATIENCE_SECONDS) -> None:
         """Waits for text behind what was waited for before."""
         end = time.monotonic() + seconds
         while wanted not in self.shown:
@@ -156,7 +157,7 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
 
     def close(self) -> int:
-        status = self.process.wait(60)
+        status = self.process.wait(PATIENCE_SECONDS)
         os.close(self._ours)
         return status
 

@@ -1,4 +1,4 @@
-"""Training: from random weights to a model, for so many minutes. Texts grow longer as it goes on."""
+"""Training: from random weights to a model, for a number of minutes or of steps. Texts grow longer as it goes on."""
 
 from __future__ import annotations
 
@@ -52,12 +52,31 @@ class Point:
 @dataclass(frozen=True)
 class Settings:
     minutes: float
+    steps: int | None  # in place of the minutes: the same work whatever the machine
     matrix_rate: float  # for Muon
     table_rate: float  # for AdamW: embeddings, norms, biases
     near_price: float  # added to the loss, times the share of attention that is near
     far_price: float
-    since: float = 0.0  # share of the time that an earlier run has had
+    since: float = 0.0  # share of the training that an earlier run has done
     device: str = "cpu"
+    dtype: torch.dtype = torch.bfloat16  # of products
+
+
+class Progress:
+    """The share of the training that is done: by the clock, or by steps where their number is given."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def after(self, steps: int) -> float:
+        settings = self._settings
+        done = self.seconds / (60 * settings.minutes) if settings.steps is None else steps / settings.steps
+        return settings.since + done
 
 
 def stage_at(progress: float) -> Stage:
@@ -75,49 +94,44 @@ def price_share_at(progress: float) -> float:
 
 
 def learn(model: PreTrainedModel, maker: RowMaker, settings: Settings, on_point: Callable[[Point], None]) -> None:
-    """The clock decides: rates and lengths follow the share of the minutes that is over."""
+    """Rates and lengths follow the share of the training that is done."""
     model.to(settings.device).train()
     optimizers, looks = _optimizers(model, settings), Looks(model)
-    started, step, tokens = time.monotonic(), 0, 0
+    progress, step, tokens = Progress(settings), 0, 0
     with ThreadPoolExecutor(1) as pool:
-        rows = _rows(pool, maker, lambda: _progress(started, settings))
-        for batch in rows:
-            progress = _progress(started, settings)
+        for batch in _rows(pool, maker, progress):
+            done = progress.after(step)
             for optimizer, rate in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = rate * rate_at(progress)
+                    group["lr"] = rate * rate_at(done)
                 optimizer.zero_grad(set_to_none=True)
-            losses = _losses(model, looks, batch, settings.device)
+            losses = _losses(model, looks, batch, settings)
             price = settings.near_price * losses.near + settings.far_price * losses.far
-            (losses.total + price_share_at(progress) * price).backward()
+            (losses.total + price_share_at(done) * price).backward()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             for optimizer, _ in optimizers:
                 optimizer.step()
             step, tokens = step + 1, tokens + sum(len(row.tokens) for row in batch)
-            is_last = _progress(started, settings) >= 1
+            is_last = progress.after(step) >= 1
             if step % STEPS_OF_A_POINT == 0 or is_last:
-                on_point(losses.point(step, time.monotonic() - started, tokens, len(batch[0].tokens)))
+                on_point(losses.point(step, progress.seconds, tokens, len(batch[0].tokens)))
             if is_last:
                 break
     looks.close()
     model.eval()
 
 
-def _progress(started: float, settings: Settings) -> float:
-    return settings.since + (time.monotonic() - started) / (60 * settings.minutes)
-
-
-def _rows(pool: ThreadPoolExecutor, maker: RowMaker, progress: Callable[[], float]) -> Iterator[list[Row]]:
+def _rows(pool: ThreadPoolExecutor, maker: RowMaker, progress: Progress) -> Iterator[list[Row]]:
     """Batches without end, each made while the one before is learned from."""
-    made = 0
+    made = batches = 0
 
     def batch(first: int, stage: Stage) -> list[Row]:
         return [maker.row(first + place, stage.length, stage.rounds) for place in range(stage.tokens // stage.length)]
 
     def ask() -> Future[list[Row]]:
-        nonlocal made
-        stage = stage_at(progress())
-        first, made = made, made + stage.tokens // stage.length
+        nonlocal made, batches
+        stage = stage_at(progress.after(batches))
+        first, made, batches = made, made + stage.tokens // stage.length, batches + 1
         return pool.submit(batch, first, stage)
 
     waiting = ask()
@@ -154,10 +168,11 @@ class _Losses:
         )
 
 
-def _losses(model: PreTrainedModel, looks: Looks, batch: list[Row], device: str) -> _Losses:
-    tokens = torch.tensor([row.tokens for row in batch], device=device)
-    weights = torch.tensor([row.weights for row in batch], device=device)[:, 1:].flatten()
-    with torch.autocast(device.partition(":")[0], torch.bfloat16):
+def _losses(model: PreTrainedModel, looks: Looks, batch: list[Row], settings: Settings) -> _Losses:
+    tokens = torch.tensor([row.tokens for row in batch], device=settings.device)
+    weights = torch.tensor([row.weights for row in batch], device=settings.device)[:, 1:].flatten()
+    kind = settings.device.partition(":")[0]
+    with torch.autocast(kind, settings.dtype, enabled=settings.dtype != torch.float32):
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     flat, wanted = logits.float().flatten(0, 1), tokens[:, 1:].flatten()
     each = nn.functional.cross_entropy(flat, wanted, reduction="none")

@@ -23,6 +23,7 @@ from benchmarks.baselines.jit_builds import building_in
 from benchmarks.baselines.request import Answer, Request
 from benchmarks.baselines.sizes import kv_bytes, weight_bytes
 from benchmarks.baselines.systems import system_named
+from tests.patience import PATIENCE_SECONDS
 from tests.tiny import BLOCKS, VOCAB, save_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,13 @@ def answer_of(request: Any) -> Any:
     command = [sys.executable, "-m", "benchmarks.baselines", RUN, request.to_json()]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, input="\n", capture_output=True, text=True, timeout=900
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        input="\n",
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     word, answer = done.stdout.splitlines()
@@ -182,7 +189,7 @@ def test_a_build_waits_for_one_that_lives(tmp_path: Path) -> None:
         other = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(timeout=1)
-    said, _ = other.communicate(timeout=60)
+    said, _ = other.communicate(timeout=PATIENCE_SECONDS)
     assert said.split() == [b"in"]
 
 

@@ -33,6 +33,7 @@ from benchmarks.comparison.report import Entry, Report
 from benchmarks.comparison.search import Search
 from benchmarks.comparison.suites import SUITES, Contender, Load, contenders
 from h2o_flexgen import LLM, SamplingParams
+from tests.patience import PATIENCE_SECONDS
 from tests.scripts.loading import PROJECT, load_script
 from tests.tiny import tiny_config
 
@@ -331,7 +332,7 @@ def test_a_run_has_a_process_of_its_own_that_is_told_to_go_on(tmp_path: Path, mo
     options = {"percent": (0, 0, 0, 100, 0, 100)}
     scratch = tmp_path / "scratch"
     request = Request("h2o_flexgen", str(folder), "float32", "cpu", 2, 6, 4, None, None, None, str(scratch), options)
-    launcher = Launcher(timeout=120, environment={"PYTHONPATH": str(PROJECT)})
+    launcher = Launcher(timeout=PATIENCE_SECONDS, environment={"PYTHONPATH": str(PROJECT)})
     answer = Answer.from_json(launcher.run(request, loads_within_cap=False).to_json())
     assert len(answer.step_seconds) == 3
     assert list(scratch.iterdir()) == []
@@ -339,7 +340,7 @@ def test_a_run_has_a_process_of_its_own_that_is_told_to_go_on(tmp_path: Path, mo
 
 def test_what_fails_says_why_in_a_line(tmp_path: Path) -> None:
     request = Request("h2o_flexgen", str(tmp_path), "float32", "cpu", 2, 6, 4, None, None, None, str(tmp_path / "s"), {})
-    launcher = Launcher(timeout=120, environment={"PYTHONPATH": str(PROJECT)})
+    launcher = Launcher(timeout=PATIENCE_SECONDS, environment={"PYTHONPATH": str(PROJECT)})
     with pytest.raises(Failed, match=r"ValueError: .*config\.json") as caught:
         launcher.run(request, loads_within_cap=True)
     assert "\n" not in str(caught.value)
@@ -352,7 +353,7 @@ sys.exit(1)
 """
 
 
-def watched(code: str, timeout: float = 60) -> list[str]:
+def watched(code: str, timeout: float = PATIENCE_SECONDS) -> list[str]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     words = {"encoding": "utf-8", "errors": "replace"}
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, **pipes, **words)
@@ -371,10 +372,12 @@ def test_what_is_killed_says_that_it_was_memory() -> None:
 
 
 def test_who_leaves_the_group_and_holds_the_pipe_does_not_hold_us() -> None:
-    sleeps = "[sys.executable, '-c', 'import time; time.sleep(30)']"
+    sleeps = f"[sys.executable, '-c', 'import time; time.sleep({2 * PATIENCE_SECONDS})']"
+    started = f"subprocess.Popen({sleeps}, start_new_session=True, stdout=subprocess.DEVNULL)"
     begun = time.perf_counter()
-    watched(f"import subprocess, sys; subprocess.Popen({sleeps}, start_new_session=True, stdout=subprocess.DEVNULL)")
-    assert time.perf_counter() - begun < 20
+    (pid,) = watched(f"import subprocess, sys; print({started}.pid)")
+    os.kill(int(pid), signal.SIGKILL)
+    assert time.perf_counter() - begun < PATIENCE_SECONDS
 
 
 def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from h2o_flexgen.models import convert as convert_module
 from h2o_flexgen.models.checkpoint import open_checkpoint
 from h2o_flexgen.models.convert import convert, default_cache_dir, load_shard
 from h2o_flexgen.models.safetensors_format import TensorForm, write_safetensors
+from tests.patience import PATIENCE_SECONDS
 
 State = dict[str, torch.Tensor]
 
@@ -153,7 +154,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, model: Path) -> N
 
 def test_two_at_once_convert_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=PATIENCE_SECONDS)
     fingerprint = convert_module.fingerprint
 
     def meeting(files: tuple[Path, ...]) -> str:

@@ -248,22 +248,23 @@ def test_visits_are_of_tasks_of_a_run(tmp_path: Path) -> None:
     found = figures(*visits(Device(), tmp_path, "float32", TINY))
     rates = {found.pop("kv_read_per_s"), found.pop("kv_write_per_s")}
     assert set(found) == {"visit_seconds attention", "visit_seconds mlp", "task_seconds"}
-    assert all(1e-6 < seconds < 1 for seconds in found.values()) and all(1e3 < rate < 1e12 for rate in rates)
+    assert all(0 < one < math.inf for one in (*found.values(), *rates))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_empties_the_caches_between_visits_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asleep: list[object] = []
+    clock = time.perf_counter
 
     def sleep(self: Between, task: Task, tokens: int) -> None:
-        begun = time.perf_counter()
-        time.sleep(0.05)
+        """An hour, on a clock that is set forward."""
         asleep.append(task.key)
-        self.seconds[task.key] = time.perf_counter() - begun
+        self.seconds[task.key] = 3600.0
 
     monkeypatch.setattr(Between, "__call__", sleep)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 3600.0 * len(asleep))
     found = figures(visits(Device(), tmp_path, "float32", TINY)[0])
-    assert all(0 < seconds < 0.04 for seconds in found.values())
+    assert all(0 < seconds < 1800 for seconds in found.values())
     assert len(asleep) == TINY.steps * 10  # embedding, attention and mlp of four blocks, head
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 from h2o_flexgen.runtime.progress import SECONDS_BETWEEN_LINES, Progress
+from tests.patience import PATIENCE_SECONDS
 
 
 class Terminal(io.StringIO):
@@ -26,10 +28,14 @@ def tickers(label: str) -> list[threading.Thread]:
 
 
 def wait_for(text: str, stream: io.StringIO) -> None:
-    deadline = time.monotonic() + 5
-    while text not in stream.getvalue() and time.monotonic() < deadline:
+    wait_until(lambda: text in stream.getvalue())
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
         time.sleep(0.005)
-    assert text in stream.getvalue()
 
 
 def test_lines_keep_coming_while_nothing_is_updated() -> None:
@@ -40,10 +46,7 @@ def test_lines_keep_coming_while_nothing_is_updated() -> None:
         progress.update("one long task", 3)
         wait_for("one long task", stream)
         seen = stream.getvalue().count("\n")
-        deadline = time.monotonic() + 5
-        while stream.getvalue().count("\n") < seen + 3 and time.monotonic() < deadline:
-            time.sleep(0.005)
-        assert stream.getvalue().count("\n") >= seen + 3
+        wait_until(lambda: stream.getvalue().count("\n") >= seen + 3)
     assert "job: prefill 3/8 one long task [0 s] done\n" in stream.getvalue()
     assert "\r" not in stream.getvalue()
 
@@ -126,9 +129,9 @@ def test_the_thread_is_gone_after_an_exception_and_the_line_says_stopped() -> No
 
 def test_the_end_does_not_wait_for_the_interval() -> None:
     before = time.monotonic()
-    with Progress(5, "job", io.StringIO(), interval_seconds=60):
+    with Progress(5, "job", io.StringIO(), interval_seconds=2 * PATIENCE_SECONDS):
         pass
-    assert time.monotonic() - before < 5
+    assert time.monotonic() - before < PATIENCE_SECONDS
 
 
 def test_a_reader_that_has_gone_does_not_end_the_job() -> None:

@@ -17,6 +17,7 @@ from h2o_flexgen.planning.footprint import Request
 from h2o_flexgen.planning.machines import SUFFIXES
 from h2o_flexgen.planning.plan import DEVICE, HOST, Plan
 from h2o_flexgen.planning.workload import Workload
+from tests.patience import PATIENCE_SECONDS
 from tests.scripts.loading import load_script
 
 SCRIPT = load_script("gpu_check")
@@ -105,10 +106,12 @@ def test_a_run_without_json_has_not_passed(tmp_path: Path) -> None:
 def test_a_stage_is_ended_when_its_time_is_over_with_all_that_it_started(tmp_path: Path) -> None:
     late = tmp_path / "late"
     child = f"import time, pathlib; time.sleep(2); pathlib.Path({str(late)!r}).touch()"
-    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    code = (
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep({2 * PATIENCE_SECONDS})"
+    )
     began = time.monotonic()
     outcome = SCRIPT.run_stage(stage("a", code, until=1.0), tmp_path, began)
-    assert not outcome.passed and time.monotonic() - began < 30
+    assert not outcome.passed and time.monotonic() - began < PATIENCE_SECONDS
     time.sleep(max(0.0, began + 3.5 - time.monotonic()))
     assert not late.exists()
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,10 +30,10 @@ def _scripts_are_found() -> Any:
     sys.path.remove(str(SCRIPTS))
 
 
-def run_script(*flags: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-B", str(SCRIPTS / "train_demo.py"), *map(str, flags)]
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
+def run_script(*flags: object) -> int:
+    import train_demo
+
+    return int(train_demo.main([*map(str, flags)]))
 
 
 # -- what it learns from -------------------------------------------------------------------------------------------------
@@ -145,6 +143,15 @@ def test_looks_are_those_of_attention(architecture: str, monkeypatch: pytest.Mon
         assert torch.allclose(model(tokens).logits, logits, atol=1e-3)
 
 
+def test_a_number_of_steps_decides_rates_and_lengths_whatever_the_clock_says() -> None:
+    from demo_training.learn import Progress, Settings, stage_at
+
+    settings = Settings(minutes=1e-9, steps=8, matrix_rate=0.0, table_rate=0.0, near_price=0.0, far_price=0.0)
+    progress = Progress(settings)
+    assert [progress.after(step) for step in (0, 2, 8)] == [0.0, 0.25, 1.0]
+    assert [stage_at(progress.after(step)).length for step in range(9)] == [256, 256, 512, 512, *[1024] * 5]
+
+
 # -- the whole script ----------------------------------------------------------------------------------------------------
 
 
@@ -153,22 +160,21 @@ def test_a_short_run_leaves_a_model_that_opens_and_its_curve(architecture: str, 
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "one.txt").write_text(held_out_prose()[:60_000].replace("\n", "\n\n"), encoding="utf-8")
     flags = ("--corpus", tmp_path / "books", "--output", tmp_path / "made", "--architecture", architecture)
-    done = run_script(*flags, "--minutes", 0.06, "--device", "cpu")
-    assert done.returncode == 0, done.stderr
+    assert run_script(*flags, "--steps", 1, "--device", "cpu", "--dtype", "float32") == 0
     curve = [json.loads(line) for line in (tmp_path / "made" / "curve.json").read_text().splitlines()]
-    assert curve and all(0 <= point["near"] + point["far"] <= 1.01 for point in curve)
+    assert [point["step"] for point in curve] == [1]
+    assert all(0 <= point["near"] + point["far"] <= 1.01 for point in curve)
     with LLM(str(tmp_path / "made")) as llm:
         assert len(llm.generate(["The old man"], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids) == 3
 
 
-def test_a_corpus_without_books_is_one_line(tmp_path: Path) -> None:
+def test_a_corpus_without_books_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = tmp_path / "nowhere"
     expected = {
         tmp_path: f"the corpus {tmp_path} has no text files (*.txt) with text in them; give a folder of books",
         nowhere: f"the corpus {nowhere} is no folder; give a folder of books (*.txt)",
     }
     for folder, said in expected.items():
-        done = run_script("--corpus", folder, "--output", tmp_path / "made")
-        assert done.returncode == 2
-        assert done.stderr.splitlines()[-1] == f"train_demo: {said}"
+        assert run_script("--corpus", folder, "--output", tmp_path / "made") == 2
+        assert capsys.readouterr().err.splitlines()[-1] == f"train_demo: {said}"
     assert not (tmp_path / "made").exists()
