@@ -4,9 +4,10 @@ lane's bound, for the zig-zag schedule, FlexGen's loop with its barrier, and row
     python benchmarks/overlap.py                              # OPT-1.3B shapes in bf16, all weights on disk, 2.1 GB of memory
     python benchmarks/overlap.py --repeats 1 --model facebook/opt-125m --cpu-mem 1GB
 
-Every schedule runs in a process of its own, in turns (A B C A B C ...), because machines drift. In each process the disk and
-the matrix products are measured before and after the run with the means that the run itself uses; the bound takes the faster of
-the two. The last line is one JSON document.
+Every schedule runs in a process of its own, in turns (A B C A B C ...), because machines drift. The machine's profile is taken
+as it was kept, or measured first. In each process the disk and the matrix products are measured again, before and after the
+run, with the means that the run itself uses; the faster of the two goes into the profile. From it come both the bound, which
+is what the busiest lane needs alone, and what the planner predicts of the run. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.commands.made_up import made_up_prompts
 from h2o_flexgen.llm import LLM, default_offload_folder
+from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.files import write_text
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.planned import PlannedBlock
-from h2o_flexgen.planning.pricing import Pricing, lane_bounds
+from h2o_flexgen.planning.predict import BlockPrediction
+from h2o_flexgen.planning.pricing import lane_bounds
 from h2o_flexgen.planning.schedule import SCHEDULES
 from h2o_flexgen.planning.units import format_bytes, parse_bytes
 from h2o_flexgen.runtime.engine import BlockRun
 from h2o_flexgen.runtime.measure import Needs, describe_machine, measure
+from h2o_flexgen.runtime.profiling.kept import profiled
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 MEASURING = {"repetitions": 3, "seconds": 0.7}
@@ -40,6 +45,7 @@ def main() -> int:
     if args.one:
         print(json.dumps(run_one(args)))
         return 0
+    profile_of(args)  # measured once, for all processes
     runs = [run_in_process(args, schedule) for _ in range(args.repeats) for schedule in args.schedules]
     result = summary(args, runs)
     print_table(result)
@@ -86,7 +92,12 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         llm.generate(prompts, SamplingParams(max_tokens=args.gen_len, ignore_eos=True), may_shrink=False)
         after = calibrate(llm, args)
         assert llm.stats is not None
-        return measured(args, llm, llm.stats.last_block, before.at_best(after), drift(before, after))
+        return measured(args, llm, llm.stats.last_block, profile_of(args).as_it_is(before.at_best(after)), drift(before, after))
+
+
+def profile_of(args: argparse.Namespace) -> Machine:
+    """This machine, as `run --percent auto` knows it."""
+    return profiled(open_device("auto"), Path(args.offload_dir).expanduser(), args.dtype)
 
 
 def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:
@@ -111,7 +122,7 @@ def measured(
     bounds = lane_bounds(cost.planned, max(1, run.block.gen_len // 2), machine)
     lane = max(bounds, key=lambda name: bounds[name])
     steps = sorted(run.step_seconds)
-    ends = Pricing(cost.planned, machine).simulated().step_ends()
+    predicted = BlockPrediction.of(cost.planned, machine).decode_seconds / (run.block.gen_len - 1)
     return {
         "schedule": args.one,
         "prefill_seconds": run.prefill_seconds,
@@ -121,7 +132,8 @@ def measured(
         "bound_seconds": bounds[lane],
         "bounds": bounds,
         "to_bound": statistics.median(steps) / bounds[lane],
-        "simulated_step_seconds": None if args.one == "row_by_row" else (ends[-1] - ends[0]) / (len(ends) - 1),
+        "predicted_step_seconds": predicted,
+        "prediction_error": predicted / statistics.mean(steps) - 1,
         "read_gb_per_step": step_bytes(cost) / 1e9,
         "tokens_per_second": llm.stats.generated_tokens / llm.stats.total_seconds,
         "decode_tokens_per_second": run.block.num_rows / statistics.median(steps),
@@ -176,7 +188,7 @@ def summary(args: argparse.Namespace, runs: list[dict[str, Any]]) -> dict[str, A
         "model": args.model,
         "workload": {**workload, "slots": args.slots, "sep_layer": args.sep_layer, "dtype": args.dtype},
         "machine": runs[0]["machine"],
-        "ceiling": "bytes read per step over the disk's rate, or flops over that of matrix products, both measured in the run",
+        "ceiling": "the busiest lane alone: bytes read per step over the disk's rate, or products and attention over theirs",
         "budget_host_bytes": parse_bytes(args.cpu_mem),
         "schedules": rows,
     }
@@ -186,12 +198,11 @@ def print_table(result: Mapping[str, Any]) -> None:
     machine = result["machine"]
     print(f"\n{result['model']}, {result['workload']}\nmachine: {machine}\nceiling: {result['ceiling']}\n")
     print(f"{'schedule':16} {'prefill s':>9} {'step s':>7} {'bound s':>8} {'lane':>8} ", end="")
-    print(f"{'step/bound':>10} {'simulated s':>11} {'peak GB':>8}")
+    print(f"{'step/bound':>10} {'predicted s':>11} {'peak GB':>8}")
     for name, row in result["schedules"].items():
-        simulated = row.get("simulated_step_seconds")
         print(
             f"{name:16} {row['prefill_seconds']:9.1f} {row['step_seconds']:7.2f} {row['bound_seconds']:8.2f} "
-            f"{row['busiest_lane']:>8} {row['to_bound']:10.2f} {f'{simulated:11.2f}' if simulated else ' ' * 10 + '-'} "
+            f"{row['busiest_lane']:>8} {row['to_bound']:10.2f} {row['predicted_step_seconds']:11.2f} "
             f"{row['peak_host_bytes'] / 1e9:8.2f}"
         )
     print(f"\nmemory budget {format_bytes(result['budget_host_bytes'])}. One decode step of the zig-zag schedule:")

@@ -225,12 +225,9 @@ def compared(name: str, done: Mapping[str, Any], spec: ModelSpec, machine: Machi
 
 def as_it_was(machine: Machine, rates: Mapping[str, Any]) -> Machine:
     """With the disk and the products as they were measured behind the run."""
-    measured = {rows: rate for curve in rates.get("flops_per_s", {}).values() for rows, rate in curve}
-    shares = [rate / machine.flop_rate("bfloat16", rows) for rows, rate in measured.items()]
-    share = statistics.median(shares) if shares else 1.0
-    curve = tuple((rows, rate * share) for rows, rate in machine.flops_per_s["bfloat16"])
+    curves = {dtype: tuple(map(tuple, curve)) for dtype, curve in rates.get("flops_per_s", {}).items() if curve}
     disk = rates.get("disk_read_per_s", machine.disk_read_per_s)
-    return replace(machine, disk_read_per_s=disk, flops_per_s={**machine.flops_per_s, "bfloat16": curve})
+    return machine.as_it_is(replace(machine, disk_read_per_s=disk, flops_per_s=curves))
 
 
 def prediction(done: Mapping[str, Any], spec: ModelSpec, machine: Machine) -> Prediction:

@@ -17,7 +17,7 @@ ceiling), or it is refused. What `benchmarks/overlap.py --output FILE` writes is
       "rows": [{"name": "opt-6.7b", "measured": 20.0, "ceiling": 15.0}]
     }
 
-A row may have "simulated" besides: it gets a column of its own. "notes", a text, may stand below the table. What
+A row may have "predicted" besides: it gets a column of its own. "notes", a text, may stand below the table. What
 `benchmarks/compare.py` and `benchmarks/planner.py` write brings a table of its own.
 """
 
@@ -42,7 +42,7 @@ class Row:
     name: str
     measured: float
     ceiling: float
-    simulated: float | None = None
+    predicted: float | None = None
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ class File:
         device = "" if value["device"] == "cpu" else f"{value['device']}, "
         return f"{device}{value['cpu']}, {value['cores']} cores, torch {value['torch']}"
 
-    def row(self, name: str, values: object, measured: str, ceiling: str, simulated: str) -> Row:
+    def row(self, name: str, values: object, measured: str, ceiling: str, predicted: str) -> Row:
         if not isinstance(values, dict):
             raise ValueError(f"{self.path} has the row {values!r}; see scripts/readme_results.py for the form")
-        predicted = None if values.get(simulated) is None else self._positive(name, values, simulated)
-        return Row(name, self._positive(name, values, measured), self._positive(name, values, ceiling), predicted)
+        said = None if values.get(predicted) is None else self._positive(name, values, predicted)
+        return Row(name, self._positive(name, values, measured), self._positive(name, values, ceiling), said)
 
     def _positive(self, name: str, row: Content, key: str) -> float:
         value = row.get(key)
@@ -148,7 +148,7 @@ def _plain(file: File) -> Result:
         command=file.text("command"),
         ceiling=file.text("ceiling"),
         unit=file.text("unit"),
-        rows=tuple(file.row(_name(file, row), row, "measured", "ceiling", "simulated") for row in rows),
+        rows=tuple(file.row(_name(file, row), row, "measured", "ceiling", "predicted") for row in rows),
         higher_is_better=higher,
         notes=str(file.content.get("notes", "")),
     )
@@ -167,7 +167,7 @@ def _overlap(file: File) -> Result:
         raise ValueError(f"{file.path} has no schedules or no workload; run benchmarks/overlap.py again")
     command, machine, ceiling = file.text("command"), file.machine(), file.text("ceiling")
     rows = tuple(
-        file.row(name, row, "step_seconds", "bound_seconds", "simulated_step_seconds") for name, row in schedules.items()
+        file.row(name, row, "step_seconds", "bound_seconds", "predicted_step_seconds") for name, row in schedules.items()
     )
     percent = " ".join(f"{share:g}" for share in shape["percent"])
     return Result(
@@ -241,17 +241,17 @@ def _table(result: Result) -> str:
 
 
 def _measured_cells(result: Result) -> list[list[str]]:
-    simulated = any(row.simulated is not None for row in result.rows)
+    predicted = any(row.predicted is not None for row in result.rows)
     head = ["", f"measured ({result.unit})", f"ceiling ({result.unit})", "share of the ceiling"]
-    head += [f"simulated ({result.unit})"] * simulated
-    return [head, *(_cells(row, result.higher_is_better, simulated) for row in result.rows)]
+    head += [f"predicted ({result.unit})"] * predicted
+    return [head, *(_cells(row, result.higher_is_better, predicted) for row in result.rows)]
 
 
-def _cells(row: Row, higher_is_better: bool, with_simulated: bool) -> list[str]:
+def _cells(row: Row, higher_is_better: bool, with_predicted: bool) -> list[str]:
     share = row.measured / row.ceiling if higher_is_better else row.ceiling / row.measured
     cells = [row.name, _number(row.measured), _number(row.ceiling), f"{share:.0%}"]
-    if with_simulated:
-        cells.append("" if row.simulated is None else _number(row.simulated))
+    if with_predicted:
+        cells.append("" if row.predicted is None else _number(row.predicted))
     return cells
 
 

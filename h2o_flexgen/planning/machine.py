@@ -11,6 +11,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from math import inf, isfinite, log
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
@@ -94,6 +95,13 @@ class Machine:
         }
         return replace(self, disk_read_per_s=max(self.disk_read_per_s, again.disk_read_per_s), flops_per_s=curves)
 
+    def as_it_is(self, now: Machine) -> Machine:
+        """This profile with the disk and the products of a later measurement of less: machines drift. Rates of products that
+        were not measured again change as much as the median of those that were."""
+        changed = {dtype: _changed(self.flops_per_s[dtype], curve) for dtype, curve in now.flops_per_s.items()}
+        disk = now.disk_read_per_s if isfinite(now.disk_read_per_s) else self.disk_read_per_s
+        return replace(self, disk_read_per_s=disk, flops_per_s={**self.flops_per_s, **changed})
+
     @classmethod
     def load(cls, path: str | Path) -> Machine:
         try:
@@ -137,6 +145,11 @@ def at_rows(curve: Curve, rows: float) -> float:
         if fewer <= rows < more:
             return low + (high - low) * log(rows / fewer) / log(more / fewer)
     return curve[0][1] if rows < curve[0][0] else curve[-1][1]
+
+
+def _changed(curve: Curve, measured: Curve) -> Curve:
+    share = median(rate / at_rows(curve, rows) for rows, rate in measured)
+    return tuple(sorted({**{rows: rate * share for rows, rate in curve}, **dict(measured)}.items()))
 
 
 _DEFAULTS: Mapping[str, object] = {

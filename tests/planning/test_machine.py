@@ -62,6 +62,16 @@ def test_of_two_measurements_the_faster_rates_count() -> None:
     assert SMALL.at_best(again).disk_read_per_s == 2e9
 
 
+def test_a_profile_takes_over_what_was_measured_later_and_moves_the_rest_of_a_curve_along() -> None:
+    curve = ((1, 1e12), (16, 8e12), (256, 64e12))
+    profile = replace(SMALL, flops_per_s={"float16": curve, "float32": ((1, 1e12),)}, disk_read_per_s=2e9)
+    now = replace(profile, disk_read_per_s=1e9, flops_per_s={"float16": ((16, 4e12),)})
+    moved = profile.as_it_is(now)
+    assert moved.flops_per_s == {"float16": ((1, 0.5e12), (16, 4e12), (256, 32e12)), "float32": ((1, 1e12),)}
+    assert moved.disk_read_per_s == 1e9 and replace(moved, disk_read_per_s=2e9, flops_per_s=profile.flops_per_s) == profile
+    assert profile.as_it_is(replace(now, disk_read_per_s=inf)).disk_read_per_s == 2e9, "which was not measured again"
+
+
 def test_flop_rates_are_linear_in_the_logarithm_of_the_rows() -> None:
     expected = 9e12 + 41e12 * log(100 / 16) / log(256 / 16)
     assert SMALL.flop_rate("float16", 100) == pytest.approx(expected)

@@ -48,11 +48,11 @@ OVERLAP: dict[str, Any] = {
         "zigzag": {
             "step_seconds": 1.25,
             "bound_seconds": 1.0,
-            "simulated_step_seconds": 1.125,
+            "predicted_step_seconds": 1.125,
             "peak_host_bytes": 1_900_000_000,
             "runs": [{"timeline": "|first|"}, {"timeline": "|W1.0--|"}],
         },
-        "row_by_row": {"step_seconds": 4.0, "bound_seconds": 3.0, "simulated_step_seconds": None, "peak_host_bytes": 2e9},
+        "row_by_row": {"step_seconds": 4.0, "bound_seconds": 3.0, "predicted_step_seconds": None, "peak_host_bytes": 2e9},
     },
 }
 
@@ -85,11 +85,11 @@ def test_where_more_is_better_the_share_is_turned_round(readme: Path) -> None:
     assert "| zigzag | 3,000 | 4,000 | 75% |" in readme.read_text()
 
 
-def test_simulated_figures_have_a_column_of_their_own(readme: Path) -> None:
-    rows = [{**RESULT["rows"][0], "simulated": 1.125}, RESULT["rows"][1]]
+def test_predicted_figures_have_a_column_of_their_own(readme: Path) -> None:
+    rows = [{**RESULT["rows"][0], "predicted": 1.125}, RESULT["rows"][1]]
     run(readme, {**RESULT, "rows": rows})
     text = readme.read_text()
-    assert "simulated (seconds)" in text and "| 80% | 1.12 |" in text and "| 25% |  |" in text
+    assert "predicted (seconds)" in text and "| 80% | 1.12 |" in text and "| 25% |  |" in text
 
 
 @pytest.mark.parametrize("key", ["title", "machine", "command", "ceiling", "unit", "rows"])
