@@ -1,0 +1,171 @@
+"""What is promised between the kernels and their twins in torch: a plan says the same with either, until a near tie is decided
+the other way.
+
+The two sum in another order, so their values differ in the last bits. Such a difference stays as small as it is until somebody
+rounds or chooses: a value of 4 bits that lay on the border of two codes, or a token whose score was that of another one to the
+last bits. From there on a text may go another way. So both runs write down every such decision with what it was made of: where
+they first part, what it was made of must be the same to the last bits, and the twin must decide as the kernel did when it is
+handed the kernel's own values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels import native
+from h2o_flexgen.kernels.group_encode import group_encode_twin
+from h2o_flexgen.kernels.lowest_slot import lowest_slot_twin
+from h2o_flexgen.kv.coding import BITS, Coding
+from h2o_flexgen.kv.notes import Notes
+from h2o_flexgen.kv.passes import Pass
+from h2o_flexgen.runtime.sampling import Sampler
+from h2o_flexgen.runtime.sampling_params import SamplingParams
+from tests.contract import POLICIES, Case, Checkpoints
+from tests.test_fuzz import random_case
+
+H2O = [policy for policy in POLICIES if policy and policy[0] == ("kv_policy", "h2o")]
+LAST_BITS = 3e-5  # of the largest value: a few dozen roundings of float32, one behind the other
+
+
+@dataclass(frozen=True)
+class Decision:
+    what: str
+    made_of: Tensor  # in float32
+    outcome: Tensor
+    by_the_twin: Tensor  # made of the same
+
+    def is_as_made_as(self, other: Decision) -> bool:
+        """Up to the last bits, from the same."""
+        if self.made_of.shape != other.made_of.shape:
+            return False
+        largest = self.made_of.abs().nan_to_num(posinf=0.0).max() if self.made_of.numel() else 0.0
+        return bool(((self.made_of - other.made_of).abs().nan_to_num() <= LAST_BITS * largest).all())
+
+
+def of_encoding(decisions: list[Decision], encode: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def encoding(self: Coding, values: Tensor) -> Tensor:
+        kept = encode(self, values)
+        twin = torch.empty_like(kept).view(-1, kept.shape[-1])
+        group_encode_twin(values.reshape(-1, values.shape[-1]), twin, BITS[self.codec])
+        decisions.append(Decision("encoding", values.float().clone(), kept.clone(), twin.view_as(kept)))
+        return kept
+
+    return encoding
+
+
+def of_eviction(decisions: list[Decision], take_over: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def taking_over(self: Notes, now: Pass) -> Tensor:
+        assert self.scores is not None
+        scores = self.scores.clone()
+        lowest = lowest_slot_twin(self.positions, scores, now.with_newest, now.sinks, now.window)
+        newest = now.counts[:, None].expand_as(lowest)
+        twin = torch.where(now.after[..., 0] > newest, newest, lowest)
+        target = take_over(self, now)
+        decisions.append(Decision("who goes", scores, target.clone(), twin))
+        return target
+
+    return taking_over
+
+
+def of_prompt(decisions: list[Decision], best: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Torch chooses with and without kernels, so it is its own twin."""
+
+    def choosing(self: Notes, now: Pass, positions: Tensor, exists: Tensor, scores: Tensor, kept: int) -> Tensor:
+        made_of = scores.masked_fill(~exists, 0.0)
+        chosen = best(self, now, positions, exists, scores, kept)
+        decisions.append(Decision("who is kept of a prompt", made_of, chosen.clone(), chosen.clone()))
+        return chosen
+
+    return choosing
+
+
+def of_tokens(decisions: list[Decision], sample: Callable[..., Any]) -> Callable[..., Any]:
+    def sampling(self: Sampler, logits: Tensor, *rest: Any) -> Any:
+        tokens = logits.argmax(-1)
+        decisions.append(Decision("the next token", logits.clone(), tokens, tokens))
+        return sample(self, logits, *rest)
+
+    return sampling
+
+
+@contextmanager
+def written_down() -> Iterator[list[Decision]]:
+    decisions: list[Decision] = []
+    with (
+        patch.object(Coding, "encode", of_encoding(decisions, Coding.encode)),
+        patch.object(Notes, "take_over", of_eviction(decisions, Notes.take_over)),
+        patch.object(Notes, "_best", of_prompt(decisions, Notes._best)),
+        patch.object(Sampler, "sample", of_tokens(decisions, Sampler.sample)),
+    ):
+        yield decisions
+
+
+def decisions_of(case: Case, checkpoints: Checkpoints, offload: Path) -> tuple[list[Decision], list[tuple[int, ...]]]:
+    with case.open(checkpoints, offload) as llm, written_down() as decisions:
+        completions = llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len, ignore_eos=True))
+    return decisions, [tuple(completion.token_ids) for completion in completions]
+
+
+def first_that_part(mine: Sequence[Decision], twins: Sequence[Decision]) -> tuple[Decision, Decision] | None:
+    for one, other in zip(mine, twins):
+        assert one.what == other.what
+        if not torch.equal(one.outcome, other.outcome):
+            return one, other
+        assert one.is_as_made_as(other), f"{one.what} is the same, but what it was made of is not"
+    return None
+
+
+def hold(seed: int, checkpoints: Checkpoints, offload: Path) -> str | None:
+    """Says what the two parted at, if they did."""
+    random = Random(seed)
+    drawn = replace(random_case(random), device="cpu", stored="float32", policy=random.choice(H2O), kv_codec="group4")
+    case = replace(drawn, lengths=tuple(random.randint(2, 30) for _ in drawn.lengths), gen_len=random.randint(6, 16))
+    mine, tokens = decisions_of(case, checkpoints, offload)
+    with patch.object(native, "_loaded", lambda: (native.TORCH, None)):
+        twins, twin_tokens = decisions_of(case, checkpoints, offload)
+    parted = first_that_part(mine, twins)
+    if parted is None:
+        assert tokens == twin_tokens, f"seed {seed}: Case({case})"
+        return None
+    one, other = parted
+    assert one.is_as_made_as(other), f"seed {seed}: {one.what} was made of other values. Case({case})"
+    for each in parted:
+        assert torch.equal(each.outcome, each.by_the_twin), f"seed {seed}: {one.what} depends on who decides. Case({case})"
+    return f"{one.what}, {'the same' if tokens == twin_tokens else 'other'} tokens"
+
+
+needs_kernels = pytest.mark.skipif(native.native_library() is None, reason="no kernels were built")
+
+
+@needs_kernels
+@pytest.mark.parametrize("seed", range(4))
+def test_with_or_without_kernels_a_plan_says_the_same_until_a_near_tie(
+    seed: int, checkpoints: Checkpoints, offload: Path
+) -> None:
+    hold(seed, checkpoints, offload)
+
+
+@needs_kernels
+@pytest.mark.fuzz
+def test_many_more_plans_with_and_without_kernels(fuzz_seed: int, checkpoints: Checkpoints, offload: Path) -> None:
+    print(f"seed {fuzz_seed}: parted at {hold(fuzz_seed, checkpoints, offload)}")
+
+
+def test_what_was_made_of_other_values_is_no_near_tie() -> None:
+    values = torch.tensor([1.0, 2.0])
+    one = Decision("encoding", values, torch.tensor([1]), torch.tensor([1]))
+    near, far = replace(one, made_of=values + 1e-6), replace(one, made_of=values + 1e-3)
+    assert one.is_as_made_as(near) and not one.is_as_made_as(far)
+    assert first_that_part([one], [near]) is None
+    with pytest.raises(AssertionError):
+        first_that_part([one], [far])
