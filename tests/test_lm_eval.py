@@ -315,7 +315,12 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_its_own_command_line_knows_the_model_and_argument_strings(
-    models: dict[str, Path], tasks: Path, by_hf: dict[str, Results], tmp_path: Path
+    models: dict[str, Path],
+    tasks: Path,
+    by_hf: dict[str, Results],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = f"pretrained={models['llama-gqa']},dtype=float32,percent=0;50;0;0;0;100,offload_dir={tmp_path / 'offload'}"
     command = [sys.executable, "-m", "h2o_flexgen.lm_eval", "--model", "h2o_flexgen", "--model_args", arguments]
@@ -330,10 +335,11 @@ def test_its_own_command_line_knows_the_model_and_argument_strings(
             if isinstance(value, float):
                 assert found[name][metric] == pytest.approx(value, rel=1e-3), metric
     wrong = [*command[:5], "--model_args", f"pretrained={models['opt']},kv_polizy=h2o", "--tasks", "own_texts"]
-    done = subprocess.run([*wrong, "--include_path", str(tasks)], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
-        "error: unknown model argument 'kv_polizy'; did you mean kv_policy?"
-    )
+    monkeypatch.setattr(sys, "argv", [*wrong[2:], "--include_path", str(tasks)])
+    from h2o_flexgen.lm_eval import main
+
+    assert main() == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: unknown model argument 'kv_polizy'; did you mean kv_policy?"
 
 
 def test_the_name_can_be_registered_twice_and_leads_to_the_class() -> None:
