@@ -48,6 +48,7 @@ def _run(args: Namespace) -> None:
     turns = turns_of(args.input, is_typed)
     params = sampling_of(args)
     with open_llm(args, choose_model(args.model, args.path, args.dummy_weights)) as llm:
+        params.check_vocabulary(llm.spec.vocab, llm.name)
         style = choose_style(args.style, llm.tokenizer, args.system)
         params = replace(params, stop=(*params.stop_strings, *style.stops))
         with _opened(args, llm) as talk:

@@ -15,6 +15,7 @@ from types import TracebackType
 from h2o_flexgen.kv.policy import KVPolicy
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.schedule import Task
+from h2o_flexgen.planning.vocabulary import check_tokens
 from h2o_flexgen.planning.workload import Batch, Block, Workload
 from h2o_flexgen.runtime.engine import BlockRun, Engine
 from h2o_flexgen.runtime.head import Picker
@@ -137,12 +138,14 @@ class Conversation:
         so, the reply ends with the token that is under way."""
         params = params or SamplingParams()
         self._refuse_if_closed_or_broken()
+        self._refuse(params)
         ids = [*self._unread, *self._encoded(turn)]
         room = self.extent.room(self.seen)
         if room is not None and len(ids) > room:
             raise ContextFull(self._full(len(ids)))
-        allowed = params.max_tokens if room is None else room - len(ids) + 1  # the last one is not taken in
-        row = self._row(ids, replace(params, max_tokens=min(params.max_tokens, allowed)))
+        allowed = None if room is None else room - len(ids) + 1  # the last one is not taken in
+        limits = [limit for limit in (params.max_tokens, allowed) if limit is not None]
+        row = self._row(ids, params.up_to(min(limits)))
         *pieces, last = self._pieces(ids)
         began = time.perf_counter()
         try:
@@ -154,7 +157,8 @@ class Conversation:
             self._is_broken = True  # some layers may have taken in what others have not
             raise
         self._advance(row, last)
-        fills_context = row.finish_reason == "length" and len(row.token_ids) == allowed < params.max_tokens
+        wanted_more = params.max_tokens is None or (allowed is not None and allowed < params.max_tokens)
+        fills_context = row.finish_reason == "length" and row.num_generated == allowed and wanted_more
         return Reply(row.completion(), len(ids), read - began + run.prefill_seconds, run.decode_seconds, fills_context)
 
     def reset(self) -> None:
@@ -169,6 +173,18 @@ class Conversation:
         if self._is_broken:
             raise ValueError("the last reply was broken off within a token; reset the conversation to go on")
 
+    def _refuse(self, params: SamplingParams) -> None:
+        """What is not done in a conversation."""
+        params.check_vocabulary(self._spec.vocab, self._spec.name)
+        if params.n > 1:
+            raise ValueError(f"n is {params.n}, but a conversation goes on behind one reply; leave it out")
+        if params.prompt_logprobs is not None:
+            raise ValueError(
+                "prompt_logprobs are not made in a conversation, which reads turns behind what it keeps; use generate"
+            )
+        if params.max_tokens is None and self.extent.is_endless:
+            raise ValueError("max_tokens is None, but this conversation has no end; give a number")
+
     def _encoded(self, turn: str | Sequence[int]) -> list[int]:
         if isinstance(turn, str):
             new = self._tokenizer.encode_more(turn) if self._tail else self._tokenizer.encode(turn)
@@ -176,10 +192,7 @@ class Conversation:
             new = list(turn)
         if not turn or not new:
             raise ValueError(f"turn {self.turns} is empty; say at least one token")
-        if wrong := [token for token in new if not 0 <= token < self._spec.vocab]:
-            raise ValueError(
-                f"turn {self.turns} has the token id {wrong[0]}; {self._spec.name} knows 0 to {self._spec.vocab - 1}"
-            )
+        check_tokens(f"turn {self.turns} has", new, self._spec.vocab, self._spec.name)
         return new
 
     def _full(self, new: int) -> str:
@@ -211,7 +224,7 @@ class Conversation:
             if on_text is not None and (new := (text or "") + (rest or "")):
                 on_text(new)
 
-        block = self.extent.block(self.seen, len(piece), row.params.max_tokens)
+        block = self.extent.block(self.seen, len(piece), row.max_tokens)
         return self._engine.run(block, [row], Picker(self._sampler, on_token), kv=self._kv)
 
     def _advance(self, row: RowState, piece: Sequence[int]) -> None:

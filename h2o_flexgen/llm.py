@@ -37,14 +37,16 @@ from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Footprint, Reque
 from h2o_flexgen.planning.hints import did_you_mean
 from h2o_flexgen.planning.model_spec import ModelSpec, usual_dtype
 from h2o_flexgen.planning.plan import HOST, Plan
-from h2o_flexgen.planning.positions import check_positions, check_rolling
+from h2o_flexgen.planning.positions import check_positions, check_rolling, most_tokens
 from h2o_flexgen.planning.units import parse_bytes
+from h2o_flexgen.planning.vocabulary import check_tokens
 from h2o_flexgen.planning.workload import Block, BlockSize, Workload
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.runtime.engine import BlockRun, Engine, OnVisit, Until
 from h2o_flexgen.runtime.head import AtHead, Picker
+from h2o_flexgen.runtime.many_positions import positions_at_once
 from h2o_flexgen.runtime.output import Completion
-from h2o_flexgen.runtime.row_state import RowState
+from h2o_flexgen.runtime.row_state import RowState, completions_of
 from h2o_flexgen.runtime.rows import OnLogits, OnToken
 from h2o_flexgen.runtime.sampling import Sampler
 from h2o_flexgen.runtime.sampling_params import SamplingParams
@@ -54,7 +56,6 @@ from h2o_flexgen.runtime.scoring import (
     Scorer,
     decode_groups,
     pairs_by_text,
-    positions_at_once,
     scored_of,
     way_of,
 )
@@ -250,12 +251,15 @@ class LLM:
         memory runs out in spite of the plan, the rest goes on in smaller blocks, of which `on_shrink` is told (without it
         a warning is given); unless it `may_shrink`, that is an error. `forced`: of each row the first tokens, which are given
         and not picked; they count in max_tokens, and none of them ends the row. `on_logits` gets those of every token, in
-        fp32 and in host memory, good until it returns."""
+        fp32 and in host memory, good until it returns. Where prompts have several completions (n), each is a row: listeners
+        hear its place among all of them."""
         prompts = [prompts] if isinstance(prompts, str) else prompts
         rows = self._rows(prompts, params, on_token is not None, [()] * len(prompts) if forced is None else forced)
-        picker = Picker(Sampler(seed), on_token, on_logits)
-        self._run([rows], picker, on_stage, on_visit, on_shrink, may_shrink, until)
-        return [row.completion() for row in rows if row.finished]
+        asks_of_prompts = any(row.wants_prompt_logprobs for row in rows)
+        positions = positions_at_once(self.plan, self.spec.vocab) if asks_of_prompts else 0
+        picker = Picker(Sampler(seed), on_token, on_logits, positions)
+        self._run([rows], picker, on_stage, on_visit, on_shrink, may_shrink, until, positions)
+        return completions_of(rows)
 
     def score(
         self,
@@ -347,16 +351,27 @@ class LLM:
             raise ValueError(f"{len(prompts)} prompts came with {len(each)} sampling params; give one for all or one for each")
         if len(forced) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts came with forced tokens for {len(forced)}; give some, or none, for each")
-        rows = []
-        for index, (prompt, own, given) in enumerate(zip(prompts, each, forced)):
+        rows: list[RowState] = []
+        for index, (prompt, asked, given) in enumerate(zip(prompts, each, forced)):
             text = prompt if isinstance(prompt, str) else None
             # no text is no prompt, also where the tokenizer puts a start token before it
             ids: list[int] = self.tokenizer.encode(text) if text else list(prompt)  # type: ignore[arg-type]
             self._check_prompt(index, ids)
-            self._check_forced(index, given, own.max_tokens)
-            check_positions(self.spec, self.plan, index, len(ids), own.max_tokens)
-            rows.append(RowState(index, ids, own, self.tokenizer, text, streamed, given))
+            own = self._checked(asked, index, len(ids), given)
+            for number in range(own.n):
+                rows.append(RowState(index, ids, own, self.tokenizer, text, streamed, given, number, len(rows)))
         return rows
+
+    def _checked(self, params: SamplingParams, index: int, prompt_len: int, forced: Sequence[int]) -> SamplingParams:
+        """What this model can do behind this prompt, where it is said how many tokens may come."""
+        params.check_vocabulary(self.spec.vocab, self.name)
+        wanted = params.max_tokens
+        most = most_tokens(self.spec, self.plan, index, prompt_len) if wanted is None else wanted
+        self._check_forced(index, forced, most)
+        check_positions(self.spec, self.plan, index, prompt_len, most)
+        if params.min_tokens > most:
+            raise ValueError(f"min_tokens is {params.min_tokens}, but behind prompt {index} there is room for {most} tokens")
+        return params.up_to(most)
 
     def _check_prompt(self, index: int, ids: Sequence[int]) -> None:
         if not ids:
@@ -371,9 +386,7 @@ class LLM:
         self._check_tokens(f"row {index} is forced to take", forced)
 
     def _check_tokens(self, whose: str, ids: Sequence[int]) -> None:
-        wrong = [token for token in ids if not 0 <= token < self.spec.vocab]
-        if wrong:
-            raise ValueError(f"{whose} the token id {wrong[0]}; {self.name} knows 0 to {self.spec.vocab - 1}")
+        check_tokens(whose, ids, self.spec.vocab, self.name)
 
     def _load(self) -> Engine:
         self._refuse_closed()
@@ -424,7 +437,7 @@ class LLM:
             disk_peak += sum(file.stat().st_size for file in self.weight_files)
         peaks = {"device": self.device.peak_bytes(), "host": peak_resident_bytes(), "disk": disk_peak}
         return Stats(
-            num_prompts=len(rows),
+            num_prompts=len({row.index for row in rows}),
             prompt_tokens=sum(row.prompt_len for row in rows),
             generated_tokens=sum(row.num_generated for row in rows),  # once, also where a row started anew
             prefill_seconds=prefill,
@@ -474,7 +487,7 @@ def _asked_plan(plan: Plan | None, percent: Sequence[float] | None, options: Map
 
 
 def _workload(rows: Sequence[RowState]) -> Workload:
-    return Workload(tuple(row.prompt_len for row in rows), max((row.params.max_tokens for row in rows), default=1))
+    return Workload(tuple(row.prompt_len for row in rows), max((row.max_tokens for row in rows), default=1))
 
 
 def _warn(shrink: Shrink) -> None:

@@ -50,6 +50,7 @@ class _Asked:
 
     context: list[int]
     params: SamplingParams
+    max_tokens: int
     until: list[str]
 
 
@@ -205,11 +206,11 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Rows that may grow to one length are a workload of their own: budgets may be shares of that."""
         asked = [self._asked(*request.args) for request in requests]
-        room = [self.max_length - one.params.max_tokens for one in asked]
+        room = [self.max_length - one.max_tokens for one in asked]
         self._warn_of_cuts(sum(len(one.context) > kept for one, kept in zip(asked, room)), len(asked))
         groups: defaultdict[int, list[int]] = defaultdict(list)
         for place, one in enumerate(asked):
-            groups[one.params.max_tokens].append(place)
+            groups[one.max_tokens].append(place)
         texts: dict[int, str] = {}
         with tqdm(disable=disable_tqdm, desc="Running generate_until requests", unit=" tokens") as bar:
             for places in groups.values():
@@ -239,10 +240,11 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
                 raise ValueError(
                     f"generation option {name} is {value!r}, which this engine cannot do; it takes {', '.join(SAMPLED_BY)}"
                 )
-        special = [token for text in until if (token := self._special(text)) is not None]
+        found = (self._special(text) for text in until)
+        special = [token for token in found if token is not None and token < self.llm.spec.vocab]  # others never come
         texts = tuple(text for text in until if self._special(text) is None)
         params = SamplingParams(max_tokens=max_tokens, stop=texts, stop_token_ids=special, **sampled)
-        return _Asked(self.tok_encode(context) or [self.prefix_token_id], params, until)
+        return _Asked(self.tok_encode(context) or [self.prefix_token_id], params, max_tokens, until)
 
     def _special(self, text: str) -> int | None:
         """The token of a stop that is no text: it would never be seen in one."""

@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Namespace) -> None:
+    sampling = sampling_of(args)
     texts = given_prompts(args.prompt, args.prompt_file, args.num_prompts)
     report.check_writable(args.trace, "--trace")
     check_picture(args.timeline, "--timeline")
@@ -71,6 +72,7 @@ def _run(args: Namespace) -> None:
         chosen = chosen.without_weights()
     llm = open_llm(args, chosen)
     with llm:
+        sampling.check_vocabulary(llm.spec.vocab, llm.name)
         job = Job(args, chosen, llm, texts, _machine_asked_for(args, llm.device.kind))
         job.find_plan()
         job.announce()
@@ -98,7 +100,7 @@ class Job:
             return
         assert self.machine is not None
         workload = self.workload if self.texts or self.args.num_prompts is not None else None
-        found = find_plan(self.args, self.llm, self.machine, workload, self._made_up_length, self.params.max_tokens)
+        found = find_plan(self.args, self.llm, self.machine, workload, self._made_up_length, self.args.gen_len)
         say(found.lines())
         self.llm.adopt(found.plan)
 
@@ -122,7 +124,7 @@ class Job:
         """All of it, also where only a part is run."""
         encode = self.llm.tokenizer.encode
         lengths = (len(encode(prompt) if isinstance(prompt, str) else prompt) for prompt in self.prompts)
-        return Workload(tuple(lengths), self.params.max_tokens)
+        return Workload(tuple(lengths), self.args.gen_len)
 
     @cached_property
     def steps(self) -> int:
@@ -199,7 +201,7 @@ class Job:
         from h2o_flexgen.runtime.sampling import resolve_seed
 
         blocks, seed = self.blocks(self.steps), resolve_seed(self.args.seed)
-        params = replace(self.params, max_tokens=self.steps)
+        params = self.params.up_to(self.steps)
         with Progress(total_visits(blocks), "run", late=True) as progress:
             watch = Watch(blocks, progress)
             completions = self.llm.generate(

@@ -16,7 +16,7 @@ from h2o_flexgen.planning.footprint import Request
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.schedule import Op
 from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.runtime import scoring
+from h2o_flexgen.runtime import many_positions, scoring
 from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.scoring import Scored, decode_groups
 from h2o_flexgen.runtime.tokenizer import ByteTokenizer
@@ -91,7 +91,7 @@ def test_few_positions_at_once_score_as_many_do(
     checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs, sizes = ragged_pairs(), list[int]()
-    monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", 7 * tiny.VOCAB)
+    monkeypatch.setattr(many_positions, "LOGITS_AT_ONCE", 7 * tiny.VOCAB)
     with Case("neox-parallel").open(checkpoints, offload) as llm:
         head = llm._model.head
 

@@ -240,15 +240,21 @@ def add_sampling(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("sampling")
     add = group.add_argument
     add("--temperature", type=float, default=SamplingParams.temperature, metavar="T", help="0: greedy, the likeliest token")
-    add("--top-k", type=int, default=SamplingParams.top_k, metavar="K", help="only the K likeliest tokens; 0: all")
+    add("--top-k", type=int, default=SamplingParams.top_k, metavar="K", help="only the K likeliest tokens; 0 or -1: all")
     add("--top-p", type=float, default=SamplingParams.top_p, metavar="P", help="only the fewest that hold this share; 1: all")
     floor = "only tokens at least P times as likely as the likeliest; 0: all"
     add("--min-p", type=float, default=SamplingParams.min_p, metavar="P", help=floor)
     penalty = "above 1 discourages tokens that were there before; 1: off"
     add("--repetition-penalty", type=float, default=SamplingParams.repetition_penalty, metavar="R", help=penalty)
+    presence = "taken off the logits of tokens that were generated, -2 to 2; below 0 encourages them"
+    add("--presence-penalty", type=float, default=SamplingParams.presence_penalty, metavar="P", help=presence)
+    frequency = "the same, once for each time that a token was generated"
+    add("--frequency-penalty", type=float, default=SamplingParams.frequency_penalty, metavar="P", help=frequency)
     add("--seed", type=int, metavar="N", help="repeats a run with a temperature (default: another one each time)")
     add("--stop", action="append", default=[], metavar="TEXT", help=f"a text ends before this; {REPEATABLE}")
     add("--stop-token-id", action="append", type=int, default=[], metavar="ID", help=f"ends a text; {REPEATABLE}")
+    least = "nothing ends a text before it has so many tokens"
+    add("--min-tokens", type=int, default=SamplingParams.min_tokens, metavar="N", help=least)
     add("--ignore-eos", action="store_true", help="go on to --gen-len behind the end of the text")
     return group
 
@@ -282,7 +288,10 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
         top_p=args.top_p,
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
         stop=args.stop,
         stop_token_ids=args.stop_token_id,
         ignore_eos=args.ignore_eos,
+        min_tokens=args.min_tokens,
     )

@@ -26,3 +26,10 @@ def check_positions(spec: ModelSpec, plan: Plan, row: int, length: int, max_toke
             f"prompt {row} has {length} tokens and {max_tokens} are to be generated, but {spec.name} has "
             f"{spec.max_positions} positions; shorten the prompt or generate fewer"
         )
+
+
+def most_tokens(spec: ModelSpec, plan: Plan, row: int, length: int) -> int:
+    """How many may be generated behind a prompt, where nobody says how many; one at least, which `check_positions` judges."""
+    if plan.policy.rolls:
+        raise ValueError(f"max_tokens of prompt {row} is None, but with rolling positions a text has no end; give a number")
+    return max(1, spec.max_positions + 1 - length)

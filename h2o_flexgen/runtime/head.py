@@ -5,16 +5,15 @@ The engine brings the hidden states and a way to make logits of them; whoever is
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from h2o_flexgen.runtime.many_positions import LogitsOf
+from h2o_flexgen.runtime.prompt_logprobs import read_prompts
 from h2o_flexgen.runtime.rows import BatchRows, OnLogits, OnToken
 from h2o_flexgen.runtime.sampling import Sampler
-
-LogitsOf = Callable[[Tensor], Tensor]  # hidden (positions, width) -> (positions, vocab), in the dtype of the model
 
 
 class AtHead(Protocol):
@@ -29,7 +28,10 @@ class Picker:
     sampler: Sampler
     on_token: OnToken | None = None
     on_logits: OnLogits | None = None
+    prompt_positions: int = 0  # of prompts, that logits are made of at once where their log-probabilities are asked for
 
     def __call__(self, rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, step: int) -> int:
+        if step == 0 and self.prompt_positions:
+            read_prompts(rows, hidden, logits_of, self.prompt_positions)
         logits = logits_of(rows.last_hidden(hidden))
         return rows.advance(logits, self.sampler, step, self.on_token, self.on_logits)

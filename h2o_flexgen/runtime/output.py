@@ -13,20 +13,47 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True)
 class StepLogprobs:
-    """Of one generated token: its own log-probability and the most likely tokens of that step (it may be among them)."""
+    """Of one token: its own log-probability and the most likely tokens of that step (it may be among them)."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
+class Output:
+    """One of the continuations of a prompt. `token_ids` holds the end-of-sequence or stop token that ended the row; `text`
+    holds neither it nor a stop string, unless that was asked for."""
+
+    index: int  # among the continuations of its prompt
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[StepLogprobs, ...] | None  # one per token; None unless asked for
+    finish_reason: str  # "stop" or "length"; of a reply also "interrupted"
+    stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for an end of text
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of all its tokens together; None unless logprobs were asked for."""
+        return None if self.logprobs is None else sum(step.chosen.logprob for step in self.logprobs)
+
+
+@dataclass(frozen=True)
 class Completion:
-    """`token_ids` holds the end-of-sequence or stop token that ended the row; `text` holds neither it nor a stop string."""
+    """A prompt and its continuation; where several were asked for, `text` and what belongs to it are the first's."""
 
     index: int  # place of the prompt in the input
     prompt: str | None  # None where token ids were given
     prompt_token_ids: tuple[int, ...]
     text: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[StepLogprobs, ...] | None  # one per token; None unless asked for
-    finish_reason: str  # "stop" or "length"; of a reply also "interrupted"
+    logprobs: tuple[StepLogprobs, ...] | None
+    finish_reason: str
+    stop_reason: int | str | None = None
+    prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # one per token; nothing stands before the first
+    others: tuple[Output, ...] = ()  # continuations behind the first
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """All continuations."""
+        first = Output(0, self.text, self.token_ids, self.logprobs, self.finish_reason, self.stop_reason)
+        return (first, *self.others)

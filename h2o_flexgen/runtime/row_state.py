@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
-from h2o_flexgen.runtime.output import Completion, StepLogprobs
+from h2o_flexgen.runtime.adjusting import History
+from h2o_flexgen.runtime.output import Completion, Output, StepLogprobs
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 from h2o_flexgen.runtime.text import RowText, decode_new
 from h2o_flexgen.runtime.tokenizer import Tokenizer
@@ -22,24 +24,45 @@ class RowState:
         prompt: str | None = None,
         streamed: bool = False,
         forced: Sequence[int] = (),
+        number: int = 0,
+        row: int | None = None,
     ) -> None:
-        self.index = index
+        assert params.max_tokens is not None, "how many these are is known before a row is made"
+        self.index = index  # place of the prompt in the input
+        self.number = number  # which completion of the prompt it is
+        self.row = index if row is None else row  # among all rows of the workload
         self.params = params
+        self.max_tokens = params.max_tokens
         self.prompt = prompt
         self.seen = list(prompt_ids)  # prompt and generated ids
         self.prompt_len = len(self.seen)
         self.logprobs: list[StepLogprobs] = []
+        self.prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # kept, also where the row starts anew
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
         self._streamed = streamed
         self.forced = tuple(forced)  # its first tokens, which are given and not picked, and never end it
         self._known: list[tuple[int, StepLogprobs | None]] = []  # what was generated before a new start
         self._tokenizer = tokenizer
-        self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
+        self._stop_ids = frozenset(params.stop_ids)
+        self._ends = self._stop_ids | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
+        self.history = History(self.seen, self.prompt_len, self._stop_ids | tokenizer.eos_ids, number)
+        self._refuse_if_nothing_is_left()
         self._text = self._new_text()
+
+    def _refuse_if_nothing_is_left(self) -> None:
+        allowed = self.params.allowed_token_ids
+        if self.params.min_tokens and allowed is not None and frozenset(self.history.ends).issuperset(allowed):
+            raise ValueError(
+                f"min_tokens of prompt {self.index} forbids to end, but every one of its allowed_token_ids would; allow others"
+            )
 
     def _new_text(self) -> RowText | None:
         needs_text = self._streamed or bool(self.params.stop_strings)
-        return RowText(self._tokenizer, self.prompt_ids, self.params.stop_strings) if needs_text else None
+        if not needs_text:
+            return None
+        params = self.params
+        return RowText(self._tokenizer, self.prompt_ids, params.stop_strings, params.include_stop_str_in_output)
 
     @property
     def finished(self) -> bool:
@@ -65,13 +88,24 @@ class RowState:
             self.logprobs.append(logprobs)
         is_forced = self.num_generated <= len(self.forced)
         if token in self._ends and not is_forced:
-            return self._finish("stop")
-        piece = None if self._text is None else self._text.add(token, may_stop=not is_forced)
-        if self._text is not None and self._text.stopped:
-            self.finish_reason = "stop"
-        elif self.num_generated == self.params.max_tokens:
+            self.stop_reason = token if token in self._stop_ids else None
+            return self._finish("stop", self._piece_of_end(token))
+        may_stop = not is_forced and self.num_generated > self.params.min_tokens
+        piece = None if self._text is None else self._text.add(token, may_stop)
+        if self._text is not None and self._text.stopped_by is not None:
+            self.finish_reason, self.stop_reason = "stop", self._text.stopped_by
+        elif self.num_generated == self.max_tokens:
             return self._finish("length", piece)
         return piece
+
+    def _piece_of_end(self, token: int) -> str:
+        shown = self._text if self.params.include_stop_str_in_output else None
+        return "" if shown is None else shown.add(token, may_stop=False)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Completions of one prompt have the first's."""
+        return self.params.prompt_logprobs is not None and self.number == 0 and self.prompt_logprobs is None
 
     @property
     def known(self) -> tuple[int, StepLogprobs | None] | None:
@@ -99,16 +133,31 @@ class RowState:
         """Ends the row where it is. What was held back of its text, where it is followed."""
         return None if self.finished else self._finish(reason)
 
-    def completion(self) -> Completion:
-        assert self.finish_reason is not None, f"row {self.index} is not finished"
-        return Completion(
-            index=self.index,
-            prompt=self.prompt,
-            prompt_token_ids=tuple(self.prompt_ids),
+    def output(self) -> Output:
+        assert self.finish_reason is not None, f"row {self.row} is not finished"
+        return Output(
+            index=self.number,
             text=self._whole_text(),
             token_ids=tuple(self.token_ids),
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
             finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def completion(self, others: Sequence[RowState] = ()) -> Completion:
+        """Of a prompt's first row, with the others of that prompt."""
+        own = self.output()
+        return Completion(
+            index=self.index,
+            prompt=self.prompt,
+            prompt_token_ids=tuple(self.prompt_ids),
+            text=own.text,
+            token_ids=own.token_ids,
+            logprobs=own.logprobs,
+            finish_reason=own.finish_reason,
+            stop_reason=own.stop_reason,
+            prompt_logprobs=self.prompt_logprobs,
+            others=tuple(row.output() for row in others),
         )
 
     def _finish(self, reason: str, piece: str | None = "") -> str | None:
@@ -116,12 +165,19 @@ class RowState:
         if self._text is None:
             return None
         rest = self._text.finish()
-        if self._text.stopped:
-            self.finish_reason = "stop"
+        if self._text.stopped_by is not None:
+            self.finish_reason, self.stop_reason = "stop", self._text.stopped_by
         return (piece or "") + rest
 
     def _whole_text(self) -> str:
         if self._text is not None:
             return self._text.text
         ids = self.token_ids
-        return decode_new(self._tokenizer, self.prompt_ids, ids[:-1] if self.finish_reason == "stop" else ids)
+        hides_last = self.finish_reason == "stop" and not self.params.include_stop_str_in_output
+        return decode_new(self._tokenizer, self.prompt_ids, ids[:-1] if hides_last else ids)
+
+
+def completions_of(rows: Sequence[RowState]) -> list[Completion]:
+    """One for every prompt, if all of its rows have ended."""
+    prompts = [list(group) for _, group in groupby(rows, key=lambda row: row.index)]
+    return [first.completion(others) for first, *others in prompts if all(row.finished for row in (first, *others))]

@@ -19,8 +19,9 @@ from h2o_flexgen.planning.workload import Batch
 from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.sampling import Sampler
 
-OnToken = Callable[[int, int, str | None], object]  # place of the prompt in the input, token, new text if it is followed
-OnLogits = Callable[[int, int, Tensor], None]  # place of the prompt, number of the token, logits (vocab,) that are its own now
+# a row's number is the place of its prompt in the input; where prompts have several completions, its place among all of these
+OnToken = Callable[[int, int, str | None], object]  # row, token, new text if it is followed
+OnLogits = Callable[[int, int, Tensor], None]  # row, number of the token, logits (vocab,) that are its own now
 
 
 @dataclass(frozen=True)
@@ -89,15 +90,15 @@ class BatchRows:
         """Picks a token for every row that is not given one, drops the rows that it finishes, and says how many tokens there
         were. Of a row that starts anew those that it had come again, and nobody is told of them twice."""
         rows = self._rows
-        params, indices, seen = [row.params for row in rows], [row.index for row in rows], [row.seen for row in rows]
-        picked = sampler.sample(logits, params, indices, step, seen, [row.given for row in rows])
+        params, indices, histories = zip(*((row.params, row.index, row.history) for row in rows))
+        picked = sampler.sample(logits, params, indices, step, histories, [row.given for row in rows])
         for place, (row, token, logprobs) in enumerate(zip(rows, picked.tokens.tolist(), picked.logprobs)):
             known = row.known
             if known is None and on_logits is not None:
-                on_logits(row.index, row.num_generated, logits[place].float().cpu())
+                on_logits(row.row, row.num_generated, logits[place].float().cpu())
             text = row.push(token, logprobs if known is None else known[1])
             if known is None and on_token is not None:
-                on_token(row.index, token, text)
+                on_token(row.row, token, text)
         self.drop_finished(step)
         if self._rows:
             tokens = picked.tokens[self.places_before].unsqueeze(1).to(self._device)

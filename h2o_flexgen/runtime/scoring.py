@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.runtime.head import LogitsOf
+from h2o_flexgen.runtime.many_positions import LogitsOf, side_by_side
 from h2o_flexgen.runtime.output import Completion
 from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.rows import BatchRows, OnToken
@@ -23,7 +23,6 @@ from h2o_flexgen.runtime.rows import BatchRows, OnToken
 PREFILL, DECODE = "prefill", "decode"
 WAYS = (PREFILL, DECODE)
 SCORED = "scored"  # why a row ends
-LOGITS_AT_ONCE = 2**22  # 16 MiB in fp32, whatever the texts and the vocabulary
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,6 @@ def way_of(plan: Plan, asked: str | None) -> str:
         cache = f"kv_codec {plan.kv_codec!r}" if plan.policy.keeps_all else f"kv_policy {plan.kv_policy!r}"
         raise ValueError(f"{cache} cannot be scored by 'prefill', where every token sees the full cache; score by 'decode'")
     return asked or (PREFILL if is_exact else DECODE)
-
-
-def positions_at_once(plan: Plan, vocab: int) -> int:
-    """Of which logits are made: what is counted for a step of a batch is there in any case."""
-    return max(plan.gpu_batch_size, LOGITS_AT_ONCE // vocab)
 
 
 class _Wanted(NamedTuple):
@@ -96,7 +90,7 @@ class Scorer:
         """In the order of positions, which is that of the tokens of every pair."""
         found: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
         start = 0
-        for hidden in _portions(lasts, self._positions):
+        for hidden in side_by_side(lasts, self._positions):
             first, end = (bisect_left(wanted, _Wanted(place, 0, 0)) for place in (start, start + len(hidden)))
             here = wanted[first:end]
             for one, logprob, likeliest in zip(here, *_scores(logits_of(hidden).float(), here, start)):
@@ -114,22 +108,6 @@ def _scores(logits: Tensor, wanted: Sequence[_Wanted], start: int) -> tuple[list
     places = torch.tensor([one.position - start for one in wanted], device=logits.device)
     own = logits[places, torch.tensor([one.token for one in wanted], device=logits.device)]
     return (own - logits.logsumexp(-1)[places]).tolist(), logits.argmax(-1)[places].tolist()
-
-
-def _portions(pieces: Sequence[Tensor], positions: int) -> Iterator[Tensor]:
-    """(tokens, width) each, side by side, so many positions at a time: no more than one portion is ever copied."""
-    held: list[Tensor] = []
-    room = positions
-    for piece in pieces:
-        while len(piece):
-            held.append(piece[:room])
-            room -= len(held[-1])
-            piece = piece[len(held[-1]) :]
-            if room == 0:
-                yield torch.cat(held)
-                held, room = [], positions
-    if held:
-        yield torch.cat(held)
 
 
 def pairs_by_text(rows: Sequence[RowState]) -> dict[tuple[int, ...], list[tuple[int, Sequence[int]]]]:
@@ -153,9 +131,9 @@ def decode_groups(rows: Sequence[RowState], plan: Plan) -> list[list[RowState]]:
     """Rows that are decoded together have continuations of one length, or nearly: where a budget is a share of the text it
     depends on how many tokens a block generates, and no row's score may depend on the others. Long ones first."""
     if plan.policy.keeps_all or not plan.kv_options.is_share_of_text:
-        order = sorted(rows, key=lambda row: (-row.params.max_tokens, -row.prompt_len))
+        order = sorted(rows, key=lambda row: (-row.max_tokens, -row.prompt_len))
         return [order[start : start + plan.block_size] for start in range(0, len(order), plan.block_size)]
     groups: defaultdict[int, list[RowState]] = defaultdict(list)
     for row in rows:
-        groups[row.params.max_tokens].append(row)
+        groups[row.max_tokens].append(row)
     return [groups[length] for length in sorted(groups, reverse=True)]

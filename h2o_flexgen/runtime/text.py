@@ -81,21 +81,29 @@ def decode_new(tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[in
 class StopChecker:
     """Looks for stop strings in text that comes in pieces, however the pieces cut them. What may become one is held back."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
         self._stops = tuple(stops)
+        self._keeps_stop = keeps_stop
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None  # the stop string that the text has come to
 
-    def add(self, piece: str) -> str:
-        """The text that surely stands before any stop string."""
+    def add(self, piece: str, may_stop: bool = True) -> str:
+        """The text that surely stands before any stop string, or ends with it. A stop string that ends in a piece that may not
+        stop is passed over."""
         text = self._held + piece
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            self._held, self.stopped = "", True
-            return text[: min(found)]
+        found = self._first(text) if may_stop else None
+        if found is not None:
+            place, self.found = found
+            self._held = ""
+            return text[: place + len(self.found)] if self._keeps_stop else text[:place]
         begun = self._begun(text)
         self._held = text[len(text) - begun :]
         return text[: len(text) - begun]
+
+    def _first(self, text: str) -> tuple[int, str] | None:
+        """Among those that end behind what was held; that was looked at, or passed over."""
+        places = ((text.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stops)
+        return min(((place, stop) for place, stop in places if place >= 0), default=None)
 
     def rest(self) -> str:
         held, self._held = self._held, ""
@@ -113,29 +121,30 @@ class StopChecker:
 class RowText:
     """The text of a row while it grows: decoded, searched for stop strings, and never taken back once handed out."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str], keeps_stop: bool = False) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
-        self._stops = StopChecker(stops)
+        self._stops = StopChecker(stops, keeps_stop)
+        self._may_stop = True  # in what was added last
         self._pieces: list[str] = []
 
     @property
-    def stopped(self) -> bool:
-        return self._stops.stopped
+    def stopped_by(self) -> str | None:
+        return self._stops.found
 
     @property
     def text(self) -> str:
         return "".join(self._pieces)
 
     def add(self, token: int, may_stop: bool = True) -> str:
-        piece = self._detokenizer.add(token)
-        return self._keep(self._stops.add(piece) if may_stop else piece)
+        self._may_stop = may_stop
+        return self._keep(self._stops.add(self._detokenizer.add(token), may_stop))
 
     def finish(self) -> str:
         """What was held back, unless the text has stopped."""
-        if self.stopped:
+        if self.stopped_by is not None:
             return ""
-        last = self._stops.add(self._detokenizer.rest())
-        return self._keep(last if self.stopped else last + self._stops.rest())
+        last = self._stops.add(self._detokenizer.rest(), self._may_stop)
+        return self._keep(last if self.stopped_by is not None else last + self._stops.rest())
 
     def _keep(self, piece: str) -> str:
         if piece:
