@@ -30,6 +30,7 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models import create_model, known_config, load_config
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.models.checkpoint import Checkpoint, WeightSource, open_checkpoint
+from h2o_flexgen.models.derived import Damaged
 from h2o_flexgen.models.dummy import DummySource
 from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.models.packed import PackedCheckpoint
@@ -123,12 +124,32 @@ class LLM:
         self.stats: Stats | None = None
         self.offload_folder = Path(offload_dir or default_offload_folder()).expanduser()
         self._dtype = dtype
-        self._open_model(dtype)
+        self._mended: set[Path] = set()
+        self._open()
         self._host_base = psutil.Process().memory_info().rss
         self.budgets = self._measure_budgets(gpu_mem, cpu_mem)
         self._memories: Memories | None = None
         self._engine: Engine | None = None
         self._conversation: Conversation | None = None
+
+    def _open(self) -> None:
+        """The model, with copies of its weights that are as they were written."""
+        while True:
+            try:
+                return self._open_model(self._dtype)
+            except Damaged as damaged:
+                self._discard(damaged)
+
+    def _discard(self, damaged: Damaged) -> None:
+        """A damaged copy goes, and the next opening makes it again; one that is damaged once more is an error."""
+        if damaged.copy.path in self._mended:
+            advice = "it was made again just now: is the disk sound? Set XDG_CACHE_HOME to a folder on another"
+            raise ValueError(f"{damaged.what}; {advice}") from damaged
+        self._mended.add(damaged.copy.path)
+        if self._listener is None:
+            warnings.warn(f"{damaged.what}; it is made again", RuntimeWarning, stacklevel=2)
+        self._report(Stage.MENDING)
+        damaged.copy.discard()
 
     def _open_model(self, dtype: str) -> None:
         folder: Path | None = None
@@ -159,7 +180,7 @@ class LLM:
             raise ValueError(f"weights of {self.name} lie where the plan before wants them; make a new LLM for another plan")
         self._take(plan)
         self._source.close()
-        self._open_model(self._dtype)
+        self._open()
         self.budgets = replace(self.budgets, disk=self._disk_budget())  # weights that it packs take some of the disk
 
     def _take(self, plan: Plan) -> None:
@@ -390,17 +411,25 @@ class LLM:
 
     def _load(self) -> Engine:
         self._refuse_closed()
-        if self._engine is None:
+        while self._engine is None:
             self._report(Stage.LOADING)
-            self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight)
             try:
-                self._engine = Engine(self._model, self._source, self.plan, self._memories)
-            except BaseException:  # whoever tries again starts from nothing
-                self._source.close()
-                self._memories.close()
-                raise
+                self._engine = self._new_engine()
+            except Damaged as damaged:
+                self._discard(damaged)
+                self._open()
         self._report(Stage.GENERATING)
         return self._engine
+
+    def _new_engine(self) -> Engine:
+        """With its weights loaded, and checked where they lie in a copy."""
+        self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight)
+        try:
+            return Engine(self._model, self._source, self.plan, self._memories)
+        except BaseException:  # whoever tries again starts from nothing
+            self._source.close()
+            self._memories.close()
+            raise
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -27,8 +27,9 @@ class EvaluationWatch:
         self._progress.update("tokens", self._done)
 
     def stage(self, stage: Stage, done_bytes: int, total_bytes: int) -> None:
-        """Of a model that is opened: what takes long has bytes; beside it what is measured is of more interest."""
-        if total_bytes:
+        """Of a model that is opened: what takes long has bytes; beside it what is measured is of more interest. That a copy was
+        damaged is a line that stays."""
+        if total_bytes or stage is stage.MENDING:
             self._opening.stage(stage, done_bytes, total_bytes)
         else:
             self.begin(self._doing)

@@ -1,6 +1,9 @@
-"""What is shown of the stages before a run computes: how far they are, and that a copy of the weights is made and kept."""
+"""What is shown of the stages before a run computes: how far they are, that a copy of the weights is made and kept, and that
+one was damaged."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from h2o_flexgen.planning.units import format_bytes
 from h2o_flexgen.runtime.progress import Progress
@@ -13,6 +16,8 @@ COPIES = {  # what is done to make them, and where in the cache they are kept
 
 
 def show_stage(progress: Progress, stage: Stage, done_bytes: int, total_bytes: int) -> None:
+    if stage is Stage.MENDING:
+        progress.note(f"a copy of the weights in {_cache()} was damaged: it is made again from the checkpoint")
     progress.stage(str(stage), f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}" if total_bytes else "")
 
 
@@ -31,7 +36,11 @@ class Opening:
 
 
 def _copy(stage: Stage, total_bytes: int) -> str:
+    what, kind = COPIES[stage]
+    return f"{what}, once: a copy of {format_bytes(total_bytes)}, which is kept in {_cache(kind)}"
+
+
+def _cache(kind: str = "") -> Path:
     from h2o_flexgen.models.derived import cache_folder  # imports torch, which is there by now
 
-    what, kind = COPIES[stage]
-    return f"{what}, once: a copy of {format_bytes(total_bytes)}, which is kept in {cache_folder(kind)}"
+    return cache_folder(kind)

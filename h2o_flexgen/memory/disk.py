@@ -9,14 +9,16 @@ but reads, writes and the copies that belong to them.
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy
 import torch
@@ -29,6 +31,30 @@ CHUNK_BYTES = 4 << 20
 COPY_VALUES = 1 << 15  # torch keeps a copy of fewer values in the calling thread, which is what a reader wants
 
 
+class Check(Protocol):
+    """Of a range of a file that somebody knows what was written to."""
+
+    def __call__(self, offset: int, data: memoryview) -> None:
+        """Raises an error where the bytes from this place on are not those that were written."""
+
+    def unreadable(self, error: OSError) -> Exception:
+        """What is raised where they cannot be read."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A range of a file that is only looked at: are its bytes those that were written?"""
+
+    file: Path
+    offset: int
+    nbytes: int
+    check: Check
+
+    def cut(self) -> list[Checked]:
+        starts = range(0, self.nbytes, CHUNK_BYTES)
+        return [replace(self, offset=self.offset + at, nbytes=min(CHUNK_BYTES, self.nbytes - at)) for at in starts]
+
+
 @dataclass(frozen=True)
 class Piece:
     """A range of a file and the values in memory that it becomes."""
@@ -37,6 +63,7 @@ class Piece:
     offset: int
     out: Tensor  # (values,), contiguous
     dtype: torch.dtype  # as stored
+    check: Check | None = None  # of the bytes as stored, in chunks that the piece is cut into
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +77,7 @@ class Piece:
     def cut(self, chunk_bytes: int = CHUNK_BYTES) -> list[Piece]:
         values = chunk_bytes // self.dtype.itemsize
         return [
-            Piece(self.file, self.offset + start * self.dtype.itemsize, self.out[start : start + values], self.dtype)
+            replace(self, offset=self.offset + start * self.dtype.itemsize, out=self.out[start : start + values])
             for start in range(0, self.out.numel(), values)
         ]
 
@@ -84,7 +111,11 @@ class Files:
         self.each(self._read_chunk, chunks)
         return sum(chunk.nbytes for chunk in chunks)
 
-    def each(self, action: Callable[..., None], items: Sequence[object]) -> None:
+    def check(self, ranges: Iterable[Checked]) -> None:
+        """Reads them all, in parallel, to see whether they are as they were written."""
+        self.each(self._read_to_buffer, [chunk for checked in ranges for chunk in checked.cut()])
+
+    def each(self, action: Callable[..., object], items: Sequence[object]) -> None:
         """Runs the action on every item in the pool; the first error of any is raised here, after all have ended."""
         if len(items) == 1:
             action(items[0])  # no hand-over for a single small range
@@ -113,19 +144,30 @@ class Files:
             return self._open[file]
 
     def _read_chunk(self, piece: Piece) -> None:
-        descriptor = self.descriptor(piece.file)
-        start = piece.offset // ALIGNMENT * ALIGNMENT
-        end = aligned(piece.offset + piece.nbytes)
-        skip = piece.offset - start
-        if piece.is_direct and skip == 0 and end == piece.offset + piece.nbytes:
-            read_fully(descriptor, start, memory_of(piece.out), piece.nbytes, piece.file)
+        if piece.is_direct and piece.offset % ALIGNMENT == 0 and piece.nbytes % ALIGNMENT == 0:
+            self._read_checked(piece, memory_of(piece.out))
             return
-        buffer = self.buffer(end - start)
-        read_fully(descriptor, start, buffer, skip + piece.nbytes, piece.file)
-        source = torch.frombuffer(buffer, dtype=torch.uint8)[skip : skip + piece.nbytes]
-        if skip % piece.dtype.itemsize:
+        source = torch.frombuffer(self._read_to_buffer(piece), dtype=torch.uint8)
+        if source.data_ptr() % piece.dtype.itemsize:
             source = source.clone()  # values at an odd address cannot be viewed as such
         copy_here(source.view(piece.dtype), piece.out)
+
+    def _read_to_buffer(self, wanted: Piece | Checked) -> memoryview:
+        """Good until the thread's next read."""
+        skip = wanted.offset % ALIGNMENT
+        return self._read_checked(wanted, self.buffer(aligned(skip + wanted.nbytes)))
+
+    def _read_checked(self, wanted: Piece | Checked, room: memoryview) -> memoryview:
+        """The bytes that are wanted, in aligned memory that takes the pages they lie in."""
+        skip, check = wanted.offset % ALIGNMENT, wanted.check
+        try:
+            read_fully(self.descriptor(wanted.file), wanted.offset - skip, room, skip + wanted.nbytes, wanted.file)
+        except OSError as error:
+            raise (error if check is None else check.unreadable(error)) from error
+        data = room[skip : skip + wanted.nbytes]
+        if check is not None:
+            check(wanted.offset, data)
+        return data
 
 
 @torch.inference_mode()  # which is a mode of the thread, and the places of a run are made in it
@@ -155,15 +197,30 @@ def open_direct(file: Path, flags: int) -> int:
 
 def read_fully(descriptor: int, offset: int, out: memoryview, wanted: int, file: Path) -> None:
     """Fills `out` from an aligned offset; less than all of it is fine at the end of the file when it is what is wanted."""
-    done = 0
+    done, is_direct = 0, True
     while done < wanted:
         # after a short read (a signal, the file's end) a direct read must go on from an aligned place
-        at = done // ALIGNMENT * ALIGNMENT
-        count = os.preadv(descriptor, [out[at:]], offset + at)
-        if at + count <= done:
-            end = os.fstat(descriptor).st_size
-            raise OSError(f"{file}: ends at byte {end}, {offset + wanted - end} bytes too early; is it truncated?")
-        done = at + count
+        at = done // ALIGNMENT * ALIGNMENT if is_direct else done
+        try:
+            count = os.preadv(descriptor, [out[at:]], offset + at)
+        except OSError as error:
+            what = f"{error.strerror} where {wanted - at} bytes from byte {offset + at} on were to be read"
+            raise OSError(error.errno, what, str(file)) from error
+        if at + count > done:
+            done = at + count
+            continue
+        end = os.fstat(descriptor).st_size
+        if end < offset + wanted or not is_direct:
+            missing = offset + wanted - min(end, offset + done)
+            raise OSError(f"{file}: ends at byte {offset + wanted - missing}, {missing} bytes too early; is it truncated?")
+        is_direct = False  # the file has more, and direct reads do not get there
+        through_page_cache(descriptor)
+
+
+def through_page_cache(descriptor: int) -> None:
+    """From now on the descriptor is read and written through the page cache, which takes any place and size."""
+    if hasattr(os, "O_DIRECT"):
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
 def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
@@ -177,9 +234,18 @@ def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def write_fully(descriptor: int, offset: int, source: memoryview) -> None:
-    done = 0
+    """`offset` and the size are aligned, and so is every place that a direct write goes on from after a short one."""
+    done, is_direct = 0, True
     while done < len(source):
-        done += os.pwrite(descriptor, source[done:], offset + done)
+        at = done // ALIGNMENT * ALIGNMENT if is_direct else done
+        count = os.pwrite(descriptor, source[at:], offset + at)
+        if at + count > done:
+            done = at + count
+        elif is_direct:  # the same short write twice
+            is_direct = False
+            through_page_cache(descriptor)
+        else:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def unwritable(folder: Path, error: OSError) -> ValueError:

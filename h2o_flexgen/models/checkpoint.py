@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from h2o_flexgen.models.convert import convert
+from h2o_flexgen.models.derived import Copy
 from h2o_flexgen.models.files import SAFETENSORS, TORCH, Progress, find_shards
 from h2o_flexgen.models.safetensors_format import FLOATS, StoredTensor, read_header
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES, TensorSpec
@@ -37,14 +38,17 @@ class WeightSource(Protocol):
 
 
 class Checkpoint:
-    """Every header of the folder is read and checked when it is opened, before anything runs."""
+    """Every header of the folder is read and checked when it is opened, before anything runs. Of a copy that was made here
+    the weights are checked as well, when they are read."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, copy: Copy | None = None) -> None:
         self.folder = folder
+        self._copy = copy
         shards = find_shards(folder, SAFETENSORS)
         if not shards.files:
             raise ValueError(f"{folder} has no weights: neither {SAFETENSORS.single} nor {SAFETENSORS.index} is there")
-        stored = [tensor for file in shards.files for tensor in read_header(file) if shards.owns(file, tensor.name)]
+        read = read_header if copy is None else copy.tensors
+        stored = [tensor for file in shards.files for tensor in read(file) if shards.owns(file, tensor.name)]
         self._tensors = {tensor.name: tensor for tensor in stored}
         self._by_bare_name: dict[str, list[StoredTensor]] = defaultdict(list)
         for tensor in self._tensors.values():
@@ -64,6 +68,11 @@ class Checkpoint:
     @property
     def files(self) -> tuple[Path, ...]:
         return tuple(dict.fromkeys(tensor.file for tensor in self._tensors.values()))
+
+    @property
+    def origins(self) -> tuple[Path, ...]:
+        """The files that the user gave: those that a copy was made from, else the files themselves."""
+        return self.files if self._copy is None else self._copy.sources
 
     def stored_itemsize(self, name: str) -> int:
         return DTYPE_BYTES[self._find(name).dtype]
@@ -115,7 +124,8 @@ def open_checkpoint(folder: Path, cache_dir: Path | None = None, progress: Progr
     if any((folder / name).exists() for name in (SAFETENSORS.single, SAFETENSORS.index)):
         return Checkpoint(folder)
     if any((folder / name).exists() for name in (TORCH.single, TORCH.index)):
-        return Checkpoint(convert(folder, cache_dir, progress))
+        copy = convert(folder, cache_dir, progress)
+        return Checkpoint(copy.path, copy)
     looked_for = ", ".join((SAFETENSORS.single, SAFETENSORS.index, TORCH.single, TORCH.index))
     advice = "give another folder, or dummy weights (--dummy-weights)"
     raise ValueError(f"{folder} has no weights: none of {looked_for} is there; {advice}")

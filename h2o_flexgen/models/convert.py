@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from h2o_flexgen.models.derived import DerivedFolder, cache_folder, fingerprint, model_name
+from h2o_flexgen.models.derived import Copy, DerivedFolder, cache_folder, fingerprint, model_name
 from h2o_flexgen.models.files import SAFETENSORS, TORCH, Progress, Shards, find_shards, refuse_pointer, require_free_space
 from h2o_flexgen.models.safetensors_format import CODES, TensorForm, write_safetensors
+from h2o_flexgen.models.sums import Sums
 
 ZIP_MAGIC = b"PK\x03\x04"
 REOPEN_BYTES = 256 << 20  # pages that were touched count as our memory for as long as their file is mapped
@@ -35,23 +36,24 @@ class Conversion:
         return sum(form.nbytes for form in self.forms)
 
 
-def convert(folder: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
+def convert(folder: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Copy:
     """The folder with the converted weights; made now if there is none yet for exactly these files."""
     shards = find_shards(folder, TORCH)
     if not shards.files:
         raise ValueError(f"{folder} has no weights: neither {TORCH.single} nor {TORCH.index} is there")
     path = (cache_dir or default_cache_dir()) / f"{model_name(folder)}-{fingerprint(shards.files)}"
-    return DerivedFolder(path, f"convert {folder} to safetensors").made(partial(_build, shards, progress))
+    derived = DerivedFolder(path, f"convert {folder} to safetensors", shards.files)
+    return derived.made(partial(_build, shards, progress))
 
 
 def default_cache_dir() -> Path:
     return cache_folder("converted")
 
 
-def _build(shards: Shards, progress: Progress | None, target: Path) -> None:
+def _build(shards: Shards, progress: Progress | None, target: Path) -> dict[str, dict[str, Sums]]:
     conversions = _survey(shards)
     require_free_space(target.parent, sum(conversion.nbytes for conversion in conversions), "converting the model")
-    _write_all(target, conversions, progress)
+    return _write_all(target, conversions, progress)
 
 
 def _survey(shards: Shards) -> list[Conversion]:
@@ -93,7 +95,8 @@ def load_shard(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
     return tensors, mapped
 
 
-def _write_all(folder: Path, conversions: list[Conversion], progress: Progress | None) -> None:
+def _write_all(folder: Path, conversions: list[Conversion], progress: Progress | None) -> dict[str, dict[str, Sums]]:
+    """The checksums of every tensor in every file."""
     total = sum(conversion.nbytes for conversion in conversions)
     done = 0
 
@@ -103,13 +106,15 @@ def _write_all(folder: Path, conversions: list[Conversion], progress: Progress |
         if progress:
             progress(done, total)
 
+    sums = {}
     for conversion in conversions:
         reader = ShardReader(conversion.source, advance)
-        write_safetensors(folder / conversion.file_name, conversion.forms, reader.value)
+        sums[conversion.file_name] = write_safetensors(folder / conversion.file_name, conversion.forms, reader.value)
     if len(conversions) > 1:
         owner = {form.name: conversion.file_name for conversion in conversions for form in conversion.forms}
         index = {"metadata": {"total_size": total}, "weight_map": owner}
         (folder / SAFETENSORS.index).write_text(json.dumps(index, indent=2))
+    return sums
 
 
 class ShardReader:

@@ -1,19 +1,30 @@
-"""Folders in the user's cache that are made from the files of a model: once, whole or not at all, by one process at a time."""
+"""Folders in the user's cache that are made from the files of a model: once, whole or not at all, by one process at a time.
+
+A manifest beside the files says what was written to them. What is small is compared when a folder is opened, the weights
+whenever they are read: disks fail, and copies are believed for years. A damaged folder is taken away and made again.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
 from h2o_flexgen.models.files import reason
+from h2o_flexgen.models.safetensors_format import StoredTensor, raw_header, read_header
+from h2o_flexgen.models.sums import Sums
 
 TAIL_BYTES = 1 << 16
+MANIFEST = "copy.json"
+FORMAT = 1  # counted up when manifests say something else: copies of an older one are made again
+WEIGHTS = ".safetensors"
 
 
 def cache_folder(kind: str) -> Path:
@@ -32,25 +43,170 @@ def fingerprint(files: Sequence[Path], asked: str = "") -> str:
     reading the whole file; the start of safetensors says what lies where."""
     digest = blake2b(asked.encode(), digest_size=8)
     for path in files:
-        status = path.stat()
-        digest.update(f"{path.name}/{status.st_size}/{status.st_mtime_ns}/".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(TAIL_BYTES))
-            file.seek(max(0, status.st_size - TAIL_BYTES))
-            digest.update(file.read())
+        try:
+            status = path.stat()
+            digest.update(f"{path.name}/{status.st_size}/{status.st_mtime_ns}/".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(TAIL_BYTES))
+                file.seek(max(0, status.st_size - TAIL_BYTES))
+                digest.update(file.read())
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {reason(error)}") from error
     return digest.hexdigest()
+
+
+# -- a folder that was made ------------------------------------------------------------------------------------------------
+
+
+class Damaged(ValueError):
+    """A copy in the cache is not as it was written."""
+
+    def __init__(self, copy: Copy, what: str) -> None:
+        self.copy = copy
+        self.what = f"{copy.path}, a copy of weights that was made here, is damaged: {what}"
+        super().__init__(f"{self.what}; remove the folder, and the copy is made again")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was written to a file: its size, a digest of what stands before the weights in it, and the weights' checksums."""
+
+    nbytes: int
+    head: str
+    sums: Mapping[str, Sums]
+
+    @classmethod
+    def of(cls, file: Path, sums: Mapping[str, Sums]) -> Record:
+        return cls(file.stat().st_size, _head(file), sums)
+
+    @classmethod
+    def from_json(cls, one: Mapping[str, object]) -> Record:
+        nbytes, head, sums = one["nbytes"], one["head"], one["sums"]
+        if not (isinstance(nbytes, int) and isinstance(head, str) and isinstance(sums, dict)):
+            raise TypeError(one)
+        return cls(nbytes, head, {str(name): Sums(str(text)) for name, text in sums.items()})
+
+    def as_json(self) -> dict[str, object]:
+        return {"nbytes": self.nbytes, "head": self.head, "sums": {name: one.text for name, one in self.sums.items()}}
+
+
+def _head(file: Path) -> str:
+    """Of weights the header says where each lies; any other file of a copy is small."""
+    content = raw_header(file) if file.suffix == WEIGHTS else file.read_bytes()
+    return blake2b(content, digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A folder that is there, what was written to its files, and the files that it was made from."""
+
+    path: Path
+    sources: tuple[Path, ...]
+    records: Mapping[str, Record] = field(repr=False)
+    identity: tuple[int, int]  # two folders that had the same path differ in it
+
+    @classmethod
+    def opened(cls, path: Path, sources: tuple[Path, ...]) -> Copy:
+        """Everything but the weights is compared with what was written."""
+        copy = cls(path, sources, {}, _identity(path))
+        try:
+            files = json.loads((path / MANIFEST).read_bytes())["files"]
+            copy = replace(copy, records={name: Record.from_json(one) for name, one in files.items()})
+        except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+            raise Damaged(copy, f"its {MANIFEST} cannot be read ({type(error).__name__})") from error
+        for name, record in copy.records.items():
+            copy._compare(path / name, record)
+        return copy
+
+    def _compare(self, file: Path, record: Record) -> None:
+        try:
+            nbytes = file.stat().st_size
+            if nbytes != record.nbytes:
+                raise Damaged(self, f"{file.name} has {nbytes} bytes instead of {record.nbytes}")
+            if _head(file) != record.head:
+                raise Damaged(self, f"{file.name} was changed since it was written")
+        except FileNotFoundError as error:
+            raise Damaged(self, f"{file.name} is missing") from error
+        except OSError as error:
+            raise Damaged(self, f"{file.name} cannot be read ({reason(error)})") from error
+
+    @property
+    def files(self) -> list[Path]:
+        """Those with weights."""
+        return [self.path / name for name in self.records if name.endswith(WEIGHTS)]
+
+    def tensors(self, file: Path) -> list[StoredTensor]:
+        """Those of a file, each with the check of its bytes."""
+        sums = self.records[file.name].sums
+        stored = read_header(file)
+        if unknown := [tensor.name for tensor in stored if tensor.name not in sums]:
+            raise Damaged(self, f"its {MANIFEST} does not know tensor {unknown[0]} in {file.name}")
+        return [replace(tensor, check=_Check(self, tensor, sums[tensor.name])) for tensor in stored]
+
+    def discard(self) -> None:
+        """Takes the folder away, so that who opens it next makes it again; not if another process has done so already."""
+        if gone := [source for source in self.sources if not source.is_file()]:
+            raise ValueError(f"{self.path} is damaged, and {gone[0]}, which it was made from, is gone; get the model again")
+        aside = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
+        try:
+            with alone_in(self.path.parent):
+                if self.path.is_dir() and _identity(self.path) == self.identity:
+                    os.rename(self.path, aside)
+                    shutil.rmtree(aside)
+        except OSError as error:
+            raise ValueError(f"{self.path} is damaged and cannot be removed: {reason(error)}; remove it") from error
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Of the bytes of a tensor."""
+
+    copy: Copy
+    tensor: StoredTensor
+    sums: Sums
+
+    def __call__(self, offset: int, data: memoryview) -> None:
+        if not self.sums.are_of(data, offset - self.tensor.offset, self.tensor.nbytes):
+            where = f"of tensor {self.tensor.name} in {self.tensor.file.name}"
+            raise Damaged(self.copy, f"bytes {offset} to {offset + len(data) - 1}, {where}, are not those that were written")
+
+    def unreadable(self, error: OSError) -> Exception:
+        """A disk that fails to give them, or a file that was cut, has damaged the copy; a system that is short of something has
+        not."""
+        if error.errno not in (None, errno.EIO):
+            return error
+        return Damaged(self.copy, f"tensor {self.tensor.name} in {self.tensor.file.name} cannot be read ({reason(error)})")
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    status = folder.stat()
+    return status.st_ino, status.st_mtime_ns
+
+
+# -- making one ------------------------------------------------------------------------------------------------------------
+
+Build = Callable[[Path], Mapping[str, Mapping[str, Sums]]]
+"""Fills a folder; returns the checksums of the weights in each file that has some."""
 
 
 @dataclass(frozen=True)
 class DerivedFolder:
     path: Path
     purpose: str  # "convert X to safetensors": for what is said when it fails
+    sources: tuple[Path, ...]  # the files that it is made from
 
     @property
     def is_there(self) -> bool:
-        return self.path.is_dir()
+        """Whether it was made, and in the way that is known now. It may be damaged."""
+        try:
+            found = json.loads((self.path / MANIFEST).read_bytes())["format"]
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError, RecursionError, TypeError, KeyError):
+            return True
+        return found == FORMAT if isinstance(found, int) else True
 
-    def made(self, build: Callable[[Path], None]) -> Path:
+    def made(self, build: Build) -> Copy:
         """The folder; `build` fills it where it is not there yet."""
         cache = self.path.parent
         try:
@@ -59,25 +215,32 @@ class DerivedFolder:
                 with alone_in(cache):
                     if not self.is_there:  # another process may have made it while we waited
                         self._make(build)
+            return Copy.opened(self.path, self.sources)
         except OSError as error:
             raise ValueError(
                 f"cannot {self.purpose} in {cache}: {reason(error)}; free some space, or set XDG_CACHE_HOME to another folder"
             ) from error
-        return self.path
 
-    def _make(self, build: Callable[[Path], None]) -> None:
+    def _make(self, build: Build) -> None:
         for leftover in self.path.parent.glob(
             "*.partial-*"
         ):  # of processes that were killed: whoever is alone here is none of them
             shutil.rmtree(leftover)
+        if self.path.is_dir():  # of an older format
+            shutil.rmtree(self.path)
         partial = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
         try:
             partial.mkdir()
-            build(partial)
+            _write_manifest(partial, build(partial))
             os.rename(partial, self.path)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+def _write_manifest(folder: Path, sums: Mapping[str, Mapping[str, Sums]]) -> None:
+    files = {file.name: Record.of(file, sums.get(file.name, {})).as_json() for file in sorted(folder.iterdir())}
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
 
 
 @contextmanager

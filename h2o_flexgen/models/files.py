@@ -80,7 +80,7 @@ def refuse_pointer(path: Path, start: bytes) -> None:
 
 
 def reason(error: OSError) -> str:
-    return error.strerror or type(error).__name__
+    return error.strerror or str(error) or type(error).__name__
 
 
 def require_free_space(folder: Path, need_bytes: int, purpose: str) -> None:

@@ -1,7 +1,5 @@
 """PackedCheckpoint: a checkpoint whose matrices and tables are kept packed. They are encoded once, some rows at a time, into
 safetensors in a folder of the cache; from then on they are read from there, in every step where they are placed on disk.
-
-What each file should be (size, time, checksum) stands beside it: one that was touched since is summed up again before its use.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
-from hashlib import blake2b
 from io import FileIO
 from pathlib import Path
 
@@ -18,8 +15,9 @@ import torch
 
 from h2o_flexgen.models.checkpoint import Checkpoint
 from h2o_flexgen.models.derived import DerivedFolder, cache_folder, fingerprint, model_name
-from h2o_flexgen.models.files import Progress, align_up, require_free_space
-from h2o_flexgen.models.safetensors_format import StoredTensor, TensorForm, read_header, write_safetensors
+from h2o_flexgen.models.files import Progress, align_up, reason, require_free_space
+from h2o_flexgen.models.safetensors_format import StoredTensor, TensorForm, write_safetensors
+from h2o_flexgen.models.sums import STRETCH_BYTES, Sums
 from h2o_flexgen.planning.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
@@ -27,7 +25,6 @@ FILE_BYTES = 2 << 30  # of a packed file, about
 PART_BYTES = 16 << 20  # of a checkpoint's values, encoded at once
 LARGEST = 1e38  # the distance of two such values is still a float32
 FORMAT = 1  # counted up when the bytes that a codec makes change
-MANIFEST = "packed.json"
 
 
 class PackedCheckpoint:
@@ -40,9 +37,9 @@ class PackedCheckpoint:
         self._progress = progress
         self._tensors = {tensor.name: tensor for tensor in spec.tensors.values() if tensor.codec != PLAIN}
         asked = json.dumps([FORMAT, *((tensor.name, tensor.shape, tensor.codec) for tensor in self._tensors.values())])
-        name = f"{model_name(checkpoint.folder)}-{fingerprint(checkpoint.files, asked)}"
+        name = f"{model_name(checkpoint.folder)}-{fingerprint(checkpoint.origins, asked)}"
         cache = cache_dir or cache_folder("packed")
-        self._folder = DerivedFolder(cache / name, f"pack the weights of {checkpoint.folder}")
+        self._folder = DerivedFolder(cache / name, f"pack the weights of {checkpoint.folder}", checkpoint.origins)
 
     @property
     def folder(self) -> Path:
@@ -77,19 +74,20 @@ class PackedCheckpoint:
 
     @cached_property
     def _packed(self) -> Mapping[str, StoredTensor]:
-        folder = self._folder.made(self._build)
-        return {tensor.name: tensor for file in _checked_files(folder) for tensor in read_header(file)}
+        copy = self._folder.made(self._build)
+        return {tensor.name: tensor for file in copy.files for tensor in copy.tensors(file)}
 
-    def _build(self, folder: Path) -> None:
+    def _build(self, folder: Path) -> dict[str, dict[str, Sums]]:
+        sums = {}
         require_free_space(folder.parent, self._nbytes, "packing the weights")
         located, advance = self._checkpoint.locate(self._tensors.values()), self._advancing()
         for number, tensors in enumerate(_in_files(self._tensors.values())):
             # as whole pages: each then starts where direct reads can
             forms = [TensorForm(tensor.name, torch.uint8, (align_up(tensor.nbytes),)) for tensor in tensors]
             value = partial(self._encoded, located, advance)
-            write_safetensors(folder / f"packed-{number:05d}.safetensors", forms, value)
-        manifest = {file.name: _description(file) for file in sorted(folder.glob("*.safetensors"))}
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            name = f"packed-{number:05d}.safetensors"
+            sums[name] = write_safetensors(folder / name, forms, value)
+        return sums
 
     def _advancing(self) -> Callable[[int], None]:
         done = 0
@@ -130,19 +128,32 @@ def _in_files(tensors: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 
 def _parts(stored: StoredTensor, columns: int) -> Iterator[torch.Tensor]:
-    """The values of a matrix, some rows at a time. Pages that were read are not kept: they would fill the memory of others."""
+    """The values of a matrix, some rows at a time. Those of a copy are checked first."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
     row_bytes = columns * dtype.itemsize
-    step = max(1, PART_BYTES // row_bytes) * row_bytes
-    with stored.file.open("rb", buffering=0) as file:
-        for start in range(0, stored.nbytes, step):
-            part = torch.empty(min(step, stored.nbytes - start), dtype=torch.uint8)
-            file.seek(stored.offset + start)
-            if _read_fully(file, part) < len(part):
-                raise ValueError(f"{stored.file} ends before its tensor {stored.name} does; download it again")
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), stored.offset + start, len(part), os.POSIX_FADV_DONTNEED)
-            yield part.view(dtype).view(-1, columns)
+    if stored.check is not None:
+        for start, part in _read(stored, max(1, PART_BYTES // STRETCH_BYTES) * STRETCH_BYTES):
+            stored.check(stored.offset + start, part.numpy().data)
+    for _, part in _read(stored, max(1, PART_BYTES // row_bytes) * row_bytes):
+        yield part.view(dtype).view(-1, columns)
+
+
+def _read(stored: StoredTensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """A tensor's bytes, and where in it they start. Pages that were read are not kept: they would fill the memory of others."""
+    try:
+        with stored.file.open("rb", buffering=0) as file:
+            for start in range(0, stored.nbytes, step):
+                part = torch.empty(min(step, stored.nbytes - start), dtype=torch.uint8)
+                file.seek(stored.offset + start)
+                if _read_fully(file, part) < len(part):
+                    raise OSError(f"the file ends before its tensor {stored.name} does; is it truncated?")
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(file.fileno(), stored.offset + start, len(part), os.POSIX_FADV_DONTNEED)
+                yield start, part
+    except OSError as error:
+        if stored.check is not None:
+            raise stored.check.unreadable(error) from error
+        raise ValueError(f"tensor {stored.name} in {stored.file} cannot be read: {reason(error)}") from error
 
 
 def _read_fully(file: FileIO, out: torch.Tensor) -> int:
@@ -150,43 +161,3 @@ def _read_fully(file: FileIO, out: torch.Tensor) -> int:
     while done < len(room) and (count := file.readinto(room[done:])):
         done += count
     return done
-
-
-# -- what the files should be ----------------------------------------------------------------------------------------------
-
-
-def _checked_files(folder: Path) -> list[Path]:
-    """All that the manifest names, as they were written."""
-
-    def damaged(what: str) -> ValueError:
-        return ValueError(f"{folder} is damaged: {what}; remove the folder, and the weights are packed again")
-
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        files = {folder / name: (one["nbytes"], one["mtime_ns"], one["blake2b"]) for name, one in manifest.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise damaged(f"{MANIFEST} cannot be read ({type(error).__name__})") from error
-    for file, (nbytes, mtime_ns, digest) in files.items():
-        if not file.is_file():
-            raise damaged(f"{file.name} is missing")
-        status = file.stat()
-        if status.st_size != nbytes:
-            raise damaged(f"{file.name} has {status.st_size} bytes instead of {nbytes}")
-        if status.st_mtime_ns != mtime_ns and _digest(file) != digest:
-            raise damaged(f"{file.name} was changed since it was packed")
-    return list(files)
-
-
-def _description(file: Path) -> dict[str, object]:
-    status = file.stat()
-    return {"nbytes": status.st_size, "mtime_ns": status.st_mtime_ns, "blake2b": _digest(file)}
-
-
-def _digest(path: Path) -> str:
-    digest, part = blake2b(digest_size=16), bytearray(PART_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(part):
-            digest.update(memoryview(part)[:count])
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return digest.hexdigest()

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, TypeGuard
+from typing import BinaryIO, Protocol, TypeGuard
 
 import torch
 
 from h2o_flexgen.models.files import align_up, flush_to_disk, reason, refuse_pointer
+from h2o_flexgen.models.sums import Sums
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
@@ -55,6 +56,15 @@ class StoredTensor:
     nbytes: int
     dtype: str  # "float32", "float16" or "bfloat16"; any other type keeps the code of the format ("I8")
     shape: tuple[int, ...]
+    check: Check | None = field(default=None, compare=False)  # None where nobody knows what was written
+
+
+class Check(Protocol):
+    """Of the bytes of a tensor: whole stretches of them, or up to its end (models/sums.py). memory/disk.py says what for."""
+
+    def __call__(self, offset: int, data: memoryview) -> None: ...
+
+    def unreadable(self, error: OSError) -> Exception: ...
 
 
 def read_header(path: Path) -> tuple[StoredTensor, ...]:
@@ -143,14 +153,28 @@ class TensorForm:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(path: Path, forms: Iterable[TensorForm], value: Callable[[str], torch.Tensor]) -> None:
-    """Asks for the values one by one and keeps none. Wide types come first: every tensor is aligned to its item size."""
+def write_safetensors(path: Path, forms: Iterable[TensorForm], value: Callable[[str], torch.Tensor]) -> dict[str, Sums]:
+    """Asks for the values one by one and keeps none. Wide types come first: every tensor is aligned to its item size. Returns
+    the checksums of every tensor, made of what was to be written."""
     ordered = sorted(forms, key=lambda form: -form.dtype.itemsize)
+    sums = {}
     with path.open("wb") as file:
         file.write(_header_bytes(ordered))
         for form in ordered:
-            file.write(_checked_bytes(form, value(form.name)))
+            data = _checked_bytes(form, value(form.name))
+            sums[form.name] = Sums.of(data)
+            file.write(data)
+            del data
         flush_to_disk(file)
+    return sums
+
+
+def raw_header(path: Path) -> bytes:
+    """All that stands before the data of a file that was written here."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        file.seek(0)
+        return file.read(LENGTH_BYTES + min(length, MAX_HEADER_BYTES))
 
 
 def _header_bytes(forms: list[TensorForm]) -> bytes:

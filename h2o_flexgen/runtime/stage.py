@@ -10,6 +10,7 @@ class Stage(str, Enum):
     CONVERTING = "converting weights"  # of .bin files, once
     PACKING = "packing weights"  # into fewer bits, once
     WRITING = "writing random weights"  # those that are to be read from disk
+    MENDING = "making a damaged copy of weights again"  # told once, before it is converted or packed again
     LOADING = "loading weights"
     GENERATING = "generating"
 

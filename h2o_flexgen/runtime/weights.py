@@ -9,6 +9,7 @@ that tokens name, of a head one part after the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.memory.device import DeviceTier
-from h2o_flexgen.memory.disk import Piece
+from h2o_flexgen.memory.disk import Checked, Piece
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES, Entry, Layout, Pack, Range, slices
@@ -43,6 +44,7 @@ class WeightStore:
         accelerator = memories.device.accelerator
         self._stays_in = (DEVICE,) if accelerator else (DEVICE, HOST)
         self._stored = source.locate(self._on(DISK))
+        self._check_stored()
         self._resident = self._fill(source, self._on(*self._stays_in), memories.compute)
         self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.host)
         self._host_ring = self._device_ring = Ring(memories.host, slots=0, nbytes=0)
@@ -62,6 +64,13 @@ class WeightStore:
     def _layout(self, tensors: Iterable[TensorSpec]) -> Layout:
         return Layout.pack({tensor.name: Entry(0, tensor.shape, self._dtype, tensor.codec) for tensor in tensors})
 
+    def _check_stored(self) -> None:
+        """What is read in every step is checked here, once and before anything is computed: a step reads parts of tensors, and
+        where one of them was found damaged, tokens would have been handed out already."""
+        stored = self._stored.values()
+        checked = [Checked(one.file, one.offset, one.nbytes, one.check) for one in stored if one.check is not None]
+        self._memories.files.check(checked)
+
     def _fill(self, source: WeightSource, tensors: list[TensorSpec], memory: HostTier | DeviceTier) -> Pack:
         """Makes or reads the tensors into one arena; besides it, only one tensor on its way there is ever held."""
         layout = self._layout(tensors)
@@ -79,7 +88,8 @@ class WeightStore:
         """One tensor -> host bytes of its codec."""
         is_there = source.fill(tensor, out.view(self._dtype).view(tensor.shape) if tensor.codec == PLAIN else out)
         if not is_there:
-            self._memories.files.read([self._piece(tensor, located()[tensor.name], out)])
+            stored = located()[tensor.name]
+            self._memories.files.read([replace(self._piece(tensor, stored, out), check=stored.check)])
 
     def _piece(self, tensor: TensorSpec, stored: StoredTensor, out: Tensor, start: int = 0) -> Piece:
         """Bytes of a tensor from `start` on, and where they lie in its file. Plain values may have another type there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import threading
@@ -17,7 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as draw
 
-from h2o_flexgen.memory.disk import CHUNK_BYTES, DiskRegion, DiskTier, Files, OffloadFolder, Piece
+from h2o_flexgen.commands.errors import one_line
+from h2o_flexgen.memory.disk import CHUNK_BYTES, Checked, DiskRegion, DiskTier, Files, OffloadFolder, Piece
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.tier import ALIGNMENT
 
@@ -155,6 +157,31 @@ def test_short_reads_are_gone_on_with(tmp_path: Path, files: Files, monkeypatch:
     assert torch.equal(out, values.float())
 
 
+@pytest.mark.parametrize("before", [0, 130])
+def test_where_direct_reads_stop_short_of_a_page_the_page_cache_gives_the_rest(
+    before: int, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = values_of(torch.float32, 30_000)
+    file, out = written(tmp_path, values, before), arena(30_000, torch.float32)
+    preadv, reads = os.preadv, []
+
+    def never_past(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        """Of a direct read no byte behind 10,000 comes; and whoever reads directly must read whole pages."""
+        is_direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        reads.append((is_direct, offset))
+        if not is_direct:
+            return preadv(descriptor, buffers, offset)
+        assert offset % ALIGNMENT == 0
+        return min(preadv(descriptor, buffers, offset), max(0, 10_000 - offset))
+
+    monkeypatch.setattr(os, "preadv", never_past)
+    files.read([Piece(file, before, out, torch.float32)])
+    assert torch.equal(out, values)
+    if not reads[0][0]:
+        pytest.skip("this file system has no direct reads")
+    assert reads == [(True, 0), (True, 8192), (False, 10_000)]
+
+
 # -- what goes wrong -----------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +190,56 @@ def test_a_file_that_ends_too_early_is_named(count: int, tmp_path: Path, files: 
     file, out = written(tmp_path, values_of(torch.float32, 3000)), arena(count, torch.float32)
     with pytest.raises(OSError, match=rf"{file}: ends at byte 12000, .* too early; is it truncated\?"):
         files.read([Piece(file, 0, out, torch.float32)])
+
+
+def test_a_disk_that_fails_is_told_with_the_file_and_what_was_wanted(
+    tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path, values_of(torch.float32, 3000))
+    failing(monkeypatch, "preadv", errno.EIO)
+    with pytest.raises(OSError, match="Input/output error where 8192 bytes from byte 4096 on were to be read") as caught:
+        files.read([Piece(file, 4096, arena(2048, torch.float32), torch.float32)])
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(file))
+    assert one_line(caught.value) == f"{caught.value.strerror}: {file}"
+
+
+def test_a_truncated_file_is_not_read_again_and_again(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, reads, preadv = written(tmp_path, values_of(torch.float32, 3000)), [], os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        reads.append(offset)
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    with pytest.raises(OSError, match="is it truncated"):
+        files.read([Piece(file, 0, arena(5000, torch.float32), torch.float32)])
+    assert len(reads) <= 2
+
+
+def test_what_is_read_is_looked_at_as_it_is_stored(tmp_path: Path, files: Files) -> None:
+    """In whole chunks from the start of a tensor on, whether it goes straight to its place or not."""
+    values = values_of(torch.float16, CHUNK_BYTES // 2 + 5000)
+    file = written(tmp_path, values, 4096, behind=4096)
+    seen: dict[int, bytes] = {}
+
+    class Kept:
+        def __call__(self, offset: int, data: memoryview) -> None:
+            seen[offset] = bytes(data)
+
+        def unreadable(self, error: OSError) -> Exception:
+            return ValueError("unreadable")
+
+    for computed in (torch.float16, torch.float32):
+        seen.clear()
+        files.read([Piece(file, 4096, arena(len(values), computed), torch.float16, Kept())])
+        assert sorted(seen) == [4096, 4096 + CHUNK_BYTES]
+        assert b"".join(seen[at] for at in sorted(seen)) == values.view(torch.uint8).numpy().tobytes()
+    looked_at = dict(seen)
+    seen.clear()
+    files.check([Checked(file, 4096, values.nbytes, Kept())])
+    assert seen == looked_at
+    with pytest.raises(ValueError, match="unreadable"):
+        files.check([Checked(file, 4096, 2 * values.nbytes, Kept())])
 
 
 def test_a_file_that_is_gone_is_named(tmp_path: Path, files: Files) -> None:
@@ -318,6 +395,19 @@ def test_a_disk_that_fails_is_not_called_full(tmp_path: Path, files: Files, monk
 def test_a_write_that_is_cut_short_is_gone_on_with(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, source, offset: pwrite(descriptor, source[:4096], offset))
+    round_trip(DiskTier(files, tmp_path))
+
+
+def test_short_writes_go_on_from_whole_pages_and_end(tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+
+    def short(descriptor: int, source: memoryview, offset: int) -> int:
+        if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            return pwrite(descriptor, source, offset)
+        assert offset % ALIGNMENT == 0
+        return pwrite(descriptor, source[:4096], offset) - 100
+
+    monkeypatch.setattr(os, "pwrite", short)
     round_trip(DiskTier(files, tmp_path))
 
 

@@ -16,11 +16,17 @@ from safetensors.torch import load_file
 
 from h2o_flexgen.models import convert as convert_module
 from h2o_flexgen.models.checkpoint import open_checkpoint
-from h2o_flexgen.models.convert import convert, default_cache_dir, load_shard
+from h2o_flexgen.models.convert import default_cache_dir, load_shard
+from h2o_flexgen.models.files import Progress
 from h2o_flexgen.models.safetensors_format import TensorForm, write_safetensors
+from h2o_flexgen.models.sums import Sums
 from tests.patience import PATIENCE_SECONDS
 
 State = dict[str, torch.Tensor]
+
+
+def convert(folder: Path, cache: Path, progress: Progress | None = None) -> Path:
+    return convert_module.convert(folder, cache, progress).path
 
 
 def random_state(prefix: str) -> State:
@@ -131,12 +137,12 @@ def test_a_conversion_that_fails_midway_leaves_nothing(
     save_bins(tmp_path / "model", [random_state("a"), random_state("b")])
     written: list[Path] = []
 
-    def failing(path: Path, forms: list[TensorForm], value: Callable[[str], torch.Tensor]) -> None:
+    def failing(path: Path, forms: list[TensorForm], value: Callable[[str], torch.Tensor]) -> dict[str, Sums]:
         if written:
             path.write_bytes(b"half")
             raise error
-        write_safetensors(path, forms, value)
         written.append(path)
+        return write_safetensors(path, forms, value)
 
     monkeypatch.setattr(convert_module, "write_safetensors", failing)
     with pytest.raises((ValueError, KeyboardInterrupt)) as caught:
@@ -161,9 +167,9 @@ def test_two_at_once_convert_once(tmp_path: Path, model: Path, monkeypatch: pyte
         both.wait()  # neither has looked for the folder yet
         return fingerprint(files)
 
-    def counting(path: Path, forms: list[TensorForm], value: Callable[[str], torch.Tensor]) -> None:
+    def counting(path: Path, forms: list[TensorForm], value: Callable[[str], torch.Tensor]) -> dict[str, Sums]:
         written.append(path)
-        write_safetensors(path, forms, value)
+        return write_safetensors(path, forms, value)
 
     monkeypatch.setattr(convert_module, "fingerprint", meeting)
     monkeypatch.setattr(convert_module, "write_safetensors", counting)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections import namedtuple
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +15,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models import packed as packed_module
 from h2o_flexgen.models.checkpoint import open_checkpoint
-from h2o_flexgen.models.packed import MANIFEST, PackedCheckpoint
+from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from tests.contract import Checkpoints
@@ -159,52 +156,6 @@ def test_weights_that_are_no_numbers_are_refused_with_their_tensor(wrong: float,
     assert "\n" not in str(told.value) and list((tmp_path / "cache").iterdir()) == []
 
 
-def damage_size(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-def damage_values(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-5000] ^= 1
-    file.write_bytes(content)
-
-
-def spoil_manifest(file: Path) -> None:
-    (file.parent / MANIFEST).write_text("no json")
-
-
-def remove_manifest(file: Path) -> None:
-    (file.parent / MANIFEST).unlink()
-
-
-HARMS = {
-    damage_size: "bytes instead of",
-    damage_values: "was changed since it was packed",
-    Path.unlink: "is missing",
-    spoil_manifest: MANIFEST,
-    remove_manifest: MANIFEST,
-}
-
-
-@pytest.mark.parametrize(("harm", "told"), list(HARMS.items()))
-def test_a_damaged_folder_is_named_and_what_to_do(
-    harm: Callable[[Path], object], told: str, model: Path, tmp_path: Path
-) -> None:
-    source = opened(model, tmp_path / "cache")
-    locate_all(source, model)
-    harm(next(source.folder.glob("*.safetensors")))
-    with pytest.raises(ValueError, match=re.escape(str(source.folder))) as error:
-        locate_all(opened(model, tmp_path / "cache"), model)
-    assert told in str(error.value) and "remove the folder" in str(error.value)
-
-
-def test_a_copy_with_another_time_is_checked_and_taken(model: Path, tmp_path: Path) -> None:
-    source = opened(model, tmp_path / "cache")
-    before = locate_all(source, model)
-    os.utime(next(source.folder.glob("*.safetensors")), (1, 1))
-    assert locate_all(opened(model, tmp_path / "cache"), model) == before
-
-
 def test_progress_counts_every_byte_once(model: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     source = PackedCheckpoint(
@@ -213,13 +164,6 @@ def test_progress_counts_every_byte_once(model: Path, tmp_path: Path) -> None:
     total = source.bytes_to_write
     locate_all(source, model)
     assert seen == sorted(seen) and seen[-1] == (total, total)
-
-
-def test_the_manifest_names_every_file(model: Path, tmp_path: Path) -> None:
-    source = opened(model, tmp_path / "cache")
-    locate_all(source, model)
-    manifest = json.loads((source.folder / MANIFEST).read_text())
-    assert set(manifest) == {file.name for file in source.folder.glob("*.safetensors")}
 
 
 def test_a_plan_says_what_it_would_write(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
