@@ -55,6 +55,11 @@ def talk(llama: Path, offload: Path, tmp_path: Path, capfd: pytest.CaptureFixtur
     return run
 
 
+def test_a_stop_token_that_the_model_does_not_have_is_refused_before_the_first_turn(talk: Any) -> None:
+    status, _, errors = talk(["ab"], "--style", "plain", "--stop-token-id", "5000")
+    assert status == 2 and len(errors) == 1 and errors[0].startswith("error: stop_token_ids has the token id 5000; ")
+
+
 def test_each_turn_is_shown_with_its_reply_and_json_comes_last(talk: Any, llama: Path, offload: Path) -> None:
     status, out, errors = talk(["ab", "c"], "--style", "plain", "--percent", "0", "30", "0", "40", "0", "50")
     told = json.loads(out[-1])

@@ -46,8 +46,9 @@ def random_case(random: Random) -> Case:
 
 
 def random_params(random: Random, gen_len: int) -> SamplingParams:
+    max_tokens = random.randint(1, gen_len)
     return SamplingParams(
-        max_tokens=random.randint(1, gen_len),
+        max_tokens=max_tokens,
         temperature=random.choice([0.0, 0.0, 0.7, 1.5]),
         top_k=random.choice([0, 5, 50]),
         top_p=random.choice([1.0, 0.9]),
@@ -56,6 +57,12 @@ def random_params(random: Random, gen_len: int) -> SamplingParams:
         seed=random.choice([None, 3]),
         stop_token_ids=[random.randrange(tiny.VOCAB) for _ in range(random.choice([0, 4, 20]))],
         logprobs=random.choice([None, 2]),
+        min_tokens=min(max_tokens, random.choice([0, 0, 3])),
+        presence_penalty=random.choice([0.0, 0.0, 1.5]),
+        frequency_penalty=random.choice([0.0, 0.0, -0.5]),
+        logit_bias=random.choice([None, None, {random.randrange(tiny.VOCAB): 4.0}]),
+        allowed_token_ids=random.choice([None, None, None, range(0, tiny.VOCAB, 2)]),
+        prompt_logprobs=random.choice([None, None, 1]),
     )
 
 
@@ -94,17 +101,19 @@ def hold(seed: int, checkpoints: Checkpoints, offload: Path) -> None:
 
 
 def check_logprobs(got: Completion, wanted: Completion) -> None:
-    assert (got.logprobs is None) == (wanted.logprobs is None)
-    for mine, theirs in zip(got.logprobs or (), wanted.logprobs or (), strict=True):
-        assert mine.chosen.logprob == pytest.approx(theirs.chosen.logprob, abs=1e-4)
+    for own, other in ((got.logprobs, wanted.logprobs), (got.prompt_logprobs, wanted.prompt_logprobs)):
+        assert (own is None) == (other is None)
+        for mine, theirs in zip(own or (), other or (), strict=True):
+            assert mine is None or theirs is None or mine.chosen.logprob == pytest.approx(theirs.chosen.logprob, abs=1e-4)
+            assert (mine is None) == (theirs is None)
 
 
 def greedy_rows_equal_transformers(
     case: Case, params: Sequence[SamplingParams], completions: Sequence[Completion], checkpoints: Checkpoints
 ) -> None:
-    """Of one row that neither samples nor is penalised."""
+    """Of one row that neither samples nor changes scores."""
     for row, own in enumerate(params):
-        if own.is_greedy and own.repetition_penalty == 1:
+        if own.is_greedy and not own.changes_scores and own.min_tokens == 0:
             tokens = list(completions[row].token_ids)
             assert tokens == checkpoints.greedy(case, row, len(tokens))[0]
             return

@@ -303,6 +303,34 @@ def test_a_stop_token_ends_the_text_there(command: Any, opt: Path) -> None:
     stopped = command(*options, "--stop-token-id", second)
     assert "+ 2 tokens, stop)" in stopped.texts[0] or "+ 1 tokens, stop)" in stopped.texts[0]
     assert stopped.json["generated_tokens"] < 4
+    later = command(*options, "--stop-token-id", second, "--min-tokens", 4)
+    assert later.json["generated_tokens"] == 4
+    cut = command(*options, "--stop-token-id", second, "--min-tokens", 4, "--cut-gen-len", 3)
+    assert cut.status == 0 and "+ 3 tokens, length)" in cut.texts[0]
+
+
+def test_penalties_change_what_is_said(command: Any, opt: Path) -> None:
+    options = ("--model", opt, "--prompt", "hello", "--gen-len", 8, "--verbose", 2, "--dtype", "float32", "--logprobs")
+    plain, other = command(*options), command(*options, "--presence-penalty", 2, "--frequency-penalty", 2, "--top-k", -1)
+    plain_ids, ids = (re.findall(r"(\d+):-", result.texts[1]) for result in (plain, other))
+    assert len(set(ids)) > len(set(plain_ids))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--stop-token-id", 5000), "error: stop_token_ids has the token id 5000; "),
+        (("--presence-penalty", 3), "error: presence_penalty is 3.0; allowed is -2 to 2"),
+        (("--min-tokens", 50), "error: min_tokens is 50; allowed is 0 to max_tokens, which is 4"),
+        (("--repetition-penalty", "1e-300"), "error: repetition_penalty is 1e-300; allowed is 0.01 to 100; 1 is off"),
+    ],
+)
+def test_sampling_that_cannot_be_is_refused_before_the_machine_is_measured(
+    flags: tuple[object, ...], message: str, command: Any, opt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("h2o_flexgen.run.machine_of", lambda *_: pytest.fail("measured"))
+    result = command("--model", opt, "--prompt", "hello", "--gen-len", 4, "--percent", "auto", *flags)
+    assert result.error.startswith(message)
 
 
 # -- what a run writes ---------------------------------------------------------------------------------------------------

@@ -90,7 +90,8 @@ def test_defaults_are_those_of_plan_and_sampling_params() -> None:
     args = parse(["--model", "m"])
     assert args.plan == Plan() == parse(["--model", "m", "--overlap", "1"]).plan
     assert args.gen_len == SamplingParams.max_tokens
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos", "logprobs", "seed"):
+    shared = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    for name in (*shared, "min_tokens", "ignore_eos", "logprobs", "seed"):
         assert getattr(args, name) == getattr(SamplingParams, name), name
 
 

@@ -38,6 +38,7 @@ from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan
 from h2o_flexgen.planning.schedule import SCHEDULES
 from h2o_flexgen.planning.workload import Batch, Workload
 from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.runtime.prompt_logprobs import read_prompts
 from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.rows import BatchRows
 from h2o_flexgen.runtime.sampling_params import SamplingParams
@@ -252,6 +253,29 @@ def test_scoring_allocates_no_more_in_passing_than_is_estimated(
     estimate = SLACK * working_bytes(model.spec, plan, plan.policy.slots(batch, 1), kernel_threads(), at_once)
     assert rows.is_done and len(scorer.scored) == 2 and most <= estimate
     assert most > 0.2 * estimate or vocab < 1000, "layers need more than a small head"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "at_once", "count"), [(100, 4000, 64, 5), (100, 40_000, 104, 0), (200, 300, 50, 3)]
+)
+def test_log_probabilities_of_prompts_allocate_no_more_in_passing_than_is_estimated(
+    tokens: int, vocab: int, at_once: int, count: int
+) -> None:
+    config: Any = tiny_config("llama-gqa", **LARGER, **WIDER["llama-gqa"], vocab_size=vocab)
+    model, batch, params = (
+        create_model(config, "float32"),
+        Batch((0, 1), (tokens,) * 2),
+        SamplingParams(1, prompt_logprobs=count),
+    )
+    states = [RowState(row, [1] * tokens, params, ByteTokenizer(vocab)) for row in batch.rows]
+    plan = Plan(prefill_tokens=tokens)
+    rows = BatchRows(batch, states, plan, 1, torch.device("cpu"))
+    weights = {name: torch.randn(tensor.shape) for name, tensor in model.spec.layers[-1].tensors}
+    hidden = torch.randn(2, tokens, model.spec.hidden)
+    logits_of = partial(model.head, weights=weights)
+    most = peak_allocated(lambda: read_prompts(rows, hidden, logits_of, at_once), [hidden, *weights.values()])
+    estimate = SLACK * working_bytes(model.spec, plan, plan.policy.slots(batch, 1), kernel_threads(), at_once)
+    assert all(len(row.prompt_logprobs or ()) == tokens for row in states) and most <= estimate
 
 
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 1024, 1025, 50_272, 151_936])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from h2o_flexgen.runtime.output import StepLogprobs, TokenLogprob
@@ -46,6 +48,45 @@ def test_a_row_ends_by_end_of_sequence_stop_token_or_length(
     assert (completion.index, completion.prompt, completion.prompt_token_ids) == (5, None, (60, 61))
     if streamed:
         assert "".join(piece or "" for piece in pieces) == text
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("params", "ids", "reason", "text"),
+    [
+        ({"stop": "ab", "min_tokens": 3}, [101, 102, 101, 102], "ab", "ab"),
+        ({"stop": "ab", "min_tokens": 2}, [101, 102, 103, 101, 102], "ab", "abc"),
+        ({"stop": "ab", "min_tokens": 1}, [101, 102], "ab", ""),
+        ({"stop": ["bc", "b"], "min_tokens": 2}, [101, 102, 103], "bc", "a"),
+        ({"stop": ["bcd", "b"], "min_tokens": 2}, [101, 102, 104, 102], "b", "abd"),
+        ({"stop": "ab", "min_tokens": 3, "max_tokens": 3}, [101, 101, 102], None, "aab"),
+        ({"stop": "ab", "min_tokens": 3, "max_tokens": 4}, [101, 101, 102, 101], None, "aaba"),
+        ({"stop": "ab", "include_stop_str_in_output": True}, [103, 101, 102], "ab", "cab"),
+        ({"stop": ["b", "abc"], "include_stop_str_in_output": True}, [103, 101, 102], "b", "cab"),
+        ({"stop_token_ids": [102], "include_stop_str_in_output": True}, [101, 102], 102, "ab"),
+        ({"stop_token_ids": [102], "stop": "b", "include_stop_str_in_output": True}, [101, 102], 102, "ab"),
+        ({"stop_token_ids": [102]}, [101, 102], 102, "a"),
+        ({}, [101, 300], None, "a"),
+    ],
+)
+def test_what_ends_a_row_is_told_and_shown_if_asked_and_not_looked_for_too_early(
+    params: dict[str, Any], ids: list[int], reason: int | str | None, text: str, streamed: bool
+) -> None:
+    row, pieces = RowState(0, [60], SamplingParams(**{"max_tokens": 9, **params}), Ending(), streamed=streamed), list[str]()
+    for token in ids:
+        assert not row.finished
+        pieces.append(row.push(token) or "")
+    completion = row.completion()
+    assert (completion.stop_reason, completion.text, completion.token_ids) == (reason, text, tuple(ids))
+    assert completion.outputs[0].stop_reason == reason
+    assert completion.finish_reason == ("stop" if reason is not None or ids[-1] == 300 else "length")
+    if streamed:
+        assert "".join(pieces) == text
+
+
+def test_an_end_that_is_put_off_must_leave_a_token_to_go_on_with() -> None:
+    with pytest.raises(ValueError, match="min_tokens of prompt 4 forbids to end, but every one of its allowed_token_ids would"):
+        RowState(4, [60], SamplingParams(min_tokens=1, allowed_token_ids=[2, 70], stop_token_ids=[70]), Ending())
 
 
 def test_a_row_knows_what_it_has_seen_and_keeps_logprobs_only_when_asked() -> None:

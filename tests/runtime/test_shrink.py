@@ -57,6 +57,9 @@ def each_its_own(count: int) -> list[SamplingParams]:
             logprobs=(None, 2)[row % 2],
             repetition_penalty=(1.0, 1.2)[row % 2],
             stop_token_ids=(7, 70),
+            min_tokens=(0, 2)[row % 2],
+            frequency_penalty=(0.0, 0.0, 0.7)[row % 3],
+            prompt_logprobs=(None, 1)[row % 2],
         )
         for row in range(count)
     ]
@@ -98,9 +101,12 @@ def fail_at(
 def same(these: list[Completion], those: list[Completion]) -> bool:
     """But for the last bits of log-probabilities, which depend on how many rows are computed at once."""
     for one, other in zip(these, those, strict=True):
-        assert replace(one, logprobs=None) == replace(other, logprobs=None)
-        assert (one.logprobs is None) == (other.logprobs is None)
-        for step, twin in zip(one.logprobs or (), other.logprobs or (), strict=True):
+        bare = {"logprobs": None, "prompt_logprobs": None}
+        assert replace(one, **bare) == replace(other, **bare)  # type: ignore[arg-type]
+        assert (one.logprobs is None, one.prompt_logprobs is None) == (other.logprobs is None, other.prompt_logprobs is None)
+        steps, twins = ([*(each.logprobs or ()), *(each.prompt_logprobs or ())[1:]] for each in (one, other))
+        for step, twin in zip(steps, twins, strict=True):
+            assert step is not None and twin is not None
             assert [top.token_id for top in (step.chosen, *step.top)] == [top.token_id for top in (twin.chosen, *twin.top)]
             assert step.chosen.logprob == pytest.approx(twin.chosen.logprob, abs=1e-4)
     return True

@@ -161,3 +161,20 @@ def test_random_cuts_and_stops_equal_a_search_in_the_whole_text() -> None:
         given += checker.rest()
         assert given == text.partition(stop)[0]
         assert (checker.found is not None) == (stop in text)
+
+
+def test_a_stop_string_ends_behind_what_may_not_stop_wherever_it_begins() -> None:
+    draw = random.Random(2)
+    for _ in range(500):
+        text, spared = "".join(draw.choices("ab", k=20)), draw.randrange(20)
+        stops = ["".join(draw.choices("ab", k=draw.randrange(1, 5))) for _ in range(draw.randrange(1, 4))]
+        ends = sorted({end for stop in stops for end in range(spared + 1, 21) if text[:end].endswith(stop)})
+        wanted = (
+            min((text[: ends[0]].rindex(stop) for stop in stops if text[: ends[0]].endswith(stop)), default=20) if ends else 20
+        )
+        checker, given = StopChecker(stops), ""
+        for place, letter in enumerate(text):
+            if checker.found is None:
+                given += checker.add(letter, may_stop=place >= spared)
+        given += checker.rest()
+        assert given == text[:wanted], (text, stops, spared)
