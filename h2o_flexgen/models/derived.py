@@ -12,7 +12,9 @@ from hashlib import blake2b
 from pathlib import Path
 
 from h2o_flexgen.models.files import reason
+from h2o_flexgen.models.leftovers import PARTIAL, remove_leftovers, writer
 
+COPIES = ("converted", "packed")  # the kinds of folders
 TAIL_BYTES = 1 << 16
 
 
@@ -56,6 +58,7 @@ class DerivedFolder:
         try:
             if not self.is_there:
                 cache.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(cache, [cache])
                 with alone_in(cache):
                     if not self.is_there:  # another process may have made it while we waited
                         self._make(build)
@@ -66,11 +69,7 @@ class DerivedFolder:
         return self.path
 
     def _make(self, build: Callable[[Path], None]) -> None:
-        for leftover in self.path.parent.glob(
-            "*.partial-*"
-        ):  # of processes that were killed: whoever is alone here is none of them
-            shutil.rmtree(leftover)
-        partial = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
+        partial = self.path.with_name(f"{self.path.name}{PARTIAL}{writer()}")
         try:
             partial.mkdir()
             build(partial)
