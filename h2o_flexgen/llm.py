@@ -8,6 +8,7 @@ Nothing is loaded by the constructor: the first `generate` knows the workload, r
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import warnings
@@ -25,14 +26,15 @@ import psutil
 from h2o_flexgen.conversation import Conversation, Extent
 from h2o_flexgen.kernels.native import kernel_threads
 from h2o_flexgen.memory.device import open_device
-from h2o_flexgen.memory.host import available_bytes, peak_resident_bytes
+from h2o_flexgen.memory.host import available_bytes, give_back_freed, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models import create_model, known_config, load_config
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.models.checkpoint import Checkpoint, WeightSource, open_checkpoint
-from h2o_flexgen.models.derived import Damaged
+from h2o_flexgen.models.derived import COPIES, Damaged, cache_folder
 from h2o_flexgen.models.dummy import DummySource
 from h2o_flexgen.models.hub import resolve_model
+from h2o_flexgen.models.leftovers import remove_leftovers
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Footprint, Request, refuse_what_does_not_fit
 from h2o_flexgen.planning.hints import did_you_mean
@@ -123,6 +125,7 @@ class LLM:
         self._closed = False
         self.stats: Stats | None = None
         self.offload_folder = Path(offload_dir or default_offload_folder()).expanduser()
+        self.leftovers = remove_leftovers(self.offload_folder, [cache_folder(kind) for kind in COPIES])
         self._dtype = dtype
         self._mended: set[Path] = set()
         self._open()
@@ -182,6 +185,7 @@ class LLM:
         self._source.close()
         self._open()
         self.budgets = replace(self.budgets, disk=self._disk_budget())  # weights that it packs take some of the disk
+        self.weigh()
 
     def _take(self, plan: Plan) -> None:
         folded = plan if self.device.accelerator else plan.folded()
@@ -226,18 +230,28 @@ class LLM:
             host_base=self._host_base,
         )
 
+    def weigh(self) -> None:
+        """Looks again at what the process holds beside what the plan counts: a search for a plan leaves something behind."""
+        if self._memories is None:
+            give_back_freed()
+            self.budgets = replace(self.budgets, host_base=psutil.Process().memory_info().rss)
+
     def _disk_budget(self) -> int | None:
         """What is free where KV and activations go, without what packed weights will take of it."""
-        place = _existing(self.offload_folder)
+        place = existing_folder(self.offload_folder)
         if place is None:
             return None
         free = shutil.disk_usage(place).free
         if self.packing is None:
             return free
         folder, nbytes = self.packing
-        cache = _existing(folder)
+        cache = existing_folder(folder)
         shared = cache is not None and cache.stat().st_dev == place.stat().st_dev
         return max(0, free - nbytes) if shared else free
+
+    def check_prompts(self, prompts: Prompts, params: Params = None) -> None:
+        """Refuses prompts that no plan can run, before one is found: empty ones, too long ones, those of unknown tokens."""
+        self._rows(prompts, params, False, [()] * len(prompts))
 
     def check(self, workload: Workload) -> Footprint:
         """Refuses a workload that the plan does not fit, before anything is loaded; else says what will be held."""
@@ -246,10 +260,17 @@ class LLM:
         return self._refuse_what_does_not_fit(workload)
 
     def _refuse_what_does_not_fit(self, workload: Workload, scored_at_once: int = 0) -> Footprint:
+        return refuse_what_does_not_fit(self.request(workload, self.plan, scored_at_once), self.budgets)
+
+    def request(self, workload: Workload, plan: Plan, scored_at_once: int = 0) -> Request:
+        """All that decides whether a plan fits, which may be another one than this model's."""
         accelerator = self.device.accelerator
         threads = 0 if accelerator else kernel_threads()
-        request = Request(self.spec, self.plan, workload, accelerator, self.dummy_weights, threads, scored_at_once)
-        return refuse_what_does_not_fit(request, self.budgets)
+        plan = plan if accelerator else plan.folded()
+        return Request(self.spec_under(plan), plan, workload, accelerator, self.dummy_weights, threads, scored_at_once)
+
+    def spec_under(self, plan: Plan) -> ModelSpec:
+        return self.plain_spec.written_as(plan.weight_codec, plan.kv_codec)
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -482,6 +503,16 @@ class LLM:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
+    def unload(self) -> None:
+        """Gives all memory back. Whoever generates again loads again."""
+        if self._conversation is not None:
+            self._conversation.close()
+        if self._memories is not None:
+            self._memories.close()
+        self._memories = self._engine = None  # what it holds is page-locked until its memory is closed
+        gc.collect()
+        give_back_freed()
+
     def close(self) -> None:
         """Ends the disk threads, closes files and removes what was written. The object can no longer generate."""
         self._closed = True
@@ -529,6 +560,6 @@ def default_offload_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "h2o_flexgen" / "offload"
 
 
-def _existing(folder: Path) -> Path | None:
+def existing_folder(folder: Path) -> Path | None:
     """The folder, or the nearest one above that is there."""
     return next((place for place in (folder, *folder.parents) if place.exists()), None)

@@ -14,8 +14,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from h2o_flexgen.commands.asked_problem import machine_of, problem_of
-from h2o_flexgen.commands.choose_model import choose_model
+from h2o_flexgen.commands.asked_problem import machine_before_profile, machine_of, named_machine, problem_of
+from h2o_flexgen.commands.choose_model import ChosenModel, choose_model
 from h2o_flexgen.commands.errors import exit_status
 from h2o_flexgen.commands.found_report import FoundReport
 from h2o_flexgen.commands.front_picture import draw_front
@@ -25,7 +25,7 @@ from h2o_flexgen.commands.report import say
 from h2o_flexgen.commands.timeline_picture import draw_timelines, two_steps
 from h2o_flexgen.planning.footprint import refuse_what_does_not_fit
 from h2o_flexgen.planning.predict import BlockPrediction
-from h2o_flexgen.planning.search import Candidate, Found, Problem, search
+from h2o_flexgen.planning.search import Candidate, Found, Problem, refuse_what_never_fits, search
 from h2o_flexgen.runtime.progress import Progress
 
 
@@ -38,6 +38,7 @@ def _run(args: Namespace) -> None:
         check_picture(getattr(args, flag), f"--{flag}")
     chosen = choose_model(args.model, args.path, args.dummy_weights)
     with Progress(0, f"planning for {chosen.name}", late=True) as progress:
+        _refuse_before_profile(args, chosen)
         problem = problem_of(args, chosen, machine_of(args, progress))
         progress.stage("pricing the plan" if args.evaluate else "searching")
         begun = time.perf_counter()
@@ -49,6 +50,16 @@ def _run(args: Namespace) -> None:
         _draw(args, report)
     say(lines)
     print(json.dumps(document), flush=True)
+
+
+def _refuse_before_profile(args: Namespace, chosen: ChosenModel) -> None:
+    """Nobody waits for a profile only to hear that what he asks cannot be."""
+    if named_machine(args) is None:
+        before = problem_of(args, chosen, machine_before_profile(args))
+        if args.evaluate:
+            refuse_what_does_not_fit(before.request(before.plan), before.budgets)
+        else:
+            refuse_what_never_fits(before)
 
 
 def _priced(problem: Problem) -> Found:

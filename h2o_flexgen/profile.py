@@ -58,7 +58,7 @@ def _run(args: Namespace) -> None:
     with Progress(0, "profile") as progress:
         from h2o_flexgen.llm import default_offload_folder  # imports torch, which takes a while
         from h2o_flexgen.memory.device import open_device
-        from h2o_flexgen.runtime.profiling.kept import about, fingerprint_of, keep
+        from h2o_flexgen.runtime.profiling.kept import about, fingerprint_of, keep, note_partial, partial_file
         from h2o_flexgen.runtime.profiling.machine import profile
         from h2o_flexgen.runtime.profiling.others import Others
         from h2o_flexgen.runtime.profiling.sizes import FULL, QUICK
@@ -66,13 +66,15 @@ def _run(args: Namespace) -> None:
         folder = Path(args.offload_dir or default_offload_folder()).expanduser()
         device, dtype = open_device(args.device), None if args.dtype == AUTO else args.dtype
         mark, begun, others = fingerprint_of(device, folder, dtype), time.perf_counter(), Others()
+        note_partial(mark, progress.note)
         machine = profile(
             device,
             folder,
             mark.name,
             dtype,
             QUICK if args.quick else FULL,
-            lambda title, done, total: progress.stage(title, f"{done}/{total}"),
+            lambda title, done, total: progress.stage(title, f"{done}/{total}" if total else ""),
+            partial_file(mark),
         )
         seconds, warning = time.perf_counter() - begun, others.warning()
         kept = keep(machine, mark, warning)

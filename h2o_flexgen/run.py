@@ -26,7 +26,7 @@ from h2o_flexgen.commands.breakdown import breakdown_lines, breakdown_seconds
 from h2o_flexgen.commands.choose_model import ChosenModel, choose_model
 from h2o_flexgen.commands.errors import exit_status
 from h2o_flexgen.commands.flags import AUTO, sampling_of
-from h2o_flexgen.commands.found_plan import find_plan
+from h2o_flexgen.commands.found_plan import Wish
 from h2o_flexgen.commands.lanes import lane_reports
 from h2o_flexgen.commands.made_up import DEFAULT_TOKENS, made_up_prompts
 from h2o_flexgen.commands.open_llm import open_llm
@@ -40,7 +40,7 @@ from h2o_flexgen.commands.timeline_picture import draw_timelines, two_steps
 from h2o_flexgen.commands.watch import Watch, total_visits
 from h2o_flexgen.planning.cost import predicted_bytes
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import DEVICE, HOST
+from h2o_flexgen.planning.plan import HOST, Plan
 from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
 from h2o_flexgen.planning.predict import BlockPrediction, predict
 from h2o_flexgen.planning.schedule import Task
@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from h2o_flexgen.runtime.output import Completion
     from h2o_flexgen.runtime.sampling_params import SamplingParams
 
-MEASURING_BYTES = (16 << 20, 256 << 20)  # memory for measuring: at least, at most
+
+WITH_ROOM = "everything in the fastest memory, which has room to spare: nothing is searched, and no machine measured"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +74,8 @@ def _run(args: Namespace) -> None:
     llm = open_llm(args, chosen)
     with llm:
         sampling.check_vocabulary(llm.spec.vocab, llm.name)
-        job = Job(args, chosen, llm, texts, _machine_asked_for(args, llm.device.kind))
+        job = Job(args, chosen, llm, texts)
+        job.refuse_impossible()
         job.find_plan()
         job.announce()
         if args.dry_run:
@@ -90,19 +92,53 @@ class Job:
     chosen: ChosenModel
     llm: LLM
     texts: list[str]
-    machine: Machine | None  # that the run is predicted for; none where nobody asks
 
     # -- what is to be done --------------------------------------------------------------------------------------------
 
-    def find_plan(self) -> None:
-        """Where none was given. Prompts that are made up are as many as its block then takes, unless a number is asked for."""
+    def refuse_impossible(self) -> None:
+        """What no plan can run, and no machine: before a plan is found, and a machine measured for it."""
+        if (named := named_machine(self.args)) is not None:
+            check_device(named, self.llm.device.kind)
+        tokenizer, vocab = self.llm.tokenizer, self.llm.spec.vocab
+        number = 1 if self.args.num_prompts is None else min(1, self.args.num_prompts)  # all that are made up are as long
+        self.llm.check_prompts(self.texts or made_up_prompts(number, self._made_up_length, tokenizer, vocab), self.params)
+        if self._wish is not None:
+            self._wish.refuse_impossible()
+
+    @cached_property
+    def _wish(self) -> Wish | None:
+        """None where a plan is given. Prompts that are made up are as many as a block takes, unless a number is asked for."""
         if self.args.percent != AUTO:
+            return None
+        workload = self.workload if self.texts or self.args.num_prompts is not None else None
+        return Wish(self.args, self.llm, workload, self._made_up_length, self.args.gen_len)
+
+    def find_plan(self) -> None:
+        """Where none was given."""
+        if self._wish is None:
+            return
+        if self._plan_with_room is not None:
+            say([f"plan      {WITH_ROOM}"])
+            self.llm.adopt(self._plan_with_room)
             return
         assert self.machine is not None
-        workload = self.workload if self.texts or self.args.num_prompts is not None else None
-        found = find_plan(self.args, self.llm, self.machine, workload, self._made_up_length, self.args.gen_len)
-        say(found.lines())
-        self.llm.adopt(found.plan)
+        say(self._wish.find(self.machine).lines())
+
+    @cached_property
+    def _plan_with_room(self) -> Plan | None:
+        return None if self._wish is None else self._wish.plan_with_room()
+
+    @cached_property
+    def machine(self) -> Machine | None:
+        """That the run is predicted for; none where nobody asks, so that none is measured."""
+        args = self.args
+        is_searched = self._wish is not None and self._plan_with_room is None
+        if not is_searched and args.machine is None and args.timeline is None:
+            return None
+        with Progress(0, "this machine", late=True) as progress:
+            machine = machine_of(args, progress)
+        check_device(machine, self.llm.device.kind)
+        return machine
 
     @property
     def _made_up_length(self) -> int:
@@ -232,14 +268,20 @@ class Outcome:
     seed: int
 
     def tell(self) -> None:
-        args = self.job.args
         summary = self._summary()
         say(self._texts())
         say(self._pictures())
         if self.job.predicted is not None:
             say(["", *self.job.predicted.lines(self.stats), *self._missed_limit()])
         say(["", *summary])
-        print(json.dumps(self._json()), flush=True)
+        rates = self._rates_of_machine()
+        try:
+            self._write_files(summary)
+        finally:  # last, as it tells of the most memory that the process has held; and also where a file cannot be written
+            print(json.dumps(self._json(rates)), flush=True)
+
+    def _write_files(self, summary: Sequence[str]) -> None:
+        args = self.job.args
         if args.log_file is not None and not args.no_log:
             report.append_log(self._log_file(), summary)
         if args.trace is not None:
@@ -301,10 +343,12 @@ class Outcome:
 
     # -- JSON ----------------------------------------------------------------------------------------------------------
 
-    def _json(self) -> dict[str, object]:
+    def _json(self, machine: Machine | None) -> dict[str, object]:
+        """`machine`: as it was measured behind the run."""
+        from h2o_flexgen.memory.host import peak_resident_bytes  # imports torch, which is there by now
         from h2o_flexgen.runtime.measure import describe_machine
 
-        job, stats, machine = self.job, self.stats, self._machine()
+        job, stats = self.job, self.stats
         predicted = predicted_bytes(self.blocks, job.until)
         lanes = lane_reports(stats, predicted, self.watch.flops, self.seconds, machine, job.llm.spec.dtype)
         steps = stats.step_seconds
@@ -313,7 +357,7 @@ class Outcome:
             **report.timing_json(self.timing),
             "load_seconds": round(self.watch.load_seconds, 6),
             "step_seconds_median": round(statistics.median(steps), 6) if steps else None,
-            "peak_bytes": stats.peak_bytes,
+            "peak_bytes": {**stats.peak_bytes, HOST: peak_resident_bytes()},
             "shrunk": [list(size) for size in stats.shrunk],
             "lanes": {lane: asdict(one) for lane, one in lanes.items()},
             "seed": self.seed,
@@ -331,49 +375,34 @@ class Outcome:
             return {}
         return {"breakdown_seconds": breakdown_seconds(self.stats.last_block.trace)}
 
-    def _machine(self) -> Machine | None:
-        """Measured behind the run, with what memory the budgets leave. A run that is done is told of even if this fails."""
-        from h2o_flexgen.runtime.measure import Needs, measure
+    def _rates_of_machine(self) -> Machine | None:
+        """Measured behind the run, in memory that the run has given back. A run that is done is told of even if this fails."""
+        from h2o_flexgen.runtime.measure import Needs, measure, room_to_measure
 
         llm = self.job.llm
-        needs = Needs(
-            dtype=llm.spec.dtype,
-            weight_shape=(llm.spec.ffn, llm.spec.hidden),
-            rows=tuple(self.watch.flops),
-            read_files=llm.weight_files,
-            offload_folder=llm.offload_folder,
-            offload_bytes=self._offloaded_bytes(),
-            links=llm.device.accelerator,
-            pinned=llm.plan.pin_weight,
-            memory_bytes=self._memory_left(),
-        )
+        files = llm.weight_files
+        llm.unload()
         try:
+            needs = Needs(
+                dtype=llm.spec.dtype,
+                weight_shape=(llm.spec.ffn, llm.spec.hidden),
+                rows=tuple(self.watch.flops),
+                read_files=files,
+                offload_folder=llm.offload_folder,
+                offload_bytes=self._offloaded_bytes(),
+                links=llm.device.accelerator,
+                pinned=llm.plan.pin_weight,
+                memory_bytes=room_to_measure(llm.budgets),
+            )
             return measure(llm.device, needs)
         except (MemoryError, OSError, RuntimeError) as error:  # torch's want of memory is a RuntimeError
             print(f"the machine could not be measured, so there are no bounds: {error}", file=sys.stderr)
             return None
 
-    def _memory_left(self) -> int:
-        """Of what the process may hold: to measure must not break a promise that the run has kept."""
-        least, most = MEASURING_BYTES
-        budgets, peaks = self.job.llm.budgets, self.stats.peak_bytes
-        left = [budget - peaks[tier] for tier in (DEVICE, HOST) if (budget := budgets.of(tier)) is not None]
-        return min([most, *(max(least, nbytes) for nbytes in left)])
-
     def _offloaded_bytes(self) -> int:
         """What KV and activations took on disk: so much can be had again."""
         written = sum(self.stats.moved_bytes.get(lane, 0) for lane in ("store", "write"))
         return min(written, self.stats.peak_bytes["disk"])
-
-
-def _machine_asked_for(args: Namespace, device: str) -> Machine | None:
-    """A plan that is given needs none."""
-    if args.percent != AUTO and args.machine is None and args.timeline is None:
-        return None
-    with Progress(0, "this machine", late=True) as progress:
-        machine = machine_of(args, progress)
-    check_device(machine, device)
-    return machine
 
 
 def _rates(machine: Machine | None) -> dict[str, object]:

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import plan
-from h2o_flexgen.commands import asked_problem, pictures
+from h2o_flexgen.commands import asked_problem
 from h2o_flexgen.commands.arguments import parse as parse_run
 from h2o_flexgen.commands.timeline_picture import draw_timelines, two_steps
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.runtime.profiling import kept
 from tests.planning.test_linear import case_of
 from tests.planning.test_pricing import MACHINE, Pricing
 from tests.tiny import save_tiny
@@ -267,7 +268,7 @@ def test_an_unknown_model_is_named(command: Any, tmp_path: Path) -> None:
 
 
 def test_a_picture_without_matplotlib_is_refused_before_any_work(command: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     error = command("--plot", tmp_path / "front.png", machine="no-such-machine").error
     assert "--plot needs matplotlib" in error and "[plot]" in error
 
@@ -314,3 +315,17 @@ def test_what_is_drawn_are_two_steps_of_the_decode_without_the_last() -> None:
 
 def test_machines_of_the_package_can_be_planned_for(command: Any) -> None:
     assert command(*WORK, machine="cpu-2core").json["machine"] == find_machine("cpu-2core").name
+
+
+def test_what_no_machine_could_do_is_refused_before_one_is_measured(
+    opt: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: pytest.fail("a machine was measured"))
+    for flags, words in (
+        (("--prompt-len", "600", "--gen-len", "600"), "positions"),
+        (("--prompt-len", "4", "--gen-len", "2", "--cpu-mem", "1MB"), "no plan fits"),
+        (("--prompt-len", "4", "--gen-len", "2", "--gpu-mem", "1GB"), "has none"),
+        (("--evaluate", "--percent", *("0", "100") * 3, "--prompt-len", "4", "--cpu-mem", "1MB"), "plan needs"),
+    ):
+        assert plan.main(["--model", str(opt), "--device", "cpu", *flags]) == 2
+        assert words in capfd.readouterr().err, flags

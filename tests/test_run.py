@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import run
+from h2o_flexgen.commands.found_plan import Wish
 from h2o_flexgen.commands.watch import Watch
 from h2o_flexgen.kv.policies import POLICIES
 from h2o_flexgen.planning.machines import find_machine
@@ -27,6 +28,7 @@ from h2o_flexgen.runtime.profiling import kept
 from tests.tiny import POSITIONS, save_tiny
 
 DISK_HEAVY = ("--percent", "0", "30", "0", "40", "0", "50")
+SEARCHED = ("--machine", "cpu-2core", "--cpu-mem", "100GB")
 SMALL = ("--gpu-batch-size", "2", "--num-gpu-batches", "2", "--prompt-len", "7", "--gen-len", "5")
 KEYS = {
     "model", "plan", "requested_percent", "placed_percent", "num_prompts", "generated_tokens", "prefill_seconds",
@@ -65,7 +67,8 @@ def quick_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are found for a machine of the package: to measure this one would take a third of a minute."""
+    """Plans are found for a machine of the package: to measure this one would take a third of a minute. Named, it is searched
+    for also where everything fits."""
     monkeypatch.setattr(kept, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
 
 
@@ -442,7 +445,7 @@ def test_path_names_the_folder_that_has_the_model(command: Any, opt: Path) -> No
 
 def test_without_a_plan_one_is_found_for_the_prompts_that_are_given(command: Any, opt: Path) -> None:
     texts = ("--prompt", "The ferry", "--prompt", "left", "--ignore-eos")
-    result = command("--model", opt, *texts, "--gen-len", 4, "--cpu-mem", "100GB")
+    result = command("--model", opt, *texts, "--gen-len", 4, *SEARCHED)
     assert result.status == 0, result.err
     assert result.out[0].startswith("machine   ") and result.out[1].startswith("found     in ")
     assert result.json["num_prompts"] == 2 and result.json["plan"]["weights"] == {"device": 0, "host": 1}
@@ -453,7 +456,7 @@ def test_without_a_plan_one_is_found_for_the_prompts_that_are_given(command: Any
 
 
 def test_as_many_prompts_are_made_up_as_the_block_that_is_found_takes(command: Any, opt: Path) -> None:
-    document = command("--model", opt, "--prompt-len", 7, "--gen-len", 3, "--gpu-batch-size", 3, "--cpu-mem", "100GB").json
+    document = command("--model", opt, "--prompt-len", 7, "--gen-len", 3, "--gpu-batch-size", 3, *SEARCHED).json
     plan = document["plan"]
     assert plan["gpu_batch_size"] == 3 and document["num_prompts"] == 3 * plan["num_gpu_batches"]
 
@@ -470,10 +473,62 @@ def test_as_many_prompts_are_made_up_as_the_block_that_is_found_takes(command: A
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )
 def test_a_plan_is_found_whatever_else_is_asked(command: Any, opt: Path, flags: tuple[object, ...], is_predicted: bool) -> None:
-    result = command("--model", opt, *SMALL, "--cpu-mem", "100GB", *flags)
+    result = command("--model", opt, *SMALL, *SEARCHED, *flags)
     assert result.status == 0, result.err
     assert ("predicted" in result.json) == is_predicted
     assert any(line.startswith("found ") for line in result.out)
+
+
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: pytest.fail("a machine was measured"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--prompt", "It was", "--prompt", "a dark", "--prompt", "night"),
+        ("--prompt", "It was", "--gpu-batch-size", 2),
+        ("--model", "demo", "--prompt-len", 5),
+        (),
+    ],
+    ids=["prompts", "a size", "made up", "nothing asked"],
+)
+def test_what_fits_with_room_to_spare_needs_no_search_and_no_machine(
+    command: Any, opt: Path, unmeasured: None, flags: tuple[object, ...]
+) -> None:
+    """Whatever the model, where prompts are given; and the package's own in any case."""
+    model = () if not flags or "demo" in flags else ("--model", opt)
+    result = command(*model, *flags, "--gen-len", 2)
+    assert result.status == 0 and "predicted" not in result.json, result.err
+    if not flags:  # it has a plan of its own, over every tier
+        assert result.json["requested_percent"] == [20, 30, 20, 30, 100, 0]
+        return
+    assert result.out[0] == f"plan      {run.WITH_ROOM}" and result.json["requested_percent"] == [100, 0] * 3
+    plan, rows = result.json["plan"], result.json["num_prompts"]
+    size = 2 if "--gpu-batch-size" in flags else plan["gpu_batch_size"] if "demo" in flags else rows
+    assert (plan["gpu_batch_size"], plan["num_gpu_batches"]) == (size, -(-rows // size))
+
+
+def test_what_fits_without_room_to_spare_is_searched(command: Any, opt: Path) -> None:
+    need = command("--model", opt, "--prompt", "a", "--gen-len", 2, "--dry-run").json["needed_bytes"]["host"]
+    result = command("--model", opt, "--prompt", "a", "--gen-len", 2, "--cpu-mem", need + (16 << 20))
+    assert result.status == 0 and result.out[0].startswith("machine   "), result.err
+
+
+def test_what_no_machine_could_do_is_refused_before_one_is_measured(
+    command: Any, opt: Path, unmeasured: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "long.txt").write_text("a" * (POSITIONS + 1))
+    monkeypatch.setattr(Wish, "plan_with_room", lambda self: None)
+    for flags, words in (
+        (("--prompt-len", POSITIONS, "--gen-len", 2), f"has {POSITIONS} positions"),
+        (("--prompt-file", tmp_path / "long.txt"), f"has {POSITIONS} positions"),
+        (("--prompt-len", 4, "--num-prompts", 0), "cannot make 0 prompts"),
+        (("--prompt-len", 4, "--cpu-mem", "1MB"), "no plan fits"),
+        (("--prompt-len", 4, "--positions", "rolling", "--kv-budget", 0.5), "rotary"),
+    ):
+        assert words in command("--model", opt, *flags).error
 
 
 def test_a_run_is_drawn_below_its_prediction(command: Any, opt: Path, tmp_path: Path) -> None:
@@ -695,7 +750,9 @@ def test_an_interrupt_leaves_no_file_and_one_line(command: Any, opt: Path, offlo
 
 
 @pytest.mark.parametrize(
-    ("sent", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")], ids=["int", "term"]
+    ("sent", "status", "word"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated"), (signal.SIGHUP, 129, "hung up")],
+    ids=["int", "term", "hup"],
 )
 def test_a_signal_ends_the_process_with_nothing_left_behind(
     sent: signal.Signals, status: int, word: str, tmp_path: Path
@@ -708,6 +765,8 @@ def test_a_signal_ends_the_process_with_nothing_left_behind(
     while not process.stdout.readline().startswith("disk "):
         assert process.poll() is None
     process.send_signal(sent)
+    if sent == signal.SIGHUP:
+        process.send_signal(sent)  # a shell and the system both tell of it
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status, errors
     assert errors.splitlines()[-1] == word and "Traceback" not in errors

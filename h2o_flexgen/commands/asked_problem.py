@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 from h2o_flexgen.commands.choose_model import ChosenModel
@@ -12,7 +13,7 @@ from h2o_flexgen.commands.shapes import Shapes
 from h2o_flexgen.planning.footprint import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
-from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.planning.model_spec import DTYPE_BYTES, ModelSpec
 from h2o_flexgen.planning.plan import DEVICE, HOST, Plan
 from h2o_flexgen.planning.positions import check_positions, check_rolling
 from h2o_flexgen.planning.search import Problem
@@ -41,7 +42,35 @@ def machine_of(args: Namespace, progress: Progress) -> Machine:
         folder,
         dtype,
         on_note=progress.note,
-        on_subject=lambda title, done, total: progress.stage(title, f"{done}/{total}"),
+        on_subject=lambda title, done, total: progress.stage(title, f"{done}/{total}" if total else ""),
+    )
+
+
+def machine_before_profile(args: Namespace) -> Machine:
+    """This machine as far as it is known without measuring it: its memory. It stands in until a problem is known to make
+    sense."""
+    import shutil
+
+    from h2o_flexgen.llm import default_offload_folder, existing_folder  # imports torch, which takes a while
+    from h2o_flexgen.memory.device import open_device
+    from h2o_flexgen.memory.host import available_bytes
+
+    device = open_device(args.device)
+    folder = existing_folder(Path(args.offload_dir or default_offload_folder()).expanduser())
+    return Machine(
+        name="this machine",
+        device=device.kind,
+        device_bytes=device.free_bytes() or 0,
+        host_bytes=available_bytes(),
+        disk_bytes=0 if folder is None else shutil.disk_usage(folder).free,
+        disk_read_per_s=inf,
+        disk_write_per_s=inf,
+        host_copy_per_s=inf,
+        host_to_device_per_s=inf,
+        device_to_host_per_s=inf,
+        flops_per_s=dict.fromkeys(DTYPE_BYTES, ((1, inf),)),
+        attention_bytes_per_s={},
+        task_seconds=0.0,
     )
 
 
@@ -87,7 +116,7 @@ def asked_problem(
     budgets: Budgets,
     writes_weights: bool,
 ) -> Problem:
-    """What can be seen to be wrong without a search is refused before it."""
+    """What can be seen to be wrong without a search is refused here."""
     from h2o_flexgen.kernels.native import kernel_threads
 
     accelerator = machine.has_accelerator

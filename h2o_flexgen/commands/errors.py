@@ -8,33 +8,53 @@ import threading
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from h2o_flexgen.commands.flags import TRACEBACK
 
-FAILED, INTERRUPTED, TERMINATED = 2, 130, 143
+FAILED, INTERRUPTED = 2, 130
+BY_SIGNAL = 128  # the status of a process that a signal has ended is this more than its number
+_Handler: TypeAlias = Any  # what `signal` takes and returns
 USERS = (ValueError, MemoryError, OSError)
 
 
-class Terminated(KeyboardInterrupt):
-    """Somebody else ends the process: it goes the same way, so that no file stays behind."""
+# the terminal has gone, or somebody else ends the process
+ENDING = {name: word for name, word in (("SIGTERM", "terminated"), ("SIGHUP", "hung up")) if hasattr(signal, name)}
+
+
+class Ended(KeyboardInterrupt):
+    """By a signal. It goes the same way as Ctrl-C, so that no file stays behind."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.status = BY_SIGNAL + number
+        self.word = ENDING[signal.Signals(number).name]
 
 
 @contextmanager
 def _ends_cleanly() -> Iterator[None]:
+    """A second such signal does not disturb the cleaning up: a shell and the system may both tell that a terminal has gone. One
+    that is ignored, as `nohup` has it, stays so."""
+    before: dict[int, _Handler] = {}
+
     def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise Terminated
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise Ended(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, end)
+    for number in (int(signal.Signals[name]) for name in ENDING):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]) -> int:
@@ -45,11 +65,11 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
         level = args.verbose
         with _ends_cleanly():
             run(args)
-    except Terminated:
-        print("terminated", file=sys.stderr)
-        return TERMINATED
+    except Ended as end:
+        _say(end.word)
+        return end.status
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _say("interrupted")
         return INTERRUPTED
     except Exception as error:
         line = one_line(error)
@@ -57,9 +77,14 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
             raise
         if level >= TRACEBACK:
             traceback.print_exc()
-        print(f"error: {line}", file=sys.stderr)
+        _say(f"error: {line}")
         return FAILED
     return 0
+
+
+def _say(line: str) -> None:
+    with suppress(OSError, ValueError):  # the terminal has gone
+        print(line, file=sys.stderr, flush=True)
 
 
 def one_line(error: Exception) -> str | None:

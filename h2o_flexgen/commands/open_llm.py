@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 def open_llm(args: Namespace, chosen: ChosenModel) -> LLM:
     with Progress(0, f"opening {chosen.name}", late=True) as progress:
-        return make_llm(args, chosen, args.plan, Opening(progress).stage)
+        llm = make_llm(args, chosen, args.plan, Opening(progress).stage)
+        if llm.leftovers is not None:
+            progress.note(str(llm.leftovers))
+        return llm
 
 
 def make_llm(args: Namespace, chosen: ChosenModel, plan: Plan, on_stage: OnStage) -> LLM:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 
 from h2o_flexgen.commands.report import check_writable
@@ -13,8 +13,11 @@ KINDS = (".png", ".svg", ".pdf")
 def check_picture(file: str | None, flag: str) -> None:
     if file is None:
         return
-    if find_spec("matplotlib") is None:
-        raise ValueError(f"{flag} needs matplotlib; install it, or the extra [plot] from a checkout: pip install -e '.[plot]'")
+    try:
+        import_module("matplotlib.figure")  # now, so that what it takes in memory is counted before a plan is held against it
+    except ImportError as error:
+        advice = "install it, or the extra [plot] from a checkout: pip install -e '.[plot]'"
+        raise ValueError(f"{flag} needs matplotlib; {advice}") from error
     check_writable(file, flag)
     if Path(file).suffix.lower() not in KINDS:
         raise ValueError(f"{flag} {file} is no kind of picture that is known; end it in {', '.join(KINDS)}")

@@ -135,14 +135,8 @@ def give_back_freed() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def restart_peak_resident() -> None:
-    """From now on the peak is of what comes. Where the system cannot do that, it stays the highest that there ever was."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
 def peak_resident_bytes() -> int:
-    """The most memory that this process held, since the peak was restarted or at all. What getrusage says of it may be what its
+    """The most memory that this process has ever held. What getrusage says of it may be what its
     parent held before it started."""
     import resource
     import sys

@@ -18,9 +18,11 @@ from hashlib import blake2b
 from pathlib import Path
 
 from h2o_flexgen.models.files import reason
+from h2o_flexgen.models.leftovers import PARTIAL, remove_leftovers, writer
 from h2o_flexgen.models.safetensors_format import StoredTensor, raw_header, read_header
 from h2o_flexgen.models.sums import Sums
 
+COPIES = ("converted", "packed")  # the kinds of folders
 TAIL_BYTES = 1 << 16
 MANIFEST = "copy.json"
 FORMAT = 1  # counted up when manifests say something else: copies of an older one are made again
@@ -147,7 +149,7 @@ class Copy:
         """Takes the folder away, so that who opens it next makes it again; not if another process has done so already."""
         if gone := [source for source in self.sources if not source.is_file()]:
             raise ValueError(f"{self.path} is damaged, and {gone[0]}, which it was made from, is gone; get the model again")
-        aside = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
+        aside = self.path.with_name(f"{self.path.name}{PARTIAL}{writer()}")
         try:
             with alone_in(self.path.parent):
                 if self.path.is_dir() and _identity(self.path) == self.identity:
@@ -212,6 +214,7 @@ class DerivedFolder:
         try:
             if not self.is_there:
                 cache.mkdir(parents=True, exist_ok=True)
+                remove_leftovers(cache, [cache])
                 with alone_in(cache):
                     if not self.is_there:  # another process may have made it while we waited
                         self._make(build)
@@ -222,13 +225,9 @@ class DerivedFolder:
             ) from error
 
     def _make(self, build: Build) -> None:
-        for leftover in self.path.parent.glob(
-            "*.partial-*"
-        ):  # of processes that were killed: whoever is alone here is none of them
-            shutil.rmtree(leftover)
         if self.path.is_dir():  # of an older format
             shutil.rmtree(self.path)
-        partial = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
+        partial = self.path.with_name(f"{self.path.name}{PARTIAL}{writer()}")
         try:
             partial.mkdir()
             _write_manifest(partial, build(partial))

@@ -23,6 +23,7 @@ import torch
 
 from h2o_flexgen.models.derived import alone_in
 from h2o_flexgen.models.files import Progress, align_up, flush_to_disk, reason, require_free_space
+from h2o_flexgen.models.leftovers import WEIGHTS_PREFIX, WEIGHTS_SUFFIX, writer
 from h2o_flexgen.models.safetensors_format import StoredTensor, tensor_bytes
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES, TensorSpec
 from h2o_flexgen.quant.codec import CODECS, PLAIN
@@ -31,7 +32,7 @@ BLOCK_VALUES = 4_194_301  # at most 16 MiB of them are in memory
 SCALE = 0.02
 PART_VALUES = 1 << 20  # encoded at once
 FLUSH_BYTES = 512 << 20
-PREFIX, SUFFIX = "h2o_flexgen-weights-", ".bin"
+UNNAMED = "/proc/self/fd/{}"  # where the system has it: an open file, also one whose name is gone, can be opened again
 
 
 class DummySource:
@@ -42,7 +43,7 @@ class DummySource:
         self.dtype = dtype
         self._offload_dir = offload_dir
         self._progress = progress
-        self._files: list[LockedFile] = []
+        self._files: list[OwnFile] = []
         weakref.finalize(self, _remove, self._files)  # should nobody come to close us
 
     @cached_property
@@ -71,11 +72,11 @@ class DummySource:
             self._offload_dir.mkdir(parents=True, exist_ok=True)  # another process may have taken it away again
             require_free_space(self._offload_dir, sum(self._room(tensor) for tensor in wanted), "random weights on disk")
             with alone_in(self._offload_dir):
-                _remove_orphans(self._offload_dir)
-                descriptor, path = tempfile.mkstemp(prefix=PREFIX, suffix=SUFFIX, dir=self._offload_dir)
-                self._files.append(LockedFile.of(Path(path), descriptor))
+                prefix = f"{WEIGHTS_PREFIX}{writer()}-"
+                descriptor, path = tempfile.mkstemp(prefix=prefix, suffix=WEIGHTS_SUFFIX, dir=self._offload_dir)
+                self._files.append(OwnFile.of(Path(path), descriptor))
             with os.fdopen(descriptor, "wb") as file:
-                return self._write(file, Path(path), wanted)
+                return self._write(file, self._files[-1].path, wanted)
         except OSError as error:
             self.close()
             raise ValueError(
@@ -152,33 +153,32 @@ class DummySource:
 
 
 @dataclass(frozen=True)
-class LockedFile:
-    """A file that is locked for as long as its process lives: who finds it unlocked knows that nobody needs it."""
+class OwnFile:
+    """A file that goes with its process. Where the system can open it again without a name it has none; elsewhere it is locked
+    for as long as its process lives: who finds it unlocked knows that nobody needs it."""
 
-    path: Path
+    path: Path  # to open it by, in this process
     lock: int  # another descriptor of the same opening
+    process: int
 
     @classmethod
-    def of(cls, path: Path, descriptor: int) -> LockedFile:
+    def of(cls, path: Path, descriptor: int) -> OwnFile:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return cls(path, os.dup(descriptor))
+        own = os.dup(descriptor)
+        unnamed = Path(UNNAMED.format(own))
+        if unnamed.exists():
+            path.unlink()
+            path = unnamed
+        return cls(path, own, os.getpid())
+
+    def remove(self) -> None:
+        if self.process == os.getpid():  # and not a copy of it that was forked
+            with suppress(OSError):
+                self.path.unlink(missing_ok=True)
+        os.close(self.lock)
 
 
-def _remove(files: list[LockedFile]) -> None:
+def _remove(files: list[OwnFile]) -> None:
     while files:
-        file = files.pop()
-        file.path.unlink(missing_ok=True)
-        os.close(file.lock)
-
-
-def _remove_orphans(folder: Path) -> None:
-    """Of processes that were killed. Whoever makes a file here locks it before anybody else looks."""
-    for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
-        with suppress(OSError):  # it is locked, or gone by now
-            descriptor = os.open(path, os.O_RDWR)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(descriptor)
+        files.pop().remove()

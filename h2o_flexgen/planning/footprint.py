@@ -266,6 +266,11 @@ class Budgets:
                 return tier
         return None
 
+    def with_half_free(self) -> Budgets:
+        """So much less that a plan leaves half of what there is beside the process."""
+        host = None if self.host is None else self.host_base + max(0, self.host - self.host_base) // 2
+        return replace(self, device=None if self.device is None else self.device // 2, host=host)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -286,6 +291,9 @@ class Request:
                 met.add(planned.shape)
                 total = total | footprint(planned, self.writes_weights, self.kernel_threads, self.scored_at_once)
         return total
+
+    def fits(self, budgets: Budgets) -> bool:
+        return budgets.first_exceeded(self.footprint()) is None
 
 
 class DoesNotFit(ValueError):
@@ -313,13 +321,13 @@ def what_would_fit(request: Request, budgets: Budgets) -> str:
     found = []
     for size in _halves(request.plan.gpu_batch_size):
         plan = replace(request.plan, gpu_batch_size=size)
-        if budgets.first_exceeded(replace(request, plan=plan).footprint()) is None:
+        if replace(request, plan=plan).fits(budgets):
             found.append(f"gpu_batch_size {size}")
             break
     tier = budgets.first_exceeded(request.footprint())
     with_less = (plan for kept in (0.75, 0.5, 0.25, 0.1, 0.0) for plan in _with_less(request.plan, tier, kept))
     for plan in with_less:
-        if budgets.first_exceeded(replace(request, plan=plan).footprint()) is None:
+        if replace(request, plan=plan).fits(budgets):
             found.append("percent " + " ".join(f"{value:g}" for value in plan.percent))
             break
     if not found:
@@ -332,7 +340,7 @@ def _smaller_with_less(request: Request, budgets: Budgets, tier: str | None) -> 
     for size in _halves(request.plan.gpu_batch_size) or [1]:
         for kept in (0.5, 0.0):
             for plan in _with_less(replace(request.plan, gpu_batch_size=size), tier, kept):
-                if budgets.first_exceeded(replace(request, plan=plan).footprint()) is None:
+                if replace(request, plan=plan).fits(budgets):
                     return f"gpu_batch_size {size} with percent " + " ".join(f"{value:g}" for value in plan.percent)
     return ""
 

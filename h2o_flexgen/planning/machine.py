@@ -130,11 +130,16 @@ class Machine:
         values = {name: _READERS.get(name, _rate)(name, content[name]) for name in known if name in content}
         return cls(**values)
 
-    def save(self, path: str | Path, comment: str = "") -> None:
+    def as_plain(self) -> dict[str, Any]:
+        """Plain values, of which `create` makes it again."""
         content = {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name)}
         for name in ("flops_per_s", "packed_flops_per_s"):
             if name in content:
                 content[name] = {kind: [list(point) for point in curve] for kind, curve in getattr(self, name).items()}
+        return content
+
+    def save(self, path: str | Path, comment: str = "") -> None:
+        content = self.as_plain()
         head = "".join(f"# {line}\n" for line in comment.splitlines())
         write_text(path, head + yaml.safe_dump(content, sort_keys=False, default_flow_style=None))
 

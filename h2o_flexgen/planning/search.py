@@ -77,7 +77,7 @@ class Problem:
         return Request(spec, plan, workload, self.accelerator, self.writes_weights, self.kernel_threads)
 
     def fits(self, plan: Plan) -> bool:
-        return self.budgets.first_exceeded(self.request(plan).footprint()) is None
+        return self.request(plan).fits(self.budgets)
 
     def predict(self, plan: Plan) -> Prediction:
         blocks = plan_blocks(self.model(plan), plan, self.prompts(plan), self.accelerator)
@@ -334,19 +334,29 @@ def _front(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 # -- where nothing fits ----------------------------------------------------------------------------------------------------
 
 
-def nearest_miss(problem: Problem) -> str:
-    """One row, everything on the slowest tier: what it needs more than there is."""
-    misses = []
+def refuse_what_never_fits(problem: Problem) -> None:
+    """Bytes alone decide here, so no figure of the machine is needed."""
+    if not any(map(problem.fits, _smallest(problem))):
+        raise NoPlan(nearest_miss(problem))
+
+
+def _smallest(problem: Problem) -> Iterator[Plan]:
+    """One row, everything on the slowest tier."""
     for base in _bases(problem):
-        smallest = replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ON_DISK, kv=ON_DISK, hidden=ON_DISK)
-        for plan in _offloaded(smallest):
-            needed = problem.request(plan).footprint()
-            tier = problem.budgets.first_exceeded(needed)
-            if tier is None:
-                return "no plan of the sizes asked for fits; let the batch sizes be searched, or give more memory"
-            need, budget = problem.budgets.needs(needed, tier), problem.budgets.of(tier)
-            assert budget is not None
-            misses.append((need - budget, tier, need, budget))
+        yield from _offloaded(replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ON_DISK, kv=ON_DISK, hidden=ON_DISK))
+
+
+def nearest_miss(problem: Problem) -> str:
+    """What the smallest of all plans needs more than there is."""
+    misses = []
+    for plan in _smallest(problem):
+        needed = problem.request(plan).footprint()
+        tier = problem.budgets.first_exceeded(needed)
+        if tier is None:
+            return "no plan of the sizes asked for fits; let the batch sizes be searched, or give more memory"
+        need, budget = problem.budgets.needs(needed, tier), problem.budgets.of(tier)
+        assert budget is not None
+        misses.append((need - budget, tier, need, budget))
     more, tier, need, budget = min(misses)
     return (
         f"no plan fits: even one row with everything offloaded needs {format_bytes(need)} on {tier}, "

@@ -25,7 +25,10 @@ from h2o_flexgen.memory.disk import CHUNK_BYTES, DiskTier, Files, OffloadFolder,
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.memory.tier import ALIGNMENT
+from h2o_flexgen.planning.footprint import Budgets
 from h2o_flexgen.planning.machine import Curve, Machine
+from h2o_flexgen.planning.plan import DEVICE, HOST
+from h2o_flexgen.planning.units import format_bytes
 
 SECONDS = 0.25  # for one rate
 READ_BYTES_AT_ONCE = 8 * CHUNK_BYTES
@@ -33,6 +36,8 @@ READ_FROM_MEMORY_BYTES = 512 << 20  # more than any cache holds
 ROWS_AT_MOST = 2048  # of a matrix product: from there on its rate stays the same
 POINTS_AT_MOST = 4  # of a curve over rows
 CALLS_IN_A_ROW = 4
+# for measuring: what a disk is read into, beside buffers of its threads; and of what is left, so much is surely there
+LEAST_BYTES, MOST_BYTES, SHARE_OF_ROOM = READ_BYTES_AT_ONCE + (16 << 20), 512 << 20, 0.75
 WEIGHT_BYTES_AT_LEAST = 96 << 20  # products take turns over so much of weights, as a run does: no cache holds it
 
 
@@ -49,6 +54,16 @@ class Needs:
     links: bool = False  # between host and device
     pinned: bool = True  # is the host's end of them page-locked
     memory_bytes: int = 256 << 20  # no more is taken to measure
+
+
+def room_to_measure(budgets: Budgets) -> int:
+    """Bytes, of what the process may hold now: to measure must not break a promise that the run has kept."""
+    held = {HOST: psutil.Process().memory_info().rss, DEVICE: 0}
+    left = [budget - nbytes for tier, nbytes in held.items() if (budget := budgets.of(tier)) is not None]
+    room = int(min([MOST_BYTES, *left]) * SHARE_OF_ROOM)
+    if room < LEAST_BYTES:
+        raise MemoryError(f"it takes {format_bytes(LEAST_BYTES)}, and the budget leaves {format_bytes(max(0, room))}")
+    return room
 
 
 def measure(device: Device, needs: Needs, repetitions: int = 1, seconds: float = SECONDS) -> Machine:
@@ -170,9 +185,10 @@ def link_rates(device: Device, nbytes: int, pinned: bool = True, repetitions: in
 def gemm_curve(device: Device, needs: Needs, repetitions: int = 1, seconds: float = SECONDS) -> Curve:
     """(rows, flops per second) for each number of rows that is needed, fewest first."""
     dtype, (outputs, inputs) = DTYPES[needs.dtype], needs.weight_shape
-    outputs = max(1, min(outputs, needs.memory_bytes // 2 // (inputs * dtype.itemsize)))
-    weights = _weights((outputs, inputs), dtype, device, min(needs.memory_bytes // 2, WEIGHT_BYTES_AT_LEAST))
-    rows_fit = max(1, needs.memory_bytes // 2 // ((inputs + outputs) * dtype.itemsize))
+    quarter = needs.memory_bytes // 4  # of one weight, of its copy that libraries make, of activations, and of other weights
+    outputs = max(1, min(outputs, quarter // (inputs * dtype.itemsize)))
+    weights = _weights((outputs, inputs), dtype, device, min(2 * quarter, WEIGHT_BYTES_AT_LEAST))
+    rows_fit = max(1, quarter // ((inputs + outputs) * dtype.itemsize))
     wanted = sorted({max(1, min(rows, ROWS_AT_MOST, rows_fit)) for rows in needs.rows})
     return tuple((rows, gemm_rate(device, weights, rows, repetitions, seconds)) for rows in _few(wanted))
 
@@ -200,7 +216,7 @@ def gemm_rate(device: Device, weights: Sequence[Tensor], rows: int, repetitions:
 
 def _weights(shape: tuple[int, int], dtype: torch.dtype, device: Device, nbytes: int) -> list[Tensor]:
     count = max(1, nbytes // (shape[0] * shape[1] * dtype.itemsize))
-    one = torch.rand(shape, device=device.torch_device).sub_(0.5).to(dtype)
+    one = torch.empty(shape, dtype=dtype, device=device.torch_device).uniform_(-0.5, 0.5)
     return [one, *(one.clone() for _ in range(count - 1))]
 
 

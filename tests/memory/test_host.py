@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 from h2o_flexgen.memory import host
-from h2o_flexgen.memory.host import HostTier, peak_resident_bytes, restart_peak_resident
+from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
 from h2o_flexgen.memory.tier import ALIGNMENT
 
 
@@ -53,14 +53,12 @@ def test_trimmed_memory_is_no_longer_held() -> None:
     assert tier.meter.peak_bytes == kept.nbytes
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the system cannot restart a process's peak")
-def test_the_peak_of_a_process_can_be_restarted() -> None:
+def test_the_peak_of_a_process_stays_when_memory_is_given_back() -> None:
     held = bytearray(b"1") * 300_000_000
     before = peak_resident_bytes()
+    assert before > 300_000_000
     del held
     assert peak_resident_bytes() >= before - 10_000_000
-    restart_peak_resident()
-    assert peak_resident_bytes() < before - 250_000_000
 
 
 @settings(max_examples=50, deadline=None)

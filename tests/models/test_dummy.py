@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
@@ -114,22 +115,52 @@ def test_the_file_is_really_written_and_ends_on_a_whole_page(tmp_path: Path) -> 
     weights.close()
 
 
-def test_close_removes_every_file_and_may_be_called_twice(tmp_path: Path) -> None:
+@pytest.fixture(params=["unnamed", "named"])
+def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One that opens files again that have no name, and one that cannot."""
+    if request.param == "named":
+        monkeypatch.setattr(dummy_module, "UNNAMED", "/no/such/{}")
+    return str(request.param)
+
+
+def test_files_have_no_name_where_the_system_allows_it(tmp_path: Path, system: str) -> None:
+    """So that nothing stays behind when the process is killed."""
     weights = source(tmp_path)
     files = {weights.locate([spec(name, 10, 10)])[name].file for name in (MATRIX, "lm_head.weight")}
-    assert len(files) == 2 and set(tmp_path.iterdir()) == files
+    assert len(files) == 2 and all(file.stat().st_size for file in files)
+    assert set(tmp_path.iterdir()) == (files if system == "named" else set())
     weights.close()
-    weights.close()
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_forgotten_source_takes_its_files_along(tmp_path: Path) -> None:
+def test_close_removes_every_file_and_may_be_called_twice(tmp_path: Path, system: str) -> None:
     weights = source(tmp_path)
-    weights.locate([spec(MATRIX, 10, 10)])
-    assert list(tmp_path.iterdir())
+    files = [weights.locate([spec(name, 10, 10)])[name].file for name in (MATRIX, "lm_head.weight")]
+    weights.close()
+    weights.close()
+    assert list(tmp_path.iterdir()) == [] and not any(file.exists() for file in files)
+
+
+def test_a_forgotten_source_takes_its_files_along(tmp_path: Path, system: str) -> None:
+    weights = source(tmp_path)
+    file = weights.locate([spec(MATRIX, 10, 10)])[MATRIX].file
+    assert file.exists()
     del weights
     gc.collect()
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and not file.exists()
+
+
+def test_a_process_that_was_forked_leaves_the_files_to_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dummy_module, "UNNAMED", "/no/such/{}")
+    weights = source(tmp_path)
+    file = weights.locate([spec(MATRIX, 10, 10)])[MATRIX].file
+    child = os.fork()
+    if not child:
+        weights.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert file.exists()
+    weights.close()
+    assert not file.exists()
 
 
 def test_nothing_to_locate_writes_nothing(tmp_path: Path) -> None:
@@ -139,7 +170,6 @@ def test_nothing_to_locate_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_an_error_while_writing_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def failing(file: object) -> None:
-        assert list(tmp_path.iterdir())
         raise error
 
     monkeypatch.setattr(dummy_module, "flush_to_disk", failing)
@@ -169,20 +199,3 @@ def test_progress_ends_at_all_that_is_written(tmp_path: Path) -> None:
     file = weights.locate([spec(MATRIX, 100, 50), spec(NORM, 50)])[NORM].file
     assert seen == sorted(seen) and len(seen) == 2 and seen[-1] == (file.stat().st_size, file.stat().st_size)
     weights.close()
-
-
-def test_files_of_killed_processes_are_removed_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
-    orphan = tmp_path / "h2o_flexgen-weights-killed.bin"
-    orphan.write_bytes(bytes(100))
-    mine = tmp_path / "weights.bin"
-    mine.write_bytes(b"somebody's")
-    tensor = TensorSpec("a.weight", (4, 4), 4, 4)
-    first, second = (DummySource(0, "float32", tmp_path) for _ in range(2))
-    here = first.locate([tensor])["a.weight"].file
-    assert not orphan.exists() and mine.exists()
-    there = second.locate([tensor])["a.weight"].file
-    assert here.exists() and there.exists() and here != there
-    first.close()
-    assert not here.exists() and there.exists()
-    second.close()
-    assert list(tmp_path.iterdir()) == [mine]

@@ -9,13 +9,14 @@ import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from h2o_flexgen.kernels.group_product import FEW_ROWS
 from h2o_flexgen.kernels.native import native_library
 from h2o_flexgen.memory.device import Device, open_device
-from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import machine_file, save_machine
@@ -26,10 +27,13 @@ from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.schedule import Task
 from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.runtime.profiling import attention, kept, moving, others, products
+from h2o_flexgen.runtime.profiling.apart import profile_apart
 from h2o_flexgen.runtime.profiling.kept import profiled
 from h2o_flexgen.runtime.profiling.machine import profile
+from h2o_flexgen.runtime.profiling.rounds import measured
 from h2o_flexgen.runtime.profiling.sizes import FULL, QUICK
-from h2o_flexgen.runtime.profiling.subject import Clock, Subject, measured
+from h2o_flexgen.runtime.profiling.subject import Clock, Subject, Watch
+from h2o_flexgen.runtime.profiling.taken import Taken
 from h2o_flexgen.runtime.profiling.visits import Between, visits
 from tests.pretended import PretendedDevice
 from tests.runtime.profiles import TINY
@@ -44,6 +48,7 @@ class OneSecond(Clock):
         return 1.0
 
 
+BEFORE = ("writing a file", "making ready")  # what is told before the first measurement
 CLOCK = OneSecond(Device(), 0.0)
 
 
@@ -106,8 +111,15 @@ def test_a_block_can_be_priced_with_it(found: tuple[Machine, object, object]) ->
 
 def test_progress_counts_every_measurement(found: tuple[object, list[tuple[str, int, int]], object]) -> None:
     told = found[1]
-    assert [done for _, done, _ in told] == list(range(len(told))) and {total for *_, total in told} == {len(told)}
-    assert len({title for title, *_ in told}) == len(told) // 2  # one round, and the one that does not count
+    steps = [(title, done) for title, done, _ in told if not title.startswith(BEFORE) and ", step " not in title]
+    assert [done for _, done in steps] == list(range(len(steps))) and told[-1][2] == len(steps)
+    assert len({title for title, _ in steps}) == len(steps) // 2  # one round, and the one that does not count
+
+
+def test_progress_goes_on_inside_of_what_takes_long(found: tuple[object, list[tuple[str, int, int]], object]) -> None:
+    titles = [title for title, *_ in found[1]]
+    assert any(title.startswith("writing a file to read from, 0 B of") for title in titles)
+    assert "KV on disk, step 4 of 4, batch 2 of 2" in titles
 
 
 def test_the_folder_is_left_as_it_was_found(found: tuple[object, object, Path], tmp_path: Path) -> None:
@@ -295,7 +307,7 @@ def test_a_disk_that_is_full_is_met_before_anything_is_written(tmp_path: Path, m
 def test_reads_and_writes_at_once_share_what_the_disk_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memories = Memories(Device(), tmp_path, False)
     try:
-        trial = moving.DiskTrial(memories, 1 << 20)
+        trial = moving.DiskTrial(memories, 1 << 20, Watch())
         taken: list[str] = []
         monkeypatch.setattr(
             moving.DiskTrial, "_rate", lambda self, way, seconds: taken.append(way) or (100.0 if len(taken) < 3 else 70.0)
@@ -356,8 +368,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Names of machines that were really measured; a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(others, "_busy_seconds", others._own_seconds)  # nobody else works
+    monkeypatch.setattr(kept, "available_bytes", lambda: _FAST.host_bytes)
     names: list[str] = []
-    monkeypatch.setattr(kept, "profile", lambda device, folder, name, *_: names.append(name) or replace(_FAST, name=name))
+    monkeypatch.setattr(kept, "profile_apart", lambda device, folder, name, *_: names.append(name) or replace(_FAST, name=name))
     return names
 
 
@@ -372,14 +385,58 @@ def test_a_machine_is_measured_once(counted: list[str], tmp_path: Path) -> None:
     assert len(set(counted)) == 2
 
 
-def test_what_measuring_holds_is_not_in_the_peak_of_the_run_that_follows(
-    counted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    restarted: list[int] = []
-    monkeypatch.setattr(kept, "restart_peak_resident", lambda: restarted.append(len(counted)))
-    for _ in range(2):
-        profiled(Device(), tmp_path)
-    assert restarted == [1], "behind the measuring, and only there"
+def test_what_measuring_holds_is_not_of_the_process_that_asks_for_it(tmp_path: Path) -> None:
+    """Neither its memory, nor its threads, nor its child when all is over; and the machine comes back as it was measured."""
+    large, told = replace(TINY, copied_bytes=256 << 20), list[tuple[str, int, int]]()
+    threads, before = set(threading.enumerate()), peak_resident_bytes()
+    machine = profile_apart(Device(), tmp_path / "off", "here", "float32", large, lambda *one: told.append(one))
+    assert peak_resident_bytes() - before < 64 << 20, "two copies of 256 MiB were held elsewhere"
+    assert machine == Machine.create(machine.as_plain()) and machine.name == "here" and told[-1][1] == told[-1][2] - 1
+    assert not (tmp_path / "off").exists() and set(threading.enumerate()) == threads
+    assert not psutil.Process().children()
+
+
+def test_an_error_of_the_process_that_measures_is_the_callers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a profile needs .* of memory"):
+        profile_apart(Device(), tmp_path, "here", None, replace(TINY, copied_bytes=1 << 60))
+
+
+def test_a_profile_that_is_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The other process ends with the call and leaves nothing but what it has measured."""
+
+    def interrupt(title: str, done: int, total: int) -> None:
+        if total and done == total - 3:
+            raise KeyboardInterrupt
+
+    partial, rest = tmp_path / "here.partial", list[int]()
+    with pytest.raises(KeyboardInterrupt):
+        profile_apart(Device(), tmp_path / "off", "here", "float32", TINY, interrupt, partial)
+    assert not psutil.Process().children() and [file.name for file in tmp_path.iterdir()] == ["here.partial"]
+    with partial.open("a") as file:
+        file.write('["cut o')
+    machine = profile(
+        Device(), tmp_path / "off", "here", "float32", TINY, lambda title, done, total: rest.append(done), partial
+    )
+    assert len(set(rest)) < 12 and machine.has_accelerator is False and not partial.exists()
+
+
+def test_what_was_measured_in_other_sizes_does_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "here.partial"
+    Taken.kept_in(file, "of this kind").add(1, "a", {"a": 1.0})
+    assert Taken.kept_in(file, "of another").known == {} and Taken.kept_in(file, "of this kind").known == {(1, "a"): {"a": 1.0}}
+
+
+def test_nothing_is_measured_twice_and_the_first_time_is_made_up_for(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def subject(name: str, value: float) -> Subject:
+        return Subject(name, lambda: (order.append(name), {name: value})[1])
+
+    taken = Taken.kept_in(tmp_path / "file", "")
+    for number, name in ((1, "a"), (2, "a"), (1, "b")):
+        taken.add(number, name, {name: 1.0})
+    again = Taken.kept_in(tmp_path / "file", "")
+    assert measured([subject("a", 5.0), subject("b", 5.0)], 2, None, again) == {"a": 1.0, "b": 3.0} and order == ["b", "b"]
 
 
 def test_a_damaged_profile_is_told_of_and_measured_anew(counted: list[str], tmp_path: Path) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from h2o_flexgen.memory.device import Device
-from h2o_flexgen.memory.host import restart_peak_resident
+from h2o_flexgen.memory.host import available_bytes
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import machine_file, save_machine, saved_machine
 from h2o_flexgen.planning.model_spec import usual_dtype
 from h2o_flexgen.runtime.fingerprint import Fingerprint
-from h2o_flexgen.runtime.profiling.machine import profile
+from h2o_flexgen.runtime.profiling.apart import profile_apart
 from h2o_flexgen.runtime.profiling.others import WARNING, Others
 from h2o_flexgen.runtime.profiling.sizes import QUICK, Sizes
 from h2o_flexgen.runtime.profiling.subject import OnSubject
@@ -39,15 +40,26 @@ def profiled(
         for line in _warnings_of(machine_file(mark.name)):
             note(f"this machine's profile may be off: {line}")
         return found
-    others = Others()
-    machine = profile(device, offload_folder, mark.name, dtype, sizes, on_subject)
-    restart_peak_resident()  # what measuring has held is not of the run that comes now
+    note_partial(mark, note)
+    others, host_bytes, device_bytes = Others(), available_bytes(), device.free_bytes() or 0
+    machine = profile_apart(device, offload_folder, mark.name, dtype, sizes, on_subject, partial_file(mark))
+    machine = replace(machine, host_bytes=host_bytes, device_bytes=device_bytes)  # as without the process that measured
     warning = others.warning()
     keep(machine, mark, warning)
     if warning:
         note(warning)
     note(f"this machine's profile is kept in {machine_file(mark.name)}; `python -m h2o_flexgen.profile` measures it at length")
     return machine
+
+
+def partial_file(mark: Fingerprint) -> Path:
+    """What was measured of a profile that is not complete."""
+    return machine_file(mark.name).with_suffix(".partial")
+
+
+def note_partial(mark: Fingerprint, note: OnNote) -> None:
+    if partial_file(mark).exists():
+        note("a profile of this machine was stopped; what it had measured is not measured again")
 
 
 def _warnings_of(file: Path) -> list[str]:

@@ -18,8 +18,10 @@ from h2o_flexgen.planning.model_spec import DTYPE_BYTES, usual_dtype
 from h2o_flexgen.planning.plan import DEVICE, HOST
 from h2o_flexgen.quant.codec import PACKED
 from h2o_flexgen.runtime.profiling import attention, moving, products, visits
+from h2o_flexgen.runtime.profiling.rounds import measured
 from h2o_flexgen.runtime.profiling.sizes import FULL, Sizes
-from h2o_flexgen.runtime.profiling.subject import Clock, OnSubject, Subject, measured
+from h2o_flexgen.runtime.profiling.subject import Clock, OnSubject, Subject, Watch
+from h2o_flexgen.runtime.profiling.taken import Taken
 
 SLOW_ON_CPU = "float16"
 SHARE_OF_MEMORY = 2  # half of what is free is taken at most
@@ -32,24 +34,30 @@ def profile(
     dtype: str | None = None,
     sizes: Sizes = FULL,
     on_subject: OnSubject | None = None,
+    partial: Path | None = None,
 ) -> Machine:
-    """`dtype` is that of everything but products, which have a curve for every type. Nothing is left in the folder."""
+    """`dtype` is that of everything but products, which have a curve for every type. Nothing is left in the folder. A `partial`
+    file has what was measured until this ends: if it is stopped, the next call goes on from there."""
     host_bytes, device_bytes = available_bytes(), device.free_bytes() or 0
     sizes = sizes.within(host_bytes // SHARE_OF_MEMORY)
     dtype = dtype or usual_dtype(device.accelerator)
+    watch = Watch(on_subject)
+    taken = Taken() if partial is None else Taken.kept_in(partial, f"{dtype} {sizes}")
     try:
         with closing(Memories(device, offload_folder, False)) as memories, ExitStack() as opened, torch.inference_mode():
             disk_bytes = shutil.disk_usage(offload_folder).free
-            disk = opened.enter_context(moving.disk(memories, sizes))
-            subjects = [disk, *_subjects(device, offload_folder, dtype, sizes)]
-            figures = {kind: _rounded(value) for kind, value in measured(subjects, sizes.rounds, on_subject).items()}
+            disk = opened.enter_context(moving.disk(memories, sizes, watch))
+            watch.inside("making ready what is measured")
+            subjects = [disk, *_subjects(device, offload_folder, dtype, sizes, watch)]
+            figures = {kind: _rounded(value) for kind, value in measured(subjects, sizes.rounds, watch, taken).items()}
             del subjects
     finally:
         give_back_freed()
+    taken.forget()
     return _machine(name, device, (device_bytes, host_bytes, disk_bytes), figures)
 
 
-def _subjects(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Iterator[Subject]:
+def _subjects(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Watch) -> Iterator[Subject]:
     clock = Clock(device, sizes.seconds)
     yield from moving.copies(clock, sizes)
     for each in DTYPE_BYTES:
@@ -62,7 +70,7 @@ def _subjects(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Iterato
     yield from attention.decode_computing(clock, tuple(plain), dtype, sizes)
     yield attention.decode_of_short_texts(clock, dtype, sizes)
     yield from attention.prompts(clock, dtype, sizes)
-    yield from visits.visits(device, folder, dtype, sizes)
+    yield from visits.visits(device, folder, dtype, sizes, watch)
 
 
 def _machine(name: str, device: Device, free: tuple[int, int, int], figures: Mapping[str, float]) -> Machine:

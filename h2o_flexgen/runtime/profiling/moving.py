@@ -22,7 +22,7 @@ from h2o_flexgen.memory.tier import ALIGNMENT
 from h2o_flexgen.planning.schedule import LANES, WORKERS, Op
 from h2o_flexgen.planning.units import format_bytes
 from h2o_flexgen.runtime.profiling.sizes import Sizes
-from h2o_flexgen.runtime.profiling.subject import Clock, Figures, Subject
+from h2o_flexgen.runtime.profiling.subject import Clock, Figures, Subject, Watch
 
 SHARE_OF_DISK = 4  # a quarter of what is free there is written at most
 LEAST_DISK_BYTES = 8 * CHUNK_BYTES  # below, a rate says little
@@ -39,9 +39,9 @@ LINKS = {  # is the host's end page-locked -> to the device, and back
 
 
 @contextmanager
-def disk(memories: Memories, sizes: Sizes) -> Iterator[Subject]:
+def disk(memories: Memories, sizes: Sizes, watch: Watch | None = None) -> Iterator[Subject]:
     """Of a file that was written once, so that there is something to read; it is gone afterwards."""
-    trial = DiskTrial(memories, _file_bytes(memories.disk.folder, sizes))
+    trial = DiskTrial(memories, _file_bytes(memories.disk.folder, sizes), watch or Watch())
     try:
         yield Subject("disk", lambda: trial.rates(sizes.disk_seconds))
     finally:
@@ -60,7 +60,7 @@ def _file_bytes(folder: Path, sizes: Sizes) -> int:
 
 
 class DiskTrial:
-    def __init__(self, memories: Memories, nbytes: int) -> None:
+    def __init__(self, memories: Memories, nbytes: int, watch: Watch) -> None:
         self._files, self._disk = memories.files, memories.disk
         self._chunk = min(CHUNK_BYTES, max(ALIGNMENT, nbytes // (2 * self._files.readers) // ALIGNMENT * ALIGNMENT))
         self._chunks = max(1, nbytes // self._chunk)
@@ -70,7 +70,15 @@ class DiskTrial:
         self._target = HostTier().alloc(self._targets * self._chunk)
         self._next: Counter[tuple[str, int]] = Counter()  # chunk that each worker of a lane is at, in its part of the file
         self.region = self._disk.alloc(self._chunks * self._chunk)
-        self._files.each(self._write, [chunk * self._chunk for chunk in range(self._chunks)])
+        self._fill(watch)
+
+    def _fill(self, watch: Watch) -> None:
+        """Some chunks at a time, so that a slow disk is seen to go on."""
+        step = 4 * self._files.readers
+        for first in range(0, self._chunks, step):
+            written, total = (format_bytes(chunks * self._chunk) for chunks in (first, self._chunks))
+            watch.inside(f"writing a file to read from, {written} of {total}")
+            self._files.each(self._write, [chunk * self._chunk for chunk in range(first, min(first + step, self._chunks))])
 
     def rates(self, seconds: float) -> Figures:
         """Each alone, then the two at once."""

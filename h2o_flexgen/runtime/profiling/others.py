@@ -33,5 +33,6 @@ def _busy_seconds() -> float:
 
 
 def _own_seconds() -> float:
+    """Of this process, and of those that it has started and that have ended."""
     times = psutil.Process().cpu_times()
-    return float(times.user + times.system)
+    return float(times.user + times.system + times.children_user + times.children_system)

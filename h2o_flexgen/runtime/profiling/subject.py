@@ -1,11 +1,10 @@
-"""Subject: one thing that is measured, once in every round. The middle of the rounds counts: a plan wants what a run gets."""
+"""Subject: one thing that is measured, the clock that it is measured with, and who is told of it."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from h2o_flexgen.memory.device import Device
@@ -19,6 +18,27 @@ Figures = Mapping[str, float]
 class Subject:
     title: str  # for people
     measure: Callable[[], Figures]  # figures by name
+
+
+@dataclass
+class Watch:
+    """Tells whoever shows it how far a profile is; a subject that takes long also tells where it is inside."""
+
+    on_subject: OnSubject | None = None
+    total: int = 0  # measurements
+    done: int = 0
+    title: str = ""
+
+    def begin(self, title: str) -> None:
+        self.title = title
+        self._tell(title)
+
+    def inside(self, text: str) -> None:
+        self._tell(f"{self.title}, {text}" if self.title else text)
+
+    def _tell(self, text: str) -> None:
+        if self.on_subject is not None:
+            self.on_subject(text, self.done, self.total)
 
 
 @dataclass(frozen=True)
@@ -40,17 +60,3 @@ class Clock:
             self.device.settle()
             taken.append((time.perf_counter() - begun) / at_once)
         return statistics.median(taken)
-
-
-def measured(subjects: Sequence[Subject], rounds: int, on_subject: OnSubject | None = None) -> dict[str, float]:
-    """All of them in turns; a first time, which does not count, lets threads start and memory be there."""
-    taken: dict[str, list[float]] = defaultdict(list)
-    total = (1 + rounds) * len(subjects)
-    for number in range(1 + rounds):
-        for place, subject in enumerate(subjects):
-            if on_subject is not None:
-                on_subject(subject.title, number * len(subjects) + place, total)
-            figures = subject.measure()
-            for name, value in figures.items() if number else ():
-                taken[name].append(value)
-    return {name: statistics.median(values) for name, values in taken.items()}

@@ -26,7 +26,7 @@ from h2o_flexgen.runtime.engine import Engine, OnVisit
 from h2o_flexgen.runtime.head import Picker
 from h2o_flexgen.runtime.profiling.products import HEAD_DIM, OPT, small_model
 from h2o_flexgen.runtime.profiling.sizes import Sizes
-from h2o_flexgen.runtime.profiling.subject import Figures, Subject
+from h2o_flexgen.runtime.profiling.subject import Figures, Subject, Watch
 from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.sampling import Sampler
 from h2o_flexgen.runtime.sampling_params import SamplingParams
@@ -39,11 +39,13 @@ KV = {"kv_read_per_s": "read", "kv_write_per_s": "write"}  # field -> lane
 KV_BATCHES, KV_STEPS = 2, 4
 
 
-def visits(device: Device, folder: Path, dtype: str, sizes: Sizes) -> list[Subject]:
+def visits(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Watch | None = None) -> list[Subject]:
+    """Each is a run of its own. That of KV takes long on a slow disk, so the watch is told of its visits; in the others the
+    telling would be measured as well."""
     return [
         Subject("visits of layers", lambda: _of_visits(device, folder, dtype, sizes)),
         Subject("reads of next to nothing", lambda: _of_reads(device, folder, dtype, sizes)),
-        Subject("KV on disk", lambda: _of_kv(device, folder, dtype, sizes)),
+        Subject("KV on disk", lambda: _of_kv(device, folder, dtype, sizes, watch or Watch())),
     ]
 
 
@@ -60,11 +62,15 @@ def _of_reads(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figures
     return {TASK: _median(spec, trace, Op.READ_W, KINDS)}
 
 
-def _of_kv(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figures:
+def _of_kv(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Watch) -> Figures:
     """Of large batches, with nothing else on the disk: bytes over the time in which a lane was busy."""
     model, prompt_len = small_model(OPT, dtype, sizes.hidden, 1), max(1, sizes.slots // 2)
     plan = Plan(gpu_batch_size=sizes.kv_rows, num_gpu_batches=KV_BATCHES, weights=Shares(1.0, 0.0), kv=Shares(0.0, 0.0))
-    trace = _trace(device, folder, dtype, model, replace(plan, pin_weight=False), prompt_len, KV_STEPS)
+
+    def tell(task: Task, tokens: int) -> None:
+        watch.inside(f"step {task.step + 1} of {KV_STEPS}, batch {task.batch + 1} of {KV_BATCHES}")
+
+    trace = _trace(device, folder, dtype, model, replace(plan, pin_weight=False), prompt_len, KV_STEPS, tell)
     return {name: trace.moved_bytes(lane) / trace.busy_seconds(lane) for name, lane in KV.items()}
 
 

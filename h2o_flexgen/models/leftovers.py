@@ -1,0 +1,120 @@
+"""Leftovers: what processes that were killed have left on disk. Any later run removes it, whatever it runs itself.
+
+Whoever writes holds a lock until it has ended, however it ends: on random weights its own, on a folder of the cache that it
+fills that of the cache. What nobody holds a lock on is left over. On a file system that other hosts see too, locks may be those
+of one host alone, so there only what this host has written is removed; names say who wrote it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from h2o_flexgen.planning.units import format_bytes
+
+WEIGHTS_PREFIX, WEIGHTS_SUFFIX = "h2o_flexgen-weights-", ".bin"
+PARTIAL = ".partial-"
+BEFORE_PID = "@"  # between host and process
+OF_ONE_HOST = frozenset({"apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "hfs", "overlay", "tmpfs", "ufs", "xfs", "zfs"})
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What was removed."""
+
+    places: Sequence[Path]
+    nbytes: int
+
+    def __str__(self) -> str:
+        folders = " and ".join(map(str, dict.fromkeys(place.parent for place in self.places)))
+        return f"removed {format_bytes(self.nbytes)} from {folders}, left there by runs that were killed"
+
+
+def remove_leftovers(offload_folder: Path, caches: Sequence[Path]) -> Leftovers | None:
+    """None where there are none. What cannot be removed stays: it is no reason to end a run."""
+    found = [*_weights_in(offload_folder), *(one for cache in caches for one in _partial_folders_in(cache))]
+    return Leftovers([place for place, _ in found], sum(nbytes for _, nbytes in found)) if found else None
+
+
+def writer() -> str:
+    """For names of files: this process, and the host that it runs on."""
+    return f"{_host()}{BEFORE_PID}{os.getpid()}"
+
+
+def may_be_removed(place: Path) -> bool:
+    """As far as its name says: whether a lock of whoever wrote it could be seen from here."""
+    name = place.name.removeprefix(WEIGHTS_PREFIX).rpartition(PARTIAL)[2]
+    host, _, rest = name.rpartition(BEFORE_PID)
+    return (rest != "" and host == _host()) or is_on_disk_of_one_host(place.parent)
+
+
+def is_on_disk_of_one_host(folder: Path) -> bool:
+    place = folder.resolve()
+    with suppress(OSError):
+        mounts = [one for one in psutil.disk_partitions(all=True) if place.is_relative_to(one.mountpoint)]
+        return bool(mounts) and max(reversed(mounts), key=lambda one: len(one.mountpoint)).fstype in OF_ONE_HOST
+    return False
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", platform.node()) or "host"
+
+
+def _weights_in(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Nobody makes such a file meanwhile: it is locked before the folder is let go."""
+    places = [place for place in _glob(folder, f"{WEIGHTS_PREFIX}*{WEIGHTS_SUFFIX}") if may_be_removed(place)]
+    if not places:
+        return
+    with _lock(folder) as is_ours:
+        for place in places if is_ours else ():
+            with _lock(place) as is_left, suppress(OSError):
+                if is_left:
+                    nbytes = place.stat().st_size
+                    place.unlink()
+                    yield place, nbytes
+
+
+def _partial_folders_in(cache: Path) -> Iterator[tuple[Path, int]]:
+    places = [place for place in _glob(cache, f"*{PARTIAL}*") if may_be_removed(place)]
+    if not places:
+        return
+    with _lock(cache) as is_ours:  # else somebody is filling one of them
+        for place in places if is_ours else ():
+            with suppress(OSError):
+                nbytes = sum(file.stat().st_size for file in place.rglob("*"))
+                shutil.rmtree(place)
+                yield place, nbytes
+
+
+def _glob(folder: Path, pattern: str) -> list[Path]:
+    with suppress(OSError):
+        return list(folder.glob(pattern))
+    return []
+
+
+@contextmanager
+def _lock(place: Path) -> Iterator[bool]:
+    """Whether it could be had at once."""
+    try:
+        descriptor = os.open(place, os.O_RDONLY)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = True
+        except OSError:
+            is_ours = False
+        yield is_ours
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,61 @@
+"""A budget of host memory holds for the whole process to its end: what is sampled from outside never exceeds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.tiny import save_tiny
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what another process holds is read in /proc")
+
+SIZES = ("--gpu-batch-size", "4", "--num-gpu-batches", "2", "--num-prompts", "8", "--prompt-len", "64", "--gen-len", "12")
+PLANS = (
+    ("--percent", "0", "30", "0", "40", "0", "50"),
+    ("--percent", "auto", "--machine", "cpu-2core"),  # the search must find one that leaves room for what it has left itself
+)
+
+
+class Told(NamedTuple):
+    budget: int
+    seen: int  # the most that was seen from outside
+    peak: int  # the most that the run told of
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[Told]:
+    """Of every plan, under a budget 1 % above what the first says that it needs."""
+    folder = tmp_path_factory.mktemp("promise")
+    save_tiny("opt", folder, hidden_size=512, num_attention_heads=8, ffn_dim=2048, word_embed_proj_dim=512)
+    flags = ["--model", str(folder), "--device", "cpu", "--offload-dir", str(folder / "off"), *SIZES]
+    dry, _ = _ran([*flags, *PLANS[0], "--dry-run"])
+    budget = int(1.01 * dry["needed_bytes"]["host"])
+    ran = [_ran([*flags, *plan, "--cpu-mem", str(budget)]) for plan in PLANS]
+    return [Told(budget, seen, one["peak_bytes"]["host"]) for one, seen in ran]
+
+
+def _ran(argv: Sequence[str]) -> tuple[dict, int]:
+    command = [sys.executable, "-m", "h2o_flexgen.run", *argv]
+    seen, page = 0, os.sysconf("SC_PAGE_SIZE")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            if words := Path(f"/proc/{process.pid}/statm").read_text().split():
+                seen = max(seen, int(words[1]) * page)
+            time.sleep(0.001)
+        out, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return json.loads(out.splitlines()[-1]), seen
+
+
+def test_no_sample_exceeds_a_tight_budget_and_the_peak_that_is_told_is_the_processes(told: list[Told]) -> None:
+    for plan, one in zip(PLANS, told, strict=True):
+        assert one.seen <= one.budget and one.peak <= one.budget, (plan, one)
+        assert one.peak >= one.seen - (1 << 20), (plan, one)  # what is seen in /proc is counted page by page, and a little late
