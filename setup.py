@@ -17,7 +17,7 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     PROCESSORS |= {"avx2": AVX2, "avx512": [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl"))]}
 
 
-CHECKS = ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-psutil", "types-tqdm"]
+CHECKS = ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "types-PyYAML", "types-psutil", "types-tqdm"]
 EVAL = ["lm_eval>=0.4.13,<0.5", "rouge-score"]
 
 

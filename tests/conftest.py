@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from h2o_flexgen.runtime.measure import cores
+
 if TYPE_CHECKING:  # tests that need no engine pay for none
     from h2o_flexgen.runtime.tokenizer import Tokenizer
     from tests.contract import Checkpoints
@@ -20,6 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # tensors here are tiny: on a busy machine a second thread is mostly waited for
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `pytest -n auto`: each process takes a gigabyte or two."""
+    return min(4, cores())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
