@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from h2o_flexgen.runtime.measure import cores
-
 if TYPE_CHECKING:  # tests that need no engine pay for none
     from h2o_flexgen.runtime.tokenizer import Tokenizer
     from tests.contract import Checkpoints
@@ -27,6 +25,8 @@ def pytest_configure() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Of `pytest -n auto`: each process takes a gigabyte or two."""
+    from h2o_flexgen.runtime.measure import cores
+
     return min(4, cores())
 
 
