@@ -21,6 +21,7 @@ from h2o_flexgen import chat
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 from tests.patience import PATIENCE_SECONDS
+from tests.signals import as_in_a_terminal
 from tests.tiny import save_tiny
 
 ROLLING = ("--kv-policy", "h2o", "--heavy", "20", "--recent", "20", "--positions", "rolling")
@@ -138,7 +139,8 @@ class Terminal:
     def __init__(self, *flags: str) -> None:
         self._ours, theirs = pty.openpty()
         command = [sys.executable, "-m", "h2o_flexgen.chat", *flags]
-        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+        self.process = subprocess.Popen(command, **streams, start_new_session=True, preexec_fn=as_in_a_terminal)
         os.close(theirs)
         self.shown = ""
 

@@ -25,6 +25,8 @@ from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.runtime import measure
 from h2o_flexgen.runtime.kvstore import KVStore
 from h2o_flexgen.runtime.profiling import kept
+from tests.patience import PATIENCE_SECONDS
+from tests.signals import as_in_a_terminal
 from tests.tiny import POSITIONS, save_tiny
 
 DISK_HEAVY = ("--percent", "0", "30", "0", "40", "0", "50")
@@ -760,14 +762,15 @@ def test_a_signal_ends_the_process_with_nothing_left_behind(
     folder = tmp_path / "offload"
     command = [sys.executable, "-m", "h2o_flexgen.run", "--device", "cpu", "--offload-dir", str(folder)]
     command += ["--dummy-weights", "--gen-len", "1500"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, **pipes, text=True, preexec_fn=as_in_a_terminal)
     assert process.stdout is not None
     while not process.stdout.readline().startswith("disk "):
         assert process.poll() is None
     process.send_signal(sent)
     if sent == signal.SIGHUP:
         process.send_signal(sent)  # a shell and the system both tell of it
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == status, errors
     assert errors.splitlines()[-1] == word and "Traceback" not in errors
     assert not folder.exists()
