@@ -256,6 +256,15 @@ def test_an_error_of_the_schedule_itself_comes_out_as_it_is() -> None:
         execute(tasks(), lambda task: 0)
 
 
+@pytest.fixture
+def hears_ctrl_c() -> Iterator[None]:
+    """A process that was started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
 @pytest.mark.parametrize("where", ["action", "waiting"])
 def test_ctrl_c_comes_out_as_keyboard_interrupt(where: str) -> None:
     """A real signal to the main thread, in a COMPUTE and while it waits for a read. Not `in_time`: signals reach only it."""
@@ -293,6 +302,7 @@ def wait_until_caller_is_in(function: str) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_a_second_ctrl_c_while_the_lanes_are_let_go_leaves_no_thread_either() -> None:
     tasks = [Task(Op.READ_W, 0, 0, 0), Task(Op.COMPUTE, 0, 0, 0)]
     begun, released = threading.Event(), threading.Event()
