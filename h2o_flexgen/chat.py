@@ -164,6 +164,8 @@ class Chat:
         talk, policy = self.talk, llm.plan.policy
         ends = "no limit" if talk.extent.is_endless else f"up to {talk.extent.context} tokens of text"
         yield f"{llm.name}: KV policy {policy.name}, {talk.extent.slots} slots a head, {ends}; weights {_placed(llm)}"
+        if llm.tokenizer.note:
+            yield f"tokens: {llm.tokenizer.note}"
         if self.is_typed:
             yield from self._help()
 

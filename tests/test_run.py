@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import run
-from h2o_flexgen.commands.found_plan import Wish
+from h2o_flexgen.commands.report import INDENT
 from h2o_flexgen.commands.watch import Watch
+from h2o_flexgen.finding import Wish
 from h2o_flexgen.kv.policies import POLICIES
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.runtime import measure
@@ -31,6 +32,7 @@ from tests.tiny import POSITIONS, save_tiny
 
 DISK_HEAVY = ("--percent", "0", "30", "0", "40", "0", "50")
 SEARCHED = ("--machine", "cpu-2core", "--cpu-mem", "100GB")
+BYTES = ("--tokenizer", "bytes")  # a tiny model comes without a tokenizer
 SMALL = ("--gpu-batch-size", "2", "--num-gpu-batches", "2", "--prompt-len", "7", "--gen-len", "5")
 KEYS = {
     "model", "plan", "requested_percent", "placed_percent", "num_prompts", "generated_tokens", "prefill_seconds",
@@ -51,8 +53,15 @@ class Result:
 
     @property
     def texts(self) -> list[str]:
-        """The completions as printed, with their tokens where they were asked for."""
-        return [line for line in self.out if line.startswith(("prompt ", "  logprobs"))]
+        """The completions as printed: of each an entry, and one with its tokens where they were asked for."""
+        found: list[str] = []
+        inside = False
+        for line in self.out:
+            if line.startswith(("prompt ", "  logprobs")):
+                found, inside = [*found, line], True
+            elif inside := inside and line.startswith(INDENT):
+                found[-1] += f"\n{line}"
+        return found
 
     @property
     def error(self) -> str:
@@ -273,7 +282,7 @@ def test_results_come_in_the_order_of_the_prompts(command: Any, opt: Path, tmp_p
     prompts = ["of middling length", "short", "the longest of them all, by far", "tiny", "another one"]
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts[1:]) + "\n", encoding="utf-8")
-    options = ("--model", opt, "--gpu-batch-size", 2, "--gen-len", 3, "--verbose", 2, "--logprobs", "--dtype", "float32")
+    options = ("--model", opt, *BYTES, "--gpu-batch-size", 2, "--gen-len", 3, "--verbose", 2, "--logprobs")
     together = command(*options, "--prompt", prompts[0], "--prompt-file", file)
     lengths = [int(re.match(r"prompt \d+ \((\d+) \+ 3 tokens", line)[1]) for line in together.texts[::2]]  # type: ignore[index]
     assert lengths == [len(prompt) for prompt in prompts]
@@ -283,14 +292,14 @@ def test_results_come_in_the_order_of_the_prompts(command: Any, opt: Path, tmp_p
 
 
 def test_a_prompt_length_is_said_to_be_unused_when_prompts_are_given(command: Any, opt: Path) -> None:
-    out = command("--model", opt, "--prompt", "hello", "--prompt-len", 9, "--gen-len", 2).out
+    out = command("--model", opt, *BYTES, "--prompt", "hello", "--prompt-len", 9, "--gen-len", 2).out
     assert "--prompt-len 9 is not used: the prompts are given" in out
 
 
 def test_verbose_chooses_how_many_texts_are_shown(command: Any, opt: Path) -> None:
     options = ("--model", opt, *SMALL, "--num-prompts", 5)
     shown = [command(*options, "--verbose", level) for level in (0, 1, 2)]
-    assert [len(result.texts) for result in shown] == [0, 3, 5]
+    assert [len(result.texts) for result in shown] == [0, 5, 5]
     assert any(line.startswith("compute |") for line in shown[2].out)
 
 
@@ -302,7 +311,7 @@ def test_one_seed_gives_one_result(command: Any, opt: Path) -> None:
 
 
 def test_a_stop_token_ends_the_text_there(command: Any, opt: Path) -> None:
-    options = ("--model", opt, "--prompt", "hello", "--gen-len", 4, "--logprobs", "--verbose", 2, "--dtype", "float32")
+    options = ("--model", opt, *BYTES, "--prompt", "hello", "--gen-len", 4, "--logprobs", "--verbose", 2, "--dtype", "float32")
     whole = command(*options)
     second = re.findall(r"(\d+):-", whole.texts[1])[1]
     stopped = command(*options, "--stop-token-id", second)
@@ -447,7 +456,7 @@ def test_path_names_the_folder_that_has_the_model(command: Any, opt: Path) -> No
 
 def test_without_a_plan_one_is_found_for_the_prompts_that_are_given(command: Any, opt: Path) -> None:
     texts = ("--prompt", "The ferry", "--prompt", "left", "--ignore-eos")
-    result = command("--model", opt, *texts, "--gen-len", 4, *SEARCHED)
+    result = command("--model", opt, *BYTES, *texts, "--gen-len", 4, *SEARCHED)
     assert result.status == 0, result.err
     assert result.out[0].startswith("machine   ") and result.out[1].startswith("found     in ")
     assert result.json["num_prompts"] == 2 and result.json["plan"]["weights"] == {"device": 0, "host": 1}
