@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen import run
-from h2o_flexgen.commands.report import INDENT
+from h2o_flexgen import LLM, Completion, SamplingParams, run
+from h2o_flexgen.commands.report import INDENT, completion_lines
 from h2o_flexgen.commands.watch import Watch
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.kv.policies import POLICIES
@@ -364,6 +364,85 @@ def test_the_log_gets_the_summary_of_every_run(command: Any, opt: Path, tmp_path
     runs = [command("--model", opt, *SMALL, *DISK_HEAVY, "--log-file") for _ in range(2)]
     log = tmp_path / "fo-tiny-opt-gbs2-ngbs2-prompt7-gen5-percent-0-30-0-40-0-50.log"
     assert log.read_text().splitlines() == [line for result in runs for line in result.out[-6:-1]]
+
+
+def test_the_output_file_holds_every_text_whole_and_in_order(command: Any, opt: Path, tmp_path: Path) -> None:
+    file = tmp_path / "completions.jsonl"
+    file.write_text("of an earlier run")
+    texts = ("a longer prompt", "short", "one that is the longest\u2028of all")
+    prompts = [word for text in texts for word in ("--prompt", text)]
+    options = ("--model", opt, *BYTES, *prompts, "--gpu-batch-size", 1, "--gen-len", 3, "--logprobs", 1, "--verbose", 0)
+    assert command(*options, "--output", file).status == 0
+    found = [json.loads(line) for line in file.read_bytes().decode().strip("\n").split("\n")]
+    with LLM(str(opt), tokenizer="bytes", device="cpu") as llm:
+        expected = llm.generate(texts, SamplingParams(max_tokens=3, logprobs=1))
+    for one, record in zip(expected, found, strict=True):
+        assert (record["index"], record["prompt"], record["text"]) == (one.index, one.prompt, one.text)
+        assert record["finish_reason"] == one.finish_reason and record["prompt_token_ids"] == list(one.prompt_token_ids)
+        assert record["token_ids"] == list(one.token_ids) == [step["token_id"] for step in record["logprobs"]]
+        assert all(len(step["top"]) == 1 for step in record["logprobs"])
+    assert sorted(tmp_path.glob("completions*")) == [file], "nothing else is left"
+
+
+def test_a_run_that_is_ended_early_keeps_the_texts_that_were_done(
+    command: Any, opt: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    file, visits = tmp_path / "completions.jsonl", iter(range(12))
+    visit = Watch.visit
+
+    def interrupted(self: Watch, task: Any, tokens: int) -> None:
+        visit(self, task, tokens)
+        if self.blocks and next(visits, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Watch, "visit", interrupted)
+    options = ("--model", opt, *SMALL, "--gen-len", 1, "--gpu-batch-size", 1, "--num-gpu-batches", 1, "--num-prompts", 3)
+    result = command(*options, *DISK_HEAVY, "--output", file)
+    partial = file.with_name("completions.jsonl.partial")
+    assert result.status == 130 and not file.exists()
+    assert [json.loads(line)["index"] for line in partial.read_text().splitlines()] == [0]
+    assert any(f"kept in {partial}" in line for line in result.err)
+
+
+def test_an_output_file_that_cannot_be_written_is_refused_before_a_model_is_opened(
+    command: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(run, "open_llm", lambda *_: pytest.fail("opened"))
+    (tmp_path / "taken.jsonl.partial").mkdir()
+    for place in (tmp_path, tmp_path / "none" / "a.jsonl", tmp_path / "taken.jsonl"):
+        assert f"--output {place} cannot be written" in command("--model", "x", "--output", place).error
+    assert "runs nothing" in command("--model", "x", "--dry-run", "--output", tmp_path / "a.jsonl").error
+    assert "is for texts" in command("--model", "x", "--debug-mode", "fewer_batch", "--output", tmp_path / "a.jsonl").error
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
+
+
+def test_texts_are_shown_as_text_below_the_end_of_their_prompt() -> None:
+    def shown(text: str, prompt: str | None = "p", everything: bool = False, as_text: bool = True) -> list[str]:
+        one = Completion(0, prompt, (1, 2), text, (5, 6, 7), None, "length")
+        return list(completion_lines([one], everything, as_text))
+
+    assert shown("so\n\tit 'was'\x1b[31m\x00 \ud800") == [
+        "prompt 0 (2 + 3 tokens, length): p",
+        f"{INDENT}so",
+        f"{INDENT}\tit 'was'\\x1b[31m\\x00 \\ud800",
+    ]
+    assert shown("", prompt=None, as_text=False) == ["prompt 0 (2 + 3 tokens, length)", f"{INDENT}token ids 5 6 7"]
+    long, short = shown("x" * 10_000, "begun " * 1000 + "and\nended", everything=True), shown("x" * 10_000)
+    assert long[0].endswith("begun and ended") and "): ... " in long[0] and len(long[0]) < 200
+    assert long[1] == INDENT + "x" * 10_000 and len(short[1]) < 1000 and short[1].endswith("x ...")
+
+
+def test_a_text_for_a_model_without_a_tokenizer_is_refused_before_the_machine_is_measured(
+    command: Any, opt: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: pytest.fail("measured"))
+    error = command("--model", opt, "--prompt", "The ferry").error
+    assert f"{opt} has no tokenizer (looked for tokenizer.json, " in error and "--tokenizer" in error
+    result = command("--model", opt, *SMALL, *DISK_HEAVY)
+    assert f"tokens    none: {opt} has no tokenizer, so prompts and outputs are token ids" in result.out
+    assert "token ids " in result.texts[0]
+    noise = command("--model", opt, "--dummy-weights", *SMALL, *DISK_HEAVY, "--dry-run")
+    assert "tokens    every byte is a token" in noise.out
 
 
 def test_the_trace_file_holds_the_last_block_for_perfetto(command: Any, opt: Path, tmp_path: Path) -> None:
