@@ -49,6 +49,8 @@ def _run(args: Namespace) -> None:
     params = sampling_of(args)
     with open_llm(args, choose_model(args.model, args.path, args.dummy_weights)) as llm:
         params.check_vocabulary(llm.spec.vocab, llm.name)
+        if not llm.tokenizer.reads_texts:
+            llm.tokenizer.encode("")  # says what is missing, before anything is loaded
         style = choose_style(args.style, llm.tokenizer, args.system)
         params = replace(params, stop=(*params.stop_strings, *style.stops))
         with _opened(args, llm) as talk:

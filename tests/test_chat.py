@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -195,3 +196,13 @@ def test_a_second_ctrl_c_leaves_at_once(llama: Path, offload: Path) -> None:
     terminal.interrupt()
     terminal.until("interrupted")
     assert terminal.close() == 130
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(
+    llama: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LLM, "converse", lambda *asked, **how: pytest.fail("loaded"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert chat.main(["--model", str(llama)]) == 2
+    (error,) = capfd.readouterr().err.splitlines()
+    assert f"{llama} has no tokenizer (looked for tokenizer.json, " in error and "--tokenizer" in error

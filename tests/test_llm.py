@@ -15,6 +15,7 @@ import torch
 
 from h2o_flexgen import LLM, Machine, Plan, SamplingParams
 from h2o_flexgen.demo import DEMO
+from h2o_flexgen.planning.footprint import DoesNotFit
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.schedule import SCHEDULES
 from h2o_flexgen.runtime.profiling import kept
@@ -136,7 +137,7 @@ def test_prompts_of_every_form_have_the_same_completions(demo: LLM) -> None:
         assert demo.generate(given, params)[0].token_ids == as_text.token_ids
     assert demo.generate([]) == demo.generate(iter(())) == []
     for wrong, advice in (
-        ({"max_new_tokens": 5}, r"'max_new_tokens': write SamplingParams\(max_tokens"),
+        ({"max_new_tokens": 5}, "'max_new_tokens': in SamplingParams: it is called max_tokens"),
         ({"params": params}, "'params': write sampling_params="),
         ({"sampling_params": {"max_tokens": 3}}, "sampling_params is"),
     ):
@@ -237,6 +238,11 @@ def test_percent_auto_finds_a_plan_for_the_first_prompts_and_another_when_they_a
         assert plans[0].block_size == 1 and plans[1].block_size > 1, "a block of one row would serve nine prompts badly"
         assert plans[2] is plans[1], "fewer prompts go with the plan that there is"
         assert {plan.num_gpu_batches for plan in plans} == {1} and measured == ["float32"]
+        budgets = llm.budgets
+        llm.budgets = replace(budgets, host=1)
+        with pytest.raises(DoesNotFit, match="no plan fits"):
+            llm.generate([[7] * 50], params)
+        llm.budgets = budgets
         (scored,) = llm.score([(prompts[0], expected[0])])
         assert scored.greedy == expected[0]
         with llm.converse() as talk, pytest.raises(ValueError, match=r"a conversation of .* is open"):

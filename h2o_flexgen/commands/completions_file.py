@@ -68,6 +68,7 @@ def record(completion: Completion) -> dict[str, object]:
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
         **({} if completion.logprobs is None else {"logprobs": _steps(completion.logprobs)}),
     }
 

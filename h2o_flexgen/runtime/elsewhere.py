@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 from h2o_flexgen.planning.hints import did_you_mean
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.runtime.sampling_params import INSTEAD, SamplingParams
 
 _LEAVE_OUT = "leave it out"
 _ONE_DEVICE = f"one process computes on one device; {_LEAVE_OUT}"
@@ -54,23 +54,18 @@ _FIRST = "write the prompts as the first argument"
 _SAMPLED = "write SamplingParams({}=...)"
 # what generate and chat are given elsewhere -> what to do here
 ARGUMENTS: Mapping[str, str] = {
+    **{name: f"in SamplingParams: {advice}" for name, advice in INSTEAD.items()},
     **{one.name: _SAMPLED.format(one.name) for one in fields(SamplingParams)},
     "add_generation_prompt": f"the answer is always begun; {_LEAVE_OUT}",
     "attention_mask": "give all that the tokenizer returned as the first argument, or prompts without padding",
     "chat_template": "set it in the model's folder, or render the text with llm.get_tokenizer() and generate from that",
-    "do_sample": _SAMPLED.format("temperature"),
-    "early_stopping": f"there is no beam search; {_LEAVE_OUT}",
     "eos_token_id": _SAMPLED.format("stop_token_ids"),
     "generation_config": "write sampling_params=SamplingParams(...)",
     "input_ids": _FIRST,
     "inputs": _FIRST,
     "lora_request": f"adapters are not supported; {_LEAVE_OUT}, or merge them into the model",
     "max_length": _SAMPLED.format("max_tokens"),
-    "max_new_tokens": _SAMPLED.format("max_tokens"),
     "messages": "write llm.chat(messages)",
-    "min_new_tokens": _SAMPLED.format("min_tokens"),
-    "num_beams": f"there is no beam search; {_LEAVE_OUT}",
-    "num_return_sequences": _SAMPLED.format("n"),
     "pad_token_id": f"nothing is padded; {_LEAVE_OUT}",
     "params": "write sampling_params=",
     "priority": f"prompts are computed in blocks; {_LEAVE_OUT}",

@@ -135,7 +135,7 @@ def test_a_script_of_a_whole_chat_is_what_its_turns_make() -> None:
     [
         ("tensor_parallel_size", OPTIONS, "unknown option 'tensor_parallel_size': one process computes on one device"),
         ("quantization", OPTIONS, 'write weight_codec="group4"'),
-        ("max_new_tokens", ARGUMENTS, r"write SamplingParams\(max_tokens=\.\.\.\)"),
+        ("max_new_tokens", ARGUMENTS, "in SamplingParams: it is called max_tokens"),
         ("temperature", ARGUMENTS, r"write SamplingParams\(temperature=\.\.\.\)"),
         ("slotz", OPTIONS, r"unknown option 'slotz'; did you mean slots\?"),
         ("zzz", ARGUMENTS, "unknown option 'zzz'$"),
