@@ -15,6 +15,7 @@ import torch
 
 from h2o_flexgen import LLM, Machine, Plan, SamplingParams
 from h2o_flexgen.demo import DEMO
+from h2o_flexgen.finding import Wish
 from h2o_flexgen.planning.footprint import DoesNotFit
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.schedule import SCHEDULES
@@ -228,6 +229,10 @@ def test_percent_auto_finds_a_plan_for_the_first_prompts_and_another_when_they_a
     params = SamplingParams(max_tokens=4)
     with LLM(tmp_path, dtype="float32", device="cpu") as llm:
         expected = [one.token_ids for one in llm.generate(prompts, params)]
+    with LLM(tmp_path, dtype="float32", device="cpu", percent="auto") as llm:
+        assert llm.generate(prompts, params)[0].token_ids == expected[0]
+        assert llm.plan.block_size == 9 and not measured, "what fits with room to spare needs no profile"
+    monkeypatch.setattr(Wish, "plan_with_room", lambda wish: None)
     with LLM(tmp_path, dtype="float32", device="cpu", percent="auto", num_gpu_batches=1) as llm:
         with pytest.raises(ValueError, match="for a conversation give six numbers"):
             llm.converse()

@@ -324,7 +324,7 @@ def test_a_stop_token_ends_the_text_there(command: Any, opt: Path) -> None:
 
 
 def test_penalties_change_what_is_said(command: Any, opt: Path) -> None:
-    options = ("--model", opt, "--prompt", "hello", "--gen-len", 8, "--verbose", 2, "--dtype", "float32", "--logprobs")
+    options = ("--model", opt, *BYTES, "--prompt", "hello", "--gen-len", 8, "--verbose", 2, "--dtype", "float32", "--logprobs")
     plain, other = command(*options), command(*options, "--presence-penalty", 2, "--frequency-penalty", 2, "--top-k", -1)
     plain_ids, ids = (re.findall(r"(\d+):-", result.texts[1]) for result in (plain, other))
     assert len(set(ids)) > len(set(plain_ids))
@@ -343,7 +343,7 @@ def test_sampling_that_cannot_be_is_refused_before_the_machine_is_measured(
     flags: tuple[object, ...], message: str, command: Any, opt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("h2o_flexgen.run.machine_of", lambda *_: pytest.fail("measured"))
-    result = command("--model", opt, "--prompt", "hello", "--gen-len", 4, "--percent", "auto", *flags)
+    result = command("--model", opt, *BYTES, "--prompt", "hello", "--gen-len", 4, "--percent", "auto", *flags)
     assert result.error.startswith(message)
 
 
@@ -601,8 +601,8 @@ def test_what_fits_with_room_to_spare_needs_no_search_and_no_machine(
 
 
 def test_what_fits_without_room_to_spare_is_searched(command: Any, opt: Path) -> None:
-    need = command("--model", opt, "--prompt", "a", "--gen-len", 2, "--dry-run").json["needed_bytes"]["host"]
-    result = command("--model", opt, "--prompt", "a", "--gen-len", 2, "--cpu-mem", need + (16 << 20))
+    need = command("--model", opt, *BYTES, "--prompt", "a", "--gen-len", 2, "--dry-run").json["needed_bytes"]["host"]
+    result = command("--model", opt, *BYTES, "--prompt", "a", "--gen-len", 2, "--cpu-mem", need + (16 << 20))
     assert result.status == 0 and result.out[0].startswith("machine   "), result.err
 
 
@@ -618,7 +618,7 @@ def test_what_no_machine_could_do_is_refused_before_one_is_measured(
         (("--prompt-len", 4, "--cpu-mem", "1MB"), "no plan fits"),
         (("--prompt-len", 4, "--positions", "rolling", "--kv-budget", 0.5), "rotary"),
     ):
-        assert words in command("--model", opt, *flags).error
+        assert words in command("--model", opt, *BYTES, *flags).error
 
 
 def test_a_run_is_drawn_below_its_prediction(command: Any, opt: Path, tmp_path: Path) -> None:

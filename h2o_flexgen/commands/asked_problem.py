@@ -1,5 +1,5 @@
-"""What flags ask of a search: a machine, what may be held there, and what a plan must be. The run command asks with a model that
-is open, the plan command with shapes alone."""
+"""What flags ask of a search: a machine, what may be held there, and what a plan must be. The run command asks with a model
+that is open, the plan command with shapes alone."""
 
 from __future__ import annotations
 
