@@ -34,7 +34,9 @@ def say(lines: Iterable[str]) -> None:
 def completion_lines(completions: Sequence[Completion], everything: bool, as_text: bool = True) -> Iterator[str]:
     """The end of each prompt, and beneath it what follows: as text, or, of a model without a tokenizer, as token ids."""
     shown = completions if everything else completions[:FIRST]
-    for one in shown:
+    for place, one in enumerate(shown):
+        if place:
+            yield ""
         counts = f"{len(one.prompt_token_ids)} + {len(one.token_ids)} tokens, {one.finish_reason}"
         yield f"prompt {one.index} ({counts})" + ("" if one.prompt is None else f": {_last_line(one.prompt)}")
         text = one.text if as_text else f"token ids {' '.join(map(str, one.token_ids))}"
