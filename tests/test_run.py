@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen import LLM, Completion, SamplingParams, run
-from h2o_flexgen.commands.report import INDENT, completion_lines
+from h2o_flexgen import LLM, SamplingParams, run
+from h2o_flexgen.commands.report import INDENT
 from h2o_flexgen.commands.watch import Watch
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.kv.policies import POLICIES
@@ -416,22 +416,6 @@ def test_an_output_file_that_cannot_be_written_is_refused_before_a_model_is_open
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
 
 
-def test_texts_are_shown_as_text_below_the_end_of_their_prompt() -> None:
-    def shown(text: str, prompt: str | None = "p", everything: bool = False, as_text: bool = True) -> list[str]:
-        one = Completion(0, prompt, (1, 2), text, (5, 6, 7), None, "length")
-        return list(completion_lines([one], everything, as_text))
-
-    assert shown("so\n\tit 'was'\x1b[31m\x00 \ud800") == [
-        "prompt 0 (2 + 3 tokens, length): p",
-        f"{INDENT}so",
-        f"{INDENT}\tit 'was'\\x1b[31m\\x00 \\ud800",
-    ]
-    assert shown("", prompt=None, as_text=False) == ["prompt 0 (2 + 3 tokens, length)", f"{INDENT}token ids 5 6 7"]
-    long, short = shown("x" * 10_000, "begun " * 1000 + "and\nended", everything=True), shown("x" * 10_000)
-    assert long[0].endswith("begun and ended") and "): ... " in long[0] and len(long[0]) < 200
-    assert long[1] == INDENT + "x" * 10_000 and len(short[1]) < 1000 and short[1].endswith("x ...")
-
-
 def test_a_text_for_a_model_without_a_tokenizer_is_refused_before_the_machine_is_measured(
     command: Any, opt: Path, monkeypatch: Any
 ) -> None:
@@ -588,7 +572,7 @@ def test_what_fits_with_room_to_spare_needs_no_search_and_no_machine(
     command: Any, opt: Path, unmeasured: None, flags: tuple[object, ...]
 ) -> None:
     """Whatever the model, where prompts are given; and the package's own in any case."""
-    model = () if not flags or "demo" in flags else ("--model", opt)
+    model = () if not flags or "demo" in flags else ("--model", opt, *BYTES)
     result = command(*model, *flags, "--gen-len", 2)
     assert result.status == 0 and "predicted" not in result.json, result.err
     if not flags:  # it has a plan of its own, over every tier
