@@ -49,6 +49,8 @@ def _run(args: Namespace) -> None:
     params = sampling_of(args)
     with open_llm(args, choose_model(args.model, args.path, args.dummy_weights)) as llm:
         params.check_vocabulary(llm.spec.vocab, llm.name)
+        if not llm.tokenizer.reads_texts:
+            llm.tokenizer.encode("")  # says what is missing, before anything is loaded
         style = choose_style(args.style, llm.tokenizer, args.system)
         params = replace(params, stop=(*params.stop_strings, *style.stops))
         with _opened(args, llm) as talk:
@@ -164,6 +166,8 @@ class Chat:
         talk, policy = self.talk, llm.plan.policy
         ends = "no limit" if talk.extent.is_endless else f"up to {talk.extent.context} tokens of text"
         yield f"{llm.name}: KV policy {policy.name}, {talk.extent.slots} slots a head, {ends}; weights {_placed(llm)}"
+        if llm.tokenizer.note:
+            yield f"tokens: {llm.tokenizer.note}"
         if self.is_typed:
             yield from self._help()
 

@@ -20,6 +20,7 @@ from h2o_flexgen.planning.workload import Batch, Block, Workload
 from h2o_flexgen.runtime.engine import BlockRun, Engine
 from h2o_flexgen.runtime.head import Picker
 from h2o_flexgen.runtime.output import Completion
+from h2o_flexgen.runtime.prompts import token_ids
 from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.sampling import Sampler
 from h2o_flexgen.runtime.sampling_params import SamplingParams
@@ -130,13 +131,13 @@ class Conversation:
     def reply(
         self,
         turn: str | Sequence[int],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         on_text: OnText | None = None,
         stop: Stop | None = None,
     ) -> Reply:
         """Puts the turn behind the text and generates what follows. `on_text` gets the pieces as they come; when `stop` says
         so, the reply ends with the token that is under way."""
-        params = params or SamplingParams()
+        params = sampling_params or SamplingParams()
         self._refuse_if_closed_or_broken()
         self._refuse(params)
         ids = [*self._unread, *self._encoded(turn)]
@@ -186,11 +187,13 @@ class Conversation:
             raise ValueError("max_tokens is None, but this conversation has no end; give a number")
 
     def _encoded(self, turn: str | Sequence[int]) -> list[int]:
-        if isinstance(turn, str):
+        if turn == "":
+            new = []
+        elif isinstance(turn, str):
             new = self._tokenizer.encode_more(turn) if self._tail else self._tokenizer.encode(turn)
         else:
-            new = list(turn)
-        if not turn or not new:
+            new = list(token_ids(f"turn {self.turns}", turn))
+        if not new:
             raise ValueError(f"turn {self.turns} is empty; say at least one token")
         check_tokens(f"turn {self.turns} has", new, self._spec.vocab, self._spec.name)
         return new

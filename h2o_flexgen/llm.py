@@ -13,17 +13,19 @@ import os
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
+from reprlib import repr as shortened
 from types import TracebackType
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import psutil
 
 from h2o_flexgen.conversation import Conversation, Extent
+from h2o_flexgen.finding import Asked, AutoPlan
 from h2o_flexgen.kernels.native import kernel_threads
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.host import available_bytes, give_back_freed, peak_resident_bytes
@@ -37,7 +39,6 @@ from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.models.leftovers import remove_leftovers
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Footprint, Request, refuse_what_does_not_fit
-from h2o_flexgen.planning.hints import did_you_mean
 from h2o_flexgen.planning.model_spec import ModelSpec, usual_dtype
 from h2o_flexgen.planning.plan import HOST, Plan
 from h2o_flexgen.planning.positions import check_positions, check_rolling, most_tokens
@@ -45,10 +46,15 @@ from h2o_flexgen.planning.units import parse_bytes
 from h2o_flexgen.planning.vocabulary import check_tokens
 from h2o_flexgen.planning.workload import Block, BlockSize, Workload
 from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.runtime.dialogue import choose_style
+from h2o_flexgen.runtime.elsewhere import ARGUMENTS, OPTIONS, refuse_unknown
 from h2o_flexgen.runtime.engine import BlockRun, Engine, OnVisit, Until
 from h2o_flexgen.runtime.head import AtHead, Picker
-from h2o_flexgen.runtime.many_positions import positions_at_once
+from h2o_flexgen.runtime.many_positions import LOGITS_AT_ONCE, positions_at_once
+from h2o_flexgen.runtime.messages import read_chats
 from h2o_flexgen.runtime.output import Completion
+from h2o_flexgen.runtime.prompts import Prompt, Prompts, read_pair, read_prompts, token_ids
+from h2o_flexgen.runtime.prompts_done import OnCompletion, PromptsDone, UseTqdm, shown_progress
 from h2o_flexgen.runtime.row_state import RowState, completions_of
 from h2o_flexgen.runtime.rows import OnLogits, OnToken
 from h2o_flexgen.runtime.sampling import Sampler
@@ -64,12 +70,17 @@ from h2o_flexgen.runtime.scoring import (
 )
 from h2o_flexgen.runtime.shrink import OnShrink, Shrink, run_blocks
 from h2o_flexgen.runtime.stage import OnStage, Stage
-from h2o_flexgen.runtime.tokenizer import Tokenizer, load_tokenizer
+from h2o_flexgen.runtime.tokenizer import AUTO, BYTES, HfTokenizer, Tokenizer, load_tokenizer
 
-Prompts: TypeAlias = "Sequence[str] | Sequence[Sequence[int]]"
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
 Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"  # one for all prompts, or one for each
-Pairs: TypeAlias = "Sequence[tuple[Sequence[int], Sequence[int]]]"  # of token ids: what stands before, what is scored
+Pairs: TypeAlias = "Iterable[tuple[str, str] | tuple[Sequence[int], Sequence[int]]]"  # what stands before, what is scored
+Listener: TypeAlias = "Callable[[Sequence[int]], None]"
 DUMMY_SEED = 0
+LOGITS_BYTES = 32  # of a logit while texts are scored in one pass: itself and what is made of it, generously
 
 
 @dataclass(frozen=True)
@@ -95,16 +106,19 @@ class Stats:
 
 
 class LLM:
-    """A model under a plan. `model` is a hub name or a local folder; with `dummy_weights` random ones take the place of files.
+    """A model under a plan. `model` is a hub name or a local folder; with `dummy_weights` random ones take the place of files,
+    and every byte of a text is a token unless a `tokenizer` is named ("bytes", a hub name or a folder). With percent="auto"
+    the plan is found for the first prompts, and anew for later ones that outgrow it; the machine is measured once for that.
     Nothing large is loaded before the first `generate` or `converse`; `close`, or a `with`, gives all of it back."""
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
-        percent: Sequence[float] | None = None,
+        tokenizer: str | Path = AUTO,
+        percent: Sequence[float] | str | None = None,
         plan: Plan | None = None,
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         device: str = "auto",
         gpu_mem: int | str | None = None,
         cpu_mem: int | str | None = None,
@@ -115,9 +129,13 @@ class LLM:
         **plan_options: object,
     ) -> None:
         """`plan_options` are what Plan.create takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ..."""
-        asked = _asked_plan(plan, percent, plan_options)
+        is_found = isinstance(percent, str) and percent == AUTO
+        asked = _asked_plan(plan, percent, plan_options, is_found)
         asked = asked if overlap else asked.without_overlap()
-        self.name = model
+        self._dtype = str(dtype).removeprefix("torch.")
+        self._auto = AutoPlan(_asked(asked, plan_options), self._dtype) if is_found else None
+        self.name = _name("model", model)
+        self.tokenizer_name = _name("tokenizer", tokenizer)
         self.dummy_weights = dummy_weights
         self._on_stage = self._listener = on_stage
         self.device = open_device(device)
@@ -126,7 +144,6 @@ class LLM:
         self.stats: Stats | None = None
         self.offload_folder = Path(offload_dir or default_offload_folder()).expanduser()
         self.leftovers = remove_leftovers(self.offload_folder, [cache_folder(kind) for kind in COPIES])
-        self._dtype = dtype
         self._mended: set[Path] = set()
         self._open()
         self._host_base = psutil.Process().memory_info().rss
@@ -174,7 +191,15 @@ class LLM:
             self._source = PackedCheckpoint(self._source, built.spec, progress=self._report_packing)
         check_rolling(built.spec, self.plan)
         self._model: Model = built
-        self.tokenizer: Tokenizer = load_tokenizer(folder, config, built.spec.vocab)
+        self.tokenizer: Tokenizer = load_tokenizer(folder, config, built.spec.vocab, self._tokenizer_place())
+
+    def _tokenizer_place(self) -> str | Path:
+        asked = self.tokenizer_name
+        return asked if asked in (AUTO, BYTES) else resolve_model(asked, with_weights=False)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase | Tokenizer:
+        """That of transformers, where the model has one."""
+        return self.tokenizer.of_transformers if isinstance(self.tokenizer, HfTokenizer) else self.tokenizer
 
     def adopt(self, plan: Plan) -> None:
         """Another plan in place of the one that was asked for: one that was found for this model, say."""
@@ -186,6 +211,22 @@ class LLM:
         self._open()
         self.budgets = replace(self.budgets, disk=self._disk_budget())  # weights that it packs take some of the disk
         self.weigh()
+
+    def _find_plan(self, workload: Workload, scores_texts: bool) -> None:
+        """Where percent is "auto", and there is none yet or the workload has outgrown it. Logits of many positions of a text
+        take memory that a plan knows nothing of."""
+        auto = self._auto
+        if auto is None or not auto.has_outgrown(workload, self.plan):
+            return
+        self._refuse_closed()
+        self._refuse_in_conversation()
+        before = self.requested
+        self._unload()
+        try:
+            auto.find(self, workload, LOGITS_AT_ONCE * LOGITS_BYTES if scores_texts else 0)
+        except BaseException:
+            self.adopt(before)  # what was there before can go on
+            raise
 
     def _take(self, plan: Plan) -> None:
         folded = plan if self.device.accelerator else plan.folded()
@@ -251,7 +292,8 @@ class LLM:
 
     def check_prompts(self, prompts: Prompts, params: Params = None) -> None:
         """Refuses prompts that no plan can run, before one is found: empty ones, too long ones, those of unknown tokens."""
-        self._rows(prompts, params, False, [()] * len(prompts))
+        read = read_prompts(prompts, self.tokenizer)
+        self._rows(read, params, False, [()] * len(read))
 
     def check(self, workload: Workload) -> Footprint:
         """Refuses a workload that the plan does not fit, before anything is loaded; else says what will be held."""
@@ -276,11 +318,13 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompts | str,
-        params: Params = None,
+        prompts: Prompts,
+        sampling_params: Params = None,
         *,
         seed: int | None = None,
+        use_tqdm: UseTqdm = False,
         on_token: OnToken | None = None,
+        on_completion: OnCompletion | None = None,
         on_stage: OnStage | None = None,
         on_visit: OnVisit | None = None,
         on_shrink: OnShrink | None = None,
@@ -288,20 +332,51 @@ class LLM:
         until: Until | None = None,
         forced: Sequence[Sequence[int]] | None = None,
         on_logits: OnLogits | None = None,
+        **unknown: object,
     ) -> list[Completion]:
-        """Completions in the order of the prompts. `on_token` gets every token as it comes; rows of one block take turns. When
-        memory runs out in spite of the plan, the rest goes on in smaller blocks, of which `on_shrink` is told (without it
-        a warning is given); unless it `may_shrink`, that is an error. `forced`: of each row the first tokens, which are given
-        and not picked; they count in max_tokens, and none of them ends the row. `on_logits` gets those of every token, in
-        fp32 and in host memory, good until it returns. Where prompts have several completions (n), each is a row: listeners
-        hear its place among all of them."""
-        prompts = [prompts] if isinstance(prompts, str) else prompts
-        rows = self._rows(prompts, params, on_token is not None, [()] * len(prompts) if forced is None else forced)
+        """Completions in the order of the prompts. A prompt is a text, a list of token ids, or a dict of one of them; prompts
+        are a list, an array or an iterator of these. `on_token` gets every token as it comes; rows of one block take turns.
+        `on_completion` gets what becomes of a prompt when its block is over. `use_tqdm` shows on stderr how many prompts are
+        done, or on a bar that a function like tqdm makes. When memory runs out in spite of the plan, the rest goes on in
+        smaller blocks, of which `on_shrink` is told (without it a warning is given); unless it `may_shrink`, that is an error.
+        `forced`: of each row the first tokens, which are given and not picked; they count in max_tokens, and none of them ends
+        the row. `on_logits` gets those of every token, in fp32 and in host memory, good until it returns. Where
+        prompts have several completions (n), each is a row: listeners hear its place among all of them."""
+        refuse_unknown("argument", unknown, _arguments(LLM.generate), ARGUMENTS)
+        read = read_prompts(prompts, self.tokenizer)
+        rows = self._rows(read, sampling_params, on_token is not None, [()] * len(read) if forced is None else forced)
+        if not rows:
+            return []
         asks_of_prompts = any(row.wants_prompt_logprobs for row in rows)
+        self._find_plan(_workload(rows), asks_of_prompts)
         positions = positions_at_once(self.plan, self.spec.vocab) if asks_of_prompts else 0
-        picker = Picker(Sampler(seed), on_token, on_logits, positions)
-        self._run([rows], picker, on_stage, on_visit, on_shrink, may_shrink, until, positions)
+        ended = PromptsDone(rows, on_completion).block_ended
+        with shown_progress(use_tqdm, rows, (on_token, on_stage)) as (each_token, each_stage):
+            picker = Picker(Sampler(seed), each_token, on_logits, positions)
+            self._run([rows], picker, each_stage, on_visit, on_shrink, may_shrink, until, positions, ended)
         return completions_of(rows)
+
+    def chat(
+        self,
+        messages: Iterable[object],
+        sampling_params: Params = None,
+        *,
+        style: str = AUTO,
+        seed: int | None = None,
+        use_tqdm: UseTqdm = False,
+        on_token: OnToken | None = None,
+        on_completion: OnCompletion | None = None,
+        **unknown: object,
+    ) -> list[Completion]:
+        """Answers to a chat, which is a list of {"role": ..., "content": ...}, or to each of a list of chats. They are written
+        down by the model's chat template; or, where it has none, as a script of User: and Assistant: (`style` names the one or
+        the other, or "plain"). Each call computes all of it anew: `converse` keeps what was said."""
+        refuse_unknown("argument", unknown, _arguments(LLM.chat), ARGUMENTS)
+        written = choose_style(style, self.tokenizer)
+        prompts = [written.whole(chat) for chat in read_chats(messages)]
+        params = [replace(one, stop=(*one.stop_strings, *written.stops)) for one in _for_each(sampling_params, len(prompts))]
+        given = [{"prompt": one.text, "prompt_token_ids": one.ids} for one in prompts]
+        return self.generate(given, params, seed=seed, use_tqdm=use_tqdm, on_token=on_token, on_completion=on_completion)
 
     def score(
         self,
@@ -314,24 +389,26 @@ class LLM:
         on_shrink: OnShrink | None = None,
         may_shrink: bool = True,
     ) -> list[Scored]:
-        """How likely each continuation is behind its context, in the order of the pairs. "prefill": in one pass, which is
-        refused where the cache evicts or rounds; "decode": token by token, with what it keeps; None: the first where it may
-        be, else the second. `on_token` gets every token that is scored."""
+        """How likely each continuation is behind its context, in the order of the pairs, of texts or of token ids. "prefill":
+        in one pass, which is refused where the cache evicts or rounds; "decode": token by token, with what it keeps; None: the
+        first where it may be, else the second. `on_token` gets every token that is scored."""
         by = way_of(self.plan, by)
         running = partial(self._run, on_stage=on_stage, on_visit=on_visit, on_shrink=on_shrink, may_shrink=may_shrink)
-        contexts, continuations = [before for before, _ in pairs], [after for _, after in pairs]
+        read = [read_pair(place, pair, self.tokenizer) for place, pair in enumerate(pairs)]
+        contexts, continuations = [Prompt(None, before) for before, _ in read], [after for _, after in read]
         if empty := [index for index, after in enumerate(continuations) if not after]:
             raise ValueError(f"continuation {empty[0]} is empty; there is nothing to score: leave the pair out")
-        if not pairs:
+        if not read:
             return []
         params = [SamplingParams(max_tokens=len(after), logprobs=1) for after in continuations]
         rows = self._rows(contexts, params, False, continuations)
+        self._find_plan(_workload(rows), scores_texts=True)
         if by == PREFILL:
             wanted, at_once = pairs_by_text(rows), positions_at_once(self.plan, self.spec.vocab)
             texts = [RowState(place, text, SamplingParams(max_tokens=1), self.tokenizer) for place, text in enumerate(wanted)]
             scorer = Scorer([*wanted.values()], at_once, on_token)
             running([texts], scorer, scored_at_once=at_once)
-            return [scorer.scored[index] for index in range(len(pairs))]
+            return [scorer.scored[index] for index in range(len(read))]
         running(decode_groups(rows, self.plan), Picker(Sampler(0), on_token))
         return [scored_of(row.completion()) for row in rows]
 
@@ -345,8 +422,10 @@ class LLM:
         may_shrink: bool = True,
         until: Until | None = None,
         scored_at_once: int = 0,
+        on_ended: Listener | None = None,
     ) -> None:
-        """Each group is a workload of its own. All are looked at before the first is run."""
+        """Each group is a workload of its own. All are looked at before the first is run. `on_ended` hears which rows of their
+        group a block had that is over."""
         workloads = [_workload(rows) for rows in groups]
         for workload in set(workloads):
             self._refuse_what_does_not_fit(workload, scored_at_once)
@@ -363,11 +442,15 @@ class LLM:
                 if runs:  # a long job has many blocks: the last one's trace is kept
                     runs[-1] = runs[-1].without_trace()
                 runs.append(one)
+                if on_ended is not None:
+                    on_ended([row for batch in one.block.batches for row in batch.rows])
         self.stats = self._measured([row for rows in groups for row in rows], runs)
 
     def converse(self, context: int | None = None, *, seed: int | None = None, on_stage: OnStage | None = None) -> Conversation:
         """A text that goes on turn by turn, with a KV cache that lives on. `context`: the tokens that it may grow to (default:
         the model's positions); with rolling positions it has no end. Until it is closed nothing else can be generated."""
+        if self._auto is not None and self._auto.found_for is None:
+            raise ValueError("percent 'auto' finds plans for generate, chat and score; for a conversation give six numbers")
         extent = Extent.of(self.spec, self.plan.policy, context, self.plan.prefill_tokens)
         try:
             self._refuse_what_does_not_fit(extent.workload)
@@ -378,30 +461,30 @@ class LLM:
 
     def _ready(self, on_stage: OnStage | None) -> Engine:
         """The engine, with nothing of earlier workloads in memory but the weights."""
-        if self._conversation is not None and not self._conversation.closed:
-            raise ValueError(f"a conversation of {self.name} is open; close it first")
+        self._refuse_in_conversation()
         self._listener = on_stage or self._on_stage
         engine = self._load()
         engine.trim()
         engine.restart_peaks()
         return engine
 
-    def _rows(self, prompts: Prompts, params: Params, streamed: bool, forced: Sequence[Sequence[int]]) -> list[RowState]:
-        params = params or SamplingParams()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts came with {len(each)} sampling params; give one for all or one for each")
+    def _refuse_in_conversation(self) -> None:
+        if self._conversation is not None and not self._conversation.closed:
+            raise ValueError(f"a conversation of {self.name} is open; close it first")
+
+    def _rows(
+        self, prompts: Sequence[Prompt], params: Params, streamed: bool, forced: Sequence[Sequence[int]]
+    ) -> list[RowState]:
+        each = _for_each(params, len(prompts))
         if len(forced) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts came with forced tokens for {len(forced)}; give some, or none, for each")
         rows: list[RowState] = []
-        for index, (prompt, asked, given) in enumerate(zip(prompts, each, forced)):
-            text = prompt if isinstance(prompt, str) else None
-            # no text is no prompt, also where the tokenizer puts a start token before it
-            ids: list[int] = self.tokenizer.encode(text) if text else list(prompt)  # type: ignore[arg-type]
-            self._check_prompt(index, ids)
-            own = self._checked(asked, index, len(ids), given)
+        for index, (prompt, asked, forced_ids) in enumerate(zip(prompts, each, forced)):
+            given = token_ids(f"what row {index} is forced to take", forced_ids)
+            self._check_prompt(index, prompt.ids)
+            own = self._checked(asked, index, len(prompt.ids), given)
             for number in range(own.n):
-                rows.append(RowState(index, ids, own, self.tokenizer, text, streamed, given, number, len(rows)))
+                rows.append(RowState(index, prompt.ids, own, self.tokenizer, prompt.text, streamed, given, number, len(rows)))
         return rows
 
     def _checked(self, params: SamplingParams, index: int, prompt_len: int, forced: Sequence[int]) -> SamplingParams:
@@ -518,12 +601,15 @@ class LLM:
         self._closed = True
         if self._conversation is not None:
             self._conversation.close()
+        self._unload()
+
+    def _unload(self) -> None:
         try:
             self._source.close()
         finally:
             if self._memories is not None:
                 self._memories.close()
-            self._engine = None  # last: what it holds is page-locked until its memory is closed
+            self._engine = self._memories = None  # last: what it holds is page-locked until its memory is closed
 
     def __enter__(self) -> LLM:
         return self
@@ -532,18 +618,44 @@ class LLM:
         self.close()
 
 
-def _asked_plan(plan: Plan | None, percent: Sequence[float] | None, options: Mapping[str, object]) -> Plan:
+def _asked_plan(
+    plan: Plan | None, percent: Sequence[float] | str | None, options: Mapping[str, object], is_found: bool
+) -> Plan:
     """Nothing that was asked for is dropped in silence."""
-    of_plan, of_llm = Plan.option_names(), list(signature(LLM).parameters)[:-1]
-    for name in options:
-        if name not in of_plan:
-            raise ValueError(f"unknown option {name!r}{did_you_mean(name, [*of_plan, *of_llm])}")
+    refuse_unknown("option", options, [*Plan.option_names(), *_arguments(LLM)], OPTIONS)
     if plan is None:
         asked = Plan.create(**options)
-        return asked if percent is None else asked.with_percent(percent)
+        return asked if percent is None or is_found else asked.with_percent(percent)  # type: ignore[arg-type]
     if other := next(iter([*options, *(["percent"] if percent is not None else [])]), None):
         raise ValueError(f"both plan and {other} are given; put {other} into the plan, or leave the plan out")
     return plan
+
+
+def _arguments(function: Callable[..., object]) -> list[str]:
+    """Those that it names."""
+    return [name for name, one in signature(function).parameters.items() if one.kind is not Parameter.VAR_KEYWORD]
+
+
+def _asked(plan: Plan, options: Mapping[str, object]) -> Asked:
+    """Sizes that were given are kept."""
+    sizes, batches = ((getattr(plan, name),) if name in options else () for name in ("gpu_batch_size", "num_gpu_batches"))
+    return Asked(plan, sizes, batches)
+
+
+def _name(what: str, given: object) -> str:
+    if not isinstance(given, (str, os.PathLike)):
+        raise ValueError(f"{what} is a {type(given).__name__}; give a name on the hub, or a folder")
+    return str(given)
+
+
+def _for_each(params: Params, count: int) -> list[SamplingParams]:
+    params = params or SamplingParams()
+    each = [params] * count if isinstance(params, SamplingParams) else list(params)
+    if wrong := next((one for one in each if not isinstance(one, SamplingParams)), None):
+        raise ValueError(f"sampling_params is {shortened(wrong)}; write SamplingParams(max_tokens=32, temperature=0.8)")
+    if len(each) != count:
+        raise ValueError(f"{count} prompts came with {len(each)} sampling params; give one for all or one for each")
+    return each
 
 
 def _workload(rows: Sequence[RowState]) -> Workload:

@@ -76,7 +76,8 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
         self._closer = weakref.finalize(self, self.llm.close)  # the harness says no goodbye
         if not isinstance(self.llm.tokenizer, HfTokenizer):
             raise ValueError(
-                f"{pretrained} has no tokenizer, and bytes are no text to evaluate; put its files beside the model"
+                f"{pretrained} has no tokenizer that reads words; put its files beside the model, or add tokenizer=FOLDER "
+                "to the model_args"
             )
         self.tokenizer = self.llm.tokenizer.of_transformers
         if add_bos_token is not None:  # it changes how a tokenizer is made
@@ -265,7 +266,7 @@ def _engine_options(
     for name in ("cpu_mem", "gpu_mem"):
         if isinstance(value := chosen.get(name), float):  # 8e9
             chosen[name] = int(value)
-    if isinstance(percent := chosen.get("percent"), str):
+    if isinstance(percent := chosen.get("percent"), str) and percent != AUTO:
         chosen["percent"] = _percent(percent)
     size = _batch_size(chosen.get("gpu_batch_size"), batch_size, max_batch_size)
     return chosen if size is None else {**chosen, "gpu_batch_size": size}
@@ -276,7 +277,7 @@ def _percent(text: str) -> list[float]:
     try:
         return [float(number) for number in re.split(r"[;:/,\s]+", text.strip(" ;:/,[]()"))]
     except ValueError:
-        raise ValueError(f"percent is {text!r}; write six numbers, like 0;50;0;100;0;100") from None
+        raise ValueError(f"percent is {text!r}; write six numbers, like 0;50;0;100;0;100, or {AUTO}") from None
 
 
 def _batch_size(of_plan: object, of_harness: int | str | None, largest: int | None) -> int | None:

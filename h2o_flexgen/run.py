@@ -13,6 +13,7 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import isfinite
@@ -21,12 +22,12 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.commands import projection, report
 from h2o_flexgen.commands.arguments import AUTO_LOG, BREAKDOWN, FEWER_BATCH, parse
-from h2o_flexgen.commands.asked_problem import check_device, machine_of, named_machine
+from h2o_flexgen.commands.asked_problem import asked_of, check_device, machine_of, named_machine
 from h2o_flexgen.commands.breakdown import breakdown_lines, breakdown_seconds
 from h2o_flexgen.commands.choose_model import ChosenModel, choose_model
+from h2o_flexgen.commands.completions_file import CompletionsFile
 from h2o_flexgen.commands.errors import exit_status
 from h2o_flexgen.commands.flags import AUTO, sampling_of
-from h2o_flexgen.commands.found_plan import Wish
 from h2o_flexgen.commands.lanes import lane_reports
 from h2o_flexgen.commands.made_up import DEFAULT_TOKENS, made_up_prompts
 from h2o_flexgen.commands.open_llm import open_llm
@@ -38,6 +39,7 @@ from h2o_flexgen.commands.prompts import given_prompts
 from h2o_flexgen.commands.report import say
 from h2o_flexgen.commands.timeline_picture import draw_timelines, two_steps
 from h2o_flexgen.commands.watch import Watch, total_visits
+from h2o_flexgen.finding import Wish
 from h2o_flexgen.planning.cost import predicted_bytes
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import HOST, Plan
@@ -71,10 +73,13 @@ def _run(args: Namespace) -> None:
     chosen = choose_model(args.model, args.path, args.dummy_weights)
     if args.dry_run:
         chosen = chosen.without_weights()
-    llm = open_llm(args, chosen)
-    with llm:
+    with ExitStack() as stack:
+        output = None if args.output is None else stack.enter_context(CompletionsFile(args.output))
+        llm = stack.enter_context(open_llm(args, chosen))
         sampling.check_vocabulary(llm.spec.vocab, llm.name)
-        job = Job(args, chosen, llm, texts)
+        if texts and not llm.tokenizer.reads_texts:
+            llm.tokenizer.encode("")  # says what is missing, before a machine is measured
+        job = Job(args, chosen, llm, texts, output)
         job.refuse_impossible()
         job.find_plan()
         job.announce()
@@ -92,6 +97,7 @@ class Job:
     chosen: ChosenModel
     llm: LLM
     texts: list[str]
+    output: CompletionsFile | None  # where texts go, beside those that are shown
 
     # -- what is to be done --------------------------------------------------------------------------------------------
 
@@ -111,7 +117,7 @@ class Job:
         if self.args.percent != AUTO:
             return None
         workload = self.workload if self.texts or self.args.num_prompts is not None else None
-        return Wish(self.args, self.llm, workload, self._made_up_length, self.args.gen_len)
+        return Wish(asked_of(self.args), self.llm, workload, self._made_up_length, self.args.gen_len)
 
     def find_plan(self) -> None:
         """Where none was given."""
@@ -126,7 +132,7 @@ class Job:
 
     @cached_property
     def _plan_with_room(self) -> Plan | None:
-        return None if self._wish is None else self._wish.plan_with_room()
+        return None if self._wish is None or self.args.machine is not None else self._wish.plan_with_room()
 
     @cached_property
     def machine(self) -> Machine | None:
@@ -200,6 +206,7 @@ class Job:
             accelerator=llm.device.accelerator,
             kernels=in_use(),
             packing=llm.packing,
+            tokenizer_note=llm.tokenizer.note,
         )
 
     @cached_property
@@ -244,6 +251,7 @@ class Job:
                 self.prompts,
                 params,
                 seed=seed,
+                on_completion=None if self.output is None else self.output.add,
                 on_stage=watch.stage,
                 on_visit=self._listener(watch),
                 on_shrink=lambda shrink: watch.shrink(shrink.num_ended, self._planned(shrink.rest), str(shrink)),
@@ -268,6 +276,8 @@ class Outcome:
     seed: int
 
     def tell(self) -> None:
+        if self.job.output is not None:
+            self.job.output.finish(self.completions)
         summary = self._summary()
         say(self._texts())
         say(self._pictures())
@@ -319,7 +329,9 @@ class Outcome:
     def _texts(self) -> Iterable[str]:
         if self.job.args.verbose >= 1 and self.job.until is None:
             yield ""
-            yield from report.completion_lines(self.completions, everything=self.job.args.verbose >= 2)
+            yield from report.completion_lines(
+                self.completions, everything=self.job.args.verbose >= 2, as_text=self.job.llm.tokenizer.reads_texts
+            )
         if self.timing.projected:
             yield ""
             yield f"only a part was run: decode and total are projected to {self.job.workload.gen_len} tokens for each prompt"

@@ -94,7 +94,7 @@ class Case:
         folder = checkpoints.folder(self.kind, self.stored)
         overlap = self.overlap or self.schedule == "flexgen_barrier"  # which cannot do without
         chosen = {"dtype": self.dtype, "device": self.device, "overlap": overlap, **self.plan_options, **options}
-        return LLM(str(folder), percent=self.percent, offload_dir=offload, **chosen)
+        return LLM(str(folder), tokenizer="bytes", percent=self.percent, offload_dir=offload, **chosen)
 
     def __str__(self) -> str:
         defaults = Case()

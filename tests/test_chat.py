@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -24,6 +25,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.signals import as_in_a_terminal
 from tests.tiny import save_tiny
 
+BYTES = ("--tokenizer", "bytes")  # a tiny model comes without a tokenizer
 ROLLING = ("--kv-policy", "h2o", "--heavy", "20", "--recent", "20", "--positions", "rolling")
 
 
@@ -49,7 +51,7 @@ def talk(llama: Path, offload: Path, tmp_path: Path, capfd: pytest.CaptureFixtur
         file = tmp_path / "turns.txt"
         file.write_text("\n".join(turns))
         arguments = ["--model", str(llama), "--input", str(file), "--dtype", "float32", "--gen-len", "6", "--ignore-eos"]
-        status = chat.main([*arguments, "--offload-dir", str(offload), *flags])
+        status = chat.main([*arguments, *BYTES, "--offload-dir", str(offload), *flags])
         out, err = capfd.readouterr()
         return status, out.splitlines(), [line for line in err.splitlines() if line.startswith("error")]
 
@@ -67,7 +69,7 @@ def test_each_turn_is_shown_with_its_reply_and_json_comes_last(talk: Any, llama:
     assert (status, errors) == (0, [])
     assert [turn["turn"] for turn in told["turns"]] == ["ab", "c"]
     assert "> ab" in out and "> c" in out
-    with LLM(str(llama), dtype="float32", offload_dir=offload) as llm:
+    with LLM(str(llama), tokenizer="bytes", dtype="float32", offload_dir=offload) as llm:
         params = SamplingParams(max_tokens=6, ignore_eos=True)
         first = llm.generate(["ab"], params)[0]
         text = [*llm.tokenizer.encode("ab"), *first.token_ids, *llm.tokenizer.encode("c")]
@@ -171,7 +173,7 @@ class Terminal:
 
 def test_in_a_terminal_ctrl_c_stops_the_reply_and_not_the_talk(llama: Path, offload: Path) -> None:
     flags = ("--offload-dir", str(offload), *ROLLING, "--style", "plain", "--gen-len", "100000", "--ignore-eos")
-    terminal = Terminal("--model", str(llama), "--temperature", "1", *flags)
+    terminal = Terminal("--model", str(llama), *BYTES, "--temperature", "1", *flags)
     terminal.until("> ")
     terminal.type("hello")
     terminal.until("hello")
@@ -187,10 +189,20 @@ def test_in_a_terminal_ctrl_c_stops_the_reply_and_not_the_talk(llama: Path, offl
 
 def test_a_second_ctrl_c_leaves_at_once(llama: Path, offload: Path) -> None:
     flags = ("--offload-dir", str(offload), *ROLLING, "--gen-len", "100000", "--ignore-eos")
-    terminal = Terminal("--model", str(llama), "--prefill-tokens", "1", *flags)
+    terminal = Terminal("--model", str(llama), *BYTES, "--prefill-tokens", "1", *flags)
     terminal.until("> ")
     terminal.type("hello " * 600)  # read token by token, so that there is time before the first reply
     terminal.interrupt()
     terminal.interrupt()
     terminal.until("interrupted")
     assert terminal.close() == 130
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(
+    llama: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LLM, "converse", lambda *asked, **how: pytest.fail("loaded"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert chat.main(["--model", str(llama)]) == 2
+    (error,) = capfd.readouterr().err.splitlines()
+    assert f"{llama} has no tokenizer (looked for tokenizer.json, " in error and "--tokenizer" in error

@@ -184,10 +184,11 @@ def test_whatever_decides_a_value_makes_another_cell(
     command(*flags, *SMALL)
     for change in (("--examples", 3), ("--window", 40), ("--text", other), ("--sinks", 1), ("--kv-bits", 8)):
         command(*flags, *SMALL, *change)
+    command(*flags, *SMALL, "--tokenizer", "bytes")
     command(*flags, *SMALL, dtype="bfloat16")
-    assert len(measured) == 7
+    assert len(measured) == 8
     command(*flags, *SMALL, "--gpu-batch-size", 1, "--percent", 0, 0, 0, 0, 0, 0)  # which decides nothing
-    assert len(measured) == 7
+    assert len(measured) == 8
 
 
 def test_other_weights_make_other_cells(command: Any, tmp_path: Path, measured: list[str]) -> None:
@@ -315,6 +316,14 @@ def test_what_only_the_model_can_tell_is_one_line_before_it_is_loaded(
     (tmp_path / "short.txt").write_text("too short")
     words = [str(flag).format(short=tmp_path / "short.txt") for flag in flags]
     assert problem in command("--tasks", "perplexity", *SMALL, *words).error
+
+
+def test_a_model_without_a_tokenizer_is_refused_by_the_names_of_the_files_that_are_missing(
+    command: Any, tmp_path: Path
+) -> None:
+    save_tiny("llama-gqa", tmp_path, vocab_size=320)
+    error = command("--model", tmp_path, "--tasks", "perplexity", *SMALL).error
+    assert f"{tmp_path} has no tokenizer (looked for tokenizer.json, " in error
 
 
 def test_a_file_with_nothing_in_it_is_no_text(command: Any, tmp_path: Path) -> None:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from h2o_flexgen import LLM, Plan, SamplingParams
+from h2o_flexgen import LLM, Machine, Plan, SamplingParams
+from h2o_flexgen.demo import DEMO
+from h2o_flexgen.finding import Wish
+from h2o_flexgen.planning.footprint import DoesNotFit
+from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.schedule import SCHEDULES
+from h2o_flexgen.runtime.profiling import kept
 from h2o_flexgen.runtime.stage import Stage
-from tests.tiny import save_tiny
+from h2o_flexgen.runtime.tokenizer import ByteTokenizer
+from tests.real_tokenizers import save_byte_level
+from tests.tiny import VOCAB, save_tiny
 
 Told = list[tuple[Stage, int, int]]
 
@@ -102,6 +113,145 @@ def test_the_peak_of_a_process_is_its_own_and_not_that_of_its_parent() -> None:
     assert 50_000_000 < int(done.stdout) < len(held)
 
 
-def test_percent_in_python_takes_numbers_and_says_where_they_come_from() -> None:
-    with pytest.raises(ValueError, match=r"percent is .auto., but here it takes six numbers"):
-        LLM("facebook/opt-125m", dummy_weights=True, percent="auto")  # type: ignore[arg-type]
+def test_what_other_engines_take_is_answered_with_what_to_write_here() -> None:
+    with pytest.raises(ValueError, match=r"'gpu_memory_utilization': write gpu_mem=.*, and 'max_model_len': room is made"):
+        LLM("/no/such/model", gpu_memory_utilization=0.9, max_model_len=4096)
+    for asked in ({"tokenizer": object()}, {"model": torch.nn.Linear(1, 1)}):
+        with pytest.raises(ValueError, match=r"(tokenizer is a object|model is a Linear); give a name on the hub, or a folder"):
+            LLM(**{"model": DEMO, **asked})
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[LLM]:
+    with LLM(model=DEMO, dtype=torch.float32, device="cpu", gpu_batch_size=2) as llm:
+        yield llm
+
+
+def test_prompts_of_every_form_have_the_same_completions(demo: LLM) -> None:
+    params = SamplingParams(max_tokens=3)
+    text = "The old man"
+    ids = demo.tokenizer.encode(text)
+    (as_text,) = demo.generate(text, sampling_params=params)
+    assert (as_text.prompt, list(as_text.prompt_token_ids), as_text.finish_reason) == (text, ids, "length")
+    encoded = demo.get_tokenizer()([text, "She"], padding=False)  # type: ignore[operator]
+    for given in (ids, {"prompt_token_ids": ids}, torch.tensor(ids), [ids], iter([text]), {"prompt": text}, encoded):
+        assert demo.generate(given, params)[0].token_ids == as_text.token_ids
+    assert demo.generate([]) == demo.generate(iter(())) == []
+    for wrong, advice in (
+        ({"max_new_tokens": 5}, "'max_new_tokens': in SamplingParams: it is called max_tokens"),
+        ({"params": params}, "'params': write sampling_params="),
+        ({"sampling_params": {"max_tokens": 3}}, "sampling_params is"),
+    ):
+        with pytest.raises(ValueError, match=advice):
+            demo.generate(text, **wrong)  # type: ignore[arg-type]
+
+
+def test_texts_are_scored_as_their_tokens_are(demo: LLM) -> None:
+    whole, start = demo.tokenizer.encode("The old man sat"), len(demo.tokenizer.encode("The old man"))
+    by_text, by_ids = demo.score([("The old man", " sat"), (whole[:start], whole[start:])])
+    assert by_text.logprobs == by_ids.logprobs
+
+
+def test_a_chat_is_answered_as_the_text_that_it_is_written_as(demo: LLM) -> None:
+    params = SamplingParams(max_tokens=4)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who sat there?"}]
+    written = "Be brief.\n\nUser: Who sat there?\nAssistant:"
+    (expected,) = demo.generate(written, replace(params, stop="\nUser:"))
+    (alone,), (first, second) = demo.chat(chat, params), demo.chat([chat, chat[1:]], params)
+    assert alone == expected and first == expected and second.index == 1 and second.prompt == written.partition("\n\n")[2]
+    with pytest.raises(ValueError, match="has no chat template"):
+        demo.chat(chat, style="template")
+
+
+def test_progress_is_shown_on_stderr_or_on_the_bar_that_is_given(demo: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    texts, params = ["One", "Two", "Three"], SamplingParams(max_tokens=2)
+    counts, heard, done = list[int](), list[int](), list[int]()
+
+    def bar(total: int, desc: str, unit: str) -> SimpleNamespace:
+        return SimpleNamespace(update=counts.append, close=lambda: counts.append(-total))
+
+    demo.generate(texts, params, use_tqdm=bar, on_token=lambda place, *_: heard.append(place))
+    assert counts == [1, 1, 1, -3] and sorted(heard) == [0, 0, 1, 1, 2, 2]
+    capfd.readouterr()
+    demo.generate(texts, params, on_completion=lambda one: done.append(one.index))
+    assert sorted(done) == [0, 1, 2] and capfd.readouterr().err == ""
+    demo.generate(texts, params, use_tqdm=True)
+    assert "3/3" in capfd.readouterr().err.splitlines()[-1]
+
+
+# -- a model without a tokenizer -----------------------------------------------------------------------------------------
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids_and_gives_token_ids(tmp_path: Path) -> None:
+    save_tiny("opt", tmp_path)
+    with LLM(tmp_path, device="cpu") as llm:
+        heard: list[str | None] = []
+        (found,) = llm.generate([7, 8], SamplingParams(max_tokens=3), on_token=lambda place, token, text: heard.append(text))
+        assert found.text == "" and len(found.token_ids) == 3 and heard == [None] * 3
+        assert llm.score([([7], [8, 9])])[0].logprob < 0
+        chat = [{"role": "user", "content": "hello"}]
+        for ask in (partial(llm.generate, "a"), partial(llm.score, [("a", "b")]), partial(llm.chat, chat)):
+            with pytest.raises(ValueError, match=r"has no tokenizer .looked for tokenizer\.json"):
+                ask()
+        with pytest.raises(ValueError, match="stop is a text, but this model has no tokenizer"):
+            llm.generate([7, 8], SamplingParams(stop="x"))
+        with llm.converse() as talk:
+            assert len(talk.reply([7, 8], SamplingParams(max_tokens=2)).completion.token_ids) == 2
+            with pytest.raises(ValueError, match="has no tokenizer"):
+                talk.reply("The ferry")
+    with LLM(tmp_path, device="cpu", tokenizer="bytes") as llm:
+        (as_bytes,) = llm.generate("ab", SamplingParams(max_tokens=3))
+        assert as_bytes.prompt_token_ids == tuple(ByteTokenizer(VOCAB).encode("ab")) and as_bytes.text
+
+
+def test_the_tokenizer_of_another_folder_is_taken(tmp_path: Path) -> None:
+    save_tiny("opt", tmp_path / "model", vocab_size=320)
+    save_byte_level(tmp_path / "tokenizer")
+    with LLM(tmp_path / "model", device="cpu", tokenizer=tmp_path / "tokenizer") as llm:
+        assert llm.generate("hello", SamplingParams(max_tokens=1))[0].prompt_token_ids[0] == 0
+
+
+# -- a plan that is found ------------------------------------------------------------------------------------------------
+
+
+def test_percent_auto_finds_a_plan_for_the_first_prompts_and_another_when_they_are_outgrown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = list[str | None]()
+
+    def known(device: object, folder: object, dtype: str | None, **how: object) -> Machine:
+        measured.append(dtype)
+        return find_machine("cpu-2core")
+
+    monkeypatch.setattr(kept, "profiled", known)
+    save_tiny("opt", tmp_path)
+    prompts = [[7 + place, 8] for place in range(9)]
+    params = SamplingParams(max_tokens=4)
+    with LLM(tmp_path, dtype="float32", device="cpu") as llm:
+        expected = [one.token_ids for one in llm.generate(prompts, params)]
+    with LLM(tmp_path, dtype="float32", device="cpu", percent="auto") as llm:
+        assert llm.generate(prompts, params)[0].token_ids == expected[0]
+        assert llm.plan.block_size == 9 and not measured, "what fits with room to spare needs no profile"
+    monkeypatch.setattr(Wish, "plan_with_room", lambda wish: None)
+    with LLM(tmp_path, dtype="float32", device="cpu", percent="auto", num_gpu_batches=1) as llm:
+        with pytest.raises(ValueError, match="for a conversation give six numbers"):
+            llm.converse()
+        plans = []
+        for count in (1, 9, 4):
+            assert [one.token_ids for one in llm.generate(prompts[:count], params)] == expected[:count]
+            plans.append(llm.plan)
+        assert plans[0].block_size == 1 and plans[1].block_size > 1, "a block of one row would serve nine prompts badly"
+        assert plans[2] is plans[1], "fewer prompts go with the plan that there is"
+        assert {plan.num_gpu_batches for plan in plans} == {1} and measured == ["float32"]
+        budgets = llm.budgets
+        llm.budgets = replace(budgets, host=1)
+        with pytest.raises(DoesNotFit, match="no plan fits"):
+            llm.generate([[7] * 50], params)
+        llm.budgets = budgets
+        (scored,) = llm.score([(prompts[0], expected[0])])
+        assert scored.greedy == expected[0]
+        with llm.converse() as talk, pytest.raises(ValueError, match=r"a conversation of .* is open"):
+            talk.reply(prompts[0])
+            llm.generate([[7] * 100], params)
+    with pytest.raises(ValueError, match="percent is 'best', but here it takes six numbers, and in LLM 'auto', too"):
+        LLM(tmp_path, percent="best")

@@ -310,7 +310,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     from h2o_flexgen.lm_eval_model import LmEvalModel
 
     tiny.save_tiny("opt", tmp_path)
-    with pytest.raises(ValueError, match="has no tokenizer"):
+    with pytest.raises(ValueError, match="has no tokenizer that reads words; put its files beside the model"):
         LmEvalModel(str(tmp_path), device="cpu")
 
 

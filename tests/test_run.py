@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen import run
-from h2o_flexgen.commands.found_plan import Wish
+from h2o_flexgen import LLM, SamplingParams, run
+from h2o_flexgen.commands.report import INDENT
 from h2o_flexgen.commands.watch import Watch
+from h2o_flexgen.finding import Wish
 from h2o_flexgen.kv.policies import POLICIES
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.runtime import measure
@@ -31,6 +32,7 @@ from tests.tiny import POSITIONS, save_tiny
 
 DISK_HEAVY = ("--percent", "0", "30", "0", "40", "0", "50")
 SEARCHED = ("--machine", "cpu-2core", "--cpu-mem", "100GB")
+BYTES = ("--tokenizer", "bytes")  # a tiny model comes without a tokenizer
 SMALL = ("--gpu-batch-size", "2", "--num-gpu-batches", "2", "--prompt-len", "7", "--gen-len", "5")
 KEYS = {
     "model", "plan", "requested_percent", "placed_percent", "num_prompts", "generated_tokens", "prefill_seconds",
@@ -51,8 +53,15 @@ class Result:
 
     @property
     def texts(self) -> list[str]:
-        """The completions as printed, with their tokens where they were asked for."""
-        return [line for line in self.out if line.startswith(("prompt ", "  logprobs"))]
+        """The completions as printed: of each an entry, and one with its tokens where they were asked for."""
+        found: list[str] = []
+        inside = False
+        for line in self.out:
+            if line.startswith(("prompt ", "  logprobs")):
+                found, inside = [*found, line], True
+            elif inside := inside and line.startswith(INDENT):
+                found[-1] += f"\n{line}"
+        return found
 
     @property
     def error(self) -> str:
@@ -273,7 +282,7 @@ def test_results_come_in_the_order_of_the_prompts(command: Any, opt: Path, tmp_p
     prompts = ["of middling length", "short", "the longest of them all, by far", "tiny", "another one"]
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(prompts[1:]) + "\n", encoding="utf-8")
-    options = ("--model", opt, "--gpu-batch-size", 2, "--gen-len", 3, "--verbose", 2, "--logprobs", "--dtype", "float32")
+    options = ("--model", opt, *BYTES, "--gpu-batch-size", 2, "--gen-len", 3, "--verbose", 2, "--logprobs")
     together = command(*options, "--prompt", prompts[0], "--prompt-file", file)
     lengths = [int(re.match(r"prompt \d+ \((\d+) \+ 3 tokens", line)[1]) for line in together.texts[::2]]  # type: ignore[index]
     assert lengths == [len(prompt) for prompt in prompts]
@@ -283,14 +292,14 @@ def test_results_come_in_the_order_of_the_prompts(command: Any, opt: Path, tmp_p
 
 
 def test_a_prompt_length_is_said_to_be_unused_when_prompts_are_given(command: Any, opt: Path) -> None:
-    out = command("--model", opt, "--prompt", "hello", "--prompt-len", 9, "--gen-len", 2).out
+    out = command("--model", opt, *BYTES, "--prompt", "hello", "--prompt-len", 9, "--gen-len", 2).out
     assert "--prompt-len 9 is not used: the prompts are given" in out
 
 
 def test_verbose_chooses_how_many_texts_are_shown(command: Any, opt: Path) -> None:
     options = ("--model", opt, *SMALL, "--num-prompts", 5)
     shown = [command(*options, "--verbose", level) for level in (0, 1, 2)]
-    assert [len(result.texts) for result in shown] == [0, 3, 5]
+    assert [len(result.texts) for result in shown] == [0, 5, 5]
     assert any(line.startswith("compute |") for line in shown[2].out)
 
 
@@ -302,7 +311,7 @@ def test_one_seed_gives_one_result(command: Any, opt: Path) -> None:
 
 
 def test_a_stop_token_ends_the_text_there(command: Any, opt: Path) -> None:
-    options = ("--model", opt, "--prompt", "hello", "--gen-len", 4, "--logprobs", "--verbose", 2, "--dtype", "float32")
+    options = ("--model", opt, *BYTES, "--prompt", "hello", "--gen-len", 4, "--logprobs", "--verbose", 2, "--dtype", "float32")
     whole = command(*options)
     second = re.findall(r"(\d+):-", whole.texts[1])[1]
     stopped = command(*options, "--stop-token-id", second)
@@ -315,7 +324,7 @@ def test_a_stop_token_ends_the_text_there(command: Any, opt: Path) -> None:
 
 
 def test_penalties_change_what_is_said(command: Any, opt: Path) -> None:
-    options = ("--model", opt, "--prompt", "hello", "--gen-len", 8, "--verbose", 2, "--dtype", "float32", "--logprobs")
+    options = ("--model", opt, *BYTES, "--prompt", "hello", "--gen-len", 8, "--verbose", 2, "--dtype", "float32", "--logprobs")
     plain, other = command(*options), command(*options, "--presence-penalty", 2, "--frequency-penalty", 2, "--top-k", -1)
     plain_ids, ids = (re.findall(r"(\d+):-", result.texts[1]) for result in (plain, other))
     assert len(set(ids)) > len(set(plain_ids))
@@ -334,7 +343,7 @@ def test_sampling_that_cannot_be_is_refused_before_the_machine_is_measured(
     flags: tuple[object, ...], message: str, command: Any, opt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("h2o_flexgen.run.machine_of", lambda *_: pytest.fail("measured"))
-    result = command("--model", opt, "--prompt", "hello", "--gen-len", 4, "--percent", "auto", *flags)
+    result = command("--model", opt, *BYTES, "--prompt", "hello", "--gen-len", 4, "--percent", "auto", *flags)
     assert result.error.startswith(message)
 
 
@@ -355,6 +364,69 @@ def test_the_log_gets_the_summary_of_every_run(command: Any, opt: Path, tmp_path
     runs = [command("--model", opt, *SMALL, *DISK_HEAVY, "--log-file") for _ in range(2)]
     log = tmp_path / "fo-tiny-opt-gbs2-ngbs2-prompt7-gen5-percent-0-30-0-40-0-50.log"
     assert log.read_text().splitlines() == [line for result in runs for line in result.out[-6:-1]]
+
+
+def test_the_output_file_holds_every_text_whole_and_in_order(command: Any, opt: Path, tmp_path: Path) -> None:
+    file = tmp_path / "completions.jsonl"
+    file.write_text("of an earlier run")
+    texts = ("a longer prompt", "short", "one that is the longest\u2028of all")
+    prompts = [word for text in texts for word in ("--prompt", text)]
+    options = ("--model", opt, *BYTES, *prompts, "--gpu-batch-size", 1, "--gen-len", 3, "--logprobs", 1, "--verbose", 0)
+    assert command(*options, "--output", file).status == 0
+    found = [json.loads(line) for line in file.read_bytes().decode().strip("\n").split("\n")]
+    with LLM(str(opt), tokenizer="bytes", device="cpu") as llm:
+        expected = llm.generate(texts, SamplingParams(max_tokens=3, logprobs=1))
+    for one, record in zip(expected, found, strict=True):
+        assert (record["index"], record["prompt"], record["text"]) == (one.index, one.prompt, one.text)
+        assert record["finish_reason"] == one.finish_reason and record["prompt_token_ids"] == list(one.prompt_token_ids)
+        assert record["token_ids"] == list(one.token_ids) == [step["token_id"] for step in record["logprobs"]]
+        assert all(len(step["top"]) == 1 for step in record["logprobs"])
+    assert sorted(tmp_path.glob("completions*")) == [file], "nothing else is left"
+
+
+def test_a_run_that_is_ended_early_keeps_the_texts_that_were_done(
+    command: Any, opt: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    file, visits = tmp_path / "completions.jsonl", iter(range(12))
+    visit = Watch.visit
+
+    def interrupted(self: Watch, task: Any, tokens: int) -> None:
+        visit(self, task, tokens)
+        if self.blocks and next(visits, None) is None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Watch, "visit", interrupted)
+    options = ("--model", opt, *SMALL, "--gen-len", 1, "--gpu-batch-size", 1, "--num-gpu-batches", 1, "--num-prompts", 3)
+    result = command(*options, *DISK_HEAVY, "--output", file)
+    partial = file.with_name("completions.jsonl.partial")
+    assert result.status == 130 and not file.exists()
+    assert [json.loads(line)["index"] for line in partial.read_text().splitlines()] == [0]
+    assert any(f"kept in {partial}" in line for line in result.err)
+
+
+def test_an_output_file_that_cannot_be_written_is_refused_before_a_model_is_opened(
+    command: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(run, "open_llm", lambda *_: pytest.fail("opened"))
+    (tmp_path / "taken.jsonl.partial").mkdir()
+    for place in (tmp_path, tmp_path / "none" / "a.jsonl", tmp_path / "taken.jsonl"):
+        assert f"--output {place} cannot be written" in command("--model", "x", "--output", place).error
+    assert "runs nothing" in command("--model", "x", "--dry-run", "--output", tmp_path / "a.jsonl").error
+    assert "is for texts" in command("--model", "x", "--debug-mode", "fewer_batch", "--output", tmp_path / "a.jsonl").error
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
+
+
+def test_a_text_for_a_model_without_a_tokenizer_is_refused_before_the_machine_is_measured(
+    command: Any, opt: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: pytest.fail("measured"))
+    error = command("--model", opt, "--prompt", "The ferry").error
+    assert f"{opt} has no tokenizer (looked for tokenizer.json, " in error and "--tokenizer" in error
+    result = command("--model", opt, *SMALL, *DISK_HEAVY)
+    assert f"tokens    none: {opt} has no tokenizer, so prompts and outputs are token ids" in result.out
+    assert "token ids " in result.texts[0]
+    noise = command("--model", opt, "--dummy-weights", *SMALL, *DISK_HEAVY, "--dry-run")
+    assert "tokens    every byte is a token" in noise.out
 
 
 def test_the_trace_file_holds_the_last_block_for_perfetto(command: Any, opt: Path, tmp_path: Path) -> None:
@@ -447,7 +519,7 @@ def test_path_names_the_folder_that_has_the_model(command: Any, opt: Path) -> No
 
 def test_without_a_plan_one_is_found_for_the_prompts_that_are_given(command: Any, opt: Path) -> None:
     texts = ("--prompt", "The ferry", "--prompt", "left", "--ignore-eos")
-    result = command("--model", opt, *texts, "--gen-len", 4, *SEARCHED)
+    result = command("--model", opt, *BYTES, *texts, "--gen-len", 4, *SEARCHED)
     assert result.status == 0, result.err
     assert result.out[0].startswith("machine   ") and result.out[1].startswith("found     in ")
     assert result.json["num_prompts"] == 2 and result.json["plan"]["weights"] == {"device": 0, "host": 1}
@@ -500,7 +572,7 @@ def test_what_fits_with_room_to_spare_needs_no_search_and_no_machine(
     command: Any, opt: Path, unmeasured: None, flags: tuple[object, ...]
 ) -> None:
     """Whatever the model, where prompts are given; and the package's own in any case."""
-    model = () if not flags or "demo" in flags else ("--model", opt)
+    model = () if not flags or "demo" in flags else ("--model", opt, *BYTES)
     result = command(*model, *flags, "--gen-len", 2)
     assert result.status == 0 and "predicted" not in result.json, result.err
     if not flags:  # it has a plan of its own, over every tier
@@ -513,8 +585,8 @@ def test_what_fits_with_room_to_spare_needs_no_search_and_no_machine(
 
 
 def test_what_fits_without_room_to_spare_is_searched(command: Any, opt: Path) -> None:
-    need = command("--model", opt, "--prompt", "a", "--gen-len", 2, "--dry-run").json["needed_bytes"]["host"]
-    result = command("--model", opt, "--prompt", "a", "--gen-len", 2, "--cpu-mem", need + (16 << 20))
+    need = command("--model", opt, *BYTES, "--prompt", "a", "--gen-len", 2, "--dry-run").json["needed_bytes"]["host"]
+    result = command("--model", opt, *BYTES, "--prompt", "a", "--gen-len", 2, "--cpu-mem", need + (16 << 20))
     assert result.status == 0 and result.out[0].startswith("machine   "), result.err
 
 
@@ -530,7 +602,7 @@ def test_what_no_machine_could_do_is_refused_before_one_is_measured(
         (("--prompt-len", 4, "--cpu-mem", "1MB"), "no plan fits"),
         (("--prompt-len", 4, "--positions", "rolling", "--kv-budget", 0.5), "rotary"),
     ):
-        assert words in command("--model", opt, *flags).error
+        assert words in command("--model", opt, *BYTES, *flags).error
 
 
 def test_a_run_is_drawn_below_its_prediction(command: Any, opt: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from h2o_flexgen.commands.flags import (
     add_sampling,
     add_search,
     add_sizes,
+    add_tokenizer,
     check_search,
     plan_of,
     take_sizes,
@@ -83,6 +84,7 @@ def _parser() -> Parser:
     )
     parser.set_defaults(demo=False)
     add_model(parser)
+    add_tokenizer(parser)
     _add_prompts(parser)
     _add_plan(parser)
     add_search(parser, f"search, {WHERE_FOUND}", "a run with a plan of your own is predicted for it, too")
@@ -119,6 +121,8 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     levels = f"0: no texts; 1: the first texts; 2: all texts and the timeline; {TRACEBACK}: where errors come from"
     add("--verbose", type=int, nargs="?", const=2, default=1, metavar="LEVEL", help=levels)
+    records = "a line of JSON per prompt, in order: whole texts, token ids, finish reasons; until the end as FILE.partial"
+    add("--output", metavar="FILE", help=records)
     timeline = "a picture of decode steps, lane by lane, as predicted above those that were run (needs the extra [plot])"
     add("--timeline", metavar="FILE", help=timeline)
     add("--trace", metavar="FILE", help="the last block, task by task, for ui.perfetto.dev or chrome://tracing")
@@ -145,10 +149,13 @@ def _refuse(args: argparse.Namespace) -> None:
     if found := [flag for flag, is_on in switched_on.items() if is_on]:
         raise ValueError(f"{found[0]} is not supported by this version; leave it out")
     check_search(args, args.percent == AUTO, f"say --percent {AUTO}")
-    if args.dry_run and (flag := next((one for one in ("trace", "timeline") if getattr(args, one) is not None), None)):
+    of_runs = (name for name in ("output", "trace", "timeline") if getattr(args, name) is not None)
+    if args.dry_run and (flag := next(of_runs, None)):
         raise ValueError(f"--{flag} shows what was run, and --dry-run runs nothing; leave one of them out")
     if args.cut_gen_len is not None and args.cut_gen_len < 2:
         raise ValueError(f"--cut-gen-len is {args.cut_gen_len}; give 2 or more: a decode step must be measured to be projected")
+    if args.output is not None and args.debug_mode == FEWER_BATCH:
+        raise ValueError(f"--output is for texts, and --debug-mode {FEWER_BATCH} ends before the second token; leave one out")
     if args.cut_gen_len is not None and args.debug_mode == FEWER_BATCH:
         raise ValueError(f"--cut-gen-len and --debug-mode {FEWER_BATCH} both cut the run short; give one of them")
     if args.debug_mode == FEWER_BATCH and args.schedule == "row_by_row":

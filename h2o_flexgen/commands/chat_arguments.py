@@ -6,7 +6,17 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
-from h2o_flexgen.commands.flags import TRACEBACK, Help, Parser, add_kv, add_model, add_placement, add_sampling, plan_of
+from h2o_flexgen.commands.flags import (
+    TRACEBACK,
+    Help,
+    Parser,
+    add_kv,
+    add_model,
+    add_placement,
+    add_sampling,
+    add_tokenizer,
+    plan_of,
+)
 from h2o_flexgen.commands.turns import COMMANDS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.runtime.dialogue import AUTO, STYLES
@@ -44,6 +54,7 @@ def _parser() -> Parser:
         formatter_class=Help,
     )
     add_model(parser)
+    add_tokenizer(parser)
     _add_turns(parser)
     add_placement(parser.add_argument_group("plan"))
     add_kv(parser)

@@ -17,6 +17,7 @@ from h2o_flexgen.commands.flags import (
     add_placement,
     add_protection,
     add_sizes,
+    add_tokenizer,
     plan_of,
     take_sizes,
 )
@@ -104,6 +105,7 @@ def _parser() -> Parser:
     unasked = dict.fromkeys(("heavy", "recent", "hh_ratio", "kv_budget"))
     parser.set_defaults(hh_all=False, kv_policy=Full.name, weight_codec=PLAIN, kv_codec=PLAIN, **unasked)
     add_model(parser)
+    add_tokenizer(parser)
     _add_grid(parser)
     _add_tasks(parser)
     group = parser.add_argument_group("plan")

@@ -23,6 +23,7 @@ from h2o_flexgen.planning.schedule import SCHEDULES
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
 from h2o_flexgen.quant.codec import PACKED
 from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.runtime.tokenizer import BYTES
 
 AUTO = "auto"
 BESIDE_BUDGET = ("hh_prompt_only", "sinks", "score_decay", "grace", "positions")  # beside a budget
@@ -86,6 +87,13 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--cpu-mem", metavar="SIZE", help=held)
     left = "where KV, activations and random weights go on disk; left as it was found (default: below ~/.cache/h2o_flexgen)"
     add("--offload-dir", metavar="FOLDER", help=left)
+
+
+def add_tokenizer(parser: argparse.ArgumentParser) -> None:
+    """For commands that read and write texts."""
+    own = f"{AUTO}: that of the model, or {BYTES} for random weights"
+    other = f"a hub name or a folder with a tokenizer, or {BYTES}: every byte is a token"
+    parser.add_argument_group("texts").add_argument("--tokenizer", default=AUTO, metavar="NAME", help=f"{other}; {own}")
 
 
 def add_device(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from h2o_flexgen.runtime.tokenizer import Tokenizer
+from h2o_flexgen.runtime.tokenizer import ByteTokenizer, Tokenizer
 
 DEFAULT_TOKENS = 512  # of a prompt, where nothing else is asked
 PARAGRAPH = (
@@ -28,10 +28,11 @@ PARAGRAPH = (
 
 
 def made_up_prompts(num: int, prompt_len: int, tokenizer: Tokenizer, vocab: int, seed: int = 0) -> list[list[int]]:
-    """Prompts of exactly this many tokens, readable, and different from each other as far as their length allows."""
+    """Prompts of exactly this many tokens, readable, and different from each other as far as their length allows. A model
+    without a tokenizer gets their bytes: they are there to be computed, not to be read."""
     if num < 1 or prompt_len < 1:
         raise ValueError(f"cannot make {num} prompts of {prompt_len} tokens; give 1 or more of each")
-    draw = random.Random(seed)
+    draw, tokenizer = random.Random(seed), tokenizer if tokenizer.reads_texts else ByteTokenizer(vocab)
     start = [token % vocab for token in tokenizer.encode("")][: prompt_len - 1]
     sentences = [[token % vocab for token in tokenizer.encode_more(" " + sentence)] for sentence in PARAGRAPH]
     made: set[tuple[int, ...]] = set()

@@ -29,6 +29,7 @@ def make_llm(args: Namespace, chosen: ChosenModel, plan: Plan, on_stage: OnStage
 
     return LLM(
         chosen.source,
+        tokenizer=args.tokenizer,
         plan=plan,
         dtype=args.dtype,
         device=args.device,

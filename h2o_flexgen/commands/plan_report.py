@@ -36,6 +36,7 @@ class PlanReport:
     accelerator: bool
     kernels: str  # what the CPU works with: C, or torch
     packing: tuple[Path, int] | None = None  # where packed weights are kept, and the bytes to write there first
+    tokenizer_note: str = ""
 
     @property
     def first(self) -> PlannedBlock:
@@ -74,6 +75,8 @@ class PlanReport:
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
             f"KV        {self.kept.line()}{self._packed_kv()}",
         ]
+        if self.tokenizer_note:
+            lines.append(f"tokens    {self.tokenizer_note}")
         if not self.accelerator:
             slow = self.kernels == "torch"
             lines.append(f"kernels   {self.kernels}" + (f" ({NO_KERNELS})" if slow else ""))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unicodedata import category
 
 from h2o_flexgen.commands.projection import Timing
 from h2o_flexgen.planning.model_spec import ModelSpec
@@ -14,8 +15,11 @@ from h2o_flexgen.planning.workload import Workload
 if TYPE_CHECKING:
     from h2o_flexgen.runtime.output import Completion, StepLogprobs
 
-FIRST = 3  # completions that are shown unless all are wanted
-CHARACTERS = 240  # of a text that is shown unless all is wanted
+FIRST = 8  # completions that are shown unless all are wanted
+CHARACTERS = 600  # of a text that is shown unless all is wanted
+TOKENS = 3  # whose log-probabilities are shown unless all are wanted
+PROMPT_CHARACTERS = 120  # of a prompt, its last
+INDENT = "    "
 GIB = 1 << 30  # FlexGen counts in these, and calls them GB
 
 
@@ -27,23 +31,39 @@ def say(lines: Iterable[str]) -> None:
 # -- texts -----------------------------------------------------------------------------------------------------------------
 
 
-def completion_lines(completions: Sequence[Completion], everything: bool) -> Iterator[str]:
+def completion_lines(completions: Sequence[Completion], everything: bool, as_text: bool = True) -> Iterator[str]:
+    """The end of each prompt, and beneath it what follows: as text, or, of a model without a tokenizer, as token ids."""
     shown = completions if everything else completions[:FIRST]
-    for one in shown:
+    for place, one in enumerate(shown):
+        if place:
+            yield ""
         counts = f"{len(one.prompt_token_ids)} + {len(one.token_ids)} tokens, {one.finish_reason}"
-        yield f"prompt {one.index} ({counts}): {_shown(one.text, everything)}"
+        yield f"prompt {one.index} ({counts})" + ("" if one.prompt is None else f": {_last_line(one.prompt)}")
+        text = one.text if as_text else f"token ids {' '.join(map(str, one.token_ids))}"
+        yield from (f"{INDENT}{line}" for line in _shown(text, everything).split("\n"))
         if one.logprobs is not None:
             yield f"  logprobs: {_logprobs(one.logprobs, everything)}"
     if len(shown) < len(completions):
-        yield f"({len(completions) - len(shown)} more; --verbose 2 shows all)"
+        yield f"({len(completions) - len(shown)} more; --verbose 2 shows all, --output FILE writes all)"
 
 
 def _shown(text: str, everything: bool) -> str:
-    return repr(text if everything or len(text) <= CHARACTERS else text[:CHARACTERS] + "...")
+    return _printable(text if everything or len(text) <= CHARACTERS else text[:CHARACTERS] + " ...")
+
+
+def _last_line(prompt: str) -> str:
+    """The end of a prompt, on one line."""
+    line = " ".join(prompt.split())
+    return _printable(line if len(line) <= PROMPT_CHARACTERS else "... " + line[-PROMPT_CHARACTERS:])
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would obey, or could not write."""
+    return "".join(one if one in "\n\t" or category(one) not in ("Cc", "Cs") else ascii(one)[1:-1] for one in text)
 
 
 def _logprobs(logprobs: Sequence[StepLogprobs], everything: bool) -> str:
-    steps = logprobs if everything else logprobs[:FIRST]
+    steps = logprobs if everything else logprobs[:TOKENS]
     words = []
     for step in steps:
         top = "".join(f" {one.token_id}:{one.logprob:.3f}" for one in step.top)

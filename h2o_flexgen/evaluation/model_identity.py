@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from h2o_flexgen.llm import DUMMY_SEED, LLM
 from h2o_flexgen.models.checkpoint import open_checkpoint
 from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.runtime.measure import describe_machine
-from h2o_flexgen.runtime.tokenizer import TOKENIZER_FILES
+from h2o_flexgen.runtime.tokenizer import AUTO, BYTES, TOKENIZER_FILES
 
 CONFIG = "config.json"
 CHUNK_BYTES = 1 << 24
@@ -23,11 +24,22 @@ def model_identity(llm: LLM) -> dict[str, object]:
     machine = describe_machine(llm.device)
     return {
         "weights": weights,
+        **_tokenizer_identity(llm),
         "dtype": llm.spec.dtype,
         "device": machine["device"],
         "kernels": in_use(),
         "torch": machine["torch"],
     }
+
+
+def _tokenizer_identity(llm: LLM) -> dict[str, object]:
+    """Where it is another one than the model's own, which is told by the folder."""
+    if llm.tokenizer_name == AUTO:
+        return {}
+    if llm.tokenizer_name == BYTES:
+        return {"tokenizer": BYTES}
+    folder = resolve_model(llm.tokenizer_name, with_weights=False)
+    return {"tokenizer": _digest(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())}
 
 
 def folder_digest(folder: Path) -> str:
@@ -38,6 +50,10 @@ def folder_digest(folder: Path) -> str:
         files = [*(folder / name for name in with_weights if (folder / name).is_file()), *checkpoint.files]
     finally:
         checkpoint.close()
+    return _digest(files)
+
+
+def _digest(files: Iterable[Path]) -> str:
     digest = blake2b(digest_size=12)
     for file in files:
         digest.update(f"{file.name}/{file.stat().st_size}/".encode())

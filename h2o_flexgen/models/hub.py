@@ -11,7 +11,7 @@ from h2o_flexgen.models.files import SAFETENSORS, TORCH
 from h2o_flexgen.planning.hints import did_you_mean
 
 TEXTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
-VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "chat_template*")
+VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template*")
 SAFETENSORS_FILES = (SAFETENSORS.single, SAFETENSORS.index, "model-*.safetensors")
 TORCH_FILES = (TORCH.single, TORCH.index, "pytorch_model-*.bin")
 TIMEOUT_SECONDS = 10

@@ -98,7 +98,7 @@ class Plan:
     def with_percent(self, percent: Sequence[float]) -> Plan:
         """FlexGen's six numbers: weights, KV, activations, each as per cent on GPU and in CPU memory; the rest is disk."""
         if isinstance(percent, str):
-            raise ValueError(f"percent is {percent!r}, but here it takes six numbers; `python -m h2o_flexgen.plan` finds them")
+            raise ValueError(f"percent is {percent!r}, but here it takes six numbers, and in LLM 'auto', too")
         if len(percent) != 6:
             raise ValueError(f"percent takes six numbers, got {len(percent)}: {list(percent)}")
         shares = []

@@ -1,18 +1,22 @@
 """Dialogue: how turns become one text. A style says which tokens go behind what was said so far, so that the model answers.
 
-Only the end of the text is ever asked for: what was said before stands in the KV cache and is not written again.
+In a conversation only the end of the text is asked for: what was said before stands in the KV cache and is not written again.
+Messages that are given all at once are written as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as shortened
 from typing import Protocol
 
 from h2o_flexgen.runtime.output import Completion
-from h2o_flexgen.runtime.tokenizer import Tokenizer
+from h2o_flexgen.runtime.prompts import Prompt
+from h2o_flexgen.runtime.tokenizer import Message, Tokenizer
 
 SPEAKER, ANSWERER = "User:", "Assistant:"
+SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 
 
 class Style(Protocol):
@@ -22,6 +26,9 @@ class Style(Protocol):
 
     def turn(self, text: str, before: Completion | None) -> list[int]:
         """The tokens that go behind the reply `before`; None begins the text."""
+
+    def whole(self, messages: Sequence[Message]) -> Prompt:
+        """All of a chat, up to where the answer begins."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,10 @@ class Plain:
 
     def turn(self, text: str, before: Completion | None) -> list[int]:
         return self.tokenizer.encode(_opening(self.system) + text) if before is None else self.tokenizer.encode_more(text)
+
+    def whole(self, messages: Sequence[Message]) -> Prompt:
+        text = "".join(_opening(said) if role == SYSTEM else said for role, said in _known_roles(messages))
+        return Prompt(text, tuple(self.tokenizer.encode(text)))
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,16 @@ class Script:
             return self.tokenizer.encode(f"{_opening(self.system)}{SPEAKER}{spoken}")
         said_speaker = self.stops[0] in self.tokenizer.decode(before.token_ids)  # the reply wrote it before it was stopped
         return self.tokenizer.encode_more(spoken if said_speaker else f"{self.stops[0]}{spoken}")
+
+    def whole(self, messages: Sequence[Message]) -> Prompt:
+        opening, lines = "", []
+        for role, said in _known_roles(messages):
+            if role == SYSTEM:
+                opening += _opening(said)
+            else:
+                lines.append(f"{SPEAKER if role == USER else ANSWERER} {said}\n")
+        text = f"{opening}{''.join(lines)}{ANSWERER}"
+        return Prompt(text, tuple(self.tokenizer.encode(text)))
 
 
 @dataclass(frozen=True)
@@ -73,9 +94,23 @@ class Template:
         ids = self.tokenizer.encode_more(behind)
         return ids[1:] if ids[:1] == list(before.token_ids[-1:]) else ids  # the reply's own end is there
 
+    def whole(self, messages: Sequence[Message]) -> Prompt:
+        text = self.tokenizer.render_chat(messages)
+        return Prompt(text, tuple(self.tokenizer.encode_more(text)))
+
 
 def _opening(system: str) -> str:
     return f"{system}\n\n" if system else ""
+
+
+def _known_roles(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """Of a style that writes all roles itself."""
+    for message in messages:
+        if message["role"] not in (SYSTEM, USER, ASSISTANT):
+            raise ValueError(
+                f"role {shortened(message['role'])} needs a chat template; known are {SYSTEM}, {USER}, {ASSISTANT}"
+            )
+    return [(message["role"], message["content"]) for message in messages]
 
 
 def _not_in(text: str) -> str:

@@ -28,6 +28,8 @@ class RowState:
         row: int | None = None,
     ) -> None:
         assert params.max_tokens is not None, "how many these are is known before a row is made"
+        if params.stop_strings and not tokenizer.reads_texts:
+            raise ValueError("stop is a text, but this model has no tokenizer; give stop_token_ids, or choose a tokenizer")
         self.index = index  # place of the prompt in the input
         self.number = number  # which completion of the prompt it is
         self.row = index if row is None else row  # among all rows of the workload
@@ -59,7 +61,7 @@ class RowState:
 
     def _new_text(self) -> RowText | None:
         needs_text = self._streamed or bool(self.params.stop_strings)
-        if not needs_text:
+        if not needs_text or not self._tokenizer.reads_texts:
             return None
         params = self.params
         return RowText(self._tokenizer, self.prompt_ids, params.stop_strings, params.include_stop_str_in_output)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
+from h2o_flexgen.planning.units import format_bytes
+
 
 class Stage(str, Enum):
     CONVERTING = "converting weights"  # of .bin files, once
@@ -19,3 +21,7 @@ class Stage(str, Enum):
 
 
 OnStage = Callable[[Stage, int, int], None]  # bytes done and bytes in all: both 0 where they are not counted
+
+
+def how_far(done_bytes: int, total_bytes: int) -> str:
+    return f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}" if total_bytes else ""

@@ -1,4 +1,4 @@
-"""Tokenizers: that of a model folder, or bytes for a model without one."""
+"""Tokenizers: the one in a model's folder, bytes as tokens for who asks for them, and the place of one that is not there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+AUTO, BYTES = "auto", "bytes"  # the model's own tokenizer; every byte a token
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
@@ -20,6 +21,14 @@ class Tokenizer(Protocol):
     @property
     def eos_ids(self) -> frozenset[int]:
         """Every one of them ends a row."""
+
+    @property
+    def reads_texts(self) -> bool:
+        """Whether texts can be encoded, and token ids shown as text."""
+
+    @property
+    def note(self) -> str:
+        """What a report says of it: nothing where it is the model's own."""
 
     def encode(self, text: str) -> list[int]:
         """With the special tokens that the model expects around a prompt."""
@@ -40,7 +49,11 @@ class Tokenizer(Protocol):
 class HfTokenizer:
     """The tokenizer of a model folder. Code that comes with a folder is never run, and nothing is fetched."""
 
-    def __init__(self, folder: Path, config: object = None) -> None:
+    reads_texts = True
+    note = ""
+
+    def __init__(self, folder: Path, config: object = None, model_folder: Path | None = None) -> None:
+        """`model_folder` is the model's where that is another one: it says where texts end."""
         from transformers import AutoTokenizer  # takes seconds to import
 
         try:
@@ -48,7 +61,7 @@ class HfTokenizer:
         except Exception as error:  # whatever a broken file makes the library raise
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(f"the tokenizer in {folder} cannot be read ({reason}); mend or remove its files") from error
-        self.eos_ids = _eos_ids(folder, config, self._tokenizer.eos_token_id)
+        self.eos_ids = _eos_ids(model_folder or folder, config, self._tokenizer.eos_token_id)
 
     @property
     def of_transformers(self) -> PreTrainedTokenizerBase:
@@ -79,11 +92,13 @@ class HfTokenizer:
 
 
 class ByteTokenizer:
-    """For models without tokenizer files: a byte is a token. Every text can be encoded and every id decoded, at any vocabulary;
-    ids that stand for no byte show as numbers."""
+    """Every byte is a token: for random weights, and for models that were trained so. Every text can be encoded and every id
+    decoded, at any vocabulary; ids that stand for no byte show as numbers."""
 
     SPECIALS = 4  # ids 0 to 3 have a meaning in most vocabularies
     has_chat_template = False
+    reads_texts = True
+    note = "every byte is a token"
 
     def __init__(self, vocab: int, eos_ids: frozenset[int] = frozenset()) -> None:
         self.eos_ids = eos_ids
@@ -109,13 +124,52 @@ class ByteTokenizer:
         return bytes((byte,)) if byte < 256 else f"<{token}>".encode()
 
 
-def load_tokenizer(folder: Path | None, config: object, vocab: int) -> Tokenizer:
-    """`config` is the model's, as an object or as a mapping: it may name the end of sequence."""
-    if folder is None:
-        return ByteTokenizer(vocab)  # random weights never mean an end
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return ByteTokenizer(vocab, _eos_ids(folder, config, None))
-    return HfTokenizer(folder, config)
+class NoTokenizer:
+    """Stands in for the tokenizer of a checkpoint that has none. Token ids go in and come out, and their text is empty; a text
+    that is given is refused."""
+
+    has_chat_template = False
+    reads_texts = False
+
+    def __init__(self, folder: Path, eos_ids: frozenset[int] = frozenset()) -> None:
+        self.eos_ids = eos_ids
+        self.note = f"none: {folder} has no tokenizer, so prompts and outputs are token ids"
+        self.missing = (
+            f"{folder} has no tokenizer (looked for {', '.join(TOKENIZER_FILES)}); put its files there, or give token ids, "
+            f"or choose a tokenizer (--tokenizer, in Python tokenizer=): {BYTES}, or the folder of another"
+        )
+
+    def encode(self, text: str) -> list[int]:
+        raise ValueError(f"a text cannot be read: {self.missing}")
+
+    def encode_more(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        raise ValueError(f"a chat cannot be written down: {self.missing}")
+
+
+def load_tokenizer(folder: Path | None, config: object, vocab: int, asked: str | Path = AUTO) -> Tokenizer:
+    """`folder` is the model's, or None for random weights, which never mean an end. `config` is the model's, as an object or as
+    a mapping: it may name the end of sequence. `asked` is AUTO, BYTES or the folder of another tokenizer."""
+    if asked == BYTES or (folder is None and asked == AUTO):
+        return ByteTokenizer(vocab, frozenset() if folder is None else _eos_ids(folder, config, None))
+    if isinstance(asked, Path):
+        if not _has_tokenizer(asked):
+            raise ValueError(f"tokenizer {asked} has none of {', '.join(TOKENIZER_FILES)}; give a folder that has, or {BYTES}")
+        other = HfTokenizer(asked, config, folder)
+        other.eos_ids = frozenset() if folder is None else other.eos_ids
+        other.note = f"those of the tokenizer in {asked}"
+        return other
+    assert folder is not None
+    return HfTokenizer(folder, config) if _has_tokenizer(folder) else NoTokenizer(folder, _eos_ids(folder, config, None))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def _eos_ids(folder: Path, config: object, of_tokenizer: int | None) -> frozenset[int]:

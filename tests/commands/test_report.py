@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from h2o_flexgen.commands.errors import one_line
 from h2o_flexgen.commands.lanes import compute_bound
 from h2o_flexgen.commands.plan_report import table
-from h2o_flexgen.commands.report import completion_lines, log_name
+from h2o_flexgen.commands.report import FIRST, INDENT, completion_lines, log_name
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.schedule import Op, Task
@@ -20,24 +22,45 @@ def completion(index: int, text: str = "text", **changes: object) -> Completion:
     return Completion(index=index, text=text, **{**values, **changes})  # type: ignore[arg-type]
 
 
+def lines_of(count: int, everything: bool) -> list[str]:
+    return list(completion_lines([completion(index) for index in range(count)], everything))
+
+
 def test_the_first_completions_are_shown_and_the_others_counted() -> None:
-    lines = list(completion_lines([completion(index) for index in range(5)], everything=False))
-    assert lines[0] == "prompt 0 (2 + 3 tokens, stop): 'text'"
-    assert lines[3:] == ["(2 more; --verbose 2 shows all)"]
-    assert len(list(completion_lines([completion(index) for index in range(5)], everything=True))) == 5
+    lines = lines_of(FIRST + 2, everything=False)
+    assert lines[:3] == ["prompt 0 (2 + 3 tokens, stop)", f"{INDENT}text", ""]
+    assert lines[-1] == "(2 more; --verbose 2 shows all, --output FILE writes all)"
+    assert [sum(line == f"{INDENT}text" for line in lines_of(FIRST + 2, every)) for every in (False, True)] == [
+        FIRST,
+        FIRST + 2,
+    ]
 
 
-def test_a_completion_is_one_line_and_a_long_one_is_cut() -> None:
-    (line,) = completion_lines([completion(0, "two\nlines " * 100)], everything=False)
-    assert "\n" not in line and line.endswith("...'")
-    (line,) = completion_lines([completion(0, "two\nlines " * 100)], everything=True)
-    assert len(line) > 1000
+@pytest.mark.parametrize(
+    ("given", "as_text", "expected"),
+    [
+        ({"text": "so\n\tit 'was' ü"}, True, ["so", "\tit 'was' ü"]),
+        ({"text": "\x1b[31m\x00 \ud800"}, True, ["\\x1b[31m\\x00 \\ud800"]),  # a terminal would obey or refuse these
+        ({"text": ""}, False, ["token ids 3 4 5"]),
+    ],
+)
+def test_texts_are_shown_as_text(given: dict[str, Any], as_text: bool, expected: list[str]) -> None:
+    _, *lines = completion_lines([completion(0, **given)], everything=False, as_text=as_text)
+    assert lines == [f"{INDENT}{line}" for line in expected]
+
+
+def test_a_long_text_is_cut_and_of_a_long_prompt_the_end_is_shown() -> None:
+    one = completion(0, "x" * 10_000, prompt="begun " * 1000 + "and\nended")
+    head, cut = completion_lines([one], everything=False)
+    assert head.endswith("begun and ended") and "): ... " in head and len(head) < 200
+    assert cut.endswith("x ...") and len(cut) < 1000
+    assert list(completion_lines([one], everything=True))[1] == INDENT + "x" * 10_000
 
 
 def test_logprobs_name_the_chosen_token_and_its_rivals() -> None:
     steps = tuple(StepLogprobs(TokenLogprob(token, -0.5), (TokenLogprob(9, -0.25),)) for token in (3, 4, 5, 6))
     lines = list(completion_lines([completion(0, logprobs=steps)], everything=False))
-    assert lines[1] == "  logprobs: 3:-0.500 (of 9:-0.250), 4:-0.500 (of 9:-0.250), 5:-0.500 (of 9:-0.250) ..."
+    assert lines[2] == "  logprobs: 3:-0.500 (of 9:-0.250), 4:-0.500 (of 9:-0.250), 5:-0.500 (of 9:-0.250) ..."
 
 
 def test_the_name_of_a_log_tells_the_plan() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from h2o_flexgen.runtime.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from h2o_flexgen.models import hub
+from h2o_flexgen.runtime.tokenizer import BYTES, TOKENIZER_FILES, ByteTokenizer, Tokenizer, load_tokenizer
 from tests.real_tokenizers import TEXTS, save_byte_level
 
 
@@ -44,12 +46,42 @@ def test_the_ends_of_sequence_come_from_the_first_place_that_names_them(
     assert load_tokenizer(tmp_path, config, 320).eos_ids == expected
 
 
-def test_a_folder_without_tokenizer_files_gets_bytes(tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_files_reads_no_text_and_says_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    for folder in (tmp_path, None):
-        tokenizer = load_tokenizer(folder, None, 300)
-        assert isinstance(tokenizer, ByteTokenizer)
-        assert tokenizer.eos_ids == frozenset()
+    tokenizer = load_tokenizer(tmp_path, {"eos_token_id": 5}, 300)
+    assert tokenizer.eos_ids == {5} and tokenizer.decode([40, 41]) == ""
+    for read in (
+        tokenizer.encode,
+        tokenizer.encode_more,
+        lambda text: tokenizer.render_chat([{"role": "user", "content": text}]),
+    ):
+        with pytest.raises(ValueError, match="has no tokenizer") as caught:
+            read("The ferry")
+        assert all(part in str(caught.value) for part in (str(tmp_path), *TOKENIZER_FILES, "--tokenizer", "bytes"))
+
+
+def test_bytes_are_tokens_where_somebody_says_so_or_weights_are_random(tmp_path: Path) -> None:
+    save_byte_level(tmp_path)
+    asked, random = load_tokenizer(tmp_path, {"eos_token_id": 5}, 300, BYTES), load_tokenizer(None, {"eos_token_id": 5}, 300)
+    assert isinstance(asked, ByteTokenizer) and asked.eos_ids == {5}
+    assert isinstance(random, ByteTokenizer) and random.eos_ids == frozenset(), "random weights never mean an end"
+
+
+def test_the_tokenizer_of_another_folder_reads_texts_and_the_models_own_files_say_what_ends_them(tmp_path: Path) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    model.mkdir()
+    save_byte_level(other)
+    tokenizer = load_tokenizer(model, None, 320, other)
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello" and tokenizer.eos_ids == {1} and str(other) in tokenizer.note
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert load_tokenizer(model, None, 320, other).eos_ids == {9}
+    assert load_tokenizer(None, None, 320, other).eos_ids == frozenset()
+    with pytest.raises(ValueError, match=r"has none of tokenizer\.json"):
+        load_tokenizer(other, None, 320, model)
+
+
+def test_all_tokenizer_files_are_fetched_from_the_hub() -> None:
+    assert [name for name in TOKENIZER_FILES if not any(fnmatch(name, one) for one in (*hub.TEXTS, *hub.VOCABULARIES))] == []
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
