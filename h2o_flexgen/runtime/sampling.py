@@ -94,8 +94,8 @@ def _column(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 def _refuse_broken(logits: Tensor, best: Tensor, rows: Sequence[int], steps: Sequence[int]) -> None:
-    """`best`: the largest score of each row. A NaN anywhere is the largest, so one value per row tells. Whether the checkpoint is
-    to blame or what params have made of its logits, the logits tell."""
+    """`best`: the largest score of each row. A NaN anywhere is the largest, so one value per row tells. The logits tell whether
+    the checkpoint is to blame, or what params have made of it."""
     broken = (~torch.isfinite(best)).nonzero().flatten().tolist()
     if not broken:
         return
