@@ -64,7 +64,7 @@ class Sampler:
         numbers = [0] * len(rows) if histories is None else [history.number for history in histories]
         scores = adjusted(logits, params, histories)
         best, likeliest = scores.max(dim=-1)
-        _refuse_broken(logits, scores, best, rows, steps)
+        _refuse_broken(logits, best, rows, steps)
         tokens = likeliest.cpu()
         for belongs, draw in ((_is_sampled, _draw_unfiltered), (_is_filtered, _draw_filtered)):
             for places in portions([place for place, one in enumerate(params) if belongs(one)], logits.shape[-1]):
@@ -93,27 +93,23 @@ def _column(values: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)[:, None]  # (rows, 1)
 
 
-def _refuse_broken(logits: Tensor, scores: Tensor, best: Tensor, rows: Sequence[int], steps: Sequence[int]) -> None:
-    """What the checkpoint has done and what the params have: `best` are the largest scores of the rows."""
-    is_adjusted = scores is not logits
-    place = _first_broken(logits.max(dim=-1).values if is_adjusted else best)
-    if place is not None:
+def _refuse_broken(logits: Tensor, best: Tensor, rows: Sequence[int], steps: Sequence[int]) -> None:
+    """`best`: the largest score of each row. A NaN anywhere is the largest, so one value per row tells. The logits tell whether
+    the checkpoint is to blame, or what params have made of it."""
+    broken = (~torch.isfinite(best)).nonzero().flatten().tolist()
+    if not broken:
+        return
+    place = broken[0]
+    of_model = logits[place].max().item()
+    if not math.isfinite(of_model):
         raise ValueError(
-            f"logits of prompt {rows[place]} at step {steps[place]} have the maximum {logits[place].max().item()}; "
+            f"logits of prompt {rows[place]} at step {steps[place]} have the maximum {of_model}; "
             "the checkpoint is broken or overflows its dtype: try bfloat16 or float32"
         )
-    place = _first_broken(best) if is_adjusted else None
-    if place is not None:
-        raise ValueError(
-            f"the sampling params of prompt {rows[place]} leave no token to pick at step {steps[place]} (the highest score is "
-            f"{best[place].item()}); ease allowed_token_ids, min_tokens or repetition_penalty"
-        )
-
-
-def _first_broken(tops: Tensor) -> int | None:
-    """A NaN anywhere in a row is its maximum, so one value per row tells."""
-    broken = (~torch.isfinite(tops)).nonzero().flatten().tolist()
-    return broken[0] if broken else None
+    raise ValueError(
+        f"the sampling params of prompt {rows[place]} leave no token to pick at step {steps[place]} (the highest score is "
+        f"{best[place].item()}); ease allowed_token_ids, min_tokens or repetition_penalty"
+    )
 
 
 def _distances(scores: Tensor, best: Tensor, params: Sequence[SamplingParams]) -> Tensor:
