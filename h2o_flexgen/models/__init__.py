@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from h2o_flexgen.models.config_values import check_config
+from h2o_flexgen.models.json_file import parse_json, read_object, shown
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def known_config(name: str, **changes: object) -> Config | None:
     if hub is None:
         return None
     values = _known_files()[hub].read_text(encoding="utf-8")
-    return _config_of({**json.loads(values), **changes}, hub)
+    return _config_of({**parse_json(values), **changes}, hub)
 
 
 def hub_name(name: str) -> str | None:
@@ -80,6 +81,7 @@ def _known_files() -> dict[str, Path]:
 def _config_of(values: Mapping[str, Any], name: str) -> Config:
     """Only classes that transformers itself has are ever made: code that comes with a checkpoint is not run."""
     architecture = _checked_architecture(values.get("model_type"))
+    check_config(values, architecture, name)
     from transformers import CONFIG_MAPPING
 
     try:
@@ -92,18 +94,12 @@ def _read_folder(folder: Path) -> Mapping[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"folder {str(folder)!r} has no config.json; give the folder of a Hugging Face checkpoint")
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {str(file)!r}: {_one_line(error)}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{str(file)!r} holds no JSON object; give the folder of a Hugging Face checkpoint")
-    return values
+    return read_object(file, "give the folder of a Hugging Face checkpoint")
 
 
 def _checked_architecture(architecture: object) -> str:
     if not isinstance(architecture, str) or architecture not in MODELS:
-        raise ValueError(f"architecture {architecture!r} is not supported; known are {', '.join(MODELS)}")
+        raise ValueError(f"architecture {shown(architecture)!r} is not supported; known are {', '.join(MODELS)}")
     return architecture
 
 

@@ -48,8 +48,11 @@ class Checkpoint:
         if not shards.files:
             raise ValueError(f"{folder} has no weights: neither {SAFETENSORS.single} nor {SAFETENSORS.index} is there")
         read = read_header if copy is None else copy.tensors
-        stored = [tensor for file in shards.files for tensor in read(file) if shards.owns(file, tensor.name)]
-        self._tensors = {tensor.name: tensor for tensor in stored}
+        held = {file: {tensor.name: tensor for tensor in read(file)} for file in shards.files}
+        shards.check(held)
+        self._tensors = {
+            name: tensor for file, tensors in held.items() for name, tensor in tensors.items() if shards.owns(file, name)
+        }
         self._by_bare_name: dict[str, list[StoredTensor]] = defaultdict(list)
         for tensor in self._tensors.values():
             self._by_bare_name[_bare_name(tensor.name)].append(tensor)

@@ -58,13 +58,15 @@ def _build(shards: Shards, progress: Progress | None, target: Path) -> dict[str,
 
 def _survey(shards: Shards) -> list[Conversion]:
     """Opens every file before anything is written, so that a damaged one is found at once."""
-    conversions = []
+    conversions, held = [], {}
     for number, source in enumerate(shards.files, start=1):
         single = len(shards.files) == 1
         file_name = SAFETENSORS.single if single else f"model-{number:05d}-of-{len(shards.files):05d}.safetensors"
         tensors, _ = load_shard(source)
+        held[source] = set(tensors)
         forms = [_form(source, name, tensor) for name, tensor in tensors.items() if shards.owns(source, name)]
         conversions.append(Conversion(source, tuple(forms), file_name))
+    shards.check(held)
     return conversions
 
 

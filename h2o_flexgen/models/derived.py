@@ -18,6 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from h2o_flexgen.models.files import reason
+from h2o_flexgen.models.json_file import parse_json
 from h2o_flexgen.models.leftovers import PARTIAL, remove_leftovers, writer
 from h2o_flexgen.models.safetensors_format import StoredTensor, raw_header, read_header
 from h2o_flexgen.models.sums import Sums
@@ -112,9 +113,9 @@ class Copy:
         """Everything but the weights is compared with what was written."""
         copy = cls(path, sources, {}, _identity(path))
         try:
-            files = json.loads((path / MANIFEST).read_bytes())["files"]
+            files = parse_json((path / MANIFEST).read_bytes())["files"]
             copy = replace(copy, records={name: Record.from_json(one) for name, one in files.items()})
-        except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise Damaged(copy, f"its {MANIFEST} cannot be read ({type(error).__name__})") from error
         for name, record in copy.records.items():
             copy._compare(path / name, record)
@@ -201,10 +202,10 @@ class DerivedFolder:
     def is_there(self) -> bool:
         """Whether it was made, and in the way that is known now. It may be damaged."""
         try:
-            found = json.loads((self.path / MANIFEST).read_bytes())["format"]
+            found = parse_json((self.path / MANIFEST).read_bytes())["format"]
         except FileNotFoundError:
             return False
-        except (OSError, ValueError, RecursionError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError):
             return True
         return found == FORMAT if isinstance(found, int) else True
 

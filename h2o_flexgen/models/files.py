@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
 
+from h2o_flexgen.models.json_file import read_object, shown
 from h2o_flexgen.planning.units import format_bytes
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 ALIGNMENT = 4096  # what O_DIRECT wants of offsets
+AGAIN = "download the model again"
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -34,9 +35,24 @@ TORCH = FileNames("pytorch_model.bin", "pytorch_model.bin.index.json")
 class Shards:
     files: tuple[Path, ...]
     owner: Mapping[str, str]  # which file the index says a tensor is in; empty without an index
+    index: Path | None = None
 
     def owns(self, file: Path, name: str) -> bool:
         return self.owner.get(name, file.name) == file.name
+
+    def check(self, contents: Mapping[Path, Collection[str]]) -> None:
+        """Refuses files that hold something else than the index says. Of two files with a tensor of the same name the index
+        decides; a tensor that it names and that no file has is missing only to who asks for it."""
+        if self.index is None:
+            return
+        holders = {name: file for file, names in contents.items() for name in names}
+        has = {(file.name, name) for file, names in contents.items() for name in names}
+        for name, file in holders.items():
+            named = self.owner.get(name)
+            if named is None:
+                raise ValueError(f"{file} has the tensor {shown(name)}, which {self.index} does not name; {AGAIN}")
+            if (named, name) not in has:
+                raise ValueError(f"{self.index} names tensor {shown(name)} in {named}, but it is in {file.name}; {AGAIN}")
 
 
 def find_shards(folder: Path, names: FileNames) -> Shards:
@@ -50,24 +66,21 @@ def find_shards(folder: Path, names: FileNames) -> Shards:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ValueError(
-            f"{folder / missing[0]} is missing ({len(missing)} of the {len(files)} files that {names.index} names); "
-            "download the model again"
+            f"{folder / missing[0]} is missing ({len(missing)} of the {len(files)} files that {names.index} names); {AGAIN}"
         )
-    return Shards(files, owner)
+    return Shards(files, owner, folder / names.index)
 
 
 def read_index(path: Path) -> dict[str, str]:
-    try:
-        owner: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
-        names = [*owner.keys(), *owner.values()]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no index of weight files ({type(error).__name__}); download it again") from error
-    for name in names:
-        if not isinstance(name, str):
-            raise ValueError(f"{path} names {name!r} where a tensor or a file should stand; download it again")
+    """Which file each tensor is in."""
+    owner = read_object(path, "download it again").get("weight_map")
+    if not isinstance(owner, dict):
+        raise ValueError(f"{path} is no index of weight files (it has no weight_map); download it again")
     for name in owner.values():
+        if not isinstance(name, str):
+            raise ValueError(f"{path} names {shown(name)} where a file should stand; download it again")
         if name in ("", ".", "..") or Path(name).name != name:
-            raise ValueError(f"{path} names the file {name!r}, which is not in the same folder; download it again")
+            raise ValueError(f"{path} names the file {shown(name)!r}, which is not in the same folder; download it again")
     if not owner:
         raise ValueError(f"{path} names no tensor at all; download it again")
     return owner

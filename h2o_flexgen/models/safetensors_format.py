@@ -16,6 +16,7 @@ from typing import BinaryIO, Protocol, TypeGuard
 import torch
 
 from h2o_flexgen.models.files import align_up, flush_to_disk, reason, refuse_pointer
+from h2o_flexgen.models.json_file import NotJSON, parse_json
 from h2o_flexgen.models.sums import Sums
 
 LENGTH_BYTES = 8
@@ -97,9 +98,9 @@ def _parse_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, obje
         )
     file.seek(LENGTH_BYTES)
     try:
-        header = json.loads(file.read(length))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} has a corrupt header (no valid JSON); download it again") from error
+        header = parse_json(file.read(length))
+    except NotJSON as error:
+        raise ValueError(f"{path} has a corrupt header (no valid JSON: {error}); download it again") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path} has a corrupt header (a {type(header).__name__}, no table of tensors); download it again")
     return header, LENGTH_BYTES + length

@@ -109,7 +109,9 @@ class Machine:
             content = yaml.safe_load(text)
         except OSError as error:
             raise ValueError(f"machine file {path} cannot be read: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except RecursionError as error:
+            raise ValueError(f"machine file {path} is nested too deeply; give one of keys and values") from error
+        except (yaml.YAMLError, ValueError) as error:
             raise ValueError(f"machine file {path} is not YAML: {' '.join(str(error).split())}") from error
         if not isinstance(content, dict):
             raise ValueError(f"machine file {path} holds no keys; it needs {', '.join(f.name for f in fields(cls))}")

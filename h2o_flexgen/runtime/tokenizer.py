@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
+
+from h2o_flexgen.models.config_values import EOS, eos_ids_of
+from h2o_flexgen.models.json_file import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -174,19 +176,13 @@ def _has_tokenizer(folder: Path) -> bool:
 
 def _eos_ids(folder: Path, config: object, of_tokenizer: int | None) -> frozenset[int]:
     """The first that says so: generation_config.json, the model's config, the tokenizer."""
-    of_config = config.get("eos_token_id") if isinstance(config, Mapping) else getattr(config, "eos_token_id", None)
-    for given in (_generation_config(folder).get("eos_token_id"), of_config, of_tokenizer):
-        if given is not None:
-            return frozenset(given if isinstance(given, (list, tuple)) else (given,))
-    return frozenset()
-
-
-def _generation_config(folder: Path) -> Mapping[str, object]:
+    of_config = config.get(EOS) if isinstance(config, Mapping) else getattr(config, EOS, None)
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); mend or remove it") from error
-    return found if isinstance(found, dict) else {}
+    of_generation = read_object(path, "mend or remove it").get(EOS) if path.is_file() else None
+    for where, given in ((path, of_generation), (folder / "config.json", of_config), (folder, of_tokenizer)):
+        if given is not None:
+            try:
+                return eos_ids_of(given)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+    return frozenset()

@@ -1,0 +1,73 @@
+"""What a model's config.json says of sizes, looked at before anything is built from it: a size that is missing, no number, or
+larger than any model's is refused here, so that nobody behind this divides by zero or counts to 2**62.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from h2o_flexgen.models.json_file import shown
+
+# far more than any model has, and few enough that tables of so many entries are made in a moment
+BLOCKS, HEADS, HEAD_DIM = 1 << 12, 1 << 14, 1 << 14
+WIDTH, VOCAB, POSITIONS = 1 << 22, 1 << 26, 1 << 30
+
+REQUIRED = {
+    "num_hidden_layers": BLOCKS,
+    "hidden_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": POSITIONS,
+}
+MLP_WIDTH, MLP_WIDTH_OF_OPT = "intermediate_size", "ffn_dim"
+OPTIONAL = {"num_key_value_heads": HEADS, "head_dim": HEAD_DIM, "word_embed_proj_dim": WIDTH, "sliding_window": POSITIONS}
+NUMBERS = ("rope_theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor", "rms_norm_eps", "layer_norm_eps")
+EOS = "eos_token_id"
+
+
+def check_config(values: Mapping[str, Any], architecture: str, name: str) -> None:
+    """`values` are those of config.json."""
+    try:
+        mlp_width = MLP_WIDTH_OF_OPT if architecture == "opt" else MLP_WIDTH
+        for key, most in {**REQUIRED, mlp_width: WIDTH}.items():
+            _check_size(key, values.get(key), most)
+        for key, most in OPTIONAL.items():
+            if values.get(key) is not None:
+                _check_size(key, values[key], most)
+        for key in NUMBERS:
+            if values.get(key) is not None:
+                _check_number(key, values[key])
+        _check_heads(values)
+        eos_ids_of(values.get(EOS))
+    except ValueError as error:
+        raise ValueError(f"the config of {shown(name)!r} is not valid: {error}; download the model again") from error
+
+
+def _check_size(key: str, value: object, most: int) -> None:
+    if value is None:
+        raise ValueError(f"{key} is missing")
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(f"{key} is {shown(value)}, which is no whole number from 1 to {most}")
+
+
+def _check_number(key: str, value: object) -> None:
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):  # type: ignore[operator]
+        raise ValueError(f"{key} is {shown(value)}, which is no number of 0 or more")
+
+
+def _check_heads(values: Mapping[str, Any]) -> None:
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    if values.get("head_dim") is None and hidden % heads:
+        raise ValueError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+    kv_heads = values.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+
+
+def eos_ids_of(value: object) -> frozenset[int]:
+    """The tokens that end a text: an id, a list of them, or none at all."""
+    ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    if wrong := [one for one in ids if type(one) is not int]:
+        raise ValueError(f"{EOS} is {shown(value)}: {shown(wrong[0])} is no token id; give a whole number or a list of them")
+    return frozenset(ids)

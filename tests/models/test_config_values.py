@@ -1,0 +1,142 @@
+"""What is refused of a model folder's JSON before anything is built from it: in one line, and without counting to 2**62."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.models import known_config, known_names, load_config
+from h2o_flexgen.models.config_values import eos_ids_of
+from h2o_flexgen.models.json_file import NotJSON, parse_json
+from h2o_flexgen.models.safetensors_format import TensorForm, read_header, write_safetensors
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.runtime.tokenizer import load_tokenizer
+from tests.tiny import save_tiny
+
+DEEP = "[" * 100_000
+MISSING = object()
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+
+
+def one_line(action: Callable[[], object]) -> str:
+    with pytest.raises(ValueError) as caught:
+        action()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    folder = tmp_path_factory.mktemp("config")
+    save_tiny("qwen3", folder)
+    return dict(json.loads((folder / "config.json").read_text()))
+
+
+def told(values: Mapping[str, Any], folder: Path, **changes: object) -> str:
+    changed = {name: value for name, value in {**values, **changes}.items() if value is not MISSING}
+    (folder / "config.json").write_text(json.dumps(changed))
+    return one_line(lambda: load_config(str(folder)))
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2**62, 1.5, "many", True, [3], {"a": 1}, MISSING, "x" * 5000])
+def test_a_size_that_makes_no_sense_is_named(wrong: object, values: Mapping[str, Any], tmp_path: Path) -> None:
+    for key in (*SIZES, "intermediate_size"):
+        assert f"{key} is " in told(values, tmp_path, **{key: wrong})
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_attention_heads": 5, "head_dim": None}, "hidden_size 32 is no multiple of num_attention_heads 5"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"head_dim": -4}, "head_dim is -4"),
+        ({"sliding_window": "wide"}, "sliding_window is wide"),
+        ({"rope_theta": "word"}, "rope_theta is word"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
+        ({"eos_token_id": {"a": 1}}, "eos_token_id is {'a': 1}"),
+    ],
+)
+def test_values_that_do_not_go_together_are_named(
+    changes: Mapping[str, object], problem: str, values: Mapping[str, Any], tmp_path: Path
+) -> None:
+    assert problem in told(values, tmp_path, **changes)
+
+
+def test_every_known_model_is_within_the_bounds() -> None:
+    assert all(known_config(name) for name in known_names())
+    assert "num_hidden_layers is 0" in one_line(lambda: known_config("opt-125m", num_hidden_layers=0))
+
+
+@pytest.mark.parametrize("wrong", [{"a": 1}, [[1]], "two", 2.5, True, [1, None], DEEP])
+def test_only_token_ids_end_a_text(wrong: object, tmp_path: Path) -> None:
+    assert "eos_token_id is " in one_line(lambda: eos_ids_of(wrong))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+    assert "generation_config.json" in one_line(lambda: load_tokenizer(tmp_path, {}, 100))
+    (tmp_path / "generation_config.json").unlink()
+    assert "config.json" in one_line(lambda: load_tokenizer(tmp_path, {"eos_token_id": wrong}, 100))
+
+
+def test_an_id_a_list_of_them_or_none_may_end_a_text() -> None:
+    assert (eos_ids_of(3), eos_ids_of([3, 5, 3]), eos_ids_of(None)) == ({3}, {3, 5}, frozenset())
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"]
+)
+@pytest.mark.parametrize("content", [DEEP, '{"a": ' * 100_000, "no json", "\ud800", "[1]", '{"a": 1, "a": 2}', "1" * 10_000])
+def test_json_that_cannot_be_read_is_an_error_of_one_line(name: str, content: str, tmp_path: Path) -> None:
+    save_tiny("opt", tmp_path, max_shard_size="40KB")
+    (tmp_path / name).write_bytes(content.encode("utf-8", errors="surrogatepass"))
+    if name == "tokenizer_config.json":
+        (tmp_path / "tokenizer.json").write_text("{}")
+    assert str(tmp_path) in one_line(lambda: LLM(str(tmp_path), offload_dir=tmp_path / "offload"))
+
+
+def test_what_is_wrong_with_a_json_text_is_said() -> None:
+    for text, problem in ((DEEP, "nested too deeply"), ('{"b": {"a": 1, "a": 2}}', "a stands there twice"), (b"\xff", "utf-8")):
+        with pytest.raises(NotJSON, match=problem):
+            parse_json(text)
+    assert parse_json('{"a": [1, {"b": null}]}') == {"a": [1, {"b": None}]}
+
+
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- "])
+def test_yaml_that_is_nested_too_deeply_is_an_error_of_one_line(opening: str, tmp_path: Path) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text(opening * 20_000)
+    assert str(file) in one_line(lambda: Machine.load(file))
+
+
+def test_a_header_that_names_a_tensor_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    forms = [TensorForm(name, torch.float32, (4,)) for name in ("first", "other")]
+    write_safetensors(file, forms, lambda name: torch.ones(4))
+    file.write_bytes(file.read_bytes().replace(b"other", b"first"))
+    message = one_line(lambda: read_header(file))
+    assert str(file) in message and "first stands there twice" in message
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("harm", ["elsewhere", "unnamed"])
+def test_index_and_files_must_agree(harm: str, safe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    save_tiny("opt", folder, max_shard_size="40KB", safe=safe)
+    index = next(folder.glob("*.index.json"))
+    content = json.loads(index.read_text())
+    name, file = next(iter(content["weight_map"].items()))
+    other = next(one for one in content["weight_map"].values() if one != file)
+    if harm == "elsewhere":
+        content["weight_map"][name] = other
+        expected = f"{index} names tensor {name} in {other}, but it is in {file}"
+    else:
+        del content["weight_map"][name]
+        expected = f"{folder / file} has the tensor {name}, which {index} does not name"
+    index.write_text(json.dumps(content))
+    assert expected in one_line(lambda: LLM(str(folder), offload_dir=tmp_path / "offload"))
