@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from h2o_flexgen.commands.argument_types import TOKENS, number, whole
 from h2o_flexgen.commands.flags import (
     AUTO,
     DUMMY_PATH,
+    MOST_IDS,
     REPEATABLE,
     TRACEBACK,
     Help,
@@ -18,6 +20,7 @@ from h2o_flexgen.commands.flags import (
     add_sampling,
     add_search,
     add_sizes,
+    add_verbose,
     check_search,
     plan_of,
     take_sizes,
@@ -25,6 +28,7 @@ from h2o_flexgen.commands.flags import (
 from h2o_flexgen.commands.made_up import DEFAULT_TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.kv.h2o import H2O
+from h2o_flexgen.planning.workload import MOST_PROMPTS
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 PROGRAM = "python -m h2o_flexgen.run"
@@ -97,10 +101,17 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("prompts").add_argument
     add("--prompt", action="append", metavar="TEXT", help=f"a text to continue; {REPEATABLE}")
     add("--prompt-file", metavar="FILE", help='a prompt per line, or (.jsonl) a {"prompt": ...} per line')
-    add("--num-prompts", type=int, metavar="N", help="how many made-up prompts (default: one block); of given ones the first N")
-    add("--prompt-len", type=int, metavar="TOKENS", help=f"of made-up prompts (default: {DEFAULT_TOKENS})")
-    add("--gen-len", type=int, default=SamplingParams.max_tokens, metavar="TOKENS", help="generated for each prompt, at most")
-    add("--cut-gen-len", type=int, metavar="TOKENS", help="run only so many and project the time of the rest")
+    add(
+        "--num-prompts",
+        type=whole(1, MOST_PROMPTS),
+        metavar="N",
+        help="how many made-up prompts (default: one block); of given ones the first N",
+    )
+    add("--prompt-len", type=TOKENS, metavar="TOKENS", help=f"of made-up prompts (default: {DEFAULT_TOKENS})")
+    add(
+        "--gen-len", type=TOKENS, default=SamplingParams.max_tokens, metavar="TOKENS", help="generated for each prompt, at most"
+    )
+    add("--cut-gen-len", type=TOKENS, metavar="TOKENS", help="run only so many and project the time of the rest")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -112,13 +123,20 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add = add_sampling(parser).add_argument
-    add("--logprobs", type=int, nargs="?", const=0, metavar="N", help="show those of each token, and of the N likeliest")
+    add(
+        "--logprobs",
+        type=whole(0, MOST_IDS),
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="show those of each token, and of the N likeliest",
+    )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     levels = f"0: no texts; 1: the first texts; 2: all texts and the timeline; {TRACEBACK}: where errors come from"
-    add("--verbose", type=int, nargs="?", const=2, default=1, metavar="LEVEL", help=levels)
+    add_verbose(add, levels)
     timeline = "a picture of decode steps, lane by lane, as predicted above those that were run (needs the extra [plot])"
     add("--timeline", metavar="FILE", help=timeline)
     add("--trace", metavar="FILE", help="the last block, task by task, for ui.perfetto.dev or chrome://tracing")
@@ -134,7 +152,7 @@ def _add_later(parser: argparse.ArgumentParser) -> None:
     names = "--cpu-cache-compute, --attn-sparsity below 1"
     add = parser.add_argument_group("FlexGen's flags that this version refuses when they are on", names).add_argument
     add("--cpu-cache-compute", "--cpu", action="store_true", help=argparse.SUPPRESS)
-    add("--attn-sparsity", type=float, default=1.0, help=argparse.SUPPRESS)
+    add("--attn-sparsity", type=number(0, 1), default=1.0, help=argparse.SUPPRESS)
 
 
 def _refuse(args: argparse.Namespace) -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from h2o_flexgen.commands.choose_model import ChosenModel
+from h2o_flexgen.commands.page import page_width, table
 from h2o_flexgen.commands.plan_flags import as_line, run_flags
-from h2o_flexgen.commands.plan_report import PlanReport, table
+from h2o_flexgen.commands.plan_report import PlanReport
 from h2o_flexgen.commands.predicted import Predicted
 from h2o_flexgen.commands.why import Why
 from h2o_flexgen.planning.plan import HOST
@@ -134,7 +135,7 @@ class FoundReport:
 
 
 def candidate_lines(candidates: Iterable[Candidate]) -> list[str]:
-    return table([HEAD, *(_row(one) for one in candidates)])
+    return table([HEAD, *(_row(one) for one in candidates)], page_width())
 
 
 def _row(one: Candidate) -> list[str]:

@@ -24,6 +24,7 @@ EXAMPLES, WINDOW, GEN_LEN = 16, 1024, 64
 QUESTIONS = ("visible", "hidden")
 
 MENTIONS = 2
+MOST_EXAMPLES, MOST_MENTIONS = 1_000_000, 1000  # more than any text or test holds
 
 
 @dataclass(frozen=True)
