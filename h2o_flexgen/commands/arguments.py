@@ -167,6 +167,9 @@ def _refuse(args: argparse.Namespace) -> None:
         raise ValueError(f"--{flag} shows what was run, and --dry-run runs nothing; leave one of them out")
     if args.cut_gen_len is not None and args.cut_gen_len < 2:
         raise ValueError(f"--cut-gen-len is {args.cut_gen_len}; give 2 or more: a decode step must be measured to be projected")
+    if args.cut_gen_len is not None and args.cut_gen_len > args.gen_len:
+        cut = f"--cut-gen-len {args.cut_gen_len} cuts nothing: --gen-len has {args.gen_len} tokens generated"
+        raise ValueError(f"{cut}; give fewer, or leave it out")
     if args.cut_gen_len is not None and args.debug_mode == FEWER_BATCH:
         raise ValueError(f"--cut-gen-len and --debug-mode {FEWER_BATCH} both cut the run short; give one of them")
     if args.debug_mode == FEWER_BATCH and args.schedule == "row_by_row":

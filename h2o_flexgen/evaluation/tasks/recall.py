@@ -36,7 +36,7 @@ class RecallTask(Task):
     seed: int
 
     name: ClassVar[str] = "recall"
-    shown: ClassVar[tuple[Shown, ...]] = (Shown("accuracy", "share of answers that are right in full", True, of_means),)
+    shown: ClassVar[tuple[Shown, ...]] = (Shown("accuracy", "share of answers that are right in full", True, of_means, True),)
 
     @classmethod
     def of(cls, asked: Asked) -> RecallTask:

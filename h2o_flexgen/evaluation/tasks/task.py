@@ -51,6 +51,7 @@ class Shown:
     title: str
     higher_is_better: bool
     compare: Compare | None  # with the full cache
+    is_share: bool = False  # of 0 to 1
 
 
 class Bound(ABC):
