@@ -323,7 +323,7 @@ def test_penalties_change_what_is_said(command: Any, opt: Path) -> None:
     ("flags", "message"),
     [
         (("--stop-token-id", 5000), "error: stop_token_ids has the token id 5000; "),
-        (("--presence-penalty", 3), "error: presence_penalty is 3.0; allowed is -2 to 2"),
+        (("--presence-penalty", 3), "error: argument --presence-penalty: '3' is not allowed; give a number from -2 to 2"),
         (("--min-tokens", 50), "error: min_tokens is 50; allowed is 0 to max_tokens, which is 4"),
         (("--repetition-penalty", "1e-300"), "error: repetition_penalty is 1e-300; allowed is 0.01 to 100; 1 is off"),
     ],
