@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.commands.chat_arguments import parse
 from h2o_flexgen.commands.choose_model import choose_model
-from h2o_flexgen.commands.errors import exit_status
+from h2o_flexgen.commands.errors import exit_status, one_line
 from h2o_flexgen.commands.flags import sampling_of
 from h2o_flexgen.commands.open_llm import open_llm
 from h2o_flexgen.commands.report import say
@@ -93,6 +93,7 @@ class Chat:
     is_typed: bool
     before: Completion | None = None  # the reply that a turn goes behind
     answered: list[Turn] = field(default_factory=list)
+    forgotten: int = 0  # of the turns that were answered, those before the last reset
 
     # -- turns -----------------------------------------------------------------------------------------------------------
 
@@ -115,9 +116,12 @@ class Chat:
         try:
             self.reply(turn)
         except ValueError as error:  # one line; whoever types can go on
+            from h2o_flexgen.conversation import ContextFull  # imports torch, which is there by now
+
+            told = ValueError(f"{error} ({self._ways_on()})") if isinstance(error, ContextFull) else error
             if not self.is_typed:
-                raise
-            print(f"error: {error}", file=sys.stderr)
+                raise told from error
+            print(f"error: {one_line(told)}", file=sys.stderr)
 
     def reply(self, turn: str) -> None:
         with ExitStack() as waiting, _stoppable() as stop:
@@ -135,13 +139,17 @@ class Chat:
             say([f"({self._end()})"])
 
     def _end(self) -> str:
-        return f"the text has {self.talk.seen + 1} tokens, and {self.talk.extent.context} is the limit; {RESET} begins anew"
+        return f"the text has {self.talk.seen + 1} tokens, and the limit is {self.talk.extent.limit}; {self._ways_on()}"
+
+    def _ways_on(self) -> str:
+        more = "; --context-len sets the limit" if self.talk.extent.is_asked else ""
+        return f"{RESET} begins anew{more}"
 
     # -- commands --------------------------------------------------------------------------------------------------------
 
     def _reset(self) -> Iterator[str]:
         self.talk.reset()
-        self.before = None
+        self.before, self.forgotten = None, len(self.answered)
         yield "all that was said is forgotten"
 
     def _help(self) -> Iterator[str]:
@@ -151,9 +159,9 @@ class Chat:
     def stats(self) -> Iterator[str]:
         from h2o_flexgen.memory.host import peak_resident_bytes  # imports torch, which is there by now
 
-        talk, answered = self.talk, self.answered
+        talk, answered = self.talk, self.answered[self.forgotten :]
         limit = "no limit" if talk.extent.is_endless else f"the limit is {talk.extent.context}"
-        yield f"text: {talk.seen} tokens in {talk.turns} turns ({limit})"
+        yield f"text: {talk.seen} tokens in {len(answered)} turns ({limit})"
         yield f"KV cache: {talk.held} of {talk.extent.slots} slots a head, {format_bytes(talk.kv_bytes)}"
         decoded = sum(turn.tokens - 1 for turn in answered)  # the first token comes with the prompt
         yield f"read: {_rate(sum(turn.tokens_read for turn in answered), sum(turn.prompt_seconds for turn in answered))}"

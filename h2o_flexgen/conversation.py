@@ -51,6 +51,7 @@ class Extent:
     policy: KVPolicy
     context: int  # tokens that the text may grow to, unless it is endless; a budget that is a share is one of this
     piece_tokens: int  # of a turn, that are computed at once
+    is_asked: bool = False  # somebody chose the context; else it is all that the model has
 
     @classmethod
     def of(cls, spec: ModelSpec, policy: KVPolicy, context: int | None, piece_tokens: int) -> Extent:
@@ -59,7 +60,7 @@ class Extent:
         longest = spec.max_positions
         if context is not None and not 1 <= context <= longest:
             raise ValueError(f"context is {context}, but {spec.name} has {longest} positions; give 1 to {longest}")
-        extent = cls(policy, context or longest, min(piece_tokens, context or longest))
+        extent = cls(policy, context or longest, min(piece_tokens, context or longest), context is not None)
         return extent._rolling(spec) if policy.rolls else extent
 
     def _rolling(self, spec: ModelSpec) -> Extent:
@@ -75,6 +76,12 @@ class Extent:
     def is_endless(self) -> bool:
         """Who is evicted makes room, and positions are those in the cache."""
         return self.policy.rolls
+
+    @property
+    def limit(self) -> str:
+        """The tokens that the text may have, and what decided it."""
+        asked = f"{self.context} tokens, the context that was asked for"
+        return asked if self.is_asked else f"the model's {self.context} positions"
 
     @property
     def slots(self) -> int:
@@ -201,8 +208,8 @@ class Conversation:
     def _full(self, new: int) -> str:
         endless = ", or keep less with rolling positions, which have no limit" if self._spec.rotary else ""
         return (
-            f"the conversation is full: {self.seen} tokens were said and {new} are new, but {self._spec.name} has room for "
-            f"{self.extent.context}; reset it{endless}"
+            f"the conversation is full: {self.seen} tokens were said and {new} are new, but the limit is {self.extent.limit}; "
+            f"reset it{endless}"
         )
 
     def _row(self, ids: Sequence[int], params: SamplingParams) -> RowState:

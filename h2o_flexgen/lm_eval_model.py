@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.lm_eval import MISSING
-from h2o_flexgen.planning.hints import did_you_mean
+from h2o_flexgen.planning.hints import did_you_mean, shown
+from h2o_flexgen.planning.numbers import decimal_number, whole_number
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 from h2o_flexgen.runtime.tokenizer import HfTokenizer
@@ -275,9 +276,9 @@ def _engine_options(
 def _percent(text: str) -> list[float]:
     """Six numbers between which there is anything but a comma, which would end the argument."""
     try:
-        return [float(number) for number in re.split(r"[;:/,\s]+", text.strip(" ;:/,[]()"))]
+        return [decimal_number(number) for number in re.split(r"[;:/,\s]+", text.strip(" ;:/,[]()"))]
     except ValueError:
-        raise ValueError(f"percent is {text!r}; write six numbers, like 0;50;0;100;0;100, or {AUTO}") from None
+        raise ValueError(f"percent is {shown(text)}; write six numbers, like 0;50;0;100;0;100, or {AUTO}") from None
 
 
 def _batch_size(of_plan: object, of_harness: int | str | None, largest: int | None) -> int | None:
@@ -294,9 +295,9 @@ def _batch_size(of_plan: object, of_harness: int | str | None, largest: int | No
 
 def _number(name: str, value: object) -> int:
     try:
-        return int(str(value))
+        return whole_number(str(value))
     except ValueError:
-        raise ValueError(f"{name} is {value!r}; give a number of rows, or auto for batch_size") from None
+        raise ValueError(f"{name} is {shown(value)}; give a number of rows, or auto for batch_size") from None
 
 
 def _length(asked: int | None, llm: LLM) -> int:

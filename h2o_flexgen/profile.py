@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from h2o_flexgen.commands.errors import exit_status
-from h2o_flexgen.commands.flags import TRACEBACK, Help, Parser, add_device
+from h2o_flexgen.commands.flags import TRACEBACK, Help, Parser, add_device, add_verbose
 from h2o_flexgen.commands.machine_report import machine_lines
 from h2o_flexgen.commands.report import check_writable, say
 from h2o_flexgen.planning.machines import SUFFIXES
@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
+    return _parser().parse(argv)
+
+
+def _parser() -> Parser:
     parser = Parser(prog=PROGRAM, description=DESCRIPTION, formatter_class=Help)
     add = parser.add_argument
     add("--quick", action="store_true", help="a third of a minute: fewer repetitions, a smaller file")
@@ -49,8 +53,8 @@ def parse(argv: Sequence[str] | None = None) -> Namespace:
     add_device(parser)
     types = "of all but the products, which are measured in every type; auto: the one that runs use"
     add("--dtype", default=AUTO, choices=(AUTO, *DTYPE_BYTES), help=types)
-    add("--verbose", type=int, default=1, metavar="LEVEL", help=f"{TRACEBACK}: where errors come from")
-    return parser.parse(argv)
+    add_verbose(add, f"{TRACEBACK}: where errors come from")
+    return parser
 
 
 def _run(args: Namespace) -> None:

@@ -29,8 +29,9 @@ from h2o_flexgen.commands.completions_file import CompletionsFile
 from h2o_flexgen.commands.errors import exit_status
 from h2o_flexgen.commands.flags import AUTO, sampling_of
 from h2o_flexgen.commands.lanes import lane_reports
-from h2o_flexgen.commands.made_up import DEFAULT_TOKENS, made_up_prompts
+from h2o_flexgen.commands.made_up import DEFAULT_TOKENS, check_room, made_up_prompts
 from h2o_flexgen.commands.open_llm import open_llm
+from h2o_flexgen.commands.page import NARROWEST, page_width
 from h2o_flexgen.commands.pictures import check_picture
 from h2o_flexgen.commands.plan_report import PlanReport
 from h2o_flexgen.commands.predicted import Predicted
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 
 WITH_ROOM = "everything in the fastest memory, which has room to spare: nothing is searched, and no machine measured"
+TIMELINE, BESIDE_LANES = 100, 21  # columns of the timeline, and what stands beside it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,12 +152,16 @@ class Job:
     def _made_up_length(self) -> int:
         return DEFAULT_TOKENS if self.args.prompt_len is None else int(self.args.prompt_len)
 
+    @property
+    def _num_made_up(self) -> int:
+        return self.llm.plan.block_size if self.args.num_prompts is None else int(self.args.num_prompts)
+
     @cached_property
     def prompts(self) -> list[str] | list[list[int]]:
         if self.texts:
             return self.texts
-        num = self.llm.plan.block_size if self.args.num_prompts is None else self.args.num_prompts
-        return made_up_prompts(num, self._made_up_length, self.llm.tokenizer, self.llm.spec.vocab)
+        check_room(self._num_made_up, self._made_up_length, self.llm.budgets.host)
+        return made_up_prompts(self._num_made_up, self._made_up_length, self.llm.tokenizer, self.llm.spec.vocab)
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -164,9 +170,10 @@ class Job:
     @cached_property
     def workload(self) -> Workload:
         """All of it, also where only a part is run."""
+        if not self.texts:  # they need not be made to be counted
+            return Workload.uniform(self._num_made_up, self._made_up_length, self.args.gen_len)
         encode = self.llm.tokenizer.encode
-        lengths = (len(encode(prompt) if isinstance(prompt, str) else prompt) for prompt in self.prompts)
-        return Workload(tuple(lengths), self.args.gen_len)
+        return Workload(tuple(len(encode(prompt)) for prompt in self.texts), self.args.gen_len)
 
     @cached_property
     def steps(self) -> int:
@@ -341,7 +348,12 @@ class Outcome:
         if self.job.args.debug_mode == BREAKDOWN:
             yield from ("", "the last block without overlap:", *breakdown_lines(trace))
         if self.job.args.verbose >= 2:
-            yield from ("", "the last block, lane by lane:", trace.text_timeline())
+            yield from ("", "the last block, lane by lane:", *trace.text_timeline(self._timeline_width()).split("\n"))
+
+    def _timeline_width(self) -> int:
+        """Of the lanes, between their names and how busy they are."""
+        width = page_width()
+        return TIMELINE if width is None else max(NARROWEST, min(TIMELINE, width - BESIDE_LANES))
 
     def _summary(self) -> list[str]:
         return report.summary_lines(self.job.llm.spec, self.job.workload, self.timing, self.stats.peak_bytes["device"])

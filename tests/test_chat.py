@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import chat
+from h2o_flexgen.commands import arguments, chat_arguments
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 from tests.patience import PATIENCE_SECONDS
@@ -92,16 +93,29 @@ def test_a_full_cache_ends_the_talk_with_a_clear_line(talk: Any) -> None:
     status, out, errors = talk(["hello you"] * 20)
     assert status == 2
     [error] = errors
-    assert "the conversation is full" in error and "has room for 128; reset it, or keep less with rolling positions" in error
-    assert any("128 is the limit; /reset begins anew" in line for line in out)  # said with the reply that reached it
+    assert (
+        "the conversation is full" in error
+        and "the limit is the model's 128 positions; reset it, or keep less with rolling positions" in error
+    )
+    assert error.endswith("(/reset begins anew)")
+    assert any(
+        "the limit is the model's 128 positions; /reset begins anew" in line for line in out
+    )  # said with the reply that reached it
 
 
 def test_commands_between_the_turns(talk: Any) -> None:
-    status, out, _ = talk(["ab", "/stats", "/reset", "ab", "/help", "/quit", "never said"], "--style", "plain")
+    status, out, _ = talk(
+        ["ab", "/stats", "/reset", "/stats", "ab", "/stats", "/help", "/quit", "never said"], "--style", "plain"
+    )
     told = json.loads(out[-1])
     assert status == 0 and len(told["turns"]) == 2
     assert told["turns"][0]["reply"] == told["turns"][1]["reply"] and told["seen"] == 7
-    assert "text: 7 tokens in 1 turns (the limit is 128)" in out
+    assert [line for line in out if line.startswith("text: ")] == [
+        f"text: {tokens} tokens in {turns} turns (the limit is 128)" for tokens, turns in ((7, 1), (0, 0), (7, 1))
+    ]
+    assert [line.split(" in ")[0] for line in out if line.startswith("generated: ")] == [
+        f"generated: {tokens} tokens" for tokens in (5, 0, 5)
+    ]
     assert any(line.startswith("KV cache: 7 of 128 slots a head") for line in out)
     assert any(line.startswith("generated: 5 tokens in ") and line.endswith(" tokens/s") for line in out)
     assert "all that was said is forgotten" in out
@@ -112,10 +126,8 @@ def test_commands_between_the_turns(talk: Any) -> None:
     [
         (("--kv-policy", "h2o", "--hh-prompt-only"), "hh_prompt_only keeps all that is generated"),
         (("--context-len", "500"), "context is 500, but"),
-        (("--prefill-tokens", "0"), "prefill_tokens is 0"),
         (("--style", "template"), "this model has no chat template"),
         (("--kv-policy", "h20"), "kv_policy 'h20' is unknown"),
-        (("--temperature", "-1"), "temperature is -1.0"),
         (("--input", "/nowhere/turns.jsonl"), "input /nowhere/turns.jsonl cannot be read"),
         (("--cpu-mem", "200MB"), "plan needs"),
     ],
@@ -126,10 +138,21 @@ def test_what_is_wrong_is_one_line_before_anything_is_loaded(talk: Any, flags: t
     assert out == []
 
 
-def test_without_a_model_it_asks_for_one(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        chat.main([])
-    assert ended.value.code == 2 and "give --model" in capfd.readouterr().err
+def test_a_context_that_was_asked_for_is_named_as_the_limit(talk: Any) -> None:
+    status, _, errors = talk(["hello you"] * 9, "--context-len", "40")
+    assert status == 2
+    assert "the limit is 40 tokens, the context that was asked for" in errors[0]
+    assert errors[0].endswith("(/reset begins anew; --context-len sets the limit)")
+
+
+def test_without_a_model_it_talks_to_the_one_of_the_package() -> None:
+    args = chat_arguments.parse(["--gen-len", "3"])
+    run_args = arguments.parse([])
+    assert (args.model, args.gen_len) == (run_args.model, 3) == ("demo", 3)
+    assert (args.temperature, args.top_p, args.seed) == (run_args.temperature, run_args.top_p, run_args.seed)
+    assert chat_arguments.parse(["--temperature", "0"]).temperature == 0
+    with pytest.raises(ValueError, match="random weights is missing; give --model"):
+        chat_arguments.parse(["--dummy-weights"])
 
 
 # -- a terminal ----------------------------------------------------------------------------------------------------------

@@ -177,7 +177,8 @@ def test_a_full_conversation_says_so_and_can_be_reset(checkpoints: Checkpoints, 
         assert reply.fills_context and len(reply.completion.token_ids) == 4
         assert talk.seen == 20
         with pytest.raises(
-            ContextFull, match=r"20 tokens were said and 2 are new, but .* has room for 20; reset it, or keep less"
+            ContextFull,
+            match=r"20 tokens were said and 2 are new, but the limit is 20 tokens, the context .*; reset it, or keep less",
         ):
             talk.reply([3], GREEDY)
         talk.reset()
@@ -189,7 +190,7 @@ def test_true_positions_end_where_the_models_do_also_when_little_is_kept(checkpo
     with case.open(checkpoints, offload) as llm, llm.converse() as talk:
         talk.reply(list(range(100)), replace(GREEDY, max_tokens=1000))
         assert (talk.seen, talk.held) == (128, 8)
-        with pytest.raises(ContextFull, match=r"has room for 128; reset it$"):
+        with pytest.raises(ContextFull, match=r"the limit is the model\'s 128 positions; reset it$"):
             talk.reply([3], GREEDY)
 
 

@@ -224,11 +224,11 @@ def test_a_given_plan_that_does_not_fit_is_refused(command: Any) -> None:
         (("--evaluate", "--plot", "front.png"), ("--plot", "search")),
         (("--hh-all", "--hh-prompt-only"), ("give one of them",)),
         (("--device", "cuda:1"), ("slow-cpu", "computes on cpu, and not on cuda:1", "--device")),
-        (("--gpu-batch-size", 0), ("--gpu-batch-size is 0",)),
-        (("--num-prompts", -1), ("--num-prompts is -1",)),
-        (("--latency-limit", 0), ("--latency-limit is 0",)),
-        (("--latency-limit", "nan"), ("--latency-limit is nan",)),
-        (("--latency-limit", "1e-9"), ("no plan ends a block within 1e-09 s", "the fastest needs")),
+        (("--gpu-batch-size", 0), ("--gpu-batch-size: '0' is not allowed",)),
+        (("--num-prompts", -1), ("--num-prompts: '-1' is not allowed",)),
+        (("--latency-limit", 0), ("--latency-limit: '0' is not allowed",)),
+        (("--latency-limit", "nan"), ("--latency-limit: 'nan' is not allowed",)),
+        (("--latency-limit", "1e-9"), ("no plan ends a block within 1e-09 s", "even one row")),
         (("--cpu-mem", "1MB"), ("no plan fits", "on host", "give")),
         (("--cpu-mem", "lots"), ("'lots'", "16GB")),
         (("--gpu-mem", "16GB"), ("--gpu-mem 16GB", "slow-cpu has none")),
@@ -258,9 +258,8 @@ def test_an_unknown_machine_and_a_damaged_one_are_named(command: Any, tmp_path: 
 
 @pytest.mark.parametrize("flags", [(), ("--path", "_DUMMY_")])
 def test_a_model_must_be_named(flags: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        plan.main(["--machine", "cpu-2core", *flags])
-    assert ended.value.code == 2 and capfd.readouterr().err.startswith("error: the model to plan for is missing")
+    assert plan.main(["--machine", "cpu-2core", *flags]) == 2
+    assert capfd.readouterr().err.startswith("error: the model to plan for is missing")
 
 
 def test_an_unknown_model_is_named(command: Any, tmp_path: Path) -> None:
@@ -274,9 +273,7 @@ def test_a_picture_without_matplotlib_is_refused_before_any_work(command: Any, t
 
 
 def test_help_comes_without_loading_torch() -> None:
-    code = (
-        "import sys\nfrom h2o_flexgen import plan\ntry: plan.main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
-    )
+    code = "import sys\nfrom h2o_flexgen import plan\nplan.main(['--help'])\nprint('torch' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "--latency-limit SECONDS" in output and output.splitlines()[-1] == "False"
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from h2o_flexgen.commands.argument_types import TOKENS, number, whole
 from h2o_flexgen.commands.flags import (
     AUTO,
     DUMMY_PATH,
+    MOST_IDS,
     REPEATABLE,
     TRACEBACK,
     Help,
@@ -19,6 +21,7 @@ from h2o_flexgen.commands.flags import (
     add_search,
     add_sizes,
     add_tokenizer,
+    add_verbose,
     check_search,
     plan_of,
     take_sizes,
@@ -26,6 +29,7 @@ from h2o_flexgen.commands.flags import (
 from h2o_flexgen.commands.made_up import DEFAULT_TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.kv.h2o import H2O
+from h2o_flexgen.planning.workload import MOST_PROMPTS
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 PROGRAM = "python -m h2o_flexgen.run"
@@ -99,10 +103,17 @@ def _add_prompts(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("prompts").add_argument
     add("--prompt", action="append", metavar="TEXT", help=f"a text to continue; {REPEATABLE}")
     add("--prompt-file", metavar="FILE", help='a prompt per line, or (.jsonl) a {"prompt": ...} per line')
-    add("--num-prompts", type=int, metavar="N", help="how many made-up prompts (default: one block); of given ones the first N")
-    add("--prompt-len", type=int, metavar="TOKENS", help=f"of made-up prompts (default: {DEFAULT_TOKENS})")
-    add("--gen-len", type=int, default=SamplingParams.max_tokens, metavar="TOKENS", help="generated for each prompt, at most")
-    add("--cut-gen-len", type=int, metavar="TOKENS", help="run only so many and project the time of the rest")
+    add(
+        "--num-prompts",
+        type=whole(1, MOST_PROMPTS),
+        metavar="N",
+        help="how many made-up prompts (default: one block); of given ones the first N",
+    )
+    add("--prompt-len", type=TOKENS, metavar="TOKENS", help=f"of made-up prompts (default: {DEFAULT_TOKENS})")
+    add(
+        "--gen-len", type=TOKENS, default=SamplingParams.max_tokens, metavar="TOKENS", help="generated for each prompt, at most"
+    )
+    add("--cut-gen-len", type=TOKENS, metavar="TOKENS", help="run only so many and project the time of the rest")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -114,15 +125,22 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add = add_sampling(parser).add_argument
-    add("--logprobs", type=int, nargs="?", const=0, metavar="N", help="show those of each token, and of the N likeliest")
+    add(
+        "--logprobs",
+        type=whole(0, MOST_IDS),
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="show those of each token, and of the N likeliest",
+    )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     levels = f"0: no texts; 1: the first texts; 2: all texts and the timeline; {TRACEBACK}: where errors come from"
-    add("--verbose", type=int, nargs="?", const=2, default=1, metavar="LEVEL", help=levels)
     records = "a line of JSON per prompt, in order: whole texts, token ids, finish reasons; until the end as FILE.partial"
     add("--output", metavar="FILE", help=records)
+    add_verbose(add, levels)
     timeline = "a picture of decode steps, lane by lane, as predicted above those that were run (needs the extra [plot])"
     add("--timeline", metavar="FILE", help=timeline)
     add("--trace", metavar="FILE", help="the last block, task by task, for ui.perfetto.dev or chrome://tracing")
@@ -138,7 +156,7 @@ def _add_later(parser: argparse.ArgumentParser) -> None:
     names = "--cpu-cache-compute, --attn-sparsity below 1"
     add = parser.add_argument_group("FlexGen's flags that this version refuses when they are on", names).add_argument
     add("--cpu-cache-compute", "--cpu", action="store_true", help=argparse.SUPPRESS)
-    add("--attn-sparsity", type=float, default=1.0, help=argparse.SUPPRESS)
+    add("--attn-sparsity", type=number(0, 1), default=1.0, help=argparse.SUPPRESS)
 
 
 def _refuse(args: argparse.Namespace) -> None:
@@ -156,6 +174,9 @@ def _refuse(args: argparse.Namespace) -> None:
         raise ValueError(f"--cut-gen-len is {args.cut_gen_len}; give 2 or more: a decode step must be measured to be projected")
     if args.output is not None and args.debug_mode == FEWER_BATCH:
         raise ValueError(f"--output is for texts, and --debug-mode {FEWER_BATCH} ends before the second token; leave one out")
+    if args.cut_gen_len is not None and args.cut_gen_len > args.gen_len:
+        cut = f"--cut-gen-len {args.cut_gen_len} cuts nothing: --gen-len has {args.gen_len} tokens generated"
+        raise ValueError(f"{cut}; give fewer, or leave it out")
     if args.cut_gen_len is not None and args.debug_mode == FEWER_BATCH:
         raise ValueError(f"--cut-gen-len and --debug-mode {FEWER_BATCH} both cut the run short; give one of them")
     if args.debug_mode == FEWER_BATCH and args.schedule == "row_by_row":

@@ -4,6 +4,7 @@ that is open, the plan command with shapes alone."""
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 
 from h2o_flexgen.commands.choose_model import ChosenModel
@@ -13,6 +14,7 @@ from h2o_flexgen.planning.footprint import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import DEVICE, HOST, Plan
+from h2o_flexgen.planning.reserve import left_to_system
 from h2o_flexgen.planning.search import Problem
 from h2o_flexgen.planning.units import parse_bytes
 from h2o_flexgen.planning.workload import Workload
@@ -94,12 +96,22 @@ def _four_bits(plan: Plan) -> tuple[tuple[str, str], ...]:
 def _budgets(args: Namespace, machine: Machine) -> Budgets:
     if args.gpu_mem is not None and not machine.has_accelerator:
         raise ValueError(f"--gpu-mem {args.gpu_mem} is for a machine with a GPU, and {machine.name} has none; leave it out")
+    left = system_share(args, machine)
     return Budgets(
-        device=_size(args.gpu_mem, machine.device_bytes) if machine.has_accelerator else None,
-        host=_size(args.cpu_mem, machine.host_bytes),
+        device=_size(args.gpu_mem, machine.device_bytes - left.get(DEVICE, 0)) if machine.has_accelerator else None,
+        host=_size(args.cpu_mem, machine.host_bytes - left.get(HOST, 0)),
         disk=_size(args.disk, machine.disk_bytes),
         host_base=process_bytes(),
     )
+
+
+def system_share(args: Namespace, machine: Machine) -> Mapping[str, int]:
+    """tier -> bytes that are not planned with. A machine that is named is taken whole, so that its system needs a share; a
+    profile of this one has what was free, and what somebody has asked for is theirs."""
+    if args.machine is None:
+        return {}
+    asked = {DEVICE: args.gpu_mem, HOST: args.cpu_mem}
+    return {tier: nbytes for tier, nbytes in left_to_system(machine).items() if nbytes and asked[tier] is None}
 
 
 def _size(asked: str | None, of_machine: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from h2o_flexgen.commands.plan_report import table
+from h2o_flexgen.commands.page import page_width, table
 from h2o_flexgen.planning.schedule import Op
 from h2o_flexgen.planning.trace import Trace
 
@@ -24,4 +24,4 @@ def breakdown_lines(trace: Trace) -> Sequence[str]:
     rows = [["operation", *(f"{phase} s" for phase in PHASES)]]
     for op, phases in breakdown_seconds(trace).items():
         rows.append([op, *(f"{phases[phase]:.3f}" for phase in PHASES)])
-    return table(rows)
+    return table(rows, page_width())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -13,10 +14,12 @@ from types import FrameType
 from typing import Any, NoReturn, TypeAlias
 
 from h2o_flexgen.commands.flags import TRACEBACK
+from h2o_flexgen.planning.hints import shortened
 
 FAILED, INTERRUPTED = 2, 130
 BY_SIGNAL = 128  # the status of a process that a signal has ended is this more than its number
 _Handler: TypeAlias = Any  # what `signal` takes and returns
+UNREAD = 141  # of a command whose output nobody reads any more: as if SIGPIPE had ended it
 USERS = (ValueError, MemoryError, OSError)
 
 
@@ -58,13 +61,16 @@ def _ends_cleanly() -> Iterator[None]:
 
 
 def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]) -> int:
-    """Of a command. Wrong flags end the process with 2, as argparse does it."""
+    """The exit status of a command; 2 for wrong flags, as argparse has it."""
     level = 0
     try:
         args = parse()
         level = args.verbose
         with _ends_cleanly():
             run(args)
+        sys.stdout.flush()  # where nobody reads any more, that shows here, and not when the interpreter ends
+    except SystemExit as ended:  # of argparse: help, or a flag that is wrong
+        return UNREAD if _is_unread() else int(ended.code or 0)
     except Ended as end:
         _say(end.word)
         return end.status
@@ -72,6 +78,9 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
         _say("interrupted")
         return INTERRUPTED
     except Exception as error:
+        if _is_about_output(error):
+            _is_unread()
+            return UNREAD
         line = one_line(error)
         if line is None:
             raise
@@ -87,6 +96,23 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def _is_about_output(error: Exception) -> bool:
+    """Whoever was reading has gone, as `head` does after its lines; a task may have written what was not read."""
+    return isinstance(error, BrokenPipeError) or isinstance(getattr(error, "cause", None), BrokenPipeError)
+
+
+def _is_unread() -> bool:
+    """Nothing more is written where nobody reads: the interpreter would complain of it at its end."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return True
+    return False
+
+
 def one_line(error: Exception) -> str | None:
     """None for an error that is no user's."""
     if isinstance(error, USERS):
@@ -100,5 +126,5 @@ def one_line(error: Exception) -> str | None:
 
 def _text(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return " ".join(f"{error.strerror}{f': {error.filename}' if error.filename else ''}".split())
-    return " ".join(str(error).split()) or type(error).__name__
+        return shortened(" ".join(f"{error.strerror}{f': {error.filename}' if error.filename else ''}".split()))
+    return shortened(" ".join(str(error).split())) or type(error).__name__

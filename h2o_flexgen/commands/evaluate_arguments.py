@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from h2o_flexgen.commands.argument_types import SEED, TOKENS, whole
 from h2o_flexgen.commands.flags import (
     BESIDE_BUDGET,
     DUMMY_PATH,
@@ -18,18 +19,21 @@ from h2o_flexgen.commands.flags import (
     add_protection,
     add_sizes,
     add_tokenizer,
+    add_verbose,
     plan_of,
     take_sizes,
 )
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.evaluation.grid import WHOLE_TEXT, Amount, Grid, Share, Size
-from h2o_flexgen.evaluation.tasks.task import EXAMPLES, GEN_LEN, MENTIONS, QUESTIONS, WINDOW
+from h2o_flexgen.evaluation.tasks.task import EXAMPLES, GEN_LEN, MENTIONS, MOST_EXAMPLES, MOST_MENTIONS, QUESTIONS, WINDOW
 from h2o_flexgen.evaluation.tasks.tasks import TASKS
 from h2o_flexgen.evaluation.tasks.xsum import XSum
 from h2o_flexgen.kv.full import Full
 from h2o_flexgen.kv.options import KVOptions
 from h2o_flexgen.kv.policies import POLICIES
-from h2o_flexgen.planning.hints import did_you_mean
+from h2o_flexgen.planning.hints import did_you_mean, shown
+from h2o_flexgen.planning.numbers import decimal_number, whole_number
+from h2o_flexgen.planning.workload import MOST_TOKENS
 from h2o_flexgen.quant.codec import PACKED, PLAIN
 
 PROGRAM = "python -m h2o_flexgen.evaluate"
@@ -82,12 +86,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.study is not None:
         _take_study(args, tasks, {name: parser.get_default(name) for name in OF_TASKS})
     args.questions = QUESTIONS if args.question == BOTH else (args.question,)
-    args.lengths = None if args.lengths is None else _numbers("--lengths", args.lengths, int, 1, None)
+    args.lengths = None if args.lengths is None else _numbers("--lengths", args.lengths, whole_number, 1, MOST_TOKENS)
     args.depths = None if args.depths is None else _depths(args.depths)
-    for flag in ("window", "examples", "gen_len", "mentions"):
-        value = getattr(args, flag)
-        if value is not None and value < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} is {value}; give 1 or more")
     if args.fresh and args.output is None:
         raise ValueError("--fresh is about the cells that --output keeps; give --output, or leave it out")
     return args
@@ -141,18 +141,18 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     )
     articles = 'for xsum, a line each: {"article": ..., "summary_gt": ...}; an article says what is to be done with it'
     add("--articles", metavar="FILE", help=articles)
-    add("--window", type=int, metavar="TOKENS", help=f"of a text at once (default: {WINDOW}, or the model's positions)")
+    add("--window", type=TOKENS, metavar="TOKENS", help=f"of a text at once (default: {WINDOW}, or the model's positions)")
     each = f"windows of text (default: {EXAMPLES}), articles (100), or questions of each kind, length and depth (4)"
-    add("--examples", type=int, metavar="N", help=each)
-    add("--gen-len", type=int, default=GEN_LEN, metavar="TOKENS", help="generated for each summary, or to be agreed on")
+    add("--examples", type=whole(1, MOST_EXAMPLES), metavar="N", help=each)
+    add("--gen-len", type=TOKENS, default=GEN_LEN, metavar="TOKENS", help="generated for each summary, or to be agreed on")
     seen = "recall: is the question there when tokens of the prompt are evicted, or does it come behind"
     add("--question", choices=(*QUESTIONS, BOTH), default=BOTH, help=seen)
     lengths = "recall: of texts, with commas (default: 256,512,1024, as far as the model has positions)"
     add("--lengths", metavar="TOKENS", help=lengths)
     add("--depths", metavar="PERCENT", help="recall: where the answer stands; 0 is the beginning (default: 0,25,50,75,100)")
     mentions = "recall: how often a note says its fact; accumulated attention keeps what a text comes back to"
-    add("--mentions", type=int, default=MENTIONS, metavar="N", help=mentions)
-    add("--seed", type=int, default=0, metavar="N", help="recall: of the questions")
+    add("--mentions", type=whole(1, MOST_MENTIONS), default=MENTIONS, metavar="N", help=mentions)
+    add("--seed", type=SEED, default=0, metavar="N", help="recall: of the questions")
     share = f"at one budget (default: {STUDY_BUDGET.percent:g})"
     studies = f"instead of tasks: where attention goes over the first window of the text, and who is kept {share}"
     add("--study", choices=STUDIES, help=studies)
@@ -163,7 +163,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     kept = "results.json, table.md, picture.png (with the extra [plot]), and every cell as soon as it is finished, go here"
     add("--output", metavar="FOLDER", help=kept)
     add("--fresh", action="store_true", help="forget the cells that are there")
-    add("--verbose", type=int, nargs="?", const=2, default=1, metavar="LEVEL", help=f"{TRACEBACK}: where errors come from")
+    add_verbose(add, f"{TRACEBACK}: where errors come from")
 
 
 # -- the grid --------------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def _amounts(args: argparse.Namespace) -> tuple[Amount, ...]:
 
 
 def _size(word: str) -> Size:
-    return Size(None) if word == ALL_SLOTS else Size(_number("--kv-sizes", word, int))
+    return Size(None) if word == ALL_SLOTS else Size(_number("--kv-sizes", word, whole_number))
 
 
 def _codecs(flag: str, text: str) -> tuple[str, ...]:
@@ -240,7 +240,9 @@ def _names(flag: str, text: str, known: Mapping[str, object]) -> tuple[str, ...]
     words = _words(flag, text)
     for word in words:
         if word not in known:
-            raise ValueError(f"{flag} has {word!r}, which is unknown; known: {', '.join(known)}{did_you_mean(word, known)}")
+            raise ValueError(
+                f"{flag} has {shown(word)}, which is unknown; known: {', '.join(known)}{did_you_mean(word, known)}"
+            )
     return words
 
 
@@ -248,11 +250,11 @@ def _number(flag: str, word: str, kind: Callable[[str], T]) -> T:
     try:
         return kind(word)
     except ValueError as error:
-        raise ValueError(f"{flag} has {word!r}, which is no number; give numbers with commas between them") from error
+        raise ValueError(f"{flag} has {shown(word)}, which is no number; give numbers with commas between them") from error
 
 
 def _percent(word: str) -> float:
-    return float(word.removesuffix("%"))
+    return decimal_number(word.removesuffix("%"))
 
 
 def _numbers(flag: str, text: str, kind: Callable[[str], T], least: float | None, most: float | None) -> tuple[T, ...]:
@@ -260,6 +262,6 @@ def _numbers(flag: str, text: str, kind: Callable[[str], T], least: float | None
     for number in numbers:
         # asked in this way, what is no number (nan) is refused too
         if not ((least is None or number >= least) and (most is None or number <= most)):  # type: ignore[operator]
-            limit = f"{least:g} or more" if most is None else f"{least:g} to {most:g}"
+            limit = f"{least:g} or more" if most is None else f"{least:.0f} to {most:.0f}"
             raise ValueError(f"{flag} has {number:g}; give {limit}")
     return numbers

@@ -11,16 +11,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import NoReturn
 
+from h2o_flexgen.commands.argument_types import SEED, SHARE, SLOTS, TOKENS, memory_size, number, whole
 from h2o_flexgen.kv.h2o import H2O
 from h2o_flexgen.kv.options import DEFAULT_KEPT, POSITIONS, KVOptions
 from h2o_flexgen.kv.policies import POLICIES
 from h2o_flexgen.kv.streaming import SINKS
-from h2o_flexgen.planning.hints import did_you_mean
+from h2o_flexgen.planning.hints import did_you_mean, shortened, shown
 from h2o_flexgen.planning.machine import DEVICES
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES
+from h2o_flexgen.planning.numbers import whole_number
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.schedule import SCHEDULES
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
+from h2o_flexgen.planning.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS
 from h2o_flexgen.quant.codec import PACKED
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 from h2o_flexgen.runtime.tokenizer import BYTES
@@ -31,6 +34,8 @@ DUMMY_PATH = "_DUMMY_"
 TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 TRACEBACK = 3  # the level of --verbose that shows where an error comes from
 REPEATABLE = "may be given several times"
+MOST_IDS = 2**31 - 1  # of tokens: no vocabulary is larger
+MOST_SLOTS = 1000  # of a schedule: visits at once
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {' '.join(message.split())}\n")
+        self.exit(2, f"error: {shortened(' '.join(message.split()))}\n")
 
     def _refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
         flag = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
@@ -82,9 +87,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     dtypes = ("auto", *DTYPE_BYTES)
     add("--dtype", default="auto", choices=dtypes, help="what is computed with; auto: the fast type of the device")
     add_device(group)
-    add("--gpu-mem", metavar="SIZE", help="no more than this is held on the GPU, like 16GB or 14.9GiB (default: what is free)")
+    add(
+        "--gpu-mem",
+        type=memory_size,
+        metavar="SIZE",
+        help="no more than this is held on the GPU, like 16GB or 14.9GiB (default: what is free)",
+    )
     held = "no more than this is held in CPU memory by the whole process (default: what is free)"
-    add("--cpu-mem", metavar="SIZE", help=held)
+    add("--cpu-mem", type=memory_size, metavar="SIZE", help=held)
     left = "where KV, activations and random weights go on disk; left as it was found (default: below ~/.cache/h2o_flexgen)"
     add("--offload-dir", metavar="FOLDER", help=left)
 
@@ -115,10 +125,14 @@ class Percent(argparse.Action):
         if self.const and given == [AUTO]:
             setattr(namespace, self.dest, AUTO)
             return
-        if len(given) != 6 or not all(value.lstrip("-").isdigit() for value in given):
+        try:
+            shares = [whole_number(value) for value in given]
+        except ValueError:
+            shares = []
+        if len(shares) != 6:
             what = f"six whole numbers{', or ' + AUTO if self.const else ''}"
-            raise argparse.ArgumentError(self, f"takes {what}; got {' '.join(given)}")
-        setattr(namespace, self.dest, [int(value) for value in given])
+            raise argparse.ArgumentError(self, f"takes {what}; got {shown(' '.join(given))}")
+        setattr(namespace, self.dest, shares)
 
 
 def add_placement(group: argparse._ArgumentGroup, may_be_found: bool = False) -> None:
@@ -138,12 +152,12 @@ def add_placement(group: argparse._ArgumentGroup, may_be_found: bool = False) ->
     add_switch(group, "--pin-weight", Plan.pin_weight, "weights for a GPU lie in page-locked CPU memory")
     add_switch(group, "--overlap", True, "0: one slot, nothing overlaps; the tokens are the same")
     at_once = "tokens of prompts computed at once: more take more memory; a longer turn of a chat is read in pieces"
-    add("--prefill-tokens", type=int, default=Plan.prefill_tokens, metavar="N", help=at_once)
+    add("--prefill-tokens", type=TOKENS, default=Plan.prefill_tokens, metavar="N", help=at_once)
     packed = "matrices, embedding and head too, take 4 bits a value (or 8); packed once, into a cache (default: as they are)"
     _add_codec(group, "--compress-weight", "weight_codec", packed)
     _add_codec(group, "--compress-cache", "kv_codec", "keys and values take 4 bits (or 8), head by head (default: as they are)")
     slots = "layers whose weights may be under way or in use at once"
-    add("--slots", type=int, default=Plan.slots, metavar="N", help=slots)
+    add("--slots", type=whole(1, MOST_SLOTS), default=Plan.slots, metavar="N", help=slots)
 
 
 def _add_codec(group: argparse._ArgumentGroup, flag: str, option: str, text: str) -> None:
@@ -154,11 +168,11 @@ def _add_codec(group: argparse._ArgumentGroup, flag: str, option: str, text: str
 def add_sizes(group: argparse._ArgumentGroup, found: str = "") -> None:
     """Of a block, and the order of its work. `found`: where sizes that nobody gives are found, if anywhere."""
     add, otherwise = group.add_argument, f"; found {found}" if found else ""
-    for flag, metavar, usual, text in (
-        ("--gpu-batch-size", "ROWS", Plan.gpu_batch_size, "sequences computed at once"),
-        ("--num-gpu-batches", "N", Plan.num_gpu_batches, "batches that share a pass over the weights"),
+    for flag, metavar, most, usual, text in (
+        ("--gpu-batch-size", "ROWS", MOST_PROMPTS, Plan.gpu_batch_size, "sequences computed at once"),
+        ("--num-gpu-batches", "N", MOST_BATCHES, Plan.num_gpu_batches, "batches that share a pass over the weights"),
     ):
-        add(flag, type=int, metavar=metavar, help=f"{text} (default: {usual}{otherwise})")
+        add(flag, type=whole(1, most), metavar=metavar, help=f"{text} (default: {usual}{otherwise})")
     orders = f"order of the work: {', '.join(SCHEDULES)}; all but the first are there for comparison"
     add("--schedule", default=Plan.schedule, metavar="NAME", help=orders)
 
@@ -180,7 +194,7 @@ def add_search(parser: argparse.ArgumentParser, title: str, machine: str) -> arg
     bits = "4 bits may be taken for weights, for KV or for both, where that is faster; it changes what the model says"
     add("--allow-4bit", action="store_true", help=bits)
     limit = "from the first prompt of a block to its last token (default: no limit)"
-    add("--latency-limit", type=float, metavar="SECONDS", help=limit)
+    add("--latency-limit", type=number(0, above=True), metavar="SECONDS", help=limit)
     wish = "what is best: most tokens per second, or the block that is over soonest"
     add("--prefer", choices=PREFERENCES, default=THROUGHPUT, help=wish)
     return group
@@ -188,10 +202,8 @@ def add_search(parser: argparse.ArgumentParser, title: str, machine: str) -> arg
 
 def check_search(args: argparse.Namespace, is_searched: bool, otherwise: str) -> None:
     """Nothing that is asked of a search is dropped in silence where there is none; `otherwise` says how to have one."""
-    limit = args.latency_limit
-    if limit is not None and not limit > 0:
-        raise ValueError(f"--latency-limit is {limit:g}; give seconds above 0")
-    asked = {"--allow-4bit": args.allow_4bit, "--latency-limit": limit is not None, "--prefer": args.prefer != THROUGHPUT}
+    is_limited, is_preferred = args.latency_limit is not None, args.prefer != THROUGHPUT
+    asked = {"--allow-4bit": args.allow_4bit, "--latency-limit": is_limited, "--prefer": is_preferred}
     found = next((flag for flag, is_given in asked.items() if is_given), None)
     if found is not None and not is_searched:
         raise ValueError(f"{found} is for a search, and this plan is given; leave it out, or {otherwise}")
@@ -205,13 +217,13 @@ def add_kv(parser: argparse.ArgumentParser) -> None:
     add("--kv-policy", metavar="NAME", help=names)
     add(
         "--hh-ratio",
-        type=float,
+        type=SHARE,
         metavar="R",
         help="keep R of each prompt's length as heavy hitters and as much as recent tokens",
     )
-    add("--kv-budget", type=float, metavar="F", help="keep this share of prompt and generation, half heavy, half recent")
-    add("--heavy", type=int, metavar="SLOTS", help="heavy hitters kept, in slots per sequence and head")
-    add("--recent", type=int, metavar="SLOTS", help="slots for the newest tokens")
+    add("--kv-budget", type=SHARE, metavar="F", help="keep this share of prompt and generation, half heavy, half recent")
+    add("--heavy", type=SLOTS, metavar="SLOTS", help="heavy hitters kept, in slots per sequence and head")
+    add("--recent", type=SLOTS, metavar="SLOTS", help="slots for the newest tokens")
     add("--hh-all", action="store_true", help="evict generated tokens too: the default, named as in H2O's commands")
     add_protection(add)
 
@@ -219,12 +231,23 @@ def add_kv(parser: argparse.ArgumentParser) -> None:
 def add_protection(add: Callable[..., argparse.Action]) -> None:
     """What may be asked of a policy beside its budget: those in BESIDE_BUDGET."""
     add("--hh-prompt-only", action="store_true", help="only the prompt is selected from; all that is generated is kept")
-    add("--sinks", type=int, metavar="N", help=f"the first N tokens are never evicted (streaming: {SINKS} unless given)")
+    add("--sinks", type=SLOTS, metavar="N", help=f"the first N tokens are never evicted (streaming: {SINKS} unless given)")
     decay = "multiply the scores so far by D before each step adds to them (default: 1, plain sums)"
-    add("--score-decay", type=float, metavar="D", help=decay)
-    add("--grace", type=int, metavar="N", help="never evict the newest N, also where --recent is less; has no slots of its own")
+    add("--score-decay", type=SHARE, metavar="D", help=decay)
+    add(
+        "--grace",
+        type=SLOTS,
+        metavar="N",
+        help="never evict the newest N, also where --recent is less; has no slots of its own",
+    )
     rolling = "of keys; true: those in the text (default); rolling: their order in the cache, for texts without end"
     add("--positions", choices=POSITIONS, help=rolling)
+
+
+def add_verbose(add: Callable[..., argparse.Action], text: str, default: int = 1) -> None:
+    """Without a level: more than usual."""
+    levels = whole(0, TRACEBACK)
+    add("--verbose", type=levels, nargs="?", const=TRACEBACK - 1, default=default, metavar="LEVEL", help=text)
 
 
 def add_switch(group: argparse._ArgumentGroup, flag: str, default: bool, text: str) -> None:
@@ -235,34 +258,37 @@ def _codec(bits: str) -> str:
     for known, codec in PACKED.items():
         if bits == str(known):
             return codec
-    raise argparse.ArgumentTypeError(f"{bits!r} bits are not known; known: {', '.join(map(str, PACKED))}")
+    raise argparse.ArgumentTypeError(f"{shown(bits)} bits are not known; known: {', '.join(map(str, PACKED))}")
 
 
 def _switch(text: str) -> bool:
     if text.lower() not in (*TRUE, *FALSE):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither 0 nor 1")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is neither 0 nor 1")
     return text.lower() in TRUE
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("sampling")
     add = group.add_argument
-    add("--temperature", type=float, default=SamplingParams.temperature, metavar="T", help="0: greedy, the likeliest token")
-    add("--top-k", type=int, default=SamplingParams.top_k, metavar="K", help="only the K likeliest tokens; 0 or -1: all")
-    add("--top-p", type=float, default=SamplingParams.top_p, metavar="P", help="only the fewest that hold this share; 1: all")
+    add("--temperature", type=number(0), default=SamplingParams.temperature, metavar="T", help="0: greedy, the likeliest token")
+    likeliest, usual = "only the K likeliest tokens; 0 or -1: all", SamplingParams.top_k
+    add("--top-k", type=whole(-1, MOST_IDS), default=usual, metavar="K", help=likeliest)
+    add("--top-p", type=SHARE, default=SamplingParams.top_p, metavar="P", help="only the fewest that hold this share; 1: all")
     floor = "only tokens at least P times as likely as the likeliest; 0: all"
-    add("--min-p", type=float, default=SamplingParams.min_p, metavar="P", help=floor)
+    add("--min-p", type=number(0, 1), default=SamplingParams.min_p, metavar="P", help=floor)
     penalty = "above 1 discourages tokens that were there before; 1: off"
-    add("--repetition-penalty", type=float, default=SamplingParams.repetition_penalty, metavar="R", help=penalty)
+    off = SamplingParams.repetition_penalty
+    add("--repetition-penalty", type=number(0, above=True), default=off, metavar="R", help=penalty)
     presence = "taken off the logits of tokens that were generated, -2 to 2; below 0 encourages them"
-    add("--presence-penalty", type=float, default=SamplingParams.presence_penalty, metavar="P", help=presence)
+    add("--presence-penalty", type=number(-2, 2), default=SamplingParams.presence_penalty, metavar="P", help=presence)
     frequency = "the same, once for each time that a token was generated"
-    add("--frequency-penalty", type=float, default=SamplingParams.frequency_penalty, metavar="P", help=frequency)
-    add("--seed", type=int, metavar="N", help="repeats a run with a temperature (default: another one each time)")
+    add("--frequency-penalty", type=number(-2, 2), default=SamplingParams.frequency_penalty, metavar="P", help=frequency)
+    add("--seed", type=SEED, metavar="N", help="repeats a run with a temperature (default: another one each time)")
     add("--stop", action="append", default=[], metavar="TEXT", help=f"a text ends before this; {REPEATABLE}")
-    add("--stop-token-id", action="append", type=int, default=[], metavar="ID", help=f"ends a text; {REPEATABLE}")
+    ends = f"ends a text; {REPEATABLE}"
+    add("--stop-token-id", action="append", type=whole(0, MOST_IDS), default=[], metavar="ID", help=ends)
     least = "nothing ends a text before it has so many tokens"
-    add("--min-tokens", type=int, default=SamplingParams.min_tokens, metavar="N", help=least)
+    add("--min-tokens", type=whole(0, MOST_TOKENS), default=SamplingParams.min_tokens, metavar="N", help=least)
     add("--ignore-eos", action="store_true", help="go on to --gen-len behind the end of the text")
     return group
 

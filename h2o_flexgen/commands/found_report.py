@@ -7,15 +7,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from h2o_flexgen.commands.asked_problem import system_share
 from h2o_flexgen.commands.choose_model import ChosenModel
+from h2o_flexgen.commands.page import page_width, table
 from h2o_flexgen.commands.plan_flags import as_line, run_flags
-from h2o_flexgen.commands.plan_report import PlanReport, table
+from h2o_flexgen.commands.plan_report import NAMES, PlanReport
 from h2o_flexgen.commands.predicted import Predicted
 from h2o_flexgen.commands.why import Why
 from h2o_flexgen.planning.plan import HOST
 from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
 from h2o_flexgen.planning.predict import Prediction
 from h2o_flexgen.planning.search import NEAR, Candidate, Found, Problem
+from h2o_flexgen.planning.units import format_bytes
 from h2o_flexgen.quant.codec import PLAIN
 
 HEAD = ("block", "percent", "weights, KV as", "prefill s", "s/step", "tokens/s", "latency s")
@@ -78,7 +81,12 @@ class FoundReport:
     # -- lines ---------------------------------------------------------------------------------------------------------
 
     def lines(self) -> list[str]:
-        return [f"machine   {self.problem.machine.name}", *self.plan_report.lines(), "", *self._expected(), *self._others()]
+        return [self._machine(), *self.plan_report.lines(), "", *self._expected(), *self._others()]
+
+    def _machine(self) -> str:
+        left = system_share(self.args, self.problem.machine)
+        shares = " and ".join(f"{format_bytes(nbytes)} of {NAMES[tier]} memory" for tier, nbytes in left.items())
+        return f"machine   {self.problem.machine.name}" + (f"; {shares} left to its system" if shares else "")
 
     def _expected(self) -> Iterator[str]:
         one, prediction = self.best, self.best.prediction
@@ -114,6 +122,7 @@ class FoundReport:
             "front": [candidate_json(one) for one in self.found.front],
             "flags": self.flags,
             "machine": self.problem.machine.name,
+            "left_to_system_bytes": dict(system_share(self.args, self.problem.machine)),
             "cases": self.found.cases,
             "search_seconds": self.search_seconds,
         }
@@ -134,7 +143,7 @@ class FoundReport:
 
 
 def candidate_lines(candidates: Iterable[Candidate]) -> list[str]:
-    return table([HEAD, *(_row(one) for one in candidates)])
+    return table([HEAD, *(_row(one) for one in candidates)], page_width())
 
 
 def _row(one: Candidate) -> list[str]:

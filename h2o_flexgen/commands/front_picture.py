@@ -48,7 +48,7 @@ def _points(axes: Axes, candidates: list[Candidate], **style: Any) -> None:
 
 
 def _label(axes: Axes, candidates: list[Candidate]) -> None:
-    """Rows x batches, where there is room for it."""
+    """Rows x batches, where there is room for it: to the upper left, where the front, which rises, does not pass."""
     taken: list[tuple[float, float]] = []
     for one in candidates:
         at = (one.block_seconds, one.tokens_per_second)
@@ -57,4 +57,4 @@ def _label(axes: Axes, candidates: list[Candidate]) -> None:
             continue
         taken.append((across, up))
         text = f"{one.plan.gpu_batch_size} x {one.plan.num_gpu_batches}"
-        axes.annotate(text, at, xytext=(0, 10), textcoords="offset points", ha="center", fontsize="small")
+        axes.annotate(text, at, xytext=(-7, 6), textcoords="offset points", ha="right", fontsize="small")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+from h2o_flexgen.planning.units import format_bytes
 from h2o_flexgen.runtime.tokenizer import ByteTokenizer, Tokenizer
 
 DEFAULT_TOKENS = 512  # of a prompt, where nothing else is asked
+TOKEN_BYTES = 8  # of a token of a prompt that is kept: a reference to a small number
 PARAGRAPH = (
     "The ferry left the harbour an hour before sunrise, when the water was flat and the gulls were still asleep on the roofs.",
     "Nobody on deck spoke much, because the baker's daughter had brought warm bread and everyone was busy with it.",
@@ -27,6 +29,15 @@ PARAGRAPH = (
 )
 
 
+def check_room(num: int, prompt_len: int, room: int | None) -> None:
+    """Before they are made: so many of such a length have to lie in memory."""
+    if room is not None and num * prompt_len * TOKEN_BYTES > room:
+        takes = f"take {format_bytes(num * prompt_len * TOKEN_BYTES)} of memory"
+        raise ValueError(
+            f"{num} made-up prompts of {prompt_len} tokens {takes}, and {format_bytes(room)} may be held; give fewer or shorter"
+        )
+
+
 def made_up_prompts(num: int, prompt_len: int, tokenizer: Tokenizer, vocab: int, seed: int = 0) -> list[list[int]]:
     """Prompts of exactly this many tokens, readable, and different from each other as far as their length allows. A model
     without a tokenizer gets their bytes: they are there to be computed, not to be read."""
@@ -35,20 +46,20 @@ def made_up_prompts(num: int, prompt_len: int, tokenizer: Tokenizer, vocab: int,
     draw, tokenizer = random.Random(seed), tokenizer if tokenizer.reads_texts else ByteTokenizer(vocab)
     start = [token % vocab for token in tokenizer.encode("")][: prompt_len - 1]
     sentences = [[token % vocab for token in tokenizer.encode_more(" " + sentence)] for sentence in PARAGRAPH]
-    made: set[tuple[int, ...]] = set()
+    made: set[int] = set()  # hashes: the texts themselves would be kept twice
     prompts = []
     for _ in range(num):
         text = _new_text(draw, sentences, prompt_len - len(start), made)
-        made.add(text)
+        made.add(hash(text))
         prompts.append([*start, *text])
     return prompts
 
 
-def _new_text(draw: random.Random, sentences: list[list[int]], length: int, made: set[tuple[int, ...]]) -> tuple[int, ...]:
+def _new_text(draw: random.Random, sentences: list[list[int]], length: int, made: set[int]) -> tuple[int, ...]:
     """A text not made before. Short ones soon repeat: then tokens of the text in any order have to do."""
     text = _story(draw, sentences, length)
     tries = 100
-    while text in made and tries:
+    while hash(text) in made and tries:
         text = tuple(draw.choice(draw.choice(sentences)) for _ in range(length))
         tries -= 1
     return text

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
+from h2o_flexgen.commands.argument_types import TOKENS, memory_size, whole
 from h2o_flexgen.commands.flags import (
     DUMMY_PATH,
     TRACEBACK,
@@ -16,12 +17,14 @@ from h2o_flexgen.commands.flags import (
     add_placement,
     add_search,
     add_sizes,
+    add_verbose,
     check_search,
     plan_of,
     take_sizes,
 )
 from h2o_flexgen.commands.made_up import DEFAULT_TOKENS
 from h2o_flexgen.planning.plan import HOST, Plan
+from h2o_flexgen.planning.workload import MOST_PROMPTS
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 PROGRAM = "python -m h2o_flexgen.plan"
@@ -66,9 +69,14 @@ def _parser() -> Parser:
 
 def _add_workload(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("work").add_argument
-    add("--num-prompts", type=int, metavar="N", help="how many there are (default: as many as make one block)")
-    add("--prompt-len", type=int, default=DEFAULT_TOKENS, metavar="TOKENS", help="of each prompt")
-    add("--gen-len", type=int, default=SamplingParams.max_tokens, metavar="TOKENS", help="generated for each prompt")
+    add(
+        "--num-prompts",
+        type=whole(1, MOST_PROMPTS),
+        metavar="N",
+        help="how many there are (default: as many as make one block)",
+    )
+    add("--prompt-len", type=TOKENS, default=DEFAULT_TOKENS, metavar="TOKENS", help="of each prompt")
+    add("--gen-len", type=TOKENS, default=SamplingParams.max_tokens, metavar="TOKENS", help="generated for each prompt")
 
 
 def _add_plan(parser: Parser) -> None:
@@ -82,7 +90,8 @@ def _add_plan(parser: Parser) -> None:
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
     add = add_search(parser, "search", "its memory is the limit where no other is given").add_argument
-    add("--disk", metavar="SIZE", help="no more than this is held on disk (default: what the machine has free)")
+    room = "no more than this is held on disk (default: what the machine has free)"
+    add("--disk", type=memory_size, metavar="SIZE", help=room)
     priced = "search nothing: price the plan that --percent, the sizes and the other flags describe"
     add("--evaluate", action="store_true", help=priced)
 
@@ -91,14 +100,10 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("output").add_argument
     add("--plot", metavar="FILE", help="a picture of latency against throughput (needs the extra [plot])")
     add("--timeline", metavar="FILE", help="a picture of the lanes over two decode steps (needs the extra [plot])")
-    add("--verbose", type=int, nargs="?", const=2, default=1, metavar="LEVEL", help=f"{TRACEBACK}: where errors come from")
+    add_verbose(add, f"{TRACEBACK}: where errors come from")
 
 
 def _refuse(args: argparse.Namespace) -> None:
-    for flag in ("num_prompts", "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches"):
-        value = getattr(args, flag)
-        if value is not None and value < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} is {value}; give 1 or more")
     if args.percent is not None and not args.evaluate:
         raise ValueError("--percent is what is searched; leave it out, or give --evaluate to price it")
     check_search(args, not args.evaluate, "do without --evaluate")

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from h2o_flexgen.commands.kept import Kept
+from h2o_flexgen.commands.page import page_width, table
 from h2o_flexgen.planning.footprint import Budgets, Footprint
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.placement import Placement, image_bytes
@@ -105,7 +106,7 @@ class PlanReport:
             pair = slice(2 * place, 2 * place + 2)
             asked, got = self._asked(*self.requested.percent[pair]), " / ".join(_three(*placed[pair])[-len(tiers) :])
             rows.append([kind, asked, got, *(format_bytes(held[kind][tier]) for tier in tiers)])
-        return table(rows)
+        return table(rows, page_width())
 
     def _asked(self, device_percent: float, host_percent: float) -> str:
         device, host, disk = _three(device_percent, host_percent)
@@ -125,7 +126,7 @@ class PlanReport:
             if need or tier == HOST:
                 limit = format_bytes(budget) if budget is not None else "none"
                 rows.append([NAMES[tier], format_bytes(need), limit, self._parts(tier)])
-        return table(rows)
+        return table(rows, page_width())
 
     def _parts(self, tier: str) -> str:
         parts = {name: nbytes for name, nbytes in self.needed.parts.get(tier, {}).items() if nbytes}
@@ -170,9 +171,3 @@ def _slots(schedule: Schedule) -> str:
 def _three(device_percent: float, host_percent: float) -> tuple[str, str, str]:
     disk_percent = max(0.0, round(100 - device_percent - host_percent, 4))
     return f"{device_percent:.4g}", f"{host_percent:.4g}", f"{disk_percent:.4g}"
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell, numbers to the left like words: they carry their units."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

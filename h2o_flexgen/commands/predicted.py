@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.commands.plan_report import NAMES, table
+from h2o_flexgen.commands.page import page_width, table
+from h2o_flexgen.commands.plan_report import NAMES
 from h2o_flexgen.planning.footprint import Budgets
 from h2o_flexgen.planning.plan import HOST, TIERS
 from h2o_flexgen.planning.predict import Prediction
@@ -64,7 +65,7 @@ class Predicted:
             if nbytes or stats.peak_bytes[tier]:
                 ratio = _ratio(nbytes, stats.peak_bytes[tier])
                 rows.append([f"peak on {NAMES[tier]}", format_bytes(nbytes), format_bytes(stats.peak_bytes[tier]), ratio])
-        yield from table(rows)
+        yield from table(rows, page_width())
 
 
 def _seconds(name: str, predicted: float, measured: float) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from h2o_flexgen.planning.documents import parse_json
 
 
 def given_prompts(texts: Sequence[str] | None, file: str | None, num: int | None = None) -> list[str]:
@@ -52,7 +53,7 @@ def _of_line(line: str, take: Callable[[str], str], where: str) -> str:
 
 
 def _from_json(line: str) -> str:
-    prompt = json.loads(line)["prompt"] if line.strip() else ""
+    prompt = parse_json(line)["prompt"] if line.strip() else ""
     if not isinstance(prompt, str):
         raise TypeError(prompt)
     return prompt

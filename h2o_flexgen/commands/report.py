@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unicodedata import category
 
+from h2o_flexgen.commands.page import page_width, wrapped
 from h2o_flexgen.commands.projection import Timing
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import Plan
@@ -24,7 +25,7 @@ GIB = 1 << 30  # FlexGen counts in these, and calls them GB
 
 
 def say(lines: Iterable[str]) -> None:
-    for line in lines:
+    for line in wrapped(lines, page_width()):
         print(line, flush=True)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from h2o_flexgen.commands.prompts import read_lines
+from h2o_flexgen.planning.documents import parse_json
 
 PROMPT = "> "
 RESET, STATS, HELP, QUIT = "/reset", "/stats", "/help", "/quit"
@@ -52,7 +52,7 @@ def in_file(name: str) -> list[str]:
 
 def _of_json(line: str, where: str) -> list[str]:
     try:
-        found = json.loads(line)
+        found = parse_json(line)
         turns = [found["prompt"]] if "prompt" in found else found["turns"]
         if not isinstance(turns, list) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
             raise TypeError(turns)

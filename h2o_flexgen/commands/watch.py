@@ -56,7 +56,7 @@ class Watch:
         self._tokens = tokens
         self._visits = self.blocks[self._index].schedule.number(*task.visit) + 1
         self._count_work(task)
-        self._progress.update(self._text(task), self._done)
+        self._progress.update(self._text(), self._done, self._details(task))
 
     def shrink(self, num_ended: int, rest: Sequence[PlannedBlock], note: str) -> None:
         """Memory ran out in the block behind those that have ended. The rest takes the place of all that were to come, and what
@@ -85,15 +85,16 @@ class Watch:
     def _done(self) -> int:
         return self._visits_lost + self._visits_before + self._visits
 
-    def _text(self, task: Task) -> str:
+    def _details(self, task: Task) -> list[str]:
         moves = self.blocks[self._index].schedule.moves
+        block = [f"block {self._index + 1}/{len(self.blocks)}"] if len(self.blocks) > 1 else []
+        places = (("step", task.step, moves.steps), ("layer", task.layer, moves.layers), ("batch", task.batch, moves.batches))
+        return [*block, *(f"{name} {place + 1}/{total}" for name, place, total in places)]
+
+    def _text(self) -> str:
         seconds, done = max(self.seconds, 1e-9), self._done
-        block = f"block {self._index + 1}/{len(self.blocks)} " if len(self.blocks) > 1 else ""
-        place = (
-            f"step {task.step + 1}/{moves.steps} layer {task.layer + 1}/{moves.layers} batch {task.batch + 1}/{moves.batches}"
-        )
         rate = (self._tokens_before + self._tokens) / seconds
-        return f"{block}{place}, {rate:.2f} tokens/s, ETA {clock(seconds / done * (self.total - done))}"
+        return f"{rate:.2f} tokens/s, ETA {clock(seconds / done * (self.total - done))}"
 
 
 def total_visits(blocks: Sequence[PlannedBlock]) -> int:

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from h2o_flexgen.evaluation.figures import Figure
+from h2o_flexgen.planning.documents import parse_json
 
 FILE = "cells.jsonl"
 
@@ -32,7 +33,7 @@ class Cell:
 
     @classmethod
     def of_line(cls, line: bytes) -> Cell:
-        fields = json.loads(line)
+        fields = parse_json(line)
         figures = tuple(Figure.of_json(one) for one in fields["figures"])
         cell = cls(fields["identity"], figures, fields["seconds"])
         if cell.key != fields["key"]:

@@ -19,6 +19,7 @@ GREY = "#7f7f7f"
 MARKS = "osD^vP*X"
 COLUMNS = 3  # panels side by side
 PANEL_INCHES = (5.2, 3.9)
+SHARE_TOP = 1.05  # a line at 1 is seen whole
 SPREAD = 20  # from so many times as much on, values are on a logarithmic axis
 
 
@@ -61,8 +62,25 @@ def _draw(axes: Axes, results: Results, shown: Shown, panel: str) -> None:
             label=row,
         )
     axes.set_xticks(list(places.values()), list(places))
-    if min(values, default=0) > 0 and max(values) > SPREAD * min(values):
-        axes.set_yscale("log")
-    axes.set_title(f"{results.name}: {shown.title}{f', {panel}' if panel else ''}", fontsize="small", loc="left", wrap=True)
+    _scale(axes, shown, values)
+    axes.set_title(panel_title(results.name, shown, panel), fontsize="small", loc="left", wrap=True)
     axes.set_xlabel("kept", fontsize="small")
     axes.grid(visible=True, alpha=0.25)
+
+
+def panel_title(task: str, shown: Shown, panel: str) -> str:
+    """The name of the task comes first, unless that of the figure says it already."""
+    title = shown.title if shown.title.startswith(task) else f"{task}: {shown.title}"
+    return f"{title}, {panel}" if panel else title
+
+
+def _scale(axes: Axes, shown: Shown, values: Sequence[float]) -> None:
+    """From 0, so that a distance on paper is a difference; a share goes to 1. Where values lie far apart a ratio is what
+    counts, and its numbers are written out."""
+    if not shown.is_share and min(values, default=0) > 0 and max(values) > SPREAD * min(values):
+        from matplotlib.ticker import FuncFormatter
+
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    elif min(values, default=0) >= 0:
+        axes.set_ylim(bottom=0, top=SHARE_TOP if shown.is_share else None)

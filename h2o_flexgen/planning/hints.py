@@ -1,14 +1,47 @@
-"""What an error message says of a name that nobody knows: the nearest known one."""
+"""Parts of error messages: a value that somebody gave, and the nearest known name."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from reprlib import Repr
 
 LIKENESS = 0.7  # of names that could be meant, from 0 to 1
+LONGEST_VALUE = 80  # characters of a value in a message
+LONGEST_WORD = 200  # characters of anything else in a message: names of files are long
+QUOTED = re.compile(rf"(?P<quote>['\"`])(?P<text>[^'\"`]{{{LONGEST_WORD + 1},}})(?P=quote)")
+WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message; nothing where no known name is near."""
+    if len(name) > LONGEST_VALUE:  # nobody means a name by it, and comparing takes long
+        return ""
     near = get_close_matches(name, list(known), n=1, cutoff=LIKENESS)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: as Python writes it, shortened where it is long or deep."""
+    writer = Repr()
+    writer.maxstring = writer.maxother = writer.maxlong = LONGEST_VALUE
+    try:
+        text = writer.repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        text = "a number of thousands of digits"
+    length = f" ({len(value)} characters)" if isinstance(value, str) and "..." in text and len(value) > LONGEST_VALUE else ""
+    text = shortened(text)
+    return (_ends(text) if len(text) > LONGEST_WORD else text) + length
+
+
+def shortened(message: str) -> str:
+    """A message in which no quotation and no word is longer than can be read."""
+    message = QUOTED.sub(lambda found: _ends(found["text"], found["quote"]), message)
+    return WORD.sub(lambda found: _ends(found[0]), message)
+
+
+def _ends(text: str, quote: str = "") -> str:
+    """The beginning and the end of a long text."""
+    half = LONGEST_VALUE // 2
+    return f"{quote}{text[:half]}...{text[-half:]}{quote} ({len(text)} characters)"

@@ -16,8 +16,11 @@ from typing import Any
 
 import yaml
 
+from h2o_flexgen.planning.documents import parse_yaml
 from h2o_flexgen.planning.files import write_text
+from h2o_flexgen.planning.hints import shown
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES
+from h2o_flexgen.planning.numbers import decimal_number
 from h2o_flexgen.planning.plan import DEVICE, HOST
 from h2o_flexgen.quant.codec import PACKED
 
@@ -106,13 +109,11 @@ class Machine:
     def load(cls, path: str | Path) -> Machine:
         try:
             text = Path(path).read_text(encoding="utf-8")
-            content = yaml.safe_load(text)
+            content = parse_yaml(text)
         except OSError as error:
             raise ValueError(f"machine file {path} cannot be read: {error.strerror}") from error
-        except RecursionError as error:
-            raise ValueError(f"machine file {path} is nested too deeply; give one of keys and values") from error
-        except (yaml.YAMLError, ValueError) as error:
-            raise ValueError(f"machine file {path} is not YAML: {' '.join(str(error).split())}") from error
+        except ValueError as error:
+            raise ValueError(f"machine file {path} is not YAML: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(f"machine file {path} holds no keys; it needs {', '.join(f.name for f in fields(cls))}")
         try:
@@ -193,24 +194,31 @@ def _check_keys(outer: str, given: Iterable[object], known: Iterable[str]) -> No
         if key not in names:
             near = get_close_matches(str(key), names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "remove it"
-            raise WrongKey(f"{before}{key}", f"unknown {what} {key!r}; {hint}")
+            raise WrongKey(f"{before}{key}", f"unknown {what} {shown(key)}; {hint}")
 
 
 def _number(name: str, value: object, least: float, what: str = "") -> float:
     """YAML reads 1.5e9 as text, for want of a sign in the exponent: text that is a number is taken for one."""
-    shown = what or name
+    called = what or name
     try:
-        number = float("" if isinstance(value, bool) else value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise WrongKey(name, f"{shown} is {value!r}; give a number") from None
+        number = decimal_number(value) if isinstance(value, str) else _plain(value)
+    except (TypeError, ValueError, OverflowError):
+        raise WrongKey(name, f"{called} is {shown(value)}; give a number") from None
     if not isfinite(number) or number < least:
-        raise WrongKey(name, f"{shown} is {value!r}; give a number of at least {least:g}")
+        raise WrongKey(name, f"{called} is {shown(value)}; give a number of at least {least:g}")
     return number
+
+
+def _plain(value: object) -> float:
+    """YAML and JSON know true and false, which Python takes for 1 and 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(value)
+    return float(value)
 
 
 def _rate(name: str, value: object) -> float:
     if not (number := _number(name, value, 0.0)):
-        raise WrongKey(name, f"{name} is {value!r}; give a rate above 0")
+        raise WrongKey(name, f"{name} is {shown(value)}; give a rate above 0")
     return number
 
 
@@ -224,19 +232,19 @@ def _seconds(name: str, value: object) -> float:
 
 def _name(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise WrongKey(name, f"{name} is {value!r}; give a name")
+        raise WrongKey(name, f"{name} is {shown(value)}; give a name")
     return value
 
 
 def _device(name: str, value: object) -> str:
     if value not in DEVICES:
-        raise WrongKey(name, f"{name} is {value!r}; give one of {', '.join(DEVICES)}")
+        raise WrongKey(name, f"{name} is {shown(value)}; give one of {', '.join(DEVICES)}")
     return str(value)
 
 
 def _mapping(name: str, value: object, known: Iterable[str], may_be_empty: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict) or not (value or may_be_empty):
-        raise WrongKey(name, f"{name} is {value!r}; give one line or more of the form `name: value`")
+        raise WrongKey(name, f"{name} is {shown(value)}; give one line or more of the form `name: value`")
     _check_keys(name, value, known)
     return value
 
@@ -247,11 +255,11 @@ def _curves(name: str, value: object) -> dict[str, Curve]:
 
 def _curve(name: str, value: object) -> Curve:
     if not isinstance(value, (list, tuple)) or not value:
-        raise WrongKey(name, f"{name} is {value!r}; give a list of [rows, flop/s]")
+        raise WrongKey(name, f"{name} is {shown(value)}; give a list of [rows, flop/s]")
     points, before = [], -inf
     for point in value:
         if not isinstance(point, (list, tuple)) or len(point) != 2:
-            raise WrongKey(name, f"{name} has the point {point!r}; give [rows, flop/s]")
+            raise WrongKey(name, f"{name} has the point {shown(point)}; give [rows, flop/s]")
         rows = int(_number(name, point[0], 1.0, f"rows in {name}"))
         if rows <= before:
             raise WrongKey(name, f"{name} has {rows} rows after {before:g}; sort the points by rows")
@@ -278,7 +286,7 @@ def _visits(name: str, value: object) -> dict[str, float]:
 
 def _both(name: str, value: object) -> float:
     if not 1 <= (number := _number(name, value, 0.0)) <= 2:
-        raise WrongKey(name, f"{name} is {value!r}; give 1 (reads and writes take turns) to 2 (neither hinders the other)")
+        raise WrongKey(name, f"{name} is {shown(value)}; give 1 (reads and writes take turns) to 2 (neither hinders the other)")
     return number
 
 

@@ -9,7 +9,8 @@ from functools import cached_property
 from h2o_flexgen.kv.options import KVOptions
 from h2o_flexgen.kv.policies import POLICIES
 from h2o_flexgen.kv.policy import KVPolicy
-from h2o_flexgen.planning.hints import did_you_mean
+from h2o_flexgen.planning.hints import did_you_mean, shown
+from h2o_flexgen.planning.workload import MOST_BATCHES, check_num_prompts
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 DEVICE, HOST, DISK = "device", "host", "disk"
@@ -63,7 +64,10 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens", "slots"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+                raise ValueError(f"{name} is {shown(getattr(self, name))}; it must be 1 or more")
+        if self.num_gpu_batches > MOST_BATCHES:
+            raise ValueError(f"num_gpu_batches is {shown(self.num_gpu_batches)}; the most is {MOST_BATCHES}")
+        check_num_prompts(self.block_size)
         _require_known("attend_on", self.attend_on, (DEVICE, HOST))
         from h2o_flexgen.planning.schedule import SCHEDULES  # schedules take the names of the tiers from this file
 
@@ -137,4 +141,4 @@ class Plan:
 
 def _require_known(name: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
-        raise ValueError(f"{name} {value!r} is unknown; known: {', '.join(known)}{did_you_mean(value, known)}")
+        raise ValueError(f"{name} {shown(value)} is unknown; known: {', '.join(known)}{did_you_mean(value, known)}")

@@ -11,13 +11,14 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from h2o_flexgen.planning.fit import largest
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Request
 from h2o_flexgen.planning.linear import Answer, Case, solve, solve_thoroughly
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.plan import DEVICE, Plan, Shares
+from h2o_flexgen.planning.plan import ALL_DEVICE, DEVICE, Plan, Shares
 from h2o_flexgen.planning.planned import plan_blocks
 from h2o_flexgen.planning.predict import Prediction, predict
 from h2o_flexgen.planning.units import format_bytes
@@ -32,6 +33,7 @@ NUMBERS_OF_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)  # in a block
 SIMULATED, ON_FRONT = 5, 4  # of the cases that the program puts first; of those that only the front is for
 SIMULATED_AT_MOST = 10  # of them, where simulations fall behind what the program promises of others
 REFINED = 6  # of the answers on the grid, so many have their neighbours tried
+HOPELESS = 0.5  # of what the soonest block takes: a limit below it is one that no plan can keep
 SOONER = (1.0, 0.95, 0.85, 0.7, 0.5)  # of a latency limit: how soon the program must promise to end
 ON_HOST, ON_DISK = Shares(0.0, 1.0), Shares(0.0, 0.0)
 NEAR = 0.05  # two plans this near to each other are equal: then the one whose block is over sooner
@@ -136,6 +138,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _search(problem: Problem) -> Found:
+    _refuse_what_nothing_reaches(problem)
     answers, cases = _answers(problem)
     if not answers:
         raise NoPlan(nearest_miss(problem))
@@ -150,6 +153,26 @@ def _search(problem: Problem) -> Found:
         cases=cases,
         seconds_at_least=next(answer.seconds for answer in answers if answer.plan == best.plan),
     )
+
+
+def _refuse_what_nothing_reaches(problem: Problem) -> None:
+    """A latency that no plan can have is told of before any is looked for."""
+    if problem.latency_limit is None:
+        return
+    least = min(map(partial(_soonest_seconds, problem), _bases(problem)))
+    if problem.latency_limit < HOPELESS * least:
+        raise NoPlan(
+            f"no plan ends a block within {problem.latency_limit:g} s: even one row, with everything in the fastest memory, "
+            f"needs about {least:.3g} s; give more time or fewer tokens"
+        )
+
+
+def _soonest_seconds(problem: Problem, base: Plan) -> float:
+    """Of a block of one row that moves nothing, whether that fits or not: hardly anything can be over sooner."""
+    plan = replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ALL_DEVICE, kv=ALL_DEVICE, hidden=ALL_DEVICE)
+    plan = plan if problem.accelerator else plan.folded()
+    blocks = plan_blocks(problem.model(plan), plan, problem.first_block(plan), problem.accelerator)
+    return predict(blocks, problem.machine, problem.kernel_threads, problem.writes_weights).block_seconds
 
 
 def _simulated(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Candidate], list[Candidate]]:

@@ -13,6 +13,18 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from h2o_flexgen.planning.hints import shown
+
+MOST_PROMPTS = 10_000_000  # of a workload: each takes part in every look at it
+MOST_BATCHES = 10_000  # of a block
+MOST_TOKENS = 10_000_000  # of a text, prompt or generation: the longest contexts of any model
+
+
+def check_num_prompts(num: int) -> None:
+    """Before a list of so many is made."""
+    if num > MOST_PROMPTS:
+        raise ValueError(f"{shown(num)} prompts are more than one run takes; give {MOST_PROMPTS} at most, or run them in parts")
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -115,14 +127,18 @@ class Workload:
     def __post_init__(self) -> None:
         if not self.prompt_lens:
             raise ValueError("no prompts were given; give at least one")
-        if self.gen_len < 1:
-            raise ValueError(f"tokens to generate is {self.gen_len}; give 1 or more")
+        check_num_prompts(len(self.prompt_lens))
+        if not 1 <= self.gen_len <= MOST_TOKENS:
+            raise ValueError(f"tokens to generate is {shown(self.gen_len)}; give 1 to {MOST_TOKENS}")
         for row, length in enumerate(self.prompt_lens):
             if length < 1:
                 raise ValueError(f"prompt {row} is empty; every prompt needs at least one token")
+            if length > MOST_TOKENS:
+                raise ValueError(f"prompt {row} has {shown(length)} tokens; the most is {MOST_TOKENS}")
 
     @classmethod
     def uniform(cls, num_prompts: int, prompt_len: int, gen_len: int) -> Workload:
+        check_num_prompts(num_prompts)
         return cls((prompt_len,) * num_prompts, gen_len)
 
     @property

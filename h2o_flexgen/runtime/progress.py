@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TextIO
 
@@ -35,6 +37,7 @@ class Progress:
         default = SECONDS_BETWEEN_REWRITES if self._rewrites else SECONDS_BETWEEN_LINES
         self._interval = default if interval_seconds is None else interval_seconds
         self._stage = self._text = ""
+        self._details: tuple[str, ...] = ()
         self._done = 0
         self._counts = True  # is how many are done of how many what is to be shown
         self._width = 0  # of the line that stands on the terminal
@@ -45,18 +48,23 @@ class Progress:
     def stage(self, name: str, text: str = "") -> None:
         """Names what is done now ("load", "prefill", "decode") and forgets the text of the stage before. A text that comes with
         it says itself how far the stage is."""
-        self._stage, self._text, self._counts = name, text, not text
+        self._stage, self._text, self._counts, self._details = name, text, not text, ()
 
-    def update(self, text: str, done: int) -> None:
-        self._text, self._done, self._counts = text, done, True
+    def update(self, text: str, done: int, details: Sequence[str] = ()) -> None:
+        """`details` stand before the text, the most important first; a terminal shows those that fit beside the rest."""
+        self._text, self._done, self._counts, self._details = text, done, True, tuple(details)
 
     def expect(self, total: int) -> None:
         """More or less is to be done than was thought."""
         self._total = total
 
     def note(self, line: str) -> None:
-        """A line that stays."""
-        self._put(f"\r{line.ljust(self._width)}\n" if self._rewrites else f"{line}\n")
+        """A line that stays. A terminal breaks it between words."""
+        if self._rewrites:
+            width = shutil.get_terminal_size().columns
+            lines = textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) or [""]
+            line = "\n".join([f"\r{lines[0].ljust(self._width)}", *lines[1:]])
+        self._put(f"{line}\n")
         self._width = 0
 
     def __enter__(self) -> Progress:
@@ -71,7 +79,7 @@ class Progress:
         self._ticker.join()
         if self._late:
             return
-        self._write(self._line() + (" done" if kind is None else " stopped"))
+        self._write(self._line(" done" if kind is None else " stopped"))
         if self._rewrites:
             self._put("\n")
 
@@ -80,16 +88,30 @@ class Progress:
             self._late = False
             self._write(self._line())
 
-    def _line(self) -> str:
+    def _line(self, end: str = "") -> str:
+        """On a terminal no wider than that is: a line that wraps could not be rewritten. How long it will take is said last, so
+        what is less important goes: details, how many are done, and then the end of the stage's name."""
+        width = shutil.get_terminal_size().columns - 1 if self._rewrites else None
         share = f"{self._done}/{self._total}" if self._total and self._counts else ""
-        words = (f"{self._label}:", self._stage, share, self._text, f"[{time.monotonic() - self._started:.0f} s]")
-        return " ".join(word for word in words if word)
+        seconds = f"[{time.monotonic() - self._started:.0f} s]{end}"
+        details, stage = list(self._details), self._stage
+        while True:
+            detail = " ".join(details) + "," if details else ""
+            line = " ".join(word for word in (f"{self._label}:", stage, share, detail, self._text, seconds) if word)
+            if width is None or len(line) <= width:
+                return line
+            if details:
+                details.pop()
+            elif share:
+                share = ""
+            else:
+                room = max(0, len(stage) - (len(line) - width))
+                return line.replace(f" {stage}", f" {stage[:room]}", 1)[:width]
 
     def _write(self, line: str) -> None:
         if not self._rewrites:
             self._put(line + "\n")
             return
-        line = line[: shutil.get_terminal_size().columns - 1]  # a line that wraps could not be rewritten
         self._put("\r" + line.ljust(self._width))
         self._width = len(line)
 

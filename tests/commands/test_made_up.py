@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_flexgen.commands.made_up import made_up_prompts
+from h2o_flexgen.commands.made_up import check_room, made_up_prompts
 from h2o_flexgen.runtime.tokenizer import ByteTokenizer, Tokenizer
 from tests.real_tokenizers import VOCABS
 
@@ -40,3 +40,10 @@ def test_no_prompts_or_empty_ones_are_refused() -> None:
     for num, length in ((0, 5), (5, 0)):
         with pytest.raises(ValueError, match="give 1 or more"):
             made_up_prompts(num, length, ByteTokenizer(300), 300)
+
+
+def test_more_prompts_than_memory_holds_are_refused_before_one_is_made() -> None:
+    check_room(1_000_000, 64, 10**9)
+    check_room(10**7, 10**7, None)
+    with pytest.raises(ValueError, match=r"10000000 made-up prompts of 10000000 tokens take 800.00 TB of memory, and 1.00 GB"):
+        check_room(10**7, 10**7, 10**9)

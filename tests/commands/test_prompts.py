@@ -38,6 +38,7 @@ def test_nothing_given_is_nothing() -> None:
         ("a.jsonl", b'{"prompt": 3}\n', "line 1 is no"),
         ("a.jsonl", b'{"prompt": ""}\n', "line 1 is empty"),
         ("a.jsonl", b"no json\n", "line 1 is no"),
+        ("a.jsonl", b"[" * 100_000, "line 1 is no"),
     ],
 )
 def test_a_file_that_holds_something_else_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from h2o_flexgen.commands.errors import one_line
 from h2o_flexgen.commands.lanes import compute_bound
-from h2o_flexgen.commands.plan_report import table
+from h2o_flexgen.commands.page import table
 from h2o_flexgen.commands.report import FIRST, INDENT, completion_lines, log_name
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan

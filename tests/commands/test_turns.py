@@ -17,7 +17,7 @@ def test_a_line_is_a_turn_and_a_json_line_one_or_several(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "line", ["no json", '{"text": "hello"}', '{"turns": "hello"}', '{"prompt": ""}', '{"turns": [1]}', "7", ""]
+    "line", ["no json", "[" * 100_000, '{"text": "hello"}', '{"turns": "hello"}', '{"prompt": ""}', '{"turns": [1]}', "7", ""]
 )
 def test_a_line_that_is_no_turn_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"prompt": "hello"}}\n{line}\n{{"prompt": "x"}}\n')

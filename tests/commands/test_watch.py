@@ -38,7 +38,7 @@ def test_every_visit_of_every_block_counts_once(spec: ModelSpec, schedule: str) 
     blocks, stream = planned(spec, schedule), io.StringIO()
     watch = Watch(blocks, Progress(0, "run", stream))
     done = []
-    watch._progress.update = lambda text, number: done.append(number)  # type: ignore[method-assign]
+    watch._progress.update = lambda text, number, details: done.append(number)  # type: ignore[method-assign]
     for block in blocks:
         for task in block.schedule.tasks():
             if task.op is Op.COMPUTE:
@@ -60,7 +60,7 @@ def test_when_memory_runs_out_progress_goes_on_and_ends_at_its_total(spec: Model
     stream, done = io.StringIO(), list[int]()
     progress = Progress(total_visits((first, second)), "run", stream)
     watch = Watch((first, second), progress)
-    progress.update = lambda text, number: done.append(number)  # type: ignore[method-assign]
+    progress.update = lambda text, number, details: done.append(number)  # type: ignore[method-assign]
 
     def computed(block: PlannedBlock, most: int | None = None) -> None:
         for task in [task for task in block.schedule.tasks() if task.op is Op.COMPUTE][:most]:
@@ -81,7 +81,7 @@ def test_the_text_names_block_step_layer_batch_rate_and_the_time_left(spec: Mode
     blocks = planned(spec)
     seen: list[str] = []
     progress = Progress(0, "run", io.StringIO())
-    progress.update = lambda text, done: seen.append(text)  # type: ignore[method-assign]
+    progress.update = lambda text, done, details: seen.append(f"{' '.join(details)}, {text}")  # type: ignore[method-assign]
     watch = Watch(blocks, progress)
     watch.stage(Stage.LOADING)
     watch.stage(Stage.GENERATING)

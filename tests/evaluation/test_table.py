@@ -10,10 +10,11 @@ import pytest
 from h2o_flexgen.evaluation.cells import Cell
 from h2o_flexgen.evaluation.figures import Figure, mean
 from h2o_flexgen.evaluation.grid import Grid, Share
-from h2o_flexgen.evaluation.picture import draw_quality
+from h2o_flexgen.evaluation.picture import _scale, draw_quality, panel_title
 from h2o_flexgen.evaluation.table import Results, details, tables
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity, Perplexity
 from h2o_flexgen.evaluation.tasks.recall import RecallTask
+from h2o_flexgen.evaluation.tasks.task import Shown
 from h2o_flexgen.runtime.tokenizer import ByteTokenizer
 
 GRID = Grid(("full", "h2o", "local"), (Share(100), Share(5), Share(20)))
@@ -78,3 +79,22 @@ def test_details_tell_figures_by_kind_of_example() -> None:
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     draw_quality(results(), tmp_path / "picture.png", "made up")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
+def test_titles_say_nothing_twice_and_shares_begin_at_nothing() -> None:
+    from matplotlib.figure import Figure as Page
+
+    share = Shown("accuracy", "share that is right", True, None, is_share=True)
+    assert panel_title("perplexity", Shown("perplexity", "perplexity per token", False, None), "") == "perplexity per token"
+    assert panel_title("recall", share, "hidden questions") == "recall: share that is right, hidden questions"
+    for shown, values, limits, scale in (
+        (share, [0.001, 0.9], (0, 1.05), "linear"),
+        (Shown("loss", "loss", False, None), [3.0, 3.5], (0, None), "linear"),
+        (Shown("perplexity", "perplexity", False, None), [70.0, 3000.0], (None, None), "log"),
+    ):
+        axes = Page().subplots()
+        axes.plot(values)
+        _scale(axes, shown, values)
+        bottom, top = axes.get_ylim()
+        assert axes.get_yscale() == scale and all(one in (None, found) for one, found in zip(limits, (bottom, top)))

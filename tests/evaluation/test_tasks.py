@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from h2o_flexgen.evaluation.run import Evaluation
 from h2o_flexgen.evaluation.tasks.agreement import Agreement
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity, Perplexity
 from h2o_flexgen.evaluation.tasks.recall import BoundRecall, RecallTask
-from h2o_flexgen.evaluation.tasks.task import Asked, Bound
+from h2o_flexgen.evaluation.tasks.task import MOST_EXAMPLES, Asked, Bound
 from h2o_flexgen.evaluation.tasks.xsum import XSum, first_line, rouge
 from h2o_flexgen.evaluation.texts import Text, start_tokens, windows
 from h2o_flexgen.llm import LLM
@@ -347,3 +348,10 @@ def test_without_the_package_for_rouge_the_extra_is_named(monkeypatch: pytest.Mo
     monkeypatch.setattr("h2o_flexgen.evaluation.tasks.xsum.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"xsum needs rouge-score; .*\[eval\]"):
         XSum.of(Asked(articles=articles(tmp_path, (2,))))
+
+
+def test_more_questions_than_can_be_made_are_refused_before_one_is() -> None:
+    task = RecallTask((Text("prose", "Some prose."),), (64,), (0.0, 0.5), ("visible",), 1, MOST_EXAMPLES, 0)
+    llm = cast("LLM", SimpleNamespace(spec=SimpleNamespace(max_positions=1024), tokenizer=None, name="tiny"))
+    with pytest.raises(ValueError, match=r"--examples 1000000 makes 8000000 questions, .* the most is 100000"):
+        task.bind(llm)

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 
+from h2o_flexgen.planning import search as search_module
 from h2o_flexgen.planning.footprint import Budgets
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import DEVICE, HOST, Plan, Shares
@@ -123,8 +124,9 @@ def test_whoever_prefers_latency_gets_the_soonest_end() -> None:
 
 
 def test_a_limit_that_nothing_keeps_is_answered_with_the_fastest_there_is() -> None:
-    with pytest.raises(NoPlan, match=r"no plan ends a block within 1e-06 s; the fastest needs .* s: give more time"):
-        search(scarce(False, 0.3, latency_limit=1e-6))
+    soonest = search(scarce(False, 0.3, prefer=LATENCY)).front[0].block_seconds
+    with pytest.raises(NoPlan, match=r"no plan ends a block within .* s; the fastest needs .* s: give more time"):
+        search(scarce(False, 0.3, latency_limit=0.6 * soonest))
 
 
 # -- nothing fits --------------------------------------------------------------------------------------------------------
@@ -148,3 +150,18 @@ def test_sizes_that_do_not_fit_are_not_called_too_little_memory_for_one_row() ->
     with pytest.raises(NoPlan, match="let the batch sizes be searched, or give more memory"):
         search(asked)
     assert "sizes asked for" in nearest_miss(asked)
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_a_limit_that_nothing_can_keep_is_refused_before_anything_is_searched(
+    accelerator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_module, "solve", lambda *_: pytest.fail("searched"))
+    with pytest.raises(NoPlan, match=r"no plan ends a block within 1e-06 s: even one row, .* needs about 0\.\d+ s"):
+        search(scarce(accelerator, 0.3, latency_limit=1e-6))
+
+
+def test_the_soonest_block_is_a_bound_that_no_plan_that_is_found_passes() -> None:
+    problem = scarce(False, 1.0, prefer=LATENCY)
+    least = min(search_module._soonest_seconds(problem, base) for base in search_module._bases(problem))
+    assert least <= 1.02 * search(problem).front[0].block_seconds

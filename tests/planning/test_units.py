@@ -44,3 +44,10 @@ def test_printed_sizes_carry_the_largest_unit_that_leaves_a_number_of_1_or_more(
 @given(st.integers(1, 10**15))
 def test_what_is_printed_reads_as_the_same_size_to_within_a_rounding(nbytes: int) -> None:
     assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.0051)
+
+
+@pytest.mark.parametrize("size", ["1_0GB", "\u0661GB", "1e400", "9" * 30, "nan", "infGB", 0, -5, True, 2**70, "x" * 5000])
+def test_a_size_is_a_plain_number_that_a_machine_could_have(size: int | str) -> None:
+    with pytest.raises(ValueError, match=r"^size ") as caught:
+        parse_bytes(size)
+    assert len(str(caught.value)) < 250

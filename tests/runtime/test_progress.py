@@ -154,3 +154,25 @@ def test_a_late_line_is_as_any_other_once_the_interval_is_over() -> None:
         progress.update("slow", 3)
         wait_for("slow", stream)
     assert stream.getvalue().endswith("job: 3/3 slow [0 s] done\n")
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (100, "run: decode 7/90 block 1/2 step 3/9 layer 4/8, 1.50 tokens/s, ETA 0:12 [0 s]"),
+        (80, "run: decode 7/90 block 1/2 step 3/9 layer 4/8, 1.50 tokens/s, ETA 0:12 [0 s]"),
+        (70, "run: decode 7/90 block 1/2 step 3/9, 1.50 tokens/s, ETA 0:12 [0 s]"),
+        (50, "run: decode 7/90 1.50 tokens/s, ETA 0:12 [0 s]"),
+        (46, "run: decode 1.50 tokens/s, ETA 0:12 [0 s]"),
+        (38, "run: de 1.50 tokens/s, ETA 0:12 [0 s]"),
+    ],
+)
+def test_a_narrow_terminal_shows_the_time_left_before_anything_else(
+    columns: int, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    progress = Progress(90, "run", Terminal())
+    progress.stage("decode")
+    progress.update("1.50 tokens/s, ETA 0:12", 7, ["block 1/2", "step 3/9", "layer 4/8"])
+    progress._started = time.monotonic()
+    assert progress._line() == shown and len(shown) < columns

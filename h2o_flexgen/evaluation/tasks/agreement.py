@@ -32,9 +32,9 @@ class Agreement(Task):
 
     name: ClassVar[str] = "agreement"
     shown: ClassVar[tuple[Shown, ...]] = (
-        Shown("equal", "share of tokens that the full cache says too", True, None),
+        Shown("equal", "share of tokens that the full cache says too", True, None, True),
         Shown("kl", "KL (full, policy) per token, in nats", False, None),
-        Shown("until_first", "share of tokens before the first that differs", True, None),
+        Shown("until_first", "share of tokens before the first that differs", True, None, True),
     )
 
     @classmethod

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 LENGTHS, DEPTHS = (256, 512, 1024), (0.0, 0.25, 0.5, 0.75, 1.0)
 EXAMPLES = 4  # of each task, length and depth
+MOST_QUESTIONS = 100_000  # all of them are made before the first is asked
 SEVERAL_PLACES = "spread"
 
 
@@ -35,7 +36,7 @@ class RecallTask(Task):
     seed: int
 
     name: ClassVar[str] = "recall"
-    shown: ClassVar[tuple[Shown, ...]] = (Shown("accuracy", "share of answers that are right in full", True, of_means),)
+    shown: ClassVar[tuple[Shown, ...]] = (Shown("accuracy", "share of answers that are right in full", True, of_means, True),)
 
     @classmethod
     def of(cls, asked: Asked) -> RecallTask:
@@ -48,6 +49,12 @@ class RecallTask(Task):
         lengths = self.lengths or tuple(length for length in LENGTHS if length <= positions) or (positions,)
         if max(lengths) > positions:
             raise ValueError(f"--lengths has {max(lengths)}, but {llm.name} has {positions} positions; give no more")
+        asked = len(RECALL_TASKS) * len(lengths) * len(self.depths) * self.examples
+        if asked > MOST_QUESTIONS:
+            raise ValueError(
+                f"--examples {self.examples} makes {asked} questions, of each kind, length and depth; "
+                f"give fewer examples, --lengths or --depths: the most is {MOST_QUESTIONS} questions"
+            )
         prose = "\n".join(text.content for text in self.texts)
         made = Recall.of(prose, tokenizer.encode_more, start_tokens(tokenizer))
         draw = random.Random(self.seed)

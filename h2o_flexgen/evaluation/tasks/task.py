@@ -24,6 +24,7 @@ EXAMPLES, WINDOW, GEN_LEN = 16, 1024, 64
 QUESTIONS = ("visible", "hidden")
 
 MENTIONS = 2
+MOST_EXAMPLES, MOST_MENTIONS = 1_000_000, 1000  # more than any text or test holds
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Shown:
     title: str
     higher_is_better: bool
     compare: Compare | None  # with the full cache
+    is_share: bool = False  # of 0 to 1
 
 
 class Bound(ABC):

@@ -3,7 +3,6 @@ line is the summary, and ROUGE says how many of its words and pairs of words are
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from h2o_flexgen.commands.prompts import read_lines
 from h2o_flexgen.evaluation.figures import Figure, mean, of_means
 from h2o_flexgen.evaluation.tasks.task import Advance, Asked, Bound, Shown, Size, Task, in_blocks
 from h2o_flexgen.evaluation.texts import checksum, start_tokens
+from h2o_flexgen.planning.documents import parse_json
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def read_articles(file: str) -> tuple[Article, ...]:
 
 def _article(line: str, where: str) -> Article:
     try:
-        fields = json.loads(line)
+        fields = parse_json(line)
     except ValueError as error:
         raise ValueError(f"{where} is no JSON; mend or remove it") from error
     if not isinstance(fields, dict):
