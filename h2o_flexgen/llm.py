@@ -28,6 +28,7 @@ from h2o_flexgen.kernels.native import kernel_threads
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.host import available_bytes, give_back_freed, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.threads import start_computing_threads
 from h2o_flexgen.models import create_model, known_config, load_config
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.models.checkpoint import Checkpoint, WeightSource, open_checkpoint
@@ -434,6 +435,7 @@ class LLM:
         self._refuse_closed()
         while self._engine is None:
             self._report(Stage.LOADING)
+            start_computing_threads()
             try:
                 self._engine = self._new_engine()
             except Damaged as damaged:

@@ -91,8 +91,11 @@ def one_line(error: Exception) -> str | None:
     """None for an error that is no user's."""
     if isinstance(error, USERS):
         return _text(error)
-    from h2o_flexgen.runtime.executor import TaskFailed  # imports torch, which an early error must not wait for
+    from h2o_flexgen.memory.shortage import shortage_of  # imports torch, which an early error must not wait for
+    from h2o_flexgen.runtime.executor import TaskFailed
 
+    if isinstance(error, RuntimeError) and (shortage := shortage_of(error)) is not None:
+        return shortage.reason
     if isinstance(error, TaskFailed) and isinstance(error.cause, USERS):
         return f"{_text(error.cause)} (while running {error.doing})"
     return None
