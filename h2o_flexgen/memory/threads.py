@@ -6,10 +6,13 @@ compute are OpenMP's, whose library ends the process when it cannot start one. S
 
 from __future__ import annotations
 
+import os
 import threading
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -45,8 +48,35 @@ def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
     return pool
 
 
+FORKED = "this process was forked from one that computes, whose threads are not here"
+SPAWN = 'start processes with multiprocessing.get_context("spawn") instead'
+
+
+@cache
+def _first_to_compute() -> int:
+    """The process that was the first. A fork remembers who that was; one that was spawned knows nothing."""
+    return os.getpid()
+
+
+def do_without_lost_threads() -> None:
+    """After a fork OpenMP would wait for ever for threads that only the parent has. One thread waits for nobody."""
+    is_known = _first_to_compute.cache_info().currsize > 0
+    if is_known and _first_to_compute() != os.getpid() and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+        warnings.warn(f"{FORKED}: it computes with one thread; {SPAWN}", RuntimeWarning, stacklevel=3)
+
+
+def refuse_forked(process: int, what: str) -> None:
+    """Whatever has threads, files or memory of a device belongs to the process that made it."""
+    if process != os.getpid():
+        advice = f"make another one here, or {SPAWN}"
+        raise ValueError(f"{what} was made in process {process}, from which this one was forked: {advice}")
+
+
 def start_computing_threads() -> None:
     """Those of OpenMP that work for the calling thread. Whether there is room for them is tried with threads that can fail."""
+    do_without_lost_threads()
+    _first_to_compute()
     threads = torch.get_num_threads()
     if threads > 1:
         started_pool(threads, "trial").shutdown(wait=True)
