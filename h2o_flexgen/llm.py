@@ -28,7 +28,7 @@ from h2o_flexgen.kernels.native import kernel_threads
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.host import available_bytes, give_back_freed, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
-from h2o_flexgen.memory.threads import start_computing_threads
+from h2o_flexgen.memory.threads import do_without_lost_threads, refuse_forked, start_computing_threads
 from h2o_flexgen.models import create_model, known_config, load_config
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.models.checkpoint import Checkpoint, WeightSource, open_checkpoint
@@ -65,6 +65,7 @@ from h2o_flexgen.runtime.scoring import (
 )
 from h2o_flexgen.runtime.shrink import OnShrink, Shrink, run_blocks
 from h2o_flexgen.runtime.stage import OnStage, Stage
+from h2o_flexgen.runtime.threads import set_threads
 from h2o_flexgen.runtime.tokenizer import Tokenizer, load_tokenizer
 
 Prompts: TypeAlias = "Sequence[str] | Sequence[Sequence[int]]"
@@ -112,15 +113,20 @@ class LLM:
         offload_dir: str | Path | None = None,
         dummy_weights: bool = False,
         overlap: bool = True,
+        threads: int | None = None,
         on_stage: OnStage | None = None,
         **plan_options: object,
     ) -> None:
-        """`plan_options` are what Plan.create takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ..."""
+        """`threads`: that compute on the CPU, of the whole process (default: as torch has them).
+        `plan_options` are what Plan.create takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ..."""
         asked = _asked_plan(plan, percent, plan_options)
         asked = asked if overlap else asked.without_overlap()
         self.name = model
         self.dummy_weights = dummy_weights
         self._on_stage = self._listener = on_stage
+        self._process = os.getpid()
+        set_threads(threads)
+        do_without_lost_threads()
         self.device = open_device(device)
         self._take(asked)
         self._closed = False
@@ -382,6 +388,7 @@ class LLM:
         if self._conversation is not None and not self._conversation.closed:
             raise ValueError(f"a conversation of {self.name} is open; close it first")
         self._listener = on_stage or self._on_stage
+        self._refuse_closed()
         engine = self._load()
         engine.trim()
         engine.restart_peaks()
@@ -455,6 +462,7 @@ class LLM:
             raise
 
     def _refuse_closed(self) -> None:
+        refuse_forked(self._process, f"this LLM of {self.name}")
         if self._closed:
             raise ValueError(f"this LLM of {self.name} is closed; make a new one to generate")
 
@@ -507,6 +515,7 @@ class LLM:
 
     def unload(self) -> None:
         """Gives all memory back. Whoever generates again loads again."""
+        refuse_forked(self._process, f"this LLM of {self.name}")
         if self._conversation is not None:
             self._conversation.close()
         if self._memories is not None:
@@ -516,8 +525,11 @@ class LLM:
         give_back_freed()
 
     def close(self) -> None:
-        """Ends the disk threads, closes files and removes what was written. The object can no longer generate."""
+        """Ends the disk threads, closes files and removes what was written. The object can no longer generate. In a
+        process that was forked nothing is done: all is the parent's."""
         self._closed = True
+        if self._process != os.getpid():
+            return
         if self._conversation is not None:
             self._conversation.close()
         try:

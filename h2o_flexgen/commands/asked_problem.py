@@ -33,7 +33,9 @@ def machine_of(args: Namespace, progress: Progress) -> Machine:
     from h2o_flexgen.llm import default_offload_folder  # imports torch, which takes a while
     from h2o_flexgen.memory.device import open_device
     from h2o_flexgen.runtime.profiling.kept import profiled
+    from h2o_flexgen.runtime.threads import set_threads
 
+    set_threads(args.threads)  # of whom figures are
     progress.stage("profiling this machine, once")
     dtype = None if args.dtype == "auto" else args.dtype
     folder = Path(args.offload_dir or default_offload_folder()).expanduser()

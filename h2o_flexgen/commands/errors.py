@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from h2o_flexgen.commands.flags import TRACEBACK
 
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # whoever sets one of them has decided
 FAILED, INTERRUPTED = 2, 130
 BY_SIGNAL = 128  # the status of a process that a signal has ended is this more than its number
 _Handler: TypeAlias = Any  # what `signal` takes and returns
@@ -59,6 +61,7 @@ def _ends_cleanly() -> Iterator[None]:
 
 def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]) -> int:
     """Of a command. Wrong flags end the process with 2, as argparse does it."""
+    _let_threads_sleep()
     level = 0
     try:
         args = parse()
@@ -80,6 +83,13 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
         _say(f"error: {line}")
         return FAILED
     return 0
+
+
+def _let_threads_sleep() -> None:
+    """OpenMP's threads spin for work unless they are told to wait for it asleep: beside another busy process that was measured
+    three times as slow, and alone no faster. It is read when torch comes: where that is there already, nothing is changed."""
+    if "torch" not in sys.modules and not any(name in os.environ for name in WAITING):
+        os.environ[WAITING[0]] = "passive"
 
 
 def _say(line: str) -> None:

@@ -84,8 +84,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add("--gpu-mem", metavar="SIZE", help="no more than this is held on the GPU, like 16GB or 14.9GiB (default: what is free)")
     held = "no more than this is held in CPU memory by the whole process (default: what is free)"
     add("--cpu-mem", metavar="SIZE", help=held)
+    add_threads(group)
     left = "where KV, activations and random weights go on disk; left as it was found (default: below ~/.cache/h2o_flexgen)"
     add("--offload-dir", metavar="FOLDER", help=left)
+
+
+def add_threads(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    text = "that compute on the CPU; with others sums may differ in their last bits (default: one for each core that is free)"
+    parser.add_argument("--threads", type=int, metavar="N", help=text)
 
 
 def add_device(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
