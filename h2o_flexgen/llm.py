@@ -21,12 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
 
-import psutil
-
 from h2o_flexgen.conversation import Conversation, Extent
 from h2o_flexgen.kernels.native import kernel_threads
 from h2o_flexgen.memory.device import open_device
-from h2o_flexgen.memory.host import available_bytes, give_back_freed, peak_resident_bytes
+from h2o_flexgen.memory.host import available_bytes, bytes_to_begin_with, give_back_freed, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.threads import do_without_lost_threads, refuse_forked, start_computing_threads
 from h2o_flexgen.models import create_model, known_config, load_config
@@ -136,7 +134,7 @@ class LLM:
         self._dtype = dtype
         self._mended: set[Path] = set()
         self._open()
-        self._host_base = psutil.Process().memory_info().rss
+        self._host_base = bytes_to_begin_with()
         self.budgets = self._measure_budgets(gpu_mem, cpu_mem)
         self._memories: Memories | None = None
         self._engine: Engine | None = None
@@ -241,7 +239,7 @@ class LLM:
         """Looks again at what the process holds beside what the plan counts: a search for a plan leaves something behind."""
         if self._memories is None:
             give_back_freed()
-            self.budgets = replace(self.budgets, host_base=psutil.Process().memory_info().rss)
+            self.budgets = replace(self.budgets, host_base=bytes_to_begin_with())
 
     def _disk_budget(self) -> int | None:
         """What is free where KV and activations go, without what packed weights will take of it."""

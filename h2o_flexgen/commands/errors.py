@@ -87,7 +87,7 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
 
 def _let_threads_sleep() -> None:
     """OpenMP's threads spin for work unless they are told to wait for it asleep: beside another busy process that was measured
-    three times as slow, and alone no faster. It is read when torch comes: where that is there already, nothing is changed."""
+    half as fast or worse, and alone no faster. It is read when torch comes: where that is there already, nothing is changed."""
     if "torch" not in sys.modules and not any(name in os.environ for name in WAITING):
         os.environ[WAITING[0]] = "passive"
 
