@@ -25,11 +25,13 @@ from h2o_flexgen.commands.errors import exit_status, one_line
 from h2o_flexgen.commands.flags import sampling_of
 from h2o_flexgen.commands.open_llm import open_llm
 from h2o_flexgen.commands.report import say
+from h2o_flexgen.commands.say_threads import say_threads
 from h2o_flexgen.commands.stages import Opening
 from h2o_flexgen.commands.turns import COMMANDS, HELP, PROMPT, QUIT, RESET, STATS, turns_of
 from h2o_flexgen.planning.hints import did_you_mean
 from h2o_flexgen.planning.units import format_bytes
 from h2o_flexgen.runtime.dialogue import Style, choose_style
+from h2o_flexgen.runtime.profiling.others import Others
 from h2o_flexgen.runtime.progress import Progress
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: Namespace) -> None:
+    others = Others()
     is_typed = args.input is None and sys.stdin.isatty()
     turns = turns_of(args.input, is_typed)
     params = sampling_of(args)
@@ -51,6 +54,7 @@ def _run(args: Namespace) -> None:
         params.check_vocabulary(llm.spec.vocab, llm.name)
         if not llm.tokenizer.reads_texts:
             llm.tokenizer.encode("")  # says what is missing, before anything is loaded
+        say_threads(others, args.threads)
         style = choose_style(args.style, llm.tokenizer, args.system)
         params = replace(params, stop=(*params.stop_strings, *style.stops))
         with _opened(args, llm) as talk:

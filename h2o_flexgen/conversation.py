@@ -248,7 +248,8 @@ class Conversation:
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self._kv.close()
+            if not self._engine.is_forked:
+                self._kv.close()
 
     def __enter__(self) -> Conversation:
         return self

@@ -22,14 +22,13 @@ from reprlib import repr as shortened
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
 
-import psutil
-
 from h2o_flexgen.conversation import Conversation, Extent
 from h2o_flexgen.finding import Asked, AutoPlan
 from h2o_flexgen.kernels.native import kernel_threads
 from h2o_flexgen.memory.device import open_device
-from h2o_flexgen.memory.host import available_bytes, give_back_freed, peak_resident_bytes
+from h2o_flexgen.memory.host import available_bytes, bytes_to_begin_with, give_back_freed, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.threads import do_without_lost_threads, refuse_forked, start_computing_threads
 from h2o_flexgen.models import create_model, known_config, load_config
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.models.checkpoint import Checkpoint, WeightSource, open_checkpoint
@@ -70,6 +69,7 @@ from h2o_flexgen.runtime.scoring import (
 )
 from h2o_flexgen.runtime.shrink import OnShrink, Shrink, run_blocks
 from h2o_flexgen.runtime.stage import OnStage, Stage
+from h2o_flexgen.runtime.threads import set_threads
 from h2o_flexgen.runtime.tokenizer import AUTO, BYTES, HfTokenizer, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -125,10 +125,12 @@ class LLM:
         offload_dir: str | Path | None = None,
         dummy_weights: bool = False,
         overlap: bool = True,
+        threads: int | None = None,
         on_stage: OnStage | None = None,
         **plan_options: object,
     ) -> None:
-        """`plan_options` are what Plan.create takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ..."""
+        """`threads`: that compute on the CPU, of the whole process (default: as torch has them).
+        `plan_options` are what Plan.create takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ..."""
         is_found = isinstance(percent, str) and percent == AUTO
         asked = _asked_plan(plan, percent, plan_options, is_found)
         asked = asked if overlap else asked.without_overlap()
@@ -138,6 +140,9 @@ class LLM:
         self.tokenizer_name = _name("tokenizer", tokenizer)
         self.dummy_weights = dummy_weights
         self._on_stage = self._listener = on_stage
+        self._process = os.getpid()
+        set_threads(threads)
+        do_without_lost_threads()
         self.device = open_device(device)
         self._take(asked)
         self._closed = False
@@ -146,7 +151,7 @@ class LLM:
         self.leftovers = remove_leftovers(self.offload_folder, [cache_folder(kind) for kind in COPIES])
         self._mended: set[Path] = set()
         self._open()
-        self._host_base = psutil.Process().memory_info().rss
+        self._host_base = bytes_to_begin_with()
         self.budgets = self._measure_budgets(gpu_mem, cpu_mem)
         self._memories: Memories | None = None
         self._engine: Engine | None = None
@@ -275,7 +280,7 @@ class LLM:
         """Looks again at what the process holds beside what the plan counts: a search for a plan leaves something behind."""
         if self._memories is None:
             give_back_freed()
-            self.budgets = replace(self.budgets, host_base=psutil.Process().memory_info().rss)
+            self.budgets = replace(self.budgets, host_base=bytes_to_begin_with())
 
     def _disk_budget(self) -> int | None:
         """What is free where KV and activations go, without what packed weights will take of it."""
@@ -463,6 +468,7 @@ class LLM:
         """The engine, with nothing of earlier workloads in memory but the weights."""
         self._refuse_in_conversation()
         self._listener = on_stage or self._on_stage
+        self._refuse_closed()
         engine = self._load()
         engine.trim()
         engine.restart_peaks()
@@ -517,6 +523,7 @@ class LLM:
         self._refuse_closed()
         while self._engine is None:
             self._report(Stage.LOADING)
+            start_computing_threads()
             try:
                 self._engine = self._new_engine()
             except Damaged as damaged:
@@ -536,6 +543,7 @@ class LLM:
             raise
 
     def _refuse_closed(self) -> None:
+        refuse_forked(self._process, f"this LLM of {self.name}")
         if self._closed:
             raise ValueError(f"this LLM of {self.name} is closed; make a new one to generate")
 
@@ -588,6 +596,7 @@ class LLM:
 
     def unload(self) -> None:
         """Gives all memory back. Whoever generates again loads again."""
+        refuse_forked(self._process, f"this LLM of {self.name}")
         if self._conversation is not None:
             self._conversation.close()
         if self._memories is not None:
@@ -597,8 +606,11 @@ class LLM:
         give_back_freed()
 
     def close(self) -> None:
-        """Ends the disk threads, closes files and removes what was written. The object can no longer generate."""
+        """Ends the disk threads, closes files and removes what was written. The object can no longer generate. In a
+        process that was forked nothing is done: all is the parent's."""
         self._closed = True
+        if self._process != os.getpid():
+            return
         if self._conversation is not None:
             self._conversation.close()
         self._unload()

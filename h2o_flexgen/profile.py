@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from h2o_flexgen.commands.errors import exit_status
-from h2o_flexgen.commands.flags import TRACEBACK, Help, Parser, add_device, add_verbose
+from h2o_flexgen.commands.flags import TRACEBACK, Help, Parser, add_device, add_threads, add_verbose
 from h2o_flexgen.commands.machine_report import machine_lines
 from h2o_flexgen.commands.report import check_writable, say
 from h2o_flexgen.planning.machines import SUFFIXES
@@ -51,6 +51,7 @@ def _parser() -> Parser:
         help="the disk to measure; left as it was found (default: below ~/.cache/h2o_flexgen)",
     )
     add_device(parser)
+    add_threads(parser)
     types = "of all but the products, which are measured in every type; auto: the one that runs use"
     add("--dtype", default=AUTO, choices=(AUTO, *DTYPE_BYTES), help=types)
     add_verbose(add, f"{TRACEBACK}: where errors come from")
@@ -66,7 +67,9 @@ def _run(args: Namespace) -> None:
         from h2o_flexgen.runtime.profiling.machine import profile
         from h2o_flexgen.runtime.profiling.others import Others
         from h2o_flexgen.runtime.profiling.sizes import FULL, QUICK
+        from h2o_flexgen.runtime.threads import set_threads
 
+        set_threads(args.threads)
         folder = Path(args.offload_dir or default_offload_folder()).expanduser()
         device, dtype = open_device(args.device), None if args.dtype == AUTO else args.dtype
         mark, begun, others = fingerprint_of(device, folder, dtype), time.perf_counter(), Others()

@@ -38,6 +38,7 @@ from h2o_flexgen.commands.predicted import Predicted
 from h2o_flexgen.commands.projection import Timing
 from h2o_flexgen.commands.prompts import given_prompts
 from h2o_flexgen.commands.report import say
+from h2o_flexgen.commands.say_threads import say_threads
 from h2o_flexgen.commands.timeline_picture import draw_timelines, two_steps
 from h2o_flexgen.commands.watch import Watch, total_visits
 from h2o_flexgen.finding import Wish
@@ -48,6 +49,7 @@ from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
 from h2o_flexgen.planning.predict import BlockPrediction, predict
 from h2o_flexgen.planning.schedule import Task
 from h2o_flexgen.planning.workload import Block, Workload
+from h2o_flexgen.runtime.profiling.others import Others
 from h2o_flexgen.runtime.progress import Progress
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: Namespace) -> None:
     sampling = sampling_of(args)
+    others = Others()
     texts = given_prompts(args.prompt, args.prompt_file, args.num_prompts)
     report.check_writable(args.trace, "--trace")
     check_picture(args.timeline, "--timeline")
@@ -88,6 +91,7 @@ def _run(args: Namespace) -> None:
         if args.dry_run:
             print(json.dumps(job.plan_report.as_json()))
         else:
+            say_threads(others, args.threads)
             job.run()
 
 
@@ -371,6 +375,7 @@ class Outcome:
         """`machine`: as it was measured behind the run."""
         from h2o_flexgen.memory.host import peak_resident_bytes  # imports torch, which is there by now
         from h2o_flexgen.runtime.measure import describe_machine
+        from h2o_flexgen.runtime.threads import get_num_threads
 
         job, stats = self.job, self.stats
         predicted = predicted_bytes(self.blocks, job.until)
@@ -385,6 +390,7 @@ class Outcome:
             "shrunk": [list(size) for size in stats.shrunk],
             "lanes": {lane: asdict(one) for lane, one in lanes.items()},
             "seed": self.seed,
+            "threads": get_num_threads(),
             "machine": describe_machine(job.llm.device),
             "rates": _rates(machine),
             **self._breakdown(),

@@ -56,4 +56,5 @@ def memory_size(text: str) -> str:
 SHARE = number(0, 1, above=True)
 SEED = whole(0, SEED_LIMIT - 1)
 TOKENS = whole(1, MOST_TOKENS)  # of a text
+THREADS = whole(1, 4096)  # more than any machine has cores
 SLOTS = whole(0, MOST_TOKENS)  # of a KV cache, which never holds more than the tokens of a text

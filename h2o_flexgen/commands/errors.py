@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 from h2o_flexgen.commands.flags import TRACEBACK
 from h2o_flexgen.planning.hints import shortened
 
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # whoever sets one of them has decided
 FAILED, INTERRUPTED = 2, 130
 BY_SIGNAL = 128  # the status of a process that a signal has ended is this more than its number
 _Handler: TypeAlias = Any  # what `signal` takes and returns
@@ -62,6 +63,7 @@ def _ends_cleanly() -> Iterator[None]:
 
 def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]) -> int:
     """The exit status of a command; 2 for wrong flags, as argparse has it."""
+    _let_threads_sleep()
     level = 0
     try:
         args = parse()
@@ -91,6 +93,13 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
     return 0
 
 
+def _let_threads_sleep() -> None:
+    """OpenMP's threads spin for work unless they are told to wait for it asleep: beside another busy process that was measured
+    half as fast or worse, and alone no faster. It is read when torch comes: where that is there already, nothing is changed."""
+    if "torch" not in sys.modules and not any(name in os.environ for name in WAITING):
+        os.environ[WAITING[0]] = "passive"
+
+
 def _say(line: str) -> None:
     with suppress(OSError, ValueError):  # the terminal has gone
         print(line, file=sys.stderr, flush=True)
@@ -117,8 +126,11 @@ def one_line(error: Exception) -> str | None:
     """None for an error that is no user's."""
     if isinstance(error, USERS):
         return _text(error)
-    from h2o_flexgen.runtime.executor import TaskFailed  # imports torch, which an early error must not wait for
+    from h2o_flexgen.memory.shortage import shortage_of  # imports torch, which an early error must not wait for
+    from h2o_flexgen.runtime.executor import TaskFailed
 
+    if isinstance(error, RuntimeError) and (shortage := shortage_of(error)) is not None:
+        return shortage.reason
     if isinstance(error, TaskFailed) and isinstance(error.cause, USERS):
         return f"{_text(error.cause)} (while running {error.doing})"
     return None

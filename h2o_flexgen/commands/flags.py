@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import NoReturn
 
-from h2o_flexgen.commands.argument_types import SEED, SHARE, SLOTS, TOKENS, memory_size, number, whole
+from h2o_flexgen.commands.argument_types import SEED, SHARE, SLOTS, THREADS, TOKENS, memory_size, number, whole
 from h2o_flexgen.kv.h2o import H2O
 from h2o_flexgen.kv.options import DEFAULT_KEPT, POSITIONS, KVOptions
 from h2o_flexgen.kv.policies import POLICIES
@@ -95,6 +95,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     held = "no more than this is held in CPU memory by the whole process (default: what is free)"
     add("--cpu-mem", type=memory_size, metavar="SIZE", help=held)
+    add_threads(group)
     left = "where KV, activations and random weights go on disk; left as it was found (default: below ~/.cache/h2o_flexgen)"
     add("--offload-dir", metavar="FOLDER", help=left)
 
@@ -104,6 +105,11 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
     own = f"{AUTO}: that of the model, or {BYTES} for random weights"
     other = f"a hub name or a folder with a tokenizer, or {BYTES}: every byte is a token"
     parser.add_argument_group("texts").add_argument("--tokenizer", default=AUTO, metavar="NAME", help=f"{other}; {own}")
+
+
+def add_threads(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    text = "that compute on the CPU; with others sums may differ in their last bits (default: one for each core that is free)"
+    parser.add_argument("--threads", type=THREADS, metavar="N", help=text)
 
 
 def add_device(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

@@ -40,5 +40,6 @@ def make_llm(args: Namespace, chosen: ChosenModel, plan: Plan, on_stage: OnStage
         cpu_mem=args.cpu_mem,
         offload_dir=args.offload_dir,
         dummy_weights=chosen.dummy_weights,
+        threads=args.threads,
         on_stage=on_stage,
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.threads import FORKED, SPAWN
 from h2o_flexgen.memory.tier import Meter
 
 Marker = torch.cuda.Event  # a point in a lane's stream of work
@@ -71,7 +72,12 @@ class CudaDevice(Device):
         if not torch.cuda.is_available():
             raise ValueError("device 'cuda' was asked for, but torch finds no CUDA device; use the device 'cpu'")
         super().__init__()
-        torch.cuda.init()
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:
+            if "forked" not in str(error):
+                raise
+            raise ValueError(f"{FORKED}, and neither is its GPU; {SPAWN}") from error
         count = torch.cuda.device_count()
         if index is not None and index >= count:
             raise ValueError(f"device 'cuda:{index}' was asked for, but there are {count}; they count from 0")

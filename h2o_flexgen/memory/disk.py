@@ -14,7 +14,6 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from h2o_flexgen.memory.threads import started_pool
 from h2o_flexgen.memory.tier import ALIGNMENT, Meter, aligned
 
 READERS = 6
@@ -87,7 +87,7 @@ class Files:
 
     def __init__(self, readers: int = READERS) -> None:
         self.readers = readers
-        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="disk")
+        self._pool = started_pool(readers, "disk")  # while there is room for them
         self._lock = threading.Lock()
         self._open: dict[Path, int] = {}
         self._buffers = threading.local()

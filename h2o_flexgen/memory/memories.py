@@ -17,9 +17,16 @@ class Memories:
         self.device = device
         self.host = HostTier(pinned=pin_host and device.accelerator)
         self.compute: HostTier | DeviceTier = device.memory(self.host)  # where things are computed with
-        self._folder = OffloadFolder(offload_folder)
-        self.files = Files()
+        self.files = Files()  # first: its threads may find no room, and then nothing is left behind
+        self._folder = self._opened(offload_folder)
         self.disk = DiskTier(self.files, offload_folder)
+
+    def _opened(self, folder: Path) -> OffloadFolder:
+        try:
+            return OffloadFolder(folder)
+        except BaseException:
+            self.files.close()
+            raise
 
     def close(self) -> None:
         with ExitStack() as closing:  # each of them, also when one fails

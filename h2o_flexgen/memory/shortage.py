@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from h2o_flexgen.memory.host import available_bytes
+from h2o_flexgen.memory.threads import ADVICE, CANNOT_START
 
 # More than decode touches between two looks, and less than is left by a plan that fills its memory: one that fits to within
 # some per cent must not be stopped.
@@ -36,7 +37,9 @@ def shortage_of(error: BaseException | None) -> Shortage | None:
     of_device = isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)
     if of_device or (isinstance(error, RuntimeError) and any(words in text for words in ON_DEVICE)):
         return Shortage("device", _line(error))
-    of_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    of_system = isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN)
+    if isinstance(error, RuntimeError) and CANNOT_START in text:
+        return Shortage("host", ADVICE)
     of_torch = isinstance(error, RuntimeError) and any(words in text for words in ON_HOST)
     return Shortage("host", _line(error)) if isinstance(error, MemoryError) or of_system or of_torch else None
 

@@ -5,6 +5,7 @@ the blocks of a workload one after the other.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.memory.host import give_back_freed
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.shortage import HostGuard, Shortage
+from h2o_flexgen.memory.threads import refuse_forked
 from h2o_flexgen.models import base
 from h2o_flexgen.models.checkpoint import WeightSource
 from h2o_flexgen.planning.placement import place_weights
@@ -108,6 +110,7 @@ class Engine:
         self._spec = model.spec
         self._plan = plan
         self._memories = memories
+        self._process = os.getpid()
         self._weights = WeightStore(self._spec, place_weights(self._spec, plan), source, memories)
 
     def trim(self) -> None:
@@ -121,6 +124,11 @@ class Engine:
     @property
     def weight_files(self) -> tuple[Path, ...]:
         return self._weights.files
+
+    @property
+    def is_forked(self) -> bool:
+        """A copy of one that lives on in another process: what it holds is not its own."""
+        return self._process != os.getpid()
 
     def open_kv(self, block: Block, schedule: Schedule | None = None) -> KVStore:
         """A home for the block's KV, which whoever asks for it closes. That of texts that live on is handed to `run` again."""
@@ -143,6 +151,7 @@ class Engine:
         """Runs one block. `rows` are all rows of the workload, in input order; `until` ends the run early at a task; `kv`
         holds what an earlier block has left. Want of memory is an error, unless it `may_run_out`: then it ends the block, all
         that was held for it is given back, and the `shortage` is told."""
+        refuse_forked(self._process, f"the engine of {self._spec.name}")
         schedule, measures, shortage = self.schedule(block), _Measures(), None
 
         def run() -> None:

@@ -17,6 +17,7 @@ import torch
 
 from h2o_flexgen.memory.device import Device, Marker
 from h2o_flexgen.memory.shortage import Shortage, shortage_of
+from h2o_flexgen.memory.threads import starting
 from h2o_flexgen.planning.schedule import COMPUTE_LANE, LANES, WORKERS, Key, Op, Task
 from h2o_flexgen.planning.trace import Trace
 from h2o_flexgen.runtime.recorder import Recorder
@@ -125,7 +126,8 @@ class Executor:
                 ended = threading.Event()
                 name = f"lane-{lane}-{worker}"
                 thread = threading.Thread(target=self._work, args=(lane, ended), name=name, daemon=True)
-                thread.start()
+                with starting():
+                    thread.start()
                 self._threads.append((thread, ended))
 
     def _end_lanes(self) -> None:

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TextIO
 
@@ -71,12 +72,14 @@ class Progress:
         self._started = time.monotonic()
         if not self._late:
             self._write(self._line())
-        self._ticker.start()
+        with suppress(RuntimeError):  # no room for a thread: the job needs it more than its progress does
+            self._ticker.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
-        self._ticker.join()
+        if self._ticker.ident is not None:
+            self._ticker.join()
         if self._late:
             return
         self._write(self._line(" done" if kind is None else " stopped"))

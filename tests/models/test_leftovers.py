@@ -80,7 +80,7 @@ def test_where_other_hosts_write_too_only_what_this_one_wrote_is_removed(
 
 def test_a_folder_that_is_made_is_known_by_its_writer(tmp_path: Path) -> None:
     dead, seen = partial_of(tmp_path, writer()), list[str]()
-    DerivedFolder(tmp_path / "opt", "make it").made(lambda folder: seen.append(folder.name))
+    DerivedFolder(tmp_path / "opt", "make it", ()).made(lambda folder: seen.append(folder.name) or {})
     assert seen == [f"opt.partial-{writer()}"] and not dead.exists() and (tmp_path / "opt").is_dir()
 
 

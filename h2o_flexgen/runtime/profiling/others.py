@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import psutil
@@ -27,9 +28,11 @@ class Others:
 
 
 def _busy_seconds() -> float:
-    """Of all cores."""
-    times = psutil.cpu_times()
-    return float(times.user + times.system)
+    """Of the cores that this process may use."""
+    times = psutil.cpu_times(percpu=True)
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(len(times)))
+    own = own if max(own) < len(times) else set(range(len(times)))  # a container that shows other cores than it has
+    return float(sum(times[core].user + times[core].system for core in own))
 
 
 def _own_seconds() -> float:

@@ -1,0 +1,83 @@
+"""Threads that are started while there is room for them, and what is said where there is none.
+
+A thread needs a stack in the address space (`ulimit -v`) and a place among the user's processes (`ulimit -u`). Those that
+compute are OpenMP's, whose library ends the process when it cannot start one. So all are started before memory is spent.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+CANNOT_START = "can't start new thread"  # what Python says
+ADVICE = "a thread could not be started: raise the limit on memory or address space (ulimit -v), or on processes (ulimit -u)"
+VALUES_OF_A_THREAD = 1 << 16  # more than torch lets one thread do alone
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Inside, want of room for a thread is a MemoryError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if CANNOT_START not in str(error):
+            raise
+        raise MemoryError(ADVICE) from error
+
+
+def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
+    """Whose threads are all there when this returns, and wait."""
+    pool, all_there = ThreadPoolExecutor(threads, thread_name_prefix=name), threading.Event()
+    try:
+        with starting():
+            waiting = [pool.submit(all_there.wait) for _ in range(threads)]
+    except BaseException:
+        all_there.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+        raise
+    all_there.set()
+    for one in waiting:
+        one.result()
+    return pool
+
+
+FORKED = "this process was forked from one that computes, whose threads are not here"
+SPAWN = 'start processes with multiprocessing.get_context("spawn") instead'
+
+
+@cache
+def _first_to_compute() -> int:
+    """The process that was the first. A fork remembers who that was; one that was spawned knows nothing."""
+    return os.getpid()
+
+
+def do_without_lost_threads() -> None:
+    """After a fork OpenMP would wait for ever for threads that only the parent has. One thread waits for nobody."""
+    is_known = _first_to_compute.cache_info().currsize > 0
+    if is_known and _first_to_compute() != os.getpid() and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+        warnings.warn(f"{FORKED}: it computes with one thread; {SPAWN}", RuntimeWarning, stacklevel=3)
+
+
+def refuse_forked(process: int, what: str) -> None:
+    """Whatever has threads, files or memory of a device belongs to the process that made it."""
+    if process != os.getpid():
+        advice = f"make another one here, or {SPAWN}"
+        raise ValueError(f"{what} was made in process {process}, from which this one was forked: {advice}")
+
+
+def start_computing_threads() -> None:
+    """Those of OpenMP that work for the calling thread. Whether there is room for them is tried with threads that can fail."""
+    do_without_lost_threads()
+    _first_to_compute()
+    threads = torch.get_num_threads()
+    if threads > 1:
+        started_pool(threads, "trial").shutdown(wait=True)
+        torch.zeros(threads * VALUES_OF_A_THREAD).add_(1.0)
