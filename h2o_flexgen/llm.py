@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
-from reprlib import repr as shortened
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -38,6 +37,7 @@ from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.models.leftovers import remove_leftovers
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Footprint, Request, refuse_what_does_not_fit
+from h2o_flexgen.planning.hints import shown
 from h2o_flexgen.planning.model_spec import ModelSpec, usual_dtype
 from h2o_flexgen.planning.plan import HOST, Plan
 from h2o_flexgen.planning.positions import check_positions, check_rolling, most_tokens
@@ -664,7 +664,7 @@ def _for_each(params: Params, count: int) -> list[SamplingParams]:
     params = params or SamplingParams()
     each = [params] * count if isinstance(params, SamplingParams) else list(params)
     if wrong := next((one for one in each if not isinstance(one, SamplingParams)), None):
-        raise ValueError(f"sampling_params is {shortened(wrong)}; write SamplingParams(max_tokens=32, temperature=0.8)")
+        raise ValueError(f"sampling_params is {shown(wrong)}; write SamplingParams(max_tokens=32, temperature=0.8)")
     if len(each) != count:
         raise ValueError(f"{count} prompts came with {len(each)} sampling params; give one for all or one for each")
     return each

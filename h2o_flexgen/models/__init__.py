@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from h2o_flexgen.models.config_values import check_config
-from h2o_flexgen.models.json_file import parse_json, read_object, shown
+from h2o_flexgen.models.json_file import read_object
+from h2o_flexgen.planning.documents import parse_json
+from h2o_flexgen.planning.hints import shown
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -99,7 +101,7 @@ def _read_folder(folder: Path) -> Mapping[str, Any]:
 
 def _checked_architecture(architecture: object) -> str:
     if not isinstance(architecture, str) or architecture not in MODELS:
-        raise ValueError(f"architecture {shown(architecture)!r} is not supported; known are {', '.join(MODELS)}")
+        raise ValueError(f"architecture {shown(architecture)} is not supported; known are {', '.join(MODELS)}")
     return architecture
 
 

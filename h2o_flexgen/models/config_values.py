@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from h2o_flexgen.models.json_file import shown
+from h2o_flexgen.planning.hints import shown
 
 # far more than any model has, and few enough that tables of so many entries are made in a moment
 BLOCKS, HEADS, HEAD_DIM = 1 << 12, 1 << 14, 1 << 14
@@ -41,7 +41,7 @@ def check_config(values: Mapping[str, Any], architecture: str, name: str) -> Non
         _check_heads(values)
         eos_ids_of(values.get(EOS))
     except ValueError as error:
-        raise ValueError(f"the config of {shown(name)!r} is not valid: {error}; download the model again") from error
+        raise ValueError(f"the config of {shown(name)} is not valid: {error}; download the model again") from error
 
 
 def _check_size(key: str, value: object, most: int) -> None:

@@ -18,10 +18,10 @@ from hashlib import blake2b
 from pathlib import Path
 
 from h2o_flexgen.models.files import reason
-from h2o_flexgen.models.json_file import parse_json
 from h2o_flexgen.models.leftovers import PARTIAL, remove_leftovers, writer
 from h2o_flexgen.models.safetensors_format import StoredTensor, raw_header, read_header
 from h2o_flexgen.models.sums import Sums
+from h2o_flexgen.planning.documents import parse_json
 
 COPIES = ("converted", "packed")  # the kinds of folders
 TAIL_BYTES = 1 << 16

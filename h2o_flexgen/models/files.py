@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
 
-from h2o_flexgen.models.json_file import read_object, shown
+from h2o_flexgen.models.json_file import read_object
+from h2o_flexgen.planning.hints import shown
 from h2o_flexgen.planning.units import format_bytes
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -80,7 +81,7 @@ def read_index(path: Path) -> dict[str, str]:
         if not isinstance(name, str):
             raise ValueError(f"{path} names {shown(name)} where a file should stand; download it again")
         if name in ("", ".", "..") or Path(name).name != name:
-            raise ValueError(f"{path} names the file {shown(name)!r}, which is not in the same folder; download it again")
+            raise ValueError(f"{path} names the file {shown(name)}, which is not in the same folder; download it again")
     if not owner:
         raise ValueError(f"{path} names no tensor at all; download it again")
     return owner

@@ -16,8 +16,8 @@ from typing import BinaryIO, Protocol, TypeGuard
 import torch
 
 from h2o_flexgen.models.files import align_up, flush_to_disk, reason, refuse_pointer
-from h2o_flexgen.models.json_file import NotJSON, parse_json
 from h2o_flexgen.models.sums import Sums
+from h2o_flexgen.planning.documents import NotADocument, parse_json
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
@@ -99,7 +99,7 @@ def _parse_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, obje
     file.seek(LENGTH_BYTES)
     try:
         header = parse_json(file.read(length))
-    except NotJSON as error:
+    except NotADocument as error:
         raise ValueError(f"{path} has a corrupt header (no valid JSON: {error}); download it again") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path} has a corrupt header (a {type(header).__name__}, no table of tensors); download it again")

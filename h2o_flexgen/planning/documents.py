@@ -1,4 +1,4 @@
-"""JSON and YAML that somebody else has written: whatever is wrong with the text is a ValueError."""
+"""JSON and YAML that somebody else has written: whatever is wrong with the text is one kind of error."""
 
 from __future__ import annotations
 
@@ -7,20 +7,44 @@ from typing import Any
 
 import yaml
 
+from h2o_flexgen.planning.hints import shown
+
 TOO_DEEP = "brackets are nested too deeply"
 
 
+class NotADocument(ValueError):
+    """What is wrong with a text, in a few words."""
+
+
 def parse_json(text: str | bytes) -> Any:
+    """A name that stands twice in the same object is an error: nobody said which of the two counts."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_object)
+    except NotADocument:
+        raise
     except RecursionError as error:
-        raise ValueError(TOO_DEEP) from error
+        raise NotADocument(TOO_DEEP) from error
+    except ValueError as error:  # also no UTF-8, and numbers of more digits than Python reads
+        raise NotADocument(_one_line(error)) from error
 
 
 def parse_yaml(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except RecursionError as error:
-        raise ValueError(TOO_DEEP) from error
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+        raise NotADocument(TOO_DEEP) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise NotADocument(_one_line(error)) from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise NotADocument(f"{shown(twice)} stands there twice")
+    return found
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -332,7 +332,14 @@ def what_would_fit(request: Request, budgets: Budgets) -> str:
             break
     if not found:
         found = [_smaller_with_less(request, budgets, tier)]
-    return "would fit: " + " or ".join(found) if any(found) else "no smaller batch or share fits: give more memory"
+    return "would fit: " + " or ".join(found) if any(found) else f"no smaller batch or share fits: {MORE[tier or HOST]}"
+
+
+MORE = {
+    DEVICE: "give more memory of the device, or a smaller model",
+    HOST: "give more memory",
+    DISK: "free some space on the disk, or give an --offload-dir on a larger one",
+}
 
 
 def _smaller_with_less(request: Request, budgets: Budgets, tier: str | None) -> str:
@@ -354,7 +361,8 @@ def _halves(size: int) -> list[int]:
 
 
 def _with_less(plan: Plan, tier: str | None, kept: float) -> Iterator[Plan]:
-    """Plans that keep only a part of the weights and KV on a tier. What leaves a device goes to the host, or else to disk."""
+    """Plans that keep only a part of the weights and KV on a tier. What leaves a device goes to the host, or else to disk; what
+    leaves the disk goes to the host."""
 
     def scaled(device_kept: float, host_kept: float, to_host: bool) -> Plan:
         def less(shares: Shares) -> Shares:
@@ -370,3 +378,12 @@ def _with_less(plan: Plan, tier: str | None, kept: float) -> Iterator[Plan]:
         yield scaled(kept, kept, to_host=False)
     elif tier == HOST:
         yield scaled(1.0, kept, to_host=False)
+    else:
+        yield replace(
+            plan, weights=_off_disk(plan.weights, kept), kv=_off_disk(plan.kv, kept), hidden=_off_disk(plan.hidden, kept)
+        )
+
+
+def _off_disk(shares: Shares, kept: float) -> Shares:
+    """Only a part of what was meant for the disk stays there; the rest goes to host memory."""
+    return Shares(shares.device, min(1.0 - shares.device, round(shares.host + (1.0 - kept) * shares.disk, 2)))

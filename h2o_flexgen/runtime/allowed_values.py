@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from numbers import Integral, Real
-from reprlib import repr as shortened
 from typing import Any, NamedTuple, TypeVar
+
+from h2o_flexgen.planning.hints import shown
 
 T = TypeVar("T")
 Key = TypeVar("Key")
@@ -21,7 +22,7 @@ class Rule(NamedTuple):
         try:
             return self.read(given)
         except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"{name} is {shortened(given)}; allowed is {self.allowed}") from None
+            raise ValueError(f"{name} is {shown(given)}; allowed is {self.allowed}") from None
 
 
 def whole(least: int, most: float = math.inf) -> Read[int]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from reprlib import repr as shortened
 from typing import Protocol
 
+from h2o_flexgen.planning.hints import shown
 from h2o_flexgen.runtime.output import Completion
 from h2o_flexgen.runtime.prompts import Prompt
 from h2o_flexgen.runtime.tokenizer import Message, Tokenizer
@@ -107,9 +107,7 @@ def _known_roles(messages: Sequence[Message]) -> list[tuple[str, str]]:
     """Of a style that writes all roles itself."""
     for message in messages:
         if message["role"] not in (SYSTEM, USER, ASSISTANT):
-            raise ValueError(
-                f"role {shortened(message['role'])} needs a chat template; known are {SYSTEM}, {USER}, {ASSISTANT}"
-            )
+            raise ValueError(f"role {shown(message['role'])} needs a chat template; known are {SYSTEM}, {USER}, {ASSISTANT}")
     return [(message["role"], message["content"]) for message in messages]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from reprlib import repr as shortened
 
+from h2o_flexgen.planning.hints import shown
 from h2o_flexgen.runtime.tokenizer import Message
 
 A_CHAT = 'a chat is a list like [{"role": "user", "content": "..."}]'
@@ -13,7 +13,7 @@ A_CHAT = 'a chat is a list like [{"role": "user", "content": "..."}]'
 def read_chats(given: object) -> list[list[Message]]:
     """One chat, or several: a chat is a list of messages. What is read from a message is its role and its text."""
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
-        raise ValueError(f"the messages are {shortened(given)}; {A_CHAT}")
+        raise ValueError(f"the messages are {shown(given)}; {A_CHAT}")
     items = list(given)
     chats = [items] if items and all(isinstance(one, Mapping) for one in items) else items
     return [_read_chat(f"chat {place}", chat) for place, chat in enumerate(chats)]
@@ -21,7 +21,7 @@ def read_chats(given: object) -> list[list[Message]]:
 
 def _read_chat(whose: str, given: object) -> list[Message]:
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
-        raise ValueError(f"{whose} is {shortened(given)}; {A_CHAT}")
+        raise ValueError(f"{whose} is {shown(given)}; {A_CHAT}")
     messages = [_read_message(f"message {place} of {whose}", one) for place, one in enumerate(given)]
     if not messages:
         raise ValueError(f"{whose} is empty; {A_CHAT}")
@@ -30,9 +30,9 @@ def _read_chat(whose: str, given: object) -> list[Message]:
 
 def _read_message(whose: str, given: object) -> Message:
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str) or given.get("content") is None:
-        raise ValueError(f"{whose} is {shortened(given)}; {A_CHAT}")
+        raise ValueError(f"{whose} is {shown(given)}; {A_CHAT}")
     content = given["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, Sequence) or not all(isinstance(part, Mapping) and "text" in part for part in parts):
-        raise ValueError(f"{whose} has the content {shortened(content)}; only text is read")
+        raise ValueError(f"{whose} has the content {shown(content)}; only text is read")
     return {"role": given["role"], "content": "".join(str(part["text"]) for part in parts)}

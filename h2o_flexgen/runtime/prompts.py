@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import compress
-from reprlib import repr as shortened
 from typing import TypeAlias
 
+from h2o_flexgen.planning.hints import shown
 from h2o_flexgen.runtime.tokenizer import Tokenizer
 
 Prompts: TypeAlias = "str | Iterable[object]"  # a dict, a tensor and an array can be iterated over, too
@@ -29,7 +29,7 @@ def read_prompts(given: Prompts, tokenizer: Tokenizer) -> list[Prompt]:
 def read_pair(place: int, given: object, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A context and its continuation. Two texts are tokens of one text, as the model would read it."""
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable) or len(both := list(given)) != 2:
-        raise ValueError(f"pair {place} is {shortened(given)}; a pair is (context, continuation), texts or token ids")
+        raise ValueError(f"pair {place} is {shown(given)}; a pair is (context, continuation), texts or token ids")
     before, after = both
     if isinstance(before, str) and isinstance(after, str):
         start, whole = len(tokenizer.encode(before)), tokenizer.encode(before + after)
@@ -42,7 +42,7 @@ def token_ids(whose: str, given: object) -> tuple[int, ...]:
     """Whole numbers of any kind: Python's, numpy's or torch's."""
     numbers = _plain(given)
     if isinstance(numbers, (str, bytes, Mapping)) or not isinstance(numbers, Iterable):
-        raise ValueError(f"{whose} is {shortened(given)}; {FORMS}")
+        raise ValueError(f"{whose} is {shown(given)}; {FORMS}")
     return tuple(_token_id(whose, _plain(one)) for one in numbers)
 
 
@@ -61,7 +61,7 @@ def _each(given: object) -> list[object]:
         return [*_of_mapping("the prompt", given)]
     plain = _plain(given)
     if isinstance(plain, (bytes, bytearray)) or not isinstance(plain, Iterable):
-        raise ValueError(f"the prompts are {shortened(given)}; {FORMS}, and prompts are a list of these")
+        raise ValueError(f"the prompts are {shown(given)}; {FORMS}, and prompts are a list of these")
     items = [_plain(one) for one in plain]
     return [items] if items and all(map(_is_whole, items)) else items
 
@@ -91,7 +91,7 @@ def _of_mapping(whose: str, given: Mapping[str, object]) -> Iterator[_Given]:
     elif "role" in given:
         raise ValueError(f"{whose} is a message of a chat; write llm.chat(messages)")
     else:
-        raise ValueError(f"{whose} is a dict of {shortened(sorted(map(str, given)))}; {FORMS}")
+        raise ValueError(f"{whose} is a dict of {shown(sorted(map(str, given)))}; {FORMS}")
 
 
 def _without_padding(input_ids: object, mask: object) -> Iterator[object]:
@@ -116,5 +116,5 @@ def _token_id(whose: str, value: object) -> int:
     if isinstance(value, Mapping) and "role" in value:
         raise ValueError(f"{whose} is a chat; write llm.chat(messages)")
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{whose} has the token id {shortened(value)}; token ids are whole numbers")
+        raise ValueError(f"{whose} has the token id {shown(value)}; token ids are whole numbers")
     return value

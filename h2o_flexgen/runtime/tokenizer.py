@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from h2o_flexgen.models.config_values import EOS, eos_ids_of
 from h2o_flexgen.models.json_file import read_object
+from h2o_flexgen.planning.hints import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,12 +86,14 @@ class HfTokenizer:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def render_chat(self, messages: Sequence[Message]) -> str:
+        """Not by the library: it bounds no template's work."""
+        from h2o_flexgen.runtime.chat_template import render  # needed by chats alone
+
         try:
-            text = self._tokenizer.apply_chat_template([*map(dict, messages)], tokenize=False, add_generation_prompt=True)
+            return render(self._tokenizer.get_chat_template(), messages, self._tokenizer.special_tokens_map)
         except Exception as error:  # whatever a template raises
-            reason = str(error).strip().partition("\n")[0]
-            raise ValueError(f"the model's chat template refuses this turn ({reason}); try another --style") from error
-        return cast(str, text)
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ValueError(f"the model's chat template refuses this turn ({shown(reason)}); try another --style") from error
 
 
 class ByteTokenizer:

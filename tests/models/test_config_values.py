@@ -13,8 +13,8 @@ import torch
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import known_config, known_names, load_config
 from h2o_flexgen.models.config_values import eos_ids_of
-from h2o_flexgen.models.json_file import NotJSON, parse_json
 from h2o_flexgen.models.safetensors_format import TensorForm, read_header, write_safetensors
+from h2o_flexgen.planning.documents import NotADocument, parse_json
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.runtime.tokenizer import load_tokenizer
 from tests.tiny import save_tiny
@@ -57,8 +57,8 @@ def test_a_size_that_makes_no_sense_is_named(wrong: object, values: Mapping[str,
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ({"head_dim": -4}, "head_dim is -4"),
-        ({"sliding_window": "wide"}, "sliding_window is wide"),
-        ({"rope_theta": "word"}, "rope_theta is word"),
+        ({"sliding_window": "wide"}, "sliding_window is 'wide'"),
+        ({"rope_theta": "word"}, "rope_theta is 'word'"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
         ({"eos_token_id": {"a": 1}}, "eos_token_id is {'a': 1}"),
     ],
@@ -100,8 +100,12 @@ def test_json_that_cannot_be_read_is_an_error_of_one_line(name: str, content: st
 
 
 def test_what_is_wrong_with_a_json_text_is_said() -> None:
-    for text, problem in ((DEEP, "nested too deeply"), ('{"b": {"a": 1, "a": 2}}', "a stands there twice"), (b"\xff", "utf-8")):
-        with pytest.raises(NotJSON, match=problem):
+    for text, problem in (
+        (DEEP, "nested too deeply"),
+        ('{"b": {"a": 1, "a": 2}}', "'a' stands there twice"),
+        (b"\xff", "utf-8"),
+    ):
+        with pytest.raises(NotADocument, match=problem):
             parse_json(text)
     assert parse_json('{"a": [1, {"b": null}]}') == {"a": [1, {"b": None}]}
 
@@ -119,7 +123,7 @@ def test_a_header_that_names_a_tensor_twice_is_refused(tmp_path: Path) -> None:
     write_safetensors(file, forms, lambda name: torch.ones(4))
     file.write_bytes(file.read_bytes().replace(b"other", b"first"))
     message = one_line(lambda: read_header(file))
-    assert str(file) in message and "first stands there twice" in message
+    assert str(file) in message and "'first' stands there twice" in message
 
 
 @pytest.mark.parametrize("safe", [True, False])
@@ -134,9 +138,9 @@ def test_index_and_files_must_agree(harm: str, safe: bool, tmp_path: Path, monke
     other = next(one for one in content["weight_map"].values() if one != file)
     if harm == "elsewhere":
         content["weight_map"][name] = other
-        expected = f"{index} names tensor {name} in {other}, but it is in {file}"
+        expected = f"{index} names tensor {name!r} in {other}, but it is in {file}"
     else:
         del content["weight_map"][name]
-        expected = f"{folder / file} has the tensor {name}, which {index} does not name"
+        expected = f"{folder / file} has the tensor {name!r}, which {index} does not name"
     index.write_text(json.dumps(content))
     assert expected in one_line(lambda: LLM(str(folder), offload_dir=tmp_path / "offload"))

@@ -345,8 +345,21 @@ def test_a_refusal_names_tier_need_and_budget_and_what_it_suggests_fits(tier: st
     assert bool(plans) == ("would fit: " in message)
     for each in plans:
         refuse_what_does_not_fit(each, budgets)
-    if share >= 0.7 and tier != DISK:
+    if share >= 0.7:
         assert plans, message
+
+
+@pytest.mark.parametrize(
+    ("tier", "advice"),
+    [(DEVICE, "give more memory of the device"), (HOST, "give more memory"), (DISK, "free some space on the disk, or give an")],
+)
+def test_where_nothing_fits_the_tier_that_is_too_small_is_to_be_larger(tier: str, advice: str) -> None:
+    request = request_of((30, 30, 30, 30, 30, 30), accelerator=True)
+    request = replace(request, plan=replace(request.plan, gpu_batch_size=1))
+    needed = request.footprint()
+    budgets = Budgets(**{**{other: needed.total(other) for other in (DEVICE, HOST)}, tier: 1})
+    with pytest.raises(ValueError, match=rf"on {tier} .*no smaller batch or share fits: {advice}"):
+        refuse_what_does_not_fit(request, budgets)
 
 
 def test_the_exact_need_fits_and_a_byte_less_does_not() -> None:
