@@ -314,7 +314,8 @@ class LLM:
         accelerator = self.device.accelerator
         threads = 0 if accelerator else kernel_threads()
         plan = plan if accelerator else plan.folded()
-        return Request(self.spec_under(plan), plan, workload, accelerator, self.dummy_weights, threads, scored_at_once)
+        spec = self.spec if plan == self.plan else self.spec_under(plan)
+        return Request(spec, plan, workload, accelerator, self.dummy_weights, threads, scored_at_once)
 
     def spec_under(self, plan: Plan) -> ModelSpec:
         return self.plain_spec.written_as(plan.weight_codec, plan.kv_codec)

@@ -598,7 +598,7 @@ def test_what_no_machine_could_do_is_refused_before_one_is_measured(
     for flags, words in (
         (("--prompt-len", POSITIONS, "--gen-len", 2), f"has {POSITIONS} positions"),
         (("--prompt-file", tmp_path / "long.txt"), f"has {POSITIONS} positions"),
-        (("--prompt-len", 4, "--num-prompts", 0), "cannot make 0 prompts"),
+        (("--prompt-len", 4, "--num-prompts", 0), "give a whole number from 1"),
         (("--prompt-len", 4, "--cpu-mem", "1MB"), "no plan fits"),
         (("--prompt-len", 4, "--positions", "rolling", "--kv-budget", 0.5), "rotary"),
     ):

@@ -76,7 +76,7 @@ def test_a_run_that_finds_no_room_for_a_thread_says_so_and_leaves_nothing(
     """Six read and write, five work in lanes."""
     before = set(threading.enumerate())
     no_room_after(room, monkeypatch)
-    with LLM(str(opt), percent=(0, 50, 0, 50, 0, 50), device="cpu", offload_dir=offload) as llm:
+    with LLM(str(opt), percent=(0, 50, 0, 50, 0, 50), device="cpu", offload_dir=offload, tokenizer="bytes") as llm:
         with pytest.raises(MemoryError, match="a thread could not be started"):
             llm.generate(["a"], SamplingParams(max_tokens=2))
         with pytest.raises(MemoryError, match="a thread could not be started"):
