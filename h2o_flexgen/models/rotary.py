@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.models.layout import Config
+from h2o_flexgen.planning.hints import shown
 
 
 class Rotary:
@@ -71,16 +72,23 @@ def _unscaled(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     return frequencies
 
 
+def _positive(scaling: Mapping[str, Any], name: str) -> float:
+    value = scaling.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{name} of the rope scaling is {shown(value)}, which is no number above 0; download the model again")
+    return float(value)
+
+
 def _linear(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    return frequencies / float(scaling["factor"])
+    return frequencies / _positive(scaling, "factor")
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Waves that fit often into the original length stay, those that hardly fit are stretched, between them it is blended."""
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    turns = frequencies * (float(scaling["original_max_position_embeddings"]) / (2 * math.pi))  # over the original length
+    low, high = _positive(scaling, "low_freq_factor"), _positive(scaling, "high_freq_factor")
+    turns = frequencies * (_positive(scaling, "original_max_position_embeddings") / (2 * math.pi))  # over the original length
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / float(scaling["factor"]))
+    return frequencies * (kept + (1.0 - kept) / _positive(scaling, "factor"))
 
 
 SCALINGS: Mapping[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {

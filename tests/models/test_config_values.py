@@ -69,6 +69,15 @@ def test_values_that_do_not_go_together_are_named(
     assert problem in told(values, tmp_path, **changes)
 
 
+@pytest.mark.parametrize("factor", ["two", 0, -1.0, True])
+def test_a_rope_is_scaled_by_a_number_above_0(factor: object, tmp_path: Path) -> None:
+    save_tiny("llama-gqa", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": {"rope_type": "linear", "factor": factor}}))
+    assert "factor of the rope scaling is " in one_line(lambda: LLM(str(tmp_path), offload_dir=tmp_path / "offload"))
+
+
 def test_every_known_model_is_within_the_bounds() -> None:
     assert all(known_config(name) for name in known_names())
     assert "num_hidden_layers is 0" in one_line(lambda: known_config("opt-125m", num_hidden_layers=0))
