@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
 from tests.tiny import save_tiny
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks as Linux does")
@@ -46,7 +47,7 @@ def old(_):
 
 def in_pool(method, work):
     with multiprocessing.get_context(method).Pool(1) as pool:
-        return pool.map_async(work, [0]).get(timeout=100)[0]
+        return pool.map_async(work, [0]).get()[0]
 
 if __name__ == "__main__":
     torch.set_num_threads(2)
@@ -69,5 +70,5 @@ if __name__ == "__main__":
 def test_a_fork_neither_hangs_nor_harms(tmp_path: Path) -> None:
     save_tiny("opt", tmp_path / "opt", hidden_size=256, num_attention_heads=4, ffn_dim=1024, word_embed_proj_dim=256)
     command = [sys.executable, "-c", CODE, str(tmp_path / "opt"), str(tmp_path / "off")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "over", done.stderr

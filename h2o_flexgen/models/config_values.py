@@ -22,7 +22,15 @@ REQUIRED = {
 }
 MLP_WIDTH, MLP_WIDTH_OF_OPT = "intermediate_size", "ffn_dim"
 OPTIONAL = {"num_key_value_heads": HEADS, "head_dim": HEAD_DIM, "word_embed_proj_dim": WIDTH, "sliding_window": POSITIONS}
-NUMBERS = ("rope_theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor", "rms_norm_eps", "layer_norm_eps")
+BASE, SHARE, SMALL = (1.0, 1e12), (0.0, 1.0), (0.0, 1.0)  # each with its ends
+NUMBERS = {
+    "rope_theta": BASE,
+    "rotary_emb_base": BASE,
+    "rotary_pct": SHARE,
+    "partial_rotary_factor": SHARE,
+    "rms_norm_eps": SMALL,
+    "layer_norm_eps": SMALL,
+}
 EOS = "eos_token_id"
 
 
@@ -35,9 +43,8 @@ def check_config(values: Mapping[str, Any], architecture: str, name: str) -> Non
         for key, most in OPTIONAL.items():
             if values.get(key) is not None:
                 _check_size(key, values[key], most)
-        for key in NUMBERS:
-            if values.get(key) is not None:
-                _check_number(key, values[key])
+        for place in (values, values.get("rope_parameters"), values.get("rope_scaling")):
+            _check_numbers(place if isinstance(place, Mapping) else {})
         _check_heads(values)
         eos_ids_of(values.get(EOS))
     except ValueError as error:
@@ -51,9 +58,11 @@ def _check_size(key: str, value: object, most: int) -> None:
         raise ValueError(f"{key} is {shown(value)}, which is no whole number from 1 to {most}")
 
 
-def _check_number(key: str, value: object) -> None:
-    if type(value) not in (int, float) or not 0 <= value < float("inf"):  # type: ignore[operator]
-        raise ValueError(f"{key} is {shown(value)}, which is no number of 0 or more")
+def _check_numbers(values: Mapping[str, Any]) -> None:
+    for key, (least, most) in NUMBERS.items():
+        value = values.get(key)
+        if value is not None and (type(value) not in (int, float) or not least <= value <= most):
+            raise ValueError(f"{key} is {shown(value)}, which is no number from {least:g} to {most:g}")
 
 
 def _check_heads(values: Mapping[str, Any]) -> None:
