@@ -326,3 +326,13 @@ def test_what_no_machine_could_do_is_refused_before_one_is_measured(
     ):
         assert plan.main(["--model", str(opt), "--device", "cpu", *flags]) == 2
         assert words in capfd.readouterr().err, flags
+
+
+def test_memory_that_is_free_now_is_not_held_against_a_plan_for_a_profile_that_is_kept(
+    opt: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "is_known", lambda args: True)
+    monkeypatch.setattr(plan, "machine_known", lambda args: pytest.fail("nobody waits for a profile"))
+    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
+    flags = ("--evaluate", "--percent", *("0", "100") * 3, "--prompt-len", "4", "--gen-len", "2", "--dtype", "float32")
+    assert plan.main(["--model", str(opt), "--device", "cpu", *flags]) == 0, capfd.readouterr().err

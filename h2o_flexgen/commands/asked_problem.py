@@ -9,7 +9,7 @@ from pathlib import Path
 
 from h2o_flexgen.commands.choose_model import ChosenModel
 from h2o_flexgen.commands.shapes import Shapes
-from h2o_flexgen.finding import Asked, machine_before_profile, this_machine
+from h2o_flexgen.finding import AUTO, Asked, machine_before_profile, this_machine
 from h2o_flexgen.planning.footprint import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
@@ -36,6 +36,16 @@ def machine_of(args: Namespace, progress: Progress) -> Machine:
     set_threads(args.threads)  # of whom figures are
     folder = Path(args.offload_dir or default_offload_folder()).expanduser()
     return this_machine(open_device(args.device), folder, args.dtype, progress)
+
+
+def is_known(args: Namespace) -> bool:
+    """Whether this machine's profile is kept."""
+    from h2o_flexgen.llm import default_offload_folder  # imports torch, which takes a while
+    from h2o_flexgen.memory.device import open_device
+    from h2o_flexgen.runtime.profiling.kept import is_profiled
+
+    folder = Path(args.offload_dir or default_offload_folder()).expanduser()
+    return is_profiled(open_device(args.device), folder, None if args.dtype == AUTO else args.dtype)
 
 
 def machine_known(args: Namespace) -> Machine:

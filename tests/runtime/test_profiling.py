@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
+import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, fields, replace
@@ -26,7 +28,7 @@ from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.schedule import Task
 from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.runtime.profiling import attention, kept, moving, others, products
+from h2o_flexgen.runtime.profiling import apart, attention, kept, moving, others, products
 from h2o_flexgen.runtime.profiling.apart import profile_apart
 from h2o_flexgen.runtime.profiling.kept import profiled
 from h2o_flexgen.runtime.profiling.machine import profile
@@ -383,6 +385,26 @@ def test_a_machine_is_measured_once(counted: list[str], tmp_path: Path) -> None:
     assert machine_file(name).read_text().startswith("# Measured 20")
     profiled(Device(), tmp_path, "float32")
     assert len(set(counted)) == 2
+
+
+def test_want_of_memory_where_it_is_measured_comes_over_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Torch's own error, too."""
+
+    def lacking(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes. Error code 12")
+
+    monkeypatch.setattr(apart, "profile", lacking)
+    monkeypatch.setattr(apart.signal, "signal", lambda *_: None)
+    asked = ("cpu", str(tmp_path), "here", "float32", asdict(TINY), torch.get_num_threads(), None)
+    stdout = sys.stdout
+    try:
+        assert apart.answer(*asked) == apart.STOPPED
+    finally:
+        sys.stdout = stdout
+    kind, name, reason = json.loads(capsys.readouterr().out)
+    assert (kind, name) == ("error", "MemoryError") and "memory" in reason
 
 
 def test_what_measuring_holds_is_not_of_the_process_that_asks_for_it(tmp_path: Path) -> None:

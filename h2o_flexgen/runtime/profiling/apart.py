@@ -20,6 +20,7 @@ from typing import IO, Any
 import torch
 
 from h2o_flexgen.memory.device import Device, open_device
+from h2o_flexgen.memory.shortage import shortage_of
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.runtime.profiling.machine import profile
 from h2o_flexgen.runtime.profiling.sizes import Sizes
@@ -106,6 +107,11 @@ def answer(
         return STOPPED
     except tuple(KINDS.values()) as error:
         _say(out, "error", next(kind for kind, one in KINDS.items() if isinstance(error, one)), str(error))
+        return STOPPED
+    except RuntimeError as error:  # torch's want of memory is none of them
+        if (shortage := shortage_of(error)) is None:
+            raise
+        _say(out, "error", MemoryError.__name__, shortage.reason)
         return STOPPED
     return 0
 

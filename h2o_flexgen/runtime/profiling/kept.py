@@ -52,6 +52,14 @@ def profiled(
     return machine
 
 
+def is_profiled(device: Device, offload_folder: Path, dtype: str | None = None) -> bool:
+    """Whether a profile is kept, so that nobody waits for one."""
+    try:
+        return saved_machine(fingerprint_of(device, offload_folder, dtype).name) is not None
+    except ValueError:  # it cannot be read, and is measured anew
+        return False
+
+
 def partial_file(mark: Fingerprint) -> Path:
     """What was measured of a profile that is not complete."""
     return machine_file(mark.name).with_suffix(".partial")
@@ -59,7 +67,7 @@ def partial_file(mark: Fingerprint) -> Path:
 
 def note_partial(mark: Fingerprint, note: OnNote) -> None:
     if partial_file(mark).exists():
-        note("a profile of this machine was stopped; what it had measured is not measured again")
+        note("a profile of this machine was stopped; what it measured at the same sizes is not measured again")
 
 
 def _warnings_of(file: Path) -> list[str]:
