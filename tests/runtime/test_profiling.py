@@ -407,7 +407,7 @@ def test_want_of_memory_where_it_is_measured_comes_over_as_such(
     assert (kind, name) == ("error", "MemoryError") and "memory" in reason
 
 
-def test_what_measuring_holds_is_not_of_the_process_that_asks_for_it(tmp_path: Path) -> None:
+def test_what_measuring_holds_is_not_of_the_process_that_asks_for_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Neither its memory, nor its threads, nor its child when all is over; and the machine comes back as it was measured."""
     large, told = replace(TINY, copied_bytes=256 << 20), list[tuple[str, int, int]]()
     threads, before = set(threading.enumerate()), peak_resident_bytes()
@@ -416,6 +416,7 @@ def test_what_measuring_holds_is_not_of_the_process_that_asks_for_it(tmp_path: P
     assert machine == Machine.create(machine.as_plain()) and machine.name == "here" and told[-1][1] == told[-1][2] - 1
     assert not (tmp_path / "off").exists() and set(threading.enumerate()) == threads
     assert not psutil.Process().children()
+    assert capfd.readouterr().err == "", "it is ended quietly"
 
 
 def test_an_error_of_the_process_that_measures_is_the_callers(tmp_path: Path) -> None:

@@ -102,18 +102,24 @@ def answer(
     place = None if partial is None else Path(partial)
     try:
         machine = profile(open_device(device), Path(folder), name, dtype, how, _telling(out), place)
-        _say(out, "machine", machine.as_plain())
+        _tell_the_last(out, "machine", machine.as_plain())
     except (KeyboardInterrupt, BrokenPipeError):
         return STOPPED
     except tuple(KINDS.values()) as error:
-        _say(out, "error", next(kind for kind, one in KINDS.items() if isinstance(error, one)), str(error))
+        _tell_the_last(out, "error", next(kind for kind, one in KINDS.items() if isinstance(error, one)), str(error))
         return STOPPED
     except RuntimeError as error:  # torch's want of memory is none of them
         if (shortage := shortage_of(error)) is None:
             raise
-        _say(out, "error", MemoryError.__name__, shortage.reason)
+        _tell_the_last(out, "error", MemoryError.__name__, shortage.reason)
         return STOPPED
     return 0
+
+
+def _tell_the_last(out: IO[str], *words: object) -> None:
+    """Who has heard it ends this process, at once: nothing is left that would have to be cleaned up."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _say(out, *words)
 
 
 def _as_given(value: Any) -> Any:
