@@ -139,23 +139,25 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
         return str(self.tokenizer.decode([token], skip_special_tokens=False))
 
     def apply_chat_template(self, chat_history: Messages, add_generation_prompt: bool = True) -> str:
-        import jinja2
+        """The text that `hf` makes, with the template's work bounded. Without a generation prompt the last message goes on."""
+        from jinja2.exceptions import TemplateError  # needed by chats alone
 
-        def render(messages: Messages) -> str:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=not add_generation_prompt,
-                )
-            )
+        from h2o_flexgen.runtime.chat_template import render, render_unfinished
+
+        rendered = render if add_generation_prompt else render_unfinished
+
+        def attempt(messages: Messages) -> str:
+            return rendered(self.tokenizer.get_chat_template(), messages, self.tokenizer.special_tokens_map)
 
         try:
-            return render(chat_history)
-        except jinja2.exceptions.TemplateError:
-            log.warning("the chat template refuses these messages; they are tried without those of the system")
-            return render([message for message in chat_history if message["role"] != "system"])
+            try:
+                return attempt(chat_history)
+            except TemplateError:
+                log.warning("the chat template refuses these messages; they are tried without those of the system")
+                return attempt([message for message in chat_history if message["role"] != "system"])
+        except Exception as error:  # whatever a template raises
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ValueError(f"the model's chat template refuses these messages ({shown(reason)})") from error
 
     # -- loglikelihoods --------------------------------------------------------------------------------------------------
 

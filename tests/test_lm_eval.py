@@ -245,7 +245,12 @@ def test_a_chat_template_is_applied(models: dict[str, Path], offload: Path) -> N
         said = [{"role": "user", "content": "hello"}]
         assert model.apply_chat_template(said) == "user: hello\nassistant:"
         assert model.apply_chat_template([{"role": "system", "content": "be kind"}, *said]) == "user: hello\nassistant:"
+        answering = [*said, {"role": "assistant", "content": "well"}]
+        assert model.apply_chat_template(answering, add_generation_prompt=False) == "user: hello\nassistant: well"
         assert model.chat_template(True) == model.tokenizer.chat_template
+        model.tokenizer.chat_template = "{{ 'x' * 10000000000 }}"
+        with pytest.raises(ValueError, match=r"chat template refuses these messages .*far more than write down a talk"):
+            model.apply_chat_template(said)
 
 
 def test_requests_with_options_of_their_own_come_back_in_their_order(models: dict[str, Path], offload: Path) -> None:

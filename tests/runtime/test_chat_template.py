@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
-from jinja2.exceptions import UndefinedError
+from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from h2o_flexgen.runtime.chat_template import STEP, WORK, TooMuchWork, render
+from h2o_flexgen.runtime.chat_template import STEP, WORK, TooMuchWork, render, render_unfinished
 from tests.real_tokenizers import save_byte_level
 
 TALK = [
@@ -42,7 +43,10 @@ TEMPLATES = {
         "{{ messages[0].content.replace('\n', ' ').upper() }}{{ (messages | last).content | replace('W', 'w') | indent(2) }}"
         "{{ {'a': [1, 2], 'b': (3,)} | tojson(indent=2) }}{{ range(3) | list }}{{ '{:>4}{a}'.format(7, a=1700000000) }}"
         "{{ 'at %d' | format(1700000000) }}"
-        "{{ dict(a=1).items() | list }}"
+        "{{ dict(a=1).items() | list }}{{ 'a/b'.rsplit('/', 1)[-1] }}{{ [1, 2] | sum }}{{ '<' | e }}{{ namespace(a=1).a }}"
+        "{{ messages | map('length') | list }}{{ messages | tojson(separators=(',', ':')) }}{{ (3 - 5) // 2 }}{{ 7 / 2 }}"
+        "{{ messages | map(attribute='content') | map('trim') | select | reject('equalto', 'x') | sort | first }}"
+        "{{ 'yes' if messages[-1].content is string and messages is iterable and not messages is mapping }}"
         "{% set text %}block {{ messages[0].role }}{% endset %}{{ text }}{% filter upper %}loud{% endfilter %}"
         "{{ 'b' in ['a', 'b'] and 'z' not in 'abc' }}{{ messages[0].get('name', 'nobody') }}{{ undefined_name }}"
     ),
@@ -66,12 +70,24 @@ def test_the_text_is_that_of_the_library(name: str, turns: int, library: PreTrai
     assert render(TEMPLATES[name], TALK[:turns], library.special_tokens_map) == expected
 
 
+@pytest.mark.parametrize("name", ["headers", "alternating", "thoughts"])
+@pytest.mark.parametrize("end", ["", " "])
+def test_an_unfinished_message_ends_as_in_the_library(name: str, end: str, library: PreTrainedTokenizerBase) -> None:
+    talk = [*TALK[1:3], {"role": "user", "content": f"Tell  me{end}"}]
+    expected = library.apply_chat_template(talk, chat_template=TEMPLATES[name], tokenize=False, continue_final_message=True)
+    assert render_unfinished(TEMPLATES[name], talk, library.special_tokens_map) == expected
+
+
+def test_a_message_that_is_left_out_cannot_go_on() -> None:
+    with pytest.raises(ValueError, match=r"leaves out the last message \('?When"):
+        render_unfinished("{{ messages[0].content }}", TALK, {})
+
+
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% BODY %}{% endfor %}{% endfor %}"
 ENDLESS = {
     "nested loops": LOOPS.replace("{% BODY %}", ""),
     "nested loops that write": LOOPS.replace("{% BODY %}", "x"),
     "loops in a macro": "{% macro m(n) %}{% for a in range(999) %}{{ m(n) }}{% endfor %}{% endmacro %}{{ m(1) }}",
-    "loops that call themselves": "{% for a in [[1]] recursive %}{{ loop([a, a]) }}{% endfor %}",
     "doubled by ~": "{% set ns = namespace(x='ab') %}{% for a in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "doubled by +": "{% set ns = namespace(x='ab') %}{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "doubled lists": "{% set ns = namespace(x=[1]) %}{% for a in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}",
@@ -83,8 +99,6 @@ ENDLESS = {
     "a number times a list": "{{ 10000000000 * [1] }}",
     "a power": "{{ 10 ** (10 ** 10) }}",
     "numbers that double": "{% set ns = namespace(x=9) %}{% for a in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
-    "padding by a method": "{{ 'x'.ljust(10000000000) }}",
-    "padding by a filter": "{{ 'x' | center(10000000000) }}",
     "padding by a format": "{{ '{:>10000000000}'.format(1) }}",
     "padding by a format of a number": "{{ '{:>{w}}'.format(1, w=10000000000) }}",
     "padding by a format of a text": "{{ '{:>{w}}'.format(1, w='10000000000') }}",
@@ -97,23 +111,108 @@ ENDLESS = {
     "joined with much": "{% set x = 'a' * 100000 %}{{ x.join('b' * 100000) }}",
     "joined with much, by a filter": "{% set x = 'a' * 100000 %}{{ range(99999) | join(x) }}",
     "the same text many times": "{% set x = 'a' * 1000000 %}{{ [x] * 100000 }}",
-    "tabs": "{{ ('\t' * 1000).expandtabs(10000000) }}",
     "indented": "{{ ('\n' * 100000) | indent(100000) }}",
-    "in lots": "{{ range(99999) | batch(1) | map('batch', 99999, 'x') | map('list') | list }}",
     "filtered by loops": "{% for a in range(99999) %}{{ range(99999) | sum }}{% endfor %}",
     "compared": "{% set x = 'a' * 1000000 %}{% set y = 'a' * 1000000 %}{% for a in range(99999) %}{{ x == y }}{% endfor %}",
     "sliced": "{% set x = 'a' * 1000000 %}{% for a in range(99999) %}{% set y = x[1:] %}{% endfor %}",
-    "words": "{{ lipsum(n=10000000) }}",
+    "an indent of nothing": "{{ [] | tojson(indent=1500000000) }}",
+    "an indent of much": "{{ " + "[" * 20 + "]" * 20 + " | tojson(indent=10000000) }}",
+    "separators of much": "{% set x = 'a' * 1000000 %}{{ range(99999) | list | tojson(separators=(x, x)) }}",
+    "a long body": LOOPS.replace("{% BODY %}", "{% set x = 1 %}{% if x %}{{ messages.a }}{% endif %}" * 100),
+    "a long body in a loop with a condition": "{% for a in range(99999) if " + "1 and " * 9999 + "0 %}{% endfor %}",
+    "a long macro": "{% macro m(n) %}{% set x = n %}{% if x %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}"
+    + "{% set x = 1 %}" * 999
+    + "{% endmacro %}{{ m(30) }}",
+    "a long way": "{% set ns = namespace() %}{% set ns.a = ns %}"
+    "{% for a in range(9999) %}{{ [ns] | map(attribute='a" + ".a" * 9999 + "') | list }}{% endfor %}",
+    "hashed": "{% set ns = namespace(x=(1,)) %}{% for a in range(18) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}"
+    "{% for a in range(99999) %}{{ messages[0][ns.x] }}{% endfor %}",
+    "keys taken away": "{% set d = dict(messages[0], **{'x': 'y'}) %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% set e = d.keys() - d.keys() %}{% endfor %}{% endfor %}",
+    "one text in many places, by sign of per cent": "{% set x = 'a' * 1000000 %}{{ '%(a)s' * 100000 % {'a': x} }}",
+    "one text in many places, by a format": "{% set x = 'a' * 1000000 %}{{ ('{0}' * 100000).format(x) }}",
+    "many short paddings": "{{ '%9999d' * 100000 % ((1,) * 100000) }}",
+    "a text in each item of lists": "{% set x = 'a' * 1000000 %}{{ [x] | replace('a', x) }}",
+    "searched from behind": "{% set x = 'a' * 8000 %}{% set y = 'b' + 'a' * 3999 %}"
+    "{% for a in range(99999) %}{{ x.rfind(y) }}{% endfor %}",
+    "numbers of a program": "{% for a in range(99999) %}{{ 0x" + "f" * 99_000 + " // 0x" + "e" * 50_000 + " }}{% endfor %}",
     "a long program": "{{ 1 }}" * 3_000_000,
     "a deep program": "{{ " + "(" * 100_000 + ")" * 100_000 + " }}",
 }
 
 
+# what no template of a model needs has no name
+NAMELESS = {
+    "loops that call themselves": "{% for a in [[1]] recursive %}{{ loop([a, a]) }}{% endfor %}",
+    "padding by a method": "{{ 'x'.ljust(10000000000) }}",
+    "padding by a filter": "{{ 'x' | center(10000000000) }}",
+    "tabs": "{{ ('\t' * 1000).expandtabs(10000000) }}",
+    "in lots": "{{ range(99999) | batch(1) | map('batch', 99999, 'x') | map('list') | list }}",
+    "words": "{{ lipsum(n=10000000) }}",
+    "bytes": "{% set b = 'a'.encode() * 1000000000 %}",
+    "bytes of a number": "{{ (1).to_bytes(1000000000, 'big') }}",
+    "a padded number": "{{ 5 | center(1500000000) }}",
+    "a rounded number": "{{ 5 | round(1500000000, 'ceil') }}",
+    "translated": "{{ ('a' * 40000).translate({97: 'b' * 50000}) }}",
+    "lists put together": "{{ [[1]] * 100000 | sum(start=[]) }}",
+    "a rise of what may be done": "{{ -1000000000 | _counted }}",
+    "a rise of what may be done, by map": "{{ [-1000000000] | map('charge') | list }}",
+    "blocks that call themselves": "{% block x %}{{ self.x() }}{{ self.x() }}{% endblock %}",
+}
+BEFORE_IT_IS_MADE = [
+    "bytes",
+    "bytes of a number",
+    "translated",
+    "a padded number",
+    "an indent of nothing",
+    "an indent of much",
+    "separators of much",
+    "many short paddings",
+    "one text in many places, by sign of per cent",
+    "a text in each item of lists",
+]
+
+
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_that_would_not_end_is_refused(name: str) -> None:
-    with pytest.raises(Exception) as refused:
+    with pytest.raises((TooMuchWork, RecursionError)):
         render(ENDLESS[name], TALK, {})
-    assert isinstance(refused.value, {"words": UndefinedError}.get(name, (TooMuchWork, RecursionError)))
+
+
+@pytest.mark.parametrize("name", NAMELESS)
+def test_what_is_not_for_templates_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(
+        Exception, match=r"is unsafe|No filter named|is undefined|not for chat templates|keyword argument 'start'"
+    ):
+        render(NAMELESS[name], TALK, {})
+
+
+@pytest.mark.parametrize("name", BEFORE_IT_IS_MADE)
+def test_what_is_refused_is_not_made_before(name: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises((TooMuchWork, TemplateError)):
+            render({**ENDLESS, **NAMELESS}[name], TALK, {})
+        assert tracemalloc.get_traced_memory()[1] < 1 << 27
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_namespace_is_not_written_out() -> None:
+    doubling = "{% set ns.x = namespace(a=ns.x, b=ns.x) %}"
+    template = "{% set ns = namespace(x=1) %}{% for a in range(99) %}" + doubling + "{% endfor %}{{ ns.x }}"
+    assert render(template, TALK, {}) == "<Namespace>"
+
+
+def test_a_long_talk_is_written_down() -> None:
+    """A template may look at all messages' number, and at parts of the talk, at each message."""
+    long = [{"role": ("user", "assistant")[turn % 2], "content": "x" * 300} for turn in range(1500)]
+    template = (
+        "{% for m in messages %}{% if loop.index0 == messages | length - 1 or m.content.split('</think>') | length > 9 %}"
+        "{{ m.content | trim }}{% elif m.get('role') == 'user' and messages is defined and (messages | last).role %}"
+        "{{ m['content'].replace('\\n', ' ') }}{% endif %}{% endfor %}"
+    )
+    assert render(template, long, {}) == "x" * (300 * 751)
 
 
 def test_a_template_may_do_in_proportion_to_what_is_said() -> None:
