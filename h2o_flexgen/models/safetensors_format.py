@@ -71,11 +71,16 @@ class Check(Protocol):
 def read_header(path: Path) -> tuple[StoredTensor, ...]:
     """Every tensor of a file, in the order of their data; a file that is not exactly as its header says is refused."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header, data_start = _parse_header(path, file, size)
+        return header_of(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {reason(error)}") from error
+
+
+def header_of(path: Path) -> tuple[StoredTensor, ...]:
+    """As `read_header`, for who knows better what an OSError means."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header, data_start = _parse_header(path, file, size)
     header.pop("__metadata__", None)
     tensors = sorted(
         (_stored_tensor(path, name, entry, data_start) for name, entry in header.items()),

@@ -70,4 +70,5 @@ def _page_sums(pages: Buffer) -> numpy.ndarray:
 def page_weights() -> numpy.ndarray:
     """Odd and all different: a sum of these times words of 32 bits stays below 2**64."""
     drawn = numpy.frombuffer(shake_256(b"weights of a page").digest(4 * WORDS), dtype="<u4").astype(numpy.uint64)
-    return drawn >> numpy.uint64(32 - WEIGHT_BITS) | numpy.uint64(1)
+    weights: numpy.ndarray = drawn >> numpy.uint64(32 - WEIGHT_BITS) | numpy.uint64(1)
+    return weights
