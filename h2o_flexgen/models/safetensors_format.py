@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeGuard
+from typing import BinaryIO, TypeGuard
 
 import torch
 
-from h2o_flexgen.models.files import align_up, flush_to_disk, reason, refuse_pointer
+from h2o_flexgen.byte_check import Check
+from h2o_flexgen.models.files import align_up, flush_to_disk, refuse_pointer
 from h2o_flexgen.models.sums import Sums
 from h2o_flexgen.planning.documents import NotADocument, parse_json
+from h2o_flexgen.planning.hints import reason
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
@@ -58,14 +60,6 @@ class StoredTensor:
     dtype: str  # "float32", "float16" or "bfloat16"; any other type keeps the code of the format ("I8")
     shape: tuple[int, ...]
     check: Check | None = field(default=None, compare=False)  # None where nobody knows what was written
-
-
-class Check(Protocol):
-    """Of the bytes of a tensor: whole stretches of them, or up to its end (models/sums.py). memory/disk.py says what for."""
-
-    def __call__(self, offset: int, data: memoryview) -> None: ...
-
-    def unreadable(self, error: OSError) -> Exception: ...
 
 
 def read_header(path: Path) -> tuple[StoredTensor, ...]:
