@@ -166,15 +166,17 @@ class LLM:
                 self._discard(damaged)
 
     def _discard(self, damaged: Damaged) -> None:
-        """A damaged copy goes, and the next opening makes it again; one that is damaged once more is an error."""
-        if damaged.copy.path in self._mended:
+        """A damaged copy goes, and the next opening makes it again; one that is damaged once more is an error. Where another
+        process has taken it away, the next opening finds what that one made, or makes it."""
+        if damaged.copy.path in self._mended and damaged.copy.is_still_there:
             advice = "it was made again just now: is the disk sound? Set XDG_CACHE_HOME to a folder on another"
             raise ValueError(f"{damaged.what}; {advice}") from damaged
+        if not damaged.copy.discard():
+            return
         self._mended.add(damaged.copy.path)
         if self._listener is None:
             warnings.warn(f"{damaged.what}; it is made again", RuntimeWarning, stacklevel=2)
         self._report(Stage.MENDING)
-        damaged.copy.discard()
 
     def _open_model(self, dtype: str) -> None:
         folder: Path | None = None

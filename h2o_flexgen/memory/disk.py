@@ -17,28 +17,18 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy
 import torch
 from torch import Tensor
 
+from h2o_flexgen.byte_check import Check
 from h2o_flexgen.memory.threads import started_pool
 from h2o_flexgen.memory.tier import ALIGNMENT, Meter, aligned
 
 READERS = 6
 CHUNK_BYTES = 4 << 20
 COPY_VALUES = 1 << 15  # torch keeps a copy of fewer values in the calling thread, which is what a reader wants
-
-
-class Check(Protocol):
-    """Of a range of a file that somebody knows what was written to."""
-
-    def __call__(self, offset: int, data: memoryview) -> None:
-        """Raises an error where the bytes from this place on are not those that were written."""
-
-    def unreadable(self, error: OSError) -> Exception:
-        """What is raised where they cannot be read."""
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 from h2o_flexgen.models.config_values import check_config
 from h2o_flexgen.models.json_file import read_object
 from h2o_flexgen.planning.documents import parse_json
-from h2o_flexgen.planning.hints import shown
+from h2o_flexgen.planning.hints import one_line, shown
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from h2o_flexgen.models.base import Model
     from h2o_flexgen.models.layout import Config
+
+LONGEST_OBJECTION = 300  # characters of what transformers says
 
 # the model_type of a config -> module and class
 MODELS: Mapping[str, tuple[str, str]] = {
@@ -89,7 +91,7 @@ def _config_of(values: Mapping[str, Any], name: str) -> Config:
     try:
         return cast("Config", CONFIG_MAPPING[architecture].from_dict(dict(values)))
     except Exception as error:  # whatever transformers objects to stands in a file of the user's
-        raise ValueError(f"the config of {name!r} is not valid: {_one_line(error)}") from error
+        raise ValueError(f"the config of {name!r} is not valid: {one_line(error)[:LONGEST_OBJECTION]}") from error
 
 
 def _read_folder(folder: Path) -> Mapping[str, Any]:
@@ -110,7 +112,3 @@ def _nearest(name: str) -> str:
     by_part = {part: hub for hub in known_names() for part in (hub.lower(), hub.lower().rpartition("/")[2])}
     near = dict.fromkeys(by_part[part] for part in get_close_matches(name.lower(), by_part, n=3))
     return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

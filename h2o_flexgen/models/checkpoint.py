@@ -14,7 +14,7 @@ import torch
 
 from h2o_flexgen.models.convert import convert
 from h2o_flexgen.models.derived import Copy
-from h2o_flexgen.models.files import SAFETENSORS, TORCH, Progress, find_shards
+from h2o_flexgen.models.files import SAFETENSORS, TORCH, Progress, Shards, find_shards
 from h2o_flexgen.models.safetensors_format import FLOATS, StoredTensor, read_header
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES, TensorSpec
 
@@ -44,7 +44,7 @@ class Checkpoint:
     def __init__(self, folder: Path, copy: Copy | None = None) -> None:
         self.folder = folder
         self._copy = copy
-        shards = find_shards(folder, SAFETENSORS)
+        shards = find_shards(folder, SAFETENSORS) if copy is None else Shards(tuple(copy.files), {})  # which its manifest names
         if not shards.files:
             raise ValueError(f"{folder} has no weights: neither {SAFETENSORS.single} nor {SAFETENSORS.index} is there")
         read = read_header if copy is None else copy.tensors

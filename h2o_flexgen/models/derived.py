@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
-from h2o_flexgen.models.files import reason
-from h2o_flexgen.models.leftovers import PARTIAL, remove_leftovers, writer
-from h2o_flexgen.models.safetensors_format import StoredTensor, raw_header, read_header
+from h2o_flexgen.models.leftovers import PARTIAL, writer
+from h2o_flexgen.models.safetensors_format import StoredTensor, header_of, raw_header
 from h2o_flexgen.models.sums import Sums
 from h2o_flexgen.planning.documents import parse_json
+from h2o_flexgen.planning.hints import reason
 
 COPIES = ("converted", "packed")  # the kinds of folders
 TAIL_BYTES = 1 << 16
@@ -59,6 +59,14 @@ def fingerprint(files: Sequence[Path], asked: str = "") -> str:
 
 
 # -- a folder that was made ------------------------------------------------------------------------------------------------
+
+
+LOST = (None, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # without a number: a file that ends too early
+
+
+def is_lost(error: OSError) -> bool:
+    """Whether the bytes are gone. Too few descriptors, too little memory or missing rights say nothing about them."""
+    return error.errno in LOST
 
 
 class Damaged(ValueError):
@@ -112,26 +120,36 @@ class Copy:
     def opened(cls, path: Path, sources: tuple[Path, ...]) -> Copy:
         """Everything but the weights is compared with what was written."""
         copy = cls(path, sources, {}, _identity(path))
-        try:
+        with copy._finding_damage(MANIFEST):
             files = parse_json((path / MANIFEST).read_bytes())["files"]
             copy = replace(copy, records={name: Record.from_json(one) for name, one in files.items()})
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise Damaged(copy, f"its {MANIFEST} cannot be read ({type(error).__name__})") from error
         for name, record in copy.records.items():
             copy._compare(path / name, record)
         return copy
 
     def _compare(self, file: Path, record: Record) -> None:
-        try:
+        with self._finding_damage(file.name):
             nbytes = file.stat().st_size
             if nbytes != record.nbytes:
                 raise Damaged(self, f"{file.name} has {nbytes} bytes instead of {record.nbytes}")
             if _head(file) != record.head:
                 raise Damaged(self, f"{file.name} was changed since it was written")
+
+    @contextmanager
+    def _finding_damage(self, name: str) -> Iterator[None]:
+        """Errors that say that a file is not as it was written become Damaged; others say nothing about the copy."""
+        try:
+            yield
+        except Damaged:
+            raise
         except FileNotFoundError as error:
-            raise Damaged(self, f"{file.name} is missing") from error
+            raise Damaged(self, f"{name} is missing") from error
         except OSError as error:
-            raise Damaged(self, f"{file.name} cannot be read ({reason(error)})") from error
+            if not is_lost(error):
+                raise _unreadable(self.path, error) from error
+            raise Damaged(self, f"{name} cannot be read ({reason(error)})") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Damaged(self, f"{name} cannot be read ({type(error).__name__})") from error
 
     @property
     def files(self) -> list[Path]:
@@ -141,23 +159,42 @@ class Copy:
     def tensors(self, file: Path) -> list[StoredTensor]:
         """Those of a file, each with the check of its bytes."""
         sums = self.records[file.name].sums
-        stored = read_header(file)
+        with self._finding_damage(file.name):
+            stored = header_of(file)
         if unknown := [tensor.name for tensor in stored if tensor.name not in sums]:
             raise Damaged(self, f"its {MANIFEST} does not know tensor {unknown[0]} in {file.name}")
         return [replace(tensor, check=_Check(self, tensor, sums[tensor.name])) for tensor in stored]
 
-    def discard(self) -> None:
-        """Takes the folder away, so that who opens it next makes it again; not if another process has done so already."""
-        if gone := [source for source in self.sources if not source.is_file()]:
-            raise ValueError(f"{self.path} is damaged, and {gone[0]}, which it was made from, is gone; get the model again")
-        aside = self.path.with_name(f"{self.path.name}{PARTIAL}{writer()}")
+    def discard(self) -> bool:
+        """Takes the folder away, so that who opens it next makes it again. False where another process has taken it away or
+        made it again already."""
         try:
             with alone_in(self.path.parent):
-                if self.path.is_dir() and _identity(self.path) == self.identity:
-                    os.rename(self.path, aside)
-                    shutil.rmtree(aside)
+                if not self.is_still_there:
+                    return False
+                self._refuse_without_sources()
+                aside = _room_beside(self.path)
+                os.rename(self.path, aside)
+                shutil.rmtree(aside)
+                return True
         except OSError as error:
+            if is_lost(error) and not self.is_still_there:
+                return False
             raise ValueError(f"{self.path} is damaged and cannot be removed: {reason(error)}; remove it") from error
+
+    @property
+    def is_still_there(self) -> bool:
+        """False where another process has taken it away, even if there is a new one in its place."""
+        try:
+            return _identity(self.path) == self.identity
+        except OSError as error:
+            if not is_lost(error):
+                raise
+            return False
+
+    def _refuse_without_sources(self) -> None:
+        if gone := [source for source in self.sources if not source.is_file()]:
+            raise ValueError(f"{self.path} is damaged, and {gone[0]}, which it was made from, is gone; get the model again")
 
 
 @dataclass(frozen=True)
@@ -174,11 +211,22 @@ class _Check:
             raise Damaged(self.copy, f"bytes {offset} to {offset + len(data) - 1}, {where}, are not those that were written")
 
     def unreadable(self, error: OSError) -> Exception:
-        """A disk that fails to give them, or a file that was cut, has damaged the copy; a system that is short of something has
-        not."""
-        if error.errno not in (None, errno.EIO):
+        if not is_lost(error):
             return error
         return Damaged(self.copy, f"tensor {self.tensor.name} in {self.tensor.file.name} cannot be read ({reason(error)})")
+
+
+def _room_beside(path: Path) -> Path:
+    """The place where a folder is filled or taken apart; what a dead process of our number left there is removed."""
+    partial = path.with_name(f"{path.name}{PARTIAL}{writer()}")
+    if partial.exists():
+        shutil.rmtree(partial)
+    return partial
+
+
+def _unreadable(copy: Path, error: OSError) -> ValueError:
+    advice = "see to that and run again, or set XDG_CACHE_HOME to another folder"
+    return ValueError(f"{copy}, a copy of weights, cannot be read: {reason(error)}; {advice}")
 
 
 def _identity(folder: Path) -> tuple[int, int]:
@@ -211,15 +259,23 @@ class DerivedFolder:
 
     def made(self, build: Build) -> Copy:
         """The folder; `build` fills it where it is not there yet."""
+        while True:
+            self._make_if_missing(build)
+            try:
+                return Copy.opened(self.path, self.sources)
+            except FileNotFoundError:  # another process has taken it away since
+                continue
+            except OSError as error:
+                raise _unreadable(self.path, error) from error
+
+    def _make_if_missing(self, build: Build) -> None:
         cache = self.path.parent
         try:
             if not self.is_there:
                 cache.mkdir(parents=True, exist_ok=True)
-                remove_leftovers(cache, [cache])
                 with alone_in(cache):
                     if not self.is_there:  # another process may have made it while we waited
                         self._make(build)
-            return Copy.opened(self.path, self.sources)
         except OSError as error:
             raise ValueError(
                 f"cannot {self.purpose} in {cache}: {reason(error)}; free some space, or set XDG_CACHE_HOME to another folder"
@@ -228,7 +284,7 @@ class DerivedFolder:
     def _make(self, build: Build) -> None:
         if self.path.is_dir():  # of an older format
             shutil.rmtree(self.path)
-        partial = self.path.with_name(f"{self.path.name}{PARTIAL}{writer()}")
+        partial = _room_beside(self.path)
         try:
             partial.mkdir()
             _write_manifest(partial, build(partial))

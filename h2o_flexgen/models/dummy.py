@@ -12,7 +12,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.models.derived import alone_in
-from h2o_flexgen.models.files import Progress, align_up, flush_to_disk, reason, require_free_space
+from h2o_flexgen.models.files import Progress, align_up, flush_to_disk, require_free_space
 from h2o_flexgen.models.leftovers import WEIGHTS_PREFIX, WEIGHTS_SUFFIX, writer
 from h2o_flexgen.models.safetensors_format import StoredTensor, tensor_bytes
+from h2o_flexgen.planning.hints import reason
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES, TensorSpec
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
@@ -163,14 +164,20 @@ class OwnFile:
 
     @classmethod
     def of(cls, path: Path, descriptor: int) -> OwnFile:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        own = os.dup(descriptor)
-        unnamed = Path(UNNAMED.format(own))
-        if unnamed.exists():
-            path.unlink()
-            path = unnamed
-        return cls(path, own, os.getpid())
+        """Where this fails, the descriptor is closed and the file is gone."""
+        with ExitStack() as undo:
+            undo.callback(path.unlink, missing_ok=True)
+            undo.callback(os.close, descriptor)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            own = os.dup(descriptor)
+            undo.callback(os.close, own)
+            unnamed = Path(UNNAMED.format(own))
+            if unnamed.exists():
+                path.unlink()
+                path = unnamed
+            undo.pop_all()
+            return cls(path, own, os.getpid())
 
     def remove(self) -> None:
         if self.process == os.getpid():  # and not a copy of it that was forked

@@ -93,10 +93,6 @@ def refuse_pointer(path: Path, start: bytes) -> None:
         raise ValueError(f"{path} is a git-lfs pointer and not the weights themselves; run 'git lfs pull' in its folder")
 
 
-def reason(error: OSError) -> str:
-    return error.strerror or str(error) or type(error).__name__
-
-
 def require_free_space(folder: Path, need_bytes: int, purpose: str) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if need_bytes > free_bytes:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.planning.documents import NotADocument, parse_json
+from h2o_flexgen.planning.hints import reason
 
 
 def read_object(path: Path, advice: str) -> Mapping[str, Any]:
@@ -14,7 +15,7 @@ def read_object(path: Path, advice: str) -> Mapping[str, Any]:
     try:
         found = parse_json(path.read_bytes())
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror or type(error).__name__}); {advice}") from error
+        raise ValueError(f"{path} cannot be read ({reason(error)}); {advice}") from error
     except NotADocument as error:
         raise ValueError(f"{path} is no JSON ({error}); {advice}") from error
     if not isinstance(found, dict):

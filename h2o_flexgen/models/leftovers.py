@@ -24,6 +24,8 @@ from h2o_flexgen.planning.units import format_bytes
 WEIGHTS_PREFIX, WEIGHTS_SUFFIX = "h2o_flexgen-weights-", ".bin"
 PARTIAL = ".partial-"
 BEFORE_PID = "@"  # between host and process
+LONGEST_PID = 10  # digits; a finished copy's name ends in 16, which may all be decimal ones
+OF_A_WRITER = re.compile(rf"{re.escape(PARTIAL)}([A-Za-z0-9-]+{BEFORE_PID})?\d{{1,{LONGEST_PID}}}$")  # the end of a name
 OF_ONE_HOST = frozenset({"apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "hfs", "overlay", "tmpfs", "ufs", "xfs", "zfs"})
 
 
@@ -84,7 +86,8 @@ def _weights_in(folder: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _partial_folders_in(cache: Path) -> Iterator[tuple[Path, int]]:
-    places = [place for place in _glob(cache, f"*{PARTIAL}*") if may_be_removed(place)]
+    partial = [place for place in _glob(cache, f"*{PARTIAL}*") if OF_A_WRITER.search(place.name)]
+    places = [place for place in partial if may_be_removed(place)]
     if not places:
         return
     with _lock(cache) as is_ours:  # else somebody is filling one of them

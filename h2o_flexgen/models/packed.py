@@ -15,9 +15,10 @@ import torch
 
 from h2o_flexgen.models.checkpoint import Checkpoint
 from h2o_flexgen.models.derived import DerivedFolder, cache_folder, fingerprint, model_name
-from h2o_flexgen.models.files import Progress, align_up, reason, require_free_space
+from h2o_flexgen.models.files import Progress, align_up, require_free_space
 from h2o_flexgen.models.safetensors_format import StoredTensor, TensorForm, write_safetensors
 from h2o_flexgen.models.sums import STRETCH_BYTES, Sums
+from h2o_flexgen.planning.hints import reason
 from h2o_flexgen.planning.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
@@ -128,14 +129,22 @@ def _in_files(tensors: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 
 def _parts(stored: StoredTensor, columns: int) -> Iterator[torch.Tensor]:
-    """The values of a matrix, some rows at a time. Those of a copy are checked first."""
+    """The values of a matrix, some rows at a time. Those of a copy are cut from the very bytes that were checked."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
     row_bytes = columns * dtype.itemsize
-    if stored.check is not None:
-        for start, part in _read(stored, max(1, PART_BYTES // STRETCH_BYTES) * STRETCH_BYTES):
+    rest = torch.empty(0, dtype=torch.uint8)  # the beginning of a row whose end was not read yet
+    for start, part in _read(stored, PART_BYTES if stored.check is None else _whole_stretches(PART_BYTES)):
+        if stored.check is not None:
             stored.check(stored.offset + start, part.numpy().data)
-    for _, part in _read(stored, max(1, PART_BYTES // row_bytes) * row_bytes):
-        yield part.view(dtype).view(-1, columns)
+        both = torch.cat((rest, part)) if len(rest) else part
+        whole = len(both) // row_bytes * row_bytes
+        rest = both[whole:].clone()  # and not a view, which would keep the whole part
+        if whole:
+            yield both[:whole].view(dtype).view(-1, columns)
+
+
+def _whole_stretches(nbytes: int) -> int:
+    return max(1, nbytes // STRETCH_BYTES) * STRETCH_BYTES
 
 
 def _read(stored: StoredTensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeGuard
+from typing import BinaryIO, TypeGuard
 
 import torch
 
-from h2o_flexgen.models.files import align_up, flush_to_disk, reason, refuse_pointer
+from h2o_flexgen.byte_check import Check
+from h2o_flexgen.models.files import align_up, flush_to_disk, refuse_pointer
 from h2o_flexgen.models.sums import Sums
 from h2o_flexgen.planning.documents import NotADocument, parse_json
+from h2o_flexgen.planning.hints import reason
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format
@@ -60,22 +62,19 @@ class StoredTensor:
     check: Check | None = field(default=None, compare=False)  # None where nobody knows what was written
 
 
-class Check(Protocol):
-    """Of the bytes of a tensor: whole stretches of them, or up to its end (models/sums.py). memory/disk.py says what for."""
-
-    def __call__(self, offset: int, data: memoryview) -> None: ...
-
-    def unreadable(self, error: OSError) -> Exception: ...
-
-
 def read_header(path: Path) -> tuple[StoredTensor, ...]:
     """Every tensor of a file, in the order of their data; a file that is not exactly as its header says is refused."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header, data_start = _parse_header(path, file, size)
+        return header_of(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {reason(error)}") from error
+
+
+def header_of(path: Path) -> tuple[StoredTensor, ...]:
+    """As `read_header`, for who knows better what an OSError means."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header, data_start = _parse_header(path, file, size)
     header.pop("__metadata__", None)
     tensors = sorted(
         (_stored_tensor(path, name, entry, data_start) for name, entry in header.items()),

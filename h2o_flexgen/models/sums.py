@@ -1,23 +1,27 @@
 """Checksums that are cheap enough to be computed whenever weights are read.
 
-A page of 4096 bytes is 512 words, each times an odd number of its place, added up modulo 2**64; a digest of the pages' sums
-stands for each stretch of a tensor. So a word that differs, words or pages that change places, and pages of zeros are seen, and
-no more than a multiplication and an addition is done for eight bytes. They guard against faulty disks and half-written files;
-against somebody who means harm they are no help.
+A page of 4096 bytes is 512 words of two halves. Each half is multiplied by an odd number that belongs to its place, and the
+products of lower and of upper halves are added up apart, in 64 bits that they cannot exceed; a digest of the pages' sums stands
+for each stretch of a tensor. So no bit counts less than another: one half that differs, any two bits that do, halves or pages
+that change places, and pages of zeros are always seen, anything else with all but certainty, for two multiplications and
+additions per eight bytes. The sums guard against faulty disks and half-written files; against somebody who means harm they are
+no help.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from hashlib import blake2b
+from hashlib import blake2b, shake_256
 
 import numpy
 
 from h2o_flexgen.models.files import ALIGNMENT, align_up
 
 STRETCH_BYTES = 1 << 20  # whoever reads a part of a tensor reads whole stretches
-WORD_BYTES = 8
+WORDS = ALIGNMENT // 8  # of a page
+HALF_BITS = 32  # of a word
+WEIGHT_BITS = 64 - HALF_BITS - (WORDS - 1).bit_length()
 DIGEST_BYTES = 8
 Buffer = bytes | bytearray | memoryview
 
@@ -56,11 +60,15 @@ def _digest(stretch: memoryview) -> bytes:
 
 
 def _page_sums(pages: Buffer) -> numpy.ndarray:
-    words = numpy.frombuffer(pages, dtype="<u8").reshape(-1, ALIGNMENT // WORD_BYTES)
-    sums: numpy.ndarray = numpy.einsum("ij,j->i", words, _weights())
-    return sums
+    """Two for each page: of whole words, where what exceeds 64 bits is lost, and of their upper halves, where nothing is."""
+    words = numpy.frombuffer(pages, dtype="<u8").reshape(-1, WORDS)
+    halves = (words, words >> numpy.uint64(HALF_BITS))
+    return numpy.stack([numpy.einsum("ij,j->i", half, page_weights()) for half in halves], axis=1)
 
 
 @cache
-def _weights() -> numpy.ndarray:
-    return numpy.arange(1, 2 * (ALIGNMENT // WORD_BYTES), 2, dtype=numpy.uint64)
+def page_weights() -> numpy.ndarray:
+    """Odd and all different: a sum of these times words of 32 bits stays below 2**64."""
+    drawn = numpy.frombuffer(shake_256(b"weights of a page").digest(4 * WORDS), dtype="<u4").astype(numpy.uint64)
+    weights: numpy.ndarray = drawn >> numpy.uint64(32 - WEIGHT_BITS) | numpy.uint64(1)
+    return weights

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from h2o_flexgen.planning.hints import shown
+from h2o_flexgen.planning.hints import one_line, shown
 
 TOO_DEEP = "brackets are nested too deeply"
 
@@ -26,7 +26,7 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError as error:
         raise NotADocument(TOO_DEEP) from error
     except ValueError as error:  # also no UTF-8, and numbers of more digits than Python reads
-        raise NotADocument(_one_line(error)) from error
+        raise NotADocument(one_line(error)) from error
 
 
 def parse_yaml(text: str) -> Any:
@@ -35,7 +35,7 @@ def parse_yaml(text: str) -> Any:
     except RecursionError as error:
         raise NotADocument(TOO_DEEP) from error
     except (yaml.YAMLError, ValueError) as error:
-        raise NotADocument(_one_line(error)) from error
+        raise NotADocument(one_line(error)) from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -45,7 +45,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = counted.most_common(1)[0][0]
         raise NotADocument(f"{shown(twice)} stands there twice")
     return found
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -41,6 +41,14 @@ def shortened(message: str) -> str:
     return WORD.sub(lambda found: _ends(found[0]), message)
 
 
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def reason(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__
+
+
 def _ends(text: str, quote: str = "") -> str:
     """The beginning and the end of a long text."""
     half = LONGEST_VALUE // 2

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,10 +214,75 @@ def test_what_another_process_has_made_again_stays(home: Home) -> None:
     shutil.copytree(path, path.with_name("new"))
     shutil.rmtree(path)
     path.with_name("new").rename(path)
-    before.discard()
-    assert path.is_dir()
-    Copy.opened(path, ()).discard()
-    assert home.copies("converted") == []
+    gone = (home.folder / "gone.bin",)
+    assert not before.discard() and not replace(before, sources=gone).discard() and path.is_dir()
+    latest = Copy.opened(path, ())
+    assert latest.discard() and home.copies("converted") == []
+    assert not latest.discard()
+    path.parent.rmdir()
+    assert not latest.discard()
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("percent", [IN_MEMORY, ON_DISK])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_that_another_process_takes_away_is_made_again(
+    kind: str, percent: tuple[float, ...], again: bool, home: Home
+) -> None:
+    """After the model was opened; also one that this process has just made again itself."""
+    folder = home.model()
+    expected = home.tokens(folder, percent, **KINDS[kind])
+    (path,) = home.copies("converted")
+    if again:
+        zero_tail(home.weights("converted")[-1], 3000)
+    if kind == "packed":
+        shutil.rmtree(home.copy("packed"))
+    stages, taken = list[Stage](), list[Path]()
+
+    def note(stage: Stage, done: int, total: int) -> None:
+        stages.append(stage)
+        if stage == Stage.LOADING and not taken and (Stage.MENDING in stages or not again):
+            taken.append(path)
+            shutil.rmtree(path)
+
+    options: dict[str, Any] = {"percent": percent, "offload_dir": home.folder / "offload", "on_stage": note}
+    with LLM(str(folder), dtype="float32", **options, **KINDS[kind]) as llm:
+        assert [tuple(one.token_ids) for one in llm.generate(PROMPTS, PARAMS)] == expected
+    assert stages.count(Stage.MENDING) == again and taken and path.is_dir()
+
+
+def test_a_copy_that_goes_while_it_is_opened_is_made_again(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = home.model()
+    expected = home.tokens(folder)
+    path, work, gone = home.copy("converted"), derived_module._identity, []
+
+    def take_away(place: Path) -> tuple[int, int]:
+        if not gone:
+            gone.append(place)
+            shutil.rmtree(place)
+        return work(place)
+
+    monkeypatch.setattr(derived_module, "_identity", take_away)
+    assert home.tokens(folder) == expected and gone == [path] and path.is_dir()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM])
+@pytest.mark.parametrize("name", ["parse_json", "_head", "header_of"])
+def test_what_this_process_lacks_is_no_damage(number: int, name: str, home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = home.model()
+    home.tokens(folder)
+    path = home.copy("converted")
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(derived_module, name, refuse)
+        told = rf"^{path}, a copy of weights, cannot be read: {os.strerror(number)}; see to that"
+        with pytest.raises(ValueError, match=told):
+            home.tokens(folder)
+    assert Stage.MENDING not in home.stages and path.is_dir()
+    Copy.opened(path, ())
 
 
 def test_a_copy_that_is_opened_by_itself_says_what_to_do(home: Home) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 from collections import namedtuple
@@ -177,6 +178,21 @@ def test_an_error_while_writing_leaves_no_file(tmp_path: Path, monkeypatch: pyte
         source(tmp_path).locate([spec(MATRIX, 10, 10)])
     assert list(tmp_path.iterdir()) == []
     assert isinstance(caught.value, KeyboardInterrupt) or "No space left on device" in str(caught.value)
+
+
+def test_a_file_that_cannot_be_held_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last free descriptor is taken by the file itself."""
+    made: list[int] = []
+
+    def refuse(descriptor: int) -> int:
+        made.append(descriptor)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "dup", refuse)
+    message = one_line(lambda: source(tmp_path).locate([spec(MATRIX, 10, 10)]))
+    assert "Too many open files" in message and list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made[0])
 
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

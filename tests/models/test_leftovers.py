@@ -7,13 +7,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from h2o_flexgen import LLM
 from h2o_flexgen.models import leftovers
-from h2o_flexgen.models.derived import DerivedFolder, cache_folder
-from h2o_flexgen.models.leftovers import Leftovers, remove_leftovers, writer
+from h2o_flexgen.models.derived import MANIFEST, DerivedFolder, cache_folder
+from h2o_flexgen.models.leftovers import Leftovers, is_on_disk_of_one_host, remove_leftovers, writer
 
 
 @contextmanager
@@ -22,6 +23,12 @@ def locked(place: Path) -> Iterator[None]:
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     yield
     os.close(descriptor)
+
+
+@pytest.fixture(autouse=True)
+def disk_of_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever file system the tests run on."""
+    monkeypatch.setattr(leftovers, "is_on_disk_of_one_host", lambda folder: True)
 
 
 def weights_of(folder: Path, who: str, nbytes: int = 100) -> Path:
@@ -53,7 +60,7 @@ def test_what_nobody_holds_is_removed_and_told_in_a_line(tmp_path: Path) -> None
 def test_what_a_living_process_holds_stays(tmp_path: Path) -> None:
     """Random weights are locked one by one, the cache as a whole; and so is the offload folder while a file is made there."""
     offload, cache = tmp_path / "offload", tmp_path / "packed"
-    file, other, folder = weights_of(offload, "a"), weights_of(offload, "b"), partial_of(cache, "c")
+    file, other, folder = weights_of(offload, "a"), weights_of(offload, "b"), partial_of(cache, "c@3")
     with locked(file), locked(cache):
         removed = remove_leftovers(offload, [cache])
     assert removed is not None and removed.places == [other] and file.exists() and folder.exists()
@@ -65,7 +72,7 @@ def test_what_a_living_process_holds_stays(tmp_path: Path) -> None:
 def test_where_other_hosts_write_too_only_what_this_one_wrote_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leftovers, "OF_ONE_HOST", frozenset())
+    monkeypatch.setattr(leftovers, "is_on_disk_of_one_host", lambda folder: False)
     offload, cache = tmp_path / "offload", tmp_path / "packed"
     own = [weights_of(offload, writer()), partial_of(cache, writer())]
     others = [
@@ -78,15 +85,39 @@ def test_where_other_hosts_write_too_only_what_this_one_wrote_is_removed(
     assert removed is not None and list(removed.places) == own and all(place.exists() for place in others)
 
 
+def test_which_file_systems_are_of_one_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mount that is nearest to a folder decides, and of two at the same place the later."""
+    mounts = [("/", "ext4"), (str(tmp_path), "nfs4"), (str(tmp_path / "local"), "nfs4"), (str(tmp_path / "local"), "xfs")]
+    listed = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounts]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: listed)
+    asked = (tmp_path.parent, tmp_path, tmp_path / "other", tmp_path / "local" / "below")
+    assert [is_on_disk_of_one_host(place) for place in asked] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("model", ["m.partial-merge", "m.partial-a@1", "m.partial"])
+def test_finished_copies_stay_whatever_their_model_is_called(model: str, tmp_path: Path) -> None:
+    copies = [tmp_path / f"{model}-{digest}" for digest in ("0123456789abcdef", "0123456789012345")]
+    for copy in copies:
+        copy.mkdir()
+    dead = tmp_path / f"{copies[0].name}.partial-{writer()}"
+    dead.mkdir()
+    removed = remove_leftovers(tmp_path, [tmp_path])
+    assert removed is not None and removed.places == [dead] and all(copy.is_dir() for copy in copies)
+
+
 def test_a_folder_that_is_made_is_known_by_its_writer(tmp_path: Path) -> None:
-    dead, seen = partial_of(tmp_path, writer()), list[str]()
+    """And one that a dead process of our number left is no hindrance; others are for the beginning of a run."""
+    other, seen = partial_of(tmp_path, writer()), list[str]()
+    (tmp_path / f"opt.partial-{writer()}").mkdir()
+    (tmp_path / f"opt.partial-{writer()}" / "half").touch()
     DerivedFolder(tmp_path / "opt", "make it", ()).made(lambda folder: seen.append(folder.name) or {})
-    assert seen == [f"opt.partial-{writer()}"] and not dead.exists() and (tmp_path / "opt").is_dir()
+    assert seen == [f"opt.partial-{writer()}"] and other.exists()
+    assert [file.name for file in (tmp_path / "opt").iterdir()] == [MANIFEST]
 
 
 @pytest.mark.parametrize("kind", ["converted", "packed"])
 def test_any_run_removes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    dead = [weights_of(tmp_path / "offload", "a"), partial_of(cache_folder(kind), "b")]
+    dead = [weights_of(tmp_path / "offload", "a"), partial_of(cache_folder(kind), "b@2")]
     with LLM("demo", offload_dir=tmp_path / "offload") as llm:
         assert llm.leftovers is not None and llm.leftovers.places == dead

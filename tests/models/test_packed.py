@@ -16,6 +16,8 @@ from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models import packed as packed_module
 from h2o_flexgen.models.checkpoint import open_checkpoint
 from h2o_flexgen.models.packed import PackedCheckpoint
+from h2o_flexgen.models.safetensors_format import StoredTensor
+from h2o_flexgen.models.sums import STRETCH_BYTES
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from tests.contract import Checkpoints
@@ -125,6 +127,45 @@ def test_parts_and_files_do_not_change_what_is_packed(model: Path, tmp_path: Pat
     cut = opened(model, tmp_path / "other")
     assert contents(cut, model) == whole
     assert len(list(cut.folder.glob("*.safetensors"))) > 2
+
+
+class HarmsWhatItChecked:
+    """A check of a file that is damaged as soon as it was checked."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.seen = b""
+
+    def __call__(self, offset: int, data: memoryview) -> None:
+        self.seen += bytes(data)
+        self.file.write_bytes(bytes(self.file.stat().st_size))
+
+    def unreadable(self, error: OSError) -> Exception:
+        return error
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 3), (700, 1501)])
+def test_what_is_packed_are_the_bytes_that_were_checked(
+    rows: int, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts that end within rows, too."""
+    file, values = tmp_path / "copy.bin", torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+    file.write_bytes(values.numpy().tobytes())
+    monkeypatch.setattr(packed_module, "PART_BYTES", STRETCH_BYTES)
+    check = HarmsWhatItChecked(file)
+    stored = StoredTensor("matrix", file, 0, values.nbytes, "float32", (rows, columns), check)
+    parts = list(packed_module._parts(stored, columns))
+    assert b"".join(part.numpy().tobytes() for part in parts) == check.seen
+    assert torch.equal(parts[0], values[: len(parts[0])])
+
+
+@pytest.mark.parametrize("part_bytes", [1, 4 * 7, 4 * 7 * 3 + 5])
+def test_rows_are_put_together_from_parts(part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_module, "PART_BYTES", part_bytes)
+    file, values = tmp_path / "matrix.bin", torch.arange(70, dtype=torch.float32).view(10, 7)
+    file.write_bytes(b"before" + values.numpy().tobytes())
+    stored = StoredTensor("matrix", file, 6, values.nbytes, "float32", (10, 7))
+    assert torch.equal(torch.cat(list(packed_module._parts(stored, 7))), values)
 
 
 def contents(source: PackedCheckpoint, folder: Path) -> dict[str, bytes]:

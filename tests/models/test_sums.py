@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from h2o_flexgen.models.sums import STRETCH_BYTES, Sums
+from h2o_flexgen.models.sums import STRETCH_BYTES, Sums, page_weights
 
 NBYTES = 2 * STRETCH_BYTES + 3 * 4096 + 1234
 DATA = numpy.random.default_rng(0).bytes(NBYTES)
@@ -18,6 +18,37 @@ def test_every_bit_counts(place: int, bit: int) -> None:
     data = bytearray(DATA)
     data[place] ^= 1 << bit
     assert not SUMS.are_of(data, 0, NBYTES)
+
+
+@pytest.mark.parametrize("bit", [0, 31, 32, 61, 62, 63])
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_the_same_bit_of_many_words_counts(bit: int, step: int) -> None:
+    """The sign of every second float32 of a whole stretch, say: the top bit of 8-byte words."""
+    words = numpy.frombuffer(DATA[:STRETCH_BYTES], dtype="<u8").copy()
+    words[::step] ^= numpy.uint64(1 << bit)
+    assert not SUMS.are_of(words.tobytes(), 0, NBYTES)
+
+
+@pytest.mark.parametrize("places", [(7, 15), (3, 7), (3, 11), (7, 4087)])
+@pytest.mark.parametrize("bit", [5, 6, 7])
+def test_two_bits_never_cancel(places: tuple[int, int], bit: int) -> None:
+    data = bytearray(DATA)
+    for place in places:
+        data[place] ^= 1 << bit
+    assert not SUMS.are_of(data, 0, NBYTES)
+
+
+def test_words_that_differ_at_the_top_alone_are_seen_to_change_places() -> None:
+    words = numpy.zeros(STRETCH_BYTES // 8, dtype="<u8")
+    words[3] = 1 << 63
+    moved = numpy.roll(words, 8)
+    assert Sums.of(words.tobytes()) != Sums.of(moved.tobytes())
+
+
+def test_sums_of_halves_do_not_exceed_their_bits() -> None:
+    weights = [int(weight) for weight in page_weights()]
+    assert len(set(weights)) == 512 and all(weight % 2 for weight in weights)
+    assert sum(weights) * (2**32 - 1) < 2**64
 
 
 @pytest.mark.parametrize("nbytes", [8, 64, 512, 4096, STRETCH_BYTES])
