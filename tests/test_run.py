@@ -408,9 +408,14 @@ def test_an_output_file_that_cannot_be_written_is_refused_before_a_model_is_open
     command: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(run, "open_llm", lambda *_: pytest.fail("opened"))
-    (tmp_path / "taken.jsonl.partial").mkdir()
-    for place in (tmp_path, tmp_path / "none" / "a.jsonl", tmp_path / "taken.jsonl"):
+    for place in (tmp_path, tmp_path / "none" / "a.jsonl"):
         assert f"--output {place} cannot be written" in command("--model", "x", "--output", place).error
+    long = tmp_path / ("a" * 250)  # and .partial makes it too long
+    assert "cannot be written (File name too long)" in command("--model", "x", "--output", long).error
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "nowhere").symlink_to(os.devnull)
+    for place in (tmp_path / "pipe", tmp_path / "nowhere"):
+        assert f"--output {place} is a device or a pipe" in command("--model", "x", "--output", place).error
     assert "runs nothing" in command("--model", "x", "--dry-run", "--output", tmp_path / "a.jsonl").error
     assert "is for texts" in command("--model", "x", "--debug-mode", "fewer_batch", "--output", tmp_path / "a.jsonl").error
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
