@@ -335,8 +335,12 @@ def test_penalties_change_what_is_said(command: Any, opt: Path) -> None:
     [
         (("--stop-token-id", 5000), "error: stop_token_ids has the token id 5000; "),
         (("--presence-penalty", 3), "error: argument --presence-penalty: '3' is not allowed; give a number from -2 to 2"),
-        (("--min-tokens", 50), "error: min_tokens is 50; allowed is 0 to max_tokens, which is 4"),
-        (("--repetition-penalty", "1e-300"), "error: repetition_penalty is 1e-300; allowed is 0.01 to 100; 1 is off"),
+        (("--min-tokens", 50), "error: --min-tokens 50 cannot be reached: --gen-len has 4 generated; give 4 or fewer"),
+        (
+            ("--repetition-penalty", "1e-300"),
+            "error: argument --repetition-penalty: '1e-300' is not allowed; give a number from",
+        ),
+        (("--threads", 4096), "error: argument --threads: '4096' is not allowed; give a whole number from 1 to "),
     ],
 )
 def test_sampling_that_cannot_be_is_refused_before_the_machine_is_measured(
