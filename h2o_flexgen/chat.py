@@ -24,6 +24,7 @@ from h2o_flexgen.commands.choose_model import choose_model
 from h2o_flexgen.commands.errors import exit_status, one_line
 from h2o_flexgen.commands.flags import sampling_of
 from h2o_flexgen.commands.open_llm import open_llm
+from h2o_flexgen.commands.page import printable
 from h2o_flexgen.commands.report import say
 from h2o_flexgen.commands.say_threads import say_threads
 from h2o_flexgen.commands.stages import Opening
@@ -106,7 +107,7 @@ class Chat:
         for turn in turns:
             word = turn.strip()
             if not self.is_typed and word:
-                say([f"{PROMPT}{turn}"])
+                say([printable(f"{PROMPT}{turn}")])
             if word == QUIT:
                 return
             if word in answers:
@@ -133,7 +134,7 @@ class Chat:
 
             def show(piece: str) -> None:
                 waiting.close()
-                print(piece, end="", flush=True)
+                print(printable(piece), end="", flush=True)
 
             reply = self.talk.reply(self.style.turn(turn, self.before), self.params, show, stop)
         print(flush=True)

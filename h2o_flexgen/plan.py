@@ -38,6 +38,7 @@ def _run(args: Namespace) -> None:
         check_picture(getattr(args, flag), f"--{flag}")
     chosen = choose_model(args.model, args.path, args.dummy_weights)
     with Progress(0, f"planning for {chosen.name}", late=True) as progress:
+        _set_threads(args)
         _refuse_before_profile(args, chosen)
         problem = problem_of(args, chosen, machine_of(args, progress))
         progress.stage("pricing the plan" if args.evaluate else "searching")
@@ -50,6 +51,13 @@ def _run(args: Namespace) -> None:
         _draw(args, report)
     say(lines)
     print(json.dumps(document), flush=True)
+
+
+def _set_threads(args: Namespace) -> None:
+    """Figures and working room are those of so many."""
+    from h2o_flexgen.runtime.threads import set_threads  # imports torch, which takes a while
+
+    set_threads(args.threads)
 
 
 def _refuse_before_profile(args: Namespace, chosen: ChosenModel) -> None:

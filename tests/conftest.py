@@ -25,7 +25,7 @@ def pytest_configure() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Of `pytest -n auto`: each process takes a gigabyte or two."""
-    from h2o_flexgen.runtime.measure import cores
+    from h2o_flexgen.runtime.cores import cores
 
     return min(4, cores())
 

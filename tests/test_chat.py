@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from h2o_flexgen import chat
 from h2o_flexgen.commands import arguments, chat_arguments
+from h2o_flexgen.commands.page import printable
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.runtime.sampling_params import SamplingParams
 from tests.patience import PATIENCE_SECONDS
@@ -77,7 +79,7 @@ def test_each_turn_is_shown_with_its_reply_and_json_comes_last(talk: Any, llama:
         second = llm.generate([text], params)[0]
     assert [turn["reply"] for turn in told["turns"]] == [first.text, second.text]
     for text in (first.text, second.text):
-        assert "\n".join(text.splitlines()) in "\n".join(out[:-1])
+        assert "\n".join(printable(text).splitlines()) in "\n".join(out[:-1])
     assert told["seen"] == told["held"] == 2 + 6 + 1 + 5 and told["endless"] is False
     assert [turn["tokens_read"] for turn in told["turns"]] == [2, 2]
 
@@ -153,6 +155,20 @@ def test_without_a_model_it_talks_to_the_one_of_the_package() -> None:
     assert chat_arguments.parse(["--temperature", "0"]).temperature == 0
     with pytest.raises(ValueError, match="random weights is missing; give --model"):
         chat_arguments.parse(["--dummy-weights"])
+
+
+def test_nothing_that_a_terminal_would_obey_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    class Talk:
+        def reply(self, turn: str, params: object, show: Any, stop: object) -> Any:
+            for piece in ("so\n\tit", " was\x1b", "]52;c;aGk=\x07", "\r\x9b2J"):
+                show(piece)
+            done = SimpleNamespace(text="", token_ids=(1,), finish_reason="stop")
+            return SimpleNamespace(completion=done, tokens_read=1, prompt_seconds=0, decode_seconds=0, fills_context=False)
+
+    style = SimpleNamespace(turn=lambda text, before: text)
+    chat.Chat(Talk(), style, SamplingParams(), is_typed=False).run(["hello\x1b[31m"])  # type: ignore[arg-type]
+    expected = "> hello\\x1b[31m\nso\n\tit was\\x1b]52;c;aGk=\\x07\\r\\x9b2J\n"
+    assert capsys.readouterr().out == expected
 
 
 # -- a terminal ----------------------------------------------------------------------------------------------------------

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from h2o_flexgen import plan
 from h2o_flexgen.commands import asked_problem
 from h2o_flexgen.commands.arguments import parse as parse_run
+from h2o_flexgen.commands.plan_arguments import parse
+from h2o_flexgen.commands.plan_flags import run_flags
 from h2o_flexgen.commands.timeline_picture import draw_timelines, two_steps
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
@@ -308,6 +311,25 @@ def test_what_is_drawn_are_two_steps_of_the_decode_without_the_last() -> None:
     visits = [span for span in shown.spans if span.lane == "compute" and span.end > span.start]
     assert {span.key.step for span in visits} <= {3, 4} and len(visits) <= 2 * len(case.spec.layers) * 4
     assert shown.makespan <= ends[4] - ends[2] + 1e-9
+
+
+def test_threads_are_those_of_this_machine_and_count_from_the_beginning(
+    command: Any, opt: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "--threads 1 is for plans for this machine, and --machine" in command(*WORK, "--threads", 1).error
+    args = parse(["--model", "m", "--threads", "1"])
+    assert parse_run(run_flags(args.plan, args)).threads == 1
+    before = torch.get_num_threads()
+    seen: list[int] = []
+    monkeypatch.setattr(plan, "problem_of", lambda *_: seen.append(torch.get_num_threads()) or pytest.fail("asked"))
+    monkeypatch.setattr(plan, "machine_known", lambda *_: MACHINE)
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(pytest.fail.Exception):
+            plan.main(["--model", str(opt), "--threads", "1"])
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1]
 
 
 def test_machines_of_the_package_can_be_planned_for(command: Any) -> None:

@@ -335,8 +335,12 @@ def test_penalties_change_what_is_said(command: Any, opt: Path) -> None:
     [
         (("--stop-token-id", 5000), "error: stop_token_ids has the token id 5000; "),
         (("--presence-penalty", 3), "error: argument --presence-penalty: '3' is not allowed; give a number from -2 to 2"),
-        (("--min-tokens", 50), "error: min_tokens is 50; allowed is 0 to max_tokens, which is 4"),
-        (("--repetition-penalty", "1e-300"), "error: repetition_penalty is 1e-300; allowed is 0.01 to 100; 1 is off"),
+        (("--min-tokens", 50), "error: --min-tokens 50 cannot be reached: --gen-len has 4 generated; give 4 or fewer"),
+        (
+            ("--repetition-penalty", "1e-300"),
+            "error: argument --repetition-penalty: '1e-300' is not allowed; give a number from",
+        ),
+        (("--threads", 4096), "error: argument --threads: '4096' is not allowed; give a whole number from 1 to "),
     ],
 )
 def test_sampling_that_cannot_be_is_refused_before_the_machine_is_measured(
@@ -408,9 +412,14 @@ def test_an_output_file_that_cannot_be_written_is_refused_before_a_model_is_open
     command: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(run, "open_llm", lambda *_: pytest.fail("opened"))
-    (tmp_path / "taken.jsonl.partial").mkdir()
-    for place in (tmp_path, tmp_path / "none" / "a.jsonl", tmp_path / "taken.jsonl"):
+    for place in (tmp_path, tmp_path / "none" / "a.jsonl"):
         assert f"--output {place} cannot be written" in command("--model", "x", "--output", place).error
+    long = tmp_path / ("a" * 250)  # and .partial makes it too long
+    assert "cannot be written (File name too long)" in command("--model", "x", "--output", long).error
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "nowhere").symlink_to(os.devnull)
+    for place in (tmp_path / "pipe", tmp_path / "nowhere"):
+        assert f"--output {place} is a device or a pipe" in command("--model", "x", "--output", place).error
     assert "runs nothing" in command("--model", "x", "--dry-run", "--output", tmp_path / "a.jsonl").error
     assert "is for texts" in command("--model", "x", "--debug-mode", "fewer_batch", "--output", tmp_path / "a.jsonl").error
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []

@@ -10,6 +10,7 @@ from h2o_flexgen.planning.hints import shown
 from h2o_flexgen.planning.numbers import decimal_number, whole_number
 from h2o_flexgen.planning.units import parse_bytes
 from h2o_flexgen.planning.workload import MOST_TOKENS
+from h2o_flexgen.runtime.cores import cores
 from h2o_flexgen.runtime.sampling_params import SEED_LIMIT
 
 MOST = 1e9  # of numbers that nothing else bounds
@@ -53,8 +54,14 @@ def memory_size(text: str) -> str:
     return text
 
 
+def threads(text: str) -> int:
+    try:
+        return whole(1, cores())(text)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}, the cores that this process may use") from None
+
+
 SHARE = number(0, 1, above=True)
 SEED = whole(0, SEED_LIMIT - 1)
 TOKENS = whole(1, MOST_TOKENS)  # of a text
-THREADS = whole(1, 4096)  # more than any machine has cores
 SLOTS = whole(0, MOST_TOKENS)  # of a KV cache, which never holds more than the tokens of a text

@@ -31,9 +31,7 @@ def machine_of(args: Namespace, progress: Progress) -> Machine:
         return named
     from h2o_flexgen.llm import default_offload_folder  # imports torch, which takes a while
     from h2o_flexgen.memory.device import open_device
-    from h2o_flexgen.runtime.threads import set_threads
 
-    set_threads(args.threads)  # of whom figures are
     folder = Path(args.offload_dir or default_offload_folder()).expanduser()
     return this_machine(open_device(args.device), folder, args.dtype, progress)
 

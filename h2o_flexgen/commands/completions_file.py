@@ -1,14 +1,18 @@
 """The file of --output: whole texts and token ids, one JSON object per line and prompt, in the order of the prompts.
 
 While a run goes on, what is done is appended line by line to a neighbour, FILE.partial; at the end FILE takes its place, whole
-and in order. So FILE is never half-written, and who ends a long run early keeps what it had.
+and in order. So FILE is never half-written, and who ends a long run early keeps what it had. A later run leaves that as it is
+and appends to FILE.partial.1, or to the first number that is free.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
+from io import FileIO
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -27,16 +31,37 @@ class CompletionsFile:
 
     def __init__(self, file: str) -> None:
         check_writable(file, FLAG)
-        self.file = Path(file).expanduser()
-        self.partial = self.file.with_name(f"{self.file.name}.partial")
+        self.file = Path(os.path.realpath(Path(file).expanduser()))
         self._count = 0
+        self._stream: FileIO | None = None  # from the first text on: a process that is killed before leaves nothing
         try:
-            self._stream = self.partial.open("wb", buffering=0)
+            if self.file.exists() and not self.file.is_file():
+                raise ValueError(f"{FLAG} {file} is a device or a pipe, whose place no file takes; give a plain file")
+            self._open_partial().close()
+            self.partial.unlink()
         except OSError as error:
             raise ValueError(f"{FLAG} {file} cannot be written ({error.strerror}); give another file") from error
+        first = self._partial(0)
+        if self.partial != first:
+            print(f"{first}, which an earlier run kept, is left as it is", file=sys.stderr)
+
+    def _partial(self, number: int) -> Path:
+        return self.file.with_name(f"{self.file.name}.partial{f'.{number}' if number else ''}")
+
+    def _open_partial(self) -> FileIO:
+        """A file that was not there before: what another run kept is never written over."""
+        for number in count():
+            self.partial = self._partial(number)
+            try:
+                return FileIO(self.partial, "x")
+            except FileExistsError:
+                continue
+        raise AssertionError("there is always a number that is free")
 
     def add(self, completion: Completion) -> None:
         """One write for a line: whoever kills the process does not cut it."""
+        if self._stream is None:
+            self._stream = self._open_partial()
         self._stream.write(_line(completion))
         self._count += 1
 
@@ -48,6 +73,8 @@ class CompletionsFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._stream is None:
+            return
         self._stream.close()
         if self._count:
             print(f"the texts that were done ({self._count}) are kept in {self.partial}", file=sys.stderr)

@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from h2o_flexgen.commands.flags import TRACEBACK
 from h2o_flexgen.planning.hints import shortened
@@ -43,10 +43,9 @@ def _ends_cleanly() -> Iterator[None]:
     that is ignored, as `nohup` has it, stays so."""
     before: dict[int, _Handler] = {}
 
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        for other in before:
-            signal.signal(other, signal.SIG_IGN)
-        raise Ended(number)
+    def end(number: int, frame: FrameType | None) -> None:
+        if not _is_ending():
+            raise Ended(number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -61,8 +60,18 @@ def _ends_cleanly() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _is_ending() -> bool:
+    """Is an `except`, a `finally` or the end of a `with` busy with such a signal? That one was raised is not enough: Python
+    drops what is raised in a `__del__` and goes on, and the next signal must end it."""
+    error = sys.exc_info()[1]
+    while error is not None and not isinstance(error, Ended):
+        error = error.__context__
+    return error is not None
+
+
 def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]) -> int:
     """The exit status of a command; 2 for wrong flags, as argparse has it."""
+    _open_what_is_closed()
     _let_threads_sleep()
     level = 0
     try:
@@ -91,6 +100,16 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
         _say(f"error: {line}")
         return FAILED
     return 0
+
+
+def _open_what_is_closed() -> None:
+    """Python has None for a standard stream that a shell has closed. Left closed, its number would go to the next file that is
+    opened, and what a library writes there into that file."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115  # for the process
+            os.set_inheritable(stream.fileno(), True)  # for a process that this one starts the same is true
+            setattr(sys, name, stream)
 
 
 def _let_threads_sleep() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import NoReturn
 
-from h2o_flexgen.commands.argument_types import SEED, SHARE, SLOTS, THREADS, TOKENS, memory_size, number, whole
+from h2o_flexgen.commands.argument_types import SEED, SHARE, SLOTS, TOKENS, memory_size, number, threads, whole
 from h2o_flexgen.kv.h2o import H2O
 from h2o_flexgen.kv.options import DEFAULT_KEPT, POSITIONS, KVOptions
 from h2o_flexgen.kv.policies import POLICIES
@@ -25,7 +25,7 @@ from h2o_flexgen.planning.schedule import SCHEDULES
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
 from h2o_flexgen.planning.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS
 from h2o_flexgen.quant.codec import PACKED
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.runtime.sampling_params import LARGEST_PENALTY, LARGEST_SHIFT, LEAST_PENALTY, SamplingParams
 from h2o_flexgen.runtime.tokenizer import BYTES
 
 AUTO = "auto"
@@ -109,7 +109,7 @@ def add_tokenizer(parser: argparse.ArgumentParser) -> None:
 
 def add_threads(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     text = "that compute on the CPU; with others sums may differ in their last bits (default: one for each core that is free)"
-    parser.add_argument("--threads", type=THREADS, metavar="N", help=text)
+    parser.add_argument("--threads", type=threads, metavar="N", help=text)
 
 
 def add_device(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -284,11 +284,12 @@ def add_sampling(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     add("--min-p", type=number(0, 1), default=SamplingParams.min_p, metavar="P", help=floor)
     penalty = "above 1 discourages tokens that were there before; 1: off"
     off = SamplingParams.repetition_penalty
-    add("--repetition-penalty", type=number(0, above=True), default=off, metavar="R", help=penalty)
-    presence = "taken off the logits of tokens that were generated, -2 to 2; below 0 encourages them"
-    add("--presence-penalty", type=number(-2, 2), default=SamplingParams.presence_penalty, metavar="P", help=presence)
+    add("--repetition-penalty", type=number(LEAST_PENALTY, LARGEST_PENALTY), default=off, metavar="R", help=penalty)
+    shift, limits = number(-LARGEST_SHIFT, LARGEST_SHIFT), f"{-LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}"
+    presence = f"taken off the logits of tokens that were generated, {limits}; below 0 encourages them"
+    add("--presence-penalty", type=shift, default=SamplingParams.presence_penalty, metavar="P", help=presence)
     frequency = "the same, once for each time that a token was generated"
-    add("--frequency-penalty", type=number(-2, 2), default=SamplingParams.frequency_penalty, metavar="P", help=frequency)
+    add("--frequency-penalty", type=shift, default=SamplingParams.frequency_penalty, metavar="P", help=frequency)
     add("--seed", type=SEED, metavar="N", help="repeats a run with a temperature (default: another one each time)")
     add("--stop", action="append", default=[], metavar="TEXT", help=f"a text ends before this; {REPEATABLE}")
     ends = f"ends a text; {REPEATABLE}"
@@ -321,6 +322,9 @@ def _policy_name(args: argparse.Namespace) -> str:
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
     """The seed is the whole call's."""
+    if args.min_tokens > args.gen_len:
+        generated = f"--gen-len has {args.gen_len} generated"
+        raise ValueError(f"--min-tokens {args.min_tokens} cannot be reached: {generated}; give {args.gen_len} or fewer")
     return SamplingParams(
         max_tokens=args.gen_len,
         temperature=args.temperature,

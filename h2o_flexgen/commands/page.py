@@ -7,6 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from unicodedata import category
 
 BETWEEN = "  "  # columns of a table
 NARROWEST = 40  # a terminal that is narrower than this breaks lines itself
@@ -20,6 +21,11 @@ FIXED = "\u00a0"  # a space at which no line is broken
 def page_width() -> int | None:
     """Columns of the terminal that is written to; None where it is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def printable(text: str) -> str:
+    """Text of a model or a file without what a terminal would obey, or could not write."""
+    return "".join(one if one in "\n\t" or category(one) not in ("Cc", "Cs") else ascii(one)[1:-1] for one in text)
 
 
 def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:

@@ -106,6 +106,9 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 def _refuse(args: argparse.Namespace) -> None:
     if args.percent is not None and not args.evaluate:
         raise ValueError("--percent is what is searched; leave it out, or give --evaluate to price it")
+    if args.threads is not None and args.machine is not None:
+        figures = f"--machine {args.machine} has figures of its own"
+        raise ValueError(f"--threads {args.threads} is for plans for this machine, and {figures}; leave one of them out")
     check_search(args, not args.evaluate, "do without --evaluate")
     if args.evaluate and args.plot is not None:
         raise ValueError("--plot shows what a search has found; leave it out with --evaluate")

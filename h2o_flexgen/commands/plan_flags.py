@@ -11,7 +11,7 @@ from h2o_flexgen.kv.options import KVOptions
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.quant.codec import PACKED, PLAIN
 
-OTHERS = ("dtype", "device", "gpu_mem", "cpu_mem", "offload_dir")  # that are passed on where somebody gave them
+OTHERS = ("dtype", "device", "gpu_mem", "cpu_mem", "threads", "offload_dir")  # that are passed on where somebody gave them
 AUTO = "auto"
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unicodedata import category
 
-from h2o_flexgen.commands.page import page_width, wrapped
+from h2o_flexgen.commands.page import page_width, printable, wrapped
 from h2o_flexgen.commands.projection import Timing
 from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.plan import Plan
@@ -49,18 +48,13 @@ def completion_lines(completions: Sequence[Completion], everything: bool, as_tex
 
 
 def _shown(text: str, everything: bool) -> str:
-    return _printable(text if everything or len(text) <= CHARACTERS else text[:CHARACTERS] + " ...")
+    return printable(text if everything or len(text) <= CHARACTERS else text[:CHARACTERS] + " ...")
 
 
 def _last_line(prompt: str) -> str:
     """The end of a prompt, on one line."""
     line = " ".join(prompt.split())
-    return _printable(line if len(line) <= PROMPT_CHARACTERS else "... " + line[-PROMPT_CHARACTERS:])
-
-
-def _printable(text: str) -> str:
-    """Without what a terminal would obey, or could not write."""
-    return "".join(one if one in "\n\t" or category(one) not in ("Cc", "Cs") else ascii(one)[1:-1] for one in text)
+    return printable(line if len(line) <= PROMPT_CHARACTERS else "... " + line[-PROMPT_CHARACTERS:])
 
 
 def _logprobs(logprobs: Sequence[StepLogprobs], everything: bool) -> str:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from h2o_flexgen.commands.errors import Ended
 from h2o_flexgen.commands.prompts import read_lines
 from h2o_flexgen.planning.documents import parse_json
 
@@ -34,6 +35,8 @@ def typed() -> Iterator[str]:
         except EOFError:
             print()
             return
+        except Ended:
+            raise
         except KeyboardInterrupt:
             print(f"\n{QUIT} {COMMANDS[QUIT]}")
 

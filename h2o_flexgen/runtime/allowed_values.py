@@ -18,7 +18,7 @@ class Rule(NamedTuple):
     read: Read[Any]
     allowed: str  # in words
 
-    def value(self, name: str, given: object) -> object:
+    def value(self, name: str, given: object) -> Any:
         try:
             return self.read(given)
         except (TypeError, ValueError, OverflowError):

@@ -5,7 +5,6 @@ repetitions counts: a bound is what the machine can do, not what it did while so
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import time
@@ -29,6 +28,7 @@ from h2o_flexgen.planning.footprint import Budgets
 from h2o_flexgen.planning.machine import Curve, Machine
 from h2o_flexgen.planning.plan import DEVICE, HOST
 from h2o_flexgen.planning.units import format_bytes
+from h2o_flexgen.runtime.cores import cores
 
 SECONDS = 0.25  # for one rate
 READ_BYTES_AT_ONCE = 8 * CHUNK_BYTES
@@ -277,8 +277,3 @@ def cpu_name(lines: Iterable[str] | None = None) -> str:
         if key.strip() in ("model name", "Hardware") and value.strip():
             return value.strip()
     return platform.processor() or platform.machine()
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from torch import get_num_threads, set_num_threads
 
-from h2o_flexgen.runtime.measure import cores
+from h2o_flexgen.runtime.allowed_values import Rule, whole
+from h2o_flexgen.runtime.cores import cores
 
 __all__ = ["get_num_threads", "make_room_for_others", "set_threads"]
 
@@ -22,9 +23,9 @@ def set_threads(asked: int | None) -> None:
     """Of this process. None leaves them as they are."""
     if asked is None:
         return
-    if not 1 <= asked <= cores():
-        raise ValueError(f"threads is {asked}; this process may use {cores()} cores: give 1 to {cores()}")
-    set_num_threads(asked)
+    most = cores()
+    rule = Rule(whole(1, most), f"a whole number from 1 to {most}, the cores that this process may use")
+    set_num_threads(rule.value("threads", asked))
 
 
 def make_room_for_others(busy_cores: float, asked: int | None) -> str | None:

@@ -66,9 +66,9 @@ def test_a_container_may_have_less_than_its_cores(tmp_path: Path, monkeypatch: p
     assert make_room_for_others(0.0, None) == "1 of 2: no more may be used here at a time; --threads chooses otherwise"
 
 
-@pytest.mark.parametrize("asked", [0, -1, 9])
+@pytest.mark.parametrize("asked", [0, -1, 9, "2", 2.0, True])
 def test_a_number_that_cannot_be_is_refused(asked: int) -> None:
-    with pytest.raises(ValueError, match=rf"threads is {asked}; this process may use 8 cores: give 1 to 8"):
+    with pytest.raises(ValueError, match=rf"^threads is {asked!r}; allowed is a whole number from 1 to 8, the cores that"):
         set_threads(asked)
 
 

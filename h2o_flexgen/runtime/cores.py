@@ -1,0 +1,10 @@
+"""How many cores there are to compute with. Flags are checked against it, so it imports no torch."""
+
+from __future__ import annotations
+
+import os
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
