@@ -57,7 +57,7 @@ from h2o_flexgen.runtime.prompts_done import OnCompletion, PromptsDone, UseTqdm,
 from h2o_flexgen.runtime.row_state import RowState, completions_of
 from h2o_flexgen.runtime.rows import OnLogits, OnToken
 from h2o_flexgen.runtime.sampling import Sampler
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.runtime.sampling_params import SamplingParams, one_params
 from h2o_flexgen.runtime.scoring import (
     PREFILL,
     Scored,
@@ -144,6 +144,7 @@ class LLM:
         set_threads(threads)
         do_without_lost_threads()
         self.device = open_device(device)
+        self._refuse_gpu_mem(gpu_mem)
         self._take(asked)
         self._closed = False
         self.stats: Stats | None = None
@@ -264,6 +265,11 @@ class LLM:
         return (self._source.folder, self._source.bytes_to_write) if isinstance(self._source, PackedCheckpoint) else None
 
     # -- budgets -------------------------------------------------------------------------------------------------------
+
+    def _refuse_gpu_mem(self, gpu_mem: int | str | None) -> None:
+        """Memory of a GPU that is not computed on limits nothing, and whoever gives it expects something else."""
+        if gpu_mem is not None and not self.device.accelerator:
+            raise ValueError(f"gpu_mem {shown(gpu_mem)} is for a GPU, and this model computes on the CPU; leave it out")
 
     def _measure_budgets(self, gpu_mem: int | str | None, cpu_mem: int | str | None) -> Budgets:
         device = None if gpu_mem is None else parse_bytes(gpu_mem)
@@ -636,6 +642,8 @@ def _asked_plan(
 ) -> Plan:
     """Nothing that was asked for is dropped in silence."""
     refuse_unknown("option", options, [*Plan.option_names(), *_arguments(LLM)], OPTIONS)
+    if isinstance(percent, str) and not is_found:
+        raise ValueError(f"percent is {shown(percent)}; give six numbers, or {AUTO!r} to have a plan found")
     if plan is None:
         asked = Plan.create(**options)
         return asked if percent is None or is_found else asked.with_percent(percent)  # type: ignore[arg-type]
@@ -662,10 +670,9 @@ def _name(what: str, given: object) -> str:
 
 
 def _for_each(params: Params, count: int) -> list[SamplingParams]:
-    params = params or SamplingParams()
-    each = [params] * count if isinstance(params, SamplingParams) else list(params)
-    if wrong := next((one for one in each if not isinstance(one, SamplingParams)), None):
-        raise ValueError(f"sampling_params is {shown(wrong)}; write SamplingParams(max_tokens=32, temperature=0.8)")
+    if params is None or isinstance(params, (SamplingParams, str, bytes, Mapping)) or not isinstance(params, Iterable):
+        return [one_params(params)] * count
+    each = [one_params(one) for one in params]
     if len(each) != count:
         raise ValueError(f"{count} prompts came with {len(each)} sampling params; give one for all or one for each")
     return each
