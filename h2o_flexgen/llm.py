@@ -13,7 +13,8 @@ import os
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import Parameter, signature
@@ -218,21 +219,22 @@ class LLM:
         self.budgets = replace(self.budgets, disk=self._disk_budget())  # weights that it packs take some of the disk
         self.weigh()
 
-    def _find_plan(self, workload: Workload, scores_texts: bool) -> None:
+    def _find_plan(self, workload: Workload, scores_texts: bool, on_stage: OnStage | None) -> None:
         """Where percent is "auto", and there is none yet or the workload has outgrown it. Logits of many positions of a text
         take memory that a plan knows nothing of."""
-        auto = self._auto
-        if auto is None or not auto.has_outgrown(workload, self.plan):
+        auto, held_back = self._auto, LOGITS_AT_ONCE * LOGITS_BYTES if scores_texts else 0
+        if auto is None or not auto.has_outgrown(workload, held_back, self.plan):
             return
         self._refuse_closed()
         self._refuse_in_conversation()
         before = self.requested
         self._unload()
-        try:
-            auto.find(self, workload, LOGITS_AT_ONCE * LOGITS_BYTES if scores_texts else 0)
-        except BaseException:
-            self.adopt(before)  # what was there before can go on
-            raise
+        with self._heard_by(on_stage):
+            try:
+                auto.find(self, workload, held_back)
+            except BaseException:
+                self.adopt(before)  # what was there before can go on
+                raise
 
     def _take(self, plan: Plan) -> None:
         folded = plan if self.device.accelerator else plan.folded()
@@ -360,10 +362,10 @@ class LLM:
         if not rows:
             return []
         asks_of_prompts = any(row.wants_prompt_logprobs for row in rows)
-        self._find_plan(_workload(rows), asks_of_prompts)
+        self._find_plan(_workload(rows), asks_of_prompts, on_stage)
         positions = positions_at_once(self.plan, self.spec.vocab) if asks_of_prompts else 0
         ended = PromptsDone(rows, on_completion).block_ended
-        with shown_progress(use_tqdm, rows, (on_token, on_stage)) as (each_token, each_stage):
+        with shown_progress(use_tqdm, rows, (on_token, on_stage or self._on_stage)) as (each_token, each_stage):
             picker = Picker(Sampler(seed), each_token, on_logits, positions)
             self._run([rows], picker, each_stage, on_visit, on_shrink, may_shrink, until, positions, ended)
         return completions_of(rows)
@@ -414,7 +416,7 @@ class LLM:
             return []
         params = [SamplingParams(max_tokens=len(after), logprobs=1) for after in continuations]
         rows = self._rows(contexts, params, False, continuations)
-        self._find_plan(_workload(rows), scores_texts=True)
+        self._find_plan(_workload(rows), True, on_stage)
         if by == PREFILL:
             wanted, at_once = pairs_by_text(rows), positions_at_once(self.plan, self.spec.vocab)
             texts = [RowState(place, text, SamplingParams(max_tokens=1), self.tokenizer) for place, text in enumerate(wanted)]
@@ -461,7 +463,7 @@ class LLM:
     def converse(self, context: int | None = None, *, seed: int | None = None, on_stage: OnStage | None = None) -> Conversation:
         """A text that goes on turn by turn, with a KV cache that lives on. `context`: the tokens that it may grow to (default:
         the model's positions); with rolling positions it has no end. Until it is closed nothing else can be generated."""
-        if self._auto is not None and self._auto.found_for is None:
+        if self._auto is not None and not self._auto.found_for:
             raise ValueError("percent 'auto' finds plans for generate, chat and score; for a conversation give six numbers")
         extent = Extent.of(self.spec, self.plan.policy, context, self.plan.prefill_tokens)
         try:
@@ -474,9 +476,9 @@ class LLM:
     def _ready(self, on_stage: OnStage | None) -> Engine:
         """The engine, with nothing of earlier workloads in memory but the weights."""
         self._refuse_in_conversation()
-        self._listener = on_stage or self._on_stage
         self._refuse_closed()
-        engine = self._load()
+        with self._heard_by(on_stage):
+            engine = self._load()
         engine.trim()
         engine.restart_peaks()
         return engine
@@ -553,6 +555,15 @@ class LLM:
         refuse_forked(self._process, f"this LLM of {self.name}")
         if self._closed:
             raise ValueError(f"this LLM of {self.name} is closed; make a new one to generate")
+
+    @contextmanager
+    def _heard_by(self, on_stage: OnStage | None) -> Iterator[None]:
+        """Stages of this call go to its own listener, or to that of the constructor; afterwards to the latter alone."""
+        self._listener = on_stage or self._on_stage
+        try:
+            yield
+        finally:
+            self._listener = self._on_stage
 
     def _report(self, stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
         if self._listener is not None:

@@ -222,6 +222,32 @@ def test_the_tokenizer_of_another_folder_is_taken(tmp_path: Path) -> None:
 # -- a plan that is found ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "finds"),
+    [
+        ((60, 4), (20, 30), 2),
+        ((100, 4), (20, 100), 2),  # more positions than the model has, together
+        ((20, 4), (20, None), 2),  # no tokens to generate: the prompt is scored, which takes memory beside the plan
+        ((20, None), (20, 2), 1),
+    ],
+)
+def test_calls_of_two_kinds_in_turn_are_planned_for_once_each(
+    first: tuple[int, int | None], second: tuple[int, int | None], finds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
+    monkeypatch.setattr(Wish, "plan_with_room", lambda wish: None)
+    held_back, find = list[int](), Wish.find
+    monkeypatch.setattr(Wish, "find", lambda wish, machine: held_back.append(wish.held_back) or find(wish, machine))
+    save_tiny("opt", tmp_path)
+    with LLM(tmp_path, dtype="float32", device="cpu", percent="auto", gpu_batch_size=1, num_gpu_batches=1) as llm:
+        for length, gen_len in (first, second, first, second):
+            if gen_len is None:
+                llm.score([([7] * length, [8, 9])])
+            else:
+                llm.generate([[7] * length], SamplingParams(max_tokens=gen_len))
+    assert len(held_back) == finds and (max(held_back) > 0) == (None in (first[1], second[1]))
+
+
 def test_percent_auto_finds_a_plan_for_the_first_prompts_and_another_when_they_are_outgrown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
