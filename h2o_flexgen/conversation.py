@@ -23,7 +23,7 @@ from h2o_flexgen.runtime.output import Completion
 from h2o_flexgen.runtime.prompts import token_ids
 from h2o_flexgen.runtime.row_state import RowState
 from h2o_flexgen.runtime.sampling import Sampler
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.runtime.sampling_params import SamplingParams, one_params
 from h2o_flexgen.runtime.tokenizer import Tokenizer
 
 INTERRUPTED = "interrupted"
@@ -144,7 +144,7 @@ class Conversation:
     ) -> Reply:
         """Puts the turn behind the text and generates what follows. `on_text` gets the pieces as they come; when `stop` says
         so, the reply ends with the token that is under way."""
-        params = sampling_params or SamplingParams()
+        params = one_params(sampling_params)
         self._refuse_if_closed_or_broken()
         self._refuse(params)
         ids = [*self._unread, *self._encoded(turn)]

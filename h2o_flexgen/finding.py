@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import zip_longest
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.demo import demo_folder
-from h2o_flexgen.planning.footprint import Budgets, Request
+from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Request
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.model_spec import DTYPE_BYTES, ModelSpec
 from h2o_flexgen.planning.plan import DEVICE, HOST, Plan, Shares
@@ -120,11 +122,12 @@ class Wish:
         for is_last in (False, True):
             found = search(self._problem(machine))
             self.llm.adopt(found.best.plan)
-            if is_last or self._fits(found.best.plan):
+            if is_last or self.is_granted_by(found.best.plan):
                 break
         return FoundPlan(machine, found, time.perf_counter() - begun)
 
-    def _fits(self, plan: Plan) -> bool:
+    def is_granted_by(self, plan: Plan) -> bool:
+        """Whether the plan fits it."""
         return self._request(plan).fits(self._budgets)
 
     @property
@@ -219,33 +222,79 @@ def machine_before_profile(device: Device, offload_folder: Path) -> Machine:
 # -- for Python ------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Need:
+    """What a plan has to have room for."""
+
+    workload: Workload
+    held_back: int  # bytes of the fastest memory that the plan may not use
+
+    def is_outgrown_by(self, other: Need, plan: Plan) -> bool:
+        """Longer texts need more room; and more of them a larger block, where the block was as large as the workload."""
+        new, known = other.workload, self.workload
+        is_longer = max(new.prompt_lens) > max(known.prompt_lens) or new.gen_len > known.gen_len
+        has_more_rows = new.num_prompts > known.num_prompts and plan.block_size >= known.num_prompts
+        return is_longer or has_more_rows or other.held_back > self.held_back
+
+    def together_with(self, other: Need) -> Need:
+        """The larger of each."""
+        lengths = (sorted(one.workload.prompt_lens, reverse=True) for one in (self, other))
+        longest = tuple(max(pair) for pair in zip_longest(*lengths, fillvalue=0))
+        gen_len = max(self.workload.gen_len, other.workload.gen_len)
+        return Need(Workload(longest, gen_len), max(self.held_back, other.held_back))
+
+
 @dataclass
 class AutoPlan:
-    """The plan of an LLM that was given none: found for its first workload, and anew for one that has outgrown it."""
+    """The plan of an LLM that was given none: found for its first workload, and anew for one that has outgrown it. A new plan
+    has room for what came before, too: two kinds of calls in turn would load the weights anew each time."""
 
     asked: Asked
     dtype: str  # as it was asked for
-    found_for: Workload | None = None
+    found_for: tuple[Need, ...] = ()  # each alone has room under the plan
     _machine: Machine | None = None
 
-    def has_outgrown(self, workload: Workload, plan: Plan) -> bool:
-        """Longer texts need more room; and more of them a larger block, where the block was as large as the workload."""
-        if self.found_for is None:
-            return True
-        known = self.found_for
-        is_longer = max(workload.prompt_lens) > max(known.prompt_lens) or workload.gen_len > known.gen_len
-        return is_longer or (workload.num_prompts > known.num_prompts and plan.block_size >= known.num_prompts)
+    def has_outgrown(self, workload: Workload, held_back: int, plan: Plan) -> bool:
+        need = Need(workload, held_back)
+        return all(known.is_outgrown_by(need, plan) for known in self.found_for)
 
     def find(self, llm: LLM, workload: Workload, held_back: int) -> None:
         """The plan is the model's when this returns."""
-        wish = Wish(self.asked, llm, workload, max(workload.prompt_lens), workload.gen_len, held_back)
+        need, known = Need(workload, held_back), self.found_for
+        together = reduce(Need.together_with, known, need)
+        if together != need and self._has_plan_for_both(llm, together):
+            self.found_for = (together,)
+            return
+        wish = self._wish(llm, need)
         wish.refuse_impossible()
+        self._adopt_best(wish)
+        others = (one for one in known if self._wish(llm, one).is_granted_by(llm.plan)) if together != need else ()
+        self.found_for = (need, *others)
+
+    def _has_plan_for_both(self, llm: LLM, together: Need) -> bool:
+        """Long prompts and long answers may each fit, but not both at once."""
+        wish = self._wish(llm, together)
+        try:
+            wish.refuse_impossible()
+        except ValueError:
+            return False
+        try:
+            self._adopt_best(wish)
+        except DoesNotFit:
+            return False
+        return True
+
+    def _wish(self, llm: LLM, need: Need) -> Wish:
+        workload = need.workload
+        return Wish(self.asked, llm, workload, max(workload.prompt_lens), workload.gen_len, need.held_back)
+
+    def _adopt_best(self, wish: Wish) -> None:
+        llm = wish.llm
         if (known := wish.plan_with_room()) is not None:
             llm.adopt(known)
-        else:
-            if self._machine is None:
-                with Progress(0, "this machine", late=True) as progress:
-                    self._machine = this_machine(llm.device, llm.offload_folder, self.dtype, progress)
-            with Progress(0, f"planning for {llm.name}", late=True):
-                wish.find(self._machine)
-        self.found_for = workload
+            return
+        if self._machine is None:
+            with Progress(0, "this machine", late=True) as progress:
+                self._machine = this_machine(llm.device, llm.offload_folder, self.dtype, progress)
+        with Progress(0, f"planning for {llm.name}", late=True):
+            wish.find(self._machine)

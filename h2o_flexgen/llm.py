@@ -13,7 +13,8 @@ import os
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import Parameter, signature
@@ -57,7 +58,7 @@ from h2o_flexgen.runtime.prompts_done import OnCompletion, PromptsDone, UseTqdm,
 from h2o_flexgen.runtime.row_state import RowState, completions_of
 from h2o_flexgen.runtime.rows import OnLogits, OnToken
 from h2o_flexgen.runtime.sampling import Sampler
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.runtime.sampling_params import SamplingParams, one_params
 from h2o_flexgen.runtime.scoring import (
     PREFILL,
     Scored,
@@ -144,6 +145,7 @@ class LLM:
         set_threads(threads)
         do_without_lost_threads()
         self.device = open_device(device)
+        self._refuse_gpu_mem(gpu_mem)
         self._take(asked)
         self._closed = False
         self.stats: Stats | None = None
@@ -219,21 +221,22 @@ class LLM:
         self.budgets = replace(self.budgets, disk=self._disk_budget())  # weights that it packs take some of the disk
         self.weigh()
 
-    def _find_plan(self, workload: Workload, scores_texts: bool) -> None:
+    def _find_plan(self, workload: Workload, scores_texts: bool, on_stage: OnStage | None) -> None:
         """Where percent is "auto", and there is none yet or the workload has outgrown it. Logits of many positions of a text
         take memory that a plan knows nothing of."""
-        auto = self._auto
-        if auto is None or not auto.has_outgrown(workload, self.plan):
+        auto, held_back = self._auto, LOGITS_AT_ONCE * LOGITS_BYTES if scores_texts else 0
+        if auto is None or not auto.has_outgrown(workload, held_back, self.plan):
             return
         self._refuse_closed()
         self._refuse_in_conversation()
         before = self.requested
         self._unload()
-        try:
-            auto.find(self, workload, LOGITS_AT_ONCE * LOGITS_BYTES if scores_texts else 0)
-        except BaseException:
-            self.adopt(before)  # what was there before can go on
-            raise
+        with self._heard_by(on_stage):
+            try:
+                auto.find(self, workload, held_back)
+            except BaseException:
+                self.adopt(before)  # what was there before can go on
+                raise
 
     def _take(self, plan: Plan) -> None:
         folded = plan if self.device.accelerator else plan.folded()
@@ -266,6 +269,11 @@ class LLM:
         return (self._source.folder, self._source.bytes_to_write) if isinstance(self._source, PackedCheckpoint) else None
 
     # -- budgets -------------------------------------------------------------------------------------------------------
+
+    def _refuse_gpu_mem(self, gpu_mem: int | str | None) -> None:
+        """Memory of a GPU that is not computed on limits nothing, and whoever gives it expects something else."""
+        if gpu_mem is not None and not self.device.accelerator:
+            raise ValueError(f"gpu_mem {shown(gpu_mem)} is for a GPU, and this model computes on the CPU; leave it out")
 
     def _measure_budgets(self, gpu_mem: int | str | None, cpu_mem: int | str | None) -> Budgets:
         device = None if gpu_mem is None else parse_bytes(gpu_mem)
@@ -356,10 +364,10 @@ class LLM:
         if not rows:
             return []
         asks_of_prompts = any(row.wants_prompt_logprobs for row in rows)
-        self._find_plan(_workload(rows), asks_of_prompts)
+        self._find_plan(_workload(rows), asks_of_prompts, on_stage)
         positions = positions_at_once(self.plan, self.spec.vocab) if asks_of_prompts else 0
         ended = PromptsDone(rows, on_completion).block_ended
-        with shown_progress(use_tqdm, rows, (on_token, on_stage)) as (each_token, each_stage):
+        with shown_progress(use_tqdm, rows, (on_token, on_stage or self._on_stage)) as (each_token, each_stage):
             picker = Picker(Sampler(seed), each_token, on_logits, positions)
             self._run([rows], picker, each_stage, on_visit, on_shrink, may_shrink, until, positions, ended)
         return completions_of(rows)
@@ -410,7 +418,7 @@ class LLM:
             return []
         params = [SamplingParams(max_tokens=len(after), logprobs=1) for after in continuations]
         rows = self._rows(contexts, params, False, continuations)
-        self._find_plan(_workload(rows), scores_texts=True)
+        self._find_plan(_workload(rows), True, on_stage)
         if by == PREFILL:
             wanted, at_once = pairs_by_text(rows), positions_at_once(self.plan, self.spec.vocab)
             texts = [RowState(place, text, SamplingParams(max_tokens=1), self.tokenizer) for place, text in enumerate(wanted)]
@@ -457,7 +465,7 @@ class LLM:
     def converse(self, context: int | None = None, *, seed: int | None = None, on_stage: OnStage | None = None) -> Conversation:
         """A text that goes on turn by turn, with a KV cache that lives on. `context`: the tokens that it may grow to (default:
         the model's positions); with rolling positions it has no end. Until it is closed nothing else can be generated."""
-        if self._auto is not None and self._auto.found_for is None:
+        if self._auto is not None and not self._auto.found_for:
             raise ValueError("percent 'auto' finds plans for generate, chat and score; for a conversation give six numbers")
         extent = Extent.of(self.spec, self.plan.policy, context, self.plan.prefill_tokens)
         try:
@@ -470,9 +478,9 @@ class LLM:
     def _ready(self, on_stage: OnStage | None) -> Engine:
         """The engine, with nothing of earlier workloads in memory but the weights."""
         self._refuse_in_conversation()
-        self._listener = on_stage or self._on_stage
         self._refuse_closed()
-        engine = self._load()
+        with self._heard_by(on_stage):
+            engine = self._load()
         engine.trim()
         engine.restart_peaks()
         return engine
@@ -549,6 +557,15 @@ class LLM:
         refuse_forked(self._process, f"this LLM of {self.name}")
         if self._closed:
             raise ValueError(f"this LLM of {self.name} is closed; make a new one to generate")
+
+    @contextmanager
+    def _heard_by(self, on_stage: OnStage | None) -> Iterator[None]:
+        """Stages of this call go to its own listener, or to that of the constructor; afterwards to the latter alone."""
+        self._listener = on_stage or self._on_stage
+        try:
+            yield
+        finally:
+            self._listener = self._on_stage
 
     def _report(self, stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
         if self._listener is not None:
@@ -638,6 +655,8 @@ def _asked_plan(
 ) -> Plan:
     """Nothing that was asked for is dropped in silence."""
     refuse_unknown("option", options, [*Plan.option_names(), *_arguments(LLM)], OPTIONS)
+    if isinstance(percent, str) and not is_found:
+        raise ValueError(f"percent is {shown(percent)}; give six numbers, or {AUTO!r} to have a plan found")
     if plan is None:
         asked = Plan.create(**options)
         return asked if percent is None or is_found else asked.with_percent(percent)  # type: ignore[arg-type]
@@ -664,10 +683,9 @@ def _name(what: str, given: object) -> str:
 
 
 def _for_each(params: Params, count: int) -> list[SamplingParams]:
-    params = params or SamplingParams()
-    each = [params] * count if isinstance(params, SamplingParams) else list(params)
-    if wrong := next((one for one in each if not isinstance(one, SamplingParams)), None):
-        raise ValueError(f"sampling_params is {shown(wrong)}; write SamplingParams(max_tokens=32, temperature=0.8)")
+    if params is None or isinstance(params, (SamplingParams, str, bytes, Mapping)) or not isinstance(params, Iterable):
+        return [one_params(params)] * count
+    each = [one_params(one) for one in params]
     if len(each) != count:
         raise ValueError(f"{count} prompts came with {len(each)} sampling params; give one for all or one for each")
     return each

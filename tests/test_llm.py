@@ -119,6 +119,8 @@ def test_what_other_engines_take_is_answered_with_what_to_write_here() -> None:
     for asked in ({"tokenizer": object()}, {"model": torch.nn.Linear(1, 1)}):
         with pytest.raises(ValueError, match=r"(tokenizer is a object|model is a Linear); give a name on the hub, or a folder"):
             LLM(**{"model": DEMO, **asked})
+    with pytest.raises(ValueError, match=r"gpu_mem '4GB' is for a GPU, and this model computes on the CPU; leave it out"):
+        LLM(DEMO, device="cpu", gpu_mem="4GB")
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +142,11 @@ def test_prompts_of_every_form_have_the_same_completions(demo: LLM) -> None:
     for wrong, advice in (
         ({"max_new_tokens": 5}, "'max_new_tokens': in SamplingParams: it is called max_tokens"),
         ({"params": params}, "'params': write sampling_params="),
-        ({"sampling_params": {"max_tokens": 3}}, "sampling_params is"),
+        ({"sampling_params": {"max_tokens": 3}}, r"sampling_params is {'max_tokens': 3}; write SamplingParams\("),
+        ({"sampling_params": {}}, r"sampling_params is {}; write SamplingParams\("),
+        ({"sampling_params": 3}, r"sampling_params is 3; write SamplingParams\("),
+        ({"sampling_params": [0]}, r"sampling_params is 0; write SamplingParams\("),
+        ({"sampling_params": []}, "1 prompts came with 0 sampling params; give one for all or one for each"),
     ):
         with pytest.raises(ValueError, match=advice):
             demo.generate(text, **wrong)  # type: ignore[arg-type]
@@ -199,6 +205,8 @@ def test_a_model_without_a_tokenizer_takes_token_ids_and_gives_token_ids(tmp_pat
             assert len(talk.reply([7, 8], SamplingParams(max_tokens=2)).completion.token_ids) == 2
             with pytest.raises(ValueError, match="has no tokenizer"):
                 talk.reply("The ferry")
+            with pytest.raises(ValueError, match=r"sampling_params is {}; write SamplingParams"):
+                talk.reply([7, 8], {})  # type: ignore[arg-type]
     with LLM(tmp_path, device="cpu", tokenizer="bytes") as llm:
         (as_bytes,) = llm.generate("ab", SamplingParams(max_tokens=3))
         assert as_bytes.prompt_token_ids == tuple(ByteTokenizer(VOCAB).encode("ab")) and as_bytes.text
@@ -212,6 +220,32 @@ def test_the_tokenizer_of_another_folder_is_taken(tmp_path: Path) -> None:
 
 
 # -- a plan that is found ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "finds"),
+    [
+        ((60, 4), (20, 30), 2),
+        ((100, 4), (20, 100), 2),  # more positions than the model has, together
+        ((20, 4), (20, None), 2),  # no tokens to generate: the prompt is scored, which takes memory beside the plan
+        ((20, None), (20, 2), 1),
+    ],
+)
+def test_calls_of_two_kinds_in_turn_are_planned_for_once_each(
+    first: tuple[int, int | None], second: tuple[int, int | None], finds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
+    monkeypatch.setattr(Wish, "plan_with_room", lambda wish: None)
+    held_back, find = list[int](), Wish.find
+    monkeypatch.setattr(Wish, "find", lambda wish, machine: held_back.append(wish.held_back) or find(wish, machine))
+    save_tiny("opt", tmp_path)
+    with LLM(tmp_path, dtype="float32", device="cpu", percent="auto", gpu_batch_size=1, num_gpu_batches=1) as llm:
+        for length, gen_len in (first, second, first, second):
+            if gen_len is None:
+                llm.score([([7] * length, [8, 9])])
+            else:
+                llm.generate([[7] * length], SamplingParams(max_tokens=gen_len))
+    assert len(held_back) == finds and (max(held_back) > 0) == (None in (first[1], second[1]))
 
 
 def test_percent_auto_finds_a_plan_for_the_first_prompts_and_another_when_they_are_outgrown(
@@ -253,5 +287,5 @@ def test_percent_auto_finds_a_plan_for_the_first_prompts_and_another_when_they_a
         with llm.converse() as talk, pytest.raises(ValueError, match=r"a conversation of .* is open"):
             talk.reply(prompts[0])
             llm.generate([[7] * 100], params)
-    with pytest.raises(ValueError, match="percent is 'best', but here it takes six numbers, and in LLM 'auto', too"):
+    with pytest.raises(ValueError, match=r"percent is 'best'; give six numbers, or 'auto' to have a plan found$"):
         LLM(tmp_path, percent="best")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from h2o_flexgen.commands.stages import Opening
 from h2o_flexgen.runtime.progress import Progress
-
-if TYPE_CHECKING:
-    from h2o_flexgen.runtime.stage import Stage
+from h2o_flexgen.runtime.stage import Stage
 
 
 class EvaluationWatch:
@@ -29,7 +25,7 @@ class EvaluationWatch:
     def stage(self, stage: Stage, done_bytes: int, total_bytes: int) -> None:
         """Of a model that is opened: what takes long has bytes; beside it what is measured is of more interest. That a copy was
         damaged is a line that stays."""
-        if total_bytes or stage is stage.MENDING:
+        if total_bytes or stage is Stage.MENDING:
             self._opening.stage(stage, done_bytes, total_bytes)
         else:
             self.begin(self._doing)

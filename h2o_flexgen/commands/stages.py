@@ -7,7 +7,7 @@ from pathlib import Path
 
 from h2o_flexgen.planning.units import format_bytes
 from h2o_flexgen.runtime.progress import Progress
-from h2o_flexgen.runtime.stage import Stage, how_far
+from h2o_flexgen.runtime.stage import Stage, damaged_copy, how_far
 
 COPIES = {  # what is done to make them, and where in the cache they are kept
     Stage.CONVERTING: ("the checkpoint's .bin files are converted to safetensors", "converted"),
@@ -17,7 +17,7 @@ COPIES = {  # what is done to make them, and where in the cache they are kept
 
 def show_stage(progress: Progress, stage: Stage, done_bytes: int, total_bytes: int) -> None:
     if stage is Stage.MENDING:
-        progress.note(f"a copy of the weights in {_cache()} was damaged: it is made again from the checkpoint")
+        progress.note(damaged_copy(_cache()))
     progress.stage(str(stage), how_far(done_bytes, total_bytes))
 
 

@@ -95,11 +95,16 @@ def _of_mapping(whose: str, given: Mapping[str, object]) -> Iterator[_Given]:
 
 
 def _without_padding(input_ids: object, mask: object) -> Iterator[object]:
-    rows = _each(input_ids)
     if mask is None:
-        return iter(rows)
-    kept = (token_ids("the attention_mask", row) for row in _each(mask))
-    return (list(compress(token_ids("input_ids", row), own)) for row, own in zip(rows, kept, strict=True))
+        return iter(_each(input_ids))
+    rows = [token_ids("input_ids", row) for row in _each(input_ids)]
+    kept = [token_ids("the attention_mask", row) for row in _each(mask)]
+    if (lengths := [*map(len, rows)]) != (covered := [*map(len, kept)]):
+        raise ValueError(
+            f"the rows of input_ids have {shown(lengths)} tokens, and those of attention_mask {shown(covered)}; "
+            "give both in the same shape"
+        )
+    return (list(compress(row, own)) for row, own in zip(rows, kept))
 
 
 def _plain(value: object) -> object:

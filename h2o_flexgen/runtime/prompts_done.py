@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
+from h2o_flexgen.models.derived import cache_folder
 from h2o_flexgen.runtime.output import Completion
 from h2o_flexgen.runtime.progress import Progress
 from h2o_flexgen.runtime.row_state import RowState, completions_of
 from h2o_flexgen.runtime.rows import OnToken
-from h2o_flexgen.runtime.stage import OnStage, Stage, how_far
+from h2o_flexgen.runtime.stage import OnStage, Stage, damaged_copy, how_far
 
 OnCompletion: TypeAlias = Callable[[Completion], object]
 UseTqdm: TypeAlias = "bool | Callable[..., Any]"  # on stderr, or on a bar made by something like tqdm
@@ -79,6 +80,8 @@ def _on_stderr(progress: Progress, rows: Sequence[RowState], told: Listeners) ->
     def show_stage(stage: Stage, done_bytes: int, total_bytes: int) -> None:
         nonlocal begun
         begun = time.monotonic()  # tokens begin to come behind the last stage
+        if stage is Stage.MENDING:
+            progress.note(damaged_copy(cache_folder("")))
         progress.stage(str(stage), how_far(done_bytes, total_bytes))
         if on_stage is not None:
             on_stage(stage, done_bytes, total_bytes)

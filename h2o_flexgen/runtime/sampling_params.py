@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from h2o_flexgen.planning.hints import did_you_mean
+from h2o_flexgen.planning.hints import did_you_mean, shown
 from h2o_flexgen.planning.vocabulary import check_tokens
 from h2o_flexgen.runtime.allowed_values import Rule, any_of, mapping, number, optional, several, text, truth, whole
 
@@ -168,3 +168,12 @@ RULES: Mapping[str, Rule] = {
     "prompt_logprobs": _COUNT,
     "include_stop_str_in_output": _SWITCH,
 }
+
+
+def one_params(given: object) -> SamplingParams:
+    """The given parameters, or the usual ones for None. Anything else is refused, an empty dict too."""
+    if given is None:
+        return SamplingParams()
+    if not isinstance(given, SamplingParams):
+        raise ValueError(f"sampling_params is {shown(given)}; write SamplingParams(max_tokens=32, temperature=0.8)")
+    return given

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 
 from h2o_flexgen.planning.units import format_bytes
 
@@ -25,3 +26,8 @@ OnStage = Callable[[Stage, int, int], None]  # bytes done and bytes in all: both
 
 def how_far(done_bytes: int, total_bytes: int) -> str:
     return f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}" if total_bytes else ""
+
+
+def damaged_copy(place: Path) -> str:
+    """A line for people, which should stay: MENDING is soon followed by other stages."""
+    return f"a copy of the weights in {place} was damaged: it is made again from the checkpoint"

@@ -17,4 +17,8 @@ def test_it_says_what_is_measured_and_how_many_tokens_are_done() -> None:
         watch.advance(8)
         watch.advance(4)
         watch.stage(Stage.GENERATING, 0, 0)  # the model has been opened: what is measured stays there
-    assert out.getvalue().splitlines()[-1].startswith("evaluate: recall: h2o, 20 % 12/40 tokens [")
+        watch.stage(Stage.MENDING, 0, 0)
+        watch.begin("recall: h2o, 20 %")
+    lines = out.getvalue().splitlines()
+    assert lines[-1].startswith("evaluate: recall: h2o, 20 % 12/40 tokens [")
+    assert any(line.endswith("was damaged: it is made again from the checkpoint") for line in lines), "a line that stays"

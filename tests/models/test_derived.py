@@ -185,6 +185,25 @@ def test_where_nobody_listens_a_warning_names_the_copy_and_the_tensor(home: Home
         home.tokens(folder, on_stage=None)
 
 
+def test_where_progress_is_shown_the_line_of_a_damaged_copy_stays_and_the_listener_hears_of_it(
+    home: Home, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, told = home.model(), list[Stage]()
+    home.tokens(folder)
+    zero_tail(home.weights("converted")[-1], 3000)
+    with LLM(str(folder), offload_dir=home.folder / "offload", on_stage=lambda stage, *_: told.append(stage)) as llm:
+        llm.generate(PROMPTS, PARAMS, use_tqdm=True)
+        assert "was damaged: it is made again from the checkpoint" in capfd.readouterr().err
+        assert told.count(Stage.MENDING) == 1 and told[-1] is Stage.GENERATING
+        told.clear()
+        llm.unload()
+        home.stages.clear()
+        llm.generate(PROMPTS, PARAMS, on_stage=lambda stage, *_: home.stages.append(stage))
+        assert home.stages == [Stage.LOADING, Stage.GENERATING] and told == []
+        llm.converse().close()
+        assert told == [Stage.GENERATING], "who listened to the call before hears nothing any more"
+
+
 def test_a_copy_whose_source_is_gone_is_left_and_both_are_named(home: Home) -> None:
     folder = home.model()
     home.tokens(folder)
