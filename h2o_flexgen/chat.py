@@ -166,7 +166,7 @@ class Chat:
 
         talk, answered = self.talk, self.answered[self.forgotten :]
         limit = "no limit" if talk.extent.is_endless else f"the limit is {talk.extent.context}"
-        yield f"text: {talk.seen} tokens in {len(answered)} turns ({limit})"
+        yield f"text: {talk.seen} tokens in {len(answered)} turn{'s' * (len(answered) != 1)} ({limit})"
         yield f"KV cache: {talk.held} of {talk.extent.slots} slots a head, {format_bytes(talk.kv_bytes)}"
         decoded = sum(turn.tokens - 1 for turn in answered)  # the first token comes with the prompt
         yield f"read: {_rate(sum(turn.tokens_read for turn in answered), sum(turn.prompt_seconds for turn in answered))}"

@@ -50,7 +50,8 @@ DEMO_PROMPTS = (
 
 DESCRIPTION = """\
 Generate text with a model that is larger than the GPU, or than the memory; measure how fast it goes.
-Without --model: a small one that travels with the package; nothing is downloaded."""
+Without --model: a small one that travels with the package, with h2o, 96 tokens and a share of everything on each tier, where
+nothing else is asked; nothing is downloaded."""
 
 EPILOG = f"""\
 To begin with, --model and --prompt are enough: the machine is measured once, and the plan is found. --dry-run shows what a plan

@@ -19,9 +19,13 @@ class ChosenModel:
 
     def without_weights(self) -> ChosenModel:
         """For a look at the plan: headers of local safetensors are read, but nothing is downloaded or converted for it."""
-        folder = demo_folder(self.source) or Path(self.source).expanduser()
-        has_headers = folder.is_dir() and any(folder.glob(SAFETENSORS))
+        has_headers = self.folder.is_dir() and any(self.folder.glob(SAFETENSORS))
         return self if has_headers else replace(self, dummy_weights=True)
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies, if it is no name on the hub."""
+        return demo_folder(self.source) or Path(self.source).expanduser()
 
 
 def choose_model(model: str | None, path: str | None, dummy_weights: bool) -> ChosenModel:

@@ -32,7 +32,7 @@ EPILOG = f"""\
 The flags that it prints are those of `python -m h2o_flexgen.run`. Without --machine it plans for this one:
 
   {PROGRAM} --model facebook/opt-6.7b --prompt-len 512 --gen-len 32 --cpu-mem 8GB
-  {PROGRAM} --model facebook/opt-6.7b --cpu-mem 8GB --evaluate --percent 0 50 0 100 0 100 --gpu-batch-size 16
+  {PROGRAM} --model facebook/opt-6.7b --cpu-mem 8GB --evaluate --percent 0 10 0 50 0 100 --gpu-batch-size 4
 """
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.planning.model_spec import ModelSpec, usual_dtype
@@ -31,7 +30,7 @@ class Shapes:
         from h2o_flexgen.models.checkpoint import Checkpoint
 
         seen = chosen.without_weights()
-        checkpoint = None if seen.dummy_weights else Checkpoint(Path(chosen.source).expanduser())
+        checkpoint = None if seen.dummy_weights else Checkpoint(chosen.folder)
         config = (
             load_config(str(checkpoint.folder)) if checkpoint else known_config(chosen.source) or load_config(chosen.source)
         )

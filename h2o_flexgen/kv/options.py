@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+
+from h2o_flexgen.planning.allowed_values import Rule, number, optional, truth, whole
+from h2o_flexgen.planning.hints import shown
 
 TRUE, ROLLING = "true", "rolling"
 POSITIONS = (TRUE, ROLLING)
 DEFAULT_KEPT = 0.2  # of prompt + generation: the paper's
+RULES: Mapping[Rule, Sequence[str]] = {
+    Rule(optional(whole(0)), "a whole number of slots, 0 or more"): ("heavy", "recent", "sinks", "grace"),
+    Rule(optional(number(0, 1, without_least=True)), "a number above 0 and not above 1"): (
+        "hh_ratio",
+        "kv_budget",
+        "score_decay",
+    ),
+    Rule(truth, "True or False"): ("hh_prompt_only",),
+}
 
 
 @dataclass(frozen=True)
@@ -25,16 +37,11 @@ class KVOptions:
     hh_prompt_only: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("heavy", "recent", "sinks", "grace"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is {value}; it must be 0 or more slots")
-        for name in ("hh_ratio", "kv_budget", "score_decay"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name} is {value:g}; it must be above 0 and not above 1")
+        for rule, names in RULES.items():
+            for name in names:
+                rule.value(name, getattr(self, name))
         if self.positions is not None and self.positions not in POSITIONS:
-            raise ValueError(f"positions {self.positions!r} is unknown; known: {', '.join(POSITIONS)}")
+            raise ValueError(f"positions {shown(self.positions)} is unknown; known: {', '.join(POSITIONS)}")
         self._refuse_two_budgets()
 
     def _refuse_two_budgets(self) -> None:

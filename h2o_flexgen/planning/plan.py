@@ -9,6 +9,7 @@ from functools import cached_property
 from h2o_flexgen.kv.options import KVOptions
 from h2o_flexgen.kv.policies import POLICIES
 from h2o_flexgen.kv.policy import KVPolicy
+from h2o_flexgen.planning.allowed_values import Rule, number, whole
 from h2o_flexgen.planning.hints import did_you_mean, shown
 from h2o_flexgen.planning.workload import MOST_BATCHES, check_num_prompts
 from h2o_flexgen.quant.codec import CODECS, PLAIN
@@ -41,6 +42,8 @@ class Shares:
 
 
 ALL_DEVICE = Shares(1.0, 0.0)
+COUNT = Rule(whole(1), "a whole number, 1 or more")
+SHARE = Rule(number(0, 100), "a number from 0 to 100 in each of six places")
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens", "slots"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {shown(getattr(self, name))}; it must be 1 or more")
+            COUNT.value(name, getattr(self, name))
         if self.num_gpu_batches > MOST_BATCHES:
             raise ValueError(f"num_gpu_batches is {shown(self.num_gpu_batches)}; the most is {MOST_BATCHES}")
         check_num_prompts(self.block_size)
@@ -105,13 +107,12 @@ class Plan:
             raise ValueError(f"percent is {percent!r}, but here it takes six numbers, and in LLM 'auto', too")
         if len(percent) != 6:
             raise ValueError(f"percent takes six numbers, got {len(percent)}: {list(percent)}")
+        for share in percent:
+            SHARE.value("percent", share)
         shares = []
         for name, gpu, cpu in zip(("weights", "KV", "activations"), percent[0::2], percent[1::2], strict=True):
-            if gpu < 0 or cpu < 0 or gpu + cpu > 100:
-                raise ValueError(
-                    f"percent for {name} is {gpu:g} (GPU) and {cpu:g} (CPU): "
-                    "neither may be negative and together they may not exceed 100"
-                )
+            if gpu + cpu > 100:
+                raise ValueError(f"percent for {name} is {gpu:g} (GPU) and {cpu:g} (CPU): together they may not exceed 100")
             shares.append(Shares(gpu / 100, cpu / 100))
         return replace(self, weights=shares[0], kv=shares[1], hidden=shares[2])
 

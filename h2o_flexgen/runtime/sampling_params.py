@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
+from h2o_flexgen.planning.allowed_values import Rule, any_of, mapping, number, optional, several, text, truth, whole
 from h2o_flexgen.planning.hints import did_you_mean, shown
 from h2o_flexgen.planning.vocabulary import check_tokens
-from h2o_flexgen.runtime.allowed_values import Rule, any_of, mapping, number, optional, several, text, truth, whole
 
 SEED_LIMIT = 2**64
 MOST_COMPLETIONS = 16_384  # of one prompt

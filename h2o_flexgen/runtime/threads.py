@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import get_num_threads, set_num_threads
 
-from h2o_flexgen.runtime.allowed_values import Rule, whole
+from h2o_flexgen.planning.allowed_values import Rule, whole
 from h2o_flexgen.runtime.cores import cores
 
 __all__ = ["get_num_threads", "make_room_for_others", "set_threads"]
