@@ -63,7 +63,7 @@ class Asked:
         spec = model(plan)
         machine.flop_rate(spec.dtype, 1)  # a type that was not measured there is refused
         check_rolling(spec, plan)
-        for row, length in enumerate((prompt_len,) if workload is None else workload.prompt_lens):
+        for length, row in ({prompt_len: 0} if workload is None else workload.first_of_length).items():
             check_positions(spec, plan, row, length, gen_len)
         return Problem(
             model=model,

@@ -312,7 +312,7 @@ class LLM:
 
     def check(self, workload: Workload) -> Footprint:
         """Refuses a workload that the plan does not fit, before anything is loaded; else says what will be held."""
-        for row, length in enumerate(workload.prompt_lens):
+        for length, row in workload.first_of_length.items():
             check_positions(self.spec, self.plan, row, length, workload.gen_len)
         return self._refuse_what_does_not_fit(workload)
 

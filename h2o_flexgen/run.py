@@ -112,8 +112,10 @@ class Job:
         if (named := named_machine(self.args)) is not None:
             check_device(named, self.llm.device.kind)
         tokenizer, vocab = self.llm.tokenizer, self.llm.spec.vocab
-        number = 1 if self.args.num_prompts is None else min(1, self.args.num_prompts)  # all that are made up are as long
-        self.llm.check_prompts(self.texts or made_up_prompts(number, self._made_up_length, tokenizer, vocab), self.params)
+        one = made_up_prompts(1, self._made_up_length, tokenizer, vocab)  # all that are made up are as long
+        self.llm.check_prompts(self.texts or one, self.params)
+        if not self.texts and (self._wish is None or self.args.num_prompts is not None):  # it is known how many are made up
+            self._check_room()
         if self._wish is not None:
             self._wish.refuse_impossible()
 
@@ -164,8 +166,11 @@ class Job:
     def prompts(self) -> list[str] | list[list[int]]:
         if self.texts:
             return self.texts
-        check_room(self._num_made_up, self._made_up_length, self.llm.budgets.host)
+        self._check_room()
         return made_up_prompts(self._num_made_up, self._made_up_length, self.llm.tokenizer, self.llm.spec.vocab)
+
+    def _check_room(self) -> None:
+        check_room(self._num_made_up, self._made_up_length, self.llm.budgets.host)
 
     @cached_property
     def params(self) -> SamplingParams:

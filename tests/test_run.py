@@ -608,6 +608,10 @@ def test_what_no_machine_could_do_is_refused_before_one_is_measured(
         (("--prompt-len", POSITIONS, "--gen-len", 2), f"has {POSITIONS} positions"),
         (("--prompt-file", tmp_path / "long.txt"), f"has {POSITIONS} positions"),
         (("--prompt-len", 4, "--num-prompts", 0), "give a whole number from 1"),
+        (
+            ("--prompt-len", 100, "--num-prompts", 10**6, "--gen-len", 2, "--cpu-mem", "0.7GB"),
+            "made-up prompts of 100 tokens",
+        ),
         (("--prompt-len", 4, "--cpu-mem", "1MB"), "no plan fits"),
         (("--prompt-len", 4, "--positions", "rolling", "--kv-budget", 0.5), "rotary"),
     ):

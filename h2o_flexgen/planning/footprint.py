@@ -14,7 +14,7 @@ from h2o_flexgen.kv.slots import Slots
 from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.planning.placement import Placement, image_bytes
 from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan, Shares
-from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
+from h2o_flexgen.planning.planned import PlannedBlock, plan_distinct_blocks
 from h2o_flexgen.planning.schedule import Schedule
 from h2o_flexgen.planning.units import format_bytes
 from h2o_flexgen.planning.workload import Batch, Block, Workload
@@ -285,11 +285,9 @@ class Request:
     scored_at_once: int = 0  # positions of prompts that logits are made for together
 
     def footprint(self) -> Footprint:
-        total, met = Footprint({}), set()
-        for planned in plan_blocks(self.spec, self.plan, self.workload, self.accelerator):
-            if planned.shape not in met:
-                met.add(planned.shape)
-                total = total | footprint(planned, self.writes_weights, self.kernel_threads, self.scored_at_once)
+        total = Footprint({})
+        for planned in plan_distinct_blocks(self.spec, self.plan, self.workload, self.accelerator):
+            total = total | footprint(planned, self.writes_weights, self.kernel_threads, self.scored_at_once)
         return total
 
     def fits(self, budgets: Budgets) -> bool:

@@ -53,11 +53,14 @@ def shape_of(block: Block) -> tuple[tuple[int, ...], ...]:
 
 
 def plan_blocks(spec: ModelSpec, plan: Plan, workload: Workload, accelerator: bool) -> Iterator[PlannedBlock]:
-    """Blocks of one shape lie alike: each shape is placed once, for there may be thousands. All have the same weights."""
-    met: dict[object, PlannedBlock] = {}
-    weights = place_weights(spec, plan)
+    """Blocks of one shape lie alike: each shape is placed once, for there may be thousands."""
+    met = {one.shape: one for one in plan_distinct_blocks(spec, plan, workload, accelerator)}
     for block in workload.blocks(plan.gpu_batch_size, plan.num_gpu_batches):
-        shape = shape_of(block)
-        if shape not in met:
-            met[shape] = PlannedBlock.of(spec, plan, block, accelerator, weights)
-        yield replace(met[shape], block=block)
+        yield replace(met[shape_of(block)], block=block)
+
+
+def plan_distinct_blocks(spec: ModelSpec, plan: Plan, workload: Workload, accelerator: bool) -> Iterator[PlannedBlock]:
+    """The first block of each shape. All have the same weights."""
+    weights = place_weights(spec, plan)
+    for block in workload.distinct_blocks(plan.gpu_batch_size, plan.num_gpu_batches):
+        yield PlannedBlock.of(spec, plan, block, accelerator, weights)

@@ -7,7 +7,7 @@ Prompts are sorted by length before they are divided, so that rows of one batch 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from h2o_flexgen.planning.hints import shown
 
-MOST_PROMPTS = 10_000_000  # of a workload: each takes part in every look at it
+MOST_PROMPTS = 1_000_000  # of a workload: each takes part in every look at it
 MOST_BATCHES = 10_000  # of a block
 MOST_TOKENS = 10_000_000  # of a text, prompt or generation: the longest contexts of any model
 
@@ -130,7 +130,7 @@ class Workload:
         check_num_prompts(len(self.prompt_lens))
         if not 1 <= self.gen_len <= MOST_TOKENS:
             raise ValueError(f"tokens to generate is {shown(self.gen_len)}; give 1 to {MOST_TOKENS}")
-        for row, length in enumerate(self.prompt_lens):
+        for length, row in self.first_of_length.items():
             if length < 1:
                 raise ValueError(f"prompt {row} is empty; every prompt needs at least one token")
             if length > MOST_TOKENS:
@@ -145,14 +145,38 @@ class Workload:
     def num_prompts(self) -> int:
         return len(self.prompt_lens)
 
+    @cached_property
+    def first_of_length(self) -> Mapping[int, int]:
+        """The lengths of prompts, and the first row of each, in the order of these rows."""
+        rows: dict[int, int] = {}
+        for row, length in enumerate(self.prompt_lens):
+            rows.setdefault(length, row)
+        return rows
+
     def blocks(self, batch_size: int, num_batches: int, rows: Sequence[int] | None = None) -> tuple[Block, ...]:
         """Of all rows, or of those that are left. Longest prompts first, so that what needs most memory is met at the start and
         not after hours."""
-        order = sorted(range(self.num_prompts) if rows is None else rows, key=lambda row: (-self.prompt_lens[row], row))
-        batches = [self._batch(tuple(order[start : start + batch_size])) for start in range(0, len(order), batch_size)]
-        return tuple(
-            Block(tuple(batches[start : start + num_batches]), self.gen_len) for start in range(0, len(batches), num_batches)
-        )
+        order, size = self._longest_first(rows), batch_size * num_batches
+        return tuple(self._block(order[start : start + size], batch_size) for start in range(0, len(order), size))
+
+    def distinct_blocks(self, batch_size: int, num_batches: int) -> Iterator[Block]:
+        """The first block of each shape: of a million prompts of one length these are two at most."""
+        order, size = self._longest_first(), batch_size * num_batches
+        before: tuple[int, ...] = ()
+        for start in range(0, len(order), size):  # blocks of one shape follow each other, as prompts are sorted
+            rows = order[start : start + size]
+            lengths = tuple(map(self.prompt_lens.__getitem__, rows))
+            if lengths != before:
+                yield self._block(rows, batch_size)
+            before = lengths
+
+    def _longest_first(self, rows: Sequence[int] | None = None) -> list[int]:
+        in_order = range(self.num_prompts) if rows is None else sorted(rows)
+        return sorted(in_order, key=self.prompt_lens.__getitem__, reverse=True)  # which leaves equal ones in their order
+
+    def _block(self, rows: Sequence[int], batch_size: int) -> Block:
+        starts = range(0, len(rows), batch_size)
+        return Block(tuple(self._batch(tuple(rows[start : start + batch_size])) for start in starts), self.gen_len)
 
     def _batch(self, rows: tuple[int, ...]) -> Batch:
         lengths = tuple(self.prompt_lens[row] for row in rows)

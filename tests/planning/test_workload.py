@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from h2o_flexgen.planning.workload import Batch, BlockSize, Workload
+from h2o_flexgen.planning.footprint import Request
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.planned import shape_of
+from h2o_flexgen.planning.workload import MOST_PROMPTS, Batch, Block, BlockSize, Workload
+from tests.planning.worlds import tiny_spec
 
 LENGTHS = draw.lists(draw.integers(1, 40), min_size=1, max_size=12)
 
@@ -34,6 +41,31 @@ def test_of_the_rows_that_are_left_blocks_are_made_in_the_same_way(
     assert of_left == [row for row in every if row in left]
     assert all(batch.lengths == tuple(lengths[row] for row in batch.rows) for block in blocks for batch in block.batches)
     assert all(block.gen_len == 3 and BlockSize.of(block) <= (size, batches) for block in blocks)
+
+
+@given(lengths=LENGTHS, size=draw.integers(1, 5), batches=draw.integers(1, 4))
+def test_distinct_blocks_are_the_first_of_each_shape(lengths: list[int], size: int, batches: int) -> None:
+    workload = Workload(tuple(lengths), 3)
+    first: dict[object, Block] = {}
+    for block in workload.blocks(size, batches):
+        first.setdefault(shape_of(block), block)
+    assert [*workload.distinct_blocks(size, batches)] == [*first.values()]
+    assert workload.first_of_length == {length: lengths.index(length) for length in dict.fromkeys(lengths)}
+
+
+def test_what_many_prompts_of_one_length_hold_is_known_from_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = Counter[int](), Workload._block
+
+    def counted(self: Workload, rows: Sequence[int], batch_size: int) -> Block:
+        made[len(rows)] += 1
+        return make(self, rows, batch_size)
+
+    monkeypatch.setattr(Workload, "_block", counted)
+    workloads = (Workload.uniform(count, 2, 2) for count in (MOST_PROMPTS - 3, 5))
+    many, few = (Request(tiny_spec(), Plan(), workload, accelerator=False).footprint() for workload in workloads)
+    assert many.parts and many == few and made == {4: 2, 1: 2}
+    with pytest.raises(ValueError, match=r"1000001 prompts are more than one run takes; give 1000000 at most, or run them in"):
+        Workload.uniform(MOST_PROMPTS + 1, 2, 2)
 
 
 def test_a_smaller_block_has_half_the_rows_and_then_half_the_batches() -> None:
