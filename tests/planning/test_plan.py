@@ -105,3 +105,24 @@ def test_without_overlap_there_is_one_slot_or_a_refusal(schedule: str) -> None:
         return
     with pytest.raises(ValueError, match="flexgen_barrier cannot do without overlap"):
         plan.without_overlap()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu_batch_size": "3"}, "gpu_batch_size is '3'; allowed is a whole number"),
+        ({"gpu_batch_size": 2.5}, "gpu_batch_size is 2.5"),
+        ({"slots": True}, "slots is True"),
+        ({"kv_policy": "h2o", "heavy": "3"}, "heavy is '3'"),
+        ({"kv_policy": "h2o", "kv_budget": float("nan")}, "kv_budget is nan"),
+    ],
+)
+def test_an_option_of_another_type_is_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan.create(**options)
+
+
+@pytest.mark.parametrize("share", ["0", float("nan"), True, -1])
+def test_per_cent_are_numbers(share: object) -> None:
+    with pytest.raises(ValueError, match="percent is .*; allowed is a number from 0 to 100"):
+        Plan().with_percent((share, 0, 0, 0, 0, 0))  # type: ignore[arg-type]
