@@ -33,7 +33,7 @@ def test_a_plan_that_cannot_be_meant_is_refused(options: dict[str, object], mess
         ({"kv_policy": "local", "heavy": 3}, "kv_policy 'local' does not take heavy; it takes recent, hh_ratio, kv_budget"),
         ({"kv_policy": "tova", "score_decay": 0.5}, "kv_policy 'tova' does not take score_decay"),
         ({"kv_policy": "h2o", "heavy": -1}, "heavy is -1; allowed is a whole number of slots, 0 or more"),
-        ({"kv_policy": "h2o", "hh_ratio": 0.0}, "hh_ratio is 0; allowed is a number above 0 and not above 1"),
+        ({"kv_policy": "h2o", "hh_ratio": 0.0}, "hh_ratio is 0.0; allowed is a number above 0 and not above 1"),
         ({"kv_policy": "h2o", "kv_budget": 1.5}, "kv_budget is 1.5; allowed is a number above 0 and not above 1"),
         ({"kv_policy": "h2o", "score_decay": -0.5}, "score_decay is -0.5"),
         ({"kv_policy": "h2o", "hh_ratio": 0.1, "kv_budget": 0.2}, "both hh_ratio 0.1 and kv_budget 0.2 are given"),
@@ -124,5 +124,5 @@ def test_an_option_of_another_type_is_named(options: dict[str, object], message:
 
 @pytest.mark.parametrize("share", ["0", float("nan"), True, -1])
 def test_per_cent_are_numbers(share: object) -> None:
-    with pytest.raises(ValueError, match="percent is .*; allowed is a number from 0 to 100"):
+    with pytest.raises(ValueError, match=r"percent is .*; allowed is a number from 0 to 100"):
         Plan().with_percent((share, 0, 0, 0, 0, 0))  # type: ignore[arg-type]
