@@ -113,7 +113,8 @@ def test_commands_between_the_turns(talk: Any) -> None:
     assert status == 0 and len(told["turns"]) == 2
     assert told["turns"][0]["reply"] == told["turns"][1]["reply"] and told["seen"] == 7
     assert [line for line in out if line.startswith("text: ")] == [
-        f"text: {tokens} tokens in {turns} turns (the limit is 128)" for tokens, turns in ((7, 1), (0, 0), (7, 1))
+        f"text: {tokens} tokens in {turns} (the limit is 128)"
+        for tokens, turns in ((7, "1 turn"), (0, "0 turns"), (7, "1 turn"))
     ]
     assert [line.split(" in ")[0] for line in out if line.startswith("generated: ")] == [
         f"generated: {tokens} tokens" for tokens in (5, 0, 5)
@@ -218,7 +219,7 @@ def test_in_a_terminal_ctrl_c_stops_the_reply_and_not_the_talk(llama: Path, offl
     terminal.until("hello")
     terminal.interrupt()  # some of a reply that would take minutes is there
     terminal.type("/stats")
-    terminal.until("in 1 turns (no limit)")
+    terminal.until("in 1 turn (no limit)")
     terminal.until("at most")
     terminal.interrupt()
     terminal.until("/quit (or Ctrl-D) leaves")
