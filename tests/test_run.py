@@ -632,7 +632,7 @@ def test_a_run_is_drawn_below_its_prediction(command: Any, opt: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--percent", -10, 50, 0, 100, 0, 100), ("-10", "weights", "negative")),
+        (("--percent", -10, 50, 0, 100, 0, 100), ("-10", "weights", "from 0 to 100")),
         (("--percent", 0, 100, 60, 50, 0, 100), ("60", "50", "KV", "exceed 100")),
         (("--prompt", ""), ("prompt 0 is empty",)),
         (("--prompt", "fine", "--prompt", " "), ("prompt 1 is empty",)),

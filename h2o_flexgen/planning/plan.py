@@ -43,7 +43,7 @@ class Shares:
 
 ALL_DEVICE = Shares(1.0, 0.0)
 COUNT = Rule(whole(1), "a whole number, 1 or more")
-SHARE = Rule(number(0, 100), "a number from 0 to 100 in each of six places")
+SHARE = Rule(number(0, 100), "a number from 0 to 100")
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class Plan:
             raise ValueError(f"percent is {percent!r}, but here it takes six numbers, and in LLM 'auto', too")
         if len(percent) != 6:
             raise ValueError(f"percent takes six numbers, got {len(percent)}: {list(percent)}")
-        for share in percent:
-            SHARE.value("percent", share)
         shares = []
         for name, gpu, cpu in zip(("weights", "KV", "activations"), percent[0::2], percent[1::2], strict=True):
+            for share in (gpu, cpu):
+                SHARE.value(f"percent for {name}", share)
             if gpu + cpu > 100:
                 raise ValueError(f"percent for {name} is {gpu:g} (GPU) and {cpu:g} (CPU): together they may not exceed 100")
             shares.append(Shares(gpu / 100, cpu / 100))

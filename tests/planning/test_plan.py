@@ -124,5 +124,5 @@ def test_an_option_of_another_type_is_named(options: dict[str, object], message:
 
 @pytest.mark.parametrize("share", ["0", float("nan"), True, -1])
 def test_per_cent_are_numbers(share: object) -> None:
-    with pytest.raises(ValueError, match=r"percent is .*; allowed is a number from 0 to 100"):
+    with pytest.raises(ValueError, match=r"percent for weights is .*; allowed is a number from 0 to 100"):
         Plan().with_percent((share, 0, 0, 0, 0, 0))  # type: ignore[arg-type]

@@ -113,7 +113,7 @@ def test_without_matplotlib_the_extra_is_named(
         ({"ids": [*TEXT, 113]}, "has the token id 113; .* knows 0 to 112"),
         ({"prompt_len": 48}, "the prompt to study has 48 tokens of a text of 48; give 1 to 47"),
         ({"prompt_len": 0}, "the prompt to study has 0 tokens"),
-        ({"budget": 0.0}, "kv_budget is 0; it must be above 0"),
+        ({"budget": 0.0}, "kv_budget is 0.0; allowed is a number above 0"),
         ({"budget": 0.01}, "'h2o' has a budget of 0 slots"),
         ({"policies": ["streming"]}, "kv_policy 'streming' is unknown; .*did you mean streaming"),
         ({"policies": ["h2o", "full"]}, "kv_policy 'full' keeps everything, and there is nothing to study"),
