@@ -170,7 +170,7 @@ class Wish:
 
 
 def _in_one_block(plan: Plan, rows: int, sizes: tuple[int, ...], batches: tuple[int, ...]) -> Plan:
-    """As few batches as there can be, where nobody says otherwise."""
+    """The plan with all rows in one block, in as few batches as there can be where nobody says otherwise."""
     number = batches[0] if batches else -(-rows // (sizes[0] if sizes else MOST_ROWS))
     size = sizes[0] if sizes else min(MOST_ROWS, -(-rows // number))
     return replace(plan, gpu_batch_size=size, num_gpu_batches=number)
@@ -180,7 +180,7 @@ def _in_one_block(plan: Plan, rows: int, sizes: tuple[int, ...], batches: tuple[
 
 
 def this_machine(device: Device, offload_folder: Path, dtype: str, progress: Progress) -> Machine:
-    """As its profile was kept, or measured now, which is shown. `dtype` is as it was asked for."""
+    """This machine as its profile was kept, or as it is measured now, which is shown. `dtype` is as it was asked for."""
     from h2o_flexgen.runtime.profiling.kept import profiled  # imports torch
 
     progress.stage("profiling this machine, once")

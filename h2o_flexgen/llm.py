@@ -207,7 +207,7 @@ class LLM:
         return asked if asked in (AUTO, BYTES) else resolve_model(asked, with_weights=False)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | Tokenizer:
-        """That of transformers, where the model has one."""
+        """The tokenizer of transformers, where the model has one."""
         return self.tokenizer.of_transformers if isinstance(self.tokenizer, HfTokenizer) else self.tokenizer
 
     def adopt(self, plan: Plan) -> None:
@@ -544,7 +544,7 @@ class LLM:
         return self._engine
 
     def _new_engine(self) -> Engine:
-        """With its weights loaded, and checked where they lie in a copy."""
+        """An engine whose weights are loaded, and checked where they lie in a copy."""
         self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight)
         try:
             return Engine(self._model, self._source, self.plan, self._memories)

@@ -144,7 +144,7 @@ class Job:
 
     @cached_property
     def machine(self) -> Machine | None:
-        """That the run is predicted for; none where nobody asks, so that none is measured."""
+        """The machine that the run is predicted for. It is None where nobody asks, so that none is measured."""
         args = self.args
         is_searched = self._wish is not None and self._plan_with_room is None
         if not is_searched and args.machine is None and args.timeline is None:
@@ -360,7 +360,7 @@ class Outcome:
             yield from ("", "the last block, lane by lane:", *trace.text_timeline(self._timeline_width()).split("\n"))
 
     def _timeline_width(self) -> int:
-        """Of the lanes, between their names and how busy they are."""
+        """The width of the lanes, between their names and how busy they are."""
         width = page_width()
         return TIMELINE if width is None else max(NARROWEST, min(TIMELINE, width - BESIDE_LANES))
 

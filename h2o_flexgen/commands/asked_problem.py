@@ -85,7 +85,7 @@ def asked_of(args: Namespace) -> Asked:
 
 
 def problem_of(args: Namespace, chosen: ChosenModel, machine: Machine) -> Problem:
-    """Of the plan command."""
+    """The problem that the plan command is asked to solve."""
     return asked_of(args).problem(
         machine,
         model=Shapes.of(chosen, args.dtype, machine.has_accelerator),

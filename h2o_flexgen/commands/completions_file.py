@@ -101,7 +101,7 @@ def record(completion: Completion) -> dict[str, object]:
 
 
 def _steps(steps: Sequence[StepLogprobs]) -> list[dict[str, object]]:
-    """Of every token its own, and those of the likeliest in its place."""
+    """The log-probability of every token, beside those of the likeliest tokens in its place."""
     return [{**_one(step.chosen), "top": [_one(token) for token in step.top]} for step in steps]
 
 

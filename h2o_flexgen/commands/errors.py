@@ -29,7 +29,7 @@ ENDING = {name: word for name, word in (("SIGTERM", "terminated"), ("SIGHUP", "h
 
 
 class Ended(KeyboardInterrupt):
-    """By a signal. It goes the same way as Ctrl-C, so that no file stays behind."""
+    """A signal has ended the command. It is handled as Ctrl-C is, so that no file stays behind."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

@@ -23,8 +23,8 @@ class EvaluationWatch:
         self._progress.update("tokens", self._done)
 
     def stage(self, stage: Stage, done_bytes: int, total_bytes: int) -> None:
-        """Of a model that is opened: what takes long has bytes; beside it what is measured is of more interest. That a copy was
-        damaged is a line that stays."""
+        """Shows the stages of opening a model that take long, which are those with bytes. A damaged copy
+        leaves a line. During all others the progress of the evaluation is shown."""
         if total_bytes or stage is Stage.MENDING:
             self._opening.stage(stage, done_bytes, total_bytes)
         else:

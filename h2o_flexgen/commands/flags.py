@@ -172,7 +172,7 @@ def _add_codec(group: argparse._ArgumentGroup, flag: str, option: str, text: str
 
 
 def add_sizes(group: argparse._ArgumentGroup, found: str = "") -> None:
-    """Of a block, and the order of its work. `found`: where sizes that nobody gives are found, if anywhere."""
+    """Adds the sizes of a block and the order of its work. `found` says where sizes that are not given are found."""
     add, otherwise = group.add_argument, f"; found {found}" if found else ""
     for flag, metavar, most, usual, text in (
         ("--gpu-batch-size", "ROWS", MOST_PROMPTS, Plan.gpu_batch_size, "sequences computed at once"),

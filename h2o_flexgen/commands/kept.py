@@ -46,7 +46,7 @@ class Kept:
 
     @property
     def share(self) -> float:
-        """Of all tokens, those that are held at the end."""
+        """The share of all tokens that is held at the end."""
         return sum(self._held) / sum(self._totals)
 
     @property

@@ -30,7 +30,7 @@ PARAGRAPH = (
 
 
 def check_room(num: int, prompt_len: int, room: int | None) -> None:
-    """Before they are made: so many of such a length have to lie in memory."""
+    """Refuses prompts that would not fit into memory, before they are made."""
     if room is not None and num * prompt_len * TOKEN_BYTES > room:
         takes = f"take {format_bytes(num * prompt_len * TOKEN_BYTES)} of memory"
         raise ValueError(

@@ -51,7 +51,7 @@ def _broken(line: str, width: int) -> Iterator[str]:
 
 
 def _pieces(text: str, width: int, indent: str = "") -> list[str]:
-    """Of a long word, which has to stay whole, more than the width."""
+    """The lines of a text. A word that is longer than the width stays whole."""
     fixed = AMOUNT.sub(FIXED, text)
     pieces = textwrap.wrap(
         fixed, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False

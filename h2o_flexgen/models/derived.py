@@ -199,7 +199,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class _Check:
-    """Of the bytes of a tensor."""
+    """Compares the bytes of a tensor with its checksums."""
 
     copy: Copy
     tensor: StoredTensor

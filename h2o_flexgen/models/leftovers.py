@@ -53,7 +53,7 @@ def writer() -> str:
 
 
 def may_be_removed(place: Path) -> bool:
-    """As far as its name says: whether a lock of whoever wrote it could be seen from here."""
+    """Whether, judged by its name, a lock of whoever wrote it could be seen from here."""
     name = place.name.removeprefix(WEIGHTS_PREFIX).rpartition(PARTIAL)[2]
     host, _, rest = name.rpartition(BEFORE_PID)
     return (rest != "" and host == _host()) or is_on_disk_of_one_host(place.parent)

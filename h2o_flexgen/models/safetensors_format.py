@@ -71,7 +71,7 @@ def read_header(path: Path) -> tuple[StoredTensor, ...]:
 
 
 def header_of(path: Path) -> tuple[StoredTensor, ...]:
-    """As `read_header`, for who knows better what an OSError means."""
+    """Does what `read_header` does, for callers that know better what an OSError means."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header, data_start = _parse_header(path, file, size)

@@ -26,7 +26,7 @@ class Rule(NamedTuple):
 
 
 def whole(least: int, most: float = math.inf) -> Read[int]:
-    """Also a number of numpy's, but neither 2.0 nor True."""
+    """Reads a whole number, also one of numpy, but neither 2.0 nor True."""
 
     def read(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
@@ -63,7 +63,7 @@ def text(value: object) -> str:
 
 
 def several(read: Read[T]) -> Read[tuple[T, ...]]:
-    """Of a list, a tuple, a set or an array."""
+    """Reads every item of a list, a tuple, a set or an array."""
 
     def read_all(values: object) -> tuple[T, ...]:
         found = values.tolist() if hasattr(values, "tolist") else values

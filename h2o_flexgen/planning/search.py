@@ -168,7 +168,7 @@ def _refuse_what_nothing_reaches(problem: Problem) -> None:
 
 
 def _soonest_seconds(problem: Problem, base: Plan) -> float:
-    """Of a block of one row that moves nothing, whether that fits or not: hardly anything can be over sooner."""
+    """The seconds of a block of one row that moves nothing, whether it fits or not: hardly any block can end sooner."""
     plan = replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ALL_DEVICE, kv=ALL_DEVICE, hidden=ALL_DEVICE)
     plan = plan if problem.accelerator else plan.folded()
     blocks = plan_blocks(problem.model(plan), plan, problem.first_block(plan), problem.accelerator)

@@ -21,7 +21,7 @@ MOST_TOKENS = 10_000_000  # of a text, prompt or generation: the longest context
 
 
 def check_num_prompts(num: int) -> None:
-    """Before a list of so many is made."""
+    """Refuses a number of prompts that is too large, before a list of so many is made."""
     if num > MOST_PROMPTS:
         raise ValueError(f"{shown(num)} prompts are more than one run takes; give {MOST_PROMPTS} at most, or run them in parts")
 

@@ -104,7 +104,7 @@ def _opening(system: str) -> str:
 
 
 def _known_roles(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """Of a style that writes all roles itself."""
+    """The role and text of each message, for a style that writes all roles itself."""
     for message in messages:
         if message["role"] not in (SYSTEM, USER, ASSISTANT):
             raise ValueError(f"role {shown(message['role'])} needs a chat template; known are {SYSTEM}, {USER}, {ASSISTANT}")

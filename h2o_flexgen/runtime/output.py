@@ -13,7 +13,7 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True)
 class StepLogprobs:
-    """Of one token: its own log-probability and the most likely tokens of that step (it may be among them)."""
+    """The log-probability of one token, and the most likely tokens of that step (it may be among them)."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
@@ -33,7 +33,7 @@ class Output:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Of all its tokens together; None unless logprobs were asked for."""
+        """The log-probability of all its tokens together; None unless logprobs were asked for."""
         return None if self.logprobs is None else sum(step.chosen.logprob for step in self.logprobs)
 
 

@@ -26,7 +26,7 @@ def kth_largest(values: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def ranked(values: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """At least the values not below their row's floor and their places: largest first, equal ones by place."""
+    """The values that are not below their row's floor, at least, and their places: largest first, equal ones by place."""
     width = int((values >= floor).sum(dim=-1).max())
     places = values.topk(width, dim=-1).indices.sort(dim=-1).values  # topk leaves the order of equal values open
     top, order = values.gather(-1, places).sort(dim=-1, descending=True, stable=True)

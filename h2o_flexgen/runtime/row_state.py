@@ -147,7 +147,7 @@ class RowState:
         )
 
     def completion(self, others: Sequence[RowState] = ()) -> Completion:
-        """Of a prompt's first row, with the others of that prompt."""
+        """The completion of a prompt, from its first row and the others."""
         own = self.output()
         return Completion(
             index=self.index,

@@ -20,7 +20,7 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in so man
 
 
 def set_threads(asked: int | None) -> None:
-    """Of this process. None leaves them as they are."""
+    """Sets the number of computing threads of this process. None leaves it as it is."""
     if asked is None:
         return
     most = cores()

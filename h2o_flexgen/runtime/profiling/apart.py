@@ -48,7 +48,7 @@ def profile_apart(
     on_subject: OnSubject | None = None,
     partial: Path | None = None,
 ) -> Machine:
-    """As `profile`, elsewhere. However this ends, that process ends too."""
+    """Does what `profile` does, in another process. However this ends, that process ends too."""
     asked = {
         "path": sys.path,
         "device": str(device.torch_device),

@@ -28,7 +28,7 @@ class Others:
 
 
 def _busy_seconds() -> float:
-    """Of the cores that this process may use."""
+    """The seconds for which the cores that this process may use have been busy."""
     times = psutil.cpu_times(percpu=True)
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(len(times)))
     own = own if max(own) < len(times) else set(range(len(times)))  # a container that shows other cores than it has
@@ -36,6 +36,6 @@ def _busy_seconds() -> float:
 
 
 def _own_seconds() -> float:
-    """Of this process, and of those that it has started and that have ended."""
+    """The processor seconds of this process, and of its children that have ended."""
     times = psutil.Process().cpu_times()
     return float(times.user + times.system + times.children_user + times.children_system)
