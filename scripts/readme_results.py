@@ -1,10 +1,10 @@
-"""Writes the results in README.md, and the picture of a timeline, from benchmarks/results/*.json, between comments that mark
-their places.
+"""Writes the results in docs/results.md, and a table and the picture of a timeline in README.md, from the JSON files in
+benchmarks/results, between comments that mark their places.
 
-    python scripts/readme_results.py            # rewrites README.md
-    python scripts/readme_results.py --check    # says whether README.md is what the files say; exit status 1 if it is not
+    python scripts/readme_results.py            # rewrites the documents
+    python scripts/readme_results.py --check    # says whether they are what the files say; exit status 1 if they are not
 
-No figure comes into the README by hand. A file is one table and must say where its figures are from (machine, command,
+No figure comes into them by hand. A file is one table and must say where its figures are from (machine, command,
 ceiling), or it is refused. What `benchmarks/overlap.py --output FILE` writes is taken as it is; any other file has this form:
 
     {
@@ -28,11 +28,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, TIMELINE = "results", "timeline"
+RESULTS, TIMELINE, HEADLINE = "results", "timeline", "headline"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md")
+COMPARISON = "compare"  # the first file of this kind is the headline, with these of its columns
+HEADLINE_COLUMNS = ("system", "computes", "rows", "tokens/s", "peak RSS GB", "times slower", "of ceiling")
 ELSEWHERE = ("published-t4",)  # nothing of it was run: docs/cost-model.md has it
 Content = Mapping[str, object]
 
@@ -59,25 +62,29 @@ class Result:
     higher_is_better: bool = False
     notes: str = ""
     timeline: str = ""
+    kind: str = ""  # the benchmark that measured it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Writes the results in README.md from benchmarks/results/*.json.")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser = argparse.ArgumentParser(description="Writes the results in the documents from benchmarks/results/*.json.")
+    parser.add_argument("--documents", type=Path, nargs="+", default=DOCUMENTS, help="each part has its place in one of them")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the README is not up to date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a document is not up to date")
     options = parser.parse_args(arguments)
     try:
-        old = options.readme.read_text(encoding="utf-8")
+        old = {document: document.read_text(encoding="utf-8") for document in options.documents}
         files = [file for file in sorted(options.results.glob("*.json")) if file.stem not in ELSEWHERE]
-        new = rewritten(old, [read_result(file) for file in files])
+        new = rewritten(old, parts_of([read_result(file) for file in files]))
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
+    behind = [document for document in old if new[document] != old[document]]
     if options.check:
-        print("up to date" if new == old else f"{options.readme} is not what the results say; run scripts/readme_results.py")
-        return int(new != old)
-    write_whole(options.readme, new)
+        names = " and ".join(map(str, behind))
+        print(f"{names}: not what the results say; run scripts/readme_results.py" if behind else "up to date")
+        return int(bool(behind))
+    for document in behind:
+        write_whole(document, new[document])
     return 0
 
 
@@ -107,7 +114,7 @@ class File:
     def text(self, key: str) -> str:
         value = self.content.get(key)
         if not isinstance(value, str) or not value.strip():
-            raise ValueError(f"{self.path} has no {key}; a figure without it does not go into the README")
+            raise ValueError(f"{self.path} has no {key}; a figure without it does not go into a document")
         return value.strip().rstrip(".")
 
     def machine(self) -> str:
@@ -210,6 +217,7 @@ def _table_of_its_own(file: File) -> Result:
         unit=file.text("unit"),
         cells=tuple(tuple(map(str, row)) for row in [head, *cells]),
         notes=str(file.content.get("notes", "")),
+        kind=file.text("benchmark"),
     )
 
 
@@ -223,13 +231,31 @@ READERS: Mapping[str, Callable[[File], Result]] = {
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def rewritten(readme: str, results: Sequence[Result]) -> str:
-    tables = "\n".join(map(_table, results)) if results else "Nothing has been measured yet.\n"
-    readme = replace_part(readme, RESULTS, tables)
-    drawn = next((result for result in results if result.timeline), None)
-    if drawn is None:
-        return readme
-    return replace_part(readme, TIMELINE, f"```\n{drawn.timeline}\n```\n\n{drawn.title}; `{drawn.command}`.\n")
+def parts_of(results: Sequence[Result]) -> dict[str, str]:
+    """The text of each part that there is something for."""
+    parts = {RESULTS: "\n".join(map(_table, results)) if results else "Nothing has been measured yet.\n"}
+    if (drawn := next((result for result in results if result.timeline), None)) is not None:
+        parts[TIMELINE] = f"```\n{drawn.timeline}\n```\n\n{drawn.title}; `{drawn.command}`.\n"
+    if (first := next((result for result in results if result.kind == COMPARISON), None)) is not None:
+        parts[HEADLINE] = _table(_headline(first))
+    return parts
+
+
+def _headline(result: Result) -> Result:
+    places = [place for place, name in enumerate(result.cells[0]) if name in HEADLINE_COLUMNS]
+    cells = tuple(tuple(row[place] for place in places) for row in result.cells)
+    return replace(result, cells=cells, notes="What the stars mean, and who was killed, stands with the whole table.")
+
+
+def rewritten(documents: Mapping[Path, str], parts: Mapping[str, str]) -> dict[Path, str]:
+    """Every document with the parts that have their places in it; each part has one."""
+    new = dict(documents)
+    for part, text in parts.items():
+        document = next((one for one, old in documents.items() if marks(part)[0] in old), None)
+        if document is None:
+            raise ValueError(f"no document has a place for the {part}; one needs the lines {' and '.join(marks(part))}")
+        new[document] = replace_part(new[document], part, text)
+    return new
 
 
 def _table(result: Result) -> str:
@@ -268,12 +294,12 @@ def marks(part: str) -> tuple[str, str]:
     return f"<!-- {part}: written by scripts/readme_results.py -->", f"<!-- {part}: end -->"
 
 
-def replace_part(readme: str, part: str, text: str) -> str:
+def replace_part(document: str, part: str, text: str) -> str:
     start, end = marks(part)
-    before, found_start, rest = readme.partition(start)
+    before, _, rest = document.partition(start)
     _, found_end, after = rest.partition(end)
-    if not found_start or not found_end:
-        raise ValueError(f"the README has no place for the {part}; it needs the lines {start!r} and {end!r}")
+    if not found_end:
+        raise ValueError(f"the place for the {part} has no end; it needs the line {end}")
     return f"{before}{start}\n\n{text}\n{end}{after}"
 
 

@@ -62,7 +62,7 @@ def run(readme: Path, *results: object, check: bool = False) -> int:
     folder.mkdir(exist_ok=True)
     for number, result in enumerate(results):
         (folder / f"{number}.json").write_text(json.dumps(result))
-    return SCRIPT.main(["--readme", str(readme), "--results", str(folder), *["--check"] * check])
+    return SCRIPT.main(["--documents", str(readme), "--results", str(folder), *["--check"] * check])
 
 
 def test_only_the_part_between_the_marks_is_rewritten(readme: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_row_without_name_measurement_or_ceiling_is_refused(readme: Path, row:
     assert run(readme, {**RESULT, "rows": [row]}) == 2
 
 
-def test_the_readme_of_the_project_is_what_its_results_say() -> None:
+def test_the_documents_of_the_project_are_what_their_results_say() -> None:
     assert SCRIPT.main(["--check"]) == 0
 
 
@@ -135,6 +135,24 @@ def test_what_the_overlap_benchmark_writes_is_a_table_and_a_picture(readme: Path
     assert "a processor, 2 cores, torch 2.13.0" in text and "4 x 16 rows" in text and "`--percent 0 0 0 100 0 100`" in text
     assert "zigzag 1.90 GB, row_by_row 2.00 GB; the budget is 2.00 GB" in text
     assert f"{SKETCH}\n\n```\n|W1.0--|\n```\n" in text and "old picture" not in text
+
+
+def test_each_part_has_its_place_in_one_of_several_documents(tmp_path: Path) -> None:
+    """Of the comparison the README has the columns that matter most, and the other document has all."""
+    readme, tables, results = tmp_path / "README.md", tmp_path / "results.md", tmp_path / "results"
+    readme.write_text("\n".join((*SCRIPT.marks("headline"), *SCRIPT.marks("timeline"))))
+    tables.write_text("\n".join(SCRIPT.marks("results")))
+    results.mkdir()
+    head, row = ["system", "version", "tokens/s", "of ceiling"], ["this *", "0.1.0", "159", "55%"]
+    origin = {**RESULT, "date": "2026-11-21", "commit": "abc"}
+    compared = {**origin, "benchmark": "compare", "columns": head, "cells": [row], "notes": "With a star: few steps."}
+    (results / "compare.json").write_text(json.dumps(compared))
+    (results / "overlap.json").write_text(json.dumps(OVERLAP))
+    arguments = ["--documents", str(readme), str(tables), "--results", str(results)]
+    assert SCRIPT.main(arguments) == 0 and SCRIPT.main([*arguments, "--check"]) == 0
+    assert "| this * | 159 | 55% |" in readme.read_text() and "few steps" not in readme.read_text()
+    assert "|W1.0--|" in readme.read_text() and "|W1.0--|" not in tables.read_text()
+    assert "| this * | 0.1.0 | 159 | 55% |" in tables.read_text() and "few steps" in tables.read_text()
 
 
 @pytest.mark.parametrize("key", ["machine", "command", "ceiling", "model", "workload", "schedules"])
