@@ -1,4 +1,4 @@
-"""Which model a command runs: a hub name, a local folder, FlexGen's --path folder with the model in it, random weights."""
+"""Chooses the model that a command runs: a hub name, a local folder, FlexGen's --path with the model in it, random weights."""
 
 from __future__ import annotations
 
