@@ -282,7 +282,7 @@ class AutoPlan:
             self._adopt_best(wish)
         except DoesNotFit:
             return False
-        return True
+        return wish.is_granted_by(llm.plan)
 
     def _wish(self, llm: LLM, need: Need) -> Wish:
         workload = need.workload

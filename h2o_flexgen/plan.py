@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from h2o_flexgen.commands.asked_problem import is_known, machine_known, machine_of, named_machine, problem_of
+from h2o_flexgen.commands.asked_problem import has_profile, machine_before_measuring, machine_of, named_machine, problem_of
 from h2o_flexgen.commands.choose_model import ChosenModel, choose_model
 from h2o_flexgen.commands.errors import exit_status
 from h2o_flexgen.commands.found_report import FoundReport
@@ -54,7 +54,7 @@ def _run(args: Namespace) -> None:
 
 
 def _set_threads(args: Namespace) -> None:
-    """Figures and working room are those of so many."""
+    """What is measured, and the memory that kernels need, depend on the number of threads."""
     from h2o_flexgen.runtime.threads import set_threads  # imports torch, which takes a while
 
     set_threads(args.threads)
@@ -62,8 +62,8 @@ def _set_threads(args: Namespace) -> None:
 
 def _refuse_before_profile(args: Namespace, chosen: ChosenModel) -> None:
     """Nobody waits for a profile only to hear that what he asks cannot be."""
-    if named_machine(args) is None and not is_known(args):
-        before = problem_of(args, chosen, machine_known(args))
+    if named_machine(args) is None and not has_profile(args):
+        before = problem_of(args, chosen, machine_before_measuring(args))
         if args.evaluate:
             refuse_what_does_not_fit(before.request(before.plan), before.budgets)
         else:

@@ -322,7 +322,7 @@ def test_threads_are_those_of_this_machine_and_count_from_the_beginning(
     before = torch.get_num_threads()
     seen: list[int] = []
     monkeypatch.setattr(plan, "problem_of", lambda *_: seen.append(torch.get_num_threads()) or pytest.fail("asked"))
-    monkeypatch.setattr(plan, "machine_known", lambda *_: MACHINE)
+    monkeypatch.setattr(plan, "machine_before_measuring", lambda *_: MACHINE)
     torch.set_num_threads(2)
     try:
         with pytest.raises(pytest.fail.Exception):
@@ -353,8 +353,8 @@ def test_what_no_machine_could_do_is_refused_before_one_is_measured(
 def test_memory_that_is_free_now_is_not_held_against_a_plan_for_a_profile_that_is_kept(
     opt: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "is_known", lambda args: True)
-    monkeypatch.setattr(plan, "machine_known", lambda args: pytest.fail("nobody waits for a profile"))
+    monkeypatch.setattr(plan, "has_profile", lambda args: True)
+    monkeypatch.setattr(plan, "machine_before_measuring", lambda args: pytest.fail("nobody waits for a profile"))
     monkeypatch.setattr(kept, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
     flags = ("--evaluate", "--percent", *("0", "100") * 3, "--prompt-len", "4", "--gen-len", "2", "--dtype", "float32")
     assert plan.main(["--model", str(opt), "--device", "cpu", *flags]) == 0, capfd.readouterr().err

@@ -646,7 +646,7 @@ def test_a_run_is_drawn_below_its_prediction(command: Any, opt: Path, tmp_path: 
         (("--temperature", -1), ("--temperature", "'-1'")),
         (("--cut-gen-len", 1), ("--cut-gen-len is 1",)),
         (("--gpu-mem", "many"), ("'many'", "16GB")),
-        (("--gpu-mem", "2GB"), ("gpu_mem '2GB' is for a GPU", "leave it out")),
+        (("--gpu-mem", "2GB"), ("--gpu-mem 2GB is for a GPU", "leave it out")),
         ((*SMALL, "--cut-gen-len", 6), ("--cut-gen-len 6 cuts nothing: --gen-len has 5",)),
         (("--device", "abacus"), ("'abacus'", "cpu")),
         (("--trace", "/no/such/folder/trace.json"), ("--trace", "/no/such/folder")),

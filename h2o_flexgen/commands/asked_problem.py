@@ -6,6 +6,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from h2o_flexgen.commands.choose_model import ChosenModel
 from h2o_flexgen.commands.shapes import Shapes
@@ -21,6 +22,9 @@ from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.quant.codec import PACKED
 from h2o_flexgen.runtime.progress import Progress
 
+if TYPE_CHECKING:
+    from h2o_flexgen.memory.device import Device
+
 BITS = 4
 PROCESS_STEP = 64 << 20  # what a process holds is a little different each time; plans should not be. And one for a tokenizer
 
@@ -29,29 +33,27 @@ def machine_of(args: Namespace, progress: Progress) -> Machine:
     """The one that is named; or this one, as its profile was kept, or measured now."""
     if (named := named_machine(args)) is not None:
         return named
-    from h2o_flexgen.llm import default_offload_folder  # imports torch, which takes a while
-    from h2o_flexgen.memory.device import open_device
-
-    folder = Path(args.offload_dir or default_offload_folder()).expanduser()
-    return this_machine(open_device(args.device), folder, args.dtype, progress)
+    return this_machine(*_here(args), args.dtype, progress)
 
 
-def is_known(args: Namespace) -> bool:
+def has_profile(args: Namespace) -> bool:
     """Whether this machine's profile is kept."""
-    from h2o_flexgen.llm import default_offload_folder  # imports torch, which takes a while
-    from h2o_flexgen.memory.device import open_device
-    from h2o_flexgen.runtime.profiling.kept import is_profiled
+    from h2o_flexgen.runtime.profiling.kept import is_profiled  # imports torch, which takes a while
 
-    folder = Path(args.offload_dir or default_offload_folder()).expanduser()
-    return is_profiled(open_device(args.device), folder, None if args.dtype == AUTO else args.dtype)
+    return is_profiled(*_here(args), None if args.dtype == AUTO else args.dtype)
 
 
-def machine_known(args: Namespace) -> Machine:
+def machine_before_measuring(args: Namespace) -> Machine:
     """This machine as far as it is known without measuring it."""
+    return machine_before_profile(*_here(args))
+
+
+def _here(args: Namespace) -> tuple[Device, Path]:
+    """What would be computed on, and the folder that would be offloaded to."""
     from h2o_flexgen.llm import default_offload_folder  # imports torch, which takes a while
     from h2o_flexgen.memory.device import open_device
 
-    return machine_before_profile(open_device(args.device), Path(args.offload_dir or default_offload_folder()).expanduser())
+    return open_device(args.device), Path(args.offload_dir or default_offload_folder()).expanduser()
 
 
 def named_machine(args: Namespace) -> Machine | None:

@@ -34,8 +34,9 @@ class CompletionsFile:
         self.file = Path(os.path.realpath(Path(file).expanduser()))
         self._count = 0
         self._stream: FileIO | None = None  # from the first text on: a process that is killed before leaves nothing
+        given = Path(file).expanduser()
         try:
-            if self.file.exists() and not self.file.is_file():
+            if given.exists() and not given.is_file():
                 raise ValueError(f"{FLAG} {file} is a device or a pipe, whose place no file takes; give a plain file")
             self._open_partial().close()
             self.partial.unlink()
@@ -43,7 +44,7 @@ class CompletionsFile:
             raise ValueError(f"{FLAG} {file} cannot be written ({error.strerror}); give another file") from error
         first = self._partial(0)
         if self.partial != first:
-            print(f"{first}, which an earlier run kept, is left as it is", file=sys.stderr)
+            print(f"{first} is there already, from another run, and is left as it is", file=sys.stderr)
 
     def _partial(self, number: int) -> Path:
         return self.file.with_name(f"{self.file.name}.partial{f'.{number}' if number else ''}")

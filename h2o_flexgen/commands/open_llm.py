@@ -26,7 +26,10 @@ def open_llm(args: Namespace, chosen: ChosenModel) -> LLM:
 def make_llm(args: Namespace, chosen: ChosenModel, plan: Plan, on_stage: OnStage) -> LLM:
     """Under a plan that may be another one than that of the flags."""
     from h2o_flexgen.llm import LLM  # imports torch, which takes a while
+    from h2o_flexgen.memory.device import open_device
 
+    if args.gpu_mem is not None and not open_device(args.device).accelerator:
+        raise ValueError(f"--gpu-mem {args.gpu_mem} is for a GPU, and this run computes on the CPU; leave it out")
     return LLM(
         chosen.source,
         tokenizer=args.tokenizer,

@@ -39,7 +39,7 @@ class KVOptions:
     def __post_init__(self) -> None:
         for rule, names in RULES.items():
             for name in names:
-                rule.value(name, getattr(self, name))
+                object.__setattr__(self, name, rule.value(name, getattr(self, name)))  # a number of numpy becomes Python's
         if self.positions is not None and self.positions not in POSITIONS:
             raise ValueError(f"positions {shown(self.positions)} is unknown; known: {', '.join(POSITIONS)}")
         self._refuse_two_budgets()

@@ -26,7 +26,7 @@ from h2o_flexgen.planning.hints import reason
 COPIES = ("converted", "packed")  # the kinds of folders
 TAIL_BYTES = 1 << 16
 MANIFEST = "copy.json"
-FORMAT = 1  # counted up when manifests say something else: copies of an older one are made again
+FORMAT = 2  # counted up when manifests say something else: copies of an older one are made again
 WEIGHTS = ".safetensors"
 
 
@@ -175,12 +175,12 @@ class Copy:
                 self._refuse_without_sources()
                 aside = _room_beside(self.path)
                 os.rename(self.path, aside)
-                shutil.rmtree(aside)
-                return True
         except OSError as error:
             if is_lost(error) and not self.is_still_there:
                 return False
             raise ValueError(f"{self.path} is damaged and cannot be removed: {reason(error)}; remove it") from error
+        shutil.rmtree(aside, ignore_errors=True)  # a disk that fails in this too leaves it to later runs, by its name
+        return True
 
     @property
     def is_still_there(self) -> bool:

@@ -60,7 +60,8 @@ def _digest(stretch: memoryview) -> bytes:
 
 
 def _page_sums(pages: Buffer) -> numpy.ndarray:
-    """Two for each page: of whole words, where what exceeds 64 bits is lost, and of their upper halves, where nothing is."""
+    """Two sums for each page: of whole words, where what exceeds 64 bits is lost, and of their upper halves, where nothing is.
+    The sum of the lower halves follows from both, so that no bit of either half can hide."""
     words = numpy.frombuffer(pages, dtype="<u8").reshape(-1, WORDS)
     halves = (words, words >> numpy.uint64(HALF_BITS))
     return numpy.stack([numpy.einsum("ij,j->i", half, page_weights()) for half in halves], axis=1)

@@ -43,7 +43,7 @@ class Shares:
 
 ALL_DEVICE = Shares(1.0, 0.0)
 COUNT = Rule(whole(1), "a whole number, 1 or more")
-SHARE = Rule(number(0, 100), "a number from 0 to 100")
+PERCENT = Rule(number(0, 100), "a number from 0 to 100")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens", "slots"):
-            COUNT.value(name, getattr(self, name))
+            object.__setattr__(self, name, COUNT.value(name, getattr(self, name)))  # a number of numpy becomes Python's
         if self.num_gpu_batches > MOST_BATCHES:
             raise ValueError(f"num_gpu_batches is {shown(self.num_gpu_batches)}; the most is {MOST_BATCHES}")
         check_num_prompts(self.block_size)
@@ -110,7 +110,7 @@ class Plan:
         shares = []
         for name, gpu, cpu in zip(("weights", "KV", "activations"), percent[0::2], percent[1::2], strict=True):
             for share in (gpu, cpu):
-                SHARE.value(f"percent for {name}", share)
+                PERCENT.value(f"percent for {name}", share)
             if gpu + cpu > 100:
                 raise ValueError(f"percent for {name} is {gpu:g} (GPU) and {cpu:g} (CPU): together they may not exceed 100")
             shares.append(Shares(gpu / 100, cpu / 100))

@@ -39,8 +39,9 @@ PRODUCT_BITS = 6  # a search for one text in another is charged the product of t
 MOST_DIGITS = 20  # of a width in a format: with these all is said
 BITS = 1 << 12  # of a whole number
 SHORT = 128  # characters of a form of dates
-GOES_ON = "THE_MESSAGE_GOES_ON_HERE"
 SHORT_JSON = 16  # of what stands between two items of JSON
+GOES_ON = "THE_MESSAGE_GOES_ON_HERE"  # stands behind an unfinished message, to find where its text ends
+SCOPES = ("_loop_vars", "_block_vars")  # what Jinja hands on with a call beside its arguments: variables that are set there
 
 
 def _names(text: str) -> frozenset[str]:
@@ -59,12 +60,12 @@ METHODS: Mapping[type, frozenset[str]] = {
 }
 FILTERS = _names(
     "abs capitalize count d default dictsort e escape first float format indent int items join last length list lower map max "
-    "min reject rejectattr replace reverse safe select selectattr sort string sum title tojson trim unique upper"
+    "min reject rejectattr replace reverse round safe select selectattr sort string sum title tojson trim unique upper"
 )
-AT_ONCE = _names(  # filters and tests that take the same time whatever they are given
-    "count d default first last length "
-    "boolean callable defined false float integer iterable mapping none number sameas sequence string true undefined"
-) - {"float", "string"}
+AT_ONCE = _names(  # filters and tests that take the same time whatever they are given; filters called float and string do not
+    "count d default first last length boolean callable defined false integer iterable mapping none number sameas sequence "
+    "true undefined"
+)
 Node = TypeVar("Node", bound=nodes.Node)
 
 
@@ -222,7 +223,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension], optimized=False)
         self.work, self.counted, self.charge, self.weighed = work, work.counted, work.charge, work.weighed
         self.own = (self.counted, self.charge, self.weighed, self.joined)
-        named: dict[str, Any] = {**self.filters, "tojson": _to_json, "sum": _sum}
+        named: dict[str, Any] = {**self.filters, "tojson": _to_json, "sum": _sum, "round": _round}
         self.filters = {name: self._bounded(name, named[name]) for name in FILTERS}
         tests: dict[str, Any] = self.tests
         self.tests = {name: self._bounded(name, one) for name, one in tests.items()}
@@ -252,7 +253,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         if obj in self.own:
             return obj(*args)
-        given = [*args, *kwargs.values()]
+        given = [*args, *(value for name, value in kwargs.items() if name not in SCOPES)]
         if isinstance(obj, Macro):  # its body is charged for what it does with them
             self.work.spend(STEP + len(given))
             return self.work.weighed(super().call(context, obj, *args, **kwargs))
@@ -364,9 +365,18 @@ def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     return dict(*args, **kwargs)
 
 
-def _sum(numbers: Iterable[Any]) -> Any:
+def _sum(items: Iterable[Any], attribute: str | None = None, start: float = 0) -> Any:
     """Jinja's own also puts lists together, each time from the beginning."""
-    return sum(numbers)
+    if not isinstance(start, (int, float)):
+        raise TooMuchWork("it sums up what is no number")
+    return sum((item[attribute] if attribute is not None else item for item in items), start)
+
+
+def _round(value: float, precision: int = 0) -> float:
+    """Jinja's own makes a power of ten of any precision."""
+    if abs(precision) > MOST_DIGITS:
+        raise TooMuchWork(f"it rounds to {precision} digits")
+    return float(round(value, precision))
 
 
 def _to_json(

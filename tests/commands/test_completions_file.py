@@ -17,7 +17,7 @@ def test_what_an_earlier_run_kept_is_neither_written_over_nor_removed(
     kept.write_text("of an earlier run\n")
     with CompletionsFile(str(file)):
         pass  # refused, or ended, before the first text
-    assert capsys.readouterr().err == f"{kept}, which an earlier run kept, is left as it is\n"
+    assert capsys.readouterr().err == f"{kept} is there already, from another run, and is left as it is\n"
     with CompletionsFile(str(file)) as output:
         output.add(completion(0))
         output.finish([completion(0)])

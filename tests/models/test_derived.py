@@ -19,7 +19,7 @@ from h2o_flexgen.commands.stages import Opening
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import derived as derived_module
 from h2o_flexgen.models.checkpoint import open_checkpoint
-from h2o_flexgen.models.derived import MANIFEST, Copy, Damaged
+from h2o_flexgen.models.derived import FORMAT, MANIFEST, Copy, Damaged
 from h2o_flexgen.models.safetensors_format import StoredTensor, raw_header
 from h2o_flexgen.runtime.progress import Progress
 from h2o_flexgen.runtime.sampling_params import SamplingParams
@@ -140,7 +140,7 @@ HARMS: list[Callable[[Path], object]] = [
     lambda file: file.write_bytes(file.read_bytes()[:-1]),
     lambda file: (file.parent / MANIFEST).write_text("no json"),
     lambda file: (file.parent / MANIFEST).write_text("[" * 100_000),
-    lambda file: (file.parent / MANIFEST).write_text('{"format": 1, "files": {"a": 3}}'),
+    lambda file: (file.parent / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": {"a": 3}})),
     lambda file: (file.parent / MANIFEST).write_text("{}"),
 ]
 

@@ -25,3 +25,14 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
         assert pipe.is_fifo() and os.read(reader, 100) == b"text"
     finally:
         os.close(reader)
+
+
+def test_the_link_to_an_open_pipe_is_written_to(tmp_path: Path) -> None:
+    """As the system has them for /dev/stdout: what the link says is no path."""
+    reader, writer = os.pipe()
+    try:
+        write_text(f"/proc/self/fd/{writer}", "text")
+        assert os.read(reader, 100) == b"text"
+    finally:
+        os.close(reader)
+        os.close(writer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 
 from h2o_flexgen.planning.plan import Plan
@@ -126,3 +127,8 @@ def test_an_option_of_another_type_is_named(options: dict[str, object], message:
 def test_per_cent_are_numbers(share: object) -> None:
     with pytest.raises(ValueError, match=r"percent for weights is .*; allowed is a number from 0 to 100"):
         Plan().with_percent((share, 0, 0, 0, 0, 0))  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    plan = Plan.create(gpu_batch_size=numpy.int8(100), num_gpu_batches=numpy.int8(100), kv_policy="h2o", heavy=numpy.int64(3))
+    assert plan.block_size == 10_000 and type(plan.kv_options.heavy) is int
