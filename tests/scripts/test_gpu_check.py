@@ -149,14 +149,14 @@ def test_one_failure_does_not_stop_the_others(
     assert SCRIPT.main([str(tmp_path)]) == 0
 
 
-def test_its_summary_can_go_into_the_readme(tmp_path: Path) -> None:
+def test_its_summary_can_go_into_the_documents(tmp_path: Path) -> None:
     outcome = SCRIPT.Outcome(True, 21.0, "", SCRIPT.read_run(DOCUMENT))
     summary = SCRIPT.summary({"gpu": "a GPU", "torch": "2.13", "host_bytes": 128e9}, {"opt-6.7b": outcome})
     file = tmp_path / "gpu_check.json"
     file.write_text(json.dumps(summary))
     results = load_script("readme_results.py")
-    readme = "\n".join(results.marks("results"))
-    assert "| opt-6.7b, load lane | 20.0 | 15.0 | 75% |" in results.rewritten(readme, [results.read_result(file)])
+    parts = results.parts_of([results.read_result(file)])
+    assert "| opt-6.7b, load lane | 20.0 | 15.0 | 75% |" in parts["results"]
 
 
 # -- the machine -------------------------------------------------------------------------------------------------------
