@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 from h2o_flexgen.commands.flags import TRACEBACK
 from h2o_flexgen.planning.hints import shortened
 
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # whoever sets one of them has decided
+WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # whoever sets one of them has decided
+SPINS = 2000  # of a thread that waits for work, before it sleeps
 FAILED, INTERRUPTED = 2, 130
 BY_SIGNAL = 128  # the status of a process that a signal has ended is this more than its number
 _Handler: TypeAlias = Any  # what `signal` takes and returns
@@ -72,7 +73,7 @@ def _is_ending() -> bool:
 def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]) -> int:
     """The exit status of a command; 2 for wrong flags, as argparse has it."""
     _open_what_is_closed()
-    _let_threads_sleep()
+    _let_threads_sleep_soon()
     level = 0
     try:
         args = parse()
@@ -112,11 +113,13 @@ def _open_what_is_closed() -> None:
             setattr(sys, name, stream)
 
 
-def _let_threads_sleep() -> None:
-    """OpenMP's threads spin for work unless they are told to wait for it asleep: beside another busy process that was measured
-    half as fast or worse, and alone no faster. It is read when torch comes: where that is there already, nothing is changed."""
+def _let_threads_sleep_soon() -> None:
+    """OpenMP's threads spin long for work before they sleep. Where a process beside them wants the core, each then waits for the
+    other, and two threads are several times slower than one. Threads that sleep at once are slow where nobody else is there.
+    These spin a little (docs/log.md has the figures). It is read when torch comes: where that is there already, nothing is
+    changed."""
     if "torch" not in sys.modules and not any(name in os.environ for name in WAITING):
-        os.environ[WAITING[0]] = "passive"
+        os.environ[WAITING[0]] = str(SPINS)
 
 
 def _say(line: str) -> None:

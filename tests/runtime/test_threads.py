@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.commands.errors import SPINS
 from h2o_flexgen.runtime import threads
 from h2o_flexgen.runtime.threads import make_room_for_others, quota_cores, set_threads, threads_beside
 
@@ -82,11 +83,11 @@ def test_tokens_are_the_same_with_any_number_of_threads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [({}, "passive"), ({"GOMP_SPINCOUNT": "7"}, None), ({"OMP_WAIT_POLICY": "active"}, "active")]
+    ("given", "expected"), [({}, str(SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )
-def test_threads_of_a_command_wait_asleep_unless_somebody_says_otherwise(given: dict[str, str], expected: str | None) -> None:
+def test_threads_of_a_command_sleep_soon_unless_somebody_says_otherwise(given: dict[str, str], expected: str | None) -> None:
     """And before torch is there, which is when it is read."""
-    code = "import os, sys; from h2o_flexgen import run; run.main(['--prompt', '']); print(os.environ.get('OMP_WAIT_POLICY'))"
+    code = "import os, sys; from h2o_flexgen import run; run.main(['--prompt', '']); print(os.environ.get('GOMP_SPINCOUNT'))"
     free = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**free, **given})
     assert done.stdout.split() == [str(expected)], done.stderr
