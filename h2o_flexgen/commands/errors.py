@@ -114,10 +114,10 @@ def _open_what_is_closed() -> None:
 
 
 def _let_threads_sleep_soon() -> None:
-    """OpenMP's threads spin long for work before they sleep. Where a process beside them wants the core, each then waits for the
-    other, and two threads are several times slower than one. Threads that sleep at once are slow where nobody else is there.
-    These spin a little (docs/log.md has the figures). It is read when torch comes: where that is there already, nothing is
-    changed."""
+    """OpenMP's threads spin long for work before they sleep. Where a process beside them wants the core, each then waits for
+    the other, and two threads are several times slower than one. Threads that sleep at once are slow where nobody else is
+    there. So these spin a little (docs/log.md has the figures). OpenMP reads the variable when torch is imported: where that
+    has happened already, nothing is changed."""
     if "torch" not in sys.modules and not any(name in os.environ for name in WAITING):
         os.environ[WAITING[0]] = str(SPINS)
 
