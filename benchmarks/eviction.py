@@ -18,20 +18,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from h2o_flexgen.commands.made_up import made_up_prompts
+from h2o_flexgen.cli.made_up import made_up_prompts
+from h2o_flexgen.core.files import write_text
+from h2o_flexgen.core.fit import largest
+from h2o_flexgen.core.units import parse_bytes
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.llm import LLM, default_offload_folder
-from h2o_flexgen.planning.files import write_text
-from h2o_flexgen.planning.fit import largest
+from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import DoesNotFit
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.pricing import lane_bounds
-from h2o_flexgen.planning.units import parse_bytes
-from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, memory_read_rate
 from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.runtime.measure import Needs, describe_machine, measure, memory_read_rate
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.sampling.params import SamplingParams
 
 FULL = 1.0
 AIM = 3.0  # times the tokens per second, at 20 %
@@ -112,7 +112,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         stats = llm.stats
         assert stats is not None
         machine = before.at_best(calibrate(llm, args))
-        planned = PlannedBlock.of(llm.spec, llm.plan, stats.last_block.block, llm.device.accelerator)
+        planned = BlockPlan.of(llm.spec, llm.plan, stats.last_block.block, llm.device.accelerator)
         middle = max(1, args.gen_len // 2)
         bounds = lane_bounds(planned, middle, machine)
         bounds["memory"] = bytes_computed_with(planned, middle) / memory_read_rate()
@@ -135,7 +135,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         }
 
 
-def bytes_computed_with(planned: PlannedBlock, step: int) -> int:
+def bytes_computed_with(planned: BlockPlan, step: int) -> int:
     """That a step reads from memory at least: the weights once for each batch, and all that is held."""
     spec = planned.spec
     held = sum(slots.batch.size * slots.held(step) for slots in planned.slots)

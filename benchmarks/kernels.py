@@ -27,25 +27,25 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from h2o_flexgen.core.files import write_text
+from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
 from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
 from h2o_flexgen.kernels.group_product import group_product
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.notes import Notes
-from h2o_flexgen.kv.passes import Pass
+from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.disk import Files, Piece, memory_of, read_fully
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.models.base import block
-from h2o_flexgen.planning.files import write_text
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.workload import Batch
+from h2o_flexgen.profiling.measure import describe_machine
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.quant.grouped import Grouped
-from h2o_flexgen.runtime.measure import describe_machine
 
 GIB = 1 << 30
 READ, COPY, PRODUCTS, PLAIN_READING = "read", "copy", "products", "plain reading"
@@ -175,9 +175,9 @@ def prompts(model_name: str, rows: int, tokens: int) -> Subject:
     policy, batch = Plan.create(kv_policy="h2o", kv_budget=0.2).policy, Batch(tuple(range(rows)), (tokens,) * rows)
     slots = policy.slots(batch, tokens)
     shape = (rows, spec.kv_heads, slots.capacity)
-    notes = Notes.over(torch.zeros(rows * spec.kv_heads * slots.capacity * 8, dtype=torch.uint8), policy, shape)
+    notes = SlotScores.over(torch.zeros(rows * spec.kv_heads * slots.capacity * 8, dtype=torch.uint8), policy, shape)
     cache = KVCache(torch.zeros(2, *shape, spec.head_dim, dtype=torch.bfloat16), notes)
-    hidden, now = torch.randn(rows, tokens, spec.hidden).bfloat16(), Pass.of(slots, 0, slots.capacity, torch.device("cpu"))
+    hidden, now = torch.randn(rows, tokens, spec.hidden).bfloat16(), KVStep.of(slots, 0, slots.capacity, torch.device("cpu"))
     attention = 4 * rows * spec.heads * spec.head_dim * tokens * (tokens + 1) // 2
     return Subject(
         f"one layer of OPT-1.3B over {rows} prompts of {tokens}, h2o, bf16, GFLOP/s",

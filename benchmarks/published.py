@@ -17,14 +17,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from h2o_flexgen.core.files import write_text
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
-from h2o_flexgen.planning.files import write_text
+from h2o_flexgen.planning.block_plan import plan_blocks
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.plan import DEVICE, HOST, Plan
-from h2o_flexgen.planning.planned import plan_blocks
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction, predict
-from h2o_flexgen.planning.workload import Workload
 
 MACHINE = Path(__file__).resolve().parents[1] / "configs" / "machines" / "t4-gcp.yaml"
 TOLERANCE = 0.2  # of a published figure

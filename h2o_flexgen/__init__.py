@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from h2o_flexgen.conversation import ContextFull, Conversation, Reply
+    from h2o_flexgen.core.workload import Workload
+    from h2o_flexgen.engine.scoring import Scored
     from h2o_flexgen.llm import LLM, Stats
     from h2o_flexgen.planning.machine import Machine
     from h2o_flexgen.planning.plan import Plan, Shares
-    from h2o_flexgen.planning.workload import Workload
-    from h2o_flexgen.runtime.output import Completion, StepLogprobs, TokenLogprob
-    from h2o_flexgen.runtime.sampling_params import SamplingParams
-    from h2o_flexgen.runtime.scoring import Scored
+    from h2o_flexgen.sampling.output import Completion, StepLogprobs, TokenLogprob
+    from h2o_flexgen.sampling.params import SamplingParams
 
 _MODULES = {
     "LLM": "llm",
@@ -28,12 +28,12 @@ _MODULES = {
     "Machine": "planning.machine",
     "Plan": "planning.plan",
     "Shares": "planning.plan",
-    "Workload": "planning.workload",
-    "Completion": "runtime.output",
-    "StepLogprobs": "runtime.output",
-    "TokenLogprob": "runtime.output",
-    "SamplingParams": "runtime.sampling_params",
-    "Scored": "runtime.scoring",
+    "Workload": "core.workload",
+    "Completion": "sampling.output",
+    "StepLogprobs": "sampling.output",
+    "TokenLogprob": "sampling.output",
+    "SamplingParams": "sampling.params",
+    "Scored": "engine.scoring",
 }
 
 __all__ = [

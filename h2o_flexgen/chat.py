@@ -19,27 +19,27 @@ from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.commands.chat_arguments import parse
-from h2o_flexgen.commands.choose_model import choose_model
-from h2o_flexgen.commands.errors import exit_status, one_line
-from h2o_flexgen.commands.flags import sampling_of
-from h2o_flexgen.commands.open_llm import open_llm
-from h2o_flexgen.commands.page import printable
-from h2o_flexgen.commands.report import say
-from h2o_flexgen.commands.say_threads import say_threads
-from h2o_flexgen.commands.stages import Opening
-from h2o_flexgen.commands.turns import COMMANDS, HELP, PROMPT, QUIT, RESET, STATS, turns_of
-from h2o_flexgen.planning.hints import did_you_mean
-from h2o_flexgen.planning.units import format_bytes
-from h2o_flexgen.runtime.dialogue import Style, choose_style
-from h2o_flexgen.runtime.profiling.others import Others
-from h2o_flexgen.runtime.progress import Progress
+from h2o_flexgen.cli.chat_arguments import parse
+from h2o_flexgen.cli.choose_model import choose_model
+from h2o_flexgen.cli.errors import exit_status, one_line
+from h2o_flexgen.cli.flags import sampling_of
+from h2o_flexgen.cli.open_llm import open_llm
+from h2o_flexgen.cli.page import printable
+from h2o_flexgen.cli.report import say
+from h2o_flexgen.cli.say_threads import say_threads
+from h2o_flexgen.cli.stages import Opening
+from h2o_flexgen.cli.turns import COMMANDS, HELP, PROMPT, QUIT, RESET, STATS, turns_of
+from h2o_flexgen.core.hints import did_you_mean
+from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.profiling.others import Others
+from h2o_flexgen.text.dialogue import Style, choose_style
 
 if TYPE_CHECKING:
     from h2o_flexgen.conversation import Conversation, Reply
     from h2o_flexgen.llm import LLM
-    from h2o_flexgen.runtime.output import Completion
-    from h2o_flexgen.runtime.sampling_params import SamplingParams
+    from h2o_flexgen.sampling.output import Completion
+    from h2o_flexgen.sampling.params import SamplingParams
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from h2o_flexgen.kv.policy import KVPolicy
-from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.schedule import Task
-from h2o_flexgen.planning.vocabulary import check_tokens
-from h2o_flexgen.planning.workload import Batch, Block, Workload
-from h2o_flexgen.runtime.engine import BlockRun, Engine
-from h2o_flexgen.runtime.head import Picker
-from h2o_flexgen.runtime.output import Completion
-from h2o_flexgen.runtime.prompts import token_ids
-from h2o_flexgen.runtime.row_state import RowState
-from h2o_flexgen.runtime.sampling import Sampler
-from h2o_flexgen.runtime.sampling_params import SamplingParams, one_params
-from h2o_flexgen.runtime.tokenizer import Tokenizer
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.vocabulary import check_tokens
+from h2o_flexgen.core.workload import Batch, Block, Workload
+from h2o_flexgen.engine.engine import BlockRun, Engine
+from h2o_flexgen.engine.head import Picker
+from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.params import SamplingParams, one_params
+from h2o_flexgen.sampling.sampler import Sampler
+from h2o_flexgen.schedule.schedule import Task
+from h2o_flexgen.text.prompts import token_ids
+from h2o_flexgen.text.tokenizer import Tokenizer
 
 INTERRUPTED = "interrupted"
 OnText = Callable[[str], None]
@@ -225,7 +225,7 @@ class Conversation:
         head = len(self._spec.layers) - 1
         block = self.extent.block(self.seen, len(piece), 1)
         rows = [RowState(0, piece, row.params, self._tokenizer)]
-        self._engine.run(block, rows, Picker(self._sampler), until=_at(head), kv=self._kv)
+        self._engine.run(block, rows, Picker(self._sampler), stop_at=_at(head), kv=self._kv)
         self.seen += len(piece)
 
     def _generate(self, row: RowState, piece: Sequence[int], on_text: OnText | None, stop: Stop | None) -> BlockRun:

@@ -15,22 +15,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.commands.choose_model import ChosenModel, choose_model
-from h2o_flexgen.commands.errors import exit_status
-from h2o_flexgen.commands.evaluate_arguments import parse
-from h2o_flexgen.commands.evaluate_study import run_study
-from h2o_flexgen.commands.evaluation_report import Report, write_report
-from h2o_flexgen.commands.evaluation_watch import EvaluationWatch
-from h2o_flexgen.commands.open_llm import make_llm, open_llm
-from h2o_flexgen.commands.output_folder import open_output
-from h2o_flexgen.commands.report import say
+from h2o_flexgen.cli.choose_model import ChosenModel, choose_model
+from h2o_flexgen.cli.errors import exit_status
+from h2o_flexgen.cli.evaluate_arguments import parse
+from h2o_flexgen.cli.evaluate_study import run_study
+from h2o_flexgen.cli.evaluation_report import Report, write_report
+from h2o_flexgen.cli.evaluation_watch import EvaluationWatch
+from h2o_flexgen.cli.open_llm import make_llm, open_llm
+from h2o_flexgen.cli.output_folder import open_output
+from h2o_flexgen.cli.report import say
+from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.evaluation.cells import Cells
 from h2o_flexgen.evaluation.run import Evaluation
 from h2o_flexgen.evaluation.tasks.task import Asked, Task
 from h2o_flexgen.evaluation.tasks.tasks import TASKS
 from h2o_flexgen.evaluation.texts import Text
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from h2o_flexgen.llm import LLM
@@ -89,7 +89,7 @@ def _bound(
     """All that is known of the model without its weights."""
     with open_llm(args, chosen) as llm:
         from h2o_flexgen.evaluation.model_identity import model_identity  # imports torch, which is there by now
-        from h2o_flexgen.runtime.measure import describe_machine
+        from h2o_flexgen.profiling.measure import describe_machine
 
         bound = {name: task.bind(llm) for name, task in tasks.items()}
         evaluation = Evaluation(model_identity(llm), args.grid.settings, bound, args.plan, cells)

@@ -11,15 +11,16 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec
+from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.demo import demo_folder
+from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Request
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.model_spec import DTYPE_BYTES, ModelSpec
-from h2o_flexgen.planning.plan import DEVICE, HOST, Plan, Shares
+from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.positions import check_positions, check_rolling
 from h2o_flexgen.planning.search import MOST_ROWS, THROUGHPUT, Found, Problem, refuse_what_never_fits, search
-from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.runtime.progress import Progress
 
 if TYPE_CHECKING:
     from h2o_flexgen.llm import LLM
@@ -181,7 +182,7 @@ def _in_one_block(plan: Plan, rows: int, sizes: tuple[int, ...], batches: tuple[
 
 def this_machine(device: Device, offload_folder: Path, dtype: str, progress: Progress) -> Machine:
     """This machine as its profile was kept, or as it is measured now, which is shown. `dtype` is as it was asked for."""
-    from h2o_flexgen.runtime.profiling.kept import profiled  # imports torch
+    from h2o_flexgen.profiling.kept import profiled  # imports torch
 
     progress.stage("profiling this machine, once")
     return profiled(

@@ -23,6 +23,30 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
 
 from h2o_flexgen.conversation import Conversation, Extent
+from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.model_spec import ModelSpec, usual_dtype
+from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.core.units import parse_bytes
+from h2o_flexgen.core.vocabulary import check_tokens
+from h2o_flexgen.core.workload import Block, BlockSize, Workload
+from h2o_flexgen.engine.engine import BlockRun, Engine, OnVisit, Until
+from h2o_flexgen.engine.head import AtHead, Picker
+from h2o_flexgen.engine.many_positions import LOGITS_AT_ONCE, positions_at_once
+from h2o_flexgen.engine.prompts_done import OnCompletion, PromptsDone, UseTqdm, shown_progress
+from h2o_flexgen.engine.row_state import RowState, completions_of
+from h2o_flexgen.engine.rows import OnLogits, OnToken
+from h2o_flexgen.engine.scoring import (
+    PREFILL,
+    Scored,
+    Scorer,
+    decode_groups,
+    pairs_by_text,
+    scored_of,
+    way_of,
+)
+from h2o_flexgen.engine.shrink import OnShrink, Shrink, run_blocks
+from h2o_flexgen.engine.stage import OnStage, Stage
+from h2o_flexgen.engine.threads import set_threads
 from h2o_flexgen.finding import Asked, AutoPlan
 from h2o_flexgen.kernels.native import kernel_threads
 from h2o_flexgen.memory.device import open_device
@@ -38,40 +62,17 @@ from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.models.leftovers import remove_leftovers
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Footprint, Request, refuse_what_does_not_fit
-from h2o_flexgen.planning.hints import shown
-from h2o_flexgen.planning.model_spec import ModelSpec, usual_dtype
-from h2o_flexgen.planning.plan import HOST, Plan
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, check_rolling, most_tokens
-from h2o_flexgen.planning.units import parse_bytes
-from h2o_flexgen.planning.vocabulary import check_tokens
-from h2o_flexgen.planning.workload import Block, BlockSize, Workload
 from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.runtime.dialogue import choose_style
-from h2o_flexgen.runtime.elsewhere import ARGUMENTS, OPTIONS, refuse_unknown
-from h2o_flexgen.runtime.engine import BlockRun, Engine, OnVisit, Until
-from h2o_flexgen.runtime.head import AtHead, Picker
-from h2o_flexgen.runtime.many_positions import LOGITS_AT_ONCE, positions_at_once
-from h2o_flexgen.runtime.messages import read_chats
-from h2o_flexgen.runtime.output import Completion
-from h2o_flexgen.runtime.prompts import Prompt, Prompts, read_pair, read_prompts, token_ids
-from h2o_flexgen.runtime.prompts_done import OnCompletion, PromptsDone, UseTqdm, shown_progress
-from h2o_flexgen.runtime.row_state import RowState, completions_of
-from h2o_flexgen.runtime.rows import OnLogits, OnToken
-from h2o_flexgen.runtime.sampling import Sampler
-from h2o_flexgen.runtime.sampling_params import SamplingParams, one_params
-from h2o_flexgen.runtime.scoring import (
-    PREFILL,
-    Scored,
-    Scorer,
-    decode_groups,
-    pairs_by_text,
-    scored_of,
-    way_of,
-)
-from h2o_flexgen.runtime.shrink import OnShrink, Shrink, run_blocks
-from h2o_flexgen.runtime.stage import OnStage, Stage
-from h2o_flexgen.runtime.threads import set_threads
-from h2o_flexgen.runtime.tokenizer import AUTO, BYTES, HfTokenizer, Tokenizer, load_tokenizer
+from h2o_flexgen.sampling.elsewhere import ARGUMENTS, OPTIONS, refuse_unknown
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.params import SamplingParams, one_params
+from h2o_flexgen.sampling.sampler import Sampler
+from h2o_flexgen.text.dialogue import choose_style
+from h2o_flexgen.text.messages import read_chats
+from h2o_flexgen.text.prompts import Prompt, Prompts, read_pair, read_prompts, token_ids
+from h2o_flexgen.text.tokenizer import AUTO, BYTES, HfTokenizer, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -345,7 +346,7 @@ class LLM:
         on_visit: OnVisit | None = None,
         on_shrink: OnShrink | None = None,
         may_shrink: bool = True,
-        until: Until | None = None,
+        stop_at: Until | None = None,
         forced: Sequence[Sequence[int]] | None = None,
         on_logits: OnLogits | None = None,
         **unknown: object,
@@ -369,7 +370,7 @@ class LLM:
         ended = PromptsDone(rows, on_completion).block_ended
         with shown_progress(use_tqdm, rows, (on_token, on_stage or self._on_stage)) as (each_token, each_stage):
             picker = Picker(Sampler(seed), each_token, on_logits, positions)
-            self._run([rows], picker, each_stage, on_visit, on_shrink, may_shrink, until, positions, ended)
+            self._run([rows], picker, each_stage, on_visit, on_shrink, may_shrink, stop_at, positions, ended)
         return completions_of(rows)
 
     def chat(
@@ -436,7 +437,7 @@ class LLM:
         on_visit: OnVisit | None = None,
         on_shrink: OnShrink | None = None,
         may_shrink: bool = True,
-        until: Until | None = None,
+        stop_at: Until | None = None,
         scored_at_once: int = 0,
         on_ended: Listener | None = None,
     ) -> None:
@@ -451,7 +452,7 @@ class LLM:
         for workload, rows in zip(workloads, groups):
 
             def run(block: Block, may_run_out: bool, rows: Sequence[RowState] = rows) -> BlockRun:
-                return engine.run(block, rows, at_head, on_visit, until, may_run_out=may_run_out and may_shrink)
+                return engine.run(block, rows, at_head, on_visit, stop_at, may_run_out=may_run_out and may_shrink)
 
             engine.trim()
             for one in run_blocks(workload, size, rows, run, on_shrink or _warn):

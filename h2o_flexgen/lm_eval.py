@@ -12,8 +12,8 @@ import os
 import sys
 from argparse import Namespace
 
-from h2o_flexgen.commands.errors import exit_status
-from h2o_flexgen.commands.flags import TRACEBACK
+from h2o_flexgen.cli.errors import exit_status
+from h2o_flexgen.cli.flags import TRACEBACK
 
 NAME, CLASS = "h2o_flexgen", "h2o_flexgen.lm_eval_model:LmEvalModel"
 MISSING = "lm-evaluation-harness is not installed; it comes with the extra [eval]: pip install -e '.[eval]'"

@@ -14,19 +14,19 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from h2o_flexgen.commands.asked_problem import has_profile, machine_before_measuring, machine_of, named_machine, problem_of
-from h2o_flexgen.commands.choose_model import ChosenModel, choose_model
-from h2o_flexgen.commands.errors import exit_status
-from h2o_flexgen.commands.found_report import FoundReport
-from h2o_flexgen.commands.front_picture import draw_front
-from h2o_flexgen.commands.pictures import check_picture
-from h2o_flexgen.commands.plan_arguments import parse
-from h2o_flexgen.commands.report import say
-from h2o_flexgen.commands.timeline_picture import draw_timelines, two_steps
+from h2o_flexgen.cli.asked_problem import has_profile, machine_before_measuring, machine_of, named_machine, problem_of
+from h2o_flexgen.cli.choose_model import ChosenModel, choose_model
+from h2o_flexgen.cli.errors import exit_status
+from h2o_flexgen.cli.found_report import FoundReport
+from h2o_flexgen.cli.front_picture import draw_front
+from h2o_flexgen.cli.pictures import check_picture
+from h2o_flexgen.cli.plan_arguments import parse
+from h2o_flexgen.cli.report import say
+from h2o_flexgen.cli.timeline_picture import draw_timelines, two_steps
+from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.planning.footprint import refuse_what_does_not_fit
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.planning.search import Candidate, Found, Problem, refuse_what_never_fits, search
-from h2o_flexgen.runtime.progress import Progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def _run(args: Namespace) -> None:
 
 def _set_threads(args: Namespace) -> None:
     """What is measured, and the memory that kernels need, depend on the number of threads."""
-    from h2o_flexgen.runtime.threads import set_threads  # imports torch, which takes a while
+    from h2o_flexgen.engine.threads import set_threads  # imports torch, which takes a while
 
     set_threads(args.threads)
 

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from h2o_flexgen.commands.errors import exit_status
-from h2o_flexgen.commands.flags import TRACEBACK, Help, Parser, add_device, add_threads, add_verbose
-from h2o_flexgen.commands.machine_report import machine_lines
-from h2o_flexgen.commands.report import check_writable, say
+from h2o_flexgen.cli.errors import exit_status
+from h2o_flexgen.cli.flags import TRACEBACK, Help, Parser, add_device, add_threads, add_verbose
+from h2o_flexgen.cli.machine_report import machine_lines
+from h2o_flexgen.cli.report import check_writable, say
+from h2o_flexgen.core.model_spec import DTYPE_BYTES
+from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.planning.machines import SUFFIXES
-from h2o_flexgen.planning.model_spec import DTYPE_BYTES
-from h2o_flexgen.runtime.progress import Progress
 
 PROGRAM = "python -m h2o_flexgen.profile"
 DESCRIPTION = """\
@@ -61,13 +61,13 @@ def _parser() -> Parser:
 def _run(args: Namespace) -> None:
     file = _output_file(args.output)
     with Progress(0, "profile") as progress:
+        from h2o_flexgen.engine.threads import set_threads
         from h2o_flexgen.llm import default_offload_folder  # imports torch, which takes a while
         from h2o_flexgen.memory.device import open_device
-        from h2o_flexgen.runtime.profiling.kept import about, fingerprint_of, keep, note_partial, partial_file
-        from h2o_flexgen.runtime.profiling.machine import profile
-        from h2o_flexgen.runtime.profiling.others import Others
-        from h2o_flexgen.runtime.profiling.sizes import FULL, QUICK
-        from h2o_flexgen.runtime.threads import set_threads
+        from h2o_flexgen.profiling.kept import about, fingerprint_of, keep, note_partial, partial_file
+        from h2o_flexgen.profiling.machine import profile
+        from h2o_flexgen.profiling.others import Others
+        from h2o_flexgen.profiling.sizes import FULL, QUICK
 
         set_threads(args.threads)
         folder = Path(args.offload_dir or default_offload_folder()).expanduser()

@@ -20,42 +20,43 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.commands import projection, report
-from h2o_flexgen.commands.arguments import AUTO_LOG, BREAKDOWN, FEWER_BATCH, parse
-from h2o_flexgen.commands.asked_problem import asked_of, check_device, machine_of, named_machine
-from h2o_flexgen.commands.breakdown import breakdown_lines, breakdown_seconds
-from h2o_flexgen.commands.choose_model import ChosenModel, choose_model
-from h2o_flexgen.commands.completions_file import CompletionsFile
-from h2o_flexgen.commands.errors import exit_status
-from h2o_flexgen.commands.flags import AUTO, sampling_of
-from h2o_flexgen.commands.lanes import lane_reports
-from h2o_flexgen.commands.made_up import DEFAULT_TOKENS, check_room, made_up_prompts
-from h2o_flexgen.commands.open_llm import open_llm
-from h2o_flexgen.commands.page import NARROWEST, page_width
-from h2o_flexgen.commands.pictures import check_picture
-from h2o_flexgen.commands.plan_report import PlanReport
-from h2o_flexgen.commands.predicted import Predicted
-from h2o_flexgen.commands.projection import Timing
-from h2o_flexgen.commands.prompts import given_prompts
-from h2o_flexgen.commands.report import say
-from h2o_flexgen.commands.say_threads import say_threads
-from h2o_flexgen.commands.timeline_picture import draw_timelines, two_steps
-from h2o_flexgen.commands.watch import Watch, total_visits
+from h2o_flexgen.cli import projection, report
+from h2o_flexgen.cli.arguments import AUTO_LOG, BREAKDOWN, FEWER_BATCH, parse
+from h2o_flexgen.cli.asked_problem import asked_of, check_device, machine_of, named_machine
+from h2o_flexgen.cli.breakdown import breakdown_lines, breakdown_seconds
+from h2o_flexgen.cli.choose_model import ChosenModel, choose_model
+from h2o_flexgen.cli.completions_file import CompletionsFile
+from h2o_flexgen.cli.errors import exit_status
+from h2o_flexgen.cli.flags import AUTO, sampling_of
+from h2o_flexgen.cli.lanes import lane_reports
+from h2o_flexgen.cli.made_up import DEFAULT_TOKENS, check_room, made_up_prompts
+from h2o_flexgen.cli.open_llm import open_llm
+from h2o_flexgen.cli.page import NARROWEST, page_width
+from h2o_flexgen.cli.pictures import check_picture
+from h2o_flexgen.cli.plan_report import PlanReport
+from h2o_flexgen.cli.predicted import Predicted
+from h2o_flexgen.cli.projection import Timing
+from h2o_flexgen.cli.report import say
+from h2o_flexgen.cli.say_threads import say_threads
+from h2o_flexgen.cli.timeline_picture import draw_timelines, two_steps
+from h2o_flexgen.cli.watch import Watch, total_visits
+from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.core.workload import Block, Workload
+from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.finding import Wish
+from h2o_flexgen.planning.block_plan import BlockPlan, plan_blocks
 from h2o_flexgen.planning.cost import predicted_bytes
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import HOST, Plan
-from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import BlockPrediction, predict
-from h2o_flexgen.planning.schedule import Task
-from h2o_flexgen.planning.workload import Block, Workload
-from h2o_flexgen.runtime.profiling.others import Others
-from h2o_flexgen.runtime.progress import Progress
+from h2o_flexgen.profiling.others import Others
+from h2o_flexgen.schedule.schedule import Task
+from h2o_flexgen.text.prompt_file import given_prompts
 
 if TYPE_CHECKING:
     from h2o_flexgen.llm import LLM, Stats
-    from h2o_flexgen.runtime.output import Completion
-    from h2o_flexgen.runtime.sampling_params import SamplingParams
+    from h2o_flexgen.sampling.output import Completion
+    from h2o_flexgen.sampling.params import SamplingParams
 
 
 WITH_ROOM = "everything in the fastest memory, which has room to spare: nothing is searched, and no machine measured"
@@ -191,16 +192,16 @@ class Job:
         return self.workload.gen_len if cut is None else min(cut, self.workload.gen_len)
 
     @property
-    def until(self) -> Callable[[Task], bool] | None:
+    def stop_at(self) -> Callable[[Task], bool] | None:
         return projection.after_first_layers if self.args.debug_mode == FEWER_BATCH else None
 
-    def blocks(self, gen_len: int) -> tuple[PlannedBlock, ...]:
+    def blocks(self, gen_len: int) -> tuple[BlockPlan, ...]:
         workload = replace(self.workload, gen_len=gen_len)
         return tuple(plan_blocks(self.llm.spec, self.llm.plan, workload, self.llm.device.accelerator))
 
-    def _planned(self, blocks: Iterable[Block]) -> tuple[PlannedBlock, ...]:
+    def _planned(self, blocks: Iterable[Block]) -> tuple[BlockPlan, ...]:
         llm = self.llm
-        return tuple(PlannedBlock.of(llm.spec, llm.plan, block, llm.device.accelerator) for block in blocks)
+        return tuple(BlockPlan.of(llm.spec, llm.plan, block, llm.device.accelerator) for block in blocks)
 
     # -- before --------------------------------------------------------------------------------------------------------
 
@@ -230,7 +231,7 @@ class Job:
         """Of the steps that are run; of what ends inside of a step nothing can be said."""
         from h2o_flexgen.kernels.native import kernel_threads  # imports torch, which is there by now
 
-        if self.machine is None or self.until is not None:
+        if self.machine is None or self.stop_at is not None:
             return None
         threads = 0 if self.llm.device.accelerator else kernel_threads()
         prediction = predict(self.blocks(self.steps), self.machine, threads, self.llm.dummy_weights)
@@ -246,7 +247,7 @@ class Job:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def _listener(self, watch: Watch) -> Callable[[Task, int], None]:
-        if self.until is None:
+        if self.stop_at is None:
             return watch.visit
 
         def visit_when_done(task: Task, tokens: int) -> None:
@@ -257,7 +258,7 @@ class Job:
         return visit_when_done
 
     def run(self) -> None:
-        from h2o_flexgen.runtime.sampling import resolve_seed
+        from h2o_flexgen.sampling.sampler import resolve_seed
 
         blocks, seed = self.blocks(self.steps), resolve_seed(self.args.seed)
         params = self.params.up_to(self.steps)
@@ -271,7 +272,7 @@ class Job:
                 on_stage=watch.stage,
                 on_visit=self._listener(watch),
                 on_shrink=lambda shrink: watch.shrink(shrink.num_ended, self._planned(shrink.rest), str(shrink)),
-                until=self.until,
+                stop_at=self.stop_at,
             )
             seconds = watch.seconds
         stats = self.llm.stats
@@ -284,7 +285,7 @@ class Outcome:
     """What a run has left."""
 
     job: Job
-    blocks: tuple[PlannedBlock, ...]  # that were run to their end
+    blocks: tuple[BlockPlan, ...]  # that were run to their end
     stats: Stats
     completions: list[Completion]
     watch: Watch
@@ -325,7 +326,7 @@ class Outcome:
     def _draw_timeline(self, file: Path) -> None:
         assert self.job.machine is not None
         traces = {"measured": two_steps(self.stats.last_block.trace)}
-        if self.job.until is None:
+        if self.job.stop_at is None:
             last = BlockPrediction.of(self.blocks[-1], self.job.machine).trace
             traces = {"predicted": two_steps(last), **traces}
         draw_timelines(traces, file, f"{self.job.chosen.name}: decode steps")
@@ -333,7 +334,7 @@ class Outcome:
     @cached_property
     def timing(self) -> Timing:
         job, stats, gen_len = self.job, self.stats, self.job.workload.gen_len
-        if job.until is not None:
+        if job.stop_at is not None:
             layers = len(job.llm.spec.layers)
             return projection.from_first_layers(stats, self.watch.first_decode_ends, layers, gen_len)
         if job.steps < gen_len:
@@ -343,7 +344,7 @@ class Outcome:
     # -- lines ---------------------------------------------------------------------------------------------------------
 
     def _texts(self) -> Iterable[str]:
-        if self.job.args.verbose >= 1 and self.job.until is None:
+        if self.job.args.verbose >= 1 and self.job.stop_at is None:
             yield ""
             yield from report.completion_lines(
                 self.completions, everything=self.job.args.verbose >= 2, as_text=self.job.llm.tokenizer.reads_texts
@@ -378,12 +379,12 @@ class Outcome:
 
     def _json(self, machine: Machine | None) -> dict[str, object]:
         """`machine`: as it was measured behind the run."""
+        from h2o_flexgen.engine.threads import get_num_threads
         from h2o_flexgen.memory.host import peak_resident_bytes  # imports torch, which is there by now
-        from h2o_flexgen.runtime.measure import describe_machine
-        from h2o_flexgen.runtime.threads import get_num_threads
+        from h2o_flexgen.profiling.measure import describe_machine
 
         job, stats = self.job, self.stats
-        predicted = predicted_bytes(self.blocks, job.until)
+        predicted = predicted_bytes(self.blocks, job.stop_at)
         lanes = lane_reports(stats, predicted, self.watch.flops, self.seconds, machine, job.llm.spec.dtype)
         steps = stats.step_seconds
         return {
@@ -412,7 +413,7 @@ class Outcome:
 
     def _rates_of_machine(self) -> Machine | None:
         """Measured behind the run, in memory that the run has given back. A run that is done is told of even if this fails."""
-        from h2o_flexgen.runtime.measure import Needs, measure, room_to_measure
+        from h2o_flexgen.profiling.measure import Needs, measure, room_to_measure
 
         llm = self.job.llm
         files = llm.weight_files

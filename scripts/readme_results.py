@@ -118,7 +118,7 @@ class File:
         return value.strip().rstrip(".")
 
     def machine(self) -> str:
-        """In words, or as h2o_flexgen.runtime.measure describes it."""
+        """In words, or as h2o_flexgen.profiling.measure describes it."""
         value = self.content.get("machine")
         if not isinstance(value, dict) or not {"cpu", "cores", "torch", "device"} <= value.keys():
             return self.text("machine")

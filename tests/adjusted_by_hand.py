@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.sampling.params import SamplingParams
 
 
 def adjusted_by_hand(

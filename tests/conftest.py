@@ -10,7 +10,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:  # tests that need no engine pay for none
-    from h2o_flexgen.runtime.tokenizer import Tokenizer
+    from h2o_flexgen.text.tokenizer import Tokenizer
     from tests.contract import Checkpoints
 
 
@@ -25,7 +25,7 @@ def pytest_configure() -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Of `pytest -n auto`: each process takes a gigabyte or two."""
-    from h2o_flexgen.runtime.cores import cores
+    from h2o_flexgen.core.cores import cores
 
     return min(4, cores())
 

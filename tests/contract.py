@@ -16,17 +16,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from h2o_flexgen.kv.policy import KVPolicy
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Model, Weights
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.quant.matrix import PackedMatrix, Room
-from h2o_flexgen.runtime.output import Completion
-from h2o_flexgen.runtime.sampling import Sampler
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.quant.matrix import DecodeBuffer, PackedMatrix
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.sampler import Sampler
 from tests import tiny
 from tests.reference import weights_by_layer
 from tests.resident import resident_generate
@@ -169,7 +169,7 @@ class Checkpoints:
                 for name, tensor in layer.tensors:
                     if tensor.codec != PLAIN and not (layer.kind == "embed" and name == layer.table):
                         data = encoded[tensor.name].view(tensor.shape[0], -1).to(device)
-                        own[name] = PackedMatrix(data, CODECS[codec], Room(torch.empty_like(own[name])))
+                        own[name] = PackedMatrix(data, CODECS[codec], DecodeBuffer(torch.empty_like(own[name])))
         return model, weights
 
     def resident_logits(self, case: Case, rows: Sequence[int]) -> list[Tensor]:

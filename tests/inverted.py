@@ -13,9 +13,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.checkpoint import StoredTensor, open_checkpoint
-from h2o_flexgen.planning.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from tests.contract import Case, Checkpoints
 

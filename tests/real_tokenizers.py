@@ -7,8 +7,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from h2o_flexgen.runtime import tokenizer
-from h2o_flexgen.runtime.tokenizer import ByteTokenizer, HfTokenizer
+from h2o_flexgen.text import tokenizer
+from h2o_flexgen.text.tokenizer import ByteTokenizer, HfTokenizer
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",

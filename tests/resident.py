@@ -9,17 +9,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.full import Full
-from h2o_flexgen.kv.notes import Notes
-from h2o_flexgen.kv.passes import Pass
-from h2o_flexgen.kv.policy import KVPolicy
+from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Matrix, Model, Weights, block, head
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.workload import Batch
+from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.quant.matrix import PackedMatrix, Room
+from h2o_flexgen.quant.matrix import DecodeBuffer, PackedMatrix
 
 
 @torch.inference_mode()
@@ -48,7 +48,7 @@ def resident_generate(
     logits = [_head(model, torch.cat(parts), weights[-1])]
     for step in range(1, steps):
         picked = logits[-1].argmax(-1) if forced is None else torch.tensor([own[step - 1] for own in forced], device=device)
-        tokens, now = picked[:, None], Pass.of(slots, step, slots.capacity, device)
+        tokens, now = picked[:, None], KVStep.of(slots, step, slots.capacity, device)
         logits.append(_head(model, _through_layers(model, weights, caches, now, tokens)[:, 0], weights[-1]))
     return logits
 
@@ -70,7 +70,7 @@ def _last_of_prompts(
 ) -> Tensor:
     own = {layer: cache.part(slice(part.rows[0], part.rows[-1] + 1)) for layer, cache in caches.items()}
     padded = [[*prompts[row], *[0] * (part.prompt_len - length)] for row, length in zip(part.rows, part.lengths)]
-    now = Pass.of(policy.slots(part, steps), 0, capacity, device)
+    now = KVStep.of(policy.slots(part, steps), 0, capacity, device)
     hidden = _through_layers(model, weights, own, now, torch.tensor(padded, device=device))
     return hidden[torch.arange(part.size, device=device), torch.tensor(part.lengths, device=device) - 1]
 
@@ -100,7 +100,7 @@ def resident_talk(
             slots = policy.slots(Batch((0,), (len(piece),), (seen,) if seen else (), context), 1 if new else steps)
             for step in range(slots.gen_len):
                 tokens = torch.tensor([piece], device=device)
-                hidden = _through_layers(model, weights, caches, Pass.of(slots, step, capacity, device), tokens)
+                hidden = _through_layers(model, weights, caches, KVStep.of(slots, step, capacity, device), tokens)
                 if not new:
                     logits.append(_head(model, hidden[:, -1], weights[-1]))
                     piece = [int(logits[-1].argmax())]
@@ -111,7 +111,7 @@ def resident_talk(
 
 
 def _through_layers(
-    model: Model, weights: Sequence[Weights], caches: Mapping[int, KVCache], now: Pass, tokens: Tensor
+    model: Model, weights: Sequence[Weights], caches: Mapping[int, KVCache], now: KVStep, tokens: Tensor
 ) -> Tensor:
     hidden = model.embed(tokens, now.positions, weights[0])
     for layer, spec in enumerate(model.spec.layers[1:-1], start=1):
@@ -134,7 +134,7 @@ def _part(table: Tensor | Matrix, rows: slice) -> Tensor | Matrix:
     if isinstance(table, Tensor):
         return table[rows]
     assert isinstance(table, PackedMatrix)
-    return PackedMatrix(table.data[rows], table.codec, Room(torch.empty_like(table.room.values[rows])))
+    return PackedMatrix(table.data[rows], table.codec, DecodeBuffer(torch.empty_like(table.room.values[rows])))
 
 
 def _caches(
@@ -154,7 +154,7 @@ def _image(model: Model, coding: Coding, rows: int, slots: int, by_token: bool, 
     return torch.zeros(2, rows, heads, slots, width, dtype=dtype, device=device)
 
 
-def _notes(model: Model, policy: KVPolicy, rows: int, slots: int, device: torch.device) -> Notes | None:
+def _notes(model: Model, policy: KVPolicy, rows: int, slots: int, device: torch.device) -> SlotScores | None:
     shape = (rows, model.spec.kv_heads, slots)
     region = torch.zeros(rows * model.spec.kv_heads * slots * policy.note_bytes, dtype=torch.uint8, device=device)
-    return Notes.over(region, policy, shape) if policy.note_bytes else None
+    return SlotScores.over(region, policy, shape) if policy.note_bytes else None

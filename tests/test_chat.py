@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import chat
-from h2o_flexgen.commands import arguments, chat_arguments
-from h2o_flexgen.commands.page import printable
+from h2o_flexgen.cli import arguments, chat_arguments
+from h2o_flexgen.cli.page import printable
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.sampling.params import SamplingParams
 from tests.patience import PATIENCE_SECONDS
 from tests.signals import as_in_a_terminal
 from tests.tiny import save_tiny
@@ -189,7 +189,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._ours, f"{text}\n".encode())
 
-    def until(self, wanted: str, seconds: float = PATIENCE_SECONDS) -> None:
+    def stop_at(self, wanted: str, seconds: float = PATIENCE_SECONDS) -> None:
         """Waits for text behind what was waited for before."""
         end = time.monotonic() + seconds
         while wanted not in self.shown:
@@ -214,15 +214,15 @@ class Terminal:
 def test_in_a_terminal_ctrl_c_stops_the_reply_and_not_the_talk(llama: Path, offload: Path) -> None:
     flags = ("--offload-dir", str(offload), *ROLLING, "--style", "plain", "--gen-len", "100000", "--ignore-eos")
     terminal = Terminal("--model", str(llama), *BYTES, "--temperature", "1", *flags)
-    terminal.until("> ")
+    terminal.stop_at("> ")
     terminal.type("hello")
-    terminal.until("hello")
+    terminal.stop_at("hello")
     terminal.interrupt()  # some of a reply that would take minutes is there
     terminal.type("/stats")
-    terminal.until("in 1 turn (no limit)")
-    terminal.until("at most")
+    terminal.stop_at("in 1 turn (no limit)")
+    terminal.stop_at("at most")
     terminal.interrupt()
-    terminal.until("/quit (or Ctrl-D) leaves")
+    terminal.stop_at("/quit (or Ctrl-D) leaves")
     terminal.type("/quit")
     assert terminal.close() == 0
 
@@ -230,11 +230,11 @@ def test_in_a_terminal_ctrl_c_stops_the_reply_and_not_the_talk(llama: Path, offl
 def test_a_second_ctrl_c_leaves_at_once(llama: Path, offload: Path) -> None:
     flags = ("--offload-dir", str(offload), *ROLLING, "--gen-len", "100000", "--ignore-eos")
     terminal = Terminal("--model", str(llama), *BYTES, "--prefill-tokens", "1", *flags)
-    terminal.until("> ")
+    terminal.stop_at("> ")
     terminal.type("hello " * 600)  # read token by token, so that there is time before the first reply
     terminal.interrupt()
     terminal.interrupt()
-    terminal.until("interrupted")
+    terminal.stop_at("interrupted")
     assert terminal.close() == 130
 
 

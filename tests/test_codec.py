@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.planning.block_plan import plan_blocks
 from h2o_flexgen.planning.cost import predicted_bytes
-from h2o_flexgen.planning.plan import DEVICE, HOST
-from h2o_flexgen.planning.planned import plan_blocks
-from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.sampling.params import SamplingParams
 from tests.contract import Case, Checkpoints, compare, generate_with
 from tests.inverted import TRAILER, Inverted, opened_inverted
 from tests.test_contract import CHOICES, EQUAL, MANY, MIXES, RAGGED, covering

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from h2o_flexgen.conversation import ContextFull, Extent
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.llama import Llama
 from h2o_flexgen.planning.footprint import Request
-from h2o_flexgen.planning.workload import Workload
 from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.runtime.executor import TaskFailed
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.sampling.params import SamplingParams
 from tests.contract import POLICIES, Case, Checkpoints, distinct_prompts, recorded_logits
 from tests.resident import resident_talk
 from tests.test_contract import MIXES, covering

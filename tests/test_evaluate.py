@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import evaluate
-from h2o_flexgen.commands import evaluation_report
+from h2o_flexgen.cli import evaluation_report
 from h2o_flexgen.evaluation.cells import FILE, Cells
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity
 from h2o_flexgen.llm import LLM

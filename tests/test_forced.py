@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.planning.schedule import Op
+from h2o_flexgen.schedule.schedule import Op
 from tests import tiny
 from tests.contract import POLICIES, Case, Checkpoints, Logits, generate_with
+from tests.engine.test_shrink import case_of, fail_at, same
 from tests.resident import resident_generate
-from tests.runtime.test_shrink import case_of, fail_at, same
 
 ON_DEVICE, ON_HOST, ON_DISK, MIXED = (100, 0) * 3, (0, 100) * 3, (0, 0) * 3, (30, 30, 20, 50, 40, 30)
 ARCHITECTURES = ("opt", "llama-gqa", "neox-parallel")

@@ -1,4 +1,4 @@
-"""Imports point one way: planning knows no torch, models neither memory nor caches; and `cuda` is spelled in few places."""
+"""Imports run one way, from room to room; what plans knows no torch; and `cuda` is spelled in few places."""
 
 from __future__ import annotations
 
@@ -13,9 +13,30 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "h2o_flexgen"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ROOT = "h2o_flexgen"
-RUNNING = ("memory", "kv", "quant", "models", "kernels", "runtime")
-SPELL_CUDA = ("memory/device.py", "memory/host.py", "runtime/executor.py", "planning/machine.py", "run.py")
+SPELL_CUDA = ("memory/device.py", "memory/host.py", "engine/executor.py", "planning/machine.py", "run.py")
 SPELL_CUDA_FOLDERS = ("kernels/",)
+
+# Each room may import from those in its line, and they stand above it: so there is no way back up.
+ROOMS = {
+    "demo": (),
+    "kernels": (),
+    "quant": ("kernels",),
+    "core": ("quant",),
+    "schedule": ("core",),
+    "policies": ("core",),
+    "planning": ("core", "policies", "quant", "schedule"),
+    "memory": ("core", "quant"),
+    "models": ("core", "demo", "quant"),
+    "kv": ("kernels", "models", "policies", "quant"),
+    "sampling": ("core",),
+    "text": ("core", "models", "sampling"),
+    "engine": ("core", "kv", "memory", "models", "planning", "policies", "quant", "sampling", "schedule", "text"),
+}
+ROOMS["profiling"] = (*ROOMS["engine"], "engine", "kernels")
+WITHOUT_TORCH = ("core", "schedule", "policies", "planning")
+PREDICTING = [
+    f"{ROOT}.{name}" for name in ("planning.cost", "planning.pricing", "planning.predict", "planning.linear", "planning.search")
+] + [f"{ROOT}.schedule.simulate"]
 
 
 def module_name(path: Path) -> str:
@@ -64,56 +85,42 @@ def files_in(*folders: str) -> list[Path]:
     return [path for path in FILES if path.relative_to(PACKAGE).parts[0] in folders]
 
 
-def policy_modules() -> list[str]:
-    """The table of cache policies, and the policies in it."""
-    named = (imported_by(PACKAGE / "kv" / f"{file}.py") for file in ("policies", "policy"))
-    return [f"{ROOT}.kv.policies", *(name for names in named for name in names if below(name, f"{ROOT}.kv"))]
+def test_every_room_is_below_those_that_import_it() -> None:
+    below_it: set[str] = set()
+    for room, imported in ROOMS.items():
+        assert below_it.issuperset(imported), room
+        below_it.add(room)
 
 
-@pytest.mark.parametrize("path", files_in("planning"), ids=module_name)
-def test_planning_imports_the_standard_library_numpy_pulp_yaml_cache_policies_and_codecs(path: Path) -> None:
-    codecs = f"{ROOT}.quant.codec"
-    allowed = (*sys.stdlib_module_names, "numpy", "pulp", "yaml", f"{ROOT}.planning", codecs, *policy_modules())
+@pytest.mark.parametrize("path", files_in(*ROOMS), ids=module_name)
+def test_imports_run_down(path: Path) -> None:
+    room = path.relative_to(PACKAGE).parts[0]
+    allowed = [f"{ROOT}.{name}" for name in (room, *ROOMS[room])]
+    named = [name for name in imported_by(path) if below(name, ROOT) and name != ROOT]
+    assert [name for name in named if not below(name, *allowed)] == []
+
+
+@pytest.mark.parametrize("path", files_in(*WITHOUT_TORCH), ids=module_name)
+def test_what_plans_imports_the_standard_library_numpy_pulp_and_yaml(path: Path) -> None:
+    allowed = (*sys.stdlib_module_names, "numpy", "pulp", "yaml", ROOT)
     assert [name for name in imported_by(path) if not below(name, *allowed)] == []
 
 
-@pytest.mark.parametrize("path", files_in(*RUNNING), ids=module_name)
+@pytest.mark.parametrize("path", files_in("memory", "kv", "models", "engine", "profiling"), ids=module_name)
 def test_what_runs_imports_nothing_of_what_predicts(path: Path) -> None:
-    predicting = [f"{ROOT}.planning.{name}" for name in ("cost", "pricing", "predict", "linear", "search", "simulate")]
-    assert [name for name in imported_by(path) if below(name, *predicting)] == []
+    assert [name for name in imported_by(path) if below(name, *PREDICTING)] == []
 
 
 @pytest.mark.parametrize("path", files_in("models"), ids=module_name)
-def test_models_know_neither_memory_nor_caches_nor_the_engine(path: Path) -> None:
-    """Codecs are known to those that write weights down, and to no architecture."""
-    writes = path.stem in ("dummy", "packed")
-    unknown = ("memory", "kv", "runtime", "kernels", "commands", "llm", "run") + (() if writes else ("quant",))
-    assert [name for name in imported_by(path) if below(name, *(f"{ROOT}.{name}" for name in unknown))] == []
-
-
-@pytest.mark.parametrize("path", files_in("kernels"), ids=module_name)
-def test_kernels_know_nothing_of_ours(path: Path) -> None:
-    assert [name for name in imported_by(path) if below(name, ROOT) and not below(name, f"{ROOT}.kernels")] == []
-
-
-@pytest.mark.parametrize("path", files_in("kv", "memory", "quant", "kernels"), ids=module_name)
-def test_what_is_below_the_engine_does_not_import_it(path: Path) -> None:
-    above = [f"{ROOT}.{name}" for name in ("runtime", "commands", "llm", "run")]
-    assert [name for name in imported_by(path) if below(name, *above)] == []
+def test_only_what_writes_weights_knows_codecs(path: Path) -> None:
+    if path.stem not in ("dummy", "packed"):
+        assert [name for name in imported_by(path) if below(name, f"{ROOT}.quant")] == []
 
 
 @pytest.mark.parametrize("path", files_in("kv"), ids=module_name)
 def test_caches_know_of_models_only_the_types_that_both_speak(path: Path) -> None:
     of_models = {name for name in imported_by(path) if below(name, f"{ROOT}.models")}
-    if module_name(path) in policy_modules():
-        assert of_models == set()
-    assert all(below(name, f"{ROOT}.models.base") for name in of_models)
-
-
-@pytest.mark.parametrize("path", files_in("memory"), ids=module_name)
-def test_memory_knows_no_models_caches_or_plans(path: Path) -> None:
-    hidden = [f"{ROOT}.{name}" for name in ("models", "kv", "planning")]
-    assert [name for name in imported_by(path) if below(name, *hidden)] == []
+    assert all(below(name, f"{ROOT}.models.base") for name in of_models - {f"{ROOT}.models"})
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
@@ -124,8 +131,8 @@ def test_cuda_is_spelled_only_where_devices_are_handled(path: Path) -> None:
         assert [word for word in words(tree) if "cuda" in word] == []
 
 
-def test_planning_and_the_package_itself_are_imported_without_torch() -> None:
-    modules = [ROOT, *map(module_name, files_in("planning"))]
+def test_what_plans_and_the_package_itself_are_imported_without_torch() -> None:
+    modules = [ROOT, *map(module_name, files_in(*WITHOUT_TORCH))]
     code = "import sys, importlib\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint('torch' in sys.modules)"
     command = [sys.executable, "-c", code, *modules]
     run = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, check=False)

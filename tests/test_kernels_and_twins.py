@@ -26,10 +26,10 @@ from h2o_flexgen.kernels import native
 from h2o_flexgen.kernels.group_encode import group_encode_twin
 from h2o_flexgen.kernels.lowest_slot import lowest_slot_twin
 from h2o_flexgen.kv.coding import BITS, Coding
-from h2o_flexgen.kv.notes import Notes
-from h2o_flexgen.kv.passes import Pass
-from h2o_flexgen.runtime.sampling import Sampler
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.sampler import Sampler
 from tests.contract import POLICIES, Case, Checkpoints
 from tests.test_fuzz import random_case
 
@@ -64,7 +64,7 @@ def of_encoding(decisions: list[Decision], encode: Callable[..., Tensor]) -> Cal
 
 
 def of_eviction(decisions: list[Decision], take_over: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def taking_over(self: Notes, now: Pass) -> Tensor:
+    def taking_over(self: SlotScores, now: KVStep) -> Tensor:
         assert self.scores is not None
         scores = self.scores.clone()
         lowest = lowest_slot_twin(self.positions, scores, now.with_newest, now.sinks, now.window)
@@ -80,7 +80,7 @@ def of_eviction(decisions: list[Decision], take_over: Callable[..., Tensor]) -> 
 def of_prompt(decisions: list[Decision], best: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Torch chooses with and without kernels, so it is its own twin."""
 
-    def choosing(self: Notes, now: Pass, positions: Tensor, exists: Tensor, scores: Tensor, kept: int) -> Tensor:
+    def choosing(self: SlotScores, now: KVStep, positions: Tensor, exists: Tensor, scores: Tensor, kept: int) -> Tensor:
         made_of = scores.masked_fill(~exists, 0.0)
         chosen = best(self, now, positions, exists, scores, kept)
         decisions.append(Decision("who is kept of a prompt", made_of, chosen.clone(), chosen.clone()))
@@ -103,8 +103,8 @@ def written_down() -> Iterator[list[Decision]]:
     decisions: list[Decision] = []
     with (
         patch.object(Coding, "encode", of_encoding(decisions, Coding.encode)),
-        patch.object(Notes, "take_over", of_eviction(decisions, Notes.take_over)),
-        patch.object(Notes, "_best", of_prompt(decisions, Notes._best)),
+        patch.object(SlotScores, "take_over", of_eviction(decisions, SlotScores.take_over)),
+        patch.object(SlotScores, "_best", of_prompt(decisions, SlotScores._best)),
         patch.object(Sampler, "sample", of_tokens(decisions, Sampler.sample)),
     ):
         yield decisions

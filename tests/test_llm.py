@@ -15,13 +15,13 @@ import torch
 
 from h2o_flexgen import LLM, Machine, Plan, SamplingParams
 from h2o_flexgen.demo import DEMO
+from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.planning.footprint import DoesNotFit
 from h2o_flexgen.planning.machines import find_machine
-from h2o_flexgen.planning.schedule import SCHEDULES
-from h2o_flexgen.runtime.profiling import kept
-from h2o_flexgen.runtime.stage import Stage
-from h2o_flexgen.runtime.tokenizer import ByteTokenizer
+from h2o_flexgen.profiling import kept
+from h2o_flexgen.schedule.schedule import SCHEDULES
+from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.real_tokenizers import save_byte_level
 from tests.tiny import VOCAB, save_tiny
 

@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from h2o_flexgen import plan
-from h2o_flexgen.commands import asked_problem
-from h2o_flexgen.commands.arguments import parse as parse_run
-from h2o_flexgen.commands.plan_arguments import parse
-from h2o_flexgen.commands.plan_flags import run_flags
-from h2o_flexgen.commands.timeline_picture import draw_timelines, two_steps
+from h2o_flexgen.cli import asked_problem
+from h2o_flexgen.cli.arguments import parse as parse_run
+from h2o_flexgen.cli.plan_arguments import parse
+from h2o_flexgen.cli.plan_flags import run_flags
+from h2o_flexgen.cli.timeline_picture import draw_timelines, two_steps
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.runtime.profiling import kept
+from h2o_flexgen.profiling import kept
 from tests.planning.test_linear import case_of
 from tests.planning.test_pricing import MACHINE, Pricing
 from tests.tiny import save_tiny

@@ -11,9 +11,9 @@ import pytest
 
 from h2o_flexgen import profile
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.runtime.profiling import machine as profiling
-from h2o_flexgen.runtime.profiling import others, sizes
-from tests.runtime.profiles import TINY
+from h2o_flexgen.profiling import machine as profiling
+from h2o_flexgen.profiling import others, sizes
+from tests.profiling.profiles import TINY
 
 
 @pytest.fixture

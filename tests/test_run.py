@@ -18,14 +18,13 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams, run
-from h2o_flexgen.commands.report import INDENT
-from h2o_flexgen.commands.watch import Watch
+from h2o_flexgen.cli.report import INDENT
+from h2o_flexgen.cli.watch import Watch
+from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.finding import Wish
-from h2o_flexgen.kv.policies import POLICIES
 from h2o_flexgen.planning.machines import find_machine
-from h2o_flexgen.runtime import measure
-from h2o_flexgen.runtime.kvstore import KVStore
-from h2o_flexgen.runtime.profiling import kept
+from h2o_flexgen.policies.table import POLICIES
+from h2o_flexgen.profiling import kept, measure
 from tests.patience import PATIENCE_SECONDS
 from tests.signals import as_in_a_terminal
 from tests.tiny import POSITIONS, save_tiny

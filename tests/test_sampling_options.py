@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from h2o_flexgen import SamplingParams
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine import many_positions
 from h2o_flexgen.planning.footprint import Request
-from h2o_flexgen.planning.schedule import Op
-from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.runtime import many_positions
-from h2o_flexgen.runtime.output import Completion
-from h2o_flexgen.runtime.sampling import uniform
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.sampler import uniform
+from h2o_flexgen.schedule.schedule import Op
 from tests import tiny
 from tests.adjusted_by_hand import adjusted_by_hand, picked_by_hand
 from tests.contract import POLICIES, Case, Checkpoints, distinct_prompts
+from tests.engine.test_shrink import case_of, fail_at
 from tests.resident import resident_generate
-from tests.runtime.test_shrink import case_of, fail_at
 
 ON_DISK, MIXED = (0, 0) * 3, (30, 30, 20, 50, 40, 30)
 SEED, GEN_LEN = 5, 7

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from h2o_flexgen import SamplingParams
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine import many_positions, scoring
+from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.engine.scoring import Scored, decode_groups
 from h2o_flexgen.planning.footprint import Request
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.schedule import Op
-from h2o_flexgen.planning.workload import Workload
-from h2o_flexgen.runtime import many_positions, scoring
-from h2o_flexgen.runtime.row_state import RowState
-from h2o_flexgen.runtime.scoring import Scored, decode_groups
-from h2o_flexgen.runtime.tokenizer import ByteTokenizer
+from h2o_flexgen.schedule.schedule import Op
+from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests import tiny
 from tests.contract import POLICIES, Case, Checkpoints
-from tests.runtime.test_shrink import fail_at
+from tests.engine.test_shrink import fail_at
 
 Pairs = list[tuple[list[int], list[int]]]
 ON_DISK, MIXED = (0, 0) * 3, (30, 30, 20, 50, 40, 30)

@@ -14,12 +14,12 @@ from benchmarks.baselines.installed import versions_of
 from benchmarks.baselines.process import bytes_read
 from benchmarks.baselines.request import Answer, Ready, Request
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.commands.made_up import made_up_prompts
+from h2o_flexgen.cli.made_up import made_up_prompts
+from h2o_flexgen.core.fit import largest
+from h2o_flexgen.core.workload import Batch, Workload
 from h2o_flexgen.kernels.native import in_use
-from h2o_flexgen.planning.fit import largest
 from h2o_flexgen.planning.footprint import DoesNotFit
-from h2o_flexgen.planning.schedule import Op, Task
-from h2o_flexgen.planning.workload import Batch, Workload
+from h2o_flexgen.schedule.schedule import Op, Task
 
 MOST_ROWS = 4096
 ROWS_AT_ONCE = 256  # of a batch, where the options do not say
@@ -46,7 +46,7 @@ class System:
         with _opened(request, request.rows) as llm:
             for workload in _workloads(llm, request, request.rows):
                 llm.check(workload)
-            llm.generate(_prompts(llm, 1, request.prompt_len), _all(request.gen_len), until=lambda _: True)  # only loads
+            llm.generate(_prompts(llm, 1, request.prompt_len), _all(request.gen_len), stop_at=lambda _: True)  # only loads
             loaded = time.perf_counter() - begun
             ready()
             prompts = steps = _Run.of(llm, request, request.prompt_len, request.gen_len)
@@ -86,8 +86,8 @@ class _Run:
         def is_behind(task: Task) -> bool:
             return task.op is Op.COMPUTE and task.step > wanted
 
-        until = None if wanted == gen_len - 1 else is_behind
-        llm.generate(prompts, _all(gen_len), on_visit=note, until=until, may_shrink=False)
+        stop_at = None if wanted == gen_len - 1 else is_behind
+        llm.generate(prompts, _all(gen_len), on_visit=note, stop_at=stop_at, may_shrink=False)
         assert llm.stats is not None
         read = bytes_read() - read_before[0] if read_before else 0
         untimed = 0 if request.steps is None else 1

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from h2o_flexgen.memory.device import open_device
-from h2o_flexgen.runtime.measure import Needs, describe_machine, measure, memory_read_rate
+from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, memory_read_rate
 
 RATES = ("flops_per_s", "memory_read_per_s", "disk_read_per_s", "link_per_s")
 SHAPE = (11008, 4096)  # of the weights

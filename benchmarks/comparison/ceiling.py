@@ -9,7 +9,7 @@ from math import inf
 
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.suites import Load
-from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.core.model_spec import ModelSpec
 
 
 @dataclass(frozen=True)

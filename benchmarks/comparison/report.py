@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.point import Point
 from benchmarks.comparison.suites import Load
-from h2o_flexgen.planning.units import format_bytes
+from h2o_flexgen.core.units import format_bytes
 
 WORDS = 3  # columns of words; the others are numbers
 COLUMNS = (

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.evaluation.figures import Figure
-from h2o_flexgen.planning.documents import parse_json
 
 FILE = "cells.jsonl"
 

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Protocol
 
-from h2o_flexgen.kv.full import Full
-from h2o_flexgen.kv.options import KVOptions
-from h2o_flexgen.kv.policies import POLICIES
+from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.workload import Batch
+from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.options import KVOptions
+from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import PACKED, PLAIN
 
 WHOLE_TEXT = 100.0

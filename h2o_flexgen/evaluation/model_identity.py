@@ -10,8 +10,8 @@ from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.llm import DUMMY_SEED, LLM
 from h2o_flexgen.models.checkpoint import open_checkpoint
 from h2o_flexgen.models.hub import resolve_model
-from h2o_flexgen.runtime.measure import describe_machine
-from h2o_flexgen.runtime.tokenizer import AUTO, BYTES, TOKENIZER_FILES
+from h2o_flexgen.profiling.measure import describe_machine
+from h2o_flexgen.text.tokenizer import AUTO, BYTES, TOKENIZER_FILES
 
 CONFIG = "config.json"
 CHUNK_BYTES = 1 << 24

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from h2o_flexgen.evaluation.table import Results, figure_of
 from h2o_flexgen.evaluation.tasks.task import Shown
-from h2o_flexgen.kv.full import Full
+from h2o_flexgen.policies.full import Full
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

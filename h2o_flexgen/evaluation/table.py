@@ -10,7 +10,7 @@ from h2o_flexgen.evaluation.cells import Cell
 from h2o_flexgen.evaluation.figures import Figure, Relation
 from h2o_flexgen.evaluation.grid import Setting
 from h2o_flexgen.evaluation.tasks.task import Bound, Shown
-from h2o_flexgen.kv.full import Full
+from h2o_flexgen.policies.full import Full
 
 MISSING = "-"
 

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from h2o_flexgen.demo import held_out_prose
-from h2o_flexgen.runtime.tokenizer import Tokenizer
+from h2o_flexgen.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -16,22 +16,22 @@ from h2o_flexgen.kernels.decode_attention import Kept, decode_attention
 from h2o_flexgen.kernels.prompt_attention import prompt_attention
 from h2o_flexgen.kernels.take_slots import take_slots
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.notes import Notes
-from h2o_flexgen.kv.passes import Pass
-from h2o_flexgen.kv.policy import SCORED_BYTES
+from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Rotate
+from h2o_flexgen.policies.policy import SCORED_BYTES
 from h2o_flexgen.quant.codec import PLAIN
 
 
 class KVCache:
-    def __init__(self, image: Tensor, notes: Notes | None = None, coding: Coding | None = None) -> None:
+    def __init__(self, image: Tensor, notes: SlotScores | None = None, coding: Coding | None = None) -> None:
         self.image = image  # (2, rows, kv_heads, slots, width); more rows than are alive once some are finished
         self.replaced: Tensor | None = None  # (rows, kv_heads): slots that the newest token took over from an older one
         self._notes = notes
         self._coding = coding or Coding(PLAIN, image.dtype, image.shape[-1])
         self._rolls = notes is not None and notes.policy.rolls  # keys are stored unrotated
 
-    def attend(self, now: Pass, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
+    def attend(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
         """Appends the new keys and values and attends them and all that is held. Shapes as models.base.Attend says."""
         notes = None if self._notes is None else self._notes.part(slice(len(q)))
         if now.is_prefill:
@@ -52,7 +52,7 @@ class KVCache:
 
     # -- several tokens at once -------------------------------------------------------------------------------------------
 
-    def _prefill(self, now: Pass, notes: Notes | None, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None) -> Tensor:
+    def _prefill(self, now: KVStep, notes: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None) -> Tensor:
         """All that is held is attended, oldest first, and the new tokens up to each query; then the budget is kept."""
         unrotated = k
         if rotate is not None:
@@ -72,7 +72,7 @@ class KVCache:
         self._store(now, now.places_if_all_stay if notes is None else notes.keep_best(now, sums), kept_k, kept_v)
         return out
 
-    def _held(self, now: Pass, notes: Notes | None) -> tuple[Tensor, Tensor]:
+    def _held(self, now: KVStep, notes: SlotScores | None) -> tuple[Tensor, Tensor]:
         """Keys and values that are held, oldest first. (rows, kv_heads, held, width) each"""
         keys, values = self.image[:, : len(now.counts)]
         if notes is None:
@@ -83,7 +83,7 @@ class KVCache:
             take_slots(source, index, out)
         return held
 
-    def _store(self, now: Pass, chosen: Tensor, k: Tensor, v: Tensor) -> None:
+    def _store(self, now: KVStep, chosen: Tensor, k: Tensor, v: Tensor) -> None:
         """`chosen`: of every slot the place in k and v of what it is to hold. (rows, kv_heads or 1, kept)"""
         image, (first, kept) = self.image[:, : len(k)], now.slots.changed(now.step)
         for half, new in zip(image, (k, v)):
@@ -96,7 +96,7 @@ class KVCache:
 
     # -- decode ----------------------------------------------------------------------------------------------------------
 
-    def _decode(self, now: Pass, notes: Notes | None, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None) -> Tensor:
+    def _decode(self, now: KVStep, notes: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None) -> Tensor:
         rows, _, heads, head_dim = q.shape
         keys, values = self.image[0, :rows], self.image[1, :rows]  # (rows, kv_heads, slots, width)
         kv_heads = keys.shape[1]
@@ -120,7 +120,7 @@ class KVCache:
                 self._take_over(now, self.replaced)
         return out.reshape(rows, 1, heads * head_dim)
 
-    def _take_over(self, now: Pass, slots: Tensor) -> None:
+    def _take_over(self, now: KVStep, slots: Tensor) -> None:
         """The newest token, behind all others, goes where the one was that leaves: what is held stays one range."""
         row, head = now.row_index[:, None], torch.arange(slots.shape[1], device=slots.device)
         self.image[:, row, head, slots] = self.image[:, row, head, now.counts[:, None]]

@@ -22,7 +22,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from h2o_flexgen.byte_check import Check
+from h2o_flexgen.core.byte_check import Check
 from h2o_flexgen.memory.threads import started_pool
 from h2o_flexgen.memory.tier import ALIGNMENT, Meter, aligned
 

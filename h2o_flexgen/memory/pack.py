@@ -13,7 +13,7 @@ from torch import Tensor
 
 from h2o_flexgen.memory.tier import ALIGNMENT, aligned
 from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.quant.matrix import PackedMatrix, Room
+from h2o_flexgen.quant.matrix import DecodeBuffer, PackedMatrix
 
 VIEW_ALIGNMENT = 64  # of every tensor: with less, the same product may come out with other last bits (measured with one row)
 PAGE_ALIGNED_FROM = 16 * ALIGNMENT  # larger tensors start at a page, so that disk reads can go straight to their place
@@ -96,7 +96,7 @@ class Pack:
         """The bytes of any tensor, row by row: (rows, bytes of a row)."""
         return self.bytes(name).view(self.layout.entries[name].shape[0], -1)
 
-    def matrix(self, name: str, room: Room) -> PackedMatrix:
+    def matrix(self, name: str, room: DecodeBuffer) -> PackedMatrix:
         return PackedMatrix(self.rows(name), CODECS[self.layout.entries[name].codec], room)
 
     def decode_rows(self, name: str, rows: Tensor, out: Tensor) -> None:

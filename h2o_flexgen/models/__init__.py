@@ -8,11 +8,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from h2o_flexgen.core.documents import parse_json
+from h2o_flexgen.core.hints import one_line, shown
+from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.models.config_values import check_config
 from h2o_flexgen.models.json_file import read_object
-from h2o_flexgen.planning.documents import parse_json
-from h2o_flexgen.planning.hints import one_line, shown
-from h2o_flexgen.planning.model_spec import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from h2o_flexgen.models.base import Model

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.core.model_spec import ModelSpec
 
 Rotate = Callable[[Tensor, Tensor], Tensor]  # (x (rows, tokens, heads, head_dim), positions (rows, tokens)) -> same shape as x
 

@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 
+from h2o_flexgen.core.model_spec import DTYPE_BYTES, TensorSpec
 from h2o_flexgen.models.convert import convert
 from h2o_flexgen.models.derived import Copy
 from h2o_flexgen.models.files import SAFETENSORS, TORCH, Progress, Shards, find_shards
 from h2o_flexgen.models.safetensors_format import FLOATS, StoredTensor, read_header
-from h2o_flexgen.planning.model_spec import DTYPE_BYTES, TensorSpec
 
 __all__ = ["Checkpoint", "StoredTensor", "WeightSource", "open_checkpoint"]
 

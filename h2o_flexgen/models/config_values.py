@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from h2o_flexgen.planning.hints import shown
+from h2o_flexgen.core.hints import shown
 
 # far more than any model has, and few enough that tables of so many entries are made in a moment
 BLOCKS, HEADS, HEAD_DIM = 1 << 12, 1 << 14, 1 << 14

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
+from h2o_flexgen.core.documents import parse_json
+from h2o_flexgen.core.hints import reason
 from h2o_flexgen.models.leftovers import PARTIAL, writer
 from h2o_flexgen.models.safetensors_format import StoredTensor, header_of, raw_header
 from h2o_flexgen.models.sums import Sums
-from h2o_flexgen.planning.documents import parse_json
-from h2o_flexgen.planning.hints import reason
 
 COPIES = ("converted", "packed")  # the kinds of folders
 TAIL_BYTES = 1 << 16

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 
+from h2o_flexgen.core.hints import reason
+from h2o_flexgen.core.model_spec import DTYPE_BYTES, TensorSpec
 from h2o_flexgen.models.derived import alone_in
 from h2o_flexgen.models.files import Progress, align_up, flush_to_disk, require_free_space
 from h2o_flexgen.models.leftovers import WEIGHTS_PREFIX, WEIGHTS_SUFFIX, writer
 from h2o_flexgen.models.safetensors_format import StoredTensor, tensor_bytes
-from h2o_flexgen.planning.hints import reason
-from h2o_flexgen.planning.model_spec import DTYPE_BYTES, TensorSpec
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 BLOCK_VALUES = 4_194_301  # at most 16 MiB of them are in memory

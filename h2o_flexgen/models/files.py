@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
 
+from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.models.json_file import read_object
-from h2o_flexgen.planning.hints import shown
-from h2o_flexgen.planning.units import format_bytes
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 

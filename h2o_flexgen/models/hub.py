@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from h2o_flexgen.core.hints import did_you_mean
 from h2o_flexgen.demo import DEMO_MODELS, demo_folder
 from h2o_flexgen.models.files import SAFETENSORS, TORCH
-from h2o_flexgen.planning.hints import did_you_mean
 
 TEXTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
 VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template*")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.planning.documents import NotADocument, parse_json
-from h2o_flexgen.planning.hints import reason
+from h2o_flexgen.core.documents import NotADocument, parse_json
+from h2o_flexgen.core.hints import reason
 
 
 def read_object(path: Path, advice: str) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from h2o_flexgen.planning.model_spec import DTYPE_BYTES, LayerSpec, TensorSpec
+from h2o_flexgen.core.model_spec import DTYPE_BYTES, LayerSpec, TensorSpec
 
 Shapes = Mapping[str, tuple[int, ...]]  # name inside the layer -> shape
 

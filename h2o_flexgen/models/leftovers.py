@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from h2o_flexgen.planning.units import format_bytes
+from h2o_flexgen.core.units import format_bytes
 
 WEIGHTS_PREFIX, WEIGHTS_SUFFIX = "h2o_flexgen-weights-", ".bin"
 PARTIAL = ".partial-"

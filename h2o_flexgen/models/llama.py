@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.models import ops
 from h2o_flexgen.models.base import Attend, Weights
 from h2o_flexgen.models.layout import Config, Shapes, in_order, joined, layer, linear, norm
 from h2o_flexgen.models.rotary import Rope
-from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec
 
 
 @dataclass(frozen=True)

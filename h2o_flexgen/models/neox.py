@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.models import ops
 from h2o_flexgen.models.base import Attend, Weights
 from h2o_flexgen.models.layout import Config, Shapes, in_order, joined, layer, linear, norm
 from h2o_flexgen.models.rotary import Rope
-from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec
 
 
 class NeoX:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.models import ops
 from h2o_flexgen.models.base import Attend, Weights
 from h2o_flexgen.models.layout import Config, Shapes, in_order, joined, layer, linear, norm
-from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec
 
 POSITION_OFFSET = 2  # the first rows of the position table belong to padding, which is never embedded here
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
+from h2o_flexgen.core.hints import reason
+from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.models.checkpoint import Checkpoint
 from h2o_flexgen.models.derived import DerivedFolder, cache_folder, fingerprint, model_name
 from h2o_flexgen.models.files import Progress, align_up, require_free_space
 from h2o_flexgen.models.safetensors_format import StoredTensor, TensorForm, write_safetensors
 from h2o_flexgen.models.sums import STRETCH_BYTES, Sums
-from h2o_flexgen.planning.hints import reason
-from h2o_flexgen.planning.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 FILE_BYTES = 2 << 30  # of a packed file, about

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.hints import shown
 from h2o_flexgen.models.layout import Config
-from h2o_flexgen.planning.hints import shown
 
 
 class Rotary:

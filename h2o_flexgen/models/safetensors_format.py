@@ -15,11 +15,11 @@ from typing import BinaryIO, TypeGuard
 
 import torch
 
-from h2o_flexgen.byte_check import Check
+from h2o_flexgen.core.byte_check import Check
+from h2o_flexgen.core.documents import NotADocument, parse_json
+from h2o_flexgen.core.hints import reason
 from h2o_flexgen.models.files import align_up, flush_to_disk, refuse_pointer
 from h2o_flexgen.models.sums import Sums
-from h2o_flexgen.planning.documents import NotADocument, parse_json
-from h2o_flexgen.planning.hints import reason
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format

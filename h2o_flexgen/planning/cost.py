@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 
-from h2o_flexgen.kv.slots import Slots
-from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.plan import DISK, HOST
-from h2o_flexgen.planning.planned import PlannedBlock
-from h2o_flexgen.planning.schedule import LANES, Key, Op, Schedule, Task
-from h2o_flexgen.planning.workload import Batch, Block
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.tiers import DISK, HOST
+from h2o_flexgen.core.workload import Batch, Block
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.policies.occupancy import Occupancy
+from h2o_flexgen.schedule.schedule import LANES, Key, Op, Schedule, Task
 
 FETCHES, STORES = (Op.READ_KV, Op.LOAD_KV), (Op.STORE_KV, Op.WRITE_KV)  # of KV
 
 
 @dataclass(frozen=True)
 class Cost:
-    planned: PlannedBlock
+    planned: BlockPlan
 
     @property
     def spec(self) -> ModelSpec:
@@ -38,7 +38,7 @@ class Cost:
         return self.planned.schedule
 
     @property
-    def slots(self) -> tuple[Slots, ...]:
+    def slots(self) -> tuple[Occupancy, ...]:
         """Of each batch."""
         return self.planned.slots
 
@@ -81,7 +81,7 @@ class Cost:
             for layer in self.spec.layers
         )
 
-    def _kv_slots(self, op: Op, slots: Slots, step: int) -> int:
+    def _kv_slots(self, op: Op, slots: Occupancy, step: int) -> int:
         """Moved by one task of a batch, as slots of all its rows."""
         if op is Op.STORE_KV:
             return slots.stored(step)
@@ -105,26 +105,26 @@ class Cost:
             moved.update(sums)
         return {lane: nbytes for lane, nbytes in moved.items() if nbytes}
 
-    def lane_bytes_until(self, until: Callable[[Task], bool]) -> dict[str, int]:
+    def lane_bytes_until(self, stop_at: Callable[[Task], bool]) -> dict[str, int]:
         moved: dict[str, float] = defaultdict(float)
-        for task in takewhile(lambda task: not until(task), self.schedule.tasks()):
+        for task in takewhile(lambda task: not stop_at(task), self.schedule.tasks()):
             moved[task.lane] += self.nbytes(task)
         return {lane: round(nbytes) for lane, nbytes in moved.items() if nbytes}
 
     def _weight_sums(self) -> dict[str, int]:
         alone = {self.schedule.weight_batch(batch) for batch in range(len(self.block.batches))}
         passes = self.block.gen_len * len(alone)
-        loaded = sum(self.loaded_bytes) if self.schedule.moves.accelerator else 0
+        loaded = sum(self.loaded_bytes) if self.schedule.traffic.accelerator else 0
         return {LANES[Op.READ_W]: passes * sum(self.stored_bytes), LANES[Op.LOAD_W]: passes * loaded}
 
     def _kv_sums(self) -> Counter[str]:
-        moves, sums, gen_len = self.schedule.moves, Counter[str](), self.block.gen_len
-        fetching = range(0 if moves.kv_before else 1, gen_len)
-        storing = range(gen_len if moves.kv_after else gen_len - 1)
+        traffic, sums, gen_len = self.schedule.traffic, Counter[str](), self.block.gen_len
+        fetching = range(0 if traffic.kv_before else 1, gen_len)
+        storing = range(gen_len if traffic.kv_after else gen_len - 1)
         for number, slots in enumerate(self.slots):
-            layers = [layer for layer in self.spec.kv_layers if moves.moves_kv(layer, number)]
-            from_disk = sum(moves.kv_on_disk(layer, number) for layer in layers)
-            linked = len(layers) if moves.links_kv else 0
+            layers = [layer for layer in self.spec.kv_layers if traffic.moves_kv(layer, number)]
+            from_disk = sum(traffic.kv_on_disk(layer, number) for layer in layers)
+            linked = len(layers) if traffic.links_kv else 0
             for op in (*FETCHES, *STORES):
                 moved = sum(self._kv_slots(op, slots, step) for step in (fetching if op in FETCHES else storing))
                 units = from_disk if op in (Op.READ_KV, Op.WRITE_KV) else linked
@@ -136,7 +136,7 @@ class Cost:
         tokens = sum(
             batch.size * (batch.prompt_len + self.block.gen_len - 1)
             for number, batch in enumerate(self.block.batches)
-            if self.schedule.moves.moves_hidden(number)
+            if self.schedule.traffic.moves_hidden(number)
         )
         return {LANES[op]: tokens * width * self.spec.itemsize for op in (Op.LOAD_H, Op.STORE_H)}
 
@@ -163,14 +163,14 @@ class Cost:
         return tuple(batch.parts(self.planned.plan.prefill_tokens) for batch in self.block.batches)
 
 
-def predicted_bytes(blocks: Iterable[PlannedBlock], until: Callable[[Task], bool] | None = None) -> dict[str, int]:
+def predicted_bytes(blocks: Iterable[BlockPlan], stop_at: Callable[[Task], bool] | None = None) -> dict[str, int]:
     """What a run of these blocks moves, lane by lane, when no row finishes early; with `until`, of runs that end at a task."""
     total: Counter[str] = Counter()
-    alike: dict[object, list[PlannedBlock]] = defaultdict(list)
+    alike: dict[object, list[BlockPlan]] = defaultdict(list)
     for block in blocks:
         alike[block.shape].append(block)
     for first, *others in alike.values():
         cost = Cost(first)
-        moved = cost.lane_bytes() if until is None else cost.lane_bytes_until(until)
+        moved = cost.lane_bytes() if stop_at is None else cost.lane_bytes_until(stop_at)
         total.update({lane: nbytes * (1 + len(others)) for lane, nbytes in moved.items()})
     return dict(total)

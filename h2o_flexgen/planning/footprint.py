@@ -9,16 +9,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from h2o_flexgen.kv.policy import ATTENTION, SCORED_BYTES, KVPolicy
-from h2o_flexgen.kv.slots import Slots
-from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.core.workload import Batch, Block, Workload
+from h2o_flexgen.planning.block_plan import BlockPlan, plan_distinct_blocks
 from h2o_flexgen.planning.placement import Placement, image_bytes
-from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan, Shares
-from h2o_flexgen.planning.planned import PlannedBlock, plan_distinct_blocks
-from h2o_flexgen.planning.schedule import Schedule
-from h2o_flexgen.planning.units import format_bytes
-from h2o_flexgen.planning.workload import Batch, Block, Workload
+from h2o_flexgen.planning.plan import Plan, Shares
+from h2o_flexgen.policies.occupancy import Occupancy
+from h2o_flexgen.policies.policy import ATTENTION, SCORED_BYTES, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.schedule.schedule import Schedule
 
 PAGE, LINE = 4096, 64  # what large and small tensors are aligned to
 BUFFERS = 6 + 2 + 1 + 1  # threads that have one: disk threads, both workers of the read lane, the write lane, the caller
@@ -56,15 +57,13 @@ class Footprint:
         )
 
 
-def footprint(
-    planned: PlannedBlock, writes_weights: bool = False, kernel_threads: int = 0, scored_at_once: int = 0
-) -> Footprint:
+def footprint(planned: BlockPlan, writes_weights: bool = False, kernel_threads: int = 0, scored_at_once: int = 0) -> Footprint:
     """`writes_weights`: the disk share of the weights is not there yet but written for the run (dummy weights).
     `kernel_threads`: of the kernels for the CPU; 0 where torch does their work. `scored_at_once`: positions of prompts that
     logits are made for together; 0 where only the last of each row has any."""
     spec, block, schedule = planned.spec, planned.block, planned.schedule
     parts: Parts = {tier: defaultdict(int) for tier in TIERS}
-    compute = DEVICE if schedule.moves.accelerator else HOST
+    compute = DEVICE if schedule.traffic.accelerator else HOST
     _add_weights(parts, spec, planned.placement, schedule, compute, writes_weights)
     _add_kv(parts, planned, compute)
     _add_hidden(parts, spec, block, schedule, compute)
@@ -77,7 +76,7 @@ def footprint(
     decoded = [tensor.decoded_nbytes for tensor in spec.tensors.values()]
     parts[compute]["working space"] = int(SLACK * working) + min(DECODING_BYTES, 6 * max(decoded))
     parts[compute]["decoded weights"] = max(map(_decoded_bytes, spec.layers))
-    largest = max(_kv_row_bytes(spec, batch) for batch in block.batches) if DISK in schedule.moves.kv.values() else 0
+    largest = max(_kv_row_bytes(spec, batch) for batch in block.batches) if DISK in schedule.traffic.kv.values() else 0
     parts[HOST]["disk buffers"] = BUFFERS * max(BUFFER_BYTES, largest)  # weights that stay in memory come through them as well
     return Footprint({tier: dict(held) for tier, held in parts.items()})
 
@@ -90,9 +89,9 @@ def _add_weights(parts: Parts, spec: ModelSpec, placement: Placement, schedule: 
     if written:
         on_disk = [tensor for tensor in spec.tensors.values() if placement.weights[tensor.name] == DISK]
         parts[DISK]["weights"] += sum(_aligned(tensor.stored_nbytes) for tensor in on_disk)
-    if schedule.moves.weights_on_disk:
+    if schedule.traffic.weights_on_disk:
         parts[HOST]["weight slots"] += schedule.weight_slots * _largest_layer(spec, placement, DISK)
-    if schedule.moves.accelerator:
+    if schedule.traffic.accelerator:
         parts[DEVICE]["weight slots"] += schedule.weight_slots * _largest_layer(spec, placement, DISK, HOST)
 
 
@@ -120,10 +119,10 @@ def _decoded_bytes(layer: LayerSpec) -> int:
     return arena_bytes([tensor.decoded_nbytes for tensor in layer.decoded])
 
 
-def _add_kv(parts: Parts, planned: PlannedBlock, compute: str) -> None:
+def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
     spec, policy, schedule = planned.spec, planned.plan.policy, planned.schedule
-    moves, images = schedule.moves, [image_bytes(spec, slots) for slots in planned.slots]
-    for (_, batch), tier in moves.kv.items():
+    traffic, images = schedule.traffic, [image_bytes(spec, slots) for slots in planned.slots]
+    for (_, batch), tier in traffic.kv.items():
         slots = planned.slots[batch]
         if policy.note_bytes:
             notes = slots.capacity * slots.batch.size * spec.kv_heads * policy.note_bytes
@@ -131,9 +130,9 @@ def _add_kv(parts: Parts, planned: PlannedBlock, compute: str) -> None:
         padded = (slots.capacity + slots.journal_capacity) * _kv_row_bytes(spec, slots.batch)
         parts[tier if tier != DEVICE else compute]["KV"] += padded if tier == DISK else images[batch] + PAGE
     ring = schedule.slots * (max(images) + PAGE)
-    if DISK in moves.kv.values():
+    if DISK in traffic.kv.values():
         parts[HOST]["KV slots"] += ring
-    if moves.links_kv and any(moves.moves_kv(*place) for place in moves.kv):
+    if traffic.links_kv and any(traffic.moves_kv(*place) for place in traffic.kv):
         parts[DEVICE]["KV slots"] += ring
 
 
@@ -144,12 +143,12 @@ def _kv_row_bytes(spec: ModelSpec, batch: Batch) -> int:
 
 def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule, compute: str) -> None:
     sizes = [hidden_bytes(spec, batch) for batch in block.batches]
-    for nbytes, tier in zip(sizes, schedule.moves.hidden):
+    for nbytes, tier in zip(sizes, schedule.traffic.hidden):
         parts[tier if tier != DEVICE else compute]["activations"] += nbytes
-    moved = [nbytes for batch, nbytes in enumerate(sizes) if schedule.moves.moves_hidden(batch)]
+    moved = [nbytes for batch, nbytes in enumerate(sizes) if schedule.traffic.moves_hidden(batch)]
     if moved:
         parts[compute]["activation slots"] += schedule.slots * max(moved)
-    if DISK in schedule.moves.hidden:
+    if DISK in schedule.traffic.hidden:
         parts[HOST]["activation slots"] += (schedule.slots if compute == DEVICE else 0) * max(moved) + max(moved)
 
 
@@ -157,7 +156,7 @@ def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
     return _aligned(batch.size * batch.prompt_len * spec.widest * spec.itemsize)
 
 
-def working_bytes(spec: ModelSpec, plan: Plan, slots: Slots, kernel_threads: int = 0, scored_at_once: int = 0) -> int:
+def working_bytes(spec: ModelSpec, plan: Plan, slots: Occupancy, kernel_threads: int = 0, scored_at_once: int = 0) -> int:
     """The most that the functions of one visit allocate at once: an estimate from their shapes, held against runs by a test."""
     policy, batch = plan.policy, slots.batch
     parts = (policy.slots(part, slots.gen_len) for part in batch.kinds_of_parts(plan.prefill_tokens))
@@ -169,7 +168,7 @@ def working_bytes(spec: ModelSpec, plan: Plan, slots: Slots, kernel_threads: int
     return max(prefill, decode, head) + batch.size * batch.prompt_len * spec.widest * spec.itemsize
 
 
-def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots, kernel_threads: int) -> int:
+def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, kernel_threads: int) -> int:
     """Of prompts that are computed at once."""
     tokens, heads = slots.batch.size * slots.batch.prompt_len, spec.heads * spec.head_dim
     normed = _normed_bytes(spec)
@@ -188,7 +187,7 @@ def _normed_bytes(spec: ModelSpec) -> int:
     return 3 * spec.hidden * 4 + 2 * spec.widest * spec.itemsize
 
 
-def _scored_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
+def _scored_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy) -> int:
     """In torch, to add up what keys get."""
     if policy.ranks_by != ATTENTION:
         return 0
@@ -197,7 +196,7 @@ def _scored_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
     return 2 * min(SCORED_BYTES, 4 * batch.size * spec.heads * keys * queries)
 
 
-def _kernel_bytes(spec: ModelSpec, slots: Slots, threads: int) -> int:
+def _kernel_bytes(spec: ModelSpec, slots: Occupancy, threads: int) -> int:
     """The room of the kernel that attends prompts: a head's keys and values and a block of queries in each thread."""
     keys = -(-(slots.held(0) + slots.batch.prompt_len) // KERNEL_KEYS) * KERNEL_KEYS + KERNEL_WIDTH
     dim = -(-spec.head_dim // KERNEL_WIDTH) * KERNEL_WIDTH
@@ -205,7 +204,7 @@ def _kernel_bytes(spec: ModelSpec, slots: Slots, threads: int) -> int:
     return 4 * floats * min(threads, slots.batch.size * spec.kv_heads)
 
 
-def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots, kernel_threads: int) -> int:
+def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, kernel_threads: int) -> int:
     """To rank the tokens of prompts, to sort them, and to move those that stay."""
     if policy.keeps_all:
         return 0
@@ -214,7 +213,7 @@ def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots, kernel_thre
     return slots.batch.size * spec.kv_heads * keys * (SORTED_BYTES + moved)
 
 
-def _extending_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots, kernel_threads: int) -> int:
+def _extending_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, kernel_threads: int) -> int:
     """For new tokens behind those that are held: all of them side by side, as held, as stored and as attended."""
     if slots.held(0) == 0:
         return 0
@@ -234,7 +233,7 @@ def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, reads_packed: bo
     return spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
 
 
-def _evicting_bytes(spec: ModelSpec, policy: KVPolicy, slots: Slots) -> int:
+def _evicting_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy) -> int:
     if policy.keeps_all:
         return 0
     rolled = spec.head_dim * (4 + 3 * spec.itemsize) if policy.rolls else 0  # angles, and keys on their way

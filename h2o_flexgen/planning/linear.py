@@ -18,14 +18,15 @@ from itertools import combinations
 
 import pulp
 
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.workload import Block
+from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import Budgets, Footprint, footprint
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.plan import ALL_DEVICE, DEVICE, DISK, HOST, TIERS, Plan, Shares
-from h2o_flexgen.planning.planned import PlannedBlock
+from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import sampled_steps, sum_of_steps
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
-from h2o_flexgen.planning.workload import Block
 
 KINDS = ("weights", "kv", "hidden")
 ROUNDS = 3  # of solving, each anchored at the answers before
@@ -62,8 +63,8 @@ class Case:
         plan = replace(self.plan, **{"weights": ALL_DEVICE, "kv": ALL_DEVICE, "hidden": ALL_DEVICE, **shares})  # type: ignore[arg-type]
         return plan if self.machine.has_accelerator else plan.folded()
 
-    def planned(self, plan: Plan) -> PlannedBlock:
-        return PlannedBlock.of(self.spec, plan, self.block, self.machine.has_accelerator)
+    def planned(self, plan: Plan) -> BlockPlan:
+        return BlockPlan.of(self.spec, plan, self.block, self.machine.has_accelerator)
 
     def footprint(self, plan: Plan) -> Footprint:
         return footprint(self.planned(plan), self.writes_weights, self.kernel_threads)
@@ -119,7 +120,7 @@ class Case:
         return _extended(one, two, self.spec.num_blocks)
 
     def _bounds_of(self, plan: Plan, spec: ModelSpec, block: Block) -> list[dict[str, float]]:
-        pricing = Pricing(PlannedBlock.of(spec, plan, block, self.machine.has_accelerator), self.machine, averaged=True)
+        pricing = Pricing(BlockPlan.of(spec, plan, block, self.machine.has_accelerator), self.machine, averaged=True)
         return [pricing.bounds(step) for step in self.steps]
 
     # -- memory --------------------------------------------------------------------------------------------------------

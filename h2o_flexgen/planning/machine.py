@@ -16,12 +16,12 @@ from typing import Any
 
 import yaml
 
-from h2o_flexgen.planning.documents import parse_yaml
-from h2o_flexgen.planning.files import write_text
-from h2o_flexgen.planning.hints import shown
-from h2o_flexgen.planning.model_spec import DTYPE_BYTES
-from h2o_flexgen.planning.numbers import decimal_number
-from h2o_flexgen.planning.plan import DEVICE, HOST
+from h2o_flexgen.core.documents import parse_yaml
+from h2o_flexgen.core.files import write_text
+from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.model_spec import DTYPE_BYTES
+from h2o_flexgen.core.numbers import decimal_number
+from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.quant.codec import PACKED
 
 DEVICES = ("cpu", "cuda")

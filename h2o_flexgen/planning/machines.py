@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from h2o_flexgen.planning.hints import did_you_mean
+from h2o_flexgen.core.hints import did_you_mean
 from h2o_flexgen.planning.machine import Machine
 
 SUFFIXES = (".yaml", ".yml")

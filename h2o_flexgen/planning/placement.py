@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from h2o_flexgen.kv.slots import Slots
-from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan, Shares
-from h2o_flexgen.planning.schedule import Moves
-from h2o_flexgen.planning.workload import Block
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.workload import Block
+from h2o_flexgen.planning.plan import Plan, Shares
+from h2o_flexgen.policies.occupancy import Occupancy
+from h2o_flexgen.schedule.schedule import Traffic
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def placed_shares(spec: ModelSpec, plan: Plan, block: Block, placement: Placemen
     )
 
 
-def moves(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, accelerator: bool) -> Moves:
+def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, accelerator: bool) -> Traffic:
     """What a schedule has to move under this placement."""
-    return Moves(
+    return Traffic(
         steps=block.gen_len,
         layers=len(spec.layers),
         batches=len(block.batches),
@@ -94,7 +95,7 @@ def _kv_sizes(spec: ModelSpec, plan: Plan, block: Block) -> dict[tuple[int, int]
     return {(layer, batch): size for layer in spec.kv_layers for batch, size in enumerate(batches)}
 
 
-def image_bytes(spec: ModelSpec, slots: Slots) -> int:
+def image_bytes(spec: ModelSpec, slots: Occupancy) -> int:
     """Keys and values of a batch in one layer."""
     return slots.batch.size * slots.capacity * spec.kv_bytes_per_slot
 

@@ -6,16 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from h2o_flexgen.kv.options import KVOptions
-from h2o_flexgen.kv.policies import POLICIES
-from h2o_flexgen.kv.policy import KVPolicy
-from h2o_flexgen.planning.allowed_values import Rule, number, whole
-from h2o_flexgen.planning.hints import did_you_mean, shown
-from h2o_flexgen.planning.workload import MOST_BATCHES, check_num_prompts
+from h2o_flexgen.core.allowed_values import Rule, number, whole
+from h2o_flexgen.core.hints import did_you_mean, shown
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.workload import MOST_BATCHES, check_num_prompts
+from h2o_flexgen.policies.options import KVOptions
+from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import CODECS, PLAIN
-
-DEVICE, HOST, DISK = "device", "host", "disk"
-TIERS = (DEVICE, HOST, DISK)
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Plan:
             raise ValueError(f"num_gpu_batches is {shown(self.num_gpu_batches)}; the most is {MOST_BATCHES}")
         check_num_prompts(self.block_size)
         _require_known("attend_on", self.attend_on, (DEVICE, HOST))
-        from h2o_flexgen.planning.schedule import SCHEDULES  # schedules take the names of the tiers from this file
+        from h2o_flexgen.schedule.schedule import SCHEDULES  # schedules take the names of the tiers from this file
 
         _require_known("schedule", self.schedule, SCHEDULES)
         _require_known("weight_codec", self.weight_codec, CODECS)
@@ -119,9 +117,9 @@ class Plan:
     @property
     def has_own_slots(self) -> bool:
         """Has the schedule a number of slots that nobody can choose?"""
-        from h2o_flexgen.planning.schedule import SCHEDULES, Moves  # as above
+        from h2o_flexgen.schedule.schedule import SCHEDULES, Traffic  # as above
 
-        return SCHEDULES[self.schedule](Moves(steps=1, layers=1, batches=1, slots=1)).slots > 1
+        return SCHEDULES[self.schedule](Traffic(steps=1, layers=1, batches=1, slots=1)).slots > 1
 
     def without_overlap(self) -> Plan:
         """One slot: fetch, compute and store one after the other."""

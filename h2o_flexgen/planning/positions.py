@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from h2o_flexgen.planning.model_spec import ModelSpec
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.workload import Batch
 
 
 def check_rolling(spec: ModelSpec, plan: Plan) -> None:

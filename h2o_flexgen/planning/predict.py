@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from h2o_flexgen.core.tiers import TIERS
+from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import Footprint, footprint
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import TIERS
-from h2o_flexgen.planning.planned import PlannedBlock
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.planning.schedule import COMPUTE_LANE, SCHEDULES, Key, Schedule, Task
-from h2o_flexgen.planning.simulate import simulate
-from h2o_flexgen.planning.trace import Trace
+from h2o_flexgen.schedule.schedule import COMPUTE_LANE, SCHEDULES, Key, Schedule, Task
+from h2o_flexgen.schedule.simulate import simulate
+from h2o_flexgen.schedule.trace import Trace
 
 ALL_STEPS = 6  # of a decode this short every step is simulated
 ALL_BLOCKS, SAMPLED_BLOCKS = 16, 12  # so many blocks that differ are all simulated; of more, so many
@@ -49,11 +49,9 @@ class Prediction:
         return max(self.lane_seconds, key=lambda lane: self.lane_seconds[lane])
 
 
-def predict(
-    blocks: Iterable[PlannedBlock], machine: Machine, kernel_threads: int = 0, writes_weights: bool = False
-) -> Prediction:
+def predict(blocks: Iterable[BlockPlan], machine: Machine, kernel_threads: int = 0, writes_weights: bool = False) -> Prediction:
     """Of blocks that run one after the other."""
-    alike: dict[object, list[PlannedBlock]] = defaultdict(list)
+    alike: dict[object, list[BlockPlan]] = defaultdict(list)
     for block in blocks:
         alike[block.shape].append(block)
     prompts = tokens = steps = 0
@@ -77,7 +75,7 @@ def predict(
     return Prediction(prompts, tokens, prefill, decode, decode / steps if steps else 0.0, longest, lanes, peaks)
 
 
-def sampled_blocks(counted: Sequence[tuple[PlannedBlock, int]]) -> Iterator[tuple[PlannedBlock, float]]:
+def sampled_blocks(counted: Sequence[tuple[BlockPlan, int]]) -> Iterator[tuple[BlockPlan, float]]:
     """The blocks that are simulated, and how often each counts, from blocks that differ and how many there are of each. One
     between two of them takes what its tokens say: it counts as a part of either. The last has fewer rows than the others, so
     that it and the one before it stand for no third one."""
@@ -105,7 +103,7 @@ class BlockPrediction:
     trace: Trace  # of the steps that were simulated
 
     @classmethod
-    def of(cls, planned: PlannedBlock, machine: Machine) -> BlockPrediction:
+    def of(cls, planned: BlockPlan, machine: Machine) -> BlockPrediction:
         pricing, gen_len = Pricing(planned, machine, averaged=True), planned.block.gen_len
         samples = sampled_steps(planned)
         exact = samples == list(range(1, gen_len))
@@ -124,7 +122,7 @@ class BlockPrediction:
         return cls(seconds[0], sum_of_steps(samples, sampled), busy, trace)
 
 
-def sampled_steps(planned: PlannedBlock) -> list[int]:
+def sampled_steps(planned: BlockPlan) -> list[int]:
     """The decode steps that are simulated: the first and the last; those in which the KV of rows stops growing, and the ones
     before, because evictions begin at once; and the one in the middle of the longest stretch between these: lanes may take
     turns in being the busiest there."""
@@ -151,8 +149,8 @@ def sum_of_steps(samples: Sequence[int], seconds: Sequence[float]) -> float:
 
 def step_seconds(trace: Trace, schedule: Schedule) -> list[float]:
     """Of each step: the time since the head before is for the step of this one, in whatever order a schedule visits."""
-    spent, clock = [0.0] * schedule.moves.steps, 0.0
-    head = schedule.moves.layers - 1
+    spent, clock = [0.0] * schedule.traffic.steps, 0.0
+    head = schedule.traffic.layers - 1
     for span in sorted(trace.spans, key=lambda span: span.end):
         if span.lane == COMPUTE_LANE and span.key.layer == head:
             spent[span.key.step] += span.end - clock
@@ -161,7 +159,7 @@ def step_seconds(trace: Trace, schedule: Schedule) -> list[float]:
 
 
 def _of_so_many_steps(schedule: Schedule, steps: int) -> Schedule:
-    return SCHEDULES[schedule.name](replace(schedule.moves, steps=steps))
+    return SCHEDULES[schedule.name](replace(schedule.traffic, steps=steps))
 
 
 class _seconds_of:

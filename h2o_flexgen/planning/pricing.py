@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
-from h2o_flexgen.kv.policy import ATTENTION
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, numbered
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
-from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec, numbered
-from h2o_flexgen.planning.plan import DEVICE, DISK, HOST
-from h2o_flexgen.planning.planned import PlannedBlock
-from h2o_flexgen.planning.schedule import LANES, Key, Op, Schedule, Task, Visit
-from h2o_flexgen.planning.simulate import simulate
-from h2o_flexgen.planning.trace import Trace
-from h2o_flexgen.planning.workload import Batch
+from h2o_flexgen.policies.policy import ATTENTION
 from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.schedule.schedule import LANES, Key, Op, Schedule, Task, Visit
+from h2o_flexgen.schedule.simulate import simulate
+from h2o_flexgen.schedule.trace import Trace
 
 VISITS_OF = {"attention": ("attention",), "block": ("attention", "mlp")}  # the others count as a mlp
 DISK_RATES = {Op.LOAD_H: "disk_read_per_s", Op.STORE_H: "disk_write_per_s"}
@@ -33,7 +33,7 @@ SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # beside the lanes, where bounds 
 
 @dataclass(frozen=True)
 class Pricing:
-    planned: PlannedBlock
+    planned: BlockPlan
     machine: Machine
     averaged: bool = False  # over the steps of a journal of KV, so that any step stands for those around it
 
@@ -67,7 +67,7 @@ class Pricing:
         if op in (Op.READ_W, Op.LOAD_W):
             return op, layer
         if op in DISK_RATES:
-            return op, step, self._layer_kinds[layer], self._batch_kinds[batch], self.schedule.moves.hidden[batch]
+            return op, step, self._layer_kinds[layer], self._batch_kinds[batch], self.schedule.traffic.hidden[batch]
         first = op is Op.COMPUTE and self.schedule.weight_batch(batch) == batch
         return op, step, self._layer_kinds[layer], self._batch_kinds[batch], first, self._attends_on_host(layer, batch)
 
@@ -85,7 +85,7 @@ class Pricing:
         nbytes = self._nbytes(task)
         rate = min(machine.bandwidth(LANES[task.op], pinned), self._kv_rates.get(task.op, inf))
         seconds = nbytes / rate + machine.task_seconds
-        if machine.has_accelerator and task.op in DISK_RATES and self.schedule.moves.hidden[task.batch] == DISK:
+        if machine.has_accelerator and task.op in DISK_RATES and self.schedule.traffic.hidden[task.batch] == DISK:
             seconds += nbytes / getattr(machine, DISK_RATES[task.op])  # on its way to the link, in the same task
         return seconds
 
@@ -191,8 +191,8 @@ class Pricing:
         return max(reading, computing + unpacking) + rows * spec.kv_heads * machine.head_seconds
 
     def _attends_on_host(self, layer: int, batch: int) -> bool:
-        moves = self.schedule.moves
-        return moves.attends_on_host and moves.kv.get((layer, batch), DEVICE) != DEVICE
+        traffic = self.schedule.traffic
+        return traffic.attends_on_host and traffic.kv.get((layer, batch), DEVICE) != DEVICE
 
     def _to_host_and_back(self, rows: int) -> float:
         """Queries, and what is new of keys and values; then what attention makes of them."""
@@ -223,33 +223,33 @@ class Pricing:
 
     def _tasks_of(self, step: int) -> Iterator[Key]:
         """Of a step's tasks; of slices of weights only the first."""
-        moves, schedule = self.schedule.moves, self.schedule
-        batches = range(moves.batches)
-        for layer in range(moves.layers):
+        traffic, schedule = self.schedule.traffic, self.schedule
+        batches = range(traffic.batches)
+        for layer in range(traffic.layers):
             for batch in batches:
                 visit = Visit(step, layer, batch)
                 yield Key(Op.COMPUTE, *visit)
                 if schedule.weight_batch(batch) == batch:
-                    if moves.reads_weights(layer):
+                    if traffic.reads_weights(layer):
                         yield Key(Op.READ_W, *visit)
-                    if moves.loads_weights(layer):
+                    if traffic.loads_weights(layer):
                         yield Key(Op.LOAD_W, *visit)
                 yield from self._kv_tasks(visit)
-                if moves.moves_hidden(batch):
+                if traffic.moves_hidden(batch):
                     if layer:
                         yield Key(Op.LOAD_H, *visit)
-                    if layer < moves.layers - 1:
+                    if layer < traffic.layers - 1:
                         yield Key(Op.STORE_H, *visit)
 
     def _kv_tasks(self, visit: Visit) -> Iterator[Key]:
-        moves, on_disk = self.schedule.moves, self.schedule.moves.kv_on_disk(visit.layer, visit.batch)
-        if moves.fetches_kv(visit):
+        traffic, on_disk = self.schedule.traffic, self.schedule.traffic.kv_on_disk(visit.layer, visit.batch)
+        if traffic.fetches_kv(visit):
             if on_disk:
                 yield Key(Op.READ_KV, *visit)
-            if moves.links_kv:
+            if traffic.links_kv:
                 yield Key(Op.LOAD_KV, *visit)
-        if moves.stores_kv(visit):
-            if moves.links_kv:
+        if traffic.stores_kv(visit):
+            if traffic.links_kv:
                 yield Key(Op.STORE_KV, *visit)
             if on_disk:
                 yield Key(Op.WRITE_KV, *visit)
@@ -274,7 +274,7 @@ class Pricing:
         return {op: max(memory, disk if self._is_of_disk(op) else 1.0) for op in Op}
 
     def _is_of_disk(self, op: Op) -> bool:
-        return op in FROM_DISK or op in TO_DISK or (op in DISK_RATES and DISK in self.schedule.moves.hidden)
+        return op in FROM_DISK or op in TO_DISK or (op in DISK_RATES and DISK in self.schedule.traffic.hidden)
 
     def _disk_seconds(self, priced: Iterable[tuple[Key, float]]) -> tuple[float, float]:
         """Of reads, of writes."""
@@ -325,7 +325,7 @@ def _by_lane(priced: Iterable[tuple[Key, float]]) -> dict[str, float]:
     return total
 
 
-def lane_bounds(planned: PlannedBlock, step: int, machine: Machine) -> dict[str, float]:
+def lane_bounds(planned: BlockPlan, step: int, machine: Machine) -> dict[str, float]:
     """Seconds that each lane needs at least for one step: bytes over bandwidth, flops over their rate."""
     bare = replace(machine, task_seconds=0.0, head_seconds=0.0, visit_seconds={}, values_per_s=inf)
     return Pricing(planned, bare).lane_seconds(step)

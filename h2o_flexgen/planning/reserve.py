@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import DEVICE, HOST
 
 HOST_SHARE = 0.05  # the kernel, its tables of pages, other processes
 HOST_LEAST, HOST_MOST = 10**9, 8 * 10**9

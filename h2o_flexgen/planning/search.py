@@ -13,16 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from h2o_flexgen.planning.fit import largest
+from h2o_flexgen.core.fit import largest
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.tiers import DEVICE
+from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.planning.block_plan import plan_blocks
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Request
 from h2o_flexgen.planning.linear import Answer, Case, solve, solve_thoroughly
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.plan import ALL_DEVICE, DEVICE, Plan, Shares
-from h2o_flexgen.planning.planned import plan_blocks
+from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import Prediction, predict
-from h2o_flexgen.planning.units import format_bytes
-from h2o_flexgen.planning.workload import Workload
 
 THROUGHPUT, LATENCY = "throughput", "latency"
 PREFERENCES = (THROUGHPUT, LATENCY)
@@ -34,7 +35,7 @@ SIMULATED, ON_FRONT = 5, 4  # of the cases that the program puts first; of those
 SIMULATED_AT_MOST = 10  # of them, where simulations fall behind what the program promises of others
 REFINED = 6  # of the answers on the grid, so many have their neighbours tried
 HOPELESS = 0.5  # of what the soonest block takes: a limit below it is one that no plan can keep
-SOONER = (1.0, 0.95, 0.85, 0.7, 0.5)  # of a latency limit: how soon the program must promise to end
+LATENCY_MARGINS = (1.0, 0.95, 0.85, 0.7, 0.5)  # of a latency limit: how soon the program must promise to end
 ON_HOST, ON_DISK = Shares(0.0, 1.0), Shares(0.0, 0.0)
 NEAR = 0.05  # two plans this near to each other are equal: then the one whose block is over sooner
 
@@ -186,7 +187,7 @@ def _simulated(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Candid
             known[answer.plan] = Candidate(answer.plan, problem.predict(answer.plan))
         return known[answer.plan]
 
-    for part in SOONER:
+    for part in LATENCY_MARGINS:
         in_time = [answer for answer in ranked if limit is None or answer.seconds <= part * limit]
         if not in_time:
             break

@@ -12,7 +12,7 @@ from h2o_flexgen.quant.codec import Codec
 
 
 @dataclass(eq=False)
-class Room:
+class DecodeBuffer:
     """Memory for the values of one matrix at a time."""
 
     values: Tensor  # (outputs, inputs) of the largest
@@ -23,7 +23,7 @@ class Room:
 class PackedMatrix:
     data: Tensor  # (outputs, bytes of a row)
     codec: Codec
-    room: Room
+    room: DecodeBuffer
 
     def values(self) -> Tensor:
         """(outputs, inputs). Good until somebody else takes the room."""

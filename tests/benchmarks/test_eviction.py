@@ -10,7 +10,7 @@ from unittest.mock import patch
 import psutil
 import pytest
 
-from h2o_flexgen.planning.fit import largest
+from h2o_flexgen.core.fit import largest
 from tests.scripts.loading import load_script
 from tests.tiny import tiny_config
 

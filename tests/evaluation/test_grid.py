@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.evaluation.grid import Grid, Setting, Share, Size
-from h2o_flexgen.kv.policies import POLICIES
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.workload import Batch
+from h2o_flexgen.policies.table import POLICIES
 
 EVICTING = sorted(name for name in POLICIES if name != "full")
 

@@ -15,7 +15,7 @@ from h2o_flexgen.evaluation.table import Results, details, tables
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity, Perplexity
 from h2o_flexgen.evaluation.tasks.recall import RecallTask
 from h2o_flexgen.evaluation.tasks.task import Shown
-from h2o_flexgen.runtime.tokenizer import ByteTokenizer
+from h2o_flexgen.text.tokenizer import ByteTokenizer
 
 GRID = Grid(("full", "h2o", "local"), (Share(100), Share(5), Share(20)))
 BOUND = BoundPerplexity(((1, 2, 3, 4),), 1, 9, ByteTokenizer(300))

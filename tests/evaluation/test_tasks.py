@@ -27,7 +27,7 @@ from h2o_flexgen.evaluation.tasks.xsum import XSum, first_line, rouge
 from h2o_flexgen.evaluation.texts import Text, start_tokens, windows
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.sampling.params import SamplingParams
 
 WINDOW = 64
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kv.cache import KVCache
-from h2o_flexgen.kv.full import Full
-from h2o_flexgen.kv.passes import Pass
-from h2o_flexgen.planning.workload import Batch
+from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.policies.full import Full
 
 HEADS, DIM, STEPS = 4, 8, 5
 LENGTHS = (5, 1, 3)
@@ -45,9 +45,9 @@ def expected(q: Tensor, k: Tensor, v: Tensor, place: int) -> Tensor:
     return torch.einsum("ht,thd->hd", shares, v).flatten()
 
 
-def pass_of(lengths: Sequence[int], step: int, capacity: int | None = None) -> Pass:
+def pass_of(lengths: Sequence[int], step: int, capacity: int | None = None) -> KVStep:
     slots = Full().slots(Batch(tuple(range(len(lengths))), tuple(lengths)), STEPS)
-    return Pass.of(slots, step, capacity or slots.capacity, torch.device("cpu"))
+    return KVStep.of(slots, step, capacity or slots.capacity, torch.device("cpu"))
 
 
 def tokens_of(rows: Sequence[Text], lengths: Sequence[int], step: int) -> Text:

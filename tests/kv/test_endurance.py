@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.sampling.params import SamplingParams
 from tests.contract import Case, Checkpoints
 from tests.tiny import VOCAB, save_tiny
 
@@ -37,7 +37,7 @@ PEAK = """
 import json, sys, psutil
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.llm import peak_resident_bytes
-from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.core.workload import Workload
 folder, (length, rows, generated), options = sys.argv[1], map(int, sys.argv[2:5]), json.loads(sys.argv[5])
 with LLM(folder, dtype="float32", gpu_batch_size=rows, **options) as llm:
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.commands.errors import one_line
+from h2o_flexgen.cli.errors import one_line
+from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.memory.shortage import Shortage, shortage_of
 from h2o_flexgen.memory.threads import ADVICE, started_pool
-from h2o_flexgen.runtime.progress import Progress
 from tests.tiny import save_tiny
 
 NO_ROOM = RuntimeError("can't start new thread")

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import OPTConfig, OPTForCausalLM
 
+from h2o_flexgen.core.model_spec import TensorSpec
 from h2o_flexgen.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from h2o_flexgen.models.safetensors_format import TensorForm, read_header, write_safetensors
-from h2o_flexgen.planning.model_spec import TensorSpec
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 NORM = "model.norm.weight"

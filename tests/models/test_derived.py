@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_flexgen.commands.stages import Opening
+from h2o_flexgen.cli.stages import Opening
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import derived as derived_module
 from h2o_flexgen.models.checkpoint import open_checkpoint
 from h2o_flexgen.models.derived import FORMAT, MANIFEST, Copy, Damaged
 from h2o_flexgen.models.safetensors_format import StoredTensor, raw_header
-from h2o_flexgen.runtime.progress import Progress
-from h2o_flexgen.runtime.sampling_params import SamplingParams
-from h2o_flexgen.runtime.stage import Stage
+from h2o_flexgen.sampling.params import SamplingParams
 from tests.tiny import save_tiny
 
 PROMPTS = [[5, 7, 11, 2], [3, 1, 4]]

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from h2o_flexgen.core.model_spec import DTYPE_BYTES, TensorSpec
 from h2o_flexgen.models import dummy as dummy_module
 from h2o_flexgen.models.checkpoint import WeightSource
 from h2o_flexgen.models.dummy import DummySource
-from h2o_flexgen.planning.model_spec import DTYPE_BYTES, TensorSpec
 from h2o_flexgen.quant.codec import CODECS
 
 MATRIX = "model.layers.3.mlp.up_proj.weight"

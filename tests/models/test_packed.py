@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models import packed as packed_module
@@ -18,7 +19,6 @@ from h2o_flexgen.models.checkpoint import open_checkpoint
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.models.safetensors_format import StoredTensor
 from h2o_flexgen.models.sums import STRETCH_BYTES
-from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from tests.contract import Checkpoints
 from tests.tiny import save_tiny

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from h2o_flexgen.core.workload import Block, Workload
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.planned import PlannedBlock
-from h2o_flexgen.planning.schedule import SCHEDULES, Op, Task
-from h2o_flexgen.planning.workload import Block, Workload
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule.schedule import SCHEDULES, Op, Task
 from tests.contract import POLICIES, Case, Checkpoints
 from tests.planning.worlds import block_of, last_block_of, tiny_spec
 
@@ -23,7 +23,7 @@ RAGGED = (5, 9, 2, 7, 4, 11, 3)
 
 
 def cost_of(llm: LLM, block: Block) -> Cost:
-    return Cost(PlannedBlock.of(llm.spec, llm.plan, block, llm.device.accelerator))
+    return Cost(BlockPlan.of(llm.spec, llm.plan, block, llm.device.accelerator))
 
 
 def predicted(llm: LLM, case: Case) -> Counter[str]:
@@ -108,7 +108,7 @@ def test_nothing_is_moved_when_all_rests_where_it_is_computed_with(checkpoints: 
 
 def tiny_cost(block: Block, accelerator: bool = True, **options: object) -> Cost:
     spec, plan = tiny_spec(), Plan.create(**options).with_percent((0, 50, 0, 0, 0, 50))
-    return Cost(PlannedBlock.of(spec, plan, block, accelerator))
+    return Cost(BlockPlan.of(spec, plan, block, accelerator))
 
 
 def test_kv_bytes_by_hand() -> None:

@@ -14,11 +14,17 @@ from typing import Any
 import pytest
 import torch
 
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.workload import Batch, Workload
+from h2o_flexgen.engine.prompt_logprobs import read_prompts
+from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.engine.scoring import Scorer
 from h2o_flexgen.kernels.native import TORCH, kernel_threads
 from h2o_flexgen.kv.cache import KVCache
-from h2o_flexgen.kv.notes import Notes
-from h2o_flexgen.kv.passes import Pass
-from h2o_flexgen.kv.policy import KVPolicy
+from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.pack import Entry, Layout, Pack
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Model, block, embed_rows, head
@@ -32,18 +38,13 @@ from h2o_flexgen.planning.footprint import (
     refuse_what_does_not_fit,
     working_bytes,
 )
-from h2o_flexgen.planning.model_spec import ModelSpec
 from h2o_flexgen.planning.placement import place_weights
-from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan
-from h2o_flexgen.planning.schedule import SCHEDULES
-from h2o_flexgen.planning.workload import Batch, Workload
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.runtime.prompt_logprobs import read_prompts
-from h2o_flexgen.runtime.row_state import RowState
-from h2o_flexgen.runtime.rows import BatchRows
-from h2o_flexgen.runtime.sampling_params import SamplingParams
-from h2o_flexgen.runtime.scoring import Scorer
-from h2o_flexgen.runtime.tokenizer import ByteTokenizer
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule.schedule import SCHEDULES
+from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.contract import Case, Checkpoints
 from tests.kernels.variants import VARIANTS, used
 from tests.planning.allocations import peak_allocated
@@ -187,10 +188,10 @@ def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, st
     rows, tokens = batch.size, batch.prompt_len
     spec, dtype, new = model.spec, getattr(torch, model.spec.dtype), 1 if step else tokens
     slots = policy.slots(batch, gen_len)
-    now = Pass.of(slots, step, slots.capacity, torch.device("cpu"))
+    now = KVStep.of(slots, step, slots.capacity, torch.device("cpu"))
     image = torch.zeros(2, rows, spec.kv_heads, now.capacity, spec.head_dim, dtype=dtype)
     noted = torch.zeros(rows * spec.kv_heads * now.capacity * policy.note_bytes, dtype=torch.uint8)
-    notes = Notes.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.note_bytes else None
+    notes = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.note_bytes else None
     weights = [{name: torch.randn(tensor.shape, dtype=dtype) for name, tensor in layer.tensors} for layer in spec.layers]
     ids, hidden = torch.zeros(rows, new, dtype=torch.long), torch.randn(rows, new, spec.hidden, dtype=dtype)
     visits = (

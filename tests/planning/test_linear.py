@@ -7,15 +7,16 @@ from itertools import product
 
 import pytest
 
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.workload import Block
+from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import Budgets
 from h2o_flexgen.planning.linear import KINDS, PLACES, Case, seconds_at, solve, solve_thoroughly
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, Plan, Shares
-from h2o_flexgen.planning.planned import PlannedBlock
+from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.predict import sum_of_steps
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.planning.workload import Block
 from tests.planning.test_pricing import MACHINE, on
 from tests.planning.worlds import block_of, tiny_spec
 
@@ -70,7 +71,7 @@ def test_its_coefficients_are_what_pricing_says_at_every_corner(
     case = case_of(accelerator, lengths, **options)
     for kind, tier in case.corners:
         plan = case.with_shares(**{kind: PLACES[tier]})
-        pricing = Pricing(PlannedBlock.of(case.spec, plan, case.block, accelerator), case.machine, averaged=True)
+        pricing = Pricing(BlockPlan.of(case.spec, plan, case.block, accelerator), case.machine, averaged=True)
         for number, step in enumerate(case.steps):
             base, more = case.base[number], case.more[kind, tier][number]
             found = {name: base.get(name, 0.0) + more.get(name, 0.0) for name in {*base, *more}}

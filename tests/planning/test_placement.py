@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.planning.check import check
-from h2o_flexgen.planning.placement import Placement, moves, place, placed_shares, spread
-from h2o_flexgen.planning.plan import DEVICE, DISK, HOST, TIERS, Plan, Shares
-from h2o_flexgen.planning.schedule import SCHEDULES
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.planning.placement import Placement, place, placed_shares, spread, traffic
+from h2o_flexgen.planning.plan import Plan, Shares
+from h2o_flexgen.schedule.check import check
+from h2o_flexgen.schedule.schedule import SCHEDULES
 from tests.planning.worlds import block_of, tiny_spec
 
 SIZES = st.lists(st.one_of(st.integers(0, 10), st.integers(0, 1000), st.just(1000)), min_size=1, max_size=60)
@@ -107,7 +108,7 @@ def test_moves_name_the_layers_that_have_weights_on_disk_and_host() -> None:
         kv={(1, batch): HOST for batch in range(4)},
         hidden=(DEVICE, HOST, DISK, DISK),
     )
-    made = moves(spec, Plan(slots=3), BLOCK, placement, accelerator=True)
+    made = traffic(spec, Plan(slots=3), BLOCK, placement, accelerator=True)
     assert (made.steps, made.layers, made.batches, made.slots) == (3, 4, 4, 3)
     assert made.weights_on_disk == {0, 2, 3}  # the tied head reads the embedding again
     assert made.weights_on_host == {2}
@@ -123,4 +124,4 @@ def test_schedules_of_placed_plans_pass_the_check(
     plan = Plan(slots=slots).with_percent((*weights, *kv, *hidden))
     plan = plan if accelerator else plan.folded()
     spec = tiny_spec()
-    check(SCHEDULES[schedule](moves(spec, plan, BLOCK, place(spec, plan, BLOCK), accelerator)))
+    check(SCHEDULES[schedule](traffic(spec, plan, BLOCK, place(spec, plan, BLOCK), accelerator)))

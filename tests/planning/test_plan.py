@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy
 import pytest
 
+from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.schedule import SCHEDULES
-from h2o_flexgen.planning.workload import Batch
+from h2o_flexgen.schedule.schedule import SCHEDULES
 
 
 @pytest.mark.parametrize(

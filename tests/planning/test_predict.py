@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.planning.block_plan import BlockPlan, plan_blocks
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.planned import PlannedBlock, plan_blocks
 from h2o_flexgen.planning.predict import (
     SAMPLED_BLOCKS,
     BlockPrediction,
@@ -18,21 +19,20 @@ from h2o_flexgen.planning.predict import (
     sum_of_steps,
 )
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.planning.schedule import SCHEDULES
-from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.schedule.schedule import SCHEDULES
 from tests.planning.test_pricing import MACHINE, on
 from tests.planning.worlds import block_of, tiny_spec
 
 SLOW_DISK = replace(MACHINE, disk_read_per_s=2e6, disk_write_per_s=1e6, task_seconds=1e-5)
 
 
-def planned(gen_len: int, accelerator: bool = False, **options: object) -> PlannedBlock:
+def planned(gen_len: int, accelerator: bool = False, **options: object) -> BlockPlan:
     plan = Plan.create(**{"num_gpu_batches": 3, **options}).with_percent((30, 20, 30, 40, 50, 50))
     block = block_of([[8, 7], [6, 6], [5]], gen_len)
-    return PlannedBlock.of(tiny_spec(), plan if accelerator else plan.folded(), block, accelerator)
+    return BlockPlan.of(tiny_spec(), plan if accelerator else plan.folded(), block, accelerator)
 
 
-def whole(of: PlannedBlock, accelerator: bool) -> list[float]:
+def whole(of: BlockPlan, accelerator: bool) -> list[float]:
     pricing = Pricing(of, on(SLOW_DISK, accelerator))
     return step_seconds(pricing.simulated(), of.schedule)
 

@@ -8,12 +8,13 @@ from math import log
 
 import pytest
 
+from h2o_flexgen.core.tiers import DISK, HOST
+from h2o_flexgen.core.workload import Block
+from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import DISK, HOST, Plan
-from h2o_flexgen.planning.planned import PlannedBlock
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing, lane_bounds
-from h2o_flexgen.planning.schedule import SCHEDULES, Key, Op
-from h2o_flexgen.planning.workload import Block
+from h2o_flexgen.schedule.schedule import SCHEDULES, Key, Op
 from tests.planning.test_machine import SMALL
 from tests.planning.worlds import block_of, last_block_of, tiny_spec
 
@@ -34,11 +35,11 @@ MACHINE = replace(
 PERCENT = (30, 20, 30, 40, 50, 50)
 
 
-def planned(block: Block, accelerator: bool = True, packed: bool = False, **options: object) -> PlannedBlock:
+def planned(block: Block, accelerator: bool = True, packed: bool = False, **options: object) -> BlockPlan:
     plan = Plan.create(**{"num_gpu_batches": 3, **options}).with_percent(PERCENT)
     plan = plan if accelerator else plan.folded()
     spec = tiny_spec().packed("group4") if packed else tiny_spec()
-    return PlannedBlock.of(replace(spec, kv_codec=plan.kv_codec), plan, block, accelerator)
+    return BlockPlan.of(replace(spec, kv_codec=plan.kv_codec), plan, block, accelerator)
 
 
 def on(machine: Machine, accelerator: bool) -> Machine:
@@ -76,7 +77,7 @@ def test_tasks_that_count_as_alike_cost_the_same(accelerator: bool, packed: bool
 def test_hidden_states_of_equal_batches_cost_what_their_own_tier_takes() -> None:
     """Through memory and link; from disk the disk's own time as well."""
     plan = Plan(num_gpu_batches=2).with_percent((100, 0, 100, 0, 0, 50))
-    of = PlannedBlock.of(tiny_spec(), plan, block_of([[4, 4], [4, 4]]), True)
+    of = BlockPlan.of(tiny_spec(), plan, block_of([[4, 4], [4, 4]]), True)
     seconds = {
         tier: Pricing(of, MACHINE).seconds(Key(Op.LOAD_H, 0, 1, batch)) for batch, tier in enumerate(of.placement.hidden)
     }
@@ -99,7 +100,7 @@ def test_the_bounds_of_a_step_are_bytes_over_bandwidth_and_flops_over_their_rate
     assert bounds["compute"] == pytest.approx(2 * (2 * 2 * values) / 7e9)  # two batches of two rows
 
 
-def parts_of(of: PlannedBlock, step: int, kind: str, batch: int = 0, accelerator: bool = False) -> dict[str, float]:
+def parts_of(of: BlockPlan, step: int, kind: str, batch: int = 0, accelerator: bool = False) -> dict[str, float]:
     layer = next(index for index, layer in enumerate(of.spec.layers) if layer.kind == kind)
     return Pricing(of, on(MACHINE, accelerator)).compute_parts(Key(Op.COMPUTE, step, layer, batch))
 

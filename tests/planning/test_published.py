@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.planning.block_plan import plan_blocks
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Request, refuse_what_does_not_fit
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import DEVICE, HOST, Plan
-from h2o_flexgen.planning.planned import plan_blocks
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.planning.schedule import COMPUTE_LANE
-from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.schedule.schedule import COMPUTE_LANE
 from tests.scripts.loading import PROJECT, load_script
 
 published = load_script("published.py", "benchmarks")

@@ -9,13 +9,14 @@ from itertools import pairwise
 
 import pytest
 
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.units import parse_bytes
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning import search as search_module
 from h2o_flexgen.planning.footprint import Budgets
-from h2o_flexgen.planning.model_spec import ModelSpec
-from h2o_flexgen.planning.plan import DEVICE, HOST, Plan, Shares
+from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.search import LATENCY, NEAR, NoPlan, Problem, nearest_miss, search
-from h2o_flexgen.planning.units import parse_bytes
-from h2o_flexgen.planning.workload import Workload
 from tests.planning.test_linear import SLOW
 from tests.planning.test_pricing import on
 from tests.planning.worlds import tiny_spec

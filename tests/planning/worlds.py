@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from h2o_flexgen.planning.model_spec import LayerSpec, ModelSpec, TensorSpec
-from h2o_flexgen.planning.plan import DEVICE, DISK, HOST
-from h2o_flexgen.planning.schedule import COMPUTE_LANE, Key, Moves, Task
-from h2o_flexgen.planning.workload import Batch, Block
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.workload import Batch, Block
+from h2o_flexgen.schedule.schedule import COMPUTE_LANE, Key, Task, Traffic
 
 TIER_MIXES = ([DEVICE], [HOST], [DISK], [HOST, DISK], [DEVICE, HOST, DISK])
 
 
-def random_moves(random: Random, layers: int = 6, batches: int = 5) -> Moves:
+def random_moves(random: Random, layers: int = 6, batches: int = 5) -> Traffic:
     count, width = random.randint(1, layers), random.randint(1, batches)
     kv_tiers, hidden_tiers = random.choice(TIER_MIXES), random.choice(TIER_MIXES)
     with_kv = [layer for layer in range(count) if random.random() < 0.7]
-    return Moves(
+    return Traffic(
         steps=random.randint(1, 4),
         layers=count,
         batches=width,
@@ -40,9 +40,9 @@ def _some(random: Random, count: int) -> frozenset[int]:
     return frozenset(index for index in range(count) if random.random() < share)
 
 
-def streamed(steps: int, layers: int, batches: int, slots: int, accelerator: bool = False) -> Moves:
+def streamed(steps: int, layers: int, batches: int, slots: int, accelerator: bool = False) -> Traffic:
     """All weights on disk, all else where it is computed with."""
-    return Moves(steps, layers, batches, slots, accelerator, weights_on_disk=frozenset(range(layers)))
+    return Traffic(steps, layers, batches, slots, accelerator, weights_on_disk=frozenset(range(layers)))
 
 
 def tiny_spec(blocks: int = 2, hidden: int = 8, vocab: int = 50, tied: bool = True) -> ModelSpec:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from h2o_flexgen.kernels.group_product import FEW_ROWS
 from h2o_flexgen.quant.grouped import Grouped
-from h2o_flexgen.quant.matrix import PackedMatrix, Room
+from h2o_flexgen.quant.matrix import DecodeBuffer, PackedMatrix
 from tests.kernels.variants import VARIANTS, used
 
 INPUTS = 128
@@ -26,14 +26,14 @@ class Counted(Grouped):
         self.decoded.append(len(out))
 
 
-def matrix(outputs: int, codec: Counted, room: Room) -> PackedMatrix:
+def matrix(outputs: int, codec: Counted, room: DecodeBuffer) -> PackedMatrix:
     data = torch.empty(outputs, codec.nbytes((1, INPUTS), 4), dtype=torch.uint8)
     codec.encode(torch.randn(outputs, INPUTS), data.view(-1))
     return PackedMatrix(data, codec, room)
 
 
 def test_it_is_decoded_once_until_its_room_is_taken_or_its_bytes_are_others() -> None:
-    codec, room = Counted(4), Room(torch.empty(9, INPUTS))
+    codec, room = Counted(4), DecodeBuffer(torch.empty(9, INPUTS))
     first, second = matrix(9, codec, room), matrix(5, codec, room)
     x = torch.randn(FEW_ROWS + 1, INPUTS)
     expected = [functional.linear(x, one.values().clone()) for one in (first, second)]
@@ -49,7 +49,7 @@ def test_it_is_decoded_once_until_its_room_is_taken_or_its_bytes_are_others() ->
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_few_rows_are_multiplied_without_decoding(variant: str) -> None:
     codec = Counted(4)
-    one = matrix(9, codec, Room(torch.empty(9, INPUTS)))
+    one = matrix(9, codec, DecodeBuffer(torch.empty(9, INPUTS)))
     x, bias = torch.randn(2, 1, INPUTS), torch.randn(9)
     with used(variant):
         out = one.linear(x, bias)

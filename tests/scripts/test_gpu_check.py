@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from h2o_flexgen import profile, run
-from h2o_flexgen.commands.arguments import parse
+from h2o_flexgen.cli.arguments import parse
+from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.planning.footprint import Request
 from h2o_flexgen.planning.machines import SUFFIXES
-from h2o_flexgen.planning.plan import DEVICE, HOST, Plan
-from h2o_flexgen.planning.workload import Workload
+from h2o_flexgen.planning.plan import Plan
 from tests.patience import PATIENCE_SECONDS
 from tests.scripts.loading import load_script
 
@@ -33,8 +34,8 @@ DOCUMENT: dict[str, Any] = {
 }
 
 
-def stage(name: str, code: str, until: float = 60.0, **options: Any) -> Any:
-    return SCRIPT.Stage(name, (sys.executable, "-c", code), until, **options)
+def stage(name: str, code: str, stop_at: float = 60.0, **options: Any) -> Any:
+    return SCRIPT.Stage(name, (sys.executable, "-c", code), stop_at, **options)
 
 
 def printing(document: object) -> str:
@@ -123,9 +124,9 @@ def test_a_stage_is_ended_when_its_time_is_over_with_all_that_it_started(tmp_pat
         "import pathlib, subprocess, sys, time; "
         f"pathlib.Path({str(child)!r}).write_text(str(subprocess.Popen([sys.executable, '-c', {told!r}]).pid)); {told}"
     )
-    for until in (1.0, 10.0, 100.0):  # on a busy machine it may not have begun when its time is over
+    for stop_at in (1.0, 10.0, 100.0):  # on a busy machine it may not have begun when its time is over
         began = time.monotonic()
-        outcome = SCRIPT.run_stage(stage("a", code, until=until), tmp_path, began)
+        outcome = SCRIPT.run_stage(stage("a", code, stop_at=stop_at), tmp_path, began)
         assert not outcome.passed and time.monotonic() - began < PATIENCE_SECONDS
         if child.exists() and child.read_text():
             break

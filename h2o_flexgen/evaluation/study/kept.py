@@ -13,14 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.notes import Notes
-from h2o_flexgen.kv.passes import Pass
-from h2o_flexgen.kv.policy import KVPolicy
-from h2o_flexgen.kv.slots import Slots
+from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Rotate
-from h2o_flexgen.planning.workload import Batch
+from h2o_flexgen.policies.occupancy import Occupancy
+from h2o_flexgen.policies.policy import KVPolicy
 
 Gone = NDArray[np.int32]  # (layers, kv_heads, tokens): tokens that were read when this one was held no longer
 
@@ -36,7 +36,7 @@ class Keeper:
     by_layer: list[Tensor] = field(default_factory=list)  # (kv_heads, tokens)
 
     @property
-    def slots(self) -> Slots:
+    def slots(self) -> Occupancy:
         """The budget is a share of the whole text."""
         return self.policy.slots(Batch((0,), (self.prompt_len,), context=self.tokens), 1 + self.tokens - self.prompt_len)
 
@@ -52,18 +52,18 @@ class Keeper:
         for step in range(slots.gen_len):
             read = self.prompt_len + step
             new = slice(read - 1 if step else 0, read)
-            now = Pass.of(slots, step, slots.capacity, q.device)
+            now = KVStep.of(slots, step, slots.capacity, q.device)
             out.append(cache.attend(now, q[:, new], k[:, new], v[:, new], rotate))
             held = notes.positions[0, :, : slots.counts(step + 1)[0]].long()
             gone.scatter_(1, held, torch.full_like(held, read + 1))
         self.by_layer.append(gone)
         return torch.cat(out, dim=1)
 
-    def _opened(self, capacity: int, kv_heads: int, device: torch.device) -> tuple[KVCache, Notes]:
+    def _opened(self, capacity: int, kv_heads: int, device: torch.device) -> tuple[KVCache, SlotScores]:
         shape = (1, kv_heads, capacity)
         image = torch.zeros(2, *shape, self.coding.width, dtype=self.coding.kept_dtype, device=device)
         region = torch.zeros(kv_heads * capacity * self.policy.note_bytes, dtype=torch.uint8, device=device)
-        notes = Notes.over(region, self.policy, shape)
+        notes = SlotScores.over(region, self.policy, shape)
         return KVCache(image, notes, self.coding), notes
 
 

@@ -14,8 +14,8 @@ from h2o_flexgen.evaluation.study.captured import captured
 from h2o_flexgen.evaluation.study.kept import Keeper
 from h2o_flexgen.evaluation.study.sparsity import negligible_entries, visible_entries
 from h2o_flexgen.kernels.prompt_attention import prompt_attention
-from h2o_flexgen.kv.policy import SCORED_BYTES
 from h2o_flexgen.models.base import Rotate
+from h2o_flexgen.policies.policy import SCORED_BYTES
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.model_spec import LayerSpec
+from h2o_flexgen.core.tiers import DEVICE
+from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models.base import Attend, Model, Weights, block, embed_rows
-from h2o_flexgen.planning.model_spec import LayerSpec
-from h2o_flexgen.planning.plan import DEVICE
-from h2o_flexgen.planning.schedule import SCHEDULES, Moves, Visit
-from h2o_flexgen.runtime.weights import WeightStore
+from h2o_flexgen.schedule.schedule import SCHEDULES, Traffic, Visit
 
 OnLayer = Callable[[int, int], None]  # layers that are done, and all of them
 ONLY = Visit(step=0, layer=0, batch=0)  # of a model that is one layer
@@ -42,7 +42,7 @@ def _opened(llm: LLM, layer: LayerSpec) -> Iterator[WeightStore]:
     memories = Memories(llm.device, llm.offload_folder, pin_host=False)
     try:
         store = WeightStore(spec, dict.fromkeys(spec.tensors, DEVICE), llm.source, memories)
-        store.prepare(SCHEDULES["zigzag"](Moves(steps=1, layers=1, batches=1)))
+        store.prepare(SCHEDULES["zigzag"](Traffic(steps=1, layers=1, batches=1)))
         yield store
     finally:
         memories.close()

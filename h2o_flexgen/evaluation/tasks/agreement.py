@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from h2o_flexgen.evaluation.figures import Figure, mean
 from h2o_flexgen.evaluation.tasks.task import EXAMPLES, Advance, Asked, Bound, Shown, Size, Task, in_blocks, window_of
 from h2o_flexgen.evaluation.texts import Text, checksum, windows
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor

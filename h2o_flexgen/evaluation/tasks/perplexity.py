@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from h2o_flexgen.evaluation.figures import DIGITS, Figure, of_exponents, ratio_of_sums, standard_error
 from h2o_flexgen.evaluation.tasks.task import EXAMPLES, Advance, Asked, Bound, Shown, Size, Task, in_blocks, window_of
 from h2o_flexgen.evaluation.texts import Text, checksum, windows
-from h2o_flexgen.runtime.tokenizer import Tokenizer
+from h2o_flexgen.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from h2o_flexgen.evaluation.tasks.full_cache import FullCache

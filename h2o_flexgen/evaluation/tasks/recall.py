@@ -13,7 +13,7 @@ from h2o_flexgen.evaluation.figures import Figure, mean, of_means
 from h2o_flexgen.evaluation.recall import RECALL_TASKS, Recall, RecallExample
 from h2o_flexgen.evaluation.tasks.task import Advance, Asked, Bound, Shown, Size, Task, in_blocks
 from h2o_flexgen.evaluation.texts import Text, checksum, start_tokens
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from h2o_flexgen.evaluation.tasks.full_cache import FullCache

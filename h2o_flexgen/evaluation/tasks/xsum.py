@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from h2o_flexgen.commands.prompts import read_lines
+from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.evaluation.figures import Figure, mean, of_means
 from h2o_flexgen.evaluation.tasks.task import Advance, Asked, Bound, Shown, Size, Task, in_blocks
 from h2o_flexgen.evaluation.texts import checksum, start_tokens
-from h2o_flexgen.planning.documents import parse_json
-from h2o_flexgen.runtime.sampling_params import SamplingParams
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.prompt_file import read_lines
 
 if TYPE_CHECKING:
     from h2o_flexgen.evaluation.tasks.full_cache import FullCache

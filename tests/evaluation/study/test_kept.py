@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
+from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.evaluation.study.heavy_hitters import study
 from h2o_flexgen.evaluation.study.kept import Keeper, held_after
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
-from h2o_flexgen.kv.notes import Notes
-from h2o_flexgen.kv.passes import Pass
+from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.workload import Batch
 from tests.contract import Checkpoints, distinct_prompts
-from tests.kv.oracle import Head
+from tests.policies.oracle import Head
 
 DIM, TOKENS = 8, 70
 POLICIES = ("h2o", "h2o-flexgen", "heavy", "local", "streaming", "random", "snapkv", "tova")
@@ -63,12 +63,12 @@ def test_layer_by_layer_is_token_by_token(kind: str, policy: str, checkpoints: C
     shape = (1, spec.kv_heads, slots.capacity)
     caches, notes = {}, {}
     for layer in spec.kv_layers:
-        notes[layer] = Notes.over(torch.zeros(8 * shape[1] * shape[2], dtype=torch.uint8), chosen, shape)
+        notes[layer] = SlotScores.over(torch.zeros(8 * shape[1] * shape[2], dtype=torch.uint8), chosen, shape)
         caches[layer] = KVCache(torch.zeros(2, *shape, spec.head_dim), notes[layer])
     kept = []
     with torch.inference_mode():
         for step in range(slots.gen_len):
-            now, end = Pass.of(slots, step, slots.capacity, torch.device("cpu")), prompt_len + step
+            now, end = KVStep.of(slots, step, slots.capacity, torch.device("cpu")), prompt_len + step
             hidden = model.embed(torch.tensor([text[end - 1 if step else 0 : end]]), now.positions, weights[0])
             for layer in range(1, len(weights) - 1):
                 if layer in caches:

@@ -1,0 +1,110 @@
+"""The file of --output: whole texts and token ids, one JSON object per line and prompt, in the order of the prompts.
+
+While a run goes on, what is done is appended line by line to a neighbour, FILE.partial; at the end FILE takes its place, whole
+and in order. So FILE is never half-written, and who ends a long run early keeps what it had. A later run leaves that as it is
+and appends to FILE.partial.1, or to the first number that is free.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from io import FileIO
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from h2o_flexgen.cli.report import check_writable
+from h2o_flexgen.core.files import write_text
+
+if TYPE_CHECKING:
+    from h2o_flexgen.sampling.output import Completion, StepLogprobs, TokenLogprob
+
+FLAG = "--output"
+
+
+class CompletionsFile:
+    """`with CompletionsFile(file) as output`: `add` what is done, and `finish` with all of it."""
+
+    def __init__(self, file: str) -> None:
+        check_writable(file, FLAG)
+        self.file = Path(os.path.realpath(Path(file).expanduser()))
+        self._count = 0
+        self._stream: FileIO | None = None  # from the first text on: a process that is killed before leaves nothing
+        given = Path(file).expanduser()
+        try:
+            if given.exists() and not given.is_file():
+                raise ValueError(f"{FLAG} {file} is a device or a pipe, whose place no file takes; give a plain file")
+            self._open_partial().close()
+            self.partial.unlink()
+        except OSError as error:
+            raise ValueError(f"{FLAG} {file} cannot be written ({error.strerror}); give another file") from error
+        first = self._partial(0)
+        if self.partial != first:
+            print(f"{first} is there already, from another run, and is left as it is", file=sys.stderr)
+
+    def _partial(self, number: int) -> Path:
+        return self.file.with_name(f"{self.file.name}.partial{f'.{number}' if number else ''}")
+
+    def _open_partial(self) -> FileIO:
+        """A file that was not there before: what another run kept is never written over."""
+        for number in count():
+            self.partial = self._partial(number)
+            try:
+                return FileIO(self.partial, "x")
+            except FileExistsError:
+                continue
+        raise AssertionError("there is always a number that is free")
+
+    def add(self, completion: Completion) -> None:
+        """One write for a line: whoever kills the process does not cut it."""
+        if self._stream is None:
+            self._stream = self._open_partial()
+        self._stream.write(_line(completion))
+        self._count += 1
+
+    def finish(self, completions: Iterable[Completion]) -> None:
+        write_text(self.file, b"".join(map(_line, completions)).decode())
+        self._count = 0
+
+    def __enter__(self) -> CompletionsFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._stream is None:
+            return
+        self._stream.close()
+        if self._count:
+            print(f"the texts that were done ({self._count}) are kept in {self.partial}", file=sys.stderr)
+        else:
+            self.partial.unlink(missing_ok=True)
+
+
+def _line(completion: Completion) -> bytes:
+    """Characters that UTF-8 does not have, of an argument that was no text, are escaped as JSON escapes them."""
+    return json.dumps(record(completion), ensure_ascii=False).encode("utf-8", errors="backslashreplace") + b"\n"
+
+
+def record(completion: Completion) -> dict[str, object]:
+    return {
+        "index": completion.index,
+        "prompt": completion.prompt,
+        "prompt_token_ids": completion.prompt_token_ids,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        **({} if completion.logprobs is None else {"logprobs": _steps(completion.logprobs)}),
+    }
+
+
+def _steps(steps: Sequence[StepLogprobs]) -> list[dict[str, object]]:
+    """The log-probability of every token, beside those of the likeliest tokens in its place."""
+    return [{**_one(step.chosen), "top": [_one(token) for token in step.top]} for step in steps]
+
+
+def _one(token: TokenLogprob) -> dict[str, object]:
+    return {"token_id": token.token_id, "logprob": token.logprob}

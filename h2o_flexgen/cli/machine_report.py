@@ -1,0 +1,77 @@
+"""A machine in lines for people: what it holds, moves and computes, each with its unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import isfinite
+
+from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES, Curve, Machine
+
+WIDTH = 46
+SCORES = {PLAIN_SCORES: "all kept", WITH_SCORES: "scored, to evict"}
+
+
+def machine_lines(machine: Machine) -> Iterator[str]:
+    yield from (f"{what + ' ':.<{WIDTH}} {value}" for what, value in _figures(machine) if value)
+    yield ""
+    yield from _curve_lines({**machine.flops_per_s, **machine.packed_flops_per_s})
+
+
+def _figures(machine: Machine) -> Iterator[tuple[str, str]]:
+    yield "computes on", machine.device
+    yield "device memory, free", format_bytes(machine.device_bytes) if machine.has_accelerator else ""
+    yield "host memory, free", format_bytes(machine.host_bytes)
+    yield "disk, free", format_bytes(machine.disk_bytes)
+    yield "disk, reads", _bytes(machine.disk_read_per_s)
+    yield "disk, writes", _bytes(machine.disk_write_per_s)
+    yield "disk, reads and writes at once", f"{machine.disk_both:.2f} of the two rates' 2"
+    yield "KV on disk, reads", _bytes(machine.kv_read_per_s)
+    yield "KV on disk, writes", _bytes(machine.kv_write_per_s)
+    yield "host memory, copies", _bytes(machine.host_copy_per_s)
+    yield "host memory, reads", _bytes(machine.host_read_per_s)
+    if machine.has_accelerator:
+        yield "host to device, page-locked", _bytes(machine.host_to_device_per_s)
+        yield "host to device, pageable", _bytes(machine.unpinned_to_device_per_s)
+        yield "device to host, page-locked", _bytes(machine.device_to_host_per_s)
+        yield "device to host, pageable", _bytes(machine.unpinned_to_host_per_s)
+    for tier, rate in machine.attention_bytes_per_s.items():
+        yield f"attention of a step, in {tier} memory, KV read", _bytes(rate)
+    for kept, rate in machine.attention_flops_per_s.items():
+        yield f"attention of a step, KV in {kept}", _flops(rate)
+    for codec, rate in machine.unpacked_values_per_s.items():
+        yield f"attention of a step, {codec} unpacked", _values(rate)
+    yield "attention of a step, a row's head beside it", _seconds(machine.head_seconds)
+    for kind, rate in machine.prompt_flops_per_s.items():
+        yield f"attention of prompts, {SCORES[kind]}", _flops(rate)
+    for codec, rate in machine.decoded_values_per_s.items():
+        yield f"decoding {codec}", _values(rate)
+    yield "norms, activations, additions", _values(machine.values_per_s)
+    for kind, seconds in machine.visit_seconds.items():
+        yield f"a visit of {kind}, beside its work", _seconds(seconds)
+    yield "a read, beside its bytes", _seconds(machine.task_seconds)
+
+
+def _curve_lines(curves: Mapping[str, Curve]) -> Iterator[str]:
+    """A line for each number of rows, a column for each curve."""
+    points = {kind: dict(curve) for kind, curve in curves.items()}
+    yield "products, GFLOP/s" + "".join(f"{kind:>10}" for kind in points)
+    for rows in sorted({rows for curve in points.values() for rows in curve}):
+        figures = (f"{curve[rows] / 1e9:10.1f}" if rows in curve else " " * 10 for curve in points.values())
+        yield f"{rows:>6} row{'s' if rows > 1 else ' '}      " + "".join(figures).rstrip()
+
+
+def _bytes(rate: float) -> str:
+    return f"{rate / 1e9:.2f} GB/s" if isfinite(rate) else ""
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e9:.1f} GFLOP/s" if isfinite(rate) else ""
+
+
+def _values(rate: float) -> str:
+    return f"{rate / 1e9:.2f} billion values/s" if isfinite(rate) else ""
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} µs"

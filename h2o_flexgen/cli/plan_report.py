@@ -1,0 +1,174 @@
+"""The plan on paper: what was asked for beside what was really placed, in shares and bytes, and what each tier must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from h2o_flexgen.cli.kept import Kept
+from h2o_flexgen.cli.page import page_width, table
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.footprint import Budgets, Footprint
+from h2o_flexgen.planning.placement import Placement, image_bytes
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.schedule.schedule import Schedule
+
+NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
+NO_KERNELS = "none in C were built; install from a checkout with `pip install -e .` and a C compiler for faster ones"
+KINDS = ("weights", "KV", "activations")
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    model: str
+    dummy_weights: bool
+    spec: ModelSpec
+    requested: Plan  # as asked for
+    plan: Plan  # in force: folded where there is no accelerator
+    workload: Workload
+    blocks: Sequence[BlockPlan]
+    needed: Footprint
+    budgets: Budgets
+    accelerator: bool
+    kernels: str  # what the CPU works with: C, or torch
+    packing: tuple[Path, int] | None = None  # where packed weights are kept, and the bytes to write there first
+    tokenizer_note: str = ""
+
+    @property
+    def first(self) -> BlockPlan:
+        """The largest block: prompts are sorted, longest first."""
+        return self.blocks[0]
+
+    @property
+    def kept(self) -> Kept:
+        return Kept(self.spec, self.plan.policy, self.blocks)
+
+    def lines(self) -> list[str]:
+        return [*self._head(), "", *self._shares(), "", *self._needs()]
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "plan": asdict(self.plan),
+            "requested_percent": list(self.requested.percent),
+            "placed_percent": [round(share, 2) for share in self.first.placed_percent],
+            "kept": self.kept.as_json(),
+            "kernels": self.kernels,
+            "bytes_to_pack": self.packing[1] if self.packing else 0,
+            "num_prompts": self.workload.num_prompts,
+            "placed_bytes": placed_bytes(self.first),
+            "needed_bytes": {tier: self.budgets.needs(self.needed, tier) for tier in TIERS},
+            "budget_bytes": {tier: self.budgets.of(tier) for tier in TIERS},
+        }
+
+    def _head(self) -> list[str]:
+        spec, plan, longest = self.spec, self.plan, max(self.workload.prompt_lens)
+        lines = [
+            f"model     {self.model}: {spec.architecture}, {format_bytes(spec.weight_bytes)} of weights {self._written_down()}",
+            f"prompts   {self.workload.num_prompts} of up to {longest} tokens, {self.workload.gen_len} to generate for each",
+            f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {len(self.blocks)} of them to run",
+            f"schedule  {plan.schedule}, {_slots(self.first.schedule)}, "
+            f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
+            f"KV        {self.kept.line()}{self._packed_kv()}",
+        ]
+        if self.tokenizer_note:
+            lines.append(f"tokens    {self.tokenizer_note}")
+        if not self.accelerator:
+            slow = self.kernels == "torch"
+            lines.append(f"kernels   {self.kernels}" + (f" ({NO_KERNELS})" if slow else ""))
+        if self.packing and self.packing[1]:
+            lines.append(f"the weights are packed first, once: {format_bytes(self.packing[1])} in {self.packing[0]}")
+        if self.dummy_weights:
+            lines.append("weights are random, so the text is noise")
+        if self._is_folded:
+            lines.append("no GPU: what was meant for it lives in host memory")
+        return lines
+
+    def _written_down(self) -> str:
+        dtype, codec = self.spec.dtype, self.plan.weight_codec
+        return f"in {dtype}" if codec == PLAIN else f"with matrices as {codec}, computed with in {dtype}"
+
+    def _packed_kv(self) -> str:
+        return "" if self.plan.kv_codec == PLAIN else f", as {self.plan.kv_codec}"
+
+    def _shares(self) -> list[str]:
+        tiers = TIERS if self.accelerator else (HOST, DISK)
+        names = [NAMES[tier] for tier in tiers]
+        asked_of = "GPU + CPU / disk" if self._is_folded else " / ".join(names)
+        rows = [["", f"requested % {asked_of}", f"placed % {' / '.join(names)}", *(f"bytes on {name}" for name in names)]]
+        placed, held = self.first.placed_percent, placed_bytes(self.first)
+        for place, kind in enumerate(KINDS):
+            pair = slice(2 * place, 2 * place + 2)
+            asked, got = self._asked(*self.requested.percent[pair]), " / ".join(_three(*placed[pair])[-len(tiers) :])
+            rows.append([kind, asked, got, *(format_bytes(held[kind][tier]) for tier in tiers)])
+        return table(rows, page_width())
+
+    def _asked(self, device_percent: float, host_percent: float) -> str:
+        device, host, disk = _three(device_percent, host_percent)
+        if self._is_folded:
+            return f"{device} + {host} / {disk}"
+        return f"{device} / {host} / {disk}" if self.accelerator else f"{host} / {disk}"
+
+    @property
+    def _is_folded(self) -> bool:
+        """Something was meant for a GPU that is not there."""
+        return not self.accelerator and self.requested != self.plan
+
+    def _needs(self) -> list[str]:
+        rows = [["tier", "needs at most", "budget", "of which"]]
+        for tier in TIERS:
+            need, budget = self.budgets.needs(self.needed, tier), self.budgets.of(tier)
+            if need or tier == HOST:
+                limit = format_bytes(budget) if budget is not None else "none"
+                rows.append([NAMES[tier], format_bytes(need), limit, self._parts(tier)])
+        return table(rows, page_width())
+
+    def _parts(self, tier: str) -> str:
+        parts = {name: nbytes for name, nbytes in self.needed.parts.get(tier, {}).items() if nbytes}
+        if tier == HOST and self.budgets.host_base:
+            parts["process"] = self.budgets.host_base
+        return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items())
+
+
+def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:
+    """kind -> tier -> bytes."""
+    placement, spec = planned.placement, planned.spec
+    weights = ((placement.weights[name], tensor.nbytes) for name, tensor in planned.spec.tensors.items())
+    return {
+        "weights": _per_tier(weights),
+        "KV": _per_tier(_kv(planned, placement)),
+        "activations": _per_tier(
+            (tier, batch.size * batch.prompt_len * spec.widest * spec.itemsize)
+            for tier, batch in zip(placement.hidden, planned.block.batches)
+        ),
+    }
+
+
+def _kv(planned: BlockPlan, placement: Placement) -> Iterable[tuple[str, int]]:
+    for (_, batch), tier in placement.kv.items():
+        yield tier, image_bytes(planned.spec, planned.slots[batch])
+
+
+def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = dict.fromkeys(TIERS, 0)
+    for tier, nbytes in sizes:
+        total[tier] += nbytes
+    return total
+
+
+def _slots(schedule: Schedule) -> str:
+    weights, others = schedule.weight_slots, schedule.slots
+    if weights == others:
+        return "1 slot, nothing overlaps" if weights == 1 else f"{weights} slots"
+    return f"{weights} slots for weights and {others} for KV and activations"
+
+
+def _three(device_percent: float, host_percent: float) -> tuple[str, str, str]:
+    disk_percent = max(0.0, round(100 - device_percent - host_percent, 4))
+    return f"{device_percent:.4g}", f"{host_percent:.4g}", f"{disk_percent:.4g}"

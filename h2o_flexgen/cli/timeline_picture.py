@@ -1,0 +1,120 @@
+"""A picture of traces: what each lane did and when, one trace or two below each other on the same scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from h2o_flexgen.schedule.schedule import COMPUTE_LANE, Op
+from h2o_flexgen.schedule.trace import Span, Trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# of what is moved, or done; colours that colour-blind eyes tell apart
+COLOURS = {"weights": "#e69f00", "KV": "#0072b2", "activations": "#cc79a7", "compute": "#009e73"}
+KINDS: Mapping[Op, str] = {
+    Op.READ_W: "weights",
+    Op.LOAD_W: "weights",
+    Op.READ_KV: "KV",
+    Op.LOAD_KV: "KV",
+    Op.STORE_KV: "KV",
+    Op.WRITE_KV: "KV",
+    Op.LOAD_H: "activations",
+    Op.STORE_H: "activations",
+    Op.COMPUTE: "compute",
+}
+STEPS = 2
+MOST_VISITS = 120  # of more, single tasks are too narrow to be seen
+WIDTH, LANE_HEIGHT, OTHER_HEIGHT = 12.0, 0.42, 0.9  # of the picture, in inches
+NARROW = 1 / 1200  # of the width: no bar is narrower, and such that touch are drawn as one
+EDGED = 1 / 200  # bars that are wider have an edge
+UNITS = ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "µs", 1e6))
+
+
+def draw_timelines(traces: Mapping[str, Trace], file: Path, title: str = "") -> None:
+    """Each trace under its name ("predicted", "measured")."""
+    from matplotlib.figure import Figure  # the extra [plot]; without pyplot no display is asked for
+
+    heights = [max(1, len(trace.lanes)) * LANE_HEIGHT + OTHER_HEIGHT for trace in traces.values()]
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.6), layout="constrained")
+    seconds = max((trace.makespan for trace in traces.values()), default=0.0) or 1.0
+    unit, factor = next((unit, factor) for least, unit, factor in UNITS if seconds >= least)
+    panels = figure.subplots(len(traces), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, trace) in zip(panels, traces.items()):
+        _draw(axes, trace, factor, seconds * factor)
+        axes.set_title(f"{name}, {trace.makespan * factor:.3g} {unit} of it", loc="left", fontsize="medium")
+    panels[-1].set_xlabel(unit)
+    panels[-1].set_xlim(0, seconds * factor)
+    _legend(
+        figure, [kind for kind in COLOURS if any(KINDS[span.key.op] == kind for one in traces.values() for span in one.spans)]
+    )
+    if title:
+        figure.suptitle(title)
+    figure.savefig(file, dpi=130)
+
+
+def two_steps(trace: Trace) -> Trace:
+    """Two decode steps from the middle of the work: the last has nothing more to store, and so is like no other. Of large
+    models and blocks as many visits as can be told apart."""
+    visits = sorted((span for span in trace.spans if span.lane == COMPUTE_LANE), key=lambda span: span.end)
+    steps = len({span.key.step for span in visits})
+    if not visits:
+        return trace
+    a_step = len(visits) // steps
+    first = max(0, len(visits) - (STEPS + 1) * a_step)
+    last = min(first + MOST_VISITS, max(first + a_step, len(visits) - a_step)) - 1
+    start = visits[first - 1].end if first else 0.0
+    return trace.between(start, visits[last].end)
+
+
+def _draw(axes: Axes, trace: Trace, factor: float, width: float) -> None:
+    lanes = trace.lanes
+    for place, lane in enumerate(lanes):
+        for kind, colour in COLOURS.items():
+            spans = [span for span in trace.spans if span.lane == lane and KINDS[span.key.op] == kind]
+            wide, narrow = _bars(spans, factor, width)
+            axes.broken_barh(wide, (place - 0.36, 0.72), facecolors=colour, edgecolors="white", linewidth=0.6)
+            axes.broken_barh(narrow, (place - 0.36, 0.72), facecolors=colour, linewidth=0)
+    shares = trace.busy_shares()
+    axes.set_yticks(range(len(lanes)), [f"{lane}  {shares[lane]:.0%}" for lane in lanes])
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.grid(visible=True, axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _bars(spans: Sequence[Span], factor: float, width: float) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """(start, length) of those that are wide enough for an edge, and of the others, joined where they touch."""
+    wide: list[tuple[float, float]] = []
+    narrow: list[tuple[float, float]] = []
+    for span in spans:
+        start, length = span.start * factor, (span.end - span.start) * factor
+        if length > EDGED * width:
+            wide.append((start, length))
+        else:
+            narrow.append((start, max(length, NARROW * width)))  # or else it is not seen at all
+    return wide, list(_joined(sorted(narrow), NARROW * width))
+
+
+def _joined(bars: Iterable[tuple[float, float]], gap: float) -> Iterable[tuple[float, float]]:
+    start = end = None
+    for begin, length in bars:
+        if end is not None and start is not None and begin <= end + gap:
+            end = max(end, begin + length)
+            continue
+        if end is not None and start is not None:
+            yield start, end - start
+        start, end = begin, begin + length
+    if end is not None and start is not None:
+        yield start, end - start
+
+
+def _legend(figure: Figure, kinds: Sequence[str]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=COLOURS[kind], label=kind) for kind in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), frameon=False, fontsize="small")

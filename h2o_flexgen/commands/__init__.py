@@ -1,1 +1,0 @@
-"""What the commands are made of: arguments, prompts, the plan on paper, progress, reports. One idea per file."""

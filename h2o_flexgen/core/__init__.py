@@ -1,0 +1,1 @@
+"""What every room speaks of: sizes, texts for people, files; nothing here imports torch."""

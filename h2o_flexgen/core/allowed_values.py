@@ -1,0 +1,99 @@
+"""What a value given in Python may be: it is read into what is kept, or refused in one line that names it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from numbers import Integral, Real
+from typing import Any, NamedTuple, TypeVar
+
+from h2o_flexgen.core.hints import shown
+
+T = TypeVar("T")
+Key = TypeVar("Key")
+Read = Callable[[object], T]  # raises a TypeError, a ValueError or an OverflowError for what is not allowed
+
+
+class Rule(NamedTuple):
+    read: Read[Any]
+    allowed: str  # in words
+
+    def value(self, name: str, given: object) -> Any:
+        try:
+            return self.read(given)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"{name} is {shown(given)}; allowed is {self.allowed}") from None
+
+
+def whole(least: int, most: float = math.inf) -> Read[int]:
+    """Reads a whole number, also one of numpy, but neither 2.0 nor True."""
+
+    def read(value: object) -> int:
+        if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
+            raise ValueError(value)
+        return int(value)
+
+    return read
+
+
+def number(least: float, most: float = math.inf, without_least: bool = False) -> Read[float]:
+    """Any finite one."""
+
+    def read(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(value)
+        found = float(value)
+        if not math.isfinite(found) or not least <= found <= most or (without_least and found == least):
+            raise ValueError(value)
+        return found
+
+    return read
+
+
+def truth(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(value)
+    return value
+
+
+def text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(value)
+    return value
+
+
+def several(read: Read[T]) -> Read[tuple[T, ...]]:
+    """Reads every item of a list, a tuple, a set or an array."""
+
+    def read_all(values: object) -> tuple[T, ...]:
+        found = values.tolist() if hasattr(values, "tolist") else values
+        if isinstance(found, (str, bytes)) or not isinstance(found, (Sequence, Set)):
+            raise TypeError(values)
+        return tuple(map(read, found))
+
+    return read_all
+
+
+def any_of(read: Read[tuple[T, ...]]) -> Read[tuple[T, ...]]:
+    """One at least."""
+
+    def read_some(values: object) -> tuple[T, ...]:
+        found = read(values)
+        if not found:
+            raise ValueError(values)
+        return found
+
+    return read_some
+
+
+def mapping(key: Read[Key], value: Read[T]) -> Read[dict[Key, T]]:
+    def read(given: object) -> dict[Key, T]:
+        if not isinstance(given, Mapping):
+            raise TypeError(given)
+        return {key(name): value(each) for name, each in given.items()}
+
+    return read
+
+
+def optional(read: Read[T], without: T | None = None) -> Read[T | None]:
+    return lambda value: without if value is None else read(value)

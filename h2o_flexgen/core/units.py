@@ -1,0 +1,47 @@
+"""Sizes in bytes as people read and write them. What is printed is decimal, as disks and links are sold: 1 GB is 10^9 bytes."""
+
+from __future__ import annotations
+
+from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.numbers import decimal_number
+
+SHOWN = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
+UNITS = {
+    "": 1,
+    "b": 1,
+    **{name.lower(): size for name, size in SHOWN.items()},
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+MOST_BYTES = 2**63  # more than files and memory can have
+ROUNDS_UP = 0.999995  # from here on two decimals show a 1
+
+
+def parse_bytes(size: int | str) -> int:
+    """16000000000, "16GB" and "14.9GiB" are sizes."""
+    nbytes = size if isinstance(size, int) and not isinstance(size, bool) else _read(size)
+    if not 0 < nbytes < MOST_BYTES:
+        raise ValueError(f"size {shown(size)} must be above 0 and below {format_bytes(MOST_BYTES)}")
+    return int(nbytes)
+
+
+def _read(size: object) -> float:
+    if isinstance(size, str):
+        text = size.strip().lower()
+        digits = text.rstrip("abcdefghijklmnopqrstuvwxyz ")
+        unit = UNITS.get(text[len(digits) :].strip())
+        try:
+            if unit is not None:
+                return decimal_number(digits) * unit
+        except ValueError:
+            pass
+    raise ValueError(f"size {shown(size)} is not understood; write it like 16GB or 8GiB")
+
+
+def format_bytes(nbytes: float) -> str:
+    for unit, size in SHOWN.items():
+        if nbytes >= ROUNDS_UP * size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"

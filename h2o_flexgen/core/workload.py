@@ -1,0 +1,184 @@
+"""Workload: the prompts to run and how many tokens each may grow; and its division into blocks.
+
+A *batch* (micro-batch) is what one COMPUTE task works on; a *block* is the batches that share one pass over the weights.
+Prompts are sorted by length before they are divided, so that rows of one batch need little padding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from h2o_flexgen.core.hints import shown
+
+MOST_PROMPTS = 1_000_000  # of a workload: each takes part in every look at it
+MOST_BATCHES = 10_000  # of a block
+MOST_TOKENS = 10_000_000  # of a text, prompt or generation: the longest contexts of any model
+
+
+def check_num_prompts(num: int) -> None:
+    """Refuses a number of prompts that is too large, before a list of so many is made."""
+    if num > MOST_PROMPTS:
+        raise ValueError(f"{shown(num)} prompts are more than one run takes; give {MOST_PROMPTS} at most, or run them in parts")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one micro-batch: their places in the input, and how many tokens step 0 takes in of each."""
+
+    rows: tuple[int, ...]
+    lengths: tuple[int, ...]
+    seen: tuple[int, ...] = ()  # tokens that each row's KV has taken in before; nothing for texts that are new
+    context: int | None = None  # of texts whose KV lives on when the block is over: the tokens that they may grow to
+
+    @property
+    def size(self) -> int:
+        return len(self.rows)
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """Tokens that each row has taken in before step 0."""
+        return self.seen or (0,) * self.size
+
+    @property
+    def lives_on(self) -> bool:
+        return self.context is not None
+
+    def parts(self, tokens: int) -> tuple[Batch, ...]:
+        """Neighbours whose prompts are computed at once: with their pads no more than so many tokens, but one row at least."""
+        starts, longest = [0], 0
+        for place, length in enumerate(self.lengths):
+            longest = max(longest, length)
+            if place > starts[-1] and (place + 1 - starts[-1]) * longest > tokens:
+                starts.append(place)
+                longest = length
+        return tuple(self.only(range(start, end)) for start, end in pairwise([*starts, self.size]))
+
+    def kinds_of_parts(self, tokens: int) -> Mapping[Batch, int]:
+        """The parts that differ in more than their places in the input, and how many of each there are."""
+        if tokens not in self._kinds:
+            counts: Counter[Batch] = Counter()
+            for part in self.parts(tokens):
+                counts[part.anywhere] += 1
+            self._kinds[tokens] = counts
+        return self._kinds[tokens]
+
+    @cached_property
+    def _kinds(self) -> dict[int, Mapping[Batch, int]]:
+        return {}
+
+    @property
+    def anywhere(self) -> Batch:
+        """The same work at the first places of the input."""
+        return replace(self, rows=tuple(range(self.size)))
+
+    def only(self, places: Sequence[int]) -> Batch:
+        """The rows at these places, in this order."""
+        rows, lengths, seen = (tuple(each[place] for place in places) for each in (self.rows, self.lengths, self.before))
+        return Batch(rows, lengths, seen if self.seen else (), self.context)
+
+    @property
+    def prompt_len(self) -> int:
+        """Length of the longest row: what the others are padded to (on the right) in prefill."""
+        return max(self.lengths)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The batches that share one pass over the weights, and the tokens that each row may grow."""
+
+    batches: tuple[Batch, ...]
+    gen_len: int
+
+    @property
+    def num_rows(self) -> int:
+        return sum(batch.size for batch in self.batches)
+
+
+class BlockSize(NamedTuple):
+    batch_size: int
+    num_batches: int
+
+    @classmethod
+    def of(cls, block: Block) -> BlockSize:
+        return cls(max(batch.size for batch in block.batches), len(block.batches))
+
+    @property
+    def smaller(self) -> BlockSize | None:
+        """Half as large; None below one row. Rows first: with as many batches the weights are as well hidden as before."""
+        if self.batch_size > 1:
+            return self._replace(batch_size=self.batch_size // 2)
+        return self._replace(num_batches=self.num_batches // 2) if self.num_batches > 1 else None
+
+    def __str__(self) -> str:
+        return f"{self.batch_size} x {self.num_batches}"
+
+
+@dataclass(frozen=True)
+class Workload:
+    prompt_lens: tuple[int, ...]
+    gen_len: int
+    context: int | None = None  # of texts whose KV lives on. Of these a workload stands for the last block, which needs most
+
+    def __post_init__(self) -> None:
+        if not self.prompt_lens:
+            raise ValueError("no prompts were given; give at least one")
+        check_num_prompts(len(self.prompt_lens))
+        if not 1 <= self.gen_len <= MOST_TOKENS:
+            raise ValueError(f"tokens to generate is {shown(self.gen_len)}; give 1 to {MOST_TOKENS}")
+        for length, row in self.first_of_length.items():
+            if length < 1:
+                raise ValueError(f"prompt {row} is empty; every prompt needs at least one token")
+            if length > MOST_TOKENS:
+                raise ValueError(f"prompt {row} has {shown(length)} tokens; the most is {MOST_TOKENS}")
+
+    @classmethod
+    def uniform(cls, num_prompts: int, prompt_len: int, gen_len: int) -> Workload:
+        check_num_prompts(num_prompts)
+        return cls((prompt_len,) * num_prompts, gen_len)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt_lens)
+
+    @cached_property
+    def first_of_length(self) -> Mapping[int, int]:
+        """The lengths of prompts, and the first row of each, in the order of these rows."""
+        rows: dict[int, int] = {}
+        for row, length in enumerate(self.prompt_lens):
+            rows.setdefault(length, row)
+        return rows
+
+    def blocks(self, batch_size: int, num_batches: int, rows: Sequence[int] | None = None) -> tuple[Block, ...]:
+        """Of all rows, or of those that are left. Longest prompts first, so that what needs most memory is met at the start and
+        not after hours."""
+        order, size = self._longest_first(rows), batch_size * num_batches
+        return tuple(self._block(order[start : start + size], batch_size) for start in range(0, len(order), size))
+
+    def distinct_blocks(self, batch_size: int, num_batches: int) -> Iterator[Block]:
+        """The first block of each shape: of a million prompts of one length these are two at most."""
+        order, size = self._longest_first(), batch_size * num_batches
+        before: tuple[int, ...] = ()
+        for start in range(0, len(order), size):  # blocks of one shape follow each other, as prompts are sorted
+            rows = order[start : start + size]
+            lengths = tuple(map(self.prompt_lens.__getitem__, rows))
+            if lengths != before:
+                yield self._block(rows, batch_size)
+            before = lengths
+
+    def _longest_first(self, rows: Sequence[int] | None = None) -> list[int]:
+        in_order = range(self.num_prompts) if rows is None else sorted(rows)
+        return sorted(in_order, key=self.prompt_lens.__getitem__, reverse=True)  # which leaves equal ones in their order
+
+    def _block(self, rows: Sequence[int], batch_size: int) -> Block:
+        starts = range(0, len(rows), batch_size)
+        return Block(tuple(self._batch(tuple(rows[start : start + batch_size])) for start in starts), self.gen_len)
+
+    def _batch(self, rows: tuple[int, ...]) -> Batch:
+        lengths = tuple(self.prompt_lens[row] for row in rows)
+        seen = () if self.context is None else tuple(self.context - length for length in lengths)
+        return Batch(rows, lengths, seen, self.context)

@@ -1,0 +1,213 @@
+"""The executor: runs a schedule. The only place of the running half where work happens beside other work.
+
+One FIFO worker per lane moves data; COMPUTE runs in the caller's thread. Every task waits for the needs that it declares and
+for nothing else. An error in any lane surfaces in the caller, with the task named; whatever happens, no thread outlives
+`run`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from queue import SimpleQueue
+
+import torch
+
+from h2o_flexgen.engine.recorder import Recorder
+from h2o_flexgen.memory.device import Device, Marker
+from h2o_flexgen.memory.shortage import Shortage, shortage_of
+from h2o_flexgen.memory.threads import starting
+from h2o_flexgen.schedule.schedule import COMPUTE_LANE, LANES, WORKERS, Key, Op, Task
+from h2o_flexgen.schedule.trace import Trace
+
+Action = Callable[[Task], int]  # does the task and returns the bytes that it moved
+ON_HOST = frozenset({Op.READ_W, Op.READ_KV, Op.WRITE_KV})  # touch host memory from the CPU: must see what they need in place
+
+
+class _Pending:
+    """A task that was issued and whose effects may not all be there yet."""
+
+    __slots__ = ("issued", "marker")
+
+    def __init__(self) -> None:
+        self.issued = threading.Event()
+        self.marker: Marker | None = None
+
+
+class TaskFailed(RuntimeError):
+    """An action raised. The message names the task; the error itself is `cause`."""
+
+    def __init__(self, doing: Task | str, cause: BaseException) -> None:
+        kind = "" if isinstance(cause, (OSError, MemoryError, ValueError)) else f"{type(cause).__name__}: "
+        super().__init__(f"{kind}{cause} (while running {doing})")
+        self.doing = doing
+        self.cause = cause
+
+
+class Executor:
+    def __init__(self, actions: Mapping[Op, Action], device: Device, ahead: int = 1) -> None:
+        self._actions = actions
+        self._device = device
+        self._ahead = ahead  # COMPUTEs that may wait in line while their transfers are under way
+        self._pending: dict[Key, _Pending] = {}  # a key that is missing here is done
+        self._queues: dict[str, SimpleQueue[Task | None]] = {}
+        self._threads: list[tuple[threading.Thread, threading.Event]] = []
+        self._failure: tuple[Task | str, BaseException] | None = None
+        self._stopped = False
+        self.trace = Trace(())  # of the last run, also where it failed
+
+    def run(self, tasks: Iterable[Task]) -> Trace:
+        self._device.settle()  # weights and buffers were prepared on another stream than those of the lanes
+        with self._device.stream(COMPUTE_LANE):
+            self._recorder = Recorder(self._device, time.perf_counter(), self._device.mark())
+            try:
+                self._start_lanes()
+                self._issue(tasks)
+            except BaseException:
+                self._abandon()
+                raise
+            finally:
+                self._end_lanes()
+                self._device.settle()
+                self._collect()
+                self.trace = self._recorder.trace()
+        self._raise_failure()
+        return self.trace
+
+    # -- the caller's thread -----------------------------------------------------------------------------------------
+
+    def _issue(self, tasks: Iterable[Task]) -> None:
+        computes: deque[Task] = deque()
+        for task in tasks:
+            self._raise_failure()
+            self._pending[task.key] = _Pending()
+            if task.op is Op.COMPUTE:
+                computes.append(task)
+                if len(computes) > self._ahead:
+                    self._compute(computes.popleft())
+            else:
+                self._queues[task.lane].put(task)
+        while computes:
+            self._compute(computes.popleft())
+            self._raise_failure()
+
+    def _compute(self, task: Task) -> None:
+        self._perform(task)
+        self._collect()
+
+    def _collect(self) -> None:
+        """What has ended is forgotten here and remembered there: neither may grow with the length of a job."""
+        for key in self._recorder.collect():
+            self._pending.pop(key, None)
+
+    def _abandon(self) -> None:
+        """Nothing more is done; whoever waits for a task that will never run is let go."""
+        self._stopped = True
+        for pending in list(self._pending.values()):
+            pending.issued.set()
+
+    def _raise_failure(self) -> None:
+        if self._failure is None:
+            return
+        doing, error = self._failure
+        self._failure = None  # or the error's traceback and this object would keep each other, and all buffers, alive
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        raise TaskFailed(doing, _out_of_memory(error) or error) from error
+
+    # -- the lanes ---------------------------------------------------------------------------------------------------
+
+    def _start_lanes(self) -> None:
+        self._queues = {lane: SimpleQueue() for lane in sorted(set(LANES.values()) - {COMPUTE_LANE})}
+        for lane in self._queues:
+            for worker in range(WORKERS[lane]):
+                ended = threading.Event()
+                name = f"lane-{lane}-{worker}"
+                thread = threading.Thread(target=self._work, args=(lane, ended), name=name, daemon=True)
+                with starting():
+                    thread.start()
+                self._threads.append((thread, ended))
+
+    def _end_lanes(self) -> None:
+        """Waits for them through any further Ctrl-C: what they work in is freed after this."""
+        interrupt: KeyboardInterrupt | None = None
+        while not all(ended.is_set() for _, ended in self._threads):
+            try:
+                for lane, queue in self._queues.items():
+                    for _ in range(WORKERS[lane]):
+                        queue.put(None)
+                for _, ended in self._threads:
+                    ended.wait()  # not join: when that is interrupted the thread counts as ended
+            except KeyboardInterrupt as error:
+                self._abandon()
+                interrupt = error
+        for thread, _ in self._threads:
+            thread.join()
+        if interrupt is not None:
+            raise interrupt
+
+    def _work(self, lane: str, ended: threading.Event) -> None:
+        try:
+            with torch.inference_mode(), self._device.stream(lane):  # a mode of the thread: the caller's does not reach here
+                while (task := self._queues[lane].get()) is not None:
+                    self._perform(task)
+        except BaseException as error:  # not of a task, which are caught below: of the lane's stream
+            self._failure = self._failure or (f"lane {lane}", error)
+            self._abandon()
+        finally:
+            ended.set()
+
+    def _perform(self, task: Task) -> None:
+        """Waits for the needs, acts, and lets those who wait go on: also when it failed, or nothing could ever end."""
+        pending = self._pending[task.key]
+        try:
+            if not self._stopped and self._wait(task):
+                self._act(task, pending)
+        except BaseException as error:
+            self._failure = self._failure or (task, error)
+            self._stopped = True
+        finally:
+            pending.issued.set()
+            if pending.marker is None:
+                self._pending.pop(task.key, None)
+
+    def _wait(self, task: Task) -> bool:
+        for key in task.needs:
+            need = self._pending.get(key)
+            if need is None:
+                continue
+            need.issued.wait()
+            if need.marker is None:
+                continue
+            if task.op in ON_HOST:
+                need.marker.synchronize()
+            else:
+                self._device.wait(need.marker)
+            if need.marker.query():
+                self._pending.pop(key, None)
+        return not self._stopped
+
+    def _act(self, task: Task, pending: _Pending) -> None:
+        first, start = self._device.mark(), time.perf_counter()
+        moved = self._actions[task.op](task)
+        last = None if task.op in ON_HOST else self._device.mark()
+        if first is not None and last is not None:
+            pending.marker = last
+            self._recorder.add_marked(task, first, last, moved)
+        else:
+            self._recorder.add(task, start, time.perf_counter(), moved)
+
+
+def shortage_in(error: BaseException) -> Shortage | None:
+    """The want of memory that a task, or what was made ready for tasks, has failed of; None if it was something else."""
+    return shortage_of(error.__cause__ if isinstance(error, TaskFailed) else error)
+
+
+def _out_of_memory(error: BaseException) -> MemoryError | None:
+    """Torch and the system have errors of their own for what is a MemoryError everywhere else."""
+    shortage = None if isinstance(error, MemoryError) else shortage_of(error)
+    if shortage is None:
+        return None
+    return MemoryError(f"{shortage.reason.rstrip('. ')}; lower the batch size, or the shares of the tier that is full")

@@ -1,0 +1,30 @@
+"""Log-probabilities of prompts, from the pass that reads them. In it every token sees all that stand before it, as they are,
+whatever a policy then keeps of them and in however few bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.engine.many_positions import LogitsOf, side_by_side
+from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.sampling.logprobs import logprobs_of
+from h2o_flexgen.sampling.output import StepLogprobs
+
+
+def read_prompts(rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, positions: int) -> None:
+    """hidden (rows, tokens, width), of prompts that begin with their first token. `positions`: of which logits are made at
+    once. Rows that ask for log-probabilities get them."""
+    asking = [(row, own[: length - 1]) for row, own, length in zip(rows.alive, hidden, rows.batch.lengths)]
+    asking = [(row, own) for row, own in asking if row.wants_prompt_logprobs]
+    tokens = [token for row, _ in asking for token in row.prompt_ids[1:]]  # each is foretold by the one before it
+    counts = [row.params.prompt_logprobs or 0 for row, own in asking for _ in range(len(own))]
+    found: list[StepLogprobs] = []
+    for piece in side_by_side([own for _, own in asking], positions):
+        here = slice(len(found), len(found) + len(piece))
+        found += logprobs_of(logits_of(piece), torch.tensor(tokens[here]), counts[here])
+    start = 0
+    for row, own in asking:
+        row.prompt_logprobs = (None, *found[start : start + len(own)])
+        start += len(own)

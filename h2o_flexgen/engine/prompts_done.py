@@ -1,0 +1,105 @@
+"""What is told of prompts while a call generates: each one as it is done, and how many of all."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeAlias
+
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.engine.row_state import RowState, completions_of
+from h2o_flexgen.engine.rows import OnToken
+from h2o_flexgen.engine.stage import OnStage, Stage, damaged_copy, how_far
+from h2o_flexgen.models.derived import cache_folder
+from h2o_flexgen.sampling.output import Completion
+
+OnCompletion: TypeAlias = Callable[[Completion], object]
+UseTqdm: TypeAlias = "bool | Callable[..., Any]"  # on stderr, or on a bar made by something like tqdm
+Listeners: TypeAlias = "tuple[OnToken | None, OnStage | None]"
+DESCRIPTION = "prompts"
+
+
+class PromptsDone:
+    """Hands out the completion of a prompt when the block that it ends in is over."""
+
+    def __init__(self, rows: Sequence[RowState], on_completion: OnCompletion | None) -> None:
+        self._rows = rows
+        self._on_completion = on_completion
+        self._waiting = Counter(row.index for row in rows)  # rows of each prompt that have not ended
+        self._counted: set[int] = set()
+        self._of_prompt: defaultdict[int, list[RowState]] = defaultdict(list)
+        for row in rows:
+            self._of_prompt[row.index].append(row)
+
+    def block_ended(self, places: Iterable[int]) -> None:
+        """`places` are those of the block's rows among all rows."""
+        if self._on_completion is None:
+            return
+        for place in places:
+            row = self._rows[place]
+            if row.finished and place not in self._counted:
+                self._counted.add(place)
+                self._waiting[row.index] -= 1
+                if not self._waiting[row.index]:
+                    self._on_completion(*completions_of(self._of_prompt.pop(row.index)))
+
+
+class _Bar(Protocol):
+    def update(self, count: int) -> object: ...
+
+    def close(self) -> object: ...
+
+
+@contextmanager
+def shown_progress(use_tqdm: UseTqdm, rows: Sequence[RowState], told: Listeners) -> Iterator[Listeners]:
+    """Who listens to tokens and stages, and whoever shows how many prompts are done."""
+    if not use_tqdm:
+        yield told
+    elif use_tqdm is True:
+        with Progress(len({row.index for row in rows}), DESCRIPTION) as progress:
+            yield _on_stderr(progress, rows, told)
+    else:
+        bar: _Bar = use_tqdm(total=len({row.index for row in rows}), desc=DESCRIPTION, unit="prompt")
+        try:
+            yield _counting(rows, told[0], lambda done, tokens: bar.update(1) if done else None), told[1]
+        finally:
+            bar.close()
+
+
+def _on_stderr(progress: Progress, rows: Sequence[RowState], told: Listeners) -> Listeners:
+    on_token, on_stage = told
+    begun, count = time.monotonic(), 0
+
+    def show(done: int, tokens: int) -> None:
+        nonlocal count
+        count += done
+        progress.update(f"{tokens / max(time.monotonic() - begun, 1e-9):.2f} tokens/s", count)
+
+    def show_stage(stage: Stage, done_bytes: int, total_bytes: int) -> None:
+        nonlocal begun
+        begun = time.monotonic()  # tokens begin to come behind the last stage
+        if stage is Stage.MENDING:
+            progress.note(damaged_copy(cache_folder("")))
+        progress.stage(str(stage), how_far(done_bytes, total_bytes))
+        if on_stage is not None:
+            on_stage(stage, done_bytes, total_bytes)
+
+    return _counting(rows, on_token, show), show_stage
+
+
+def _counting(rows: Sequence[RowState], on_token: OnToken | None, show: Callable[[int, int], object]) -> OnToken:
+    """`show` gets whether the token ended its prompt, and how many tokens there were."""
+    waiting, tokens = Counter(row.index for row in rows), 0
+
+    def count(place: int, token: int, text: str | None) -> None:
+        nonlocal tokens
+        tokens += 1
+        row = rows[place]
+        waiting[row.index] -= row.finished
+        show(int(row.finished and not waiting[row.index]), tokens)
+        if on_token is not None:
+            on_token(place, token, text)
+
+    return count

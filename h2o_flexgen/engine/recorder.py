@@ -1,0 +1,52 @@
+"""The recorder: what every task did and when, from all lanes, in memory that does not grow with the length of a job.
+
+Lanes only append; the caller's thread collects. On an accelerator a task's times are known when its markers have been passed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from h2o_flexgen.memory.device import Device, Marker
+from h2o_flexgen.schedule.schedule import Key, Task
+from h2o_flexgen.schedule.trace import Span, Trace
+
+KEPT = 1 << 14  # spans, the latest; of earlier ones only what each lane did in all
+
+
+class Recorder:
+    def __init__(self, device: Device, started_at: float, start: Marker | None) -> None:
+        self._device = device
+        self._started_at = started_at
+        self._start = start
+        self._ended: deque[Span] = deque()
+        self._marked: deque[tuple[Task, Marker, Marker, int]] = deque()
+        self._trace = Trace(())
+        self._kept: list[Span] = []
+
+    def add(self, task: Task, begun: float, ended: float, moved: int) -> None:
+        """A task that was over when its action returned. Times as of time.perf_counter."""
+        self._ended.append(Span(task.key, task.lane, begun - self._started_at, ended - self._started_at, moved))
+
+    def add_marked(self, task: Task, first: Marker, last: Marker, moved: int) -> None:
+        """A task that a stream does between two markers."""
+        self._marked.append((task, first, last, moved))
+
+    def collect(self) -> Iterator[Key]:
+        """Takes in what has ended since, and says which marked tasks have."""
+        while self._ended:
+            self._kept.append(self._ended.popleft())
+        while self._marked and self._marked[0][2].query():
+            task, first, last, moved = self._marked.popleft()
+            assert self._start is not None
+            begun, ended = (self._device.seconds_between(self._start, marker) for marker in (first, last))
+            self._kept.append(Span(task.key, task.lane, begun, ended, moved))
+            yield task.key
+        if len(self._kept) > 2 * KEPT:
+            self._trace = self.trace().with_latest(KEPT)
+            self._kept = []
+
+    def trace(self) -> Trace:
+        spans = sorted((*self._trace.spans, *self._kept), key=lambda span: span.start)
+        return Trace(tuple(spans), self._trace.earlier)

@@ -1,0 +1,185 @@
+"""RowState: one row of a generation: what it was given, what it has made, whether and why it is finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from h2o_flexgen.sampling.adjusting import History
+from h2o_flexgen.sampling.output import Completion, Output, StepLogprobs
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.row_text import RowText, decode_new
+from h2o_flexgen.text.tokenizer import Tokenizer
+
+
+class RowState:
+    """One sequence of a generation. Text is made per token only for rows that need it: with stop strings, or streamed."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        prompt: str | None = None,
+        streamed: bool = False,
+        forced: Sequence[int] = (),
+        number: int = 0,
+        row: int | None = None,
+    ) -> None:
+        assert params.max_tokens is not None, "how many these are is known before a row is made"
+        if params.stop_strings and not tokenizer.reads_texts:
+            raise ValueError("stop is a text, but this model has no tokenizer; give stop_token_ids, or choose a tokenizer")
+        self.index = index  # place of the prompt in the input
+        self.number = number  # which completion of the prompt it is
+        self.row = index if row is None else row  # among all rows of the workload
+        self.params = params
+        self.max_tokens = params.max_tokens
+        self.prompt = prompt
+        self.seen = list(prompt_ids)  # prompt and generated ids
+        self.prompt_len = len(self.seen)
+        self.logprobs: list[StepLogprobs] = []
+        self.prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # kept, also where the row starts anew
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._streamed = streamed
+        self.forced = tuple(forced)  # its first tokens, which are given and not picked, and never end it
+        self._known: list[tuple[int, StepLogprobs | None]] = []  # what was generated before a new start
+        self._tokenizer = tokenizer
+        self._stop_ids = frozenset(params.stop_ids)
+        self._ends = self._stop_ids | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
+        self.history = History(self.seen, self.prompt_len, self._stop_ids | tokenizer.eos_ids, number)
+        self._refuse_if_nothing_is_left()
+        self._text = self._new_text()
+
+    def _refuse_if_nothing_is_left(self) -> None:
+        allowed = self.params.allowed_token_ids
+        if self.params.min_tokens and allowed is not None and frozenset(self.history.ends).issuperset(allowed):
+            raise ValueError(
+                f"min_tokens of prompt {self.index} forbids to end, but every one of its allowed_token_ids would; allow others"
+            )
+
+    def _new_text(self) -> RowText | None:
+        needs_text = self._streamed or bool(self.params.stop_strings)
+        if not needs_text or not self._tokenizer.reads_texts:
+            return None
+        params = self.params
+        return RowText(self._tokenizer, self.prompt_ids, params.stop_strings, params.include_stop_str_in_output)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.seen[: self.prompt_len]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.seen[self.prompt_len :]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.seen) - self.prompt_len
+
+    def push(self, token: int, logprobs: StepLogprobs | None = None) -> str | None:
+        """Takes the token that was generated. The new piece of text for rows whose text is followed, else None."""
+        assert not self.finished, f"row {self.index} is finished"
+        self.seen.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        is_forced = self.num_generated <= len(self.forced)
+        if token in self._ends and not is_forced:
+            self.stop_reason = token if token in self._stop_ids else None
+            return self._finish("stop", self._piece_of_end(token))
+        may_stop = not is_forced and self.num_generated > self.params.min_tokens
+        piece = None if self._text is None else self._text.add(token, may_stop)
+        if self._text is not None and self._text.stopped_by is not None:
+            self.finish_reason, self.stop_reason = "stop", self._text.stopped_by
+        elif self.num_generated == self.max_tokens:
+            return self._finish("length", piece)
+        return piece
+
+    def _piece_of_end(self, token: int) -> str:
+        shown = self._text if self.params.include_stop_str_in_output else None
+        return "" if shown is None else shown.add(token, may_stop=False)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Completions of one prompt have the first's."""
+        return self.params.prompt_logprobs is not None and self.number == 0 and self.prompt_logprobs is None
+
+    @property
+    def known(self) -> tuple[int, StepLogprobs | None] | None:
+        """The next token, if the row had come further before a new start."""
+        return self._known[self.num_generated] if self.num_generated < len(self._known) else None
+
+    @property
+    def given(self) -> int | None:
+        """The next token, if it is not to be picked."""
+        if self.known is not None:
+            return self.known[0]
+        return self.forced[self.num_generated] if self.num_generated < len(self.forced) else None
+
+    def start_anew(self) -> None:
+        """From the prompt on, when what was computed is lost. The tokens that it had are not: they come again as they were,
+        even where last bits differ, beside other rows, and another token would be picked."""
+        assert not self.finished, f"row {self.index} is finished"
+        silent: list[StepLogprobs | None] = [None] * self.num_generated
+        self._known[: self.num_generated] = zip(self.token_ids, self.logprobs or silent, strict=True)
+        del self.seen[self.prompt_len :]
+        self.logprobs = []
+        self._text = self._new_text()
+
+    def stop(self, reason: str) -> str | None:
+        """Ends the row where it is. What was held back of its text, where it is followed."""
+        return None if self.finished else self._finish(reason)
+
+    def output(self) -> Output:
+        assert self.finish_reason is not None, f"row {self.row} is not finished"
+        return Output(
+            index=self.number,
+            text=self._whole_text(),
+            token_ids=tuple(self.token_ids),
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def completion(self, others: Sequence[RowState] = ()) -> Completion:
+        """The completion of a prompt, from its first row and the others."""
+        own = self.output()
+        return Completion(
+            index=self.index,
+            prompt=self.prompt,
+            prompt_token_ids=tuple(self.prompt_ids),
+            text=own.text,
+            token_ids=own.token_ids,
+            logprobs=own.logprobs,
+            finish_reason=own.finish_reason,
+            stop_reason=own.stop_reason,
+            prompt_logprobs=self.prompt_logprobs,
+            others=tuple(row.output() for row in others),
+        )
+
+    def _finish(self, reason: str, piece: str | None = "") -> str | None:
+        self.finish_reason = reason
+        if self._text is None:
+            return None
+        rest = self._text.finish()
+        if self._text.stopped_by is not None:
+            self.finish_reason, self.stop_reason = "stop", self._text.stopped_by
+        return (piece or "") + rest
+
+    def _whole_text(self) -> str:
+        if self._text is not None:
+            return self._text.text
+        ids = self.token_ids
+        hides_last = self.finish_reason == "stop" and not self.params.include_stop_str_in_output
+        return decode_new(self._tokenizer, self.prompt_ids, ids[:-1] if hides_last else ids)
+
+
+def completions_of(rows: Sequence[RowState]) -> list[Completion]:
+    """One for every prompt, if all of its rows have ended."""
+    prompts = [list(group) for _, group in groupby(rows, key=lambda row: row.index)]
+    return [first.completion(others) for first, *others in prompts if all(row.finished for row in (first, *others))]

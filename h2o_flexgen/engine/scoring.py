@@ -1,0 +1,139 @@
+"""Scores: how likely a model finds a text that is given. Of a whole text in one pass, or token by token with what a KV policy
+keeps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.engine.many_positions import LogitsOf, side_by_side
+from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.engine.rows import BatchRows, OnToken
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.sampling.output import Completion
+
+PREFILL, DECODE = "prefill", "decode"
+WAYS = (PREFILL, DECODE)
+SCORED = "scored"  # why a row ends
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Of every token of a continuation: its log-probability, and the token that the model finds likeliest in its place."""
+
+    index: int  # place of the pair in the input
+    logprobs: tuple[float, ...]
+    greedy: tuple[int, ...]
+
+    @property
+    def logprob(self) -> float:
+        """Of the whole continuation."""
+        return sum(self.logprobs)
+
+
+def way_of(plan: Plan, asked: str | None) -> str:
+    """In one pass every token sees all that stand before it, as they are: no score of a cache that forgets or rounds."""
+    if asked is not None and asked not in WAYS:
+        raise ValueError(f"by is {asked!r}; allowed are {', '.join(map(repr, WAYS))}, or None for the one that is right")
+    is_exact = plan.policy.keeps_all and plan.kv_codec == PLAIN
+    if asked == PREFILL and not is_exact:
+        cache = f"kv_codec {plan.kv_codec!r}" if plan.policy.keeps_all else f"kv_policy {plan.kv_policy!r}"
+        raise ValueError(f"{cache} cannot be scored by 'prefill', where every token sees the full cache; score by 'decode'")
+    return asked or (PREFILL if is_exact else DECODE)
+
+
+class _Wanted(NamedTuple):
+    """The score of a token."""
+
+    position: int  # among those that logits are made of
+    pair: int
+    token: int
+
+
+class Scorer:
+    """At the head of one pass over whole texts: of each the last positions are scored, each for the token that comes next.
+    Rows lie side by side, so that few products are large rather than many small."""
+
+    def __init__(
+        self, pairs: Sequence[Sequence[tuple[int, Sequence[int]]]], positions: int, on_token: OnToken | None = None
+    ) -> None:
+        self.scored: dict[int, Scored] = {}
+        self._pairs = pairs  # of every row of the workload those that are scored with its text: index and continuation
+        self._positions = positions  # that logits are made for at once
+        self._on_token = on_token
+
+    def __call__(self, rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, step: int) -> int:
+        lasts: list[Tensor] = []
+        wanted: list[_Wanted] = []
+        end = 0
+        for own, length, row in zip(hidden, rows.batch.lengths, rows.alive):
+            longest = max(len(after) for _, after in self._pairs[row.index])
+            lasts.append(own[length - longest : length])
+            end += longest
+            for index, after in self._pairs[row.index]:
+                wanted += [_Wanted(end - len(after) + place, index, token) for place, token in enumerate(after)]
+        self._score(lasts, sorted(wanted), logits_of)
+        for row in rows.alive:  # not before: when memory runs out here they have to come again
+            row.stop(SCORED)
+        rows.drop_finished(step)
+        return len(wanted)
+
+    def _score(self, lasts: Sequence[Tensor], wanted: Sequence[_Wanted], logits_of: LogitsOf) -> None:
+        """In the order of positions, which is that of the tokens of every pair."""
+        found: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
+        start = 0
+        for hidden in side_by_side(lasts, self._positions):
+            first, end = (bisect_left(wanted, _Wanted(place, 0, 0)) for place in (start, start + len(hidden)))
+            here = wanted[first:end]
+            for one, logprob, likeliest in zip(here, *_scores(logits_of(hidden).float(), here, start)):
+                found[one.pair].append((logprob, likeliest))
+                if self._on_token is not None:
+                    self._on_token(one.pair, one.token, None)
+            start += len(hidden)
+        for index, of_tokens in found.items():
+            logprobs, greedy = zip(*of_tokens)
+            self.scored[index] = Scored(index, tuple(logprobs), tuple(greedy))
+
+
+def _scores(logits: Tensor, wanted: Sequence[_Wanted], start: int) -> tuple[list[float], list[int]]:
+    """logits (positions, vocab), of positions from `start` on. They go with this call: the next ones need their room."""
+    places = torch.tensor([one.position - start for one in wanted], device=logits.device)
+    own = logits[places, torch.tensor([one.token for one in wanted], device=logits.device)]
+    return (own - logits.logsumexp(-1)[places]).tolist(), logits.argmax(-1)[places].tolist()
+
+
+def pairs_by_text(rows: Sequence[RowState]) -> dict[tuple[int, ...], list[tuple[int, Sequence[int]]]]:
+    """What one pass takes in to score what is forced: of the last token only its score is wanted. So answers of one token each
+    to a question are scored with one text."""
+    pairs: defaultdict[tuple[int, ...], list[tuple[int, Sequence[int]]]] = defaultdict(list)
+    for row in rows:
+        text = (*row.prompt_ids, *row.forced[:-1])
+        pairs[text].append((row.index, row.forced))
+    return pairs
+
+
+def scored_of(completion: Completion) -> Scored:
+    """Of one whose tokens were all given, and of which log-probabilities and the likeliest token were asked for."""
+    assert completion.logprobs is not None, completion.index
+    logprobs = tuple(step.chosen.logprob for step in completion.logprobs)
+    return Scored(completion.index, logprobs, tuple(step.top[0].token_id for step in completion.logprobs))
+
+
+def decode_groups(rows: Sequence[RowState], plan: Plan) -> list[list[RowState]]:
+    """Rows that are decoded together have continuations of one length, or nearly: where a budget is a share of the text it
+    depends on how many tokens a block generates, and no row's score may depend on the others. Long ones first."""
+    if plan.policy.keeps_all or not plan.kv_options.is_share_of_text:
+        order = sorted(rows, key=lambda row: (-row.max_tokens, -row.prompt_len))
+        return [order[start : start + plan.block_size] for start in range(0, len(order), plan.block_size)]
+    groups: defaultdict[int, list[RowState]] = defaultdict(list)
+    for row in rows:
+        groups[row.max_tokens].append(row)
+    return [groups[length] for length in sorted(groups, reverse=True)]

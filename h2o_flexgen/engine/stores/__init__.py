@@ -1,0 +1,1 @@
+"""Where the data of a run lives: weights, KV and hidden states."""

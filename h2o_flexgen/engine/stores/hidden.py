@@ -1,0 +1,103 @@
+"""The hidden states of a block between layers: kept where they are, or carried to a home in host memory or on disk and back."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import numpy
+import torch
+from torch import Tensor
+
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.tiers import DISK
+from h2o_flexgen.core.workload import Batch, Block
+from h2o_flexgen.memory.disk import DiskRegion, numpy_of
+from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.memory.ring import Ring
+from h2o_flexgen.memory.tier import aligned
+from h2o_flexgen.schedule.schedule import Schedule, Task
+
+
+class HiddenStore:
+    def __init__(self, spec: ModelSpec, block: Block, schedule: Schedule, memories: Memories) -> None:
+        self._schedule = schedule
+        self._memories = memories
+        self._dtype = DTYPES[spec.dtype]
+        self._now: dict[int, Tensor] = {}  # batch -> where it is computed with
+        self._shapes: dict[int, torch.Size] = {}
+        self._on_host: dict[int, Tensor] = {}
+        self._on_disk: dict[int, DiskRegion] = {}
+        sizes = {
+            place: _bytes(spec, batch) for place, batch in enumerate(block.batches) if schedule.traffic.moves_hidden(place)
+        }
+        with ExitStack() as held:  # when the disk is full, for one, what was reserved so far goes back
+            self._allocate(held, sizes)
+            self._held = held.pop_all()
+
+    def _allocate(self, held: ExitStack, sizes: dict[int, int]) -> None:
+        traffic, memories = self._schedule.traffic, self._memories
+        for batch, nbytes in sizes.items():
+            if traffic.hidden[batch] == DISK:
+                self._on_disk[batch] = memories.disk.alloc(nbytes)
+                held.callback(memories.disk.free, self._on_disk[batch])
+            else:
+                self._on_host[batch] = memories.host.alloc(nbytes)
+                held.callback(memories.host.free, self._on_host[batch])
+        slots, largest = self._schedule.slots, max(sizes.values(), default=0)
+        self._host_ring = Ring(memories.host, slots, largest if self._on_disk else 0)
+        held.callback(self._host_ring.free)
+        self._device_ring = Ring(memories.compute, slots, largest if traffic.accelerator else 0)
+        held.callback(self._device_ring.free)
+
+    def close(self) -> None:
+        self._held.close()
+        self._now.clear()
+
+    def take(self, batch: int) -> Tensor:
+        return self._now[batch]
+
+    def put(self, task: Task, hidden: Tensor) -> None:
+        """What goes home from a device is put into its slot first: its own memory is then free when the layer is done, and
+        not only when the copy has been made, which the launching of layers may be far ahead of."""
+        if self._device_ring and self._schedule.traffic.moves_hidden(task.batch):
+            hidden = self._view(self._device_ring[self._schedule.slot(task.visit)], hidden.shape).copy_(hidden)
+        self._now[task.batch] = hidden
+
+    # -- actions -------------------------------------------------------------------------------------------------------
+
+    def store(self, task: Task) -> int:
+        hidden = self._now.pop(task.batch).contiguous()
+        self._shapes[task.batch] = hidden.shape
+        if task.batch in self._on_disk:
+            self._write(task, hidden)
+        else:
+            self._view(self._on_host[task.batch], hidden.shape).copy_(hidden, non_blocking=True)
+        return hidden.nbytes
+
+    def _write(self, task: Task, hidden: Tensor) -> None:
+        if self._device_ring:
+            staged = self._view(self._host_ring[self._schedule.slot(task.visit)], hidden.shape)
+            hidden = staged.copy_(hidden)  # waits: the disk reads host memory
+        scratch = self._memories.disk.scratch(hidden.nbytes)
+        numpy.copyto(numpy_of(self._view(scratch, hidden.shape)), numpy_of(hidden))
+        self._memories.disk.write_from(self._on_disk[task.batch], 0, scratch)
+
+    def load(self, task: Task) -> int:
+        shape, slot = self._shapes[task.batch], self._schedule.slot(task.visit)
+        if task.batch in self._on_disk:
+            hidden = self._view(self._host_ring[slot], shape)
+            self._memories.disk.read_into(self._on_disk[task.batch], 0, self._host_ring[slot][: aligned(hidden.nbytes)])
+        else:
+            hidden = self._view(self._on_host[task.batch], shape)
+        if self._device_ring:
+            hidden = self._view(self._device_ring[slot], shape).copy_(hidden, non_blocking=True)
+        self._now[task.batch] = hidden
+        return hidden.nbytes
+
+    def _view(self, region: Tensor, shape: torch.Size) -> Tensor:
+        return region[: shape.numel() * self._dtype.itemsize].view(self._dtype).view(shape)
+
+
+def _bytes(spec: ModelSpec, batch: Batch) -> int:
+    return batch.size * batch.prompt_len * spec.widest * spec.itemsize

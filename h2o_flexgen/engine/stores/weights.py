@@ -1,0 +1,248 @@
+"""The weights of a run: those that stay where they are computed with, those in host memory that a device fetches, and those
+that are read from the files they lie in. Reads and loads go into rings of slots, in slices that the schedule asks for.
+
+What moves are the bytes of a tensor's codec. A layer with few rows computes with the bytes; else they become values, once for
+all its batches, in room that all layers share. Of a packed table of tokens only some rows at a time do: of an embedding those
+that tokens name, of a head one part after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.memory.device import DeviceTier
+from h2o_flexgen.memory.disk import Checked, Piece
+from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.pack import DTYPES, Entry, Layout, Pack, Range, slices
+from h2o_flexgen.memory.ring import Ring
+from h2o_flexgen.memory.tier import aligned
+from h2o_flexgen.models.base import Weights
+from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
+from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.quant.matrix import DecodeBuffer, PackedMatrix
+from h2o_flexgen.schedule.schedule import Schedule, Task, Visit
+
+Located = Callable[[], Mapping[str, StoredTensor]]  # asked only when something has to be read
+
+
+class WeightStore:
+    def __init__(self, spec: ModelSpec, tiers: Mapping[str, str], source: WeightSource, memories: Memories) -> None:
+        self._spec = spec
+        self._tiers = tiers
+        self._memories = memories
+        self._dtype = DTYPES[spec.dtype]
+        accelerator = memories.device.accelerator
+        self._stays_in = (DEVICE,) if accelerator else (DEVICE, HOST)
+        self._stored = source.locate(self._on(DISK))
+        self._check_stored()
+        self._resident = self._fill(source, self._on(*self._stays_in), memories.compute)
+        self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.host)
+        self._host_ring = self._device_ring = Ring(memories.host, slots=0, nbytes=0)
+        decoded = _largest(map(self._decoded_layout, spec.layers))
+        self._decoded = memories.compute.alloc(decoded) if decoded else None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Those that are read from in every step."""
+        return tuple(dict.fromkeys(stored.file for stored in self._stored.values()))
+
+    # -- once ----------------------------------------------------------------------------------------------------------
+
+    def _on(self, *tiers: str) -> list[TensorSpec]:
+        return [tensor for tensor in self._spec.tensors.values() if self._tiers[tensor.name] in tiers]
+
+    def _layout(self, tensors: Iterable[TensorSpec]) -> Layout:
+        return Layout.pack({tensor.name: Entry(0, tensor.shape, self._dtype, tensor.codec) for tensor in tensors})
+
+    def _check_stored(self) -> None:
+        """What is read in every step is checked here, once and before anything is computed: a step reads parts of tensors, and
+        where one of them was found damaged, tokens would have been handed out already."""
+        stored = self._stored.values()
+        checked = [Checked(one.file, one.offset, one.nbytes, one.check) for one in stored if one.check is not None]
+        self._memories.files.check(checked)
+
+    def _fill(self, source: WeightSource, tensors: list[TensorSpec], memory: HostTier | DeviceTier) -> Pack:
+        """Makes or reads the tensors into one arena; besides it, only one tensor on its way there is ever held."""
+        layout = self._layout(tensors)
+        pack = Pack(memory.alloc(layout.nbytes) if tensors else torch.empty(0, dtype=torch.uint8), layout)
+        located = cache(lambda: source.locate(tensors))
+        for tensor in tensors:
+            out = pack.bytes(tensor.name)
+            here = out if out.device.type == "cpu" else torch.empty(out.nbytes, dtype=torch.uint8)
+            self._bring(tensor, here, source, located)
+            if here is not out:
+                out.copy_(here)
+        return pack
+
+    def _bring(self, tensor: TensorSpec, out: Tensor, source: WeightSource, located: Located) -> None:
+        """One tensor -> host bytes of its codec."""
+        is_there = source.fill(tensor, out.view(self._dtype).view(tensor.shape) if tensor.codec == PLAIN else out)
+        if not is_there:
+            stored = located()[tensor.name]
+            self._memories.files.read([replace(self._piece(tensor, stored, out), check=stored.check)])
+
+    def _piece(self, tensor: TensorSpec, stored: StoredTensor, out: Tensor, start: int = 0) -> Piece:
+        """Bytes of a tensor from `start` on, and where they lie in its file. Plain values may have another type there."""
+        if tensor.codec != PLAIN:
+            return Piece(stored.file, stored.offset + start, out, torch.uint8)
+        dtype = DTYPES[stored.dtype]
+        before = start // self._dtype.itemsize * dtype.itemsize
+        return Piece(stored.file, stored.offset + before, out.view(self._dtype), dtype)
+
+    # -- for a block ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, schedule: Schedule) -> None:
+        """Makes the rings that schedules turn over, once: all blocks of a plan move the same weights through the same slots.
+        Pieces, copies and views into them are kept for the block."""
+        self._schedule = schedule
+        self._pieces: dict[Place, list[Piece]] = {}
+        self._copies: dict[Place, list[tuple[Tensor, Tensor]]] = {}
+        self._views: dict[tuple[int, int], dict[str, Tensor | PackedMatrix]] = {}
+        self._parts: dict[int, list[PackedMatrix]] = {}  # of a packed head, by slot
+        self._viewed_pass = -1
+        memories, slots = self._memories, schedule.weight_slots
+        largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
+        self._host_ring = self._host_ring or Ring(memories.host, slots, _largest(self._disk_layouts))
+        self._device_ring = self._device_ring or Ring(memories.compute, slots, largest_moved)
+
+    @cached_property
+    def _disk_layouts(self) -> list[Layout]:
+        return [self._layout(self._of(layer, DISK)) for layer in self._spec.layers]
+
+    @cached_property
+    def _moved_layouts(self) -> list[Layout]:
+        return [self._layout(self._of(layer, HOST, DISK)) for layer in self._spec.layers]
+
+    def _of(self, layer: LayerSpec, *tiers: str) -> list[TensorSpec]:
+        return [tensor for _, tensor in layer.tensors if self._tiers[tensor.name] in tiers]
+
+    def _slice(self, place: Place, tier: str) -> list[Range]:
+        tensors = self._of(self._spec.layers[place.layer], tier)
+        return slices({tensor.name: tensor.nbytes for tensor in tensors}, self._schedule.slices)[place.part]
+
+    # -- actions -------------------------------------------------------------------------------------------------------
+
+    def read(self, task: Task) -> int:
+        """Disk -> host."""
+        place = self._place(task)
+        if place not in self._pieces:
+            target = self._read_pack(place)
+            self._pieces[place] = [
+                self._piece(self._spec.tensors[cut.name], self._stored[cut.name], target.range(cut), cut.start)
+                for cut in self._slice(place, DISK)
+            ]
+        return self._memories.files.read(self._pieces[place])
+
+    def load(self, task: Task) -> int:
+        """Host -> device: what rests in host memory, and what the read of the same slice has brought there."""
+        place = self._place(task)
+        if place not in self._copies:
+            target = Pack(self._device_ring[place.slot], self._moved_layouts[place.layer])
+            resting = [(target.range(cut), self._host.range(cut)) for cut in self._slice(place, HOST)]
+            read = [(target.range(cut), self._read_pack(place).range(cut)) for cut in self._slice(place, DISK)]
+            self._copies[place] = resting + read
+        for device, host in self._copies[place]:
+            device.copy_(host, non_blocking=True)
+        return sum(host.nbytes for _, host in self._copies[place])
+
+    def _place(self, task: Task) -> Place:
+        part = task.batch if self._schedule.cuts_layers else 0
+        return Place(task.layer, part, self._schedule.weight_slot(task.visit))
+
+    def _read_pack(self, place: Place) -> Pack:
+        return Pack(self._host_ring[place.slot], self._disk_layouts[place.layer])
+
+    def views(self, visit: Visit) -> Weights:
+        """The layer's weights by local name, where they lie; packed matrices have room to be decoded to, once for a pass over
+        the layer's weights: the next one finds other bytes in the slot. Good until the next call: what was decoded makes room
+        for the next layer's. A packed table is not among them."""
+        layer, slot, number = visit.layer, self._schedule.weight_slot(visit), self._schedule.weight_number(*visit)
+        if (layer, slot) not in self._views:
+            self._views[layer, slot] = {
+                local: self._weight(tensor, layer, slot)
+                for local, tensor in self._spec.layers[layer].tensors
+                if tensor is not self._spec.layers[layer].packed_table
+            }
+        if number != self._viewed_pass:
+            self._viewed_pass = number
+            parts = self._parts.get(slot, []) if self._spec.layers[layer].kind == "head" else []
+            for weight in (*self._views[layer, slot].values(), *parts):
+                if isinstance(weight, PackedMatrix):
+                    weight.renew()
+        return self._views[layer, slot]
+
+    def _weight(self, tensor: TensorSpec, layer: int, slot: int) -> Tensor | PackedMatrix:
+        pack = self._pack_of(tensor, layer, slot)
+        if tensor.codec == PLAIN:
+            return pack.view(tensor.name)
+        return pack.matrix(tensor.name, DecodeBuffer(self._decoded_pack(layer).view(tensor.name)))
+
+    def look_up(self, visit: Visit, tokens: Tensor) -> Tensor:
+        """Rows of an embedding's packed table: tokens (rows, tokens) -> (rows, tokens, width)."""
+        table, slot = self._spec.layers[visit.layer].packed_table, self._schedule.weight_slot(visit)
+        assert table is not None
+        found = torch.empty(tokens.numel(), table.shape[1], dtype=self._dtype, device=tokens.device)
+        self._pack_of(table, visit.layer, slot).decode_rows(table.name, tokens.flatten(), found)
+        return found.view(*tokens.shape, -1)
+
+    def head_parts(self, visit: Visit) -> Iterator[Weights]:
+        """The weights of a head, once for each part of a packed table. Good until the next one. Parts that there is room for
+        are decoded once for all batches of a pass; the others take turns in the last place."""
+        layer, slot = self._spec.layers[visit.layer], self._schedule.weight_slot(visit)
+        local, table = layer.table, layer.packed_table
+        if local is None or table is None:
+            yield self.views(visit)
+            return
+        if slot not in self._parts:
+            whole, rooms = self._pack_of(table, visit.layer, slot).rows(table.name), self._rooms_for_parts(layer, table)
+            self._parts[slot] = [
+                PackedMatrix(whole[rows], CODECS[table.codec], rooms[min(number, len(rooms) - 1)])
+                for number, rows in enumerate(layer.table_parts)
+            ]
+        views = self.views(visit)
+        for part in self._parts[slot]:
+            yield {**views, local: part}
+
+    def _rooms_for_parts(self, layer: LayerSpec, table: TensorSpec) -> list[DecodeBuffer]:
+        """All that a head's other weights leave of the room of the largest layer."""
+        assert self._decoded is not None
+        part = self._decoded_layout(layer).entries[table.name]
+        starts = range(part.offset, len(self._decoded) - part.nbytes + 1, aligned(part.nbytes))
+        return [DecodeBuffer(self._decoded[start : start + part.nbytes].view(self._dtype).view(part.shape)) for start in starts]
+
+    def _pack_of(self, tensor: TensorSpec, layer: int, slot: int) -> Pack:
+        """Where the bytes of a tensor are when its layer is computed with."""
+        if self._tiers[tensor.name] in self._stays_in:
+            return self._resident
+        if self._memories.device.accelerator:
+            return Pack(self._device_ring[slot], self._moved_layouts[layer])
+        return Pack(self._host_ring[slot], self._disk_layouts[layer])
+
+    def _decoded_pack(self, layer: int) -> Pack:
+        assert self._decoded is not None
+        return Pack(self._decoded, self._decoded_layout(self._spec.layers[layer]))
+
+    def _decoded_layout(self, layer: LayerSpec) -> Layout:
+        return Layout.pack({tensor.name: Entry(0, tensor.shape, self._dtype) for tensor in layer.decoded})
+
+
+class Place(NamedTuple):
+    """A slice of a layer in a slot of a ring."""
+
+    layer: int
+    part: int
+    slot: int
+
+
+def _largest(layouts: Iterable[Layout]) -> int:
+    return max(layout.nbytes for layout in layouts)

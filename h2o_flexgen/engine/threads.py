@@ -1,0 +1,56 @@
+"""How many threads compute. Each step of a model waits for the slowest of them, so one more than there are free cores makes it
+slower, and not faster."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from torch import get_num_threads, set_num_threads
+
+from h2o_flexgen.core.allowed_values import Rule, whole
+from h2o_flexgen.core.cores import cores
+
+__all__ = ["get_num_threads", "make_room_for_others", "set_threads"]
+
+CHOSEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # whoever sets one of them has decided
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in so many, or "max"
+
+
+def set_threads(asked: int | None) -> None:
+    """Sets the number of computing threads of this process. None leaves it as it is."""
+    if asked is None:
+        return
+    most = cores()
+    rule = Rule(whole(1, most), f"a whole number from 1 to {most}, the cores that this process may use")
+    set_num_threads(rule.value("threads", asked))
+
+
+def make_room_for_others(busy_cores: float, asked: int | None) -> str | None:
+    """Fewer threads where other processes keep cores busy, or a container may use less than all of them, unless somebody has
+    chosen how many. Says in a line what was done."""
+    if asked is not None or any(os.environ.get(name) for name in CHOSEN):
+        return None
+    now = get_num_threads()
+    quota = quota_cores()
+    threads, alone = threads_beside(busy_cores, cores(), quota, now), threads_beside(0.0, cores(), quota, now)
+    if threads == now:
+        return None
+    set_num_threads(threads)
+    why = f"other processes keep {busy_cores:.1f} cores busy" if threads < alone else "no more may be used here at a time"
+    return f"{threads} of {now}: {why}; --threads chooses otherwise"
+
+
+def threads_beside(busy_cores: float, own_cores: int, quota: float, most: int) -> int:
+    free = min(own_cores - math.floor(busy_cores + 0.5), math.ceil(quota) if quota < own_cores else own_cores)
+    return max(1, min(most, free))
+
+
+def quota_cores(file: Path = QUOTA) -> float:
+    """Endless where there is none."""
+    with suppress(OSError, ValueError, ZeroDivisionError):
+        used, period = file.read_text(encoding="ascii").split()
+        return int(used) / int(period)
+    return math.inf

@@ -1,0 +1,1 @@
+"""Which tokens a KV cache keeps, as data: nothing here imports torch."""

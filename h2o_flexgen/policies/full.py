@@ -1,0 +1,17 @@
+"""The policy that keeps every token: slot j of a row holds its j-th token."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from h2o_flexgen.policies.occupancy import Budget
+from h2o_flexgen.policies.policy import NONE, KVPolicy
+
+
+class Full(KVPolicy):
+    name: ClassVar[str] = "full"
+    ranks_by: ClassVar[str] = NONE
+    accepts: ClassVar[tuple[str, ...]] = ()
+
+    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+        return Budget(prompt_len + gen_len)

@@ -1,0 +1,16 @@
+"""H2O as the paper has it (Algorithm 1): the newest tokens, and of the others those that got most attention so far."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from h2o_flexgen.policies.occupancy import Budget
+from h2o_flexgen.policies.policy import KVPolicy
+
+
+class H2O(KVPolicy):
+    name: ClassVar[str] = "h2o"
+
+    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+        heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)
+        return self._protecting(heavy + recent, recent)

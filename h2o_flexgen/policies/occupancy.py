@@ -1,0 +1,156 @@
+"""Slots: how many slots each row of a batch holds at each step. The only slot arithmetic of the project: allocator, cost model,
+simulator, engine and tests all call it, so that what is predicted is what happens.
+
+A row appends its newest token behind what it holds. If it then holds more than its budget, one token goes and the newest takes
+its place, so that what is held is always one range from the start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import isqrt
+from statistics import fmean
+
+from h2o_flexgen.core.workload import Batch
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Of one row: the slots that it holds between passes, and who of those that are in them cannot be evicted."""
+
+    slots: int
+    sinks: int = 0  # the first tokens of the text
+    window: int = 0  # the newest ones, in decode
+    prompt_window: int = 0  # the same when the prompt is selected from
+    queries: int | None = None  # of the prompt's queries only so many, the last, count in its scores
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    batch: Batch
+    budgets: tuple[Budget, ...]  # of its rows
+    gen_len: int
+    prompt_only: bool = False  # generated tokens are all kept
+
+    @cached_property
+    def capacity(self) -> int:
+        """Slots per row that must be allocated. The last token generated is not stored, or only by the block that follows."""
+        if self.batch.context is not None:
+            return max(min(self.batch.context, budget.slots + 1) for budget in self.budgets)
+        return max(self.held(1), self.held(self.gen_len - 1) + 1 if self.gen_len > 1 else 0)
+
+    @property
+    def evicts(self) -> bool:
+        """May any row ever lose a token?"""
+        generated = 0 if self.prompt_only else self.gen_len - 1
+        return any(total + generated > slots for _, total, slots in self._kinds)
+
+    @cached_property
+    def taken_in(self) -> tuple[int, ...]:
+        """Tokens of each row that are behind it after step 0."""
+        return tuple(before + length for before, length in zip(self.batch.before, self.batch.lengths))
+
+    def counts(self, step: int) -> tuple[int, ...]:
+        """Slots in use in each row when COMPUTE of a step begins: of step 0 (the prompt) those of an earlier block."""
+        if step == 0:
+            return tuple(min(before, budget.slots) for before, budget in zip(self.batch.before, self.budgets))
+        return tuple(self._count(total, budget.slots, step) for total, budget in zip(self.taken_in, self.budgets))
+
+    def held(self, step: int) -> int:
+        """The same, in the row that has most."""
+        return max(self._distinct_counts(step))
+
+    def evicts_at(self, step: int) -> bool:
+        if step == 0:
+            return any(total > slots for _, total, slots in self._kinds)
+        return any(self._count(total, slots, step + 1) <= self._count(total, slots, step) for _, total, slots in self._kinds)
+
+    def changed(self, step: int) -> tuple[int, int]:
+        """The range of slots that COMPUTE of `step` writes (0 is prefill), over all rows."""
+        return 0 if self.evicts_at(step) else min(self._distinct_counts(step)), self.held(step + 1)
+
+    @cached_property
+    def _kinds(self) -> tuple[tuple[int, int, int], ...]:
+        """Of rows: tokens before the block, tokens behind step 0, slots. Large batches have many rows of few kinds."""
+        return tuple(set(zip(self.batch.before, self.taken_in, (budget.slots for budget in self.budgets))))
+
+    def _distinct_counts(self, step: int) -> list[int]:
+        if step == 0:
+            return [min(before, slots) for before, _, slots in self._kinds]
+        return [self._count(total, slots, step) for _, total, slots in self._kinds]
+
+    # -- what is moved, in slots of all rows -----------------------------------------------------------------------------
+
+    def stored(self, step: int) -> int:
+        """From a device to the host: the range that changed, or the one slot of every head that the newest token took over."""
+        first, last = self.changed(step)
+        return 1 if self._is_scattered(step) else last - first
+
+    def written(self, step: int) -> int:
+        """To disk: what is stored; but a journal that is full is not added to, all slots are written anew."""
+        return (
+            self.held(step + 1)
+            if self._is_scattered(step) and self.journal_entries(step) == self.journal_capacity
+            else self.stored(step)
+        )
+
+    def journal_entries(self, step: int) -> int:
+        """Slots that stand in the journal on disk when `step` begins, and have to be read beside those that are held. (Before
+        step 0 some may be left of an earlier block, which are not counted. Step 0 leaves none.)"""
+        since = step - self._first_scattered
+        return since % (self.journal_capacity + 1) if since > 0 else 0
+
+    def mean_read(self, step: int) -> float:
+        """From disk: what is held, and where tokens are evicted what a journal has on average."""
+        return self.held(step) + (self._mean_entries if self._is_scattered(step) else 0.0)
+
+    def mean_written(self, step: int) -> float:
+        """The same, to disk."""
+        anew = self._share_written_anew if self._is_scattered(step) else 0.0
+        return anew * self.held(step + 1) + (1 - anew) * self.stored(step)
+
+    @property
+    def journal_capacity(self) -> int:
+        """On disk a slot here and there would be slow to write, so they go into a journal, until it is so long that to read it
+        has cost as much as to write all slots anew: where the two together are least."""
+        return isqrt(2 * max(budget.slots for budget in self.budgets)) if self._may_scatter else 0
+
+    @cached_property
+    def _mean_entries(self) -> float:
+        """Of the journal, over all steps that evict."""
+        return fmean(map(self.journal_entries, range(self._first_scattered, self.gen_len)))
+
+    @cached_property
+    def _share_written_anew(self) -> float:
+        """Of the steps that evict: those that find the journal full."""
+        full = self.journal_capacity
+        return fmean(self.journal_entries(step) == full for step in range(self._first_scattered, self.gen_len))
+
+    @property
+    def first_evicting_step(self) -> int:
+        """The first decode step in which a row loses a token; behind the last where none does."""
+        return self._first_scattered
+
+    @property
+    def _may_scatter(self) -> bool:
+        if self.batch.context is not None:
+            return any(budget.slots < self.batch.context for budget in self.budgets)
+        return self._first_scattered < self.gen_len
+
+    @cached_property
+    def _first_scattered(self) -> int:
+        """The first decode step in which any row has to evict; from then on it has to in every step."""
+        if self.prompt_only:
+            return self.gen_len
+        return min(max(1, slots - total + 1) for _, total, slots in self._kinds)
+
+    def _is_scattered(self, step: int) -> bool:
+        return step > 0 and self.evicts_at(step)
+
+    # --------------------------------------------------------------------------------------------------------------------
+
+    def _count(self, total: int, budget: int, step: int) -> int:
+        if self.prompt_only:
+            return min(total, budget) + step - 1
+        return min(total + step - 1, budget)

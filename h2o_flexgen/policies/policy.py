@@ -1,0 +1,90 @@
+"""KVPolicy: what a policy is, as data. How many slots a row has, who is protected, and by what the others are ranked.
+
+Planning reads policies too, so they do their arithmetic without torch; kv/scores.py and kv/cache.py carry out what they say.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.policies.occupancy import Budget, Occupancy
+from h2o_flexgen.policies.options import ROLLING, KVOptions, row_of
+
+NONE, ATTENTION, AGE, CHANCE = "none", "attention", "age", "chance"  # what tokens are ranked by
+SCORED_BYTES = 16 << 20  # of a prompt's attention that torch looks at together
+SHARES = ("hh_ratio", "kv_budget")
+BUDGETS = ("heavy", "recent", *SHARES)
+PROTECTION = ("sinks", "grace")
+COMMON = ("positions", "hh_prompt_only")  # to all policies that evict
+
+
+@dataclass(frozen=True)
+class KVPolicy(ABC):
+    options: KVOptions = field(default_factory=KVOptions)
+
+    name: ClassVar[str]
+    ranks_by: ClassVar[str] = ATTENTION
+    neighbours: ClassVar[int] = 1  # scores of a prompt are averaged over so many positions
+    accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, "score_decay", *COMMON)
+
+    def __post_init__(self) -> None:
+        self.options.refuse_all_but(self.accepts, self.name)
+
+    @abstractmethod
+    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+        """Of a row with so long a prompt."""
+
+    @classmethod
+    def options_of(cls, slots: int, sinks: int | None = None) -> KVOptions:
+        """Those that make a budget of so many slots, sinks included: half of them heavy, half recent, where it has both."""
+        if "heavy" not in cls.accepts:
+            return KVOptions(recent=slots)
+        if "recent" not in cls.accepts:
+            return KVOptions(heavy=slots)
+        return KVOptions(heavy=slots - slots // 2, recent=slots // 2)
+
+    @property
+    def decay(self) -> float:
+        """What a score is multiplied with before a pass adds to it."""
+        return 1.0 if self.options.score_decay is None else self.options.score_decay
+
+    @property
+    def rolls(self) -> bool:
+        return self.options.positions == ROLLING
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.ranks_by == NONE
+
+    @property
+    def note_bytes(self) -> int:
+        """Noted of each slot of a KV head, beside key and value: its position, and its score where one is kept."""
+        return 0 if self.keeps_all else 8 if self.ranks_by == ATTENTION else 4
+
+    def slots(self, batch: Batch, gen_len: int) -> Occupancy:
+        """A budget that is a share of the text is, for one that lives on, a share of the length that it may grow to."""
+        if batch.context is not None:
+            return Occupancy(batch, (self._checked(batch.context, 0),) * batch.size, gen_len)
+        budgets = {length: self._checked(length, gen_len) for length in set(batch.lengths)}
+        rows = tuple(budgets[length] for length in batch.lengths)
+        return Occupancy(batch, rows, gen_len, self.options.hh_prompt_only)
+
+    def _checked(self, prompt_len: int, gen_len: int) -> Budget:
+        budget, row = self.budget(prompt_len, gen_len), row_of(prompt_len, gen_len)
+        if budget.slots < 1:
+            raise ValueError(f"kv_policy {self.name!r} has a budget of {budget.slots} slots {row}; give it 1 or more")
+        protected = budget.sinks + max(budget.window, budget.prompt_window)
+        if protected > budget.slots:
+            raise ValueError(
+                f"kv_policy {self.name!r} protects {protected} tokens (sinks {budget.sinks}), but has {budget.slots} slots "
+                f"{row}; give it more slots or fewer sinks, recent and grace"
+            )
+        return budget
+
+    def _protecting(self, slots: int, window: int, prompt_window: int | None = None, queries: int | None = None) -> Budget:
+        """With what the options protect beside the policy's own window."""
+        grace, before = self.options.grace or 0, window if prompt_window is None else prompt_window
+        return Budget(slots, self.options.sinks or 0, max(window, grace), max(before, grace), queries)

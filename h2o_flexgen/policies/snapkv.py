@@ -1,0 +1,25 @@
+"""SnapKV: of the prompt those tokens are kept that its last queries look at, neighbours included; decode goes on as H2O."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from h2o_flexgen.policies.occupancy import Budget
+from h2o_flexgen.policies.options import row_of
+from h2o_flexgen.policies.policy import KVPolicy
+
+QUERIES = 32  # the window of SnapKV's own runs
+
+
+class SnapKV(KVPolicy):
+    name: ClassVar[str] = "snapkv"
+    neighbours: ClassVar[int] = 5
+
+    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+        heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)
+        if recent < 1:
+            raise ValueError(
+                f"kv_policy {self.name!r} has no recent slots {row_of(prompt_len, gen_len)}; "
+                "it observes the last queries: give it 1 or more"
+            )
+        return self._protecting(heavy + recent, recent, queries=min(QUERIES, recent, prompt_len))

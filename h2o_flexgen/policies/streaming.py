@@ -1,0 +1,35 @@
+"""StreamingLLM: the first few tokens, which models lean on whatever they say (sinks), and the newest ones."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from h2o_flexgen.policies.occupancy import Budget
+from h2o_flexgen.policies.options import KVOptions, row_of
+from h2o_flexgen.policies.policy import AGE, COMMON, SHARES, KVPolicy
+
+SINKS = 4
+
+
+class Streaming(KVPolicy):
+    name: ClassVar[str] = "streaming"
+    ranks_by: ClassVar[str] = AGE
+    accepts: ClassVar[tuple[str, ...]] = ("recent", *SHARES, "sinks", *COMMON)
+
+    @classmethod
+    def options_of(cls, slots: int, sinks: int | None = None) -> KVOptions:
+        return KVOptions(recent=max(0, slots - (SINKS if sinks is None else sinks)))
+
+    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+        """Sinks come on top of recent slots, but out of a ratio."""
+        options = self.options
+        sinks = SINKS if options.sinks is None else options.sinks
+        total = options.total(prompt_len, gen_len)
+        if options.recent is not None and options.kv_budget is None:
+            total += sinks
+        if total <= sinks:
+            raise ValueError(
+                f"kv_policy {self.name!r} has a budget of {total} slots {row_of(prompt_len, gen_len)}, "
+                f"of which {sinks} are sinks; give it recent ones as well"
+            )
+        return Budget(total, sinks)

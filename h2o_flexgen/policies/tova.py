@@ -1,0 +1,20 @@
+"""TOVA: who gets least attention from the newest query goes."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from h2o_flexgen.policies.occupancy import Budget
+from h2o_flexgen.policies.policy import BUDGETS, COMMON, PROTECTION, KVPolicy
+
+
+class Tova(KVPolicy):
+    name: ClassVar[str] = "tova"
+    accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, *COMMON)
+
+    @property
+    def decay(self) -> float:
+        return 0.0
+
+    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+        return self._protecting(self.options.total(prompt_len, gen_len), window=0, queries=1)

@@ -1,0 +1,61 @@
+"""Fingerprint: what a profile depends on. Where it is the same, what was measured once holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import psutil
+import torch
+
+from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.memory.device import Device
+from h2o_flexgen.profiling.measure import describe_machine
+
+GB = 10**9
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """`name` says to people which machine it is, the end of it all the rest."""
+
+    parts: Mapping[str, str]
+
+    @classmethod
+    def of(cls, device: Device, offload_folder: Path, dtype: str) -> Fingerprint:
+        words = describe_machine(device)
+        return cls(
+            {
+                "cpu": str(words["cpu"]),
+                "cores": str(words["cores"]),
+                "threads": str(torch.get_num_threads()),
+                "memory": f"{round(psutil.virtual_memory().total / GB)} GB",
+                "device": str(words["device"]),
+                "torch": str(words["torch"]),
+                "kernels": in_use(),
+                "disk": file_system(offload_folder),
+                "dtype": dtype,
+            }
+        )
+
+    @property
+    def name(self) -> str:
+        parts = self.parts
+        words = f"{parts['cpu']} {parts['cores']} cores {parts['memory']} {parts['device']}".lower()
+        digest = blake2b(repr(sorted(parts.items())).encode(), digest_size=4).hexdigest()
+        return f"{re.sub(r'[^a-z0-9.]+', '-', words).strip('-')}-{digest}"
+
+
+def file_system(folder: Path) -> str:
+    """What the folder lies on: the device, its kind, and where it is mounted."""
+    place = folder.expanduser().absolute()
+    place = next(one for one in (place, *place.parents) if one.exists()).resolve()
+    mounts = [one for one in psutil.disk_partitions(all=True) if place.is_relative_to(one.mountpoint)]
+    if not mounts:
+        return UNKNOWN
+    deepest = max(reversed(mounts), key=lambda one: len(one.mountpoint))  # of those at one place, the one mounted last
+    return f"{deepest.device} ({deepest.fstype}) at {deepest.mountpoint}"

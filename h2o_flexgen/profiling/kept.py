@@ -1,0 +1,97 @@
+"""Profiles that are kept: of a machine that was measured once, whoever asks gets what was found then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from h2o_flexgen.core.model_spec import usual_dtype
+from h2o_flexgen.memory.device import Device
+from h2o_flexgen.memory.host import available_bytes
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.machines import machine_file, save_machine, saved_machine
+from h2o_flexgen.profiling.apart import profile_apart
+from h2o_flexgen.profiling.fingerprint import Fingerprint
+from h2o_flexgen.profiling.others import WARNING, Others
+from h2o_flexgen.profiling.sizes import QUICK, Sizes
+from h2o_flexgen.profiling.subject import OnSubject
+
+OnNote = Callable[[str], None]
+
+
+def profiled(
+    device: Device,
+    offload_folder: Path,
+    dtype: str | None = None,
+    sizes: Sizes = QUICK,
+    on_note: OnNote | None = None,
+    on_subject: OnSubject | None = None,
+) -> Machine:
+    """This machine, as its profile was kept, however long ago: the file says when. Where there is none it is measured now."""
+    note, mark = on_note or (lambda line: None), fingerprint_of(device, offload_folder, dtype)
+    try:
+        found = saved_machine(mark.name)
+    except ValueError as error:
+        note(f"{error}; the machine is measured anew")
+        found = None
+    if found is not None:
+        for line in _warnings_of(machine_file(mark.name)):
+            note(f"this machine's profile may be off: {line}")
+        return found
+    note_partial(mark, note)
+    others, host_bytes, device_bytes = Others(), available_bytes(), device.free_bytes() or 0
+    machine = profile_apart(device, offload_folder, mark.name, dtype, sizes, on_subject, partial_file(mark))
+    machine = replace(machine, host_bytes=host_bytes, device_bytes=device_bytes)  # as without the process that measured
+    warning = others.warning()
+    keep(machine, mark, warning)
+    if warning:
+        note(warning)
+    note(f"this machine's profile is kept in {machine_file(mark.name)}; `python -m h2o_flexgen.profile` measures it at length")
+    return machine
+
+
+def is_profiled(device: Device, offload_folder: Path, dtype: str | None = None) -> bool:
+    """Whether a profile is kept, so that nobody waits for one."""
+    try:
+        return saved_machine(fingerprint_of(device, offload_folder, dtype).name) is not None
+    except ValueError:  # it cannot be read, and is measured anew
+        return False
+
+
+def partial_file(mark: Fingerprint) -> Path:
+    """What was measured of a profile that is not complete."""
+    return machine_file(mark.name).with_suffix(".partial")
+
+
+def note_partial(mark: Fingerprint, note: OnNote) -> None:
+    if partial_file(mark).exists():
+        note("a profile of this machine was stopped; what it measured at the same sizes is not measured again")
+
+
+def _warnings_of(file: Path) -> list[str]:
+    """That were written above a profile when it was made."""
+    head = (line.removeprefix("#").strip() for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    return [line for line in head if line.startswith(WARNING)]
+
+
+def fingerprint_of(device: Device, offload_folder: Path, dtype: str | None) -> Fingerprint:
+    return Fingerprint.of(device, offload_folder, dtype or usual_dtype(device.accelerator))
+
+
+def keep(machine: Machine, mark: Fingerprint, warning: str = "") -> Path:
+    return save_machine(mark.name, machine, about(mark, warning))
+
+
+def about(mark: Fingerprint, warning: str = "") -> str:
+    """What stands above a profile: when it was measured, of what, and what is to be thought of it."""
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime())
+    parts = [f"{name}: {value}" for name, value in mark.parts.items()]
+    return "\n".join(
+        [
+            f"Measured {when} by `python -m h2o_flexgen.profile`, or by who needed it. Of this machine:",
+            *parts,
+            *filter(None, [warning]),
+        ]
+    )

@@ -1,0 +1,279 @@
+"""What this machine can do, measured with the very means that a run uses: disk reads and writes past the page cache, copies,
+and matrix products. Each takes a fraction of a second; `repetitions` and `seconds` make a benchmark of it. The best of the
+repetitions counts: a bound is what the machine can do, not what it did while somebody else disturbed it.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.core.cores import cores
+from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.memory.device import Device
+from h2o_flexgen.memory.disk import CHUNK_BYTES, DiskTier, Files, OffloadFolder, Piece
+from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.memory.tier import ALIGNMENT
+from h2o_flexgen.planning.footprint import Budgets
+from h2o_flexgen.planning.machine import Curve, Machine
+
+SECONDS = 0.25  # for one rate
+READ_BYTES_AT_ONCE = 8 * CHUNK_BYTES
+READ_FROM_MEMORY_BYTES = 512 << 20  # more than any cache holds
+ROWS_AT_MOST = 2048  # of a matrix product: from there on its rate stays the same
+POINTS_AT_MOST = 4  # of a curve over rows
+CALLS_IN_A_ROW = 4
+# for measuring: what a disk is read into, beside buffers of its threads; and of what is left, so much is surely there
+LEAST_BYTES, MOST_BYTES, SHARE_OF_ROOM = READ_BYTES_AT_ONCE + (16 << 20), 512 << 20, 0.75
+WEIGHT_BYTES_AT_LEAST = 96 << 20  # products take turns over so much of weights, as a run does: no cache holds it
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What of the machine matters for a run. What nobody needs is not measured and counts as endlessly fast."""
+
+    dtype: str
+    weight_shape: tuple[int, int]  # of a typical matrix of the model
+    rows: tuple[int, ...]  # of the activations that it is multiplied with
+    read_files: tuple[Path, ...] = ()  # that the run reads weights from
+    offload_folder: Path | None = None  # where the run reads and writes KV or activations
+    offload_bytes: int = 0  # no more is written there to measure
+    links: bool = False  # between host and device
+    pinned: bool = True  # is the host's end of them page-locked
+    memory_bytes: int = 256 << 20  # no more is taken to measure
+
+
+def room_to_measure(budgets: Budgets) -> int:
+    """Bytes, of what the process may hold now: to measure must not break a promise that the run has kept."""
+    held = {HOST: psutil.Process().memory_info().rss, DEVICE: 0}
+    left = [budget - nbytes for tier, nbytes in held.items() if (budget := budgets.of(tier)) is not None]
+    room = int(min([MOST_BYTES, *left]) * SHARE_OF_ROOM)
+    if room < LEAST_BYTES:
+        raise MemoryError(f"it takes {format_bytes(LEAST_BYTES)}, and the budget leaves {format_bytes(max(0, room))}")
+    return room
+
+
+def measure(device: Device, needs: Needs, repetitions: int = 1, seconds: float = SECONDS) -> Machine:
+    read = write = copy = up = down = inf
+    if needs.offload_folder is not None and needs.offload_bytes:
+        write, read = offload_rates(needs.offload_folder, needs.offload_bytes, repetitions, seconds)
+    if needs.read_files:
+        read = disk_read_rate(needs.read_files, repetitions, seconds)
+    if needs.links and device.accelerator:
+        copy = host_copy_rate(needs.memory_bytes // 4, repetitions)
+        up, down = link_rates(device, needs.memory_bytes // 2, needs.pinned, repetitions)
+    return Machine(
+        name=platform.node() or device.kind,
+        device=device.kind,
+        device_bytes=device.free_bytes() or 0,
+        host_bytes=psutil.virtual_memory().total,
+        disk_bytes=shutil.disk_usage(_existing(needs.offload_folder or Path.cwd())).free,
+        disk_read_per_s=read,
+        disk_write_per_s=write,
+        host_copy_per_s=copy,
+        host_to_device_per_s=up,
+        device_to_host_per_s=down,
+        flops_per_s={needs.dtype: gemm_curve(device, needs, repetitions, seconds)},
+        attention_bytes_per_s={},
+        task_seconds=0.0,
+    )
+
+
+# -- disk ----------------------------------------------------------------------------------------------------------------
+
+
+def disk_read_rate(files: Sequence[Path], repetitions: int = 1, seconds: float = SECONDS) -> float:
+    """Of files as they are: whole chunks from all over them, several in flight, into one buffer. Bytes per second."""
+    starts = [(file, start) for file in files for start in range(0, _whole_pages(file), READ_BYTES_AT_ONCE)]
+    if not starts:
+        return inf  # nothing that fills a page: no time worth a bound
+    buffer = HostTier().alloc(READ_BYTES_AT_ONCE)
+    with Files() as disk:
+
+        def read(place: int) -> int:
+            file, start = starts[place % len(starts)]
+            nbytes = min(READ_BYTES_AT_ONCE, _whole_pages(file) - start)
+            return disk.read([Piece(file, start, buffer[:nbytes], torch.uint8)])
+
+        read(0)  # opens the file and starts the threads
+        return max(_per_second(read, seconds) for _ in range(repetitions))
+
+
+def offload_rates(folder: Path, nbytes: int, repetitions: int = 1, seconds: float = SECONDS) -> tuple[float, float]:
+    """Writes and then reads a file of at most `nbytes` in this folder, which is gone afterwards. Bytes per second."""
+    chunks = max(1, nbytes // CHUNK_BYTES)
+    chunk = min(CHUNK_BYTES, max(ALIGNMENT, nbytes // ALIGNMENT * ALIGNMENT))
+    source = HostTier().alloc(chunk).random_(256)
+    with closing(OffloadFolder(folder)), Files() as files, closing(DiskTier(files, folder)) as disk:
+        region = disk.alloc(chunks * chunk)
+
+        def all_with(action: Callable[[int], None]) -> Callable[[int], int]:
+            group = min(chunks, files.readers)
+
+            def act(number: int) -> int:
+                files.each(action, [(number * group + member) % chunks * chunk for member in range(group)])
+                return group * chunk
+
+            return act
+
+        def write(start: int) -> None:
+            disk.write_from(region, start, source)
+
+        def read(start: int) -> None:
+            disk.read_into(region, start, disk.scratch(chunk))
+
+        files.each(write, [number * chunk for number in range(min(chunks, files.readers))])  # starts the threads
+        rates = [max(_per_second(all_with(action), seconds) for _ in range(repetitions)) for action in (write, read)]
+    return rates[0], rates[1]
+
+
+def _whole_pages(file: Path) -> int:
+    return file.stat().st_size // ALIGNMENT * ALIGNMENT
+
+
+def _existing(folder: Path) -> Path:
+    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+
+
+# -- copies --------------------------------------------------------------------------------------------------------------
+
+
+def host_copy_rate(nbytes: int, repetitions: int = 1) -> float:
+    memory = HostTier()
+    source, target = memory.alloc(nbytes), memory.alloc(nbytes)
+    return nbytes / _best_seconds(Device(), lambda: target.copy_(source), repetitions)
+
+
+def memory_read_rate(nbytes: int = READ_FROM_MEMORY_BYTES) -> float:
+    """Of a sum. Bytes per second."""
+    values = torch.ones(nbytes // 4)
+    return nbytes / _best_seconds(Device(), values.sum, repetitions=5)
+
+
+def link_rates(device: Device, nbytes: int, pinned: bool = True, repetitions: int = 1) -> tuple[float, float]:
+    """Host -> device and device -> host, in bytes per second."""
+    memory = HostTier(pinned=pinned)
+    host = memory.alloc(nbytes)
+    there = device.memory(memory)
+    region = there.alloc(host.nbytes)
+    try:
+        up = _best_seconds(device, lambda: region.copy_(host, non_blocking=True), repetitions)
+        down = _best_seconds(device, lambda: host.copy_(region, non_blocking=True), repetitions)
+    finally:
+        there.free(region)
+        memory.free(host)
+        memory.trim()
+    return host.nbytes / up, host.nbytes / down
+
+
+# -- matrix products -----------------------------------------------------------------------------------------------------
+
+
+def gemm_curve(device: Device, needs: Needs, repetitions: int = 1, seconds: float = SECONDS) -> Curve:
+    """(rows, flops per second) for each number of rows that is needed, fewest first."""
+    dtype, (outputs, inputs) = DTYPES[needs.dtype], needs.weight_shape
+    quarter = needs.memory_bytes // 4  # of one weight, of its copy that libraries make, of activations, and of other weights
+    outputs = max(1, min(outputs, quarter // (inputs * dtype.itemsize)))
+    weights = _weights((outputs, inputs), dtype, device, min(2 * quarter, WEIGHT_BYTES_AT_LEAST))
+    rows_fit = max(1, quarter // ((inputs + outputs) * dtype.itemsize))
+    wanted = sorted({max(1, min(rows, ROWS_AT_MOST, rows_fit)) for rows in needs.rows})
+    return tuple((rows, gemm_rate(device, weights, rows, repetitions, seconds)) for rows in _few(wanted))
+
+
+def _few(rows: Sequence[int]) -> list[int]:
+    """The ends and what lies evenly between: prompts of many lengths make many sizes, and rates between points are guessed."""
+    if len(rows) <= POINTS_AT_MOST:
+        return list(rows)
+    return [rows[round(place * (len(rows) - 1) / (POINTS_AT_MOST - 1))] for place in range(POINTS_AT_MOST)]
+
+
+def gemm_rate(device: Device, weights: Sequence[Tensor], rows: int, repetitions: int = 1, seconds: float = SECONDS) -> float:
+    """Flops per second of (rows, inputs) times each of the weights (outputs, inputs) in turn."""
+    outputs, inputs = weights[0].shape
+    hidden = torch.full((rows, inputs), 0.5, dtype=weights[0].dtype, device=weights[0].device)
+
+    def multiply(number: int) -> int:
+        functional.linear(hidden, weights[number % len(weights)])
+        return 2 * rows * outputs * inputs
+
+    with torch.inference_mode():
+        multiply(0)
+        return max(_best_per_second(device, multiply, seconds) for _ in range(repetitions))
+
+
+def _weights(shape: tuple[int, int], dtype: torch.dtype, device: Device, nbytes: int) -> list[Tensor]:
+    count = max(1, nbytes // (shape[0] * shape[1] * dtype.itemsize))
+    one = torch.empty(shape, dtype=dtype, device=device.torch_device).uniform_(-0.5, 0.5)
+    return [one, *(one.clone() for _ in range(count - 1))]
+
+
+# -- time ----------------------------------------------------------------------------------------------------------------
+
+
+def _per_second(action: Callable[[int], int], seconds: float) -> float:
+    """Of what the action says that it did, called with 0, 1, 2 ... until the time is over: what lasts counts, not a burst."""
+    begun, done, calls = time.perf_counter(), 0, 0
+    while (passed := time.perf_counter() - begun) < seconds:
+        done += action(calls)
+        calls += 1
+    return done / passed
+
+
+def _best_per_second(device: Device, action: Callable[[int], int], seconds: float) -> float:
+    """The same for what computes, but of the best few calls in a row: threads that share their cores with those of others are
+    slowed down out of all proportion. On an accelerator calls return before they are done, so it is let finish."""
+    device.settle()
+    in_a_row = CALLS_IN_A_ROW * (8 if device.accelerator else 1)
+    ends, best, calls = time.perf_counter() + seconds, 0.0, 0
+    while (begun := time.perf_counter()) < ends or not calls:
+        done = sum(action(calls + call) for call in range(in_a_row))
+        device.settle()
+        best = max(best, done / (time.perf_counter() - begun))
+        calls += in_a_row
+    return best
+
+
+def _best_seconds(device: Device, action: Callable[[], object], repetitions: int) -> float:
+    def once() -> float:
+        device.settle()
+        begun = time.perf_counter()
+        action()
+        device.settle()
+        return time.perf_counter() - begun
+
+    once()
+    return min(once() for _ in range(max(2, repetitions)))
+
+
+# -- the machine in words ------------------------------------------------------------------------------------------------
+
+
+def describe_machine(device: Device) -> dict[str, object]:
+    words = {"cpu": cpu_name(), "cores": cores(), "torch": torch.__version__, "device": device.kind}
+    name_of = getattr(torch.get_device_module(device.torch_device), "get_device_name", None)  # the CPU's has none
+    return words if name_of is None else {**words, "device": name_of(device.torch_device)}
+
+
+def cpu_name(lines: Iterable[str] | None = None) -> str:
+    """As /proc/cpuinfo has it, where there is one."""
+    info = Path("/proc/cpuinfo")
+    if lines is None:
+        lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else ()
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Hardware") and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine()

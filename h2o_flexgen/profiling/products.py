@@ -1,0 +1,161 @@
+"""What layers compute beside attention: products with plain and with packed weights, decoding, and all that passes over values:
+norms, activations and additions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.kernels.group_product import FEW_ROWS
+from h2o_flexgen.kernels.native import KINDS, native_library
+from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.models import create_model, known_config
+from h2o_flexgen.models.base import Model, Rotate
+from h2o_flexgen.profiling.sizes import Sizes
+from h2o_flexgen.profiling.subject import Clock, Figures, Subject
+from h2o_flexgen.quant.codec import CODECS, PACKED, Codec
+
+PRODUCTS, PACKED_PRODUCTS, DECODING, VALUES = "products", "packed products", "decoding", "values"
+OPT = "facebook/opt-125m"
+LAYERS_OF = (OPT, "meta-llama/Llama-2-7b-hf")  # norms and activations of the two kinds
+HEAD_DIM, VOCAB = 64, 512
+
+
+def point(kind: str, of: str, rows: int) -> str:
+    """The name of a figure that is a point of a curve."""
+    return f"{kind} {of} {rows}"
+
+
+# -- products ------------------------------------------------------------------------------------------------------------
+
+
+def plain_products(clock: Clock, dtype: str, rows: tuple[int, ...], sizes: Sizes) -> list[Subject]:
+    """Of a weight that no cache holds: each call takes another."""
+    weights = itertools.cycle(_weights(clock, DTYPES[dtype], sizes))
+    return [_plain_product(clock, dtype, weights, each, sizes.side) for each in rows]
+
+
+def _plain_product(clock: Clock, dtype: str, weights: itertools.cycle[Tensor], rows: int, side: int) -> Subject:
+    x = torch.full((rows, side), 0.5, dtype=DTYPES[dtype], device=clock.device.torch_device)
+    flops = 2.0 * rows * side * side
+
+    def measure() -> Figures:
+        return {point(PRODUCTS, dtype, rows): flops / clock.of(lambda: functional.linear(x, next(weights)))}
+
+    return Subject(f"products, {dtype}, {rows} row{'s' * (rows > 1)}", measure)
+
+
+def packed_products(clock: Clock, dtype: str, sizes: Sizes) -> list[Subject]:
+    """Where weights are multiplied with as they lie packed, and how fast they are decoded where they are not."""
+    if clock.device.accelerator or native_library() is None or DTYPES[dtype] not in KINDS:
+        rows: list[int] = []
+    else:
+        rows = [each for each in sizes.rows if each <= FEW_ROWS]
+    subjects = []
+    for name in PACKED.values():
+        packed = itertools.cycle(_packed(clock, CODECS[name], sizes))
+        subjects += [_packed_product(clock, dtype, name, packed, each, sizes.side) for each in rows]
+        subjects.append(_decoding(clock, dtype, name, packed, sizes.side))
+    return subjects
+
+
+def _packed_product(clock: Clock, dtype: str, codec: str, packed: itertools.cycle[Tensor], rows: int, side: int) -> Subject:
+    x, flops = torch.full((rows, side), 0.5, dtype=DTYPES[dtype]), 2.0 * rows * side * side
+
+    def measure() -> Figures:
+        taken = clock.of(lambda: CODECS[codec].product(x, next(packed), None))
+        return {point(PACKED_PRODUCTS, codec, rows): flops / taken}
+
+    return Subject(f"products, {codec}, {rows} row{'s' * (rows > 1)}", measure)
+
+
+def _decoding(clock: Clock, dtype: str, codec: str, packed: itertools.cycle[Tensor], side: int) -> Subject:
+    values = torch.empty(side, side, dtype=DTYPES[dtype], device=clock.device.torch_device)
+
+    def measure() -> Figures:
+        taken = clock.of(lambda: CODECS[codec].decode(next(packed).view(-1), values))
+        return {f"{DECODING} {codec}": values.numel() / taken}
+
+    return Subject(f"decoding {codec}", measure)
+
+
+def _weights(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
+    memory, shape = clock.device.memory(HostTier()), (sizes.side, sizes.side)
+    nbytes = sizes.side**2 * dtype.itemsize
+    one = torch.rand(shape, device=clock.device.torch_device).sub_(0.5).to(dtype)
+    places = [memory.alloc(nbytes)[:nbytes] for _ in range(max(2, sizes.cold_bytes // nbytes))]
+    return [place.view(dtype).view(shape).copy_(one) for place in places]
+
+
+def _packed(clock: Clock, codec: Codec, sizes: Sizes) -> list[Tensor]:
+    """(outputs, bytes of a row) each"""
+    memory, side = clock.device.memory(HostTier()), sizes.side
+    nbytes = codec.nbytes((side, side), 4)
+    one = torch.empty(nbytes, dtype=torch.uint8, device=clock.device.torch_device)
+    codec.encode(torch.rand(side, side, device=clock.device.torch_device).sub_(0.5), one)
+    places = [memory.alloc(nbytes)[:nbytes] for _ in range(max(2, sizes.cold_bytes // 2 // nbytes))]
+    return [place.copy_(one).view(side, -1) for place in places]
+
+
+# -- values --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Done:
+    """A matrix whose product is there already: what is left of a layer is all that it does beside its products."""
+
+    out: Tensor  # (rows, outputs)
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.out.view(*x.shape[:-1], -1)
+
+
+def values(clock: Clock, dtype: str, sizes: Sizes) -> Subject:
+    """Of layers of each kind: as many values as go in and out of their products, over the seconds of all but these."""
+    layers = [one for name in LAYERS_OF for one in _layers(clock, name, dtype, sizes)]
+    counted = sum(count for count, _ in layers)
+    return Subject("norms and activations", lambda: {VALUES: counted / sum(clock.of(action) for _, action in layers)})
+
+
+def _layers(clock: Clock, name: str, dtype: str, sizes: Sizes) -> Iterator[tuple[int, Callable[[], object]]]:
+    """Attention, which attends nothing, and mlp: the values of each, and a call of it."""
+    model = small_model(name, dtype, sizes.hidden)
+    rows, device = sizes.prompt_tokens, clock.device.torch_device
+    hidden = torch.full((1, rows, sizes.hidden), 0.5, dtype=DTYPES[dtype], device=device)
+    for layer in model.spec.layers:
+        weights: dict[str, Tensor | Done] = {}
+        for tensor_name, tensor in layer.tensors:
+            is_matrix = len(tensor.shape) == 2
+            shape = (rows, tensor.shape[0]) if is_matrix else tensor.shape
+            place = torch.full(shape, 0.5, dtype=DTYPES[dtype], device=device)
+            weights[tensor_name] = Done(place) if is_matrix else place
+        count = rows * sum(sum(tensor.shape) for tensor in layer.matrices)
+        if layer.kind == "mlp":
+            yield count, partial(model.mlp, hidden, weights)
+        elif layer.kind == "attention":
+            yield count, partial(model.attention, hidden, weights, _attend_nothing)
+
+
+def _attend_nothing(q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
+    if rotate is not None:
+        positions = torch.arange(q.shape[1], device=q.device).expand(q.shape[:2])
+        q, k = rotate(q, positions), rotate(k, positions)
+    return q.flatten(2)
+
+
+def small_model(name: str, dtype: str, hidden: int, blocks: int = 1) -> Model:
+    """Of a known architecture, with heads of 64 values and a vocabulary of bytes."""
+    heads = max(1, hidden // HEAD_DIM)
+    sizes = {"hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": heads, "vocab_size": VOCAB}
+    of_opt = {"word_embed_proj_dim": hidden, "ffn_dim": 4 * hidden}
+    of_llama = {"num_key_value_heads": heads, "intermediate_size": 11 * hidden // 4}
+    config = known_config(name, **sizes, **(of_opt if name == OPT else of_llama))
+    assert config is not None
+    return create_model(config, dtype)

@@ -1,0 +1,56 @@
+"""Taken: the measurements of a profile, kept as they are made. A profile that was stopped goes on from there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from h2o_flexgen.profiling.subject import Figures
+
+Mark = tuple[int, str]  # the round, and the title of the subject
+
+
+@dataclass
+class Taken:
+    """Measurements by round and subject; with a file also those of a profile before that was stopped. A line is written for
+    each, so that nothing but the measurement under way is lost however the process ends."""
+
+    file: Path | None = None
+    asked: str = ""  # sizes and whatever else the figures depend on: lines that were written for others do not count
+    known: dict[Mark, Figures] = field(default_factory=dict)
+
+    @classmethod
+    def kept_in(cls, file: Path, asked: str) -> Taken:
+        return cls(file, asked, dict(_read(file, asked)))
+
+    def add(self, number: int, title: str, figures: Figures) -> None:
+        self.known[number, title] = figures
+        if self.file is None:
+            return
+        line = json.dumps([self.asked, number, title, dict(figures)])
+        with suppress(OSError):  # a folder that cannot be written is told of where the profile is kept
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a", encoding="utf-8") as out:
+                out.write(line + "\n")
+
+    def forget(self) -> None:
+        """The profile is complete."""
+        if self.file is not None:
+            with suppress(OSError):
+                self.file.unlink()
+
+
+def _read(file: Path, asked: str) -> Iterator[tuple[Mark, Figures]]:
+    """A last line that was cut off is passed over."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return
+    for line in lines:
+        with suppress(ValueError, TypeError, AttributeError):
+            of, number, title, figures = json.loads(line)
+            if of == asked:
+                yield (int(number), str(title)), {str(name): float(value) for name, value in figures.items()}

@@ -1,0 +1,125 @@
+"""Visits: what a layer costs beside its work, and a read beside its bytes, in runs of a model so small that nothing else is
+left of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.engine import Engine, OnVisit
+from h2o_flexgen.engine.head import Picker
+from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.memory.device import Device
+from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.models.base import Model
+from h2o_flexgen.models.dummy import DummySource
+from h2o_flexgen.planning.plan import Plan, Shares
+from h2o_flexgen.profiling.products import HEAD_DIM, OPT, small_model
+from h2o_flexgen.profiling.sizes import Sizes
+from h2o_flexgen.profiling.subject import Figures, Subject, Watch
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.sampler import Sampler
+from h2o_flexgen.schedule.schedule import Key, Op, Task
+from h2o_flexgen.schedule.trace import Trace
+from h2o_flexgen.text.tokenizer import ByteTokenizer
+
+TASK, VISIT = "task_seconds", "visit_seconds"
+KINDS = ("attention", "mlp")
+BLOCKS, PROMPT_LEN, SEED = 4, 4, 0
+KV = {"kv_read_per_s": "read", "kv_write_per_s": "write"}  # field -> lane
+KV_BATCHES, KV_STEPS = 2, 4
+
+
+def visits(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Watch | None = None) -> list[Subject]:
+    """Each is a run of its own. That of KV takes long on a slow disk, so the watch is told of its visits; in the others the
+    telling would be measured as well."""
+    return [
+        Subject("visits of layers", lambda: _of_visits(device, folder, dtype, sizes)),
+        Subject("reads of next to nothing", lambda: _of_reads(device, folder, dtype, sizes)),
+        Subject("KV on disk", lambda: _of_kv(device, folder, dtype, sizes, watch or Watch())),
+    ]
+
+
+def _of_visits(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figures:
+    """With weights in memory: nobody else wants the processor."""
+    between = None if device.accelerator else Between(torch.ones(sizes.cold_bytes // 4))
+    spec, trace = _run(device, folder, dtype, sizes, Shares(1.0, 0.0), between)
+    own = (lambda key: 0.0) if between is None else between.seconds.__getitem__
+    return {f"{VISIT} {kind}": _median(spec, trace, Op.COMPUTE, (kind,), own) for kind in KINDS}
+
+
+def _of_reads(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figures:
+    spec, trace = _run(device, folder, dtype, sizes, Shares(0.0, 0.0))
+    return {TASK: _median(spec, trace, Op.READ_W, KINDS)}
+
+
+def _of_kv(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Watch) -> Figures:
+    """Of large batches, with nothing else on the disk: bytes over the time in which a lane was busy."""
+    model, prompt_len = small_model(OPT, dtype, sizes.hidden, 1), max(1, sizes.slots // 2)
+    plan = Plan(gpu_batch_size=sizes.kv_rows, num_gpu_batches=KV_BATCHES, weights=Shares(1.0, 0.0), kv=Shares(0.0, 0.0))
+
+    def tell(task: Task, tokens: int) -> None:
+        watch.inside(f"step {task.step + 1} of {KV_STEPS}, batch {task.batch + 1} of {KV_BATCHES}")
+
+    trace = _trace(device, folder, dtype, model, replace(plan, pin_weight=False), prompt_len, KV_STEPS, tell)
+    return {name: trace.moved_bytes(lane) / trace.busy_seconds(lane) for name, lane in KV.items()}
+
+
+def _median(
+    spec: ModelSpec, trace: Trace, op: Op, kinds: Sequence[str], own: Callable[[Key], float] = lambda key: 0.0
+) -> float:
+    """Of the tasks of a step, less what we ourselves have done in them."""
+    wanted = (span for span in trace.spans if span.key.step and span.key.op is op)
+    return statistics.median(
+        span.end - span.start - own(span.key) for span in wanted if spec.layers[span.key.layer].kind in kinds
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Between:
+    """Stands for the weights that a run passes through from visit to visit: what the next one needs, its program too, is no
+    longer in a cache, and a visit takes several times what it would take with all of it there."""
+
+    memory: Tensor  # more than caches hold
+    seconds: dict[Key, float] = field(default_factory=dict)  # that it took
+
+    def __call__(self, task: Task, tokens: int) -> None:
+        begun = time.perf_counter()
+        self.memory.sum()
+        self.seconds[task.key] = time.perf_counter() - begun
+
+
+def _run(
+    device: Device, folder: Path, dtype: str, sizes: Sizes, weights: Shares, on_visit: OnVisit | None = None
+) -> tuple[ModelSpec, Trace]:
+    plan = Plan(gpu_batch_size=1, weights=weights, pin_weight=False)
+    model = small_model(OPT, dtype, HEAD_DIM, BLOCKS)
+    return model.spec, _trace(device, folder, dtype, model, plan, PROMPT_LEN, sizes.steps, on_visit)
+
+
+def _trace(
+    device: Device,
+    folder: Path,
+    dtype: str,
+    model: Model,
+    plan: Plan,
+    prompt_len: int,
+    steps: int,
+    on_visit: OnVisit | None = None,
+) -> Trace:
+    """Of one block."""
+    (block,) = Workload.uniform(plan.block_size, prompt_len, steps).blocks(plan.gpu_batch_size, plan.num_gpu_batches)
+    params, tokenizer = SamplingParams(max_tokens=steps, ignore_eos=True), ByteTokenizer(model.spec.vocab)
+    rows = [RowState(row, [0] * prompt_len, params, tokenizer) for row in range(block.num_rows)]
+    with closing(Memories(device, folder, False)) as memories, closing(DummySource(SEED, dtype, folder)) as source:
+        engine = Engine(model, source, plan if device.accelerator else plan.folded(), memories)
+        return engine.run(block, rows, Picker(Sampler(SEED)), on_visit).trace

@@ -1,1 +1,0 @@
-"""The running half: executes a schedule on real memory."""

@@ -1,0 +1,80 @@
+"""What SamplingParams do to logits before a token is picked, greedily or not: they forbid tokens, add biases and penalise.
+
+In the order of vLLM: allowed_token_ids, min_tokens, logit_bias, repetition_penalty, frequency_penalty, presence_penalty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.sampling.params import SamplingParams
+
+
+class History(NamedTuple):
+    """What stands before the next token of a row, and what would end it."""
+
+    seen: Sequence[int]  # prompt and generated ids
+    prompt_len: int
+    ends: Collection[int] = ()  # end-of-text and stop tokens
+    number: int = 0  # which completion of its prompt the row is
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.seen) - self.prompt_len
+
+
+def adjusted(logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[History] | None) -> Tensor:
+    """(rows, vocab), in fp32; the logits themselves where nobody asks for anything."""
+    if histories is None:
+        if any(one.changes_scores or one.min_tokens for one in params):
+            raise ValueError("penalties, logit_bias, allowed_token_ids and min_tokens need the tokens so far; none were given")
+        return logits
+    asking = [place for place, (one, history) in enumerate(zip(params, histories)) if _asks(one, history)]
+    if not asking:
+        return logits
+    scores = logits.to(torch.float32, copy=True)
+    for place in asking:
+        _restrict(scores[place], params[place], histories[place])
+        if params[place].is_penalised:
+            _penalise(scores[place], params[place], histories[place])
+    return scores
+
+
+def _asks(params: SamplingParams, history: History) -> bool:
+    return params.changes_scores or history.num_generated < params.min_tokens
+
+
+def _restrict(scores: Tensor, params: SamplingParams, history: History) -> None:
+    """Of one row (vocab,), in place."""
+    if params.allowed_token_ids is not None:
+        allowed = _ids(params.allowed_token_ids, scores)
+        kept = scores[allowed]
+        scores.fill_(-math.inf)
+        scores[allowed] = kept
+    if history.num_generated < params.min_tokens:
+        scores[_ids([token for token in history.ends if 0 <= token < len(scores)], scores)] = -math.inf
+    if params.logit_bias:
+        biases = torch.tensor([*params.logit_bias.values()], dtype=scores.dtype, device=scores.device)
+        scores[_ids([*params.logit_bias], scores)] += biases
+
+
+def _penalise(scores: Tensor, params: SamplingParams, history: History) -> None:
+    """Of one row (vocab,), in place. By repetition positive scores are divided and negative ones multiplied: both are less
+    likely if the penalty is above 1."""
+    if params.repetition_penalty != 1:
+        seen, penalty = _ids(history.seen, scores), params.repetition_penalty
+        before = scores[seen]
+        scores[seen] = torch.where(before < 0, before * penalty, before / penalty)
+    if params.frequency_penalty or params.presence_penalty:
+        generated, counts = _ids(history.seen[history.prompt_len :], scores).unique(return_counts=True)
+        scores[generated] -= params.frequency_penalty * counts
+        scores[generated] -= params.presence_penalty
+
+
+def _ids(tokens: Sequence[int], scores: Tensor) -> Tensor:
+    return torch.tensor(tokens, dtype=torch.int64, device=scores.device)

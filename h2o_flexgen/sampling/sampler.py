@@ -1,0 +1,155 @@
+"""Sampling: one token per row from a batch of logits.
+
+All is done in the order of vLLM, each to what the last one left: what `adjusting` does to logits, temperature, min_p, top_k,
+top_p. A row's token depends on its own logits, its params, what stands before it, its place in the whole input and the step,
+and on nothing else: the one random number it needs is a pure function of (seed, row, step, number of the completion), and it
+is looked up in the row's own cumulative distribution.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from h2o_flexgen.sampling.adjusting import History, adjusted
+from h2o_flexgen.sampling.logprobs import logprobs_of
+from h2o_flexgen.sampling.output import StepLogprobs
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.ranking import kth_largest, portions, ranked
+
+FLOOR_SLACK = 1e-6  # a floor only saves work: it may let through more than the exact filter behind it, never less
+
+
+def resolve_seed(seed: int | None) -> int:
+    """A fresh seed where none is given: to be called once per `generate`, so that one number repeats the whole call."""
+    checked = SamplingParams(seed=seed).seed
+    return secrets.randbits(32) if checked is None else checked
+
+
+def uniform(seed: int, row: int, step: int, number: int = 0) -> float:
+    """The random number in [0, 1) of this row at this step: a pure function of these, independent of any other draw. `number`:
+    which completion of its prompt the row is."""
+    bits = np.random.Philox(key=seed + (row << 64), counter=step + (number << 64)).random_raw()
+    return (int(bits) >> 11) * 2.0**-53
+
+
+@dataclass(frozen=True)
+class Picked:
+    tokens: Tensor  # (rows,) int64, in host memory
+    logprobs: tuple[StepLogprobs | None, ...]  # None for rows that did not ask
+
+
+class Sampler:
+    """Picks tokens for one `generate` call. Rows whose params have no seed share the call's, and differ by their row."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.seed = resolve_seed(seed)
+
+    def sample(
+        self,
+        logits: Tensor,  # (rows, vocab), any dtype, on any device
+        params: Sequence[SamplingParams],
+        rows: Sequence[int],  # each row's place in the whole input: its identity
+        steps: Sequence[int] | int,
+        histories: Sequence[History] | None = None,  # may be left out where no params depend on what stands before
+        given: Sequence[int | None] | None = None,  # tokens that take the place of picked ones; logprobs are theirs
+    ) -> Picked:
+        steps = [steps] * len(rows) if isinstance(steps, int) else steps
+        numbers = [0] * len(rows) if histories is None else [history.number for history in histories]
+        scores = adjusted(logits, params, histories)
+        best, likeliest = scores.max(dim=-1)
+        _refuse_broken(logits, best, rows, steps)
+        tokens = likeliest.cpu()
+        for belongs, draw in ((_is_sampled, _draw_unfiltered), (_is_filtered, _draw_filtered)):
+            for places in portions([place for place, one in enumerate(params) if belongs(one)], logits.shape[-1]):
+                chosen = [params[place] for place in places]
+                uniforms = [self._uniform(params[place], rows[place], steps[place], numbers[place]) for place in places]
+                distances = _distances(scores[places], best[places], chosen)
+                tokens[places] = draw(distances, chosen, _column(uniforms, logits.device)).cpu()
+        for place, token in enumerate(given or ()):
+            if token is not None:
+                tokens[place] = token
+        return Picked(tokens, _logprobs(logits, tokens, params))
+
+    def _uniform(self, params: SamplingParams, row: int, step: int, number: int) -> float:
+        return uniform(self.seed if params.seed is None else params.seed, row, step, number)
+
+
+def _is_sampled(params: SamplingParams) -> bool:
+    return not params.is_greedy and not params.is_filtered
+
+
+def _is_filtered(params: SamplingParams) -> bool:
+    return not params.is_greedy and params.is_filtered
+
+
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)[:, None]  # (rows, 1)
+
+
+def _refuse_broken(logits: Tensor, best: Tensor, rows: Sequence[int], steps: Sequence[int]) -> None:
+    """`best`: the largest score of each row. A NaN anywhere is the largest, so one value per row tells. The logits tell whether
+    the checkpoint is to blame, or what params have made of it."""
+    broken = (~torch.isfinite(best)).nonzero().flatten().tolist()
+    if not broken:
+        return
+    place = broken[0]
+    of_model = logits[place].max().item()
+    if not math.isfinite(of_model):
+        raise ValueError(
+            f"logits of prompt {rows[place]} at step {steps[place]} have the maximum {of_model}; "
+            "the checkpoint is broken or overflows its dtype: try bfloat16 or float32"
+        )
+    raise ValueError(
+        f"the sampling params of prompt {rows[place]} leave no token to pick at step {steps[place]} (the highest score is "
+        f"{best[place].item()}); ease allowed_token_ids, min_tokens or repetition_penalty"
+    )
+
+
+def _distances(scores: Tensor, best: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """How far each token is below its row's best, over the temperature: at most 0, so that exp cannot overflow."""
+    heat = _column([one.temperature for one in params], scores.device)
+    return (scores.double() - best.double()[:, None]) / heat  # (rows, vocab)
+
+
+def _draw_unfiltered(distances: Tensor, params: Sequence[SamplingParams], uniforms: Tensor) -> Tensor:
+    """Looked up in order of token ids: nothing has to be sorted."""
+    return _invert(distances.exp(), uniforms).flatten()
+
+
+def _draw_filtered(distances: Tensor, params: Sequence[SamplingParams], uniforms: Tensor) -> Tensor:
+    device, vocab = distances.device, distances.shape[-1]
+    nucleus = _column([one.top_p if one.top_p < 1 else math.inf for one in params], device)
+    least = _column([one.min_p for one in params], device)
+    kth = kth_largest(distances, [min(one.top_k, vocab) for one in params])
+    weights = distances.exp()
+    total = weights.masked_fill_((distances < kth) | (weights < least), 0).sum(dim=-1, keepdim=True)
+    # all tokens lighter than total * (1 - top_p) / vocab together weigh less than the nucleus leaves out
+    floor = torch.maximum(kth, torch.maximum(least.log(), ((1 - nucleus).clamp_(min=0) * total / vocab).log()))
+    top, ids = ranked(distances, floor - FLOOR_SLACK)
+    weights = top.exp()  # the first is 1
+    weights.masked_fill_((top < kth) | (weights < least), 0)
+    heavier = torch.nn.functional.pad(weights.cumsum(dim=-1)[:, :-1], (1, 0))  # all that stand before
+    weights.masked_fill_(heavier >= nucleus * total, 0)
+    return ids.gather(-1, _invert(weights, uniforms)).flatten()
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The first place whose cumulative weight exceeds this share of the whole: one of weight 0 is never it. (rows, 1)"""
+    reached = weights.cumsum(dim=-1)
+    return torch.searchsorted(reached, uniforms * reached[:, -1:], right=True)
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) -> tuple[StepLogprobs | None, ...]:
+    found: list[StepLogprobs | None] = [None] * len(params)
+    for places in portions([place for place, one in enumerate(params) if one.logprobs is not None], logits.shape[-1]):
+        counts = [params[place].logprobs or 0 for place in places]
+        for place, step in zip(places, logprobs_of(logits[places], tokens[places], counts)):
+            found[place] = step
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""When things move: schedules as data, their proof, their simulation and their trace."""

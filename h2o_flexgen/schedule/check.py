@@ -1,0 +1,200 @@
+"""check: proof that a schedule is sound, whatever its tasks will take.
+
+A task *happens before* another if the other needs it, or follows it in a lane with one worker, or over several such steps. So
+every promise of a schedule is a question about ancestors: does the data exist when it is used, is a slot free before its next
+user comes. Meant for schedules of some thousand tasks: the ancestors of a task are one bit each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from h2o_flexgen.schedule.schedule import WORKERS, Key, Op, Schedule, Task, Visit
+
+ORDERED_LANES = tuple(lane for lane, workers in WORKERS.items() if workers == 1)  # the order of others proves nothing
+
+
+class ScheduleError(ValueError):
+    """A schedule that could use data before it is there, or a buffer that is still in use. Names the task."""
+
+    def __init__(self, reason: str, tasks: Sequence[Task] = (), at: int = 0) -> None:
+        super().__init__(reason + _excerpt(tasks, at))
+
+
+def check(schedule: Schedule) -> None:
+    tasks = list(schedule.tasks())
+    place = _check_issue(tasks)
+    _check_visits(schedule, tasks)
+    _check_complete(schedule, tasks, place)
+    ancestors = _ancestors(tasks, place)
+    _check_data_flow(schedule, tasks, place, ancestors)
+    _check_slots(schedule, tasks, ancestors)
+
+
+# -- what is issued ------------------------------------------------------------------------------------------------------
+
+
+def _check_issue(tasks: Sequence[Task]) -> dict[Key, int]:
+    """No task twice, and whatever a task needs was issued before it: then first-in-first-out lanes cannot block each other."""
+    place: dict[Key, int] = {}
+    for at, task in enumerate(tasks):
+        if task.key in place:
+            raise ScheduleError(f"{task} is issued twice", tasks, at)
+        for need in task.needs:
+            if need not in place:
+                raise ScheduleError(f"{task} needs {need}, which was not issued before it", tasks, at)
+        place[task.key] = at
+    return place
+
+
+def _check_visits(schedule: Schedule, tasks: Sequence[Task]) -> None:
+    """Computes come in the order of their numbers; a batch goes through its layers in order, and step follows step."""
+    computed = [at for at, task in enumerate(tasks) if task.op is Op.COMPUTE]
+    layers, reached = schedule.traffic.layers, [-1] * schedule.traffic.batches
+    for number, at in enumerate(computed):
+        visit = Visit(*tasks[at].key[1:])
+        if schedule.number(*visit) != number or schedule.visit(number) != visit:
+            raise ScheduleError(f"{tasks[at]} is visit {schedule.number(*visit)} but is computed as visit {number}", tasks, at)
+        reached[visit.batch] += 1
+        if visit.step * layers + visit.layer != reached[visit.batch]:
+            step, layer = divmod(reached[visit.batch], layers)
+            raise ScheduleError(f"{tasks[at]} is computed before {Key(Op.COMPUTE, step, layer, visit.batch)}", tasks, at)
+    if len(computed) != schedule.traffic.visits:
+        raise ScheduleError(f"{len(computed)} of {schedule.traffic.visits} visits are computed", tasks, len(tasks) - 1)
+
+
+def _check_complete(schedule: Schedule, tasks: Sequence[Task], place: dict[Key, int]) -> None:
+    """All that the plan moves is moved, and nothing that it does not."""
+    expected = set(_expected(schedule))
+    if missing := sorted(expected - place.keys()):
+        raise ScheduleError(f"{missing[0]} is never issued ({len(missing)} tasks are missing)", tasks, len(tasks) - 1)
+    if surplus := sorted(place.keys() - expected):
+        raise ScheduleError(f"{surplus[0]} would move nothing", tasks, place[surplus[0]])
+
+
+def _expected(schedule: Schedule) -> Iterator[Key]:
+    traffic = schedule.traffic
+    for number in range(traffic.visits):
+        visit = schedule.visit(number)
+        _, layer, batch = visit
+        yield Key(Op.COMPUTE, *visit)
+        if traffic.reads_weights(layer):
+            yield from _slices(schedule, Op.READ_W, visit)
+        if traffic.loads_weights(layer):
+            yield from _slices(schedule, Op.LOAD_W, visit)
+        if traffic.moves_hidden(batch):
+            if layer > 0:
+                yield Key(Op.LOAD_H, *visit)
+            if layer < traffic.layers - 1:
+                yield Key(Op.STORE_H, *visit)
+        if traffic.fetches_kv(visit):
+            yield from (Key(op, *visit) for op in _fetches(schedule, visit))
+        if traffic.stores_kv(visit):
+            yield from (Key(op, *visit) for op in _stores(schedule, visit))
+
+
+def _slices(schedule: Schedule, op: Op, visit: Visit) -> Iterator[Key]:
+    """The tasks that bring the weights of a visit: slices named by number, or the whole named by the batch it came for."""
+    cut = range(schedule.traffic.batches) if schedule.cuts_layers else (schedule.weight_batch(visit.batch),)
+    return (Key(op, visit.step, visit.layer, part) for part in cut)
+
+
+def _fetches(schedule: Schedule, visit: Visit) -> list[Op]:
+    on_disk = schedule.traffic.kv_on_disk(visit.layer, visit.batch)
+    return [Op.READ_KV] * on_disk + [Op.LOAD_KV] * schedule.traffic.links_kv
+
+
+def _stores(schedule: Schedule, visit: Visit) -> list[Op]:
+    on_disk = schedule.traffic.kv_on_disk(visit.layer, visit.batch)
+    return [Op.STORE_KV] * schedule.traffic.links_kv + [Op.WRITE_KV] * on_disk
+
+
+# -- what happens before what --------------------------------------------------------------------------------------------
+
+
+def _ancestors(tasks: Sequence[Task], place: dict[Key, int]) -> list[int]:
+    """Of each task, those that are over before it starts under any timing: bit n stands for the n-th task issued."""
+    ancestors: list[int] = []
+    last: dict[str, int] = {}
+    for at, task in enumerate(tasks):
+        before = [place[need] for need in task.needs]
+        if task.lane in ORDERED_LANES:
+            before += [last[task.lane]] if task.lane in last else []
+            last[task.lane] = at
+        bits = 0
+        for earlier in before:
+            bits |= ancestors[earlier] | 1 << earlier
+        ancestors.append(bits)
+    return ancestors
+
+
+def _check_data_flow(schedule: Schedule, tasks: Sequence[Task], place: dict[Key, int], ancestors: Sequence[int]) -> None:
+    for at, task in enumerate(tasks):
+        for source in _sources(schedule, task):
+            if not ancestors[at] >> place[source] & 1:
+                raise ScheduleError(f"{task} may start before {source} has ended", tasks, at)
+
+
+def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
+    """The tasks whose results a task works on."""
+    traffic, visit = schedule.traffic, Visit(*task.key[1:])
+    step, layer, batch = visit
+    if task.op is Op.COMPUTE:
+        yield from _inputs(schedule, visit)
+    elif task.op is Op.LOAD_W and traffic.reads_weights(layer):
+        yield Key(Op.READ_W, *visit)
+    elif task.op is Op.LOAD_H:
+        yield Key(Op.STORE_H, step, layer - 1, batch)
+    elif task.op in (Op.STORE_H, Op.STORE_KV):
+        yield Key(Op.COMPUTE, *visit)
+    elif task.op is Op.WRITE_KV:
+        yield Key(Op.STORE_KV if traffic.links_kv else Op.COMPUTE, *visit)
+    elif task.op is Op.LOAD_KV and traffic.kv_on_disk(layer, batch):
+        yield Key(Op.READ_KV, *visit)
+    elif task.op in (Op.READ_KV, Op.LOAD_KV) and step > 0:  # what is there before the first step was stored long ago
+        yield Key(_stores(schedule, visit)[-1], step - 1, layer, batch)
+
+
+def _inputs(schedule: Schedule, visit: Visit) -> Iterator[Key]:
+    traffic = schedule.traffic
+    step, layer, batch = visit
+    if layer > 0:
+        yield Key(Op.COMPUTE, step, layer - 1, batch)
+    elif step > 0:
+        yield Key(Op.COMPUTE, step - 1, traffic.layers - 1, batch)
+    if traffic.loads_weights(layer):
+        yield from _slices(schedule, Op.LOAD_W, visit)
+    elif traffic.reads_weights(layer):
+        yield from _slices(schedule, Op.READ_W, visit)
+    if traffic.fetches_kv(visit):
+        yield Key(_fetches(schedule, visit)[-1], *visit)
+    if layer > 0 and traffic.moves_hidden(batch):
+        yield Key(Op.LOAD_H, *visit)
+
+
+def _check_slots(schedule: Schedule, tasks: Sequence[Task], ancestors: Sequence[int]) -> None:
+    """All that one user of a slot does there is over before anything of the next user starts."""
+    slots: dict[tuple[str, int], dict[int, list[int]]] = {}
+    for at, task in enumerate(tasks):
+        for touch in schedule.touches(task):
+            slots.setdefault((touch.ring, touch.slot), {}).setdefault(touch.user, []).append(at)
+    for (ring, slot), users in slots.items():
+        numbers = sorted(users)
+        for user, after in itertools.pairwise(numbers):
+            for at in users[after]:
+                for earlier in users[user]:
+                    if not ancestors[at] >> earlier & 1:
+                        raise ScheduleError(
+                            f"{tasks[at]} may start while {tasks[earlier]} still uses slot {slot} of {ring}", tasks, at
+                        )
+
+
+def _excerpt(tasks: Sequence[Task], at: int, around: int = 4) -> str:
+    """The tasks issued around the one at fault, one a line."""
+    lines = []
+    for place in range(max(0, at - around), min(len(tasks), at + around + 1)):
+        task = tasks[place]
+        needs = f" needs {', '.join(map(str, task.needs))}" if task.needs else ""
+        lines.append(f"\n  {place:5d} {task}{needs}" + ("  <-- here" if place == at else ""))
+    return "".join(lines)

@@ -1,0 +1,177 @@
+"""Trace: what each lane did and when. A run and a simulation give the same kind, so both are read, drawn and compared alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from h2o_flexgen.core.files import write_text
+from h2o_flexgen.schedule.schedule import LANES, Key, Op
+
+
+class Span(NamedTuple):
+    """One task as it was done; seconds count from the start of the trace."""
+
+    key: Key
+    lane: str
+    start: float
+    end: float
+    bytes: int = 0
+
+    @property
+    def label(self) -> str:
+        """`7.2` is a COMPUTE of layer 7 on batch 2; weights, KV and hidden states carry a letter in front."""
+        letter = "" if self.key.op is Op.COMPUTE else self.key.op.rpartition("_")[2][0]
+        return f"{letter}{self.key.layer}.{self.key.batch}"
+
+    @property
+    def mark(self) -> str:
+        """One character, for where the label does not fit."""
+        return str(self.key.layer % 10) if self.key.op is Op.COMPUTE else self.label[0]
+
+
+@dataclass(frozen=True)
+class Trace:
+    spans: tuple[Span, ...]
+    earlier: Mapping[str, tuple[float, int]] = field(default_factory=dict)  # lane -> busy seconds and bytes of spans let go
+
+    @property
+    def makespan(self) -> float:
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Those that did something, in the order in which data passes through them."""
+        used = {span.lane for span in self.spans} | set(self.earlier)
+        order = list(dict.fromkeys(LANES.values()))
+        return tuple(sorted(used, key=lambda lane: (order.index(lane) if lane in order else len(order), lane)))
+
+    def busy_seconds(self, lane: str) -> float:
+        """Seconds in which the lane did at least one task: two at once count once."""
+        total, reached = self.earlier.get(lane, (0.0, 0))[0], 0.0
+        for start, end in sorted((span.start, span.end) for span in self.spans if span.lane == lane):
+            total += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        return total
+
+    def busy_shares(self) -> dict[str, float]:
+        makespan = self.makespan
+        return {lane: self.busy_seconds(lane) / makespan if makespan else 0.0 for lane in self.lanes}
+
+    def moved_bytes(self, lane: str) -> int:
+        return self.earlier.get(lane, (0.0, 0))[1] + sum(span.bytes for span in self.spans if span.lane == lane)
+
+    def with_latest(self, count: int) -> Trace:
+        """Only the latest spans, with what the lanes did before as sums: a long job has more spans than one would keep."""
+        gone = Trace(self.spans[:-count], self.earlier)
+        return Trace(self.spans[-count:], {lane: (gone.busy_seconds(lane), gone.moved_bytes(lane)) for lane in gone.lanes})
+
+    def step_ends(self) -> list[float]:
+        """When the last COMPUTE of each step ended: the differences are the times of the decode steps."""
+        ends: dict[int, float] = {}
+        for span in self.spans:
+            if span.key.op is Op.COMPUTE:
+                ends[span.key.step] = max(span.end, ends.get(span.key.step, 0.0))
+        return [ends[step] for step in sorted(ends)]
+
+    def between(self, start: float, end: float) -> Trace:
+        """The part of the trace in this window, counted from its start. A span that is cut keeps its share of the bytes."""
+        return Trace(tuple(_clip(span, start, end) for span in self.spans if span.start < end and span.end > start))
+
+    # -- to be looked at ---------------------------------------------------------------------------------------------
+
+    def text_timeline(self, width: int = 100) -> str:
+        """A line per lane, a character per moment: labels where they fit, else the layer's last digit (compute) or the kind."""
+        title = max(map(len, self.lanes), default=0)
+        lines = [" " * title + " |" + _scale(self.makespan, width) + "|"]
+        for lane, share in self.busy_shares().items():
+            drawn = _draw([span for span in self.spans if span.lane == lane], self.makespan, width)
+            lines.append(f"{lane:{title}} |{drawn}| {share:4.0%} busy")
+        return "\n".join(lines)
+
+    def to_chrome(self) -> dict[str, object]:
+        """For chrome://tracing or ui.perfetto.dev. Tasks of one lane that overlap get rows of their own."""
+        events: list[dict[str, object]] = [_metadata("process_name", 0, "h2o_flexgen")]
+        row = 0
+        for lane in self.lanes:
+            for track, spans in enumerate(_tracks(span for span in self.spans if span.lane == lane)):
+                events.append(_metadata("thread_name", row, lane if track == 0 else f"{lane} {track + 1}"))
+                events += [_event(span, row) for span in spans]
+                row += 1
+        return {"displayTimeUnit": "ms", "traceEvents": events}
+
+    def write_chrome(self, path: str | Path) -> None:
+        write_text(path, json.dumps(self.to_chrome()))
+
+
+def _clip(span: Span, start: float, end: float) -> Span:
+    inside = min(span.end, end) - max(span.start, start)
+    share = inside / (span.end - span.start) if span.end > span.start else 1.0
+    return span._replace(start=max(span.start, start) - start, end=min(span.end, end) - start, bytes=round(share * span.bytes))
+
+
+def _scale(seconds: float, width: int, every: int = 20) -> str:
+    """Times, each at the place where it is."""
+    line = ""
+    for column in range(0, width, every):
+        line += f"{seconds * column / width:.3g}s".ljust(every)
+    end = f"{seconds:.4g}s"
+    return (line[: width - len(end) - 1] + " " + end)[-width:].rjust(width)
+
+
+def _draw(spans: Sequence[Span], seconds: float, width: int) -> str:
+    """Each column shows the span that has most of its time."""
+    seconds = seconds or 1.0
+    owners: list[Span | None] = [None] * width
+    most = [0.0] * width
+    for span in spans:
+        first, last = span.start / seconds * width, span.end / seconds * width
+        for column in range(int(first), min(width, int(last) + 1)):
+            covered = min(last, column + 1) - max(first, column)
+            if covered > most[column]:
+                owners[column], most[column] = span, covered
+    line, column = "", 0
+    while column < width:
+        owner = owners[column]
+        end = next((other for other in range(column, width) if owners[other] is not owner), width)
+        line += _fill(owner, end - column)
+        column = end
+    return line
+
+
+def _fill(span: Span | None, width: int) -> str:
+    if span is None:
+        return " " * width
+    return f"{span.label}".ljust(width, "-") if len(span.label) < width else span.mark * width
+
+
+def _tracks(spans: Iterable[Span]) -> list[list[Span]]:
+    """Divided so that no two spans of a track overlap: each goes to the first track that is free."""
+    tracks: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        free = next((track for track in tracks if track[-1].end <= span.start), None)
+        if free is None:
+            tracks.append(free := [])
+        free.append(span)
+    return tracks
+
+
+def _metadata(name: str, row: int, value: str) -> dict[str, object]:
+    return {"ph": "M", "name": name, "pid": 0, "tid": row, "args": {"name": value}}
+
+
+def _event(span: Span, row: int) -> dict[str, object]:
+    key = span.key
+    return {
+        "ph": "X",
+        "name": str(key),
+        "cat": str(key.op),
+        "pid": 0,
+        "tid": row,
+        "ts": span.start * 1e6,
+        "dur": (span.end - span.start) * 1e6,
+        "args": {"step": key.step, "layer": key.layer, "batch": key.batch, "bytes": span.bytes},
+    }

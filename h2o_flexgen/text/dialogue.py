@@ -1,0 +1,130 @@
+"""Dialogue: how turns become one text. A style says which tokens go behind what was said so far, so that the model answers.
+
+In a conversation only the end of the text is asked for: what was said before stands in the KV cache and is not written again.
+Messages that are given all at once are written as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from h2o_flexgen.core.hints import shown
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.text.prompts import Prompt
+from h2o_flexgen.text.tokenizer import Message, Tokenizer
+
+SPEAKER, ANSWERER = "User:", "Assistant:"
+SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
+
+
+class Style(Protocol):
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end a reply."""
+
+    def turn(self, text: str, before: Completion | None) -> list[int]:
+        """The tokens that go behind the reply `before`; None begins the text."""
+
+    def whole(self, messages: Sequence[Message]) -> Prompt:
+        """All of a chat, up to where the answer begins."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """What is typed is continued: for models that were never taught to chat."""
+
+    tokenizer: Tokenizer
+    system: str = ""
+    stops: tuple[str, ...] = ()
+
+    def turn(self, text: str, before: Completion | None) -> list[int]:
+        return self.tokenizer.encode(_opening(self.system) + text) if before is None else self.tokenizer.encode_more(text)
+
+    def whole(self, messages: Sequence[Message]) -> Prompt:
+        text = "".join(_opening(said) if role == SYSTEM else said for role, said in _known_roles(messages))
+        return Prompt(text, tuple(self.tokenizer.encode(text)))
+
+
+@dataclass(frozen=True)
+class Script:
+    """Two speakers, named line by line: for models without a chat template."""
+
+    tokenizer: Tokenizer
+    system: str = ""
+    stops: tuple[str, ...] = (f"\n{SPEAKER}",)
+
+    def turn(self, text: str, before: Completion | None) -> list[int]:
+        spoken = f" {text}\n{ANSWERER}"
+        if before is None:
+            return self.tokenizer.encode(f"{_opening(self.system)}{SPEAKER}{spoken}")
+        said_speaker = self.stops[0] in self.tokenizer.decode(before.token_ids)  # the reply wrote it before it was stopped
+        return self.tokenizer.encode_more(spoken if said_speaker else f"{self.stops[0]}{spoken}")
+
+    def whole(self, messages: Sequence[Message]) -> Prompt:
+        opening, lines = "", []
+        for role, said in _known_roles(messages):
+            if role == SYSTEM:
+                opening += _opening(said)
+            else:
+                lines.append(f"{SPEAKER if role == USER else ANSWERER} {said}\n")
+        text = f"{opening}{''.join(lines)}{ANSWERER}"
+        return Prompt(text, tuple(self.tokenizer.encode(text)))
+
+
+@dataclass(frozen=True)
+class Template:
+    """The chat template that comes with the model."""
+
+    tokenizer: Tokenizer
+    system: str = ""
+    stops: tuple[str, ...] = ()
+
+    def turn(self, text: str, before: Completion | None) -> list[int]:
+        user = {"role": "user", "content": text}
+        if before is None:
+            opening = [{"role": "system", "content": self.system}] if self.system else []
+            return self.tokenizer.encode_more(self.tokenizer.render_chat([*opening, user]))
+        mark = _not_in(text)
+        made_up = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+        _, found, behind = self.tokenizer.render_chat([*made_up, user]).rpartition(mark)
+        if not found:
+            raise ValueError("the model's chat template leaves out what was replied before; choose the style script or plain")
+        ids = self.tokenizer.encode_more(behind)
+        return ids[1:] if ids[:1] == list(before.token_ids[-1:]) else ids  # the reply's own end is there
+
+    def whole(self, messages: Sequence[Message]) -> Prompt:
+        text = self.tokenizer.render_chat(messages)
+        return Prompt(text, tuple(self.tokenizer.encode_more(text)))
+
+
+def _opening(system: str) -> str:
+    return f"{system}\n\n" if system else ""
+
+
+def _known_roles(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    """The role and text of each message, for a style that writes all roles itself."""
+    for message in messages:
+        if message["role"] not in (SYSTEM, USER, ASSISTANT):
+            raise ValueError(f"role {shown(message['role'])} needs a chat template; known are {SYSTEM}, {USER}, {ASSISTANT}")
+    return [(message["role"], message["content"]) for message in messages]
+
+
+def _not_in(text: str) -> str:
+    mark = "\N{REFERENCE MARK}"
+    while mark in text:
+        mark += mark
+    return mark
+
+
+AUTO = "auto"
+STYLES: Mapping[str, type[Plain] | type[Script] | type[Template]] = {"template": Template, "script": Script, "plain": Plain}
+
+
+def choose_style(name: str, tokenizer: Tokenizer, system: str = "") -> Style:
+    """AUTO: the model's chat template, or a script where it has none."""
+    if name == "template" and not tokenizer.has_chat_template:
+        raise ValueError("this model has no chat template; choose the style script or plain")
+    chosen = name if name != AUTO else "template" if tokenizer.has_chat_template else "script"
+    return STYLES[chosen](tokenizer, system)

@@ -1,0 +1,125 @@
+"""Prompts as Python programs have them: texts, token ids, dicts of these, arrays, in any iterable; read into one form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import compress
+from typing import TypeAlias
+
+from h2o_flexgen.core.hints import shown
+from h2o_flexgen.text.tokenizer import Tokenizer
+
+Prompts: TypeAlias = "str | Iterable[object]"  # a dict, a tensor and an array can be iterated over, too
+NOT_READ = ("multi_modal_data", "prompt_embeds", "encoder_prompt", "inputs_embeds", "pixel_values")
+FORMS = 'a prompt is a text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
+
+
+@dataclass(frozen=True)
+class Prompt:
+    text: str | None  # None where token ids were given
+    ids: tuple[int, ...]
+
+
+def read_prompts(given: Prompts, tokenizer: Tokenizer) -> list[Prompt]:
+    """A text, a list of token ids and a dict are one prompt; anything else that can be iterated over holds the prompts."""
+    return [_prompt(f"prompt {place}", one, tokenizer) for place, one in enumerate(_each(given))]
+
+
+def read_pair(place: int, given: object, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A context and its continuation. Two texts are tokens of one text, as the model would read it."""
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable) or len(both := list(given)) != 2:
+        raise ValueError(f"pair {place} is {shown(given)}; a pair is (context, continuation), texts or token ids")
+    before, after = both
+    if isinstance(before, str) and isinstance(after, str):
+        start, whole = len(tokenizer.encode(before)), tokenizer.encode(before + after)
+        return tuple(whole[:start]), tuple(whole[start:])
+    ids = tuple(tokenizer.encode(before)) if isinstance(before, str) else token_ids(f"context {place}", before)
+    return ids, tuple(tokenizer.encode_more(after)) if isinstance(after, str) else token_ids(f"continuation {place}", after)
+
+
+def token_ids(whose: str, given: object) -> tuple[int, ...]:
+    """Whole numbers of any kind: Python's, numpy's or torch's."""
+    numbers = _plain(given)
+    if isinstance(numbers, (str, bytes, Mapping)) or not isinstance(numbers, Iterable):
+        raise ValueError(f"{whose} is {shown(given)}; {FORMS}")
+    return tuple(_token_id(whose, _plain(one)) for one in numbers)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a dict says of a prompt: its tokens as text or as ids, and for ids perhaps the text that they were made of."""
+
+    tokens: object
+    text: object = None
+
+
+def _each(given: object) -> list[object]:
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, Mapping):
+        return [*_of_mapping("the prompt", given)]
+    plain = _plain(given)
+    if isinstance(plain, (bytes, bytearray)) or not isinstance(plain, Iterable):
+        raise ValueError(f"the prompts are {shown(given)}; {FORMS}, and prompts are a list of these")
+    items = [_plain(one) for one in plain]
+    return [items] if items and all(map(_is_whole, items)) else items
+
+
+def _prompt(whose: str, given: object, tokenizer: Tokenizer) -> Prompt:
+    if isinstance(given, Mapping):
+        found = list(_of_mapping(whose, given))
+        if len(found) != 1:
+            raise ValueError(f"{whose} is a batch of {len(found)}; give it by itself, and not in a list")
+        given = found[0]
+    one = given if isinstance(given, _Given) else _Given(given)
+    if isinstance(one.tokens, str):  # no text is no prompt, also where the tokenizer puts a start token before it
+        return Prompt(one.tokens, tuple(tokenizer.encode(one.tokens)) if one.tokens else ())
+    return Prompt(one.text if isinstance(one.text, str) else None, token_ids(whose, one.tokens))
+
+
+def _of_mapping(whose: str, given: Mapping[str, object]) -> Iterator[_Given]:
+    """A dict as vLLM takes it is one prompt; what a tokenizer of transformers returns may be several."""
+    if unread := next((key for key in NOT_READ if given.get(key) is not None), None):
+        raise ValueError(f"{whose} has {unread}, but this engine reads texts alone; leave it out")
+    if given.get("prompt_token_ids") is not None:
+        yield _Given(given["prompt_token_ids"], given.get("prompt"))
+    elif given.get("prompt") is not None:
+        yield _Given(given["prompt"])
+    elif given.get("input_ids") is not None:
+        yield from map(_Given, _without_padding(given["input_ids"], given.get("attention_mask")))
+    elif "role" in given:
+        raise ValueError(f"{whose} is a message of a chat; write llm.chat(messages)")
+    else:
+        raise ValueError(f"{whose} is a dict of {shown(sorted(map(str, given)))}; {FORMS}")
+
+
+def _without_padding(input_ids: object, mask: object) -> Iterator[object]:
+    if mask is None:
+        return iter(_each(input_ids))
+    rows = [token_ids("input_ids", row) for row in _each(input_ids)]
+    kept = [token_ids("the attention_mask", row) for row in _each(mask)]
+    if (lengths := [*map(len, rows)]) != (covered := [*map(len, kept)]):
+        raise ValueError(
+            f"the rows of input_ids have {shown(lengths)} tokens, and those of attention_mask {shown(covered)}; "
+            "give both in the same shape"
+        )
+    return (list(compress(row, own)) for row, own in zip(rows, kept))
+
+
+def _plain(value: object) -> object:
+    """What a tensor or an array holds, as lists and numbers."""
+    to_list = getattr(value, "tolist", None)
+    return to_list() if callable(to_list) else value
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _token_id(whose: str, value: object) -> int:
+    if isinstance(value, Mapping) and "role" in value:
+        raise ValueError(f"{whose} is a chat; write llm.chat(messages)")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{whose} has the token id {shown(value)}; token ids are whole numbers")
+    return value

@@ -1,0 +1,152 @@
+"""Text that grows token by token: decoded in a short window, searched for stop strings, never taken back once handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from h2o_flexgen.text.tokenizer import Tokenizer
+
+UNFINISHED = "\ufffd"  # what a decoder shows for a character of which bytes are still to come
+UNFINISHED_AT_MOST = 3  # of these at the end can become a character: it has at most four bytes
+CONTEXT_TOKENS = 6  # of the prompt: decoders that drop a leading space need something before the first new token
+WINDOW_TOKENS = 16  # are decoded again with each new token, before the window moves on
+WINDOW_TOKENS_AT_MOST = 64  # where no place to move to was found: this is no text
+
+
+class Detokenizer:
+    """Text that grows token by token: only a short window of the last tokens is decoded again for each new one, and characters
+    of which bytes are missing are held back. The pieces joined are the text; it goes on where the prompt ends."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = _context(tokenizer, prompt_ids)
+        self._text = tokenizer.decode(self._window)
+        self._shown = _length_shown(self._text)  # characters of the window's text that were handed out
+        self._clean = self._last_clean = 0  # the last two places that no character spans: a window may start there
+
+    def add(self, token: int) -> str:
+        """The text that is certain now."""
+        self._window.append(token)
+        self._text = self._tokenizer.decode(self._window)
+        held = _unfinished(self._text)  # all of them: while one byte misses, some decoders show none of the characters before
+        is_garbage = len(self._window) > WINDOW_TOKENS_AT_MOST
+        piece = self._text[self._shown : _length_shown(self._text) if is_garbage else len(self._text) - held]
+        self._shown += len(piece)
+        if piece and not held:
+            self._clean, self._last_clean = self._last_clean, len(self._window)
+        if len(self._window) > WINDOW_TOKENS and self._clean and not held:
+            self._move_to(self._clean)
+        elif is_garbage:
+            self._move_to(len(self._window) - WINDOW_TOKENS)
+        return piece
+
+    def rest(self) -> str:
+        """What was held back, at the end: a character that will never be complete."""
+        piece, self._shown = self._text[self._shown :], len(self._text)
+        return piece
+
+    def _move_to(self, start: int) -> None:
+        """The window starts here from now on: before the last clean place, so that it holds some text that was shown."""
+        held = len(self._text) - self._shown
+        self._window = self._window[start:]
+        self._text = self._tokenizer.decode(self._window)
+        self._shown = max(0, len(self._text) - held)
+        self._clean, self._last_clean = 0, max(0, self._last_clean - start)
+
+
+def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
+    """The last tokens of the prompt, from where a character begins."""
+    for length in range(CONTEXT_TOKENS, 0, -1):
+        ids = list(prompt_ids[-length:])
+        if UNFINISHED not in tokenizer.decode(ids):
+            return ids
+    return list(prompt_ids[-CONTEXT_TOKENS:])
+
+
+def _unfinished(text: str) -> int:
+    return len(text) - len(text.rstrip(UNFINISHED))
+
+
+def _length_shown(text: str) -> int:
+    """Without the characters at its end that the next token may still complete."""
+    return len(text) - min(UNFINISHED_AT_MOST, _unfinished(text))
+
+
+def decode_new(tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
+    """All at once what a Detokenizer gives piece by piece (bytes that are no text may show differently)."""
+    context = _context(tokenizer, prompt_ids)
+    return tokenizer.decode([*context, *ids])[_length_shown(tokenizer.decode(context)) :]
+
+
+class StopChecker:
+    """Looks for stop strings in text that comes in pieces, however the pieces cut them. What may become one is held back."""
+
+    def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._keeps_stop = keeps_stop
+        self._held = ""
+        self.found: str | None = None  # the stop string that the text has come to
+
+    def add(self, piece: str, may_stop: bool = True) -> str:
+        """The text that surely stands before any stop string, or ends with it. A stop string that ends in a piece that may not
+        stop is passed over."""
+        text = self._held + piece
+        found = self._first(text) if may_stop else None
+        if found is not None:
+            place, self.found = found
+            self._held = ""
+            return text[: place + len(self.found)] if self._keeps_stop else text[:place]
+        begun = self._begun(text)
+        self._held = text[len(text) - begun :]
+        return text[: len(text) - begun]
+
+    def _first(self, text: str) -> tuple[int, str] | None:
+        """Among those that end behind what was held; that was looked at, or passed over."""
+        places = ((text.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stops)
+        return min(((place, stop) for place, stop in places if place >= 0), default=None)
+
+    def rest(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _begun(self, text: str) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        longest = max(map(len, self._stops), default=0) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+class RowText:
+    """The text of a row while it grows: decoded, searched for stop strings, and never taken back once handed out."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str], keeps_stop: bool = False) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids)
+        self._stops = StopChecker(stops, keeps_stop)
+        self._may_stop = True  # in what was added last
+        self._pieces: list[str] = []
+
+    @property
+    def stopped_by(self) -> str | None:
+        return self._stops.found
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+    def add(self, token: int, may_stop: bool = True) -> str:
+        self._may_stop = may_stop
+        return self._keep(self._stops.add(self._detokenizer.add(token), may_stop))
+
+    def finish(self) -> str:
+        """What was held back, unless the text has stopped."""
+        if self.stopped_by is not None:
+            return ""
+        last = self._stops.add(self._detokenizer.rest(), self._may_stop)
+        return self._keep(last if self.stopped_by is not None else last + self._stops.rest())
+
+    def _keep(self, piece: str) -> str:
+        if piece:
+            self._pieces.append(piece)
+        return piece

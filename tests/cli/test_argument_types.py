@@ -1,0 +1,90 @@
+"""Types of flags: every number of every command has bounds, and is written in plain digits."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from h2o_flexgen import profile
+from h2o_flexgen.cli import arguments, chat_arguments, evaluate_arguments, plan_arguments
+from h2o_flexgen.cli.argument_types import memory_size, number, whole
+
+PARSERS = {one.PROGRAM: one._parser() for one in (arguments, plan_arguments, chat_arguments, evaluate_arguments, profile)}
+TYPED = [
+    pytest.param(action, id=f"{program.rpartition('.')[2]} {action.option_strings[0]}")
+    for program, parser in PARSERS.items()
+    for action in parser._actions
+    if action.type is not None
+]
+NONSENSE = ("1_0", "1_0GB", "\u0663", "\u00b2", "1_0.5", "nan", "inf", "9" * 20, "9" * 5000, "", "1 0", "0x10")
+
+
+@pytest.mark.parametrize("action", TYPED)
+def test_no_flag_takes_what_only_python_takes_for_a_number(action: argparse.Action) -> None:
+    read = action.type
+    assert callable(read) and read not in (int, float)
+    for text in NONSENSE:
+        with pytest.raises(argparse.ArgumentTypeError) as caught:
+            read(text)
+        assert len(str(caught.value)) < 300
+
+
+def test_every_flag_that_has_a_number_for_a_default_reads_it_with_a_type() -> None:
+    for parser in PARSERS.values():
+        for action in parser._actions:
+            is_number = isinstance(action.default, (int, float)) and action.nargs != 0
+            assert not is_number or action.type is not None, action.option_strings
+
+
+@pytest.mark.parametrize("percent", ["\u0665 0 0 0 0 0", "1_0 0 0 0 0 0", "5.5 0 0 0 0 0"])
+def test_percent_takes_plain_digits(percent: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments.parse(["--model", "m", "--percent", *percent.split()])
+    assert "takes six whole numbers, or auto; got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gen-len", "1_0"], "argument --gen-len: '1_0' is not allowed; give a whole number from 1 to 10000000"),
+        (["--verbose", "-5"], "argument --verbose: '-5' is not allowed; give a whole number from 0 to 3"),
+        (["--top-p", "0"], "argument --top-p: '0' is not allowed; give a number above 0 and at most 1"),
+        (["--temperature", "-1"], "argument --temperature: '-1' is not allowed; give a number from 0 to 1e+09"),
+        (["--cpu-mem", "1_0GB"], "argument --cpu-mem: size '1_0GB' is not understood; write it like 16GB or 8GiB"),
+    ],
+)
+def test_a_message_names_flag_value_and_range(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        arguments.parse(["--model", "m", *words])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize(
+    "flag", ["--schedule", "--prefer", "--num-prompts", "--cpu-mem", "--percent", "--no-such-flag", "--model"]
+)
+@pytest.mark.parametrize("value", ["x" * 5000, "x y " * 1250])
+def test_a_long_value_is_shortened_in_the_message(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [value, "--gen-len", "zero"] if flag == "--model" else ["m", flag, value]
+    try:
+        arguments.parse(["--model", *words])
+    except SystemExit:
+        message = capsys.readouterr().err
+    except ValueError as error:
+        message = str(error)
+    assert len(message) < 500 and message.count("\n") <= 1
+
+
+def test_types_read_what_people_write() -> None:
+    assert (whole(1, 10)("7"), whole(-5, 5)("-3"), number(0)("1e-3"), number(0, 1)(".5")) == (7, -3, 0.001, 0.5)
+    assert memory_size("14.9GiB") == "14.9GiB"
+
+
+def test_a_million_prompts_are_allowed_and_twenty_digits_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert arguments.parse(["--model", "m", "--num-prompts", "1000000"]).num_prompts == 1_000_000
+    with pytest.raises(ValueError, match=r"10000000000 prompts are more than one run takes"):
+        arguments.parse(["--model", "m", "--gpu-batch-size", "1000000", "--num-gpu-batches", "10000"])
+    with pytest.raises(SystemExit):
+        arguments.parse(["--model", "m", "--num-prompts", "9" * 20])
+    assert "give a whole number from 1 to 1000000\n" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""Arguments: published FlexGen commands parse, and mean what they meant."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+import pytest
+
+from h2o_flexgen.cli import arguments, plan_arguments
+from h2o_flexgen.cli.arguments import DEMO_PROMPTS, parse
+from h2o_flexgen.cli.flags import plan_of
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.sampling.params import SamplingParams
+
+
+def test_a_published_command_parses_with_flexgens_meaning() -> None:
+    command = "--model facebook/opt-30b --path _DUMMY_ --percent 20 80 0 100 0 100 --gpu-batch-size 48 --num-gpu-batches 3"
+    args = parse([*command.split(), "--overlap", "False", "--pin-weight", "0", "--debug", "fewer_batch", "--verbose", "2"])
+    assert args.percent == [20, 80, 0, 100, 0, 100]
+    assert (args.gpu_batch_size, args.num_gpu_batches) == (48, 3)
+    assert (args.overlap, args.pin_weight, args.sep_layer) == (False, False, True)
+    assert (args.debug_mode, args.verbose, args.gen_len, args.prompt_len) == ("fewer_batch", 2, 32, None)
+    assert not args.demo
+
+
+def test_the_published_abbreviation_of_cpu_cache_compute_is_still_one() -> None:
+    with pytest.raises(ValueError, match="--cpu-cache-compute is not supported"):
+        parse(["--model", "m", "--cpu"])
+    assert parse(["--model", "m", "--cpu-mem", "8GB"]).cpu_mem == "8GB"
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("true", True), ("True", True), ("0", False), ("false", False)])
+def test_switches_take_numbers_and_words(text: str, value: bool) -> None:
+    assert parse(["--model", "m", "--sep-layer", text]).sep_layer is value
+
+
+@pytest.mark.parametrize(
+    ("words", "codecs"),
+    [
+        ((), ("plain", "plain")),
+        (("--compress-weight",), ("group4", "plain")),
+        (("--compress-cache", "--compress-weight", "8"), ("group8", "group4")),
+        (("--compress-cache", "8"), ("plain", "group8")),
+    ],
+)
+def test_fewer_bits_are_asked_for_as_flexgen_does_or_by_number(words: tuple[str, ...], codecs: tuple[str, str]) -> None:
+    plan = plan_of(parse(["--model", "m", *words]))
+    assert (plan.weight_codec, plan.kv_codec) == codecs
+
+
+@pytest.mark.parametrize("flag", ["--compress-weight", "--compress-cache"])
+def test_a_number_of_bits_that_is_not_known_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--model", "m", flag, "3"])
+    assert capsys.readouterr().err == f"error: argument {flag}: '3' bits are not known; known: 4, 8\n"
+
+
+def test_a_switch_without_a_word_is_on() -> None:
+    assert parse(["--overlap", "--model", "m"]).overlap is True
+
+
+def test_without_a_model_the_one_of_the_package_continues_texts_and_its_defaults_can_be_overruled() -> None:
+    args = parse(["--gen-len", "3"])
+    assert (args.demo, args.model, args.dummy_weights, args.gen_len) == (True, "demo", False, 3)
+    assert args.prompt == list(DEMO_PROMPTS) and len(args.prompt) == args.plan.block_size
+    assert args.plan.kv_policy == "h2o" and parse(["--kv-policy", "full"]).plan.kv_policy == "full"
+    assert all(device + host <= 100 for device, host in zip(args.percent[::2], args.percent[1::2]))
+    assert args.percent[0] + args.percent[1] < 100 and args.percent[2] + args.percent[3] < 100  # the disk has a share
+
+
+def test_random_weights_without_a_model_are_those_of_a_small_opt() -> None:
+    args = parse(["--dummy-weights"])
+    assert (args.demo, args.model, args.prompt, args.prompt_len) == (True, "facebook/opt-125m", None, 64)
+
+
+@pytest.mark.parametrize(
+    "words", [("--prompt", "Hello"), ("--prompt-len", "9"), ("--num-prompts", "3"), ("--prompt-file", "f")]
+)
+def test_the_demo_has_no_texts_of_its_own_where_others_are_asked_for(words: tuple[str, ...]) -> None:
+    assert parse([*words]).prompt != list(DEMO_PROMPTS)
+
+
+def test_a_path_without_a_model_is_no_demo() -> None:
+    assert not parse(["--path", "/some/folder"]).demo
+    assert parse(["--path", "_DUMMY_"]).demo
+
+
+def test_defaults_are_those_of_plan_and_sampling_params() -> None:
+    args = parse(["--model", "m"])
+    assert args.plan == Plan() == parse(["--model", "m", "--overlap", "1"]).plan
+    assert args.gen_len == SamplingParams.max_tokens
+    shared = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    for name in (*shared, "min_tokens", "ignore_eos", "logprobs", "seed"):
+        assert getattr(args, name) == getattr(SamplingParams, name), name
+
+
+def test_the_plan_is_what_the_flags_ask_for() -> None:
+    flags = "--percent 0 50 0 100 0 100 --gpu-batch-size 8 --num-gpu-batches 2 --slots 3 --sep-layer 0 --schedule row_by_row"
+    asked = Plan(8, 2, slots=3, sep_layer=False, schedule="row_by_row").with_percent((0, 50, 0, 100, 0, 100))
+    assert parse(["--model", "m", *flags.split()]).plan == asked
+    for without in (["--overlap", "0"], ["--debug-mode", "breakdown"]):
+        assert parse(["--model", "m", *flags.split(), *without]).plan == asked.without_overlap()
+
+
+def test_every_flag_has_help_and_every_default_is_shown() -> None:
+    parser = arguments._parser()
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    assert len(shown) > 35 and [action.dest for action in shown if len(action.help or "") < 10] == []
+    text = " ".join(parser.format_help().split())
+    for default in (
+        "auto",
+        f"{Plan.gpu_batch_size}; found where --percent is auto",
+        SamplingParams.max_tokens,
+        Plan.schedule,
+        512,
+        "what is free",
+    ):
+        assert f"(default: {default})" in text
+    assert "None" not in text and "True" not in text and "[]" not in text
+
+
+def test_what_the_run_and_the_plan_command_both_ask_is_asked_in_the_same_words() -> None:
+    def texts(parser: argparse.ArgumentParser) -> dict[str, str]:
+        return {flag: action.help or "" for action in parser._actions for flag in action.option_strings}
+
+    run, plan = texts(arguments._parser()), texts(plan_arguments._parser())
+    for flag in ("--allow-4bit", "--latency-limit", "--prefer", "--schedule", "--device", "--hh-ratio"):
+        assert run[flag] == plan[flag] != "", flag
+    for flag in ("--machine", "--gpu-batch-size", "--num-gpu-batches"):  # but for what else it is, or where it is found
+        assert run[flag].split(";")[0] == plan[flag].split(";")[0] != run[flag], flag
+
+
+def test_sizes_that_are_given_are_all_that_a_search_may_take() -> None:
+    args = parse(["--model", "m", "--gpu-batch-size", "5"])
+    assert (args.batch_sizes, args.batches) == ((5,), ())
+    assert (args.plan.gpu_batch_size, args.plan.num_gpu_batches) == (5, Plan.num_gpu_batches)
+
+
+def test_help_ends_with_an_example_that_parses() -> None:
+    commands = [line.split(None, 3)[3] for line in arguments.EPILOG.splitlines() if line.startswith("  python")]
+    assert len(commands) == 2
+    for command in commands:
+        assert parse(shlex.split(command)).model == "facebook/opt-1.3b"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--cut-gen-len", "4", "--debug-mode", "fewer_batch"], "give one of them"),
+        (["--schedule", "row_by_row", "--debug-mode", "fewer_batch"], "use --cut-gen-len"),
+        (["--dry-run", "--timeline", "run.png"], "--timeline shows what was run"),
+        (["--dry-run", "--trace", "run.json"], "--trace shows what was run"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(["--model", "m", *flags])

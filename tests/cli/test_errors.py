@@ -1,0 +1,132 @@
+"""How commands end: quietly where nobody reads any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from io import StringIO
+from types import ModuleType
+
+import pytest
+
+from h2o_flexgen import chat, evaluate, plan, profile, run
+from h2o_flexgen.cli.errors import UNREAD, Ended, exit_status
+from h2o_flexgen.cli.report import say
+from h2o_flexgen.cli.turns import typed
+from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.schedule.schedule import Key, Op
+
+COMMANDS = (run, plan, profile, chat, evaluate)
+
+
+@contextmanager
+def unread() -> Iterator[StringIO]:
+    """Standard output that nobody reads any more, and what goes to standard error meanwhile."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    with os.fdopen(theirs, "w") as stream, redirect_stdout(stream), redirect_stderr(StringIO()) as errors:
+        yield errors
+        stream.flush()  # the interpreter does so at its end; it must not fail any more
+
+
+def _args() -> Namespace:
+    return Namespace(verbose=0)
+
+
+def _print(_: Namespace) -> None:
+    print("x" * 100_000)
+
+
+def _print_little(_: Namespace) -> None:
+    print("x")
+
+
+def _in_a_task(_: Namespace) -> None:
+    try:
+        print("x", flush=True)
+    except BrokenPipeError as error:
+        raise TaskFailed(Key(Op.COMPUTE, 0, 0, 0), error) from error
+
+
+@pytest.mark.parametrize("work", [_print, _print_little, _in_a_task])
+def test_nobody_is_told_that_nobody_reads(work: Callable[[Namespace], None]) -> None:
+    with unread() as errors:
+        assert exit_status(_args, work) == UNREAD
+    assert errors.getvalue() == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
+def test_help_that_nobody_reads_ends_every_command_quietly(command: ModuleType) -> None:
+    with unread() as errors:
+        assert command.main(["--help"]) in (0, UNREAD)  # argparse itself drops a long help
+    assert errors.getvalue() == ""
+
+
+def test_a_plan_that_nobody_reads_is_no_error() -> None:
+    words = "--model facebook/opt-125m --dummy-weights --machine cpu-2core --evaluate --percent 0 50 0 100 0 100"
+    with unread() as errors:
+        assert plan.main(words.split()) == UNREAD
+    assert "roken" not in errors.getvalue()
+
+
+def test_a_long_value_is_shortened_in_the_line_that_ends_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--model", "m", "--machine", "x" * 5000]) == 2
+    assert len(capsys.readouterr().err) < 600
+
+
+def _lose_one(_: Namespace) -> None:
+    class Dropped:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    Dropped()
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_ends_a_command_also_where_python_has_dropped_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: dropped.append(args.exc_type))
+    assert exit_status(_args, _lose_one) == 128 + signal.SIGTERM and dropped == [Ended]
+
+
+def test_further_signals_do_not_disturb_the_cleaning_up() -> None:
+    cleaned: list[str] = []
+
+    def work(_: Namespace) -> None:
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            with suppress(KeyError):
+                signal.raise_signal(signal.SIGHUP)
+                {}["while something else goes wrong"]
+            try:
+                {}["that is dealt with"]
+            except KeyError:
+                signal.raise_signal(signal.SIGTERM)
+            cleaned.append("all")
+
+    assert exit_status(_args, work) == 128 + signal.SIGHUP and cleaned == ["all"]
+
+
+def test_whoever_waits_for_a_turn_to_be_typed_is_ended_by_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda _: signal.raise_signal(signal.SIGTERM))
+    assert exit_status(_args, lambda _: print(next(typed()))) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(("name", "mode"), [("stdin", "r"), ("stdout", "w"), ("stderr", "w")])
+def test_a_standard_stream_that_is_closed_is_opened_onto_nothing(name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(_: Namespace) -> None:
+        stream = getattr(sys, name)
+        assert stream.mode == mode and not stream.isatty() and os.get_inheritable(stream.fileno())
+        with Progress(0, "work", late=True):
+            say(["a line"])
+        stream.close()
+        monkeypatch.undo()
+
+    monkeypatch.setattr(sys, name, None)
+    assert exit_status(_args, work) == 0

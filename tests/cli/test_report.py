@@ -1,0 +1,93 @@
+"""Reports: what is shown of completions, plans and lanes, and how errors are put into one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.cli.errors import one_line
+from h2o_flexgen.cli.lanes import compute_bound
+from h2o_flexgen.cli.page import table
+from h2o_flexgen.cli.report import FIRST, INDENT, completion_lines, log_name
+from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.sampling.output import Completion, StepLogprobs, TokenLogprob
+from h2o_flexgen.schedule.schedule import Op, Task
+
+
+def completion(index: int, text: str = "text", **changes: object) -> Completion:
+    values = {"prompt": None, "prompt_token_ids": (1, 2), "token_ids": (3, 4, 5), "logprobs": None, "finish_reason": "stop"}
+    return Completion(index=index, text=text, **{**values, **changes})  # type: ignore[arg-type]
+
+
+def lines_of(count: int, everything: bool) -> list[str]:
+    return list(completion_lines([completion(index) for index in range(count)], everything))
+
+
+def test_the_first_completions_are_shown_and_the_others_counted() -> None:
+    lines = lines_of(FIRST + 2, everything=False)
+    assert lines[:3] == ["prompt 0 (2 + 3 tokens, stop)", f"{INDENT}text", ""]
+    assert lines[-1] == "(2 more; --verbose 2 shows all, --output FILE writes all)"
+    assert [sum(line == f"{INDENT}text" for line in lines_of(FIRST + 2, every)) for every in (False, True)] == [
+        FIRST,
+        FIRST + 2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "as_text", "expected"),
+    [
+        ({"text": "so\n\tit 'was' ü"}, True, ["so", "\tit 'was' ü"]),
+        ({"text": "\x1b[31m\x00 \ud800"}, True, ["\\x1b[31m\\x00 \\ud800"]),  # a terminal would obey or refuse these
+        ({"text": ""}, False, ["token ids 3 4 5"]),
+    ],
+)
+def test_texts_are_shown_as_text(given: dict[str, Any], as_text: bool, expected: list[str]) -> None:
+    _, *lines = completion_lines([completion(0, **given)], everything=False, as_text=as_text)
+    assert lines == [f"{INDENT}{line}" for line in expected]
+
+
+def test_a_long_text_is_cut_and_of_a_long_prompt_the_end_is_shown() -> None:
+    one = completion(0, "x" * 10_000, prompt="begun " * 1000 + "and\nended")
+    head, cut = completion_lines([one], everything=False)
+    assert head.endswith("begun and ended") and "): ... " in head and len(head) < 200
+    assert cut.endswith("x ...") and len(cut) < 1000
+    assert list(completion_lines([one], everything=True))[1] == INDENT + "x" * 10_000
+
+
+def test_logprobs_name_the_chosen_token_and_its_rivals() -> None:
+    steps = tuple(StepLogprobs(TokenLogprob(token, -0.5), (TokenLogprob(9, -0.25),)) for token in (3, 4, 5, 6))
+    lines = list(completion_lines([completion(0, logprobs=steps)], everything=False))
+    assert lines[2] == "  logprobs: 3:-0.500 (of 9:-0.250), 4:-0.500 (of 9:-0.250), 5:-0.500 (of 9:-0.250) ..."
+
+
+def test_the_name_of_a_log_tells_the_plan() -> None:
+    plan = Plan(gpu_batch_size=48, num_gpu_batches=3).with_percent((20, 80, 0, 100, 0, 100))
+    name = log_name("facebook/opt-30b", plan, 512, 32)
+    assert name == "fo-opt-30b-gbs48-ngbs3-prompt512-gen32-percent-20-80-0-100-0-100.log"
+
+
+def test_columns_of_a_table_stand_below_each_other() -> None:
+    lines = table([["a", "long head", "b"], ["longer", "x", "y"]])
+    assert [line.index(word) for line, word in zip(lines, ("b", "y"))] == [19, 19]
+
+
+def test_an_error_is_one_line_without_numbers_of_the_system() -> None:
+    assert one_line(ValueError("one\n  and two")) == "one and two"
+    assert one_line(OSError(28, "disk is full")) == "disk is full"
+    assert one_line(FileNotFoundError(2, "No such file or directory", "x.txt")) == "No such file or directory: x.txt"
+    assert one_line(MemoryError()) == "MemoryError"
+
+
+def test_an_error_of_a_lane_names_its_task_and_a_bug_is_no_users_error() -> None:
+    task = Task(Op.WRITE_KV, 1, 2, 3)
+    assert one_line(TaskFailed(task, OSError(28, "disk is full"))) == "disk is full (while running WRITE_KV 1.2.3)"
+    assert one_line(TaskFailed(task, KeyError("bug"))) is None
+    assert one_line(RuntimeError("bug")) is None
+
+
+def test_the_bound_of_compute_adds_up_over_the_sizes_of_products() -> None:
+    machine = Machine("m", "cpu", 0, 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0, {"float32": ((2, 10.0), (8, 100.0))}, {}, 0.0)
+    assert compute_bound({2: 30.0, 8: 200.0}, machine, "float32") == pytest.approx(5.0)

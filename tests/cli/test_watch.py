@@ -1,0 +1,104 @@
+"""Watch: the work that it adds up is the work of the schedule, over all blocks, whatever their shapes."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+
+from h2o_flexgen.cli.watch import Watch, clock, total_visits
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.planning.block_plan import BlockPlan, plan_blocks
+from h2o_flexgen.planning.cost import Cost, predicted_bytes
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.schedule.schedule import SCHEDULES, Op
+from tests.tiny import tiny_config
+
+WORKLOAD = Workload((9, 3, 7, 5, 4), gen_len=3)
+PLAN = Plan(gpu_batch_size=2, num_gpu_batches=2).with_percent((0, 40, 0, 50, 0, 50))
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    from h2o_flexgen.models import create_model
+
+    return create_model(tiny_config("opt"), "float32").spec
+
+
+def planned(spec: ModelSpec, schedule: str = "zigzag") -> tuple[BlockPlan, ...]:
+    return tuple(plan_blocks(spec, replace(PLAN, schedule=schedule), WORKLOAD, accelerator=False))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_visit_of_every_block_counts_once(spec: ModelSpec, schedule: str) -> None:
+    blocks, stream = planned(spec, schedule), io.StringIO()
+    watch = Watch(blocks, Progress(0, "run", stream))
+    done = []
+    watch._progress.update = lambda text, number, details: done.append(number)  # type: ignore[method-assign]
+    for block in blocks:
+        for task in block.schedule.tasks():
+            if task.op is Op.COMPUTE:
+                watch.visit(task, tokens=0)
+    assert done == list(range(1, total_visits(blocks) + 1))
+    assert watch.total == done[-1] == sum(3 * len(spec.layers) * batches for batches in (2, 1))
+    flops = sum(Cost(block).flops(task) for block in blocks for task in block.schedule.tasks() if task.op is Op.COMPUTE)
+    assert sum(watch.flops.values()) == pytest.approx(flops)
+    assert watch.flops.keys() == {2 * 9, 2 * 5, 3, 2, 1}  # rows of the products: prefills of the batches, decode steps
+    assert [set(ends) for ends in watch.first_decode_ends] == [set(range(len(spec.layers)))] * 2
+
+
+@pytest.mark.parametrize("visits", [0, 1, 10])
+def test_when_memory_runs_out_progress_goes_on_and_ends_at_its_total(spec: ModelSpec, visits: int) -> None:
+    """In the second block, after so many visits of it."""
+    first, second = planned(spec)
+    smaller = replace(PLAN, gpu_batch_size=1, num_gpu_batches=1)
+    rest = tuple(plan_blocks(spec, smaller, Workload((9,), gen_len=3), accelerator=False))
+    stream, done = io.StringIO(), list[int]()
+    progress = Progress(total_visits((first, second)), "run", stream)
+    watch = Watch((first, second), progress)
+    progress.update = lambda text, number, details: done.append(number)  # type: ignore[method-assign]
+
+    def computed(block: BlockPlan, most: int | None = None) -> None:
+        for task in [task for task in block.schedule.tasks() if task.op is Op.COMPUTE][:most]:
+            watch.visit(task, tokens=task.step)
+
+    computed(first)
+    computed(second, visits)
+    watch.shrink(1, rest, "going on with less")
+    computed(rest[0])
+    assert done == list(range(1, watch.total + 1))
+    assert watch.total == total_visits((first, *rest)) + visits == progress._total
+    assert watch.blocks == (first, *rest) and len(watch.first_decode_ends) == 2
+    assert watch.first_decode_ends[1].keys() == set(range(len(spec.layers)))
+    assert stream.getvalue() == "going on with less\n"
+
+
+def test_the_text_names_block_step_layer_batch_rate_and_the_time_left(spec: ModelSpec) -> None:
+    blocks = planned(spec)
+    seen: list[str] = []
+    progress = Progress(0, "run", io.StringIO())
+    progress.update = lambda text, done, details: seen.append(f"{' '.join(details)}, {text}")  # type: ignore[method-assign]
+    watch = Watch(blocks, progress)
+    watch.stage(Stage.LOADING)
+    watch.stage(Stage.GENERATING)
+    for task in blocks[0].schedule.tasks():
+        if task.op is Op.COMPUTE:
+            watch.visit(task, tokens=task.step)
+    assert seen[0].startswith(f"block 1/2 step 1/3 layer 1/{len(spec.layers)} batch 1/2, 0.00 tokens/s, ETA ")
+    assert seen[-1].startswith(f"block 1/2 step 3/3 layer {len(spec.layers)}/{len(spec.layers)} batch 2/2, ")
+    assert watch.load_seconds >= 0
+
+
+def test_blocks_of_one_shape_are_predicted_once_and_counted_each(spec: ModelSpec) -> None:
+    alike = tuple(plan_blocks(spec, PLAN, Workload.uniform(8, 6, 3), accelerator=False))
+    assert predicted_bytes(alike) == {lane: 2 * nbytes for lane, nbytes in predicted_bytes(alike[:1]).items()}
+    assert predicted_bytes(alike[:1]) == Cost(alike[0]).lane_bytes()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (61, "1:01"), (3600, "1:00:00"), (36061, "10:01:01")])
+def test_times_are_written_like_a_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text

@@ -1,0 +1,53 @@
+"""Sizes: read in the units that people write, printed in decimal ones."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h2o_flexgen.core.units import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [(7, 7), ("7", 7), ("16GB", 16 * 10**9), (" 1.5 gb ", 1_500_000_000), ("8GiB", 8 * 2**30), ("2KiB", 2048), ("3 kB", 3000)],
+)
+def test_sizes_are_read_decimal_and_binary(text: int | str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "many", "GB", "1 2GB", "16XB", "0GB", "-1GB"])
+def test_what_is_no_size_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=f"size '{text}'"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1500, "1.50 kB"),
+        (999_994, "999.99 kB"),
+        (999_995, "1.00 MB"),
+        (2.5e6, "2.50 MB"),
+        (3.251e9, "3.25 GB"),
+        (350e9, "350.00 GB"),
+        (2e12, "2.00 TB"),
+    ],
+)
+def test_printed_sizes_carry_the_largest_unit_that_leaves_a_number_of_1_or_more(nbytes: float, text: str) -> None:
+    assert format_bytes(nbytes) == text
+
+
+@given(st.integers(1, 10**15))
+def test_what_is_printed_reads_as_the_same_size_to_within_a_rounding(nbytes: int) -> None:
+    assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.0051)
+
+
+@pytest.mark.parametrize("size", ["1_0GB", "\u0661GB", "1e400", "9" * 30, "nan", "infGB", 0, -5, True, 2**70, "x" * 5000])
+def test_a_size_is_a_plain_number_that_a_machine_could_have(size: int | str) -> None:
+    with pytest.raises(ValueError, match=r"^size ") as caught:
+        parse_bytes(size)
+    assert len(str(caught.value)) < 250

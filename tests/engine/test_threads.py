@@ -1,0 +1,93 @@
+"""How many threads compute: as many as are asked for, fewer beside others, and the same tokens with any number."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.cli.errors import SPINS
+from h2o_flexgen.engine import threads
+from h2o_flexgen.engine.threads import make_room_for_others, quota_cores, set_threads, threads_beside
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(threads, "cores", lambda: 8)
+    for name in threads.CHOSEN:
+        monkeypatch.delenv(name, raising=False)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("busy", "cores", "quota", "most", "expected"),
+    [
+        (0.0, 8, math.inf, 8, 8),
+        (0.4, 8, math.inf, 8, 8),  # next to nothing
+        (1.1, 8, math.inf, 8, 7),
+        (1.0, 2, math.inf, 2, 1),
+        (9.0, 8, math.inf, 8, 1),
+        (2.0, 8, math.inf, 4, 4),  # there is room beside as many as torch takes
+        (0.0, 64, 2.5, 64, 3),
+        (62.0, 64, 4.0, 64, 2),
+        (0.0, 2, 16.0, 2, 2),
+    ],
+)
+def test_threads_leave_cores_to_others(busy: float, cores: int, quota: float, most: int, expected: int) -> None:
+    assert threads_beside(busy, cores, quota, most) == expected
+
+
+def test_room_is_made_and_told_of_unless_somebody_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "quota_cores", lambda: math.inf)
+    torch.set_num_threads(2)
+    assert make_room_for_others(3.0, None) is None and torch.get_num_threads() == 2
+    assert make_room_for_others(7.0, asked=2) is None and torch.get_num_threads() == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert make_room_for_others(7.0, None) is None and torch.get_num_threads() == 2
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    line = make_room_for_others(7.0, None)
+    assert line == "1 of 2: other processes keep 7.0 cores busy; --threads chooses otherwise" and torch.get_num_threads() == 1
+
+
+def test_a_container_may_have_less_than_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half").write_text("50000 100000\n")
+    (tmp_path / "all").write_text("max 100000\n")
+    assert [quota_cores(tmp_path / name) for name in ("half", "all", "none")] == [0.5, math.inf, math.inf]
+    monkeypatch.setattr(threads, "quota_cores", lambda: 0.5)
+    torch.set_num_threads(2)
+    assert make_room_for_others(0.0, None) == "1 of 2: no more may be used here at a time; --threads chooses otherwise"
+
+
+@pytest.mark.parametrize("asked", [0, -1, 9, "2", 2.0, True])
+def test_a_number_that_cannot_be_is_refused(asked: int) -> None:
+    with pytest.raises(ValueError, match=rf"^threads is {asked!r}; allowed is a whole number from 1 to 8, the cores that"):
+        set_threads(asked)
+
+
+def test_tokens_are_the_same_with_any_number_of_threads() -> None:
+    prompts, params, found = ["It was a dark night, and the", "Alice"], SamplingParams(max_tokens=8, ignore_eos=True), []
+    for number in (1, 2):
+        with LLM("demo", threads=number, dtype="float32", device="cpu", gpu_batch_size=2) as llm:
+            found.append([one.token_ids for one in llm.generate(prompts, params)])
+            assert torch.get_num_threads() == number
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, str(SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_of_a_command_sleep_soon_unless_somebody_says_otherwise(given: dict[str, str], expected: str | None) -> None:
+    """And before torch is there, which is when it is read."""
+    code = "import os, sys; from h2o_flexgen import run; run.main(['--prompt', '']); print(os.environ.get('GOMP_SPINCOUNT'))"
+    free = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**free, **given})
+    assert done.stdout.split() == [str(expected)], done.stderr

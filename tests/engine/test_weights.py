@@ -1,0 +1,171 @@
+"""WeightStore: whatever tier a tensor lies on and in however many slices it comes, a layer sees the checkpoint's values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.core.tiers import DISK
+from h2o_flexgen.core.workload import Block, Workload
+from h2o_flexgen.engine.stores.weights import WeightStore
+from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.models import create_model, load_config
+from h2o_flexgen.models.base import Weights
+from h2o_flexgen.models.checkpoint import open_checkpoint
+from h2o_flexgen.models.packed import PackedCheckpoint
+from h2o_flexgen.planning.placement import place, place_weights, traffic
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.quant.matrix import PackedMatrix
+from h2o_flexgen.schedule.schedule import SCHEDULES, Op, Schedule, Visit
+from tests.contract import Checkpoints
+from tests.engine.stores import opened_memories
+
+ALL_ON_DISK, MIXED, IN_MEMORY = (0, 0, 100, 0, 100, 0), (30, 30, 100, 0, 100, 0), (40, 60, 100, 0, 100, 0)
+
+
+def block_of_batches(count: int) -> Block:
+    return Workload.uniform(2 * count, 4, 3).blocks(2, count)[0]
+
+
+@contextmanager
+def opened_store(
+    kind: str,
+    percent: tuple[float, ...],
+    device: str,
+    checkpoints: Checkpoints,
+    offload: Path,
+    stored: str = "float32",
+    dtype: str = "float32",
+    schedule: str = "zigzag",
+    slots: int = 2,
+    batches: int = 3,
+    codec: str = PLAIN,
+) -> Iterator[tuple[WeightStore, Schedule, ModelSpec]]:
+    folder = checkpoints.folder(kind, stored)
+    checkpoint = open_checkpoint(folder)
+    spec = create_model(load_config(str(folder)), dtype).spec.packed(codec)
+    spec = spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=checkpoint.stored_itemsize(tensor.name)))
+    source = checkpoint if codec == PLAIN else PackedCheckpoint(checkpoint, spec)
+    plan, block = Plan(num_gpu_batches=batches, slots=slots, schedule=schedule).with_percent(percent), block_of_batches(batches)
+    with opened_memories(device, offload) as memories:
+        plan = plan if memories.device.accelerator else plan.folded()
+        made = SCHEDULES[schedule](traffic(spec, plan, block, place(spec, plan, block), memories.device.accelerator))
+        store = WeightStore(spec, place_weights(spec, plan), source, memories)
+        store.prepare(made)
+        yield store, made, spec
+
+
+def run_and_compare(
+    store: WeightStore, schedule: Schedule, checkpoints: Checkpoints, kind: str, stored: str, dtype: str, codec: str = PLAIN
+) -> Counter[Op]:
+    """Does the transfers in order of issue and looks at every COMPUTE's weights."""
+    model, expected = checkpoints.model(kind, stored, dtype, codec=codec)
+    moved: Counter[Op] = Counter()
+    for task in schedule.tasks():
+        if task.op is Op.READ_W:
+            moved[task.op] += store.read(task)
+        elif task.op is Op.LOAD_W:
+            moved[task.op] += store.load(task)
+        elif task.op is Op.COMPUTE:
+            views = all_views(store, task.visit, model.spec.layers[task.layer])
+            assert views.keys() == expected[task.layer].keys()
+            for name, view in views.items():
+                assert torch.equal(view.cpu(), expected[task.layer][name]), f"{name} at {task}"
+                assert view.dtype == DTYPES[dtype] and view.data_ptr() % 64 == 0
+    return moved
+
+
+def all_views(store: WeightStore, visit: Visit, layer: LayerSpec) -> dict[str, torch.Tensor]:
+    """A packed table as well: of an embedding every row is looked up, of a head every part is put behind the one before."""
+    if layer.packed_table is None or layer.table is None:
+        return values_of(store.views(visit))
+    if layer.kind == "embed":
+        every = torch.arange(layer.packed_table.shape[0], device=store._memories.device.torch_device)
+        return values_of(store.views(visit)) | {layer.table: store.look_up(visit, every[None])[0]}
+    parts = [values_of(weights)[layer.table].clone() for weights in store.head_parts(visit)]
+    assert [len(part) for part in parts] == [rows.stop - rows.start for rows in layer.table_parts]
+    return values_of(store.views(visit)) | {layer.table: torch.cat(parts)}
+
+
+def values_of(weights: Weights) -> dict[str, torch.Tensor]:
+    return {name: one.values() if isinstance(one, PackedMatrix) else one for name, one in weights.items()}
+
+
+@pytest.mark.parametrize("codec", ["group4", "group8"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("percent", [ALL_ON_DISK, MIXED, IN_MEMORY])
+@pytest.mark.parametrize("kind", ["opt-350m", "qwen2-wordy", "neox-parallel"])
+def test_packed_weights_and_every_row_of_tables_are_what_decoding_all_gives(
+    kind: str, percent: tuple[float, ...], schedule: str, codec: str, any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    with opened_store(kind, percent, any_device, checkpoints, offload, schedule=schedule, codec=codec) as (store, made, _):
+        run_and_compare(store, made, checkpoints, kind, "float32", "float32", codec)
+
+
+def test_rows_are_looked_up_for_each_token_wherever_it_stands(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
+    _, expected = checkpoints.model("qwen2-wordy", "float32", "bfloat16", codec="group4")
+    resident, tokens = (100, 0, 100, 0, 100, 0), torch.tensor([[7, 1099, 0], [7, 7, 512]])
+    opened = opened_store("qwen2-wordy", resident, any_device, checkpoints, offload, dtype="bfloat16", codec="group4")
+    with opened as (store, _, spec):
+        rows = store.look_up(Visit(0, 0, 0), tokens.to(store._memories.device.torch_device))
+        assert rows.shape == (2, 3, spec.hidden)
+        assert torch.equal(rows.cpu(), expected[0]["embed_tokens.weight"][tokens])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("percent", [ALL_ON_DISK, MIXED, IN_MEMORY])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_every_visit_sees_the_values_of_the_checkpoint(
+    schedule: str, percent: tuple[float, ...], slots: int, any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    with opened_store("opt", percent, any_device, checkpoints, offload, schedule=schedule, slots=slots) as (store, made, _):
+        run_and_compare(store, made, checkpoints, "opt", "float32", "float32")
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("float16", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("percent", [ALL_ON_DISK, MIXED, IN_MEMORY])
+def test_types_are_converted_on_the_way(
+    stored: str, dtype: str, percent: tuple[float, ...], any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    with opened_store("llama-gqa", percent, any_device, checkpoints, offload, stored, dtype) as (store, made, _):
+        run_and_compare(store, made, checkpoints, "llama-gqa", stored, dtype)
+
+
+@pytest.mark.parametrize("batches", [1, 2, 5])
+def test_slices_move_every_byte_of_a_layer_once_per_step(
+    batches: int, any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    with opened_store("qwen2", ALL_ON_DISK, any_device, checkpoints, offload, "bfloat16", batches=batches) as (
+        store,
+        made,
+        spec,
+    ):
+        moved = run_and_compare(store, made, checkpoints, "qwen2", "bfloat16", "float32")
+        stored = sum(tensor.stored_nbytes for layer in spec.layers for _, tensor in layer.tensors)
+    assert moved[Op.READ_W] == 3 * stored
+    assert moved[Op.LOAD_W] == (0 if any_device == "cpu" else 3 * 2 * stored)
+
+
+def test_only_what_lies_on_disk_has_files(checkpoints: Checkpoints, offload: Path) -> None:
+    with opened_store("opt", IN_MEMORY, "cpu", checkpoints, offload) as (store, _, _):
+        assert store.files == ()
+    with opened_store("opt", MIXED, "cpu", checkpoints, offload) as (store, _, spec):
+        tiers = place_weights(spec, Plan().with_percent(MIXED).folded())
+        assert DISK in tiers.values()
+        assert set(store.files) <= set(checkpoints.folder("opt").glob("*.safetensors")) and store.files
+
+
+def test_buffers_are_made_once_for_all_blocks(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
+    with opened_store("opt", ALL_ON_DISK, any_device, checkpoints, offload) as (store, made, _):
+        before = store._memories.host.meter.used_bytes
+        store.prepare(made)
+        run_and_compare(store, made, checkpoints, "opt", "float32", "float32")
+        assert store._memories.host.meter.used_bytes == before

@@ -1,0 +1,251 @@
+"""Every policy keeps exactly the tokens that its definition says, head by head and step by step, and attends to those alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.kernels.column_sums import column_sums
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.scores import NOBODY, SlotScores
+from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.models.rotary import Rotary
+from h2o_flexgen.planning.plan import Plan
+from tests.contract import Case, Checkpoints, generate_with
+from tests.policies.oracle import Array, Head
+
+DIM, STEPS, LENGTHS = 8, 65, (40, 7, 23, 1)
+ASKED: tuple[dict[str, Any], ...] = (
+    {"kv_policy": "h2o", "heavy": 6, "recent": 5},
+    {"kv_policy": "h2o", "heavy": 11, "recent": 0},
+    {"kv_policy": "h2o", "heavy": 0, "recent": 11},
+    {"kv_policy": "h2o", "heavy": 1, "recent": 0},
+    {"kv_policy": "h2o", "kv_budget": 0.3},
+    {"kv_policy": "h2o", "kv_budget": 0.3, "recent": 4},
+    {"kv_policy": "h2o"},
+    {"kv_policy": "h2o", "hh_ratio": 1.0},
+    {"kv_policy": "h2o", "heavy": 6, "recent": 5, "sinks": 3, "grace": 7, "score_decay": 0.9},
+    {"kv_policy": "h2o", "heavy": 6, "recent": 5, "hh_prompt_only": True},
+    {"kv_policy": "h2o", "heavy": 6, "recent": 5, "positions": "rolling"},
+    {"kv_policy": "h2o-flexgen", "heavy": 6, "recent": 6},
+    {"kv_policy": "h2o-flexgen", "heavy": 1, "recent": 1},
+    {"kv_policy": "local", "recent": 9},
+    {"kv_policy": "local", "kv_budget": 0.2, "positions": "rolling"},
+    {"kv_policy": "streaming", "recent": 5},
+    {"kv_policy": "streaming", "kv_budget": 0.3, "sinks": 2, "positions": "rolling"},
+    {"kv_policy": "heavy", "heavy": 9},
+    {"kv_policy": "heavy", "kv_budget": 0.2, "grace": 2},
+    {"kv_policy": "random", "heavy": 4, "recent": 5},
+    {"kv_policy": "random", "kv_budget": 0.2, "hh_prompt_only": True},
+    {"kv_policy": "snapkv", "heavy": 6, "recent": 5},
+    {"kv_policy": "snapkv", "heavy": 6, "recent": 40, "sinks": 1},
+    {"kv_policy": "tova", "heavy": 9},
+    {"kv_policy": "tova", "heavy": 9, "sinks": 2, "grace": 3, "positions": "rolling"},
+)
+
+
+def name_of(asked: Mapping[str, Any]) -> str:
+    return "-".join(str(value) for value in asked.values())
+
+
+def turn(x: Array, positions: Array) -> Array:
+    """Rotary positions over the whole head, as the paper of RoPE has them."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] / 10000.0 ** (np.arange(half) / half)
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate(
+        [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], -1
+    )
+
+
+ROTARY = Rotary(1.0 / 10000.0 ** (torch.arange(DIM // 2) / (DIM // 2)))
+
+
+def texts(kv_heads: int, group: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(kv_heads)
+    return [
+        (
+            2 * torch.randn(length + STEPS, kv_heads * group, DIM, generator=generator),
+            torch.randn(length + STEPS, kv_heads, DIM, generator=generator),
+            torch.randn(length + STEPS, kv_heads, DIM, generator=generator),
+        )
+        for length in LENGTHS
+    ]
+
+
+def new_tokens(rows: Sequence[tuple[Tensor, Tensor, Tensor]], step: int) -> list[Tensor]:
+    """Of all rows as a layer hands them over; pads have values that would be seen."""
+
+    def part(which: int) -> Tensor:
+        if step:
+            return torch.stack([row[which][length + step - 1][None] for row, length in zip(rows, LENGTHS)])
+        longest = max(LENGTHS)
+        return torch.stack(
+            [
+                torch.cat([row[which][:length], row[which].new_full((longest - length, *row[which].shape[1:]), 9.0)])
+                for row, length in zip(rows, LENGTHS)
+            ]
+        )
+
+    return [part(0), part(1), part(2)]
+
+
+@pytest.mark.parametrize("kept", ASKED, ids=name_of)
+@pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (2, 3)])
+def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, Any], kv_heads: int, group: int) -> None:
+    policy, batch = Plan.create(**kept).policy, Batch(tuple(range(len(LENGTHS))), LENGTHS)
+    if "kv_budget" not in kept and "heavy" not in kept and "recent" not in kept and "hh_ratio" not in kept:
+        assert policy.slots(batch, STEPS).budgets[0].slots == int(0.2 * (LENGTHS[0] + STEPS))
+    slots = policy.slots(batch, STEPS)
+    shape = (len(LENGTHS), kv_heads, slots.capacity)
+    notes = SlotScores.over(
+        torch.full((4 * 8 * len(LENGTHS) * kv_heads * slots.capacity,), 0xFF, dtype=torch.uint8), policy, shape
+    )
+    cache = KVCache(torch.full((2, *shape, DIM), torch.nan), notes)
+    rows = texts(kv_heads, group)
+    heads = [[Head(kept, length, STEPS, head, turn) for head in range(kv_heads)] for length in LENGTHS]
+    for step in range(STEPS):
+        out = cache.attend(KVStep.of(slots, step, slots.capacity, torch.device("cpu")), *new_tokens(rows, step), ROTARY)
+        for row, length in enumerate(LENGTHS):
+            new = slice(length + step - 1, length + step) if step else slice(0, length)
+            q, k, v = (part[new].double().numpy() for part in rows[row])
+            for number, head in enumerate(heads[row]):
+                expected = head.attend(q[:, number * group : (number + 1) * group], k[:, number], v[:, number])
+                got = out[row, : q.shape[0]].view(-1, kv_heads, group, DIM)[:, number]
+                np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
+                count = slots.counts(step + 1)[row]
+                assert sorted(notes.positions[row, number, :count].tolist()) == head.kept, (
+                    f"row {row}, head {number}, step {step}"
+                )
+                assert len(head.kept) == count <= max(head.budget, count)
+
+
+@pytest.mark.parametrize("kept", ASKED, ids=name_of)
+def test_after_every_step_the_budget_is_held_and_who_is_protected_is_there(kept: dict[str, Any]) -> None:
+    """Read from the notes alone: no definition of who is chosen among the others."""
+    policy, rows = Plan.create(**kept).policy, texts(2, 2)
+    slots = policy.slots(Batch(tuple(range(len(LENGTHS))), LENGTHS), STEPS)
+    shape = (len(LENGTHS), 2, slots.capacity)
+    notes = SlotScores.over(torch.zeros(8 * shape[0] * shape[1] * shape[2], dtype=torch.uint8), policy, shape)
+    cache = KVCache(torch.zeros(2, *shape, DIM), notes)
+    for step in range(STEPS):
+        cache.attend(KVStep.of(slots, step, slots.capacity, torch.device("cpu")), *new_tokens(rows, step), ROTARY)
+        for row, (length, budget) in enumerate(zip(LENGTHS, slots.budgets)):
+            total, generated = length + step, step if slots.prompt_only else 0
+            window = budget.window if step else budget.prompt_window
+            for head in range(2):
+                held = notes.positions[row, head, : slots.counts(step + 1)[row]].tolist()
+                assert len(held) == len(set(held)) == min(total - generated, budget.slots) + generated
+                assert set(range(min(budget.sinks, total))) <= set(held)
+                assert set(range(max(0, total - window), total)) <= set(held)
+                assert min(held) >= 0 and max(held) < total
+
+
+# rows do not go on side by side: some are new where others have long been full
+PASSES: tuple[tuple[tuple[int, ...], int], ...] = (
+    ((9, 30, 1, 4), 3),
+    ((5, 1, 14, 2), 1),
+    ((1, 1, 1, 1), 4),
+    ((20, 3, 2, 7), 12),
+)
+CONTEXT = 90
+
+
+@pytest.mark.parametrize("kept", [one for one in ASKED if "hh_prompt_only" not in one] + [{}], ids=name_of)
+@pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (2, 3)])
+def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, Any], kv_heads: int, group: int) -> None:
+    """Passes of several tokens over what is held, with decode steps between them."""
+    policy, rows, generator = Plan.create(**kept).policy, len(LENGTHS), torch.Generator().manual_seed(group)
+    heads = [[Head(kept, PASSES[0][0][row], 0, head, turn, CONTEXT) for head in range(kv_heads)] for row in range(rows)]
+    seen, cache = (0,) * rows, None
+    for lengths, gen_len in PASSES:
+        slots = policy.slots(Batch(tuple(range(rows)), lengths, seen, CONTEXT), gen_len)
+        shape = (rows, kv_heads, slots.capacity)
+        if cache is None:
+            region = torch.full((4 * 8 * rows * kv_heads * slots.capacity,), 0xFF, dtype=torch.uint8)
+            notes = SlotScores.over(region, policy, shape) if policy.note_bytes else None
+            cache = KVCache(torch.full((2, *shape, DIM), torch.nan), notes)
+        for step in range(gen_len):
+            tokens = max(lengths) if step == 0 else 1
+            q, k, v = (torch.randn(rows, tokens, n, DIM, generator=generator) for n in (kv_heads * group, kv_heads, kv_heads))
+            out = cache.attend(KVStep.of(slots, step, slots.capacity, torch.device("cpu")), 2 * q, k, v, ROTARY)
+            for row in range(rows):
+                count = lengths[row] if step == 0 else 1
+                asked, keys, values = (x[row, :count].double().numpy() for x in (2 * q, k, v))
+                for number, head in enumerate(heads[row]):
+                    expected = head.attend(asked[:, number * group : (number + 1) * group], keys[:, number], values[:, number])
+                    got = out[row, :count].view(-1, kv_heads, group, DIM)[:, number]
+                    np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
+                    held = slots.counts(step + 1)[row]
+                    assert len(head.kept) == held
+                    if notes is not None:
+                        assert sorted(notes.positions[row, number, :held].tolist()) == head.kept, f"row {row}, step {step}"
+        seen = tuple(before + length + gen_len - 1 for before, length in zip(seen, lengths))
+
+
+def test_what_is_never_filled_is_noted_as_nobody() -> None:
+    policy, batch = Plan.create(kv_policy="h2o", heavy=3, recent=2).policy, Batch((0, 1), (9, 2))
+    slots = policy.slots(batch, 4)
+    notes = SlotScores.over(torch.zeros(2 * 6 * 8, dtype=torch.uint8), policy, (2, 1, slots.capacity))
+    x = torch.randn(2, 9, 1, DIM)
+    KVCache(torch.zeros(2, 2, 1, slots.capacity, DIM), notes).attend(KVStep.of(slots, 0, 6, torch.device("cpu")), x, x, x)
+    assert notes.positions[1, 0].tolist() == [0, 1, NOBODY, NOBODY, NOBODY, NOBODY]
+
+
+@pytest.mark.parametrize("block", [1 << 8, 1 << 12, 1 << 24])
+@pytest.mark.parametrize(("kv_heads", "group"), [(4, 1), (2, 3)])
+@pytest.mark.parametrize("held", [0, 30])
+def test_column_sums_equal_those_of_the_whole_matrix_however_it_is_cut(
+    kv_heads: int, group: int, block: int, held: int
+) -> None:
+    generator, keys = torch.Generator().manual_seed(0), held + 50
+    q = torch.randn(3, kv_heads * group, 50, DIM, generator=generator)
+    k = torch.randn(3, kv_heads, keys, DIM, generator=generator)
+    weights = (torch.arange(50) < torch.tensor([[50], [13], [1]])).float() * torch.rand(3, 50, generator=generator)
+    is_held = torch.arange(held) < torch.tensor([held, 4, 0])[:, None, None]
+    sums = column_sums(q, k, weights, is_held if held else None, block)
+    logits = (q.double() @ k.double().repeat_interleave(group, 1).transpose(2, 3)) * DIM**-0.5
+    hidden = torch.ones(50, keys).triu(held + 1).bool() | torch.cat((~is_held, torch.zeros(3, 1, 50).bool()), -1)
+    shares = logits.masked_fill(hidden[:, None], -torch.inf).softmax(-1) * weights[:, None, :, None]
+    expected = shares.sum(2).view(3, kv_heads, group, keys).sum(2)
+    torch.testing.assert_close(sums.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+# -- through the engine --------------------------------------------------------------------------------------------------
+
+PLACES = ((100, 0, 100, 0, 100, 0), (0, 0, 0, 0, 0, 0), (30, 30, 20, 50, 40, 30))
+
+
+@pytest.mark.parametrize("kind", ["opt", "llama-gqa", "neox-parallel"])
+def test_a_budget_that_holds_all_gives_what_full_gives_bit_for_bit(
+    kind: str, any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    full = Case(kind, PLACES[2], (9, 3, 6), gen_len=6, device=any_device)
+    for asked in ((("kv_policy", "h2o"), ("heavy", 15)), (("kv_policy", "h2o"), ("kv_budget", 1.0))):
+        with full.open(checkpoints, offload, **dict(asked)) as llm:
+            _, logits = generate_with(llm, full)
+        for rows in full.batches():
+            for step, expected in enumerate(checkpoints.resident_logits(full, rows)):
+                for place, row in enumerate(rows):
+                    assert torch.equal(logits[step, row], expected[place])
+
+
+@pytest.mark.parametrize("kept", ASKED[:1] + ASKED[8:], ids=name_of)
+@pytest.mark.parametrize("percent", PLACES)
+def test_a_row_of_a_batch_says_what_it_says_alone(
+    kept: dict[str, Any], percent: tuple[float, ...], any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    asked = tuple(kept.items())
+    batch = Case("llama-gqa", percent, (30, 3, 12), gen_len=20, gpu_batch_size=3, device=any_device, policy=asked)
+    with batch.open(checkpoints, offload) as llm:
+        together = [list(one.token_ids) for one in generate_with(llm, batch)[0]]
+    with batch.open(checkpoints, offload, gpu_batch_size=1, num_gpu_batches=1) as llm:
+        alone = [list(one.token_ids) for one in generate_with(llm, batch)[0]]
+    assert together == alone

@@ -1,0 +1,479 @@
+"""Profiles: every figure that pricing asks for is there, is of the work that pricing means, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from h2o_flexgen.core.model_spec import DTYPE_BYTES
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.kernels.group_product import FEW_ROWS
+from h2o_flexgen.kernels.native import native_library
+from h2o_flexgen.memory.device import Device, open_device
+from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
+from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.machines import machine_file, save_machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.pricing import Pricing
+from h2o_flexgen.profiling import apart, attention, kept, moving, others, products
+from h2o_flexgen.profiling.apart import profile_apart
+from h2o_flexgen.profiling.kept import profiled
+from h2o_flexgen.profiling.machine import profile
+from h2o_flexgen.profiling.rounds import measured
+from h2o_flexgen.profiling.sizes import FULL, QUICK
+from h2o_flexgen.profiling.subject import Clock, Subject, Watch
+from h2o_flexgen.profiling.taken import Taken
+from h2o_flexgen.profiling.visits import Between, visits
+from h2o_flexgen.schedule.schedule import Task
+from tests.pretended import PretendedDevice
+from tests.profiling.profiles import TINY
+
+
+@dataclass(frozen=True)
+class OneSecond(Clock):
+    """For it every call takes a second: a rate is then the work of a call."""
+
+    def of(self, action: object) -> float:
+        action()  # type: ignore[operator]
+        return 1.0
+
+
+BEFORE = ("writing a file", "making ready")  # what is told before the first measurement
+CLOCK = OneSecond(Device(), 0.0)
+
+
+def figures(*subjects: Subject) -> dict[str, float]:
+    with torch.inference_mode():
+        return {name: value for subject in subjects for name, value in subject.measure().items()}
+
+
+# -- the whole -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Machine, list[tuple[str, int, int]], Path]:
+    told: list[tuple[str, int, int]] = []
+    folder = tmp_path_factory.mktemp("disk") / "not" / "there"
+    machine = profile(Device(), folder, "here", sizes=TINY, on_subject=lambda *one: told.append(one))
+    return machine, told, folder
+
+
+def test_every_field_is_there_finite_and_above_zero(found: tuple[Machine, object, object]) -> None:
+    content = asdict(found[0])
+    assert content.pop("device_bytes") == 0
+    values = {name: value for name, value in content.items() if not isinstance(value, str)}
+    assert set(values) == {one.name for one in fields(Machine)} - {"name", "device", "device_bytes"}
+    for name, value in values.items():
+        curves = (
+            [rate for curve in value.values() for _, rate in curve] if name in ("flops_per_s", "packed_flops_per_s") else []
+        )
+        plain = list(value.values()) if isinstance(value, dict) and not curves else [] if curves else [value]
+        for number in [*curves, *plain]:
+            assert math.isfinite(number) and number > 0, (name, number)
+    assert 1 <= found[0].disk_both <= 2
+
+
+def test_curves_have_the_rows_that_they_are_asked_for(found: tuple[Machine, object, object]) -> None:
+    machine = found[0]
+    assert {dtype: [rows for rows, _ in curve] for dtype, curve in machine.flops_per_s.items()} == {
+        "float32": [1, 8, 32],
+        "bfloat16": [1, 8, 32],
+        "float16": [1, 4],
+    }
+    assert set(machine.attention_flops_per_s) == {"float32", "bfloat16", "group4", "group8"}
+    assert (set(machine.prompt_flops_per_s), set(machine.attention_bytes_per_s)) == ({"plain", "scored"}, {"host"})
+    assert (set(machine.visit_seconds), set(machine.decoded_values_per_s)) == ({"attention", "mlp"}, {"group4", "group8"})
+    packed = {codec: [rows for rows, _ in curve] for codec, curve in machine.packed_flops_per_s.items()}
+    assert packed == ({} if native_library() is None else {"group4": [1, 8], "group8": [1, 8]})
+
+
+def test_a_profile_is_kept_and_loaded_as_it_is(found: tuple[Machine, object, object], tmp_path: Path) -> None:
+    found[0].save(tmp_path / "here.yaml", "of a test")
+    assert Machine.load(tmp_path / "here.yaml") == found[0]
+
+
+def test_a_block_can_be_priced_with_it(found: tuple[Machine, object, object]) -> None:
+    model = products.small_model(products.OPT, "bfloat16", 128, 2)
+    (block,) = Workload.uniform(4, 8, 3).blocks(4, 1)
+    pricing = Pricing(BlockPlan.of(model.spec, Plan().with_percent((0, 50, 0, 100, 100, 0)), block, False), found[0])
+    assert 0 < pricing.simulated().makespan < 60
+
+
+def test_progress_counts_every_measurement(found: tuple[object, list[tuple[str, int, int]], object]) -> None:
+    told = found[1]
+    steps = [(title, done) for title, done, _ in told if not title.startswith(BEFORE) and ", step " not in title]
+    assert [done for _, done in steps] == list(range(len(steps))) and told[-1][2] == len(steps)
+    assert len({title for title, _ in steps}) == len(steps) // 2  # one round, and the one that does not count
+
+
+def test_progress_goes_on_inside_of_what_takes_long(found: tuple[object, list[tuple[str, int, int]], object]) -> None:
+    titles = [title for title, *_ in found[1]]
+    assert any(title.startswith("writing a file to read from, 0 B of") for title in titles)
+    assert "KV on disk, step 4 of 4, batch 2 of 2" in titles
+
+
+def test_the_folder_is_left_as_it_was_found(found: tuple[object, object, Path], tmp_path: Path) -> None:
+    assert list(found[2].parents[1].iterdir()) == []
+    (tmp_path / "mine").write_text("x")
+    profile(Device(), tmp_path, "here", sizes=TINY)
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_folder_is_left_so_when_it_fails_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("in the middle")
+
+    monkeypatch.setattr(moving, "copies", fail)
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="in the middle"):
+        profile(Device(), tmp_path / "off", "here", sizes=TINY)
+    assert list(tmp_path.iterdir()) == [] and set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_another_type_can_be_measured_in(tmp_path: Path, dtype: str) -> None:
+    machine = profile(Device(), tmp_path, "here", dtype, TINY)
+    assert dtype in machine.attention_flops_per_s and set(machine.flops_per_s) == set(DTYPE_BYTES)
+    assert [rows for rows, _ in machine.flops_per_s["float16"]] == ([1, 8, 32] if dtype == "float16" else [1, 4])
+
+
+def test_an_accelerator_has_links_and_attends_in_two_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moving, "HostTier", lambda pinned=False: HostTier())  # nobody can page-lock memory for it
+    machine = profile(PretendedDevice(), tmp_path, "pretended", "float32", TINY)
+    assert set(machine.attention_bytes_per_s) == {"host", "device"} and machine.packed_flops_per_s == {}
+    rates = [getattr(machine, name) for pair in moving.LINKS.values() for name in pair]
+    assert all(0 < rate < math.inf and rate != machine.host_copy_per_s for rate in rates)
+
+
+@pytest.mark.cuda
+def test_a_gpu_can_be_measured(tmp_path: Path) -> None:
+    machine = profile(open_device(), tmp_path, "gpu", sizes=replace(TINY, copied_bytes=16 << 20))
+    assert machine.has_accelerator and machine.device_bytes > 0
+    assert [len(curve) for curve in machine.flops_per_s.values()] == [3, 3, 3]
+
+
+# -- what figures are of -------------------------------------------------------------------------------------------------
+
+
+def test_products_are_of_so_many_flops() -> None:
+    found = figures(*products.plain_products(CLOCK, "float32", (1, 8), TINY))
+    assert found == {"products float32 1": 2 * 64 * 64, "products float32 8": 8 * 2 * 64 * 64}
+
+
+def test_weights_take_turns_over_more_than_a_cache_holds() -> None:
+    weights = products._weights(CLOCK, torch.bfloat16, TINY)
+    places = {weight.data_ptr() for weight in weights}
+    assert len(places) == 8 and sum(weight.nbytes for weight in weights) == TINY.cold_bytes
+
+
+@pytest.mark.skipif(native_library() is None, reason="packed weights are multiplied with by the kernels in C")
+def test_packed_products_are_those_of_few_rows() -> None:
+    found = figures(*products.packed_products(CLOCK, "bfloat16", replace(TINY, rows=(1, FEW_ROWS, FEW_ROWS + 1))))
+    flops = 2 * 64 * 64
+    assert found == {
+        f"{kind} {codec}{rows}": value
+        for codec in ("group4", "group8")
+        for kind, rows, value in (
+            ("packed products", " 1", flops),
+            ("packed products", f" {FEW_ROWS}", FEW_ROWS * flops),
+            ("decoding", "", 64 * 64),
+        )
+    }
+
+
+def test_without_kernels_there_are_no_packed_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "native_library", lambda: None)
+    assert set(figures(*products.packed_products(CLOCK, "bfloat16", TINY))) == {"decoding group4", "decoding group8"}
+
+
+def test_values_are_counted_as_pricing_does() -> None:
+    calls = 4  # a second each, of attention and mlp of two models
+    counted = 0
+    for name in products.LAYERS_OF:
+        spec = products.small_model(name, "float32", TINY.hidden).spec
+        (block,) = Workload.uniform(1, 4, 2).blocks(1, 1)
+        pricing = Pricing(BlockPlan.of(spec, Plan(), block, False), replace(_FAST, values_per_s=1.0))
+        counted += sum(pricing._values(layer) for layer in spec.layers if layer.kind in ("attention", "mlp"))
+    assert figures(products.values(CLOCK, "float32", TINY)) == {"values": TINY.prompt_tokens * counted / calls}
+
+
+_FAST = Machine("fast", "cpu", 0, 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0, {"float32": ((1, 1.0),)}, {"host": 1.0}, 0.0)
+
+
+def test_attention_of_a_step_is_what_pricing_takes_it_for() -> None:
+    slots, queries = TINY.slots * TINY.kv_rows, 4 * TINY.heads * TINY.head_dim
+    read = figures(*attention.decode_reading(CLOCK, "bfloat16", TINY))
+    assert read == {"attention_bytes host": slots * 2 * TINY.heads * TINY.head_dim * 2}
+    computed = figures(*attention.decode_computing(CLOCK, ("float32", "bfloat16"), "bfloat16", TINY))
+    assert {name: computed[f"attention_flops {name}"] for name in ("float32", "bfloat16")} == dict.fromkeys(
+        ("float32", "bfloat16"), queries * slots
+    )
+
+
+@dataclass(frozen=True)
+class Counting(Clock):
+    """For it a step takes a second for so many flops, and for so many values to unpack."""
+
+    flops_per_s: float = 1000.0
+    values_per_s: float = 300.0
+
+    def of(self, action: object) -> float:
+        assert isinstance(action, attention.Step)
+        _, rows, keys, slots = action.cache.image.shape[:4]
+        queries, dim = action.given[0].shape[2:]
+        return 4.0 * queries * dim * slots * rows / self.flops_per_s + 2.0 * keys * dim * slots * rows / self.values_per_s
+
+
+def test_unpacking_is_told_from_computing() -> None:
+    found = figures(*attention.decode_computing(Counting(Device(), 0.0), (), "bfloat16", TINY))
+    for codec in ("group4", "group8"):
+        assert found[f"attention_flops {codec}"] == pytest.approx(1000.0)
+        assert found[f"unpacked_values {codec}"] == pytest.approx(300.0)
+
+
+def test_a_step_attends_all_slots_and_goes_on_for_ever() -> None:
+    (subject,) = attention.decode_reading(CLOCK, "float32", TINY)
+    heads = attention.Heads(4, 4, 16)
+    coding = attention.Coding("plain", torch.float32, 16)
+    step = attention.Step.of(Device(), heads, coding, TINY.kv_rows, TINY.slots)
+    assert step.now.with_newest.tolist() == [TINY.slots] * TINY.kv_rows and step.cache.image.shape[3] == TINY.slots
+    assert torch.equal(step(), step()) and subject.measure()  # type: ignore[arg-type]
+
+
+def test_attention_of_prompts_is_causal_and_one_kind_evicts() -> None:
+    pairs = 2 * sum(range(1, TINY.prompt_len + 1))
+    found = figures(*attention.prompts(CLOCK, "float32", TINY))
+    assert found == {f"prompt_flops {kind}": 4 * TINY.heads * TINY.head_dim * pairs for kind in ("plain", "scored")}
+
+
+def test_visits_are_of_tasks_of_a_run(tmp_path: Path) -> None:
+    found = figures(*visits(Device(), tmp_path, "float32", TINY))
+    rates = {found.pop("kv_read_per_s"), found.pop("kv_write_per_s")}
+    assert set(found) == {"visit_seconds attention", "visit_seconds mlp", "task_seconds"}
+    assert all(0 < one < math.inf for one in (*found.values(), *rates))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_empties_the_caches_between_visits_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep: list[object] = []
+    clock = time.perf_counter
+
+    def sleep(self: Between, task: Task, tokens: int) -> None:
+        """An hour, on a clock that is set forward."""
+        asleep.append(task.key)
+        self.seconds[task.key] = 3600.0
+
+    monkeypatch.setattr(Between, "__call__", sleep)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 3600.0 * len(asleep))
+    found = figures(visits(Device(), tmp_path, "float32", TINY)[0])
+    assert all(0 < seconds < 1800 for seconds in found.values())
+    assert len(asleep) == TINY.steps * 10  # embedding, attention and mlp of four blocks, head
+
+
+# -- the disk ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("free", [8 << 20, 4 << 20])
+def test_no_more_is_written_than_a_quarter_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    usage = type(shutil.disk_usage(tmp_path))(10**9, 10**9 - free, free)
+    monkeypatch.setattr(moving.shutil, "disk_usage", lambda _: usage)
+    sizes, memories = replace(TINY, disk_bytes=1 << 20), Memories(Device(), tmp_path, False)
+    try:
+        with moving.disk(memories, sizes):
+            assert memories.disk.meter.used_bytes <= free // 4
+            assert memories.disk.meter.used_bytes > free // 16
+        assert memories.disk.meter.used_bytes == 0
+    finally:
+        memories.close()
+
+
+def test_a_disk_that_is_full_is_met_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = type(shutil.disk_usage(tmp_path))(10**9, 10**9 - 100_000, 100_000)
+    monkeypatch.setattr(moving.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ValueError, match=r"has 100\.00 kB free; a profile needs 4\.19 MB: make room or give another"):
+        profile(Device(), tmp_path, "here", sizes=TINY)
+
+
+def test_reads_and_writes_at_once_share_what_the_disk_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memories = Memories(Device(), tmp_path, False)
+    try:
+        trial = moving.DiskTrial(memories, 1 << 20, Watch())
+        taken: list[str] = []
+        monkeypatch.setattr(
+            moving.DiskTrial, "_rate", lambda self, way, seconds: taken.append(way) or (100.0 if len(taken) < 3 else 70.0)
+        )
+        assert trial.rates(0.0) == {moving.READ: 100.0, moving.WRITE: 100.0, moving.BOTH: 1.4}
+        assert sorted(taken) == sorted([moving.READ, moving.WRITE] * 2)
+    finally:
+        memories.close()
+
+
+# -- sizes and time ------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_shrink_where_memory_is_short() -> None:
+    assert FULL.within(FULL.memory_bytes) is FULL
+    small = FULL.within(FULL.memory_bytes // 5)
+    assert small.memory_bytes <= FULL.memory_bytes // 5 and small.rows == FULL.rows
+    with pytest.raises(ValueError, match=r"a profile needs .* of memory, but 1\.00 MB may be taken"):
+        FULL.within(10**6)
+    assert QUICK.rounds < FULL.rounds and QUICK.disk_bytes < FULL.disk_bytes
+
+
+def test_a_profile_holds_no_more_than_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = replace(TINY, cold_bytes=2 << 20, copied_bytes=2 << 20, side=256, kv_rows=8, slots=128, heads=8)
+    tiers: list[HostTier] = []
+    made = HostTier.__init__
+    monkeypatch.setattr(HostTier, "__init__", lambda self, pinned=False: (made(self, pinned), tiers.append(self))[0])
+    profile(Device(), tmp_path, "here", sizes=sizes)
+    held = sum(tier.meter.peak_bytes for tier in tiers)
+    assert sizes.memory_bytes / 4 < held < sizes.memory_bytes
+
+
+def test_the_middle_of_the_rounds_counts_and_the_first_does_not() -> None:
+    left = {"a": [9.0, 1.0, 5.0, 2.0], "b": [0.0, 7.0, 8.0, 9.0]}
+    order: list[str] = []
+
+    def subject(name: str) -> Subject:
+        return Subject(name, lambda: (order.append(name), {name: left[name].pop(0)})[1])
+
+    assert measured([subject("a"), subject("b")], 3) == {"a": 2.0, "b": 8.0}
+    assert order == ["a", "b"] * 4
+
+
+def test_a_clock_takes_the_median_and_waits_for_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    assert Clock(Device(), 0.0).of(lambda: calls.append(1)) < 1 and len(calls) == 1
+    settled: list[int] = []
+    monkeypatch.setattr(PretendedDevice, "settle", lambda self: settled.append(len(calls)))
+    Clock(PretendedDevice(), 0.0).of(lambda: calls.append(1))
+    assert settled == [1, 9]
+
+
+# -- profiles that are kept ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Names of machines that were really measured; a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(others, "_busy_seconds", others._own_seconds)  # nobody else works
+    monkeypatch.setattr(kept, "available_bytes", lambda: _FAST.host_bytes)
+    names: list[str] = []
+    monkeypatch.setattr(kept, "profile_apart", lambda device, folder, name, *_: names.append(name) or replace(_FAST, name=name))
+    return names
+
+
+def test_a_machine_is_measured_once(counted: list[str], tmp_path: Path) -> None:
+    notes: list[str] = []
+    first = profiled(Device(), tmp_path, on_note=notes.append)
+    assert profiled(Device(), tmp_path, on_note=notes.append) == first
+    (name,) = counted
+    assert len(notes) == 1 and str(machine_file(name)) in notes[0]
+    assert machine_file(name).read_text().startswith("# Measured 20")
+    profiled(Device(), tmp_path, "float32")
+    assert len(set(counted)) == 2
+
+
+def test_want_of_memory_where_it_is_measured_comes_over_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Torch's own error, too."""
+
+    def lacking(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes. Error code 12")
+
+    monkeypatch.setattr(apart, "profile", lacking)
+    monkeypatch.setattr(apart.signal, "signal", lambda *_: None)
+    asked = ("cpu", str(tmp_path), "here", "float32", asdict(TINY), torch.get_num_threads(), None)
+    stdout = sys.stdout
+    try:
+        assert apart.answer(*asked) == apart.STOPPED
+    finally:
+        sys.stdout = stdout
+    kind, name, reason = json.loads(capsys.readouterr().out)
+    assert (kind, name) == ("error", "MemoryError") and "memory" in reason
+
+
+def test_what_measuring_holds_is_not_of_the_process_that_asks_for_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither its memory, nor its threads, nor its child when all is over; and the machine comes back as it was measured."""
+    large, told = replace(TINY, copied_bytes=256 << 20), list[tuple[str, int, int]]()
+    threads, before = set(threading.enumerate()), peak_resident_bytes()
+    machine = profile_apart(Device(), tmp_path / "off", "here", "float32", large, lambda *one: told.append(one))
+    assert peak_resident_bytes() - before < 64 << 20, "two copies of 256 MiB were held elsewhere"
+    assert machine == Machine.create(machine.as_plain()) and machine.name == "here" and told[-1][1] == told[-1][2] - 1
+    assert not (tmp_path / "off").exists() and set(threading.enumerate()) == threads
+    assert not psutil.Process().children()
+    assert capfd.readouterr().err == "", "it is ended quietly"
+
+
+def test_an_error_of_the_process_that_measures_is_the_callers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a profile needs .* of memory"):
+        profile_apart(Device(), tmp_path, "here", None, replace(TINY, copied_bytes=1 << 60))
+
+
+def test_a_profile_that_is_interrupted_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The other process ends with the call and leaves nothing but what it has measured."""
+
+    def interrupt(title: str, done: int, total: int) -> None:
+        if total and done == total - 3:
+            raise KeyboardInterrupt
+
+    partial, rest = tmp_path / "here.partial", list[int]()
+    with pytest.raises(KeyboardInterrupt):
+        profile_apart(Device(), tmp_path / "off", "here", "float32", TINY, interrupt, partial)
+    assert not psutil.Process().children() and [file.name for file in tmp_path.iterdir()] == ["here.partial"]
+    with partial.open("a") as file:
+        file.write('["cut o')
+    machine = profile(
+        Device(), tmp_path / "off", "here", "float32", TINY, lambda title, done, total: rest.append(done), partial
+    )
+    assert len(set(rest)) < 12 and machine.has_accelerator is False and not partial.exists()
+
+
+def test_what_was_measured_in_other_sizes_does_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "here.partial"
+    Taken.kept_in(file, "of this kind").add(1, "a", {"a": 1.0})
+    assert Taken.kept_in(file, "of another").known == {} and Taken.kept_in(file, "of this kind").known == {(1, "a"): {"a": 1.0}}
+
+
+def test_nothing_is_measured_twice_and_the_first_time_is_made_up_for(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    def subject(name: str, value: float) -> Subject:
+        return Subject(name, lambda: (order.append(name), {name: value})[1])
+
+    taken = Taken.kept_in(tmp_path / "file", "")
+    for number, name in ((1, "a"), (2, "a"), (1, "b")):
+        taken.add(number, name, {name: 1.0})
+    again = Taken.kept_in(tmp_path / "file", "")
+    assert measured([subject("a", 5.0), subject("b", 5.0)], 2, None, again) == {"a": 1.0, "b": 3.0} and order == ["b", "b"]
+
+
+def test_a_damaged_profile_is_told_of_and_measured_anew(counted: list[str], tmp_path: Path) -> None:
+    machine, notes = profiled(Device(), tmp_path), []
+    file = save_machine(machine.name, machine)
+    file.write_text("name: 3\n")
+    assert profiled(Device(), tmp_path, on_note=notes.append) == machine == Machine.load(file)
+    assert len(counted) == 2 and str(file) in notes[0] and "measured anew" in notes[0]
+
+
+def test_who_uses_a_profile_is_told_that_it_was_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    mark, busy = kept.fingerprint_of(Device(), tmp_path, None), "other processes kept 1.2 cores busy meanwhile: measure again"
+    for warning, notes in (("", []), (busy, [f"this machine's profile may be off: {busy}"])):
+        kept.keep(replace(_FAST, name=mark.name), mark, warning)
+        told: list[str] = []
+        assert profiled(Device(), tmp_path, on_note=told.append).name == mark.name and told == notes

@@ -1,0 +1,117 @@
+"""Dialogue: what a style puts behind the text, turn by turn, is what it would have written at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.text.dialogue import Plain, Script, Style, Template, choose_style
+from h2o_flexgen.text.tokenizer import HfTokenizer, Tokenizer
+from tests.real_tokenizers import save_byte_level
+
+CHATML = (
+    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] | trim }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+FORGETS = CHATML.replace("m['content'] | trim", "m['content'].split('</think>')[-1] | trim")
+LEAVES_OUT = CHATML.replace("m['content'] | trim", "m['content'] if m['role'] == 'user' else ''")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    save_byte_level(folder)
+    return folder
+
+
+def with_template(folder: Path, template: str) -> HfTokenizer:
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder / "with")
+    return HfTokenizer(folder / "with")
+
+
+def reply(text: str, tokenizer: Tokenizer, ends_with: int | None = None, reason: str = "length") -> Completion:
+    ids = [*tokenizer.encode_more(text), *([] if ends_with is None else [ends_with])]
+    return Completion(0, None, (), text, tuple(ids), None, reason)
+
+
+def whole(tokenizer: Tokenizer, style: Style, talk: list[tuple[str, Completion]]) -> list[int]:
+    """All tokens of a talk: what the style puts and what the model says, in turns."""
+    ids, before = list[int](), None
+    for turn, said in talk:
+        ids += [*style.turn(turn, before), *said.token_ids]
+        before = said
+    return ids
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_turns_by_template_are_the_template_of_all_turns(folder: Path, closed: bool, system: str) -> None:
+    """Whether the model closed its reply itself, or was cut off."""
+    tokenizer = with_template(folder, CHATML)
+    [end] = tokenizer.eos_ids
+    talk = [
+        (turn, reply(said, tokenizer, end if closed else None, "stop" if closed else "length"))
+        for turn, said in (("hello world", "the quick fox"), ("jumps?", "over a dog\n\n"), ("then rest", "ok"))
+    ]
+    style = Template(tokenizer, system)
+    messages = [{"role": "system", "content": system}] if system else []
+    for turn, said in talk:
+        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": said.text.rstrip("\n")}]
+    expected = tokenizer.render_chat(messages).removesuffix("<s>assistant\n").removesuffix("\n")
+    ids = whole(tokenizer, style, talk)
+    text = tokenizer._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert text.replace("\n\n</s>", "</s>") + ("" if closed else "</s>") == expected
+
+
+def test_a_template_that_rewrites_what_was_said_is_only_asked_for_what_is_new(folder: Path) -> None:
+    """Some drop the thoughts of earlier replies, which stand in the cache all the same."""
+    tokenizer = with_template(folder, FORGETS)
+    said = reply("<think>hm</think> a reply", tokenizer, *tokenizer.eos_ids, "stop")
+    assert tokenizer.decode(Template(tokenizer).turn("hello again", said)) == "\nuser\nhello again\nassistant\n"
+    with pytest.raises(ValueError, match="leaves out what was replied before; choose the style script or plain"):
+        Template(with_template(folder, LEAVES_OUT)).turn("hello again", said)
+
+
+@pytest.mark.parametrize("turn", ["say \N{REFERENCE MARK}", "\N{REFERENCE MARK}\N{REFERENCE MARK}", "..."])
+def test_whatever_is_said_arrives(folder: Path, turn: str) -> None:
+    tokenizer = with_template(folder, CHATML)
+    ids = Template(tokenizer).turn(turn, reply("yes", tokenizer, *tokenizer.eos_ids, "stop"))
+    assert tokenizer.decode(ids) == f"\nuser\n{turn}\nassistant\n"
+
+
+def test_a_template_that_refuses_is_one_line(folder: Path) -> None:
+    tokenizer = with_template(folder, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ValueError, match=r"refuses this turn .*roles must alternate.*; try another --style"):
+        Template(tokenizer).turn("hello", None)
+
+
+def test_a_script_goes_on_where_the_reply_ended(tokenizer: Tokenizer) -> None:
+    style = Script(tokenizer, "Be brief.")
+    opening = tokenizer.decode(style.turn("hello world", None))
+    assert opening == "Be brief.\n\nUser: hello world\nAssistant:"
+    cut = reply(" the fox", tokenizer)
+    assert tokenizer.decode(style.turn("hello", cut)).lstrip() == "User: hello\nAssistant:"
+    stopped = reply(" the fox\nUser:", tokenizer, reason="stop")  # as the cache has it: with the stop
+    assert tokenizer.decode(style.turn("hello", stopped)).lstrip() == "hello\nAssistant:"
+    elsewhere = reply(" the fox STOP", tokenizer, reason="stop")
+    assert tokenizer.decode(style.turn("hello", elsewhere)).lstrip() == "User: hello\nAssistant:"
+    assert style.stops == ("\nUser:",)
+
+
+def test_plain_turns_are_only_put_behind(tokenizer: Tokenizer) -> None:
+    style = Plain(tokenizer, "hello")
+    assert style.turn("world", None) == tokenizer.encode("hello\n\nworld")
+    assert style.turn(" hello", reply("x", tokenizer)) == tokenizer.encode_more(" hello")
+
+
+def test_the_style_is_the_models_own_where_it_has_one(folder: Path, tokenizers: dict[str, Tokenizer]) -> None:
+    assert isinstance(choose_style("auto", with_template(folder, CHATML)), Template)
+    assert isinstance(choose_style("auto", tokenizers["byte_level"]), Script)
+    assert isinstance(choose_style("plain", with_template(folder, CHATML)), Plain)
+    with pytest.raises(ValueError, match="has no chat template; choose the style script or plain"):
+        choose_style("template", tokenizers["bytes"])
