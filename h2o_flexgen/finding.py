@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import zip_longest
@@ -11,16 +11,16 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec
+from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.demo import demo_folder
 from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Request
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan, Shares
-from h2o_flexgen.planning.positions import check_positions, check_rolling
-from h2o_flexgen.planning.search import MOST_ROWS, THROUGHPUT, Found, Problem, refuse_what_never_fits, search
+from h2o_flexgen.planning.search import MOST_ROWS, Found, Problem, refuse_what_never_fits, search
 
 if TYPE_CHECKING:
     from h2o_flexgen.llm import LLM
@@ -28,61 +28,6 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 FASTEST = Shares(1.0, 0.0)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What is asked of a plan, whatever the model, the prompts and the machine."""
-
-    plan: Plan  # has all that is not searched: schedule, KV policy and its budget, slots, codecs
-    batch_sizes: tuple[int, ...] = ()  # only these, where somebody has chosen
-    batches: tuple[int, ...] = ()
-    codecs: tuple[tuple[str, str], ...] = ()  # of weights and KV that may be taken instead of the plan's
-    attend_on: tuple[str, ...] = (DEVICE,)
-    latency_limit: float | None = None
-    prefer: str = THROUGHPUT
-
-    @property
-    def is_only_speed(self) -> bool:
-        return not self.codecs and self.latency_limit is None and self.prefer == THROUGHPUT
-
-    def problem(
-        self,
-        machine: Machine,
-        model: Callable[[Plan], ModelSpec],
-        workload: Workload | None,
-        prompt_len: int,
-        gen_len: int,
-        budgets: Budgets,
-        writes_weights: bool,
-    ) -> Problem:
-        """What can be seen to be wrong without a search is refused here."""
-        from h2o_flexgen.kernels.native import kernel_threads  # imports torch
-
-        accelerator = machine.has_accelerator
-        plan = self.plan if accelerator else self.plan.folded()
-        spec = model(plan)
-        machine.flop_rate(spec.dtype, 1)  # a type that was not measured there is refused
-        check_rolling(spec, plan)
-        for length, row in ({prompt_len: 0} if workload is None else workload.first_of_length).items():
-            check_positions(spec, plan, row, length, gen_len)
-        return Problem(
-            model=model,
-            workload=workload,
-            prompt_len=prompt_len,
-            gen_len=gen_len,
-            plan=plan,
-            machine=machine,
-            budgets=budgets,
-            kernel_threads=0 if accelerator else kernel_threads(),
-            writes_weights=writes_weights,
-            codecs=self.codecs,
-            attend_on=self.attend_on,
-            batch_sizes=self.batch_sizes,
-            batches=self.batches,
-            latency_limit=self.latency_limit,
-            prefer=self.prefer,
-        )
 
 
 @dataclass(frozen=True)
@@ -138,6 +83,8 @@ class Wish:
         return self.llm.budgets if held is None else replace(self.llm.budgets, **{tier: held - self.held_back})
 
     def _problem(self, machine: Machine) -> Problem:
+        from h2o_flexgen.kernels.native import kernel_threads  # imports torch
+
         llm = self.llm
         return self.asked.problem(
             machine,
@@ -146,6 +93,7 @@ class Wish:
             prompt_len=self.prompt_len,
             gen_len=self.gen_len,
             budgets=self._budgets,
+            kernel_threads=kernel_threads(),
             writes_weights=llm.dummy_weights,
         )
 

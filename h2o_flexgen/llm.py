@@ -47,7 +47,7 @@ from h2o_flexgen.engine.scoring import (
 from h2o_flexgen.engine.shrink import OnShrink, Shrink, run_blocks
 from h2o_flexgen.engine.stage import OnStage, Stage
 from h2o_flexgen.engine.threads import set_threads
-from h2o_flexgen.finding import Asked, AutoPlan
+from h2o_flexgen.finding import AutoPlan
 from h2o_flexgen.kernels.native import kernel_threads
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.host import available_bytes, bytes_to_begin_with, give_back_freed, peak_resident_bytes
@@ -61,6 +61,7 @@ from h2o_flexgen.models.dummy import DummySource
 from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.models.leftovers import remove_leftovers
 from h2o_flexgen.models.packed import PackedCheckpoint
+from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Footprint, Request, refuse_what_does_not_fit
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, check_rolling, most_tokens

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
+from h2o_flexgen.cli.flags import AUTO
+from h2o_flexgen.cli.requests import ModelRequest
 from h2o_flexgen.core.model_spec import ModelSpec, usual_dtype
+from h2o_flexgen.models import create_model, known_config, load_config
+from h2o_flexgen.models.checkpoint import Checkpoint
+from h2o_flexgen.models.layout import Config
 from h2o_flexgen.planning.plan import Plan
-
-if TYPE_CHECKING:
-    from h2o_flexgen.cli.choose_model import ChosenModel
-    from h2o_flexgen.models.checkpoint import Checkpoint
-    from h2o_flexgen.models.layout import Config
 
 
 @dataclass(frozen=True)
@@ -25,17 +24,15 @@ class Shapes:
     _known: dict[tuple[bool, str, str], ModelSpec] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, chosen: ChosenModel, dtype: str, accelerator: bool) -> Shapes:
-        from h2o_flexgen.models import known_config, load_config
-        from h2o_flexgen.models.checkpoint import Checkpoint
-
+    def of(cls, chosen: ModelRequest, accelerator: bool) -> Shapes:
         seen = chosen.without_weights()
         checkpoint = None if seen.dummy_weights else Checkpoint(chosen.folder)
         config = (
             load_config(str(checkpoint.folder)) if checkpoint else known_config(chosen.source) or load_config(chosen.source)
         )
         stored = checkpoint.dtype if checkpoint else None
-        return cls(chosen.source, config, usual_dtype(accelerator, stored) if dtype == "auto" else dtype, checkpoint)
+        dtype = usual_dtype(accelerator, stored) if chosen.dtype == AUTO else chosen.dtype
+        return cls(chosen.source, config, dtype, checkpoint)
 
     def __call__(self, plan: Plan) -> ModelSpec:
         kind = plan.sep_layer, plan.weight_codec, plan.kv_codec
@@ -44,8 +41,6 @@ class Shapes:
         return self._known[kind]
 
     def _made(self, sep_layer: bool) -> ModelSpec:
-        from h2o_flexgen.models import create_model
-
         spec = create_model(self.config, self.dtype, sep_layer, self.name).spec
         if self.checkpoint is None:
             return spec

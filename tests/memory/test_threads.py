@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.cli.errors import one_line
+from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.memory.shortage import Shortage, shortage_of
 from h2o_flexgen.memory.threads import ADVICE, started_pool
