@@ -12,7 +12,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from importlib import import_module
 from io import FileIO
 from itertools import count
 from pathlib import Path
@@ -55,7 +54,7 @@ def check_picture(file: str | None, flag: str) -> None:
     if file is None:
         return
     try:
-        import_module("matplotlib.figure")  # now, so that what it takes in memory is counted before a plan is held against it
+        import matplotlib.figure  # noqa: F401  # now: what it takes in memory is counted before a plan is held against it
     except ImportError as error:
         advice = "install it, or the extra [plot] from a checkout: pip install -e '.[plot]'"
         raise ValueError(f"{flag} needs matplotlib; {advice}") from error
