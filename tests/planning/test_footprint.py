@@ -191,12 +191,12 @@ def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, st
     now = KVStep.of(slots, step, slots.capacity, torch.device("cpu"))
     image = torch.zeros(2, rows, spec.kv_heads, now.capacity, spec.head_dim, dtype=dtype)
     noted = torch.zeros(rows * spec.kv_heads * now.capacity * policy.note_bytes, dtype=torch.uint8)
-    notes = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.note_bytes else None
+    scores = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.note_bytes else None
     weights = [{name: torch.randn(tensor.shape, dtype=dtype) for name, tensor in layer.tensors} for layer in spec.layers]
     ids, hidden = torch.zeros(rows, new, dtype=torch.long), torch.randn(rows, new, spec.hidden, dtype=dtype)
     visits = (
         lambda: model.embed(ids, now.positions, weights[0]),
-        lambda: block(model, hidden, weights[1], partial(KVCache(image, notes).attend, now)),
+        lambda: block(model, hidden, weights[1], partial(KVCache(image, scores).attend, now)),
         lambda: model.head(hidden[:, -1], weights[-1]),
     )
     there = [ids, hidden, image, noted, now.counts, now.positions, *(tensor for layer in weights for tensor in layer.values())]
