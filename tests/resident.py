@@ -140,7 +140,9 @@ def _caches(
 ) -> dict[int, KVCache]:
     coding = Coding(kv_codec, getattr(torch, model.spec.dtype), model.spec.head_dim)
     return {
-        layer: KVCache(_image(model, coding, rows, slots, by_token, device), _notes(model, policy, rows, slots, device), coding)
+        layer: KVCache(
+            _image(model, coding, rows, slots, by_token, device), _scores(model, policy, rows, slots, device), coding
+        )
         for layer in model.spec.kv_layers
     }
 
@@ -152,7 +154,7 @@ def _image(model: Model, coding: Coding, rows: int, slots: int, by_token: bool, 
     return torch.zeros(2, rows, heads, slots, width, dtype=dtype, device=device)
 
 
-def _notes(model: Model, policy: KVPolicy, rows: int, slots: int, device: torch.device) -> SlotScores | None:
+def _scores(model: Model, policy: KVPolicy, rows: int, slots: int, device: torch.device) -> SlotScores | None:
     shape = (rows, model.spec.kv_heads, slots)
     region = torch.zeros(rows * model.spec.kv_heads * slots * policy.note_bytes, dtype=torch.uint8, device=device)
     return SlotScores.over(region, policy, shape) if policy.note_bytes else None

@@ -191,11 +191,11 @@ def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, st
     now = KVStep.of(slots, step, slots.capacity, torch.device("cpu"))
     image = torch.zeros(2, rows, spec.kv_heads, now.capacity, spec.head_dim, dtype=dtype)
     noted = torch.zeros(rows * spec.kv_heads * now.capacity * policy.note_bytes, dtype=torch.uint8)
-    notes = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.note_bytes else None
+    scores = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.note_bytes else None
     weights = [{name: torch.randn(tensor.shape, dtype=dtype) for name, tensor in layer.tensors} for layer in spec.layers]
     ids, hidden = torch.zeros(rows, new, dtype=torch.long), torch.randn(rows, new, spec.width, dtype=dtype)
     embed, block, *_, head = spec.layers
-    given = Given(now.positions, partial(KVCache(image, notes).attend, now))
+    given = Given(now.positions, partial(KVCache(image, scores).attend, now))
     visits = (
         lambda: computed(model, embed, ids, weights[0], given),
         lambda: computed(model, block, hidden, weights[1], given),

@@ -1,4 +1,4 @@
-"""Reading a text layer by layer: the weights of one layer at a time, and every reader through it before the next one comes."""
+"""Reading a text layer by layer: one layer's weights are loaded, and every reader goes through it before the next layer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models.base import Attend, Given, computed
 from h2o_flexgen.schedule.schedule import SCHEDULES, Traffic, Visit
 
-OnLayer = Callable[[int, int], None]  # layers that are done, and all of them
-ONLY = Visit(step=0, layer=0, batch=0)  # of a model that is one layer
+OnLayer = Callable[[int, int], None]  # called with the number of layers done, and of all
+ONLY = Visit(step=0, layer=0, batch=0)  # the only visit of a model with one layer
 
 
 def read_text(llm: LLM, ids: Sequence[int], readers: Sequence[Attend], on_layer: OnLayer | None = None) -> None:
-    """Each reader has hidden states of its own, which come of its attention. Logits are not made."""
+    """Each reader has its own hidden states, since they depend on its attention. Logits are not computed."""
     first, *others = llm.spec.layers[:-1]
     tokens = torch.tensor([ids], device=llm.device.torch_device)
     positions = torch.arange(len(ids), device=tokens.device).unsqueeze(0)
@@ -38,7 +38,7 @@ def read_text(llm: LLM, ids: Sequence[int], readers: Sequence[Attend], on_layer:
 
 @contextmanager
 def _opened(llm: LLM, layer: LayerSpec) -> Iterator[WeightStore]:
-    """The layer as a model of its own, whose weights all stay where they are computed with; afterwards they are let go."""
+    """Opens the layer as a model of its own, with all its weights on the device, and closes it afterwards."""
     spec = replace(llm.spec, layers=(layer,))
     memories = Memories(llm.device, llm.offload_folder, pin_host=False)
     try:
