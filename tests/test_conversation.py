@@ -169,7 +169,7 @@ def test_a_stop_token_ends_a_reply_and_the_text_goes_on_behind_it(checkpoints: C
 
 def test_a_full_conversation_says_so_and_can_be_reset(checkpoints: Checkpoints, offload: Path) -> None:
     with Case("llama-gqa").open(checkpoints, offload) as llm, llm.converse(context=20) as talk:
-        talk.reply(list(range(10)), GREEDY)  # 14 of 20
+        talk.reply(list(range(12)), GREEDY)  # 14 of 20
         reply = talk.reply([1, 2], replace(GREEDY, max_tokens=100))  # 1 + 2 more are read, and four generated behind them
         assert reply.fills_context and len(reply.completion.token_ids) == 4
         assert talk.seen == 20

@@ -89,6 +89,12 @@ def nothing_left_running() -> Any:
     assert set(threading.enumerate()) <= before
 
 
+@pytest.fixture(autouse=True)
+def few_weights_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tiny layers it would take thousands to outgrow a processor's caches."""
+    monkeypatch.setattr(measure, "WEIGHT_BYTES_AT_LEAST", 1 << 20)
+
+
 @pytest.fixture(scope="module")
 def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny-opt"

@@ -131,7 +131,7 @@ def test_what_logits_of_many_positions_hold_is_counted(checkpoints: Checkpoints,
 def test_a_score_with_eviction_is_that_of_forced_tokens_and_depends_on_no_other_pair(
     policy: tuple[tuple[str, Any], ...], checkpoints: Checkpoints, offload: Path
 ) -> None:
-    pairs = ragged_pairs()
+    pairs = ragged_pairs(count=5)
     with Case("llama-gqa", MIXED, policy=policy).open(checkpoints, offload) as llm:
         scored = llm.score(pairs)
         for index, (before, after) in enumerate(pairs):
