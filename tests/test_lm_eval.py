@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -326,8 +327,12 @@ def test_its_own_command_line_knows_the_model_and_argument_strings(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    from lm_eval.tasks import TaskManager
+
     from h2o_flexgen.lm_eval import main
 
+    only_ours = partialmethod(TaskManager.__init__, include_defaults=False)  # thousands of files are read for the others
+    monkeypatch.setattr(TaskManager, "__init__", only_ours)
     arguments = f"pretrained={models['llama-gqa']},dtype=float32,percent=0;50;0;0;0;100,offload_dir={tmp_path / 'offload'}"
     command = ["lm_eval", "--model", "h2o_flexgen", "--include_path", str(tasks), "--model_args"]
     asked = [arguments, "--device", "cpu", "--tasks", "own_choices,own_texts", "--batch_size", "auto"]
