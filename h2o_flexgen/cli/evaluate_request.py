@@ -171,18 +171,10 @@ def _asked(flags: Namespace, names: Sequence[str]) -> Asked:
     depths = None if flags.depths is None else _depths(flags.depths)
     if flags.fresh and flags.output is None:
         raise ValueError("--fresh is about the cells that --output keeps; give --output, or leave it out")
-    return Asked(
-        texts=_texts(flags, is_read=any(TASKS[name].reads_texts for name in names)),
-        articles=flags.articles,
-        window=flags.window,
-        examples=flags.examples,
-        gen_len=flags.gen_len,
-        questions=QUESTIONS if flags.question == BOTH else (flags.question,),
-        lengths=lengths,
-        depths=depths,
-        mentions=flags.mentions,
-        seed=flags.seed,
-    )
+    unchanged = {name: getattr(flags, name) for name in ("articles", "window", "examples", "gen_len", "mentions", "seed")}
+    texts = _texts(flags, is_read=any(TASKS[name].reads_texts for name in names))
+    questions = QUESTIONS if flags.question == BOTH else (flags.question,)
+    return Asked(texts=texts, questions=questions, lengths=lengths, depths=depths, **unchanged)
 
 
 def _texts(flags: Namespace, is_read: bool) -> tuple[Text, ...]:

@@ -168,18 +168,6 @@ def sampling_of(flags: Namespace) -> SamplingParams:
     if flags.min_tokens > flags.gen_len:
         generated = f"--gen-len has {flags.gen_len} generated"
         raise ValueError(f"--min-tokens {flags.min_tokens} cannot be reached: {generated}; give {flags.gen_len} or fewer")
-    return SamplingParams(
-        max_tokens=flags.gen_len,
-        temperature=flags.temperature,
-        top_k=flags.top_k,
-        top_p=flags.top_p,
-        min_p=flags.min_p,
-        repetition_penalty=flags.repetition_penalty,
-        presence_penalty=flags.presence_penalty,
-        frequency_penalty=flags.frequency_penalty,
-        stop=flags.stop,
-        stop_token_ids=flags.stop_token_id,
-        ignore_eos=flags.ignore_eos,
-        min_tokens=flags.min_tokens,
-        logprobs=getattr(flags, "logprobs", None),
-    )
+    names = {one.name for one in fields(SamplingParams)} - {"seed"}
+    asked = {name: value for name, value in vars(flags).items() if name in names}
+    return SamplingParams(**asked, max_tokens=flags.gen_len, stop_token_ids=flags.stop_token_id)
