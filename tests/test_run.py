@@ -25,8 +25,7 @@ from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.policies.table import POLICIES
-from h2o_flexgen.profiling import kept
-from h2o_flexgen.profiling.measure import measure
+from h2o_flexgen.profiling import kept, measure
 from tests.patience import PATIENCE_SECONDS
 from tests.signals import as_in_a_terminal
 from tests.tiny import POSITIONS, save_tiny
@@ -75,7 +74,7 @@ class Result:
 
 @pytest.fixture(autouse=True)
 def quick_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_report, "measure", partial(measure, seconds=0.005))
+    monkeypatch.setattr(run_report, "measure", partial(measure.measure, seconds=0.005))
 
 
 @pytest.fixture(autouse=True)
