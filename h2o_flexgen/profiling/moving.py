@@ -22,12 +22,11 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.tier import ALIGNMENT
 from h2o_flexgen.profiling.sizes import Sizes
 from h2o_flexgen.profiling.subject import Clock, Figures, Subject, Watch
-from h2o_flexgen.schedule.schedule import LANES, WORKERS, Op
+from h2o_flexgen.schedule import ops
 
 SHARE_OF_DISK = 4  # a quarter of what is free there is written at most
 LEAST_DISK_BYTES = 8 * CHUNK_BYTES  # below, a rate says little
 READ, WRITE, BOTH = "disk_read_per_s", "disk_write_per_s", "disk_both"
-LANES_OF = {READ: LANES[Op.READ_W], WRITE: LANES[Op.WRITE_KV]}
 COPY, SUM = "host_copy_per_s", "host_read_per_s"
 LINKS = {  # is the host's end page-locked -> to the device, and back
     True: ("host_to_device_per_s", "device_to_host_per_s"),
@@ -90,7 +89,7 @@ class DiskTrial:
 
     def _rate(self, way: str, seconds: float) -> float:
         """By as many at once as the lane has workers, so that the end of one task leaves no thread idle."""
-        workers = WORKERS[LANES_OF[way]]
+        workers = ops.WORKERS[ops.READ if way == READ else ops.WRITE]
         begun = time.perf_counter()
         with ThreadPoolExecutor(workers) as pool:
             done = sum(pool.map(lambda place: self._moved(way, place, workers, begun + seconds), range(workers)))
