@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,8 @@ from h2o_flexgen.planning.cost import predicted_bytes
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.contract import Case, Checkpoints, compare, generate_with
 from tests.inverted import TRAILER, Inverted, opened_inverted
-from tests.test_contract import CHOICES, EQUAL, MANY, MIXES, RAGGED, covering
+from tests.pairwise import on_devices
+from tests.test_contract import CHOICES, EQUAL, MANY, MIXES, RAGGED
 
 ON_DISK, IN_MEMORY = (MIXES[2], MIXES[3], MIXES[6]), ((100, 0, 0, 0, 0, 0), (0, 100, 0, 50, 0, 50), (40, 60, 100, 0, 100, 0))
 CASES = {name: choices for name, choices in CHOICES.items() if name not in ("overlap", "weight_codec", "kv_codec")} | {
@@ -25,21 +27,20 @@ CASES = {name: choices for name, choices in CHOICES.items() if name not in ("ove
 }
 
 
-@pytest.mark.parametrize("values", list(covering(CASES)))
+@pytest.mark.parametrize("values", on_devices(CASES))
 def test_tokens_and_logits_equal_the_resident_loop_when_weights_come_from_a_packed_file(
-    values: dict[str, object], any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    case = Case(device=any_device, **values)  # type: ignore[arg-type]
+    case = Case(**values)
     with opened_inverted(case, checkpoints, offload) as llm:
         compare(replace(case, weight_codec=Inverted.name), checkpoints, *generate_with(llm, case))
 
 
-@pytest.mark.parametrize("percent", [*ON_DISK, IN_MEMORY[1]])
-@pytest.mark.parametrize("schedule", CHOICES["schedule"])
+@pytest.mark.parametrize("values", on_devices({"schedule": CHOICES["schedule"], "percent": (*ON_DISK, IN_MEMORY[1])}))
 def test_a_run_moves_the_bytes_of_the_codec(
-    percent: tuple[float, ...], schedule: str, any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    case = Case("llama-gqa", percent, MANY, device=any_device, schedule=schedule)
+    case = Case("llama-gqa", lengths=MANY, **values)
     with opened_inverted(case, checkpoints, offload) as llm:
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         workload = Workload(case.lengths, case.gen_len)
@@ -68,7 +69,7 @@ def test_a_layer_is_decoded_once_for_all_batches(
     with opened_inverted(case, checkpoints, offload, codec=codec) as llm:
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         matrices = sum(tensor.numel for layer in llm.spec.layers for tensor in layer.matrices)
-        looked_up = llm.spec.hidden * sum(length + case.gen_len - 1 for length in padded(case))
+        looked_up = llm.spec.width * sum(length + case.gen_len - 1 for length in padded(case))
     passes = case.gen_len * (3 if schedule == "row_by_row" else 1)
     assert codec.decoded == passes * matrices + looked_up
 
@@ -83,11 +84,11 @@ def test_of_a_head_as_much_as_fits_is_decoded_once_for_all_batches(
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         *layers, head = llm.spec.layers
         matrices = sum(tensor.numel for layer in layers for tensor in layer.matrices)
-        rows = [part.stop - part.start for part in head.table_parts]
+        rows = [part.stop - part.start for part in head.logit_parts]
         assert len(rows) == 9 and max(layer.decoded_nbytes for layer in layers) // head.decoded_nbytes - 1 == held
-        looked_up = llm.spec.hidden * sum(length + case.gen_len - 1 for length in padded(case))
+        looked_up = llm.spec.width * sum(length + case.gen_len - 1 for length in padded(case))
     decoded_rows = sum(rows) + 2 * sum(rows[held:])
-    assert codec.decoded == case.gen_len * (matrices + llm.spec.hidden * decoded_rows) + looked_up
+    assert codec.decoded == case.gen_len * (matrices + llm.spec.width * decoded_rows) + looked_up
 
 
 def padded(case: Case) -> list[int]:
