@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.models.config_values import EOS, eos_ids_of
 from h2o_flexgen.models.json_file import read_object
@@ -13,7 +14,7 @@ from h2o_flexgen.models.json_file import read_object
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-AUTO, BYTES = "auto", "bytes"  # the model's own tokenizer; every byte a token
+BYTES = "bytes"  # every byte is a token; AUTO is the model's own tokenizer
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
