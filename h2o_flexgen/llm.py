@@ -180,8 +180,9 @@ class LLM(ModelUnderPlan):
         if self._auto is not None:
             self._auto.provide(self, workload, asks_of_prompts, on_stage)
         at_once = positions_at_once(self.plan, self.spec.vocab) if asks_of_prompts else 0
-        if planned is None or (planned.plan, planned.workload, planned.scored_at_once) != (self.plan, workload, at_once):
-            planned = self._fitting(workload, at_once)
+        own = self.planned(workload, None, at_once)
+        planned = planned if planned == own else own
+        planned.refuse_what_does_not_fit(self.budgets)
         return Prepared(rows, planned)
 
     def chat(

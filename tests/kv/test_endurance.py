@@ -36,7 +36,7 @@ def child(code: str, *arguments: object) -> dict[str, Any]:
 PEAK = """
 import json, sys, psutil
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.llm import peak_resident_bytes
+from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.core.workload import Workload
 folder, (length, rows, generated), options = sys.argv[1], map(int, sys.argv[2:5]), json.loads(sys.argv[5])
 with LLM(folder, dtype="float32", gpu_batch_size=rows, **options) as llm:
@@ -44,7 +44,7 @@ with LLM(folder, dtype="float32", gpu_batch_size=rows, **options) as llm:
     before = psutil.Process().memory_info().rss
     prompts = [[(7 * i + row) % 113 for i in range(length)] for row in range(rows)]
     llm.generate(prompts, SamplingParams(max_tokens=generated))
-    needed = llm.check(Workload((length,) * rows, generated)).total("host")
+    needed = llm.check(Workload((length,) * rows, generated)).footprint.total("host")
     print(json.dumps({"grown": peak_resident_bytes() - before, "needed": needed}))
 """
 
