@@ -8,16 +8,13 @@ Nothing is loaded by the constructor: the first `generate` knows the workload, r
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.auto_plan import AutoPlan
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.hints import shown
 from h2o_flexgen.engine.conversation import Conversation, Extent
 from h2o_flexgen.engine.engine import OnVisit, Until
 from h2o_flexgen.engine.generate import Prepared, Running
@@ -43,10 +40,10 @@ from h2o_flexgen.engine.stage import OnStage
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.threads import set_threads
 from h2o_flexgen.memory.threads import do_without_lost_threads
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.options import arguments_of, asked_plan, name_of, what_is_searched
 from h2o_flexgen.planning.footprint import DoesNotFit, WorkloadPlan
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.sampling.elsewhere import ARGUMENTS, OPTIONS, refuse_unknown
+from h2o_flexgen.sampling.elsewhere import ARGUMENTS, refuse_unknown
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.text.dialogue import choose_style
@@ -86,13 +83,12 @@ class LLM(ModelUnderPlan):
     ) -> None:
         """`threads`: that compute on the CPU, of the whole process (default: as torch has them).
         `plan_options` are what Plan.create takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ..."""
-        is_found = isinstance(percent, str) and percent == AUTO
-        asked = _asked_plan(plan, percent, plan_options, is_found)
+        asked = asked_plan(plan, percent, plan_options, arguments_of(LLM))
         asked = asked if overlap else asked.without_overlap()
         dtype = str(dtype).removeprefix("torch.")
-        self._auto = AutoPlan(_asked(asked, plan_options), dtype) if is_found else None
+        self._auto = AutoPlan(what_is_searched(asked, plan_options), dtype) if isinstance(percent, str) else None
         self.stats: Stats | None = None
-        names = _name("model", model), _name("tokenizer", tokenizer)
+        names = name_of("model", model), name_of("tokenizer", tokenizer)
         set_threads(threads)
         do_without_lost_threads()
         super().__init__(*names, asked, dtype, device, gpu_mem, cpu_mem, offload_dir, dummy_weights, on_stage)
@@ -151,7 +147,7 @@ class LLM(ModelUnderPlan):
         `forced`: of each row the first tokens, which are given and not picked; they count in max_tokens, and none of them ends
         the row. `on_logits` gets those of every token, in fp32 and in host memory, good until it returns. Where
         prompts have several completions (n), each is a row: listeners hear its place among all of them."""
-        refuse_unknown("argument", unknown, _arguments(LLM.generate), ARGUMENTS)
+        refuse_unknown("argument", unknown, arguments_of(LLM.generate), ARGUMENTS)
         if isinstance(prompts, Prepared):
             prepared = prompts.for_use_under(self.plan, sampling_params, forced)
         else:
@@ -200,7 +196,7 @@ class LLM(ModelUnderPlan):
         """Answers to a chat, which is a list of {"role": ..., "content": ...}, or to each of a list of chats. They are written
         down by the model's chat template; or, where it has none, as a script of User: and Assistant: (`style` names the one or
         the other, or "plain"). Each call computes all of it anew: `converse` keeps what was said."""
-        refuse_unknown("argument", unknown, _arguments(LLM.chat), ARGUMENTS)
+        refuse_unknown("argument", unknown, arguments_of(LLM.chat), ARGUMENTS)
         written = choose_style(style, self.tokenizer)
         prompts = [written.whole(chat) for chat in read_chats(messages)]
         params = [replace(one, stop=(*one.stop_strings, *written.stops)) for one in for_each(sampling_params, len(prompts))]
@@ -250,35 +246,3 @@ class LLM(ModelUnderPlan):
             raise DoesNotFit(f"{error}; or give a shorter context, or a KV policy that keeps less") from None
         self._conversation = Conversation(self._ready(on_stage), planned, self.tokenizer, extent, seed)
         return self._conversation
-
-
-def _asked_plan(
-    plan: Plan | None, percent: Sequence[float] | str | None, options: Mapping[str, object], is_found: bool
-) -> Plan:
-    """Nothing that was asked for is dropped in silence."""
-    refuse_unknown("option", options, [*Plan.option_names(), *_arguments(LLM)], OPTIONS)
-    if isinstance(percent, str) and not is_found:
-        raise ValueError(f"percent is {shown(percent)}; give six numbers, or {AUTO!r} to have a plan found")
-    if plan is None:
-        asked = Plan.create(**options)
-        return asked if percent is None or is_found else asked.with_percent(percent)  # type: ignore[arg-type]
-    if other := next(iter([*options, *(["percent"] if percent is not None else [])]), None):
-        raise ValueError(f"both plan and {other} are given; put {other} into the plan, or leave the plan out")
-    return plan
-
-
-def _arguments(function: Callable[..., object]) -> list[str]:
-    """Those that it names."""
-    return [name for name, one in signature(function).parameters.items() if one.kind is not Parameter.VAR_KEYWORD]
-
-
-def _asked(plan: Plan, options: Mapping[str, object]) -> Asked:
-    """Sizes that were given are kept."""
-    sizes, batches = ((getattr(plan, name),) if name in options else () for name in ("gpu_batch_size", "num_gpu_batches"))
-    return Asked(plan, sizes, batches)
-
-
-def _name(what: str, given: object) -> str:
-    if not isinstance(given, (str, os.PathLike)):
-        raise ValueError(f"{what} is a {type(given).__name__}; give a name on the hub, or a folder")
-    return str(given)
