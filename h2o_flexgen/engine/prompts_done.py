@@ -16,7 +16,7 @@ from h2o_flexgen.models.derived import cache_folder
 from h2o_flexgen.sampling.output import Completion
 
 OnCompletion: TypeAlias = Callable[[Completion], object]
-UseTqdm: TypeAlias = "bool | Callable[..., Any]"  # on stderr, or on a bar made by something like tqdm
+UseTqdm: TypeAlias = "bool | Callable[..., Any]"  # True: on stderr; or a function that makes a bar like tqdm's
 Listeners: TypeAlias = "tuple[OnToken | None, OnStage | None]"
 DESCRIPTION = "prompts"
 
@@ -29,7 +29,7 @@ class _Bar(Protocol):
 
 @contextmanager
 def shown_progress(use_tqdm: UseTqdm, rows: Sequence[RowState], told: Listeners) -> Iterator[Listeners]:
-    """Who listens to tokens and stages, and whoever shows how many prompts are done."""
+    """The given listeners, which also show how many prompts are done if `use_tqdm` asks for it."""
     if not use_tqdm:
         yield told
     elif use_tqdm is True:
@@ -54,7 +54,7 @@ def _on_stderr(progress: Progress, rows: Sequence[RowState], told: Listeners) ->
 
     def show_stage(stage: Stage, done_bytes: int, total_bytes: int) -> None:
         nonlocal begun
-        begun = time.monotonic()  # tokens begin to come behind the last stage
+        begun = time.monotonic()  # tokens come after the last stage
         if stage is Stage.MENDING:
             progress.note(damaged_copy(cache_folder("")))
         progress.stage(str(stage), how_far(done_bytes, total_bytes))
@@ -65,7 +65,7 @@ def _on_stderr(progress: Progress, rows: Sequence[RowState], told: Listeners) ->
 
 
 def _counting(rows: Sequence[RowState], on_token: OnToken | None, show: Callable[[int, int], object]) -> OnToken:
-    """`show` gets whether the token ended its prompt, and how many tokens there were."""
+    """Calls `show` for each token with whether it ended its prompt, and with the number of tokens so far."""
     waiting, tokens = Counter(row.index for row in rows), 0
 
     def count(place: int, token: int, text: str | None) -> None:
