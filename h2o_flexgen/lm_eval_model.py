@@ -20,7 +20,7 @@ from h2o_flexgen.lm_eval import MISSING
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.chat_template import render, render_unfinished
-from h2o_flexgen.text.tokenizer import HfTokenizer
+from h2o_flexgen.text.load_tokenizer import HfTokenizer
 
 try:
     from lm_eval import utils

@@ -21,7 +21,8 @@ from h2o_flexgen.models.layout import Config
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.text.tokenizer import BYTES, Tokenizer, load_tokenizer
+from h2o_flexgen.text.load_tokenizer import load_tokenizer
+from h2o_flexgen.text.tokenizer import BYTES, Tokenizer
 
 DUMMY_SEED = 0
 SILENT = Stages(None)
