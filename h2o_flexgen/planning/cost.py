@@ -164,7 +164,7 @@ class Cost:
 
 
 def predicted_bytes(blocks: BlockPlans, stop_at: Callable[[Task], bool] | None = None) -> dict[str, int]:
-    """What a run of these blocks moves, lane by lane, when no row finishes early; with `stop_at`, until a task."""
+    """What a run of these blocks moves, lane by lane, when no row finishes early; `stop_at` ends the run at a task."""
     total: Counter[str] = Counter()
     for block, count in blocks.alike:
         cost = Cost(block)
