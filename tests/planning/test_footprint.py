@@ -256,7 +256,9 @@ def test_scoring_allocates_no_more_in_passing_than_is_estimated(
     rows = BatchRows(batch, states, plan, 1, torch.device("cpu"))
     weights = {name: torch.randn(tensor.shape, dtype=value_type) for name, tensor in model.spec.layers[-1].tensors}
     hidden = torch.randn(2, tokens, model.spec.width, dtype=value_type)
-    scorer = Scorer([[(row, [1] * (tokens - 5))] for row in batch.rows], at_once)
+    params, tokenizer, after = SamplingParams(max_tokens=tokens - 5), ByteTokenizer(vocab), [1] * (tokens - 5)
+    asked = [RowState(row, [row] * 6, params, tokenizer, forced=after) for row in batch.rows]
+    scorer = Scorer(asked, tokenizer, at_once)
     most = peak_allocated(lambda: scorer(rows, hidden, partial(model.head, weights=weights), 0), [hidden, *weights.values()])
     estimate = SLACK * working_bytes(model.spec, plan, plan.policy.slots(batch, 1), kernel_threads(), at_once)
     assert rows.is_done and len(scorer.scored) == 2 and most <= estimate
