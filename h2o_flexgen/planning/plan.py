@@ -14,7 +14,8 @@ from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.schedule.schedule import SCHEDULES, Traffic
+from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Plan:
     @property
     def has_own_slots(self) -> bool:
         """Has the schedule a number of slots that nobody can choose?"""
-        return SCHEDULES[self.schedule](Traffic(steps=1, layers=1, batches=1, slots=1)).slots > 1
+        return SCHEDULES[self.schedule](Traffic(steps=1, layers=1, batches=1, slots=1)).buffers > 1
 
     def without_overlap(self) -> Plan:
         """One slot: fetch, compute and store one after the other."""
