@@ -25,7 +25,7 @@ from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.llm import LLM, default_offload_folder
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.footprint import DoesNotFit
+from h2o_flexgen.planning.budgets import DoesNotFit
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import lane_bounds

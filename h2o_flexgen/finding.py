@@ -16,7 +16,7 @@ from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.demo import demo_folder
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Request
+from h2o_flexgen.planning.budgets import Budgets, DoesNotFit, Request
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.positions import check_positions, check_rolling

@@ -61,7 +61,8 @@ from h2o_flexgen.models.dummy import DummySource
 from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.models.leftovers import remove_leftovers
 from h2o_flexgen.models.packed import PackedCheckpoint
-from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Footprint, Request, refuse_what_does_not_fit
+from h2o_flexgen.planning.budgets import Budgets, DoesNotFit, Request, refuse_what_does_not_fit
+from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, check_rolling, most_tokens
 from h2o_flexgen.quant.codec import PLAIN

@@ -24,7 +24,7 @@ from h2o_flexgen.cli.plan_arguments import parse
 from h2o_flexgen.cli.report import say
 from h2o_flexgen.cli.timeline_picture import draw_timelines, two_steps
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.planning.footprint import refuse_what_does_not_fit
+from h2o_flexgen.planning.budgets import refuse_what_does_not_fit
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.planning.search import Candidate, Found, Problem, refuse_what_never_fits, search
 

@@ -24,7 +24,7 @@ ROOMS = {
     "core": ("quant",),
     "schedule": ("core",),
     "policies": ("core",),
-    "planning": ("core", "policies", "quant", "schedule"),
+    "planning": ("core", "kernels", "policies", "quant", "schedule"),
     "memory": ("core", "quant"),
     "models": ("core", "demo", "quant"),
     "kv": ("kernels", "models", "policies", "quant"),

@@ -93,10 +93,6 @@ class LayerSpec:
         return (*packed, replace(self.packed_table, shape=(largest, *self.packed_table.shape[1:])))
 
     @property
-    def decoded_nbytes(self) -> int:
-        return sum(tensor.decoded_nbytes for tensor in self.decoded)
-
-    @property
     def matrices(self) -> tuple[TensorSpec, ...]:
         """Weights that every token is multiplied with: of a table, rows are only looked up."""
         tables = "embed_" if self.kind == "embed" else None

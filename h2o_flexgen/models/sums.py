@@ -16,7 +16,7 @@ from hashlib import blake2b, shake_256
 
 import numpy
 
-from h2o_flexgen.models.files import ALIGNMENT, align_up
+from h2o_flexgen.core.layout import ALIGNMENT, aligned
 
 STRETCH_BYTES = 1 << 20  # whoever reads a part of a tensor reads whole stretches
 WORDS = ALIGNMENT // 8  # of a page
@@ -38,7 +38,7 @@ class Sums:
 
     def are_of(self, data: Buffer, start: int, nbytes: int) -> bool:
         """Whether the sums were made of this part of a tensor: `data` from byte `start` on, of `nbytes` in all."""
-        is_whole = len(data) % STRETCH_BYTES == 0 or align_up(start + len(data)) == align_up(nbytes)
+        is_whole = len(data) % STRETCH_BYTES == 0 or aligned(start + len(data)) == aligned(nbytes)
         assert start % STRETCH_BYTES == 0 and is_whole, (start, len(data), nbytes)
         digits = 2 * DIGEST_BYTES
         first = start // STRETCH_BYTES

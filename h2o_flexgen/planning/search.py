@@ -19,7 +19,7 @@ from h2o_flexgen.core.tiers import DEVICE
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.block_plan import plan_blocks
-from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Request
+from h2o_flexgen.planning.budgets import Budgets, DoesNotFit, Request
 from h2o_flexgen.planning.linear import Answer, Case, solve, solve_thoroughly
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares

@@ -12,7 +12,7 @@ from hypothesis import strategies as draw
 
 from h2o_flexgen.core.workload import MOST_PROMPTS, Batch, Block, BlockSize, Workload
 from h2o_flexgen.planning.block_plan import shape_of
-from h2o_flexgen.planning.footprint import Request
+from h2o_flexgen.planning.budgets import Request
 from h2o_flexgen.planning.plan import Plan
 from tests.planning.worlds import tiny_spec
 

@@ -11,7 +11,7 @@ import pytest
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.block_plan import plan_blocks
-from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Request, refuse_what_does_not_fit
+from h2o_flexgen.planning.budgets import Budgets, DoesNotFit, Request, refuse_what_does_not_fit
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing

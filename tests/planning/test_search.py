@@ -14,7 +14,7 @@ from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning import search as search_module
-from h2o_flexgen.planning.footprint import Budgets
+from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.search import LATENCY, NEAR, NoPlan, Problem, nearest_miss, search
 from tests.planning.test_linear import SLOW
