@@ -69,7 +69,7 @@ def test_a_layer_is_decoded_once_for_all_batches(
     with opened_inverted(case, checkpoints, offload, codec=codec) as llm:
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         matrices = sum(tensor.numel for layer in llm.spec.layers for tensor in layer.matrices)
-        looked_up = llm.spec.hidden * sum(length + case.gen_len - 1 for length in padded(case))
+        looked_up = llm.spec.width * sum(length + case.gen_len - 1 for length in padded(case))
     passes = case.gen_len * (3 if schedule == "row_by_row" else 1)
     assert codec.decoded == passes * matrices + looked_up
 
@@ -84,11 +84,11 @@ def test_of_a_head_as_much_as_fits_is_decoded_once_for_all_batches(
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         *layers, head = llm.spec.layers
         matrices = sum(tensor.numel for layer in layers for tensor in layer.matrices)
-        rows = [part.stop - part.start for part in head.table_parts]
+        rows = [part.stop - part.start for part in head.logit_parts]
         assert len(rows) == 9 and len(part_starts(llm.spec, head)) - 1 == held
-        looked_up = llm.spec.hidden * sum(length + case.gen_len - 1 for length in padded(case))
+        looked_up = llm.spec.width * sum(length + case.gen_len - 1 for length in padded(case))
     decoded_rows = sum(rows) + 2 * sum(rows[held:])
-    assert codec.decoded == case.gen_len * (matrices + llm.spec.hidden * decoded_rows) + looked_up
+    assert codec.decoded == case.gen_len * (matrices + llm.spec.width * decoded_rows) + looked_up
 
 
 def padded(case: Case) -> list[int]:

@@ -1,5 +1,5 @@
-"""Coding: how the values of a slot are kept: as they are computed with, or as the bytes of a codec. A head's values of one
-token are encoded by themselves, so a slot can be rewritten alone."""
+"""Coding: how the values of a slot are stored: in the dtype of computation, or as a codec's bytes. Each head's values of one
+token are encoded separately, so a slot can be rewritten alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from h2o_flexgen.kernels.decode_attention import Kept
 from h2o_flexgen.quant.codec import CODECS, PACKED, PLAIN
 
-BITS = {codec: bits for bits, codec in PACKED.items()}  # of a value, in codecs of groups
+BITS = {codec: bits for bits, codec in PACKED.items()}  # bits per value of codecs that store groups
 
 
 @dataclass(frozen=True)
 class Coding:
     codec: str
-    dtype: torch.dtype  # computed with
+    dtype: torch.dtype  # used in computation
     head_dim: int
 
     @property
@@ -30,11 +30,11 @@ class Coding:
 
     @property
     def width(self) -> int:
-        """Of what is kept of a head's values, in values of the dtype they are kept in."""
+        """The stored length of a head's values for one token, in elements of `kept_dtype`."""
         return CODECS[self.codec].nbytes((self.head_dim,), self.dtype.itemsize) // self.kept_dtype.itemsize
 
     def encode(self, values: Tensor) -> Tensor:
-        """(..., head_dim) -> (..., width)"""
+        """Encodes (..., head_dim) to (..., width)."""
         if self.is_plain:
             return values
         kept = torch.empty(*values.shape[:-1], self.width, dtype=torch.uint8, device=values.device)
@@ -42,7 +42,7 @@ class Coding:
         return kept
 
     def decode(self, kept: Tensor) -> Tensor:
-        """(..., width) -> (..., head_dim)"""
+        """Decodes (..., width) to (..., head_dim)."""
         if self.is_plain:
             return kept
         values = torch.empty(*kept.shape[:-1], self.head_dim, dtype=self.dtype, device=kept.device)
@@ -50,7 +50,7 @@ class Coding:
         return values
 
     def attendable(self, kept: Tensor) -> Kept:
-        """(rows, kv_heads, slots, width), for attention of a step, which reads plain values and groups where they lie."""
+        """Prepares (rows, kv_heads, slots, width) for decode attention, which reads plain values and packed groups in place."""
         if self.is_plain or self.codec in BITS:
             return Kept(kept, BITS.get(self.codec))
         return Kept(self.decode(kept))

@@ -19,14 +19,14 @@ import yaml
 from h2o_flexgen.core.documents import parse_yaml
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.core.model_spec import DTYPE_BYTES
+from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, MLP_VISIT
 from h2o_flexgen.core.numbers import decimal_number
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.quant.codec import PACKED
 
 DEVICES = ("cpu", "cuda")
 EVICTION = "eviction"
-VISITS = ("attention", "mlp", EVICTION)
+VISITS = (ATTENTION_VISIT, MLP_VISIT, EVICTION)
 PLAIN_SCORES, WITH_SCORES = "plain", "scored"  # attention of prompts: without or with what every key got of it
 Curve = tuple[tuple[int, float], ...]  # (rows, flop/s), more rows each time
 
