@@ -163,7 +163,7 @@ def test_what_fits_is_not_offloaded(accelerator: bool) -> None:
 
 
 def test_cases_that_are_solved_together_are_answered_as_if_alone() -> None:
-    spec = tiny_spec(blocks=5, hidden=256)  # all is many pages: else a per cent of it may be none
+    spec = tiny_spec(blocks=5, width=256)  # all is many pages: else a per cent of it may be none
     places = product((False, True), (UNIFORM, RAGGED))
     cases = [limited(case_of(accelerator, lengths, spec), 0.8) for accelerator, lengths in places]
     together = solve_thoroughly(cases)
