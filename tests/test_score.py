@@ -18,7 +18,7 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.scoring import Scored, decode_groups
 from h2o_flexgen.planning.budgets import Request
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.schedule.schedule import Op
+from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests import tiny
 from tests.contract import POLICIES, Case, Checkpoints

@@ -35,7 +35,9 @@ from h2o_flexgen.models.checkpoint import WeightSource
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import place_weights
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.schedule.schedule import Op, Schedule, Task, Visit
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.task import Task, Visit
 from h2o_flexgen.schedule.trace import Trace
 
 OnVisit = Callable[[Task, int], None]  # a COMPUTE is over; tokens picked so far in its block

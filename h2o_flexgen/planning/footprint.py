@@ -16,7 +16,8 @@ from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES, block_working_bytes, loading_bytes
-from h2o_flexgen.schedule.schedule import LANES, WORKERS, Op, Schedule
+from h2o_flexgen.schedule.ops import READ, WORKERS, WRITE
+from h2o_flexgen.schedule.schedule import Schedule
 
 Parts = dict[str, dict[str, int]]  # tier -> what it holds -> bytes
 
@@ -71,9 +72,9 @@ def _add_weights(parts: Parts, spec: ModelSpec, placement: Placement, schedule: 
         on_disk = [tensor for tensor in spec.tensors.values() if placement.weights[tensor.name] == DISK]
         parts[DISK]["weights"] += sum(aligned(tensor.stored_nbytes) for tensor in on_disk)
     if schedule.traffic.weights_on_disk:
-        parts[HOST]["weight slots"] += schedule.weight_slots * _largest_layer(spec, placement, DISK)
+        parts[HOST]["weight slots"] += schedule.weight_buffers * _largest_layer(spec, placement, DISK)
     if schedule.traffic.accelerator:
-        parts[DEVICE]["weight slots"] += schedule.weight_slots * _largest_layer(spec, placement, DISK, HOST)
+        parts[DEVICE]["weight slots"] += schedule.weight_buffers * _largest_layer(spec, placement, DISK, HOST)
 
 
 def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
@@ -93,7 +94,7 @@ def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
             parts[compute]["KV notes"] += region_bytes(layout.note_bytes(note_bytes))
         home = layout.disk_bytes if tier == DISK else region_bytes(layout.image_bytes)
         parts[tier if tier != DEVICE else compute]["KV"] += home
-    ring = schedule.slots * max(region_bytes(layout.image_bytes) for layout in layouts)
+    ring = schedule.buffers * max(region_bytes(layout.image_bytes) for layout in layouts)
     if DISK in traffic.kv.values():
         parts[HOST]["KV slots"] += ring
     if traffic.links_kv and any(traffic.moves_kv(*place) for place in traffic.kv):
@@ -106,15 +107,15 @@ def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule,
         parts[tier if tier != DEVICE else compute]["activations"] += nbytes
     moved = [nbytes for batch, nbytes in enumerate(sizes) if schedule.traffic.moves_hidden(batch)]
     if moved:
-        parts[compute]["activation slots"] += schedule.slots * max(moved)
+        parts[compute]["activation slots"] += schedule.buffers * max(moved)
     if DISK in schedule.traffic.hidden:
-        parts[HOST]["activation slots"] += (schedule.slots if compute == DEVICE else 0) * max(moved) + max(moved)
+        parts[HOST]["activation slots"] += (schedule.buffers if compute == DEVICE else 0) * max(moved) + max(moved)
 
 
 def _disk_buffers(planned: BlockPlan) -> int:
     """Whoever reads or writes has a buffer: the disk threads, the workers of both lanes, and the caller. Weights that stay in
     memory come through them as well."""
-    threads = READERS + WORKERS[LANES[Op.READ_KV]] + WORKERS[LANES[Op.WRITE_KV]] + 1
+    threads = READERS + WORKERS[READ] + WORKERS[WRITE] + 1
     on_disk = DISK in planned.schedule.traffic.kv.values()
     largest = max(slots.layout(planned.spec).padded_slot_bytes for slots in planned.slots) if on_disk else 0
     return threads * disk_buffer_bytes(largest)

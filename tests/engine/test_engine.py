@@ -19,7 +19,9 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.llama import Llama
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.schedule.schedule import SCHEDULES, Op, Task
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule.task import Task
 from tests.contract import Case, Checkpoints, generate_with, recorded_logits
 from tests.pairwise import on_devices
 

@@ -28,7 +28,9 @@ from h2o_flexgen.memory import shortage
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.schedule.schedule import Op, Schedule, Task
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.task import Task
 from tests.contract import POLICIES, Case, Checkpoints
 from tests.pairwise import covering
 

@@ -38,7 +38,7 @@ from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, 
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.schedule.schedule import SCHEDULES
+from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.contract import Case, Checkpoints
 from tests.kernels.variants import VARIANTS, used

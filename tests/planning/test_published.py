@@ -15,7 +15,7 @@ from h2o_flexgen.planning.budgets import Budgets, DoesNotFit, Request, refuse_wh
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.schedule.schedule import COMPUTE_LANE
+from h2o_flexgen.schedule.ops import COMPUTE_LANE
 from tests.scripts.loading import PROJECT, load_script
 
 published = load_script("published.py", "benchmarks")

@@ -32,7 +32,8 @@ from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.memory.ring import Ring
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.schedule.schedule import Schedule, Task
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.task import Task
 
 Index = tuple[slice, numpy.ndarray, numpy.ndarray, numpy.ndarray]
 SlotAction = Callable[[DiskRegion, KVLayout, numpy.ndarray, int, int], None]
@@ -103,7 +104,7 @@ class KVStore:
     def _ring(self, held: ExitStack, memory: HostTier | DeviceTier, needed: bool) -> Ring:
         """Zeroed: slots that a row does not fill are masked, but 0 * NaN of an earlier user would still be NaN."""
         largest = max(layout.image_bytes for layout in self._layouts)
-        ring = Ring(memory, self._schedule.slots, largest if needed else 0)
+        ring = Ring(memory, self._schedule.buffers, largest if needed else 0)
         held.callback(ring.free)
         ring.zero()
         return ring
@@ -137,7 +138,7 @@ class KVStore:
     def _working_region(self, task: Task) -> Tensor:
         if not self._schedule.traffic.moves_kv(task.layer, task.batch):
             return self._in_memory[task.layer, task.batch]
-        return (self._device_ring or self._host_ring)[self._schedule.slot(task.visit)]
+        return (self._device_ring or self._host_ring)[self._schedule.buffer(task.visit)]
 
     def load(self, task: Task) -> int:
         """Host -> device: all that is held, one range from the start."""
@@ -158,7 +159,7 @@ class KVStore:
 
     def _both_regions(self, task: Task) -> tuple[Tensor, Tensor]:
         """On the host and on the device."""
-        place, slot = (task.layer, task.batch), self._schedule.slot(task.visit)
+        place, slot = (task.layer, task.batch), self._schedule.buffer(task.visit)
         return self._host_ring[slot] if place in self._on_disk else self._in_memory[place], self._device_ring[slot]
 
     def _transfer(self, task: Task, first: int, last: int, to_device: bool) -> int:
@@ -201,14 +202,14 @@ class KVStore:
 
     def _journal_entry(self, task: Task, place: int, slots: Tensor) -> tuple[numpy.ndarray, Index, int, Tensor]:
         """The image and where in it the slots (rows, kv_heads) are; the entry's offset on disk, and a buffer for it."""
-        image = numpy_of(self._image(self._host_ring[self._schedule.slot(task.visit)], task.batch))
+        image = numpy_of(self._image(self._host_ring[self._schedule.buffer(task.visit)], task.batch))
         at = (slice(None), numpy.arange(len(slots))[:, None], numpy.arange(self._spec.kv_heads), slots.numpy())
         layout = self._layouts[task.batch].of_rows(len(slots))
         return image, at, layout.journal_start(place), self._memories.disk.scratch(layout.padded_slot_bytes)
 
     def _disk_slots(self, task: Task, unit: Unit, first: int, last: int, action: SlotAction) -> int:
         """Cuts a range of slots into chunks that the disk threads work on side by side."""
-        home, region = self._on_disk[task.layer, task.batch], self._host_ring[self._schedule.slot(task.visit)]
+        home, region = self._on_disk[task.layer, task.batch], self._host_ring[self._schedule.buffer(task.visit)]
         layout = self._layouts[task.batch].of_rows(unit.batch.size)
         image, chunk = numpy_of(self._image(region, task.batch))[:, : layout.rows], layout.slots_at_once
         cuts = [(home, layout, image, start, min(start + chunk, last)) for start in range(first, last, chunk)]
