@@ -24,7 +24,7 @@ ROOMS = {
     "core": ("quant",),
     "schedule": ("core",),
     "policies": ("core",),
-    "planning": ("core", "policies", "quant", "schedule"),
+    "planning": ("core", "kernels", "policies", "quant", "schedule"),
     "memory": ("core", "quant"),
     "models": ("core", "demo", "quant"),
     "kv": ("kernels", "models", "policies", "quant"),
@@ -33,7 +33,7 @@ ROOMS = {
     "engine": ("core", "kv", "memory", "models", "planning", "policies", "quant", "sampling", "schedule", "text"),
 }
 ROOMS["profiling"] = (*ROOMS["engine"], "engine", "kernels")
-FACE = ("options", "budgets", "open", "under_plan", "finding", "auto_plan", "llm")  # files above all rooms, the lowest first
+FACE = ("options", "open", "under_plan", "finding", "auto_plan", "llm")  # files above all rooms, the lowest first
 WITHOUT_TORCH = ("core", "schedule", "policies", "planning")
 PREDICTING = [
     f"{ROOT}.{name}" for name in ("planning.cost", "planning.pricing", "planning.predict", "planning.linear", "planning.search")
