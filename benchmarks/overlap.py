@@ -35,7 +35,7 @@ from h2o_flexgen.planning.pricing import lane_bounds
 from h2o_flexgen.profiling.kept import profiled
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.schedule.schedule import SCHEDULES
+from h2o_flexgen.schedule.table import SCHEDULES
 
 MEASURING = {"repetitions": 3, "seconds": 0.7}
 

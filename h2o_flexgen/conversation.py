@@ -22,7 +22,7 @@ from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams, one_params
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.schedule.schedule import Task
+from h2o_flexgen.schedule.task import Task
 from h2o_flexgen.text.prompts import token_ids
 from h2o_flexgen.text.tokenizer import Tokenizer
 

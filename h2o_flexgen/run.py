@@ -50,7 +50,7 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import BlockPrediction, predict
 from h2o_flexgen.profiling.others import Others
-from h2o_flexgen.schedule.schedule import Task
+from h2o_flexgen.schedule.task import Task
 from h2o_flexgen.text.prompt_file import given_prompts
 
 if TYPE_CHECKING:

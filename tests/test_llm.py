@@ -20,7 +20,7 @@ from h2o_flexgen.finding import Wish
 from h2o_flexgen.planning.footprint import DoesNotFit
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.profiling import kept
-from h2o_flexgen.schedule.schedule import SCHEDULES
+from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.real_tokenizers import save_byte_level
 from tests.tiny import VOCAB, save_tiny

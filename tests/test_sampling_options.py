@@ -18,7 +18,7 @@ from h2o_flexgen.engine import many_positions
 from h2o_flexgen.planning.footprint import Request
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.sampler import uniform
-from h2o_flexgen.schedule.schedule import Op
+from h2o_flexgen.schedule.ops import Op
 from tests import tiny
 from tests.adjusted_by_hand import adjusted_by_hand, picked_by_hand
 from tests.contract import POLICIES, Case, Checkpoints, distinct_prompts

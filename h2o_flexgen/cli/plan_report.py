@@ -163,7 +163,7 @@ def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def _slots(schedule: Schedule) -> str:
-    weights, others = schedule.weight_slots, schedule.slots
+    weights, others = schedule.weight_buffers, schedule.buffers
     if weights == others:
         return "1 slot, nothing overlaps" if weights == 1 else f"{weights} slots"
     return f"{weights} slots for weights and {others} for KV and activations"

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.schedule.schedule import Op, Task
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.task import Task
 
 if TYPE_CHECKING:
     from h2o_flexgen.core.workload import Block

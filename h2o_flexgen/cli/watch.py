@@ -12,7 +12,7 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import Cost
-from h2o_flexgen.schedule.schedule import Task
+from h2o_flexgen.schedule.task import Task
 
 
 class Watch:

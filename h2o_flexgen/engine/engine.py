@@ -35,7 +35,9 @@ from h2o_flexgen.models.checkpoint import WeightSource
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import place_weights
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.schedule.schedule import Op, Schedule, Task, Visit
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.task import Task, Visit
 from h2o_flexgen.schedule.trace import Trace
 
 OnVisit = Callable[[Task, int], None]  # a COMPUTE is over; tokens picked so far in its block
@@ -148,7 +150,7 @@ class Engine:
         kv: KVStore | None = None,
         may_run_out: bool = False,
     ) -> BlockRun:
-        """Runs one block. `rows` are all rows of the workload, in input order; `until` ends the run early at a task; `kv`
+        """Runs one block. `rows` are all rows of the workload, in input order; `stop_at` ends the run early at a task; `kv`
         holds what an earlier block has left. Want of memory is an error, unless it `may_run_out`: then it ends the block, all
         that was held for it is given back, and the `shortage` is told."""
         refuse_forked(self._process, f"the engine of {self._spec.name}")

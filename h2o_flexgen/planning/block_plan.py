@@ -1,4 +1,4 @@
-"""PlannedBlock: a block under a plan, with all that follows from the two: what lies where, and in which order it is done.
+"""BlockPlan: a block under a plan, with all that follows from the two: what lies where, and in which order it is done.
 
 Engine, footprint, cost, command line and benchmarks start from this one object.
 """
@@ -14,7 +14,8 @@ from h2o_flexgen.core.workload import Block, Workload
 from h2o_flexgen.planning.placement import Placement, place, place_weights, placed_shares, traffic
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
-from h2o_flexgen.schedule.schedule import SCHEDULES, Schedule
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.table import SCHEDULES
 
 
 @dataclass(frozen=True)

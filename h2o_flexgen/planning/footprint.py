@@ -90,9 +90,9 @@ def _add_weights(parts: Parts, spec: ModelSpec, placement: Placement, schedule: 
         on_disk = [tensor for tensor in spec.tensors.values() if placement.weights[tensor.name] == DISK]
         parts[DISK]["weights"] += sum(_aligned(tensor.stored_nbytes) for tensor in on_disk)
     if schedule.traffic.weights_on_disk:
-        parts[HOST]["weight slots"] += schedule.weight_slots * _largest_layer(spec, placement, DISK)
+        parts[HOST]["weight slots"] += schedule.weight_buffers * _largest_layer(spec, placement, DISK)
     if schedule.traffic.accelerator:
-        parts[DEVICE]["weight slots"] += schedule.weight_slots * _largest_layer(spec, placement, DISK, HOST)
+        parts[DEVICE]["weight slots"] += schedule.weight_buffers * _largest_layer(spec, placement, DISK, HOST)
 
 
 def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
@@ -129,7 +129,7 @@ def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
             parts[compute]["KV notes"] += _aligned(notes) + PAGE
         padded = (slots.capacity + slots.journal_capacity) * _kv_row_bytes(spec, slots.batch)
         parts[tier if tier != DEVICE else compute]["KV"] += padded if tier == DISK else images[batch] + PAGE
-    ring = schedule.slots * (max(images) + PAGE)
+    ring = schedule.buffers * (max(images) + PAGE)
     if DISK in traffic.kv.values():
         parts[HOST]["KV slots"] += ring
     if traffic.links_kv and any(traffic.moves_kv(*place) for place in traffic.kv):
@@ -147,9 +147,9 @@ def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule,
         parts[tier if tier != DEVICE else compute]["activations"] += nbytes
     moved = [nbytes for batch, nbytes in enumerate(sizes) if schedule.traffic.moves_hidden(batch)]
     if moved:
-        parts[compute]["activation slots"] += schedule.slots * max(moved)
+        parts[compute]["activation slots"] += schedule.buffers * max(moved)
     if DISK in schedule.traffic.hidden:
-        parts[HOST]["activation slots"] += (schedule.slots if compute == DEVICE else 0) * max(moved) + max(moved)
+        parts[HOST]["activation slots"] += (schedule.buffers if compute == DEVICE else 0) * max(moved) + max(moved)
 
 
 def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:

@@ -17,8 +17,11 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import Footprint, footprint
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.schedule.schedule import COMPUTE_LANE, SCHEDULES, Key, Schedule, Task
+from h2o_flexgen.schedule.ops import COMPUTE_LANE
+from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
+from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 
 ALL_STEPS = 6  # of a decode this short every step is simulated

@@ -28,14 +28,15 @@ from h2o_flexgen.profiling.sizes import Sizes
 from h2o_flexgen.profiling.subject import Figures, Subject, Watch
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.schedule.schedule import Key, Op, Task
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 
 TASK, VISIT = "task_seconds", "visit_seconds"
 KINDS = (ATTENTION_VISIT, MLP_VISIT)
 BLOCKS, PROMPT_LEN, SEED = 4, 4, 0
-KV = {"kv_read_per_s": "read", "kv_write_per_s": "write"}  # field -> lane
+KV = {"kv_read_per_s": Op.READ_KV.lane, "kv_write_per_s": Op.WRITE_KV.lane}  # field -> lane
 KV_BATCHES, KV_STEPS = 2, 4
 
 

@@ -15,7 +15,8 @@ from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.planning.block_plan import BlockPlan, plan_blocks
 from h2o_flexgen.planning.cost import Cost, predicted_bytes
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.schedule.schedule import SCHEDULES, Op
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.table import SCHEDULES
 from tests.tiny import tiny_config
 
 WORKLOAD = Workload((9, 3, 7, 5, 4), gen_len=3)

@@ -19,7 +19,7 @@ from h2o_flexgen.planning.predict import (
     sum_of_steps,
 )
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.schedule.schedule import SCHEDULES
+from h2o_flexgen.schedule.table import SCHEDULES
 from tests.planning.test_pricing import MACHINE, on
 from tests.planning.worlds import block_of, tiny_spec
 
