@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "h2o_flexgen"
-ROOMS = ("evaluation", "kv", "models", "policies", "profiling", "sampling", "text")  # rooms whose language was revised
+ROOMS = ("evaluation", "kv", "memory", "models", "policies", "profiling", "sampling", "schedule", "text")
 FRAGMENT = re.compile(
     "(That|Whose|Whom|Of|To|For|In|On|By|From|With|Without|Where|Per|Behind|Beside|Before|After|Between|Under|Into|Through|"
     r"Not|Nor|And|Or|But|Is|Are|Does|Do|Did|Has|Have|Can|May|Will)\b"
