@@ -33,7 +33,7 @@ class Zigzag(BlockOrder):
 
     @property
     def read_ahead(self) -> int:
-        """With an accelerator one layer more: the disk runs ahead of the link, so that no load waits for its read."""
+        """One layer more with an accelerator: the disk runs ahead of the link, so that no load waits for its read."""
         return self.load_ahead + (1 if self.traffic.accelerator and self.load_ahead else 0)
 
     def tasks(self) -> Iterator[Task]:
