@@ -6,7 +6,7 @@ The bytes are exact: a test holds them against what a run moved.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -14,7 +14,7 @@ from itertools import takewhile
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.core.workload import Batch, Block
-from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.schedule.ops import LANES, Data, Op
 from h2o_flexgen.schedule.schedule import Schedule
@@ -149,14 +149,11 @@ class Cost:
         return tuple(batch.parts(self.planned.plan.prefill_tokens) for batch in self.block.batches)
 
 
-def predicted_bytes(blocks: Iterable[BlockPlan], stop_at: Callable[[Task], bool] | None = None) -> dict[str, int]:
+def predicted_bytes(blocks: BlockPlans, stop_at: Callable[[Task], bool] | None = None) -> dict[str, int]:
     """What a run of these blocks moves, lane by lane, when no row finishes early; `stop_at` ends the run at a task."""
     total: Counter[str] = Counter()
-    alike: dict[object, list[BlockPlan]] = defaultdict(list)
-    for block in blocks:
-        alike[block.shape].append(block)
-    for first, *others in alike.values():
-        cost = Cost(first)
+    for block, count in blocks.alike:
+        cost = Cost(block)
         moved = cost.lane_bytes() if stop_at is None else cost.lane_bytes_until(stop_at)
-        total.update({lane: nbytes * (1 + len(others)) for lane, nbytes in moved.items()})
+        total.update({lane: nbytes * count for lane, nbytes in moved.items()})
     return dict(total)

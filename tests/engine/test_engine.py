@@ -167,7 +167,7 @@ def test_the_spans_of_a_run_keep_to_the_needs_of_its_schedule(any_device: str, c
         assert llm.stats is not None
         run = llm.stats.last_block
     spans = {span.key: span for span in run.trace.spans}
-    tasks = list(run.schedule.tasks())
+    tasks = list(run.planned.schedule.tasks())
     assert len(spans) == len(tasks)
     for task in tasks:
         for need in task.needs:
