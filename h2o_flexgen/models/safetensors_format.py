@@ -52,7 +52,7 @@ CODES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where the bytes of one tensor lie."""
+    """The place of one tensor's bytes."""
 
     name: str
     file: Path
