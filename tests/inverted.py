@@ -92,6 +92,6 @@ class InvertedCheckpoint:
 def opened_inverted(case: Case, checkpoints: Checkpoints, offload: Path, codec: Inverted | None = None) -> Iterator[LLM]:
     """The case with its matrices inverted, in a packed file."""
     with registered(codec or Inverted()) as chosen, case.open(checkpoints, offload) as llm:
-        llm._model.spec = llm.spec.packed(chosen.name)
-        llm._source = InvertedCheckpoint(case.kind, case.stored, case.dtype, llm.spec, checkpoints)
+        llm.model.spec = llm.spec.packed(chosen.name)
+        llm.source = InvertedCheckpoint(case.kind, case.stored, case.dtype, llm.spec, checkpoints)
         yield llm

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.core.layout import part_starts
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.planning.block_plan import plan_blocks
 from h2o_flexgen.planning.cost import predicted_bytes
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.contract import Case, Checkpoints, compare, generate_with
@@ -44,7 +44,7 @@ def test_a_run_moves_the_bytes_of_the_codec(
     with opened_inverted(case, checkpoints, offload) as llm:
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         workload = Workload(case.lengths, case.gen_len)
-        predicted = predicted_bytes(plan_blocks(llm.spec, llm.plan, workload, llm.device.accelerator))
+        predicted = predicted_bytes(llm.planned(workload).blocks)
         assert llm.stats is not None
         assert {lane: nbytes for lane, nbytes in llm.stats.moved_bytes.items() if nbytes} == predicted
 
@@ -85,7 +85,7 @@ def test_of_a_head_as_much_as_fits_is_decoded_once_for_all_batches(
         *layers, head = llm.spec.layers
         matrices = sum(tensor.numel for layer in layers for tensor in layer.matrices)
         rows = [part.stop - part.start for part in head.logit_parts]
-        assert len(rows) == 9 and max(layer.decoded_nbytes for layer in layers) // head.decoded_nbytes - 1 == held
+        assert len(rows) == 9 and len(part_starts(llm.spec, head)) - 1 == held
         looked_up = llm.spec.width * sum(length + case.gen_len - 1 for length in padded(case))
     decoded_rows = sum(rows) + 2 * sum(rows[held:])
     assert codec.decoded == case.gen_len * (matrices + llm.spec.width * decoded_rows) + looked_up
@@ -103,9 +103,9 @@ def test_room_for_the_largest_layer_decoded_is_promised_and_held(
     case = Case("llama-gqa", device=any_device)
     workload, compute = Workload(case.lengths, case.gen_len), HOST if any_device == "cpu" else DEVICE
     with case.open(checkpoints, offload) as llm:
-        assert llm.check(workload).parts[compute]["decoded weights"] == 0
+        assert llm.check(workload).footprint.parts[compute]["decoded weights"] == 0
     with opened_inverted(case, checkpoints, offload) as llm:
-        promised = llm.check(workload).parts[compute]["decoded weights"]
+        promised = llm.check(workload).footprint.parts[compute]["decoded weights"]
         llm.generate(case.prompts, SamplingParams(max_tokens=1))
         assert llm._engine is not None and llm._engine._weights._decoded is not None
-        assert promised == llm._engine._weights._decoded.nbytes >= max(layer.decoded_nbytes for layer in llm.spec.layers)
+        assert promised == llm._engine._weights._decoded.nbytes

@@ -17,8 +17,9 @@ from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.workload import Batch, Workload
 from h2o_flexgen.kernels.native import in_use
-from h2o_flexgen.planning.footprint import DoesNotFit
-from h2o_flexgen.schedule.schedule import Op, Task
+from h2o_flexgen.planning.workload_plan import DoesNotFit
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.task import Task
 from h2o_flexgen.text.made_up import made_up_prompts
 
 MOST_ROWS = 4096

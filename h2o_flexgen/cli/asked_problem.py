@@ -9,22 +9,23 @@ import psutil
 
 from h2o_flexgen.cli.plan_request import PlanRequest
 from h2o_flexgen.cli.requests import SiteRequest
-from h2o_flexgen.cli.shapes import Shapes
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.finding import AUTO, machine_before_profile, this_machine
 from h2o_flexgen.kernels.native import kernel_threads
-from h2o_flexgen.llm import default_offload_folder
 from h2o_flexgen.memory.device import Device, open_device
+from h2o_flexgen.open import OpenedModel
 from h2o_flexgen.planning.asked import Asked
-from h2o_flexgen.planning.footprint import Budgets
+from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.reserve import left_to_system
 from h2o_flexgen.planning.search import Problem
 from h2o_flexgen.profiling.kept import is_profiled
+from h2o_flexgen.profiling.this_machine import machine_before_profile, this_machine
 
 PROCESS_STEP = 64 << 20  # what a process holds is a little different each time; plans should not be. And one for a tokenizer
 
@@ -50,15 +51,17 @@ def _here(site: SiteRequest) -> tuple[Device, Path]:
 
 
 def problem_of(request: PlanRequest, machine: Machine) -> Problem:
-    number, asked = request.num_prompts, request.plan
+    """Shapes say all: no weights are fetched or converted for it."""
+    number, asked, seen = request.num_prompts, request.plan, request.model.without_weights()
+    accelerator = machine.has_accelerator
     return (Asked(asked, attend_on=(asked.attend_on,)) if isinstance(asked, Plan) else asked).problem(
         machine,
-        model=Shapes.of(request.model, machine.has_accelerator),
+        model=OpenedModel.of(seen.source, seen.dummy_weights, seen.dtype, accelerator).spec,
         workload=None if number is None else Workload.uniform(number, request.prompt_len, request.gen_len),
         prompt_len=request.prompt_len,
         gen_len=request.gen_len,
         budgets=_budgets(request, machine),
-        kernel_threads=kernel_threads(),
+        kernel_threads=0 if accelerator else kernel_threads(),
         writes_weights=request.model.dummy_weights,
     )
 

@@ -15,9 +15,9 @@ from h2o_flexgen.cli.errors import Ended, line_of
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import printable, say
 from h2o_flexgen.cli.watch import Opening, say_threads
-from h2o_flexgen.conversation import ContextFull, Conversation, Reply
 from h2o_flexgen.core.hints import did_you_mean
 from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.engine.conversation import ContextFull, Conversation, Reply
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import peak_resident_bytes

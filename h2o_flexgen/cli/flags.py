@@ -11,6 +11,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.hints import did_you_mean, shortened, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
@@ -26,10 +27,9 @@ from h2o_flexgen.policies.streaming import SINKS
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import PACKED
 from h2o_flexgen.sampling.params import LARGEST_PENALTY, LARGEST_SHIFT, LEAST_PENALTY, SEED_LIMIT, SamplingParams
-from h2o_flexgen.schedule.schedule import SCHEDULES
+from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import BYTES
 
-AUTO = "auto"
 BESIDE_BUDGET = ("hh_prompt_only", "sinks", "score_decay", "grace", "positions")  # beside a budget
 DUMMY_PATH = "_DUMMY_"
 TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")

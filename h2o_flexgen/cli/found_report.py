@@ -15,12 +15,14 @@ from h2o_flexgen.core.tiers import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.planning.asked import Asked
-from h2o_flexgen.planning.block_plan import BlockPlan, plan_blocks
-from h2o_flexgen.planning.footprint import Budgets, Footprint
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.budgets import Budgets
+from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction, sampled_steps, sum_of_steps
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
 from h2o_flexgen.planning.search import NEAR, Candidate, Found, NoPlan, Problem, search
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import PLAIN
 
 HEAD = ("block", "percent", "weights, KV as", "prefill s", "s/step", "tokens/s", "latency s")
@@ -54,34 +56,28 @@ class FoundReport:
         return isinstance(self.request.plan, Asked)
 
     @cached_property
-    def blocks(self) -> tuple[BlockPlan, ...]:
-        problem, plan = self.problem, self.best.plan
-        return tuple(plan_blocks(problem.model(plan), plan, problem.prompts(plan), problem.accelerator))
+    def planned(self) -> WorkloadPlan:
+        return self.problem.planned(self.best.plan, self.problem.prompts(self.best.plan))
 
     @property
     def first(self) -> BlockPlan:
-        return self.blocks[0]
+        return self.planned.blocks.first
 
     @cached_property
     def plan_report(self) -> PlanReport:
-        problem, plan = self.problem, self.best.plan
+        request = self.request
         return PlanReport(
-            model=self.request.model.name,
-            dummy_weights=self.request.model.dummy_weights,
-            spec=problem.model(plan),
-            requested=self.request.plan if isinstance(self.request.plan, Plan) else plan,
-            plan=plan,
-            workload=problem.prompts(plan),
-            blocks=self.blocks,
-            needed=problem.request(plan).footprint(),
-            budgets=problem.budgets,
-            accelerator=problem.accelerator,
+            model=request.model.name,
+            dummy_weights=request.model.dummy_weights,
+            requested=request.plan if isinstance(request.plan, Plan) else self.best.plan,
+            planned=self.planned,
+            budgets=self.problem.budgets,
             kernels=in_use(),
         )
 
     @cached_property
     def why(self) -> Why:
-        return Why(self.problem, self.best, self.first, self.plan_report.needed)
+        return Why(self.problem, self.best, self.first, self.planned.footprint)
 
     @cached_property
     def flags(self) -> list[str]:

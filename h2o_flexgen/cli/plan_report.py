@@ -4,7 +4,7 @@ KV policy keeps, and what is predicted."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -13,12 +13,14 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.llm import Stats
+from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.footprint import Budgets, Footprint
-from h2o_flexgen.planning.placement import Placement, image_bytes
+from h2o_flexgen.planning.budgets import Budgets
+from h2o_flexgen.planning.footprint import Footprint
+from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
@@ -34,26 +36,36 @@ KINDS = ("weights", "KV", "activations")
 class PlanReport:
     model: str
     dummy_weights: bool
-    spec: ModelSpec
     requested: Plan  # as asked for
-    plan: Plan  # in force: folded where there is no accelerator
-    workload: Workload
-    blocks: Sequence[BlockPlan]
-    needed: Footprint
+    planned: WorkloadPlan  # in force: folded where there is no accelerator
     budgets: Budgets
-    accelerator: bool
     kernels: str  # what the CPU works with: C, or torch
     packing: tuple[Path, int] | None = None  # where packed weights are kept, and the bytes to write there first
     tokenizer_note: str = ""
 
     @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    @property
+    def workload(self) -> Workload:
+        return self.planned.workload
+
+    @property
+    def needed(self) -> Footprint:
+        return self.planned.footprint
+
+    @property
+    def accelerator(self) -> bool:
+        return self.planned.accelerator
+
+    @property
     def first(self) -> BlockPlan:
-        """The largest block: prompts are sorted, longest first."""
-        return self.blocks[0]
+        return self.planned.blocks.first
 
     @property
     def kept(self) -> Kept:
-        return Kept(self.spec, self.plan.policy, self.blocks)
+        return Kept(self.planned)
 
     def lines(self) -> list[str]:
         return [*self._head(), "", *self._shares(), "", *self._needs()]
@@ -74,11 +86,11 @@ class PlanReport:
         }
 
     def _head(self) -> list[str]:
-        spec, plan, longest = self.spec, self.plan, max(self.workload.prompt_lens)
+        spec, plan, longest = self.planned.spec, self.plan, max(self.workload.prompt_lens)
         lines = [
             f"model     {self.model}: {spec.architecture}, {format_bytes(spec.weight_bytes)} of weights {self._written_down()}",
             f"prompts   {self.workload.num_prompts} of up to {longest} tokens, {self.workload.gen_len} to generate for each",
-            f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {len(self.blocks)} of them to run",
+            f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {len(self.planned.blocks)} of them to run",
             f"schedule  {plan.schedule}, {_slots(self.first.schedule)}, "
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
             f"KV        {self.kept.line()}{self._packed_kv()}",
@@ -97,7 +109,7 @@ class PlanReport:
         return lines
 
     def _written_down(self) -> str:
-        dtype, codec = self.spec.dtype, self.plan.weight_codec
+        dtype, codec = self.planned.spec.dtype, self.plan.weight_codec
         return f"in {dtype}" if codec == PLAIN else f"with matrices as {codec}, computed with in {dtype}"
 
     def _packed_kv(self) -> str:
@@ -158,7 +170,7 @@ def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:
 
 def _kv(planned: BlockPlan, placement: Placement) -> Iterable[tuple[str, int]]:
     for (_, batch), tier in placement.kv.items():
-        yield tier, image_bytes(planned.spec, planned.slots[batch])
+        yield tier, planned.slots[batch].layout(planned.spec).image_bytes
 
 
 def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -169,7 +181,7 @@ def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def _slots(schedule: Schedule) -> str:
-    weights, others = schedule.weight_slots, schedule.slots
+    weights, others = schedule.weight_buffers, schedule.buffers
     if weights == others:
         return "1 slot, nothing overlaps" if weights == 1 else f"{weights} slots"
     return f"{weights} slots for weights and {others} for KV and activations"
@@ -187,9 +199,15 @@ def _three(device_percent: float, host_percent: float) -> tuple[str, str, str]:
 class Kept:
     """What a KV policy keeps: what was asked for, and what it means in slots and in rows that fit the same memory."""
 
-    spec: ModelSpec
-    policy: KVPolicy
-    blocks: Sequence[BlockPlan] = field(repr=False)
+    planned: WorkloadPlan
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.planned.spec
+
+    @property
+    def policy(self) -> KVPolicy:
+        return self.planned.plan.policy
 
     def line(self) -> str:
         asked = ", ".join(f"{name} {value}" for name, value in self._asked.items())
@@ -213,12 +231,13 @@ class Kept:
 
     @property
     def evicts(self) -> bool:
-        return any(slots.evicts for slots in self._slots)
+        return any(slots.evicts for slots, _ in self._slots)
 
     @property
     def share(self) -> float:
         """The share of all tokens that is held at the end."""
-        return sum(self._held) / sum(self._totals)
+        held, totals = (sum(count * sum(each(slots)) for slots, count in self._slots) for each in (_held, _totals))
+        return held / totals
 
     @property
     def rows_in_same_memory(self) -> float:
@@ -231,25 +250,17 @@ class Kept:
         return {name: getattr(self.policy.options, name) for name in self.policy.options.given}
 
     @cached_property
-    def _slots(self) -> tuple[Occupancy, ...]:
-        return tuple(slots for one in self.blocks for slots in one.slots)
-
-    @property
-    def _held(self) -> list[int]:
-        """When the last token is generated, which is never stored."""
-        return [count for slots in self._slots for count in slots.counts(slots.gen_len)]
-
-    @property
-    def _totals(self) -> list[int]:
-        return [total + slots.gen_len - 1 for slots in self._slots for total in slots.taken_in]
+    def _slots(self) -> tuple[tuple[Occupancy, int], ...]:
+        """Of the batches of a block of each shape, and how many such blocks there are."""
+        return tuple((slots, count) for block, count in self.planned.blocks.alike for slots in block.slots)
 
     @property
     def _held_range(self) -> tuple[int, int]:
-        return min(self._held), max(self._held)
+        return _least_and_most(_held(slots) for slots, _ in self._slots)
 
     @property
     def _length_range(self) -> tuple[int, int]:
-        return min(self._totals), max(self._totals)
+        return _least_and_most(_totals(slots) for slots, _ in self._slots)
 
     @property
     def _row_bytes(self) -> int:
@@ -258,8 +269,22 @@ class Kept:
 
     def _capacity(self, policy: KVPolicy) -> int:
         """Slots of a row of the first batch, whose rows are the longest."""
-        block = self.blocks[0].block
+        block = self.planned.blocks.first.block
         return policy.slots(block.batches[0], block.gen_len).capacity
+
+
+def _held(slots: Occupancy) -> Sequence[int]:
+    """When the last token is generated, which is never stored."""
+    return slots.counts(slots.gen_len)
+
+
+def _totals(slots: Occupancy) -> Sequence[int]:
+    return [total + slots.gen_len - 1 for total in slots.taken_in]
+
+
+def _least_and_most(each: Iterable[Sequence[int]]) -> tuple[int, int]:
+    counts = [count for one in each for count in one]
+    return min(counts), max(counts)
 
 
 def _range(low: int, high: int) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from h2o_flexgen.cli.files import check_picture
 from h2o_flexgen.cli.flags import (
-    AUTO,
     DUMMY_PATH,
     TOKENS,
     TRACEBACK,
@@ -35,6 +34,7 @@ from h2o_flexgen.cli.requests import (
     refuse_search_options,
     site_of,
 )
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.workload import MOST_PROMPTS
 from h2o_flexgen.planning.asked import Asked

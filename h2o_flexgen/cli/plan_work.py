@@ -12,7 +12,6 @@ from h2o_flexgen.cli.pictures import draw_front, draw_timelines, two_steps
 from h2o_flexgen.cli.plan_request import PlanRequest
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.threads import set_threads
-from h2o_flexgen.planning.footprint import refuse_what_does_not_fit
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.planning.search import Candidate, Found, Problem, refuse_what_never_fits, search
@@ -41,14 +40,14 @@ def _refuse_before_profile(request: PlanRequest) -> None:
     if request.machine is None and not has_profile(request.site, request.model.dtype):
         before = problem_of(request, machine_before_measuring(request.site))
         if isinstance(request.plan, Plan):
-            refuse_what_does_not_fit(before.request(before.plan), before.budgets)
+            before.largest(before.plan).refuse_what_does_not_fit(before.budgets)
         else:
             refuse_what_never_fits(before)
 
 
 def _priced(problem: Problem) -> Found:
     """The plan as it is asked for, as if it had been found."""
-    refuse_what_does_not_fit(problem.request(problem.plan), problem.budgets)
+    problem.largest(problem.plan).refuse_what_does_not_fit(problem.budgets)
     one = Candidate(problem.plan, problem.predict(problem.plan))
     return Found(best=one, runners_up=(), front=(one,), cases=0, seconds_at_least=one.block_seconds)
 

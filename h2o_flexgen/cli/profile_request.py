@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from h2o_flexgen.cli.files import check_writable
-from h2o_flexgen.cli.flags import AUTO, TRACEBACK, Parser, add_device, add_threads, add_verbose
+from h2o_flexgen.cli.flags import TRACEBACK, Parser, add_device, add_threads, add_verbose
 from h2o_flexgen.cli.requests import SiteRequest, site_of
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.planning.machines import SUFFIXES
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.profile_request import ProfileRequest
+from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.threads import set_threads
-from h2o_flexgen.llm import default_offload_folder
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES, Curve, Machine
 from h2o_flexgen.profiling.kept import about, fingerprint_of, keep, note_partial, partial_file

@@ -8,7 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from h2o_flexgen.cli.flags import AUTO, DUMMY_PATH
+from h2o_flexgen.cli.flags import DUMMY_PATH
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.demo import demo_folder
 from h2o_flexgen.planning.asked import Asked

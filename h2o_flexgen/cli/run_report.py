@@ -29,17 +29,17 @@ from h2o_flexgen.cli.summary import (
 )
 from h2o_flexgen.cli.watch import Watch
 from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.threads import get_num_threads
-from h2o_flexgen.llm import Stats
 from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.planning.asked import Asked
-from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.cost import predicted_bytes
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, room_to_measure
 from h2o_flexgen.sampling.output import Completion
-from h2o_flexgen.schedule.schedule import COMPUTE_LANE, Op
+from h2o_flexgen.schedule.ops import COMPUTE_LANE, Op
 from h2o_flexgen.schedule.trace import Trace
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Outcome:
     """What a run has left."""
 
     job: Job
-    blocks: tuple[BlockPlan, ...]  # that were run to their end
+    blocks: BlockPlans  # that were run to their end
     stats: Stats
     completions: list[Completion]
     watch: Watch
@@ -97,7 +97,7 @@ class Outcome:
         assert self.job.machine is not None
         traces = {"measured": two_steps(self.stats.last_block.trace)}
         if self.job.stop_at is None:
-            last = BlockPrediction.of(self.blocks[-1], self.job.machine).trace
+            last = BlockPrediction.of(self.stats.last_block.planned, self.job.machine).trace
             traces = {"predicted": two_steps(last), **traces}
         draw_timelines(traces, file, f"{self.job.request.model.name}: decode steps")
 

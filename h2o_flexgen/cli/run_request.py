@@ -11,7 +11,6 @@ from pathlib import Path
 
 from h2o_flexgen.cli.files import check_output_file, check_picture, check_writable
 from h2o_flexgen.cli.flags import (
-    AUTO,
     DUMMY_PATH,
     MOST_IDS,
     REPEATABLE,
@@ -41,6 +40,7 @@ from h2o_flexgen.cli.requests import (
     sampling_of,
     site_of,
 )
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.workload import MOST_PROMPTS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.asked import Asked

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,19 +17,20 @@ from h2o_flexgen.cli.requests import check_device
 from h2o_flexgen.cli.run_report import Outcome
 from h2o_flexgen.cli.run_request import MadeUp, RunRequest
 from h2o_flexgen.cli.summary import after_first_layers
-from h2o_flexgen.cli.watch import Watch, say_threads, total_visits
-from h2o_flexgen.core.workload import Block, Workload
+from h2o_flexgen.cli.watch import Watch, say_threads
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.finding import Wish
-from h2o_flexgen.kernels.native import in_use, kernel_threads
+from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.planning.block_plan import BlockPlan, plan_blocks
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import predict
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.sampler import resolve_seed
-from h2o_flexgen.schedule.schedule import Task
+from h2o_flexgen.schedule.task import Task
 from h2o_flexgen.text.made_up import check_room, made_up_prompts
+from h2o_flexgen.text.prompts import Prompt
 
 WITH_ROOM = "everything in the fastest memory, which has room to spare: nothing is searched, and no machine measured"
 
@@ -70,11 +71,11 @@ class Job:
         asked = self.request.prompts
         if isinstance(asked, MadeUp):
             one = made_up_prompts(1, asked.length, self.llm.tokenizer, self.llm.spec.vocab)  # all of them are as long
-            self.llm.check_prompts(one, self.request.sampling)
+            self.llm.read(one, self.request.sampling)
             if self._is_counted:
                 self._check_room(asked)
         else:
-            self.llm.check_prompts(list(asked), self.request.sampling)
+            _ = self._read
         if self._wish is not None:
             self._wish.refuse_impossible()
 
@@ -125,10 +126,16 @@ class Job:
         return self.llm.plan.block_size if asked.number is None else asked.number
 
     @cached_property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def _read(self) -> list[Prompt]:
+        """The texts with their tokens; none where prompts are made up."""
+        asked = self.request.prompts
+        return [] if isinstance(asked, MadeUp) else self.llm.read(asked, self.request.sampling)
+
+    @cached_property
+    def prompts(self) -> list[Prompt] | list[list[int]]:
         asked = self.request.prompts
         if not isinstance(asked, MadeUp):
-            return list(asked)
+            return self._read
         self._check_room(asked)
         return made_up_prompts(self._num_made_up(asked), asked.length, self.llm.tokenizer, self.llm.spec.vocab)
 
@@ -138,39 +145,37 @@ class Job:
     @cached_property
     def workload(self) -> Workload:
         """All of it, also where only a part is run."""
-        asked, gen_len, encode = self.request.prompts, self.request.gen_len, self.llm.tokenizer.encode
+        asked, gen_len = self.request.prompts, self.request.gen_len
         if isinstance(asked, MadeUp):  # they need not be made to be counted
             return Workload.uniform(self._num_made_up(asked), asked.length, gen_len)
-        return Workload(tuple(len(encode(prompt)) for prompt in asked), gen_len)
+        return Workload(tuple(len(prompt.ids) for prompt in self._read), gen_len)
 
     @property
     def stop_at(self) -> Callable[[Task], bool] | None:
         return after_first_layers if self.request.stops_after_layers else None
 
-    def blocks(self, gen_len: int) -> tuple[BlockPlan, ...]:
-        workload = replace(self.workload, gen_len=gen_len)
-        return tuple(plan_blocks(self.llm.spec, self.llm.plan, workload, self.llm.device.accelerator))
+    @cached_property
+    def planned(self) -> WorkloadPlan:
+        return self.llm.check(self.workload)
 
-    def _planned(self, blocks: Iterable[Block]) -> tuple[BlockPlan, ...]:
-        llm = self.llm
-        return tuple(BlockPlan.of(llm.spec, llm.plan, block, llm.device.accelerator) for block in blocks)
+    @cached_property
+    def planned_run(self) -> WorkloadPlan:
+        """What is run of it."""
+        steps = self.request.steps
+        is_whole = steps == self.workload.gen_len
+        return self.planned if is_whole else self.llm.planned(replace(self.workload, gen_len=steps))
 
     # -- before --------------------------------------------------------------------------------------------------------
 
     @cached_property
     def plan_report(self) -> PlanReport:
-        llm, needed = self.llm, self.llm.check(self.workload)
+        llm, model = self.llm, self.request.model
         return PlanReport(
-            model=self.request.model.name,
-            dummy_weights=self.request.model.dummy_weights,
-            spec=llm.spec,
+            model=model.name,
+            dummy_weights=model.dummy_weights,
             requested=llm.requested,
-            plan=llm.plan,
-            workload=self.workload,
-            blocks=self.blocks(self.request.gen_len),
-            needed=needed,
+            planned=self.planned,
             budgets=llm.budgets,
-            accelerator=llm.device.accelerator,
             kernels=in_use(),
             packing=llm.packing,
             tokenizer_note=llm.tokenizer.note,
@@ -181,9 +186,7 @@ class Job:
         """Of the steps that are run; of what ends inside of a step nothing can be said."""
         if self.machine is None or self.stop_at is not None:
             return None
-        threads = 0 if self.llm.device.accelerator else kernel_threads()
-        prediction = predict(self.blocks(self.request.steps), self.machine, threads, self.llm.dummy_weights)
-        return Predicted(prediction, self.machine.name, self.llm.budgets)
+        return Predicted(predict(self.planned_run, self.machine), self.machine.name, self.llm.budgets)
 
     def announce(self) -> None:
         say(self.plan_report.lines())
@@ -205,18 +208,17 @@ class Job:
         return visit_when_done
 
     def run(self) -> None:
-        blocks, seed = self.blocks(self.request.steps), resolve_seed(self.request.seed)
-        params = self.request.sampling.up_to(self.request.steps)
-        with Progress(total_visits(blocks), "run", late=True) as progress:
+        request, blocks, seed = self.request, self.planned_run.blocks, resolve_seed(self.request.seed)
+        prepared = self.llm.prepare(self.prompts, request.sampling.up_to(request.steps), planned=self.planned_run)
+        with Progress(blocks.visits, "run", late=True) as progress:
             watch = Watch(blocks, progress)
             completions = self.llm.generate(
-                self.prompts,
-                params,
+                prepared,
                 seed=seed,
                 on_completion=None if self.output is None else self.output.add,
                 on_stage=watch.stage,
                 on_visit=self._listener(watch),
-                on_shrink=lambda shrink: watch.shrink(shrink.num_ended, self._planned(shrink.rest), str(shrink)),
+                on_shrink=lambda shrink: watch.shrink(shrink.num_ended, shrink.rest, str(shrink)),
                 stop_at=self.stop_at,
             )
             seconds = watch.seconds

@@ -10,10 +10,11 @@ from pathlib import Path
 from h2o_flexgen.cli.page import printable
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Block, Workload
-from h2o_flexgen.llm import Stats
+from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.output import Completion, StepLogprobs
-from h2o_flexgen.schedule.schedule import Op, Task
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.task import Task
 
 FIRST = 8  # completions that are shown unless all are wanted
 CHARACTERS = 600  # of a text that is shown unless all is wanted

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.group_decode import group_decode
 from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
+from h2o_flexgen.kernels.sizes import shared
 
 PACKED_KINDS = {4: 2, 8: 3}  # by their bits, counted on from plain values
-MOST_VALUES = 1024  # of a head in a slot
 
 
 class Kept(NamedTuple):
@@ -41,7 +41,7 @@ def decode_attention(q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Te
     """q (rows, kv_heads, group, dim); held (rows,), slots that count, the newest included, and as a mask to add (rows, 1, 1,
     slots) -> out like q, and sums (rows, kv_heads, slots) in float32."""
     native, dim = native_library(), q.shape[3]
-    if native is None or keys.kind is None or values.kind is None or dim > MOST_VALUES:
+    if native is None or keys.kind is None or values.kind is None or dim > shared().step_head_values:
         return decode_attention_twin(q, keys.values(dim, q.dtype), values.values(dim, q.dtype), mask)
     rows, kv_heads, group, _ = q.shape
     slots = keys.data.shape[2]

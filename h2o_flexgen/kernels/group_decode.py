@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.sizes import TWIN_VALUES
 
 GROUP = 64
-TWIN_VALUES = 1 << 20  # at once: what torch holds in passing stays small
 
 
 def group_decode(data: Tensor, out: Tensor, bits: int) -> None:

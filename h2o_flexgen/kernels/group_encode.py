@@ -9,8 +9,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.group_decode import GROUP, group_parts
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
-
-TWIN_VALUES = 1 << 20  # at once: what torch holds in passing stays small
+from h2o_flexgen.kernels.sizes import TWIN_VALUES
 
 
 def group_encode(values: Tensor, out: Tensor, bits: int) -> None:

@@ -1,4 +1,4 @@
-"""Asked: what a person wants of a plan that is to be found, whatever the model, the prompts and the machine."""
+"""Asked: what is asked of a plan that is to be found, and the problem that a search makes of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DEVICE
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.planning.footprint import Budgets
+from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, check_rolling
@@ -17,6 +17,8 @@ from h2o_flexgen.planning.search import THROUGHPUT, Problem
 
 @dataclass(frozen=True)
 class Asked:
+    """What is asked of a plan, whatever the model, the prompts and the machine."""
+
     plan: Plan  # has all that is not searched: schedule, KV policy and its budget, slots, codecs
     batch_sizes: tuple[int, ...] = ()  # only these, where somebody has chosen
     batches: tuple[int, ...] = ()
@@ -37,10 +39,10 @@ class Asked:
         prompt_len: int,
         gen_len: int,
         budgets: Budgets,
-        kernel_threads: int,
         writes_weights: bool,
+        kernel_threads: int,
     ) -> Problem:
-        """What can be seen to be wrong without a search is refused here. `kernel_threads` count where the CPU computes."""
+        """What can be seen to be wrong without a search is refused here."""
         plan = self.plan if machine.has_accelerator else self.plan.folded()
         spec = model(plan)
         machine.flop_rate(spec.dtype, 1)  # a type that was not measured there is refused
@@ -55,7 +57,7 @@ class Asked:
             plan=plan,
             machine=machine,
             budgets=budgets,
-            kernel_threads=0 if machine.has_accelerator else kernel_threads,
+            kernel_threads=kernel_threads,
             writes_weights=writes_weights,
             codecs=self.codecs,
             attend_on=self.attend_on,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core import layout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.engine.stores.kv import KVStore
@@ -21,7 +22,10 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.placement import place, traffic
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
-from h2o_flexgen.schedule.schedule import SCHEDULES, Op, Schedule, Task
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule.task import Task
 from tests.engine.stores import opened_memories
 from tests.planning.worlds import block_of, tiny_spec
 
@@ -130,9 +134,7 @@ def test_only_what_changed_is_stored_and_all_that_is_held_is_fetched(any_device:
 
 
 def test_large_ranges_are_cut_for_the_disk_threads(offload: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from h2o_flexgen.engine.stores import kv as kvstore
-
-    monkeypatch.setattr(kvstore, "CHUNK_BYTES", 2 * 4096)  # two slots
+    monkeypatch.setattr(layout, "CHUNK_BYTES", 2 * 4096)  # two slots
     with opened_store(ON_DISK, "cpu", offload) as (store, made, _, block, memories), torch.inference_mode():
         counts: list[int] = []
         each = memories.files.each

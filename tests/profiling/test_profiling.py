@@ -36,7 +36,7 @@ from h2o_flexgen.profiling.sizes import FULL, QUICK
 from h2o_flexgen.profiling.subject import Clock, Subject, Watch
 from h2o_flexgen.profiling.taken import Taken
 from h2o_flexgen.profiling.visits import Between, visits
-from h2o_flexgen.schedule.schedule import Task
+from h2o_flexgen.schedule.task import Task
 from tests.pretended import PretendedDevice
 from tests.profiling.profiles import TINY
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.layout import decoded_bytes, part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.memory.device import DeviceTier
@@ -25,12 +26,12 @@ from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES, Entry, Layout, Pack, Range, slices
 from h2o_flexgen.memory.ring import Ring
-from h2o_flexgen.memory.tier import aligned
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.quant.matrix import DecodeBuffer, PackedMatrix
-from h2o_flexgen.schedule.schedule import Schedule, Task, Visit
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.task import Task, Visit
 
 Located = Callable[[], Mapping[str, StoredTensor]]  # asked only when something has to be read
 
@@ -48,7 +49,7 @@ class WeightStore:
         self._resident = self._fill(source, self._on(*self._stays_in), memories.compute)
         self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.host)
         self._host_ring = self._device_ring = Ring(memories.host, slots=0, nbytes=0)
-        decoded = _largest(map(self._decoded_layout, spec.layers))
+        decoded = decoded_bytes(spec)
         self._decoded = memories.compute.alloc(decoded) if decoded else None
 
     @property
@@ -110,7 +111,7 @@ class WeightStore:
         self._views: dict[tuple[int, int], dict[str, Tensor | PackedMatrix]] = {}
         self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # of a packed logit matrix
         self._viewed_pass = -1
-        memories, slots = self._memories, schedule.weight_slots
+        memories, slots = self._memories, schedule.weight_buffers
         largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
         self._host_ring = self._host_ring or Ring(memories.host, slots, _largest(self._disk_layouts))
         self._device_ring = self._device_ring or Ring(memories.compute, slots, largest_moved)
@@ -157,7 +158,7 @@ class WeightStore:
 
     def _place(self, task: Task) -> Place:
         part = task.batch if self._schedule.cuts_layers else 0
-        return Place(task.layer, part, self._schedule.weight_slot(task.visit))
+        return Place(task.layer, part, self._schedule.weight_buffer(task.visit))
 
     def _read_pack(self, place: Place) -> Pack:
         return Pack(self._host_ring[place.slot], self._disk_layouts[place.layer])
@@ -166,7 +167,7 @@ class WeightStore:
         """The layer's weights by local name, where they lie; packed matrices have room to be decoded to, once for a pass over
         the layer's weights: the next one finds other bytes in the slot. Good until the next call: what was decoded makes room
         for the next layer's. What is decoded in pieces is not among them."""
-        layer, slot, number = visit.layer, self._schedule.weight_slot(visit), self._schedule.weight_number(*visit)
+        layer, slot, number = visit.layer, self._schedule.weight_buffer(visit), self._schedule.weight_number(*visit)
         if (layer, slot) not in self._views:
             spec = self._spec.layers[layer]
             whole = ((local, tensor) for local, tensor in spec.tensors if local not in spec.in_pieces)
@@ -192,14 +193,14 @@ class WeightStore:
         if local is None or table is None:
             return tokens, views
         found = torch.empty(tokens.numel(), table.shape[1], dtype=self._dtype, device=tokens.device)
-        pack = self._pack_of(table, visit.layer, self._schedule.weight_slot(visit))
+        pack = self._pack_of(table, visit.layer, self._schedule.weight_buffer(visit))
         pack.decode_rows(table.name, tokens.flatten(), found)
         return torch.arange(len(found), device=found.device).view(tokens.shape), {**views, local: found}
 
     def logit_parts(self, visit: Visit) -> Iterator[Weights]:
         """The weights of a layer that makes logits, once for each part of a packed matrix. Good until the next one. Parts that
         there is room for are decoded once for all batches of a pass; the others take turns in the last place."""
-        layer, place = self._spec.layers[visit.layer], (visit.layer, self._schedule.weight_slot(visit))
+        layer, place = self._spec.layers[visit.layer], (visit.layer, self._schedule.weight_buffer(visit))
         local, matrix = layer.logit_matrix, layer.packed_tensor(layer.logit_matrix)
         if local is None or matrix is None:
             yield self.views(visit)
@@ -217,9 +218,9 @@ class WeightStore:
     def _rooms_for_parts(self, layer: LayerSpec, matrix: TensorSpec) -> list[DecodeBuffer]:
         """All that the layer's other weights leave of the room of the largest layer."""
         assert self._decoded is not None
-        part = self._decoded_layout(layer).entries[matrix.name]
-        starts = range(part.offset, len(self._decoded) - part.nbytes + 1, aligned(part.nbytes))
-        return [DecodeBuffer(self._decoded[start : start + part.nbytes].view(self._dtype).view(part.shape)) for start in starts]
+        part, room = self._decoded_layout(layer).entries[matrix.name], self._decoded
+        starts = part_starts(self._spec, layer)
+        return [DecodeBuffer(room[start : start + part.nbytes].view(self._dtype).view(part.shape)) for start in starts]
 
     def _pack_of(self, tensor: TensorSpec, layer: int, slot: int) -> Pack:
         """Where the bytes of a tensor are when its layer is computed with."""
