@@ -19,21 +19,21 @@ SPELL_CUDA_FOLDERS = ("kernels/",)
 # Each room may import from those in its line, and they stand above it: so there is no way back up.
 ROOMS = {
     "demo": (),
-    "kernels": (),
-    "quant": ("kernels",),
+    "quant": (),
     "core": ("quant",),
+    "kernels": ("core", "quant"),
     "schedule": ("core",),
     "policies": ("core",),
     "planning": ("core", "policies", "quant", "schedule"),
-    "memory": ("core", "quant"),
-    "models": ("core", "demo", "quant"),
+    "memory": ("core", "kernels", "quant"),
+    "models": ("core", "demo", "kernels", "quant"),
     "kv": ("kernels", "models", "policies", "quant"),
     "sampling": ("core",),
     "text": ("core", "models", "sampling"),
-    "engine": ("core", "kv", "memory", "models", "planning", "policies", "quant", "sampling", "schedule", "text"),
+    "engine": ("core", "kernels", "kv", "memory", "models", "planning", "policies", "quant", "sampling", "schedule", "text"),
 }
-ROOMS["profiling"] = (*ROOMS["engine"], "engine", "kernels")
-WITHOUT_TORCH = ("core", "schedule", "policies", "planning")
+ROOMS["profiling"] = (*ROOMS["engine"], "engine")
+WITHOUT_TORCH = ("quant", "core", "schedule", "policies", "planning")
 PREDICTING = [
     f"{ROOT}.{name}" for name in ("planning.cost", "planning.pricing", "planning.predict", "planning.linear", "planning.search")
 ] + [f"{ROOT}.schedule.simulate"]

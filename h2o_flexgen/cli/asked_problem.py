@@ -21,7 +21,7 @@ from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.reserve import left_to_system
 from h2o_flexgen.planning.search import Problem
-from h2o_flexgen.quant.codec import PACKED
+from h2o_flexgen.quant.codec import BY_BITS
 
 if TYPE_CHECKING:
     from h2o_flexgen.memory.device import Device
@@ -102,7 +102,7 @@ def problem_of(args: Namespace, chosen: ChosenModel, machine: Machine) -> Proble
 
 def _four_bits(plan: Plan) -> tuple[tuple[str, str], ...]:
     """Codecs of weights and KV that may be taken beside the plan's own."""
-    packed = PACKED[BITS]
+    packed = BY_BITS[BITS]
     return (packed, plan.kv_codec), (plan.weight_codec, packed), (packed, packed)
 
 

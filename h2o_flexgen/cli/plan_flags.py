@@ -9,7 +9,7 @@ from dataclasses import fields
 
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.options import KVOptions
-from h2o_flexgen.quant.codec import PACKED, PLAIN
+from h2o_flexgen.quant.codec import BY_BITS, PLAIN
 
 OTHERS = ("dtype", "device", "gpu_mem", "cpu_mem", "threads", "offload_dir")  # that are passed on where somebody gave them
 AUTO = "auto"
@@ -55,7 +55,7 @@ def _placement(plan: Plan) -> Iterator[str]:
             yield from (flag, str(int(kept)))
     if plan.prefill_tokens != Plan.prefill_tokens:
         yield from ("--prefill-tokens", str(plan.prefill_tokens))
-    bits = {codec: str(number) for number, codec in PACKED.items()}
+    bits = {codec: str(number) for number, codec in BY_BITS.items()}
     for flag, codec in (("--compress-weight", plan.weight_codec), ("--compress-cache", plan.kv_codec)):
         if codec != PLAIN:
             yield from (flag, bits[codec])

@@ -1,4 +1,4 @@
-"""Attention of the tokens of a prompt, and what each key got from them: in C on CPUs where the library is, else in torch.
+"""Attention of the tokens of a prompt, and what each key got from them, in C and in torch.
 
 The two differ in the last bits: C sums in another order, and keeps scores and shares in float32. In C a row's outcome depends
 on nothing but the row, and on how many keys the row of its batch that has most holds before.
@@ -19,14 +19,7 @@ from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
 def prompt_attention(
     q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, scored_bytes: int
 ) -> tuple[Tensor, Tensor | None]:
-    """q (rows, heads, tokens, dim), k and v (rows, kv_heads, keys, dim); keys that are more than the queries stand before them
-    all, and of those each row has the first `before` (rows,). weights (rows, tokens), fp32: how much queries count in the sums.
-
-    -> (rows, tokens, heads * dim), and sums (rows, kv_heads, keys) in fp32 where there are weights. `scored_bytes`: so much
-    attention torch looks at together to sum it up."""
-    native = native_library()
-    if native is None or any(_kind(x) is None or x.dtype != q.dtype for x in (q, k, v)):
-        return prompt_attention_twin(q, k, v, before, weights, scored_bytes)
+    assert k.dtype == v.dtype == q.dtype
     rows, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
     assert v.shape == k.shape == (rows, kv_heads, keys, dim) and (before.shape, before.dtype) == ((rows,), torch.int64)
@@ -34,7 +27,7 @@ def prompt_attention(
     out = torch.empty(rows, tokens, heads * dim, dtype=q.dtype)
     sums = None if weights is None else torch.empty(rows, kv_heads, keys, dtype=torch.float32)
     weights = None if weights is None else weights.float().contiguous()
-    threads = min(torch.get_num_threads(), rows * kv_heads)
+    native, threads = native_library(), min(torch.get_num_threads(), rows * kv_heads)
     given = _Prompt(
         *(Places.of(x, KINDS[x.dtype]) for x in (q, k, v)),
         pointer(before),
@@ -48,11 +41,6 @@ def prompt_attention(
     given.room = pointer(room)
     native.prompt_attention(ctypes.byref(given), ctypes.c_int(threads))
     return out, sums
-
-
-def _kind(x: Tensor) -> int | None:
-    """None where C cannot read it."""
-    return KINDS.get(x.dtype) if x.device.type == "cpu" and x.stride(3) == 1 else None
 
 
 def prompt_attention_twin(

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
+from h2o_flexgen.kernels.operations import decode
 from h2o_flexgen.memory.tier import ALIGNMENT, aligned
 from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.quant.matrix import DecodeBuffer, PackedMatrix
 
 VIEW_ALIGNMENT = 64  # of every tensor: with less, the same product may come out with other last bits (measured with one row)
 PAGE_ALIGNED_FROM = 16 * ALIGNMENT  # larger tensors start at a page, so that disk reads can go straight to their place
@@ -97,8 +98,8 @@ class Pack:
         return self.bytes(name).view(self.layout.entries[name].shape[0], -1)
 
     def matrix(self, name: str, room: DecodeBuffer) -> PackedMatrix:
-        return PackedMatrix(self.rows(name), CODECS[self.layout.entries[name].codec], room)
+        return PackedMatrix(self.rows(name), self.layout.entries[name].codec, room)
 
     def decode_rows(self, name: str, rows: Tensor, out: Tensor) -> None:
         """The values of some rows of a tensor: the same as if all were decoded and these taken."""
-        CODECS[self.layout.entries[name].codec].decode(self.rows(name)[rows].view(-1), out)
+        decode(self.layout.entries[name].codec, self.rows(name)[rows], out)

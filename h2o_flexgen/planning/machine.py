@@ -19,10 +19,11 @@ import yaml
 from h2o_flexgen.core.documents import parse_yaml
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.kernel_table import PRODUCT, Kernel, prices
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.numbers import decimal_number
 from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.quant.codec import PACKED
+from h2o_flexgen.quant.codec import PACKED, PLAIN
 
 DEVICES = ("cpu", "cuda")
 EVICTION = "eviction"
@@ -53,7 +54,7 @@ class Machine:
     host_read_per_s: float = inf
     unpinned_to_device_per_s: float = inf  # of memory that is not page-locked
     unpinned_to_host_per_s: float = inf
-    packed_flops_per_s: Mapping[str, Curve] = field(default_factory=dict)  # codec -> of few rows times packed bytes
+    packed_flops_per_s: Mapping[str, Curve] = field(default_factory=dict)  # price of a kernel -> of rows times packed bytes
     decoded_values_per_s: Mapping[str, float] = field(default_factory=dict)  # codec -> packed weights made values
     attention_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # how KV is kept -> of decode attention
     unpacked_values_per_s: Mapping[str, float] = field(default_factory=dict)  # codec -> packed KV made values to attend to
@@ -72,10 +73,32 @@ class Machine:
             raise ValueError(f"machine {self.name!r} has no flops_per_s for {dtype}; it has {', '.join(self.flops_per_s)}")
         return at_rows(self.flops_per_s[dtype], rows)
 
-    def packed_flop_rate(self, codec: str, rows: float) -> float | None:
-        """Of few rows with packed weights as they are; None where these are decoded first."""
-        curve = self.packed_flops_per_s.get(codec)
-        return at_rows(curve, rows) if curve and rows <= curve[-1][0] else None
+    def runs(self, kernel: Kernel) -> bool:
+        """Whether it is a kernel of this machine: those whose products were measured are there, and no others."""
+        fits = kernel.device in (None, self.device)
+        return fits and (kernel.form == PLAIN or kernel.price in self.packed_flops_per_s)
+
+    def packed_flop_rate(self, kernel: Kernel, rows: float) -> float:
+        """Of a product on packed bytes."""
+        return at_rows(self.packed_flops_per_s[kernel.price], rows)
+
+    def decoding_rate(self, codec: str, value_bytes: float) -> float:
+        """Packed weights made values, per second."""
+        return self._unpacking_rate(self.decoded_values_per_s, codec, value_bytes)
+
+    def unpacking_rate(self, codec: str, value_bytes: float) -> float:
+        """Packed KV made values to attend to, per second. Where its attention alone has a rate, that has the unpacking in it."""
+        if codec in self.attention_flops_per_s:
+            return self.unpacked_values_per_s.get(codec, inf)
+        return self._unpacking_rate(self.unpacked_values_per_s, codec, value_bytes)
+
+    def _unpacking_rate(self, measured: Mapping[str, float], codec: str, value_bytes: float) -> float:
+        """A codec that was not measured is as slow as the slowest that was. Where none was, a value takes as long as attention
+        takes to read `value_bytes`, what is read and written for a value, in the memory that is computed in."""
+        if codec in measured:
+            return measured[codec]
+        tier = DEVICE if self.has_accelerator else HOST
+        return min(measured.values(), default=self.attention_bytes_per_s.get(tier, self.host_copy_per_s) / value_bytes)
 
     def bandwidth(self, lane: str, pinned: bool = True) -> float:
         """Bytes per second of a lane that moves data. Without an accelerator "load" and "store" lead to the disk only."""
@@ -269,7 +292,7 @@ def _curve(name: str, value: object) -> Curve:
 
 
 def _packed_curves(name: str, value: object) -> dict[str, Curve]:
-    return {codec: _curve(f"{name}.{codec}", points) for codec, points in _mapping(name, value, PACKED.values(), True).items()}
+    return {price: _curve(f"{name}.{price}", points) for price, points in _mapping(name, value, prices(PRODUCT), True).items()}
 
 
 def _rates_of(*kinds: str) -> Callable[[str, object], dict[str, float]]:
@@ -277,7 +300,7 @@ def _rates_of(*kinds: str) -> Callable[[str, object], dict[str, float]]:
 
 
 def _packed_rates(name: str, value: object) -> dict[str, float]:
-    return {codec: _rate(f"{name}.{codec}", rate) for codec, rate in _mapping(name, value, PACKED.values(), True).items()}
+    return {codec: _rate(f"{name}.{codec}", rate) for codec, rate in _mapping(name, value, PACKED, True).items()}
 
 
 def _visits(name: str, value: object) -> dict[str, float]:
@@ -302,7 +325,7 @@ _READERS: Mapping[str, Any] = {
     "disk_both": _both,
     "packed_flops_per_s": _packed_curves,
     "decoded_values_per_s": _packed_rates,
-    "attention_flops_per_s": _rates_of(*DTYPE_BYTES, *PACKED.values()),
+    "attention_flops_per_s": _rates_of(*DTYPE_BYTES, *PACKED),
     "unpacked_values_per_s": _packed_rates,
     "head_seconds": _seconds,
     "prompt_flops_per_s": _rates_of(PLAIN_SCORES, WITH_SCORES),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import Checked, Piece
 from h2o_flexgen.memory.host import HostTier
@@ -28,8 +29,7 @@ from h2o_flexgen.memory.ring import Ring
 from h2o_flexgen.memory.tier import aligned
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
-from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.quant.matrix import DecodeBuffer, PackedMatrix
+from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.schedule import Schedule, Task, Visit
 
 Located = Callable[[], Mapping[str, StoredTensor]]  # asked only when something has to be read
@@ -206,7 +206,7 @@ class WeightStore:
         if slot not in self._parts:
             whole, rooms = self._pack_of(table, visit.layer, slot).rows(table.name), self._rooms_for_parts(layer, table)
             self._parts[slot] = [
-                PackedMatrix(whole[rows], CODECS[table.codec], rooms[min(number, len(rooms) - 1)])
+                PackedMatrix(whole[rows], table.codec, rooms[min(number, len(rooms) - 1)])
                 for number, rows in enumerate(layer.table_parts)
             ]
         views = self.views(visit)
