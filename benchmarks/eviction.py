@@ -161,7 +161,7 @@ def fits(args: argparse.Namespace, rows: int) -> bool:
 
 
 def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:
-    needs = Needs(args.dtype, (llm.spec.ffn, llm.spec.hidden), (llm.plan.gpu_batch_size,), read_files=llm.weight_files)
+    needs = Needs(args.dtype, (llm.spec.ffn, llm.spec.width), (llm.plan.gpu_batch_size,), read_files=llm.weight_files)
     return measure(llm.device, needs, repetitions=3, seconds=0.5)
 
 

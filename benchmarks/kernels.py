@@ -42,7 +42,7 @@ from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.disk import Files, Piece, memory_of, read_fully
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.models import create_model, known_config
-from h2o_flexgen.models.base import block
+from h2o_flexgen.models.base import Given, computed
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import describe_machine
 from h2o_flexgen.quant.codec import PLAIN
@@ -177,14 +177,15 @@ def prompts(model_name: str, rows: int, tokens: int) -> Subject:
     shape = (rows, spec.kv_heads, slots.capacity)
     notes = SlotScores.over(torch.zeros(rows * spec.kv_heads * slots.capacity * 8, dtype=torch.uint8), policy, shape)
     cache = KVCache(torch.zeros(2, *shape, spec.head_dim, dtype=torch.bfloat16), notes)
-    hidden, now = torch.randn(rows, tokens, spec.hidden).bfloat16(), KVStep.of(slots, 0, slots.capacity, torch.device("cpu"))
+    hidden, now = torch.randn(rows, tokens, spec.width).bfloat16(), KVStep.of(slots, 0, slots.capacity, torch.device("cpu"))
+    given = Given(now.positions, partial(cache.attend, now))
     attention = 4 * rows * spec.heads * spec.head_dim * tokens * (tokens + 1) // 2
     return Subject(
         f"one layer of OPT-1.3B over {rows} prompts of {tokens}, h2o, bf16, GFLOP/s",
         2 * rows * tokens * layer.matmul_values + attention,
         PRODUCTS,
         0.75,
-        torch.inference_mode()(lambda: block(model, hidden, weights, partial(cache.attend, now))),
+        torch.inference_mode()(lambda: computed(model, layer, hidden, weights, given)),
         None,
     )
 

@@ -421,7 +421,7 @@ class Outcome:
         try:
             needs = Needs(
                 dtype=llm.spec.dtype,
-                weight_shape=(llm.spec.ffn, llm.spec.hidden),
+                weight_shape=(llm.spec.ffn, llm.spec.width),
                 rows=tuple(self.watch.flops),
                 read_files=files,
                 offload_folder=llm.offload_folder,

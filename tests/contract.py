@@ -168,7 +168,7 @@ class Checkpoints:
         if packed:
             for layer, own in zip(model.spec.layers, weights):
                 for name, tensor in layer.tensors:
-                    if tensor.codec != PLAIN and not (layer.kind == "embed" and name == layer.table):
+                    if tensor.codec != PLAIN and name != layer.token_table:
                         data = encoded[tensor.name].view(tensor.shape[0], -1).to(device)
                         own[name] = PackedMatrix(data, codec, DecodeBuffer(torch.empty_like(own[name])))
         return model, weights

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from h2o_flexgen.models.base import Model, Rotate, Weights, block
+from h2o_flexgen.models.base import Given, Model, Rotate, Weights, computed, logits
 
 Occupancy = dict[str, Tensor]  # "k" and "v" of one layer: (rows, slots, kv_heads, head_dim); slot j holds a row's j-th token
 
@@ -28,20 +28,17 @@ def reference_generate(
     longest, every_row = int(lengths.max()), torch.arange(len(prompts))
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
     positions, last = torch.arange(longest).repeat(len(prompts), 1), lengths - 1
-    functions = {"attention": model.attention, "block": partial(block, model)}
+    *layers, head = model.spec.layers
     cache: dict[int, Occupancy] = {layer: {} for layer in model.spec.kv_layers}
-    logits: list[Tensor] = []
+    made: list[Tensor] = []
     for step in range(steps):
-        hidden = model.embed(tokens, positions, weights[0])
-        for layer, spec in enumerate(model.spec.layers[1:-1], start=1):
-            if spec.has_kv:
-                attend = partial(_attend, cache[layer], positions, longest + steps)
-                hidden = functions[spec.kind](hidden, weights[layer], attend)
-            else:
-                hidden = model.mlp(hidden, weights[layer])
-        logits.append(model.head(hidden[every_row, last], weights[-1]))
-        tokens, positions, last = logits[-1].argmax(-1)[:, None], (lengths + step)[:, None], torch.zeros_like(lengths)
-    return torch.stack(logits).argmax(-1).T.tolist(), logits
+        hidden = tokens
+        for layer, spec in enumerate(layers):
+            attend = partial(_attend, cache.get(layer, {}), positions, longest + steps)
+            hidden = computed(model, spec, hidden, weights[layer], Given(positions, attend))
+        made.append(logits(model, head, hidden[every_row, last], weights[-1:]))
+        tokens, positions, last = made[-1].argmax(-1)[:, None], (lengths + step)[:, None], torch.zeros_like(lengths)
+    return torch.stack(made).argmax(-1).T.tolist(), made
 
 
 def _attend(

@@ -15,7 +15,7 @@ from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.models.base import Matrix, Model, Weights, block, head
+from h2o_flexgen.models.base import Given, Matrix, Model, Weights, computed, logits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.policy import KVPolicy
@@ -45,12 +45,12 @@ def resident_generate(
         _last_of_prompts(model, weights, caches, policy, part, prompts, steps, slots.capacity, device)
         for part in batch.parts(prefill_tokens)
     ]
-    logits = [_head(model, torch.cat(parts), weights[-1])]
+    made = [_head(model, torch.cat(parts), weights[-1])]
     for step in range(1, steps):
-        picked = logits[-1].argmax(-1) if forced is None else torch.tensor([own[step - 1] for own in forced], device=device)
+        picked = made[-1].argmax(-1) if forced is None else torch.tensor([own[step - 1] for own in forced], device=device)
         tokens, now = picked[:, None], KVStep.of(slots, step, slots.capacity, device)
-        logits.append(_head(model, _through_layers(model, weights, caches, now, tokens)[:, 0], weights[-1]))
-    return logits
+        made.append(_head(model, _through_layers(model, weights, caches, now, tokens)[:, 0], weights[-1]))
+    return made
 
 
 def _device(weights: Sequence[Weights]) -> torch.device:
@@ -94,7 +94,7 @@ def resident_talk(
     caches = _caches(model, policy, 1, capacity, by_token, device, kv_codec)
     talk = []
     for turn in turns:
-        new, logits = [*unread, *turn], []
+        new, made = [*unread, *turn], []
         while new:
             piece, new = new[:chunk], new[chunk:]
             slots = policy.slots(Batch((0,), (len(piece),), (seen,) if seen else (), context), 1 if new else steps)
@@ -102,39 +102,37 @@ def resident_talk(
                 tokens = torch.tensor([piece], device=device)
                 hidden = _through_layers(model, weights, caches, KVStep.of(slots, step, capacity, device), tokens)
                 if not new:
-                    logits.append(_head(model, hidden[:, -1], weights[-1]))
-                    piece = [int(logits[-1].argmax())]
+                    made.append(_head(model, hidden[:, -1], weights[-1]))
+                    piece = [int(made[-1].argmax())]
             seen += slots.taken_in[0] - seen + slots.gen_len - 1
         unread = piece
-        talk.append(logits)
+        talk.append(made)
     return talk
 
 
 def _through_layers(
     model: Model, weights: Sequence[Weights], caches: Mapping[int, KVCache], now: KVStep, tokens: Tensor
 ) -> Tensor:
-    hidden = model.embed(tokens, now.positions, weights[0])
-    for layer, spec in enumerate(model.spec.layers[1:-1], start=1):
-        if spec.has_kv:
-            attend = partial(caches[layer].attend, now)
-            hidden = (partial(block, model) if spec.kind == "block" else model.attention)(hidden, weights[layer], attend)
-        else:
-            hidden = model.mlp(hidden, weights[layer])
+    hidden = tokens
+    for layer, spec in enumerate(model.spec.layers[:-1]):
+        given = Given(now.positions, partial(caches[layer].attend, now)) if spec.has_kv else Given(now.positions)
+        hidden = computed(model, spec, hidden, weights[layer], given)
     return hidden
 
 
 def _head(model: Model, hidden: Tensor, weights: Weights) -> Tensor:
-    """Where the table is packed, part by part as the engine decodes it: products of other sizes may have other last bits."""
+    """Where the matrix is packed, part by part as the engine decodes it: products of other sizes may have other last bits."""
     spec = model.spec.layers[-1]
-    table = spec.table or ""
-    return head(model, hidden, [{**weights, table: _part(weights[table], rows)} for rows in spec.table_parts] or [weights])
+    name = spec.logit_matrix or ""
+    parts = [{**weights, name: _part(weights[name], rows)} for rows in spec.logit_parts]
+    return logits(model, spec, hidden, parts or [weights])
 
 
-def _part(table: Tensor | Matrix, rows: slice) -> Tensor | Matrix:
-    if isinstance(table, Tensor):
-        return table[rows]
-    assert isinstance(table, PackedMatrix)
-    return PackedMatrix(table.data[rows], table.codec, DecodeBuffer(torch.empty_like(table.room.values[rows])))
+def _part(matrix: Tensor | Matrix, rows: slice) -> Tensor | Matrix:
+    if isinstance(matrix, Tensor):
+        return matrix[rows]
+    assert isinstance(matrix, PackedMatrix)
+    return PackedMatrix(matrix.data[rows], matrix.codec, DecodeBuffer(torch.empty_like(matrix.room.values[rows])))
 
 
 def _caches(
@@ -142,7 +140,9 @@ def _caches(
 ) -> dict[int, KVCache]:
     coding = Coding(kv_codec, getattr(torch, model.spec.dtype), model.spec.head_dim)
     return {
-        layer: KVCache(_image(model, coding, rows, slots, by_token, device), _notes(model, policy, rows, slots, device), coding)
+        layer: KVCache(
+            _image(model, coding, rows, slots, by_token, device), _scores(model, policy, rows, slots, device), coding
+        )
         for layer in model.spec.kv_layers
     }
 
@@ -154,7 +154,7 @@ def _image(model: Model, coding: Coding, rows: int, slots: int, by_token: bool, 
     return torch.zeros(2, rows, heads, slots, width, dtype=dtype, device=device)
 
 
-def _notes(model: Model, policy: KVPolicy, rows: int, slots: int, device: torch.device) -> SlotScores | None:
+def _scores(model: Model, policy: KVPolicy, rows: int, slots: int, device: torch.device) -> SlotScores | None:
     shape = (rows, model.spec.kv_heads, slots)
     region = torch.zeros(rows * model.spec.kv_heads * slots * policy.note_bytes, dtype=torch.uint8, device=device)
     return SlotScores.over(region, policy, shape) if policy.note_bytes else None

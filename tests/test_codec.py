@@ -71,7 +71,7 @@ def test_a_layer_is_decoded_once_for_all_batches(
     with opened_inverted(case, checkpoints, offload, codec=codec) as llm:
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         matrices = sum(tensor.numel for layer in llm.spec.layers for tensor in layer.matrices)
-        looked_up = llm.spec.hidden * sum(length + case.gen_len - 1 for length in padded(case))
+        looked_up = llm.spec.width * sum(length + case.gen_len - 1 for length in padded(case))
     passes = case.gen_len * (3 if schedule == "row_by_row" else 1)
     assert codec.decoded == passes * matrices + looked_up
 
@@ -86,11 +86,11 @@ def test_of_a_head_as_much_as_fits_is_decoded_once_for_all_batches(
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         *layers, head = llm.spec.layers
         matrices = sum(tensor.numel for layer in layers for tensor in layer.matrices)
-        rows = [part.stop - part.start for part in head.table_parts]
+        rows = [part.stop - part.start for part in head.logit_parts]
         assert len(rows) == 9 and max(layer.decoded_nbytes for layer in layers) // head.decoded_nbytes - 1 == held
-        looked_up = llm.spec.hidden * sum(length + case.gen_len - 1 for length in padded(case))
+        looked_up = llm.spec.width * sum(length + case.gen_len - 1 for length in padded(case))
     decoded_rows = sum(rows) + 2 * sum(rows[held:])
-    assert codec.decoded == case.gen_len * (matrices + llm.spec.hidden * decoded_rows) + looked_up
+    assert codec.decoded == case.gen_len * (matrices + llm.spec.width * decoded_rows) + looked_up
 
 
 def test_a_codec_multiplies_few_rows_with_its_bytes_and_is_priced_so(
@@ -107,10 +107,10 @@ def test_a_codec_multiplies_few_rows_with_its_bytes_and_is_priced_so(
         matrices, values = sum(len(one.matrices) for one in inner), sum(one.numel for layer in inner for one in layer.matrices)
         block = next(iter(plan_blocks(llm.spec, llm.plan, Workload(case.lengths, case.gen_len), llm.device.accelerator)))
         prompt, step = (Pricing(block, machine).compute_parts(Key(Op.COMPUTE, step, 1, 0)) for step in (0, 1))
-        looked_up = llm.spec.hidden * sum(length + case.gen_len - 1 for length in padded(case))
+        looked_up = llm.spec.width * sum(length + case.gen_len - 1 for length in padded(case))
         assert step["products"] == pytest.approx(2 * block.block.batches[0].size * inner[0].matmul_values / 7e9)
     steps = case.gen_len - 1
-    assert multiplied == len(batches) * (steps * matrices + case.gen_len * max(1, len(head.table_parts)))
+    assert multiplied == len(batches) * (steps * matrices + case.gen_len * max(1, len(head.logit_parts)))
     assert decoded == values + looked_up
     assert prompt["decoding"] > 0 == step["decoding"]
 

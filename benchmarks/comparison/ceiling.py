@@ -31,7 +31,7 @@ class Ceiling:
         used = {
             tensor.name: tensor.nbytes
             for layer in self.spec.layers
-            for tensor in (layer.matrices if layer.kind == "embed" else [tensor for _, tensor in layer.tensors])
+            for tensor in (layer.matrices if layer.takes_tokens else [tensor for _, tensor in layer.tensors])
         }
         return sum(used.values())
 

@@ -73,7 +73,7 @@ def summary_lines(spec: ModelSpec, workload: Workload, timing: Timing, peak_devi
     """The layout of FlexGen's logs, tabs included; sizes are those of the whole workload at its full length."""
     slots = sum(length + workload.gen_len for length in workload.prompt_lens)
     cache = slots * spec.kv_bytes_per_slot * len(spec.kv_layers)
-    hidden = slots * spec.hidden * spec.itemsize
+    hidden = slots * spec.width * spec.itemsize
     sizes = {"model size": spec.weight_bytes, "cache size": cache, "hidden size (p)": hidden}
     return [
         "\t".join(f"{name}: {nbytes / GIB:.3f} GiB" for name, nbytes in sizes.items()),

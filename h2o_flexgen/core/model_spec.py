@@ -16,7 +16,8 @@ from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ON_CPU, ON_ACCELERATOR = "bfloat16", "float16"
-TABLE_PARTS, PART_ROWS = 16, 64  # a packed head is decoded in so many parts at most, of so many rows or a multiple
+TABLE_PARTS, PART_ROWS = 16, 64  # a packed logit matrix has so many parts at most, of so many rows or a multiple
+ATTENTION_VISIT, MLP_VISIT = "attention", "mlp"  # what visits of layers are priced as, beside their work
 
 
 @dataclass(frozen=True)
@@ -50,78 +51,115 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class LayerSpec:
-    """One step of the schedule. `tensors` pairs the name that the layer's function uses with the tensor in the checkpoint."""
+class Product:
+    """A matrix that a layer multiplies with."""
 
-    kind: str  # "embed", "attention", "mlp", "block" (both at once) or "head"
-    index: int  # which decoder block; 0 for embed and head
+    weight: str  # its name in the layer
+    share: float = 1.0  # of the tokens of a visit, that are multiplied with it: of k among n experts k / n
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One step of the schedule. It says itself what it is: neither planning nor the engine knows kinds of layers. Its functions
+    know a tensor by a name of their own, which `tensors` pairs with the tensor in the checkpoint."""
+
+    functions: tuple[str, ...]  # methods of the model, each on what the one before has made
     tensors: tuple[tuple[str, TensorSpec], ...]
+    products: tuple[Product, ...]
     out_width: int  # values per token that it hands to the next layer
-    table: str | None = None  # which of `tensors` has a row for every token of the vocabulary
+    block: int | None = None  # which decoder block it is of; None for what stands before and behind all blocks
+    has_kv: bool = False
+    visits: tuple[str, ...] = (MLP_VISIT,)  # what a visit costs beside its work, as a machine names it
+    passing_width: int = 0  # values per token that it holds at once between its products; those of attention come on top
+    token_table: str | None = None  # has a row for every token, which is looked up: the layer takes tokens, no hidden states
+    logit_matrix: str | None = None  # makes a logit for every token, part by part: the layer is for last positions only
 
     @property
-    def has_kv(self) -> bool:
-        return self.kind in ("attention", "block")
+    def takes_tokens(self) -> bool:
+        return self.token_table is not None
+
+    @property
+    def makes_logits(self) -> bool:
+        return self.logit_matrix is not None
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for _, tensor in self.tensors)
 
-    @property
-    def packed_table(self) -> TensorSpec | None:
-        """The table, where its rows have to be decoded."""
-        return next((tensor for name, tensor in self.tensors if name == self.table and tensor.codec != PLAIN), None)
+    def packed_tensor(self, name: str | None) -> TensorSpec | None:
+        """The tensor of this name, where its values have to be decoded."""
+        return next((tensor for own, tensor in self.tensors if own == name and tensor.codec != PLAIN), None)
 
     @property
-    def table_parts(self) -> tuple[slice, ...]:
-        """The rows of a packed head that are decoded, and multiplied with, at once: a part has far less of them than a
+    def in_pieces(self) -> tuple[str, ...]:
+        """The packed tensors of which only some rows are decoded at a time."""
+        return tuple(name for name in (self.token_table, self.logit_matrix) if name is not None and self.packed_tensor(name))
+
+    @property
+    def logit_parts(self) -> tuple[slice, ...]:
+        """The rows of a packed logit matrix that are decoded, and multiplied with, at once: a part has far less of them than a
         vocabulary has. The parts are the same under every plan, because the last bits of a product may depend on its rows."""
-        if self.packed_table is None:
+        packed = self.packed_tensor(self.logit_matrix)
+        if packed is None:
             return ()
-        rows = self.packed_table.shape[0]
+        rows = packed.shape[0]
         step = -(-rows // (TABLE_PARTS * PART_ROWS)) * PART_ROWS
         return tuple(slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
     @property
     def decoded(self) -> tuple[TensorSpec, ...]:
-        """What is held as values beside its bytes while the layer is computed with: packed matrices, and of a head's table the
-        first and largest part. Of an embedding's table rows are decoded as they are looked up."""
-        packed = tuple(tensor for name, tensor in self.tensors if tensor.codec != PLAIN and name != self.table)
-        if self.packed_table is None or self.kind == "embed":
-            return packed
-        largest = self.table_parts[0].stop
-        return (*packed, replace(self.packed_table, shape=(largest, *self.packed_table.shape[1:])))
+        """What is held as values beside its bytes while the layer is computed with: packed tensors, and the first and largest
+        part of a logit matrix. Rows of a token table are decoded as they are looked up."""
+        whole = tuple(tensor for name, tensor in self.tensors if tensor.codec != PLAIN and name not in self.in_pieces)
+        packed = self.packed_tensor(self.logit_matrix)
+        if packed is None:
+            return whole
+        return (*whole, replace(packed, shape=(self.logit_parts[0].stop, *packed.shape[1:])))
 
     @property
     def decoded_nbytes(self) -> int:
         return sum(tensor.decoded_nbytes for tensor in self.decoded)
 
+    @cached_property
+    def multiplied(self) -> tuple[tuple[TensorSpec, float], ...]:
+        """The matrices of its products, and the share of a visit's tokens that each is multiplied with."""
+        tensors = dict(self.tensors)
+        return tuple((tensors[product.weight], product.share) for product in self.products)
+
     @property
     def matrices(self) -> tuple[TensorSpec, ...]:
-        """Weights that every token is multiplied with: of a table, rows are only looked up."""
-        tables = "embed_" if self.kind == "embed" else None
-        two_sided = [(name, tensor) for name, tensor in self.tensors if len(tensor.shape) == 2]
-        return tuple(tensor for name, tensor in two_sided if tables is None or not name.startswith(tables))
+        return tuple(matrix for matrix, _ in self.multiplied)
 
     @property
-    def matmul_values(self) -> int:
+    def matmul_values(self) -> float:
         """Two flops each, for every token."""
-        return sum(self.values_by_codec.values())
+        return sum(share * values for (_, share), values in self.multiplied_values.items())
 
     @cached_property
-    def values_by_codec(self) -> Mapping[str, int]:
-        """Of its matrices."""
-        values: Counter[str] = Counter()
-        for tensor in self.matrices:
-            values[tensor.codec] += tensor.numel
+    def multiplied_values(self) -> Mapping[tuple[str, float], int]:
+        """How many values its matrices have, by codec and by the share of tokens that is multiplied with them."""
+        values: Counter[tuple[str, float]] = Counter()
+        for matrix, share in self.multiplied:
+            values[matrix.codec, share] += matrix.numel
         return values
+
+    @property
+    def values_around_products(self) -> float:
+        """Values per token that go into its products and come out of them."""
+        return sum(share * prod(matrix.shape[:-2]) * sum(matrix.shape[-2:]) for matrix, share in self.multiplied)
+
+    @property
+    def computes(self) -> Hashable:
+        """What decides what a visit costs: the same for layers that differ only in the tensors that they find there."""
+        shapes = tuple((matrix.shape, matrix.codec, share) for matrix, share in self.multiplied)
+        return self.functions, self.visits, self.has_kv, self.token_table, self.logit_matrix, self.out_width, shapes
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     name: str
     architecture: str  # a key of models.MODELS
-    hidden: int
+    width: int  # values per token of the hidden states between blocks
     ffn: int
     heads: int
     kv_heads: int
@@ -169,20 +207,19 @@ class ModelSpec:
     @cached_property
     def layer_kinds(self) -> tuple[int, ...]:
         """A number for each layer, the same for those that compute the same and have hidden states of the same sizes."""
-        kinds = [(one.kind, tuple((each.shape, each.codec) for each in one.matrices), one.out_width) for one in self.layers]
-        return numbered(zip(kinds, [0, *(layer.out_width for layer in self.layers)]))
+        return numbered(zip([layer.computes for layer in self.layers], [0, *(layer.out_width for layer in self.layers)]))
 
     @cached_property
     def num_blocks(self) -> int:
-        return 1 + max(layer.index for layer in self.layers)
+        return len({layer.block for layer in self.layers} - {None})
 
     @cached_property
     def first_blocks(self) -> tuple[ModelSpec, ModelSpec]:
         """The same model with one and with two of its blocks: what these cost says what many do."""
 
         def cut(blocks: int) -> ModelSpec:
-            kept = (layer for layer in self.layers if layer.index < blocks or layer.kind in ("embed", "head"))
-            return replace(self, layers=tuple(kept))
+            kept = tuple(layer for layer in self.layers if layer.block is None or layer.block < blocks)
+            return replace(self, layers=kept)
 
         return cut(1), cut(2)
 
@@ -198,7 +235,7 @@ class ModelSpec:
     def flops(self, layer: int, rows: int, tokens: int, context: float) -> float:
         """Of `rows` sequences with `tokens` new tokens each, that attend `context` keys on average."""
         spec = self.layers[layer]
-        counted = 1 if spec.kind == "head" else tokens  # logits are made for the last position only
+        counted = 1 if spec.makes_logits else tokens
         attention = 4.0 * self.heads * self.head_dim * context if spec.has_kv else 0.0
         return rows * (2.0 * spec.matmul_values * counted + attention * tokens)
 
@@ -212,7 +249,7 @@ class ModelSpec:
     def packed(self, codec: str) -> ModelSpec:
         """The same model with its matrices and its tables of tokens written down so. A table of positions stays as it is: it
         is small, and in every hidden state."""
-        tables = {tensor.name for layer in self.layers for name, tensor in layer.tensors if name == layer.table}
+        tables = {tensor.name for layer in self.layers for name, tensor in layer.tensors if name == layer.token_table}
         packed = tables | {tensor.name for layer in self.layers for tensor in layer.matrices}
         return self.map_tensors(lambda tensor: replace(tensor, codec=codec) if tensor.name in packed else tensor)
 

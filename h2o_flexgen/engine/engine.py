@@ -244,53 +244,41 @@ class Engine:
     def _compute(self, task: Task, state: _Progress) -> None:
         """One layer on one batch."""
         rows, layer = state.rows[task.batch], self._spec.layers[task.layer]
-        if layer.kind == "head":
+        if layer.makes_logits:
 
             def logits_of(hidden: Tensor) -> Tensor:
-                return base.head(self._model, hidden, self._weights.head_parts(task.visit))
+                return base.logits(self._model, layer, hidden, self._weights.logit_parts(task.visit))
 
             state.measures.count(task.step, state.at_head(rows, state.hidden.take(task.batch), logits_of, task.step))
             if task.step == 0:
                 give_back_freed()  # prompts work in much more room than steps do, and what they freed would stay
             return
-        hidden = None if layer.kind == "embed" else state.hidden.take(task.batch)
+        hidden = None if layer.takes_tokens else state.hidden.take(task.batch)
         cache = state.kv.open(task, rows) if layer.has_kv else None
         state.hidden.put(task, self._layer(task.visit, rows, hidden, cache))
 
     def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, cache: KVCache | None) -> Tensor:
         """All rows at once, or part by part: what a part allocates in passing is free for the next."""
-        weights = self._weights.views(visit)
         if len(rows.parts) == 1:
-            return self._computed(visit, rows.parts[0], hidden, weights, cache)
+            return self._computed(visit, rows.parts[0], hidden, cache)
         out: Tensor | None = None
         for part in rows.parts:
             place = part.rows, slice(part.tokens.shape[1])
             own = None if cache is None else cache.part(part.rows)
-            computed = self._computed(visit, part, None if hidden is None else hidden[place], weights, own)
+            computed = self._computed(visit, part, None if hidden is None else hidden[place], own)
             out = computed.new_empty(rows.batch.size, rows.batch.prompt_len, computed.shape[-1]) if out is None else out
             out[place] = computed  # what stands behind are pads, which nobody reads
         assert out is not None
         return out
 
-    def _computed(
-        self, visit: Visit, part: Part, hidden: Tensor | None, weights: base.Weights, cache: KVCache | None
-    ) -> Tensor:
-        layer = self._spec.layers[visit.layer]
-        if layer.kind == "embed" and layer.table is not None and layer.packed_table is not None:
-            looked_up = self._weights.look_up(visit, part.tokens)
-            return base.embed_rows(self._model, looked_up, part.now.positions, weights, layer.table)
-        if layer.kind == "embed":
-            return self._model.embed(part.tokens, part.now.positions, weights)
-        assert hidden is not None
-        if layer.kind == "mlp":
-            return self._model.mlp(hidden, weights)
-        assert cache is not None
-        attend = partial(cache.attend, part.now)
-        return (
-            base.block(self._model, hidden, weights, attend)
-            if layer.kind == "block"
-            else self._model.attention(hidden, weights, attend)
-        )
+    def _computed(self, visit: Visit, part: Part, hidden: Tensor | None, cache: KVCache | None) -> Tensor:
+        positions = part.now.positions
+        given = base.Given(positions) if cache is None else base.Given(positions, partial(cache.attend, part.now))
+        if hidden is None:
+            x, weights = self._weights.look_up(visit, part.tokens)
+        else:
+            x, weights = hidden, self._weights.views(visit)
+        return base.computed(self._model, self._spec.layers[visit.layer], x, weights, given)
 
     # -- what happened -------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
-"""The executor: runs a schedule. The only place of the running half where work happens beside other work.
+"""The executor: runs a schedule. Nowhere else in the running half does work happen beside other work.
 
 One FIFO worker per lane moves data; COMPUTE runs in the caller's thread. Every task waits for the needs that it declares and
-for nothing else. An error in any lane surfaces in the caller, with the task named; whatever happens, no thread outlives
+for nothing else. An error in any lane is raised in the caller, with the task named; whatever happens, no thread outlives
 `run`.
 """
 
@@ -23,11 +23,11 @@ from h2o_flexgen.schedule.schedule import COMPUTE_LANE, LANES, WORKERS, Key, Op,
 from h2o_flexgen.schedule.trace import Trace
 
 Action = Callable[[Task], int]  # does the task and returns the bytes that it moved
-ON_HOST = frozenset({Op.READ_W, Op.READ_KV, Op.WRITE_KV})  # touch host memory from the CPU: must see what they need in place
+ON_HOST = frozenset({Op.READ_W, Op.READ_KV, Op.WRITE_KV})  # the CPU touches host memory: their needs must have ended
 
 
 class _Pending:
-    """A task that was issued and whose effects may not all be there yet."""
+    """A task that was issued and may not have taken effect yet."""
 
     __slots__ = ("issued", "marker")
 
@@ -37,7 +37,7 @@ class _Pending:
 
 
 class TaskFailed(RuntimeError):
-    """An action raised. The message names the task; the error itself is `cause`."""
+    """Raised when a task's action fails. The message names the task; the error itself is `cause`."""
 
     def __init__(self, doing: Task | str, cause: BaseException) -> None:
         kind = "" if isinstance(cause, (OSError, MemoryError, ValueError)) else f"{type(cause).__name__}: "
@@ -50,16 +50,16 @@ class Executor:
     def __init__(self, actions: Mapping[Op, Action], device: Device, ahead: int = 1) -> None:
         self._actions = actions
         self._device = device
-        self._ahead = ahead  # COMPUTEs that may wait in line while their transfers are under way
-        self._pending: dict[Key, _Pending] = {}  # a key that is missing here is done
+        self._ahead = ahead  # COMPUTEs that may wait while their transfers are under way
+        self._pending: dict[Key, _Pending] = {}  # tasks that are missing here are done
         self._queues: dict[str, SimpleQueue[Task | None]] = {}
         self._threads: list[tuple[threading.Thread, threading.Event]] = []
         self._failure: tuple[Task | str, BaseException] | None = None
         self._stopped = False
-        self.trace = Trace(())  # of the last run, also where it failed
+        self.trace = Trace(())  # of the last run, even if it failed
 
     def run(self, tasks: Iterable[Task]) -> Trace:
-        self._device.settle()  # weights and buffers were prepared on another stream than those of the lanes
+        self._device.settle()  # weights and buffers were prepared on another stream than the lanes'
         with self._device.stream(COMPUTE_LANE):
             self._recorder = Recorder(self._device, time.perf_counter(), self._device.mark())
             try:
@@ -98,12 +98,12 @@ class Executor:
         self._collect()
 
     def _collect(self) -> None:
-        """What has ended is forgotten here and remembered there: neither may grow with the length of a job."""
+        """Moves ended tasks to the recorder's trace, so that nothing here grows with the length of a job."""
         for key in self._recorder.collect():
             self._pending.pop(key, None)
 
     def _abandon(self) -> None:
-        """Nothing more is done; whoever waits for a task that will never run is let go."""
+        """Stops all work, and releases whoever waits for a task that will never run."""
         self._stopped = True
         for pending in list(self._pending.values()):
             pending.issued.set()
@@ -131,7 +131,7 @@ class Executor:
                 self._threads.append((thread, ended))
 
     def _end_lanes(self) -> None:
-        """Waits for them through any further Ctrl-C: what they work in is freed after this."""
+        """Waits for the lanes, even through further Ctrl-C, since the buffers that they use are freed afterwards."""
         interrupt: KeyboardInterrupt | None = None
         while not all(ended.is_set() for _, ended in self._threads):
             try:
@@ -139,7 +139,7 @@ class Executor:
                     for _ in range(WORKERS[lane]):
                         queue.put(None)
                 for _, ended in self._threads:
-                    ended.wait()  # not join: when that is interrupted the thread counts as ended
+                    ended.wait()  # not join: an interrupted join counts the thread as ended
             except KeyboardInterrupt as error:
                 self._abandon()
                 interrupt = error
@@ -150,17 +150,17 @@ class Executor:
 
     def _work(self, lane: str, ended: threading.Event) -> None:
         try:
-            with torch.inference_mode(), self._device.stream(lane):  # a mode of the thread: the caller's does not reach here
+            with torch.inference_mode(), self._device.stream(lane):  # a mode of the thread, which does not inherit the caller's
                 while (task := self._queues[lane].get()) is not None:
                     self._perform(task)
-        except BaseException as error:  # not of a task, which are caught below: of the lane's stream
+        except BaseException as error:  # from the lane's stream; errors of tasks are caught below
             self._failure = self._failure or (f"lane {lane}", error)
             self._abandon()
         finally:
             ended.set()
 
     def _perform(self, task: Task) -> None:
-        """Waits for the needs, acts, and lets those who wait go on: also when it failed, or nothing could ever end."""
+        """Waits for the needs, acts, and releases those who wait, even after a failure, so that everything ends."""
         pending = self._pending[task.key]
         try:
             if not self._stopped and self._wait(task):
@@ -201,12 +201,12 @@ class Executor:
 
 
 def shortage_in(error: BaseException) -> Shortage | None:
-    """The want of memory that a task, or what was made ready for tasks, has failed of; None if it was something else."""
+    """The lack of memory behind a failed task or a failed preparation; None if it failed for another reason."""
     return shortage_of(error.__cause__ if isinstance(error, TaskFailed) else error)
 
 
 def _out_of_memory(error: BaseException) -> MemoryError | None:
-    """Torch and the system have errors of their own for what is a MemoryError everywhere else."""
+    """Turns torch's and the system's own errors into the MemoryError that they mean."""
     shortage = None if isinstance(error, MemoryError) else shortage_of(error)
     if shortage is None:
         return None

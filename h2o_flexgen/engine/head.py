@@ -1,6 +1,6 @@
-"""What becomes of a batch at the head of the model: to generate, tokens are picked from the logits of its last positions.
+"""The head of the model: what happens to a batch behind the last layer. Generation picks tokens from the last logits.
 
-The engine brings the hidden states and a way to make logits of them; whoever is handed to `Engine.run` says of which.
+The engine brings the hidden states and a function that makes logits; the AtHead given to `Engine.run` says of which.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from h2o_flexgen.sampling.sampler import Sampler
 
 class AtHead(Protocol):
     def __call__(self, rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, step: int) -> int:
-        """hidden (rows, tokens, width). Drops the rows that are finished; how many tokens were picked, or scored."""
+        """Uses hidden (rows, tokens, width), drops finished rows, and returns the number of tokens picked or scored."""
 
 
 @dataclass(frozen=True)
 class Picker:
-    """Generates: a token for every row that is not given one."""
+    """Generates: picks a token for every row that is not given one."""
 
     sampler: Sampler
     on_token: OnToken | None = None
     on_logits: OnLogits | None = None
-    prompt_positions: int = 0  # of prompts, that logits are made of at once where their log-probabilities are asked for
+    prompt_positions: int = 0  # of which logits are made at once if a prompt's log-probabilities are asked for
 
     def __call__(self, rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, step: int) -> int:
         if step == 0 and self.prompt_positions:

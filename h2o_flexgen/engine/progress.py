@@ -1,5 +1,5 @@
-"""Progress: a line that tells how far a long job is. It is never silent for more than five seconds, even while a single task
-runs: a ticker thread writes it, which ends with the `with` block. A terminal shows one line, a file gets few lines."""
+"""Progress: a line that tells how far a long job is. It is never silent for more than five seconds, even during a single task:
+a ticker thread writes it, and ends with the `with` block. A terminal shows one line, a file gets few lines."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TextIO
 
-SECONDS_BETWEEN_LINES = 4.0  # below the five that are promised, by more than a busy machine is late
+SECONDS_BETWEEN_LINES = 4.0  # less than the promised five, by more than a busy machine is late
 SECONDS_BETWEEN_REWRITES = 0.5
 
 
 class Progress:
-    """`with Progress(total, "generate") as progress: progress.update("12.3 tokens/s", done)`. Updates only note what is to be
-    shown, so they may come as often as they like."""
+    """`with Progress(total, "generate") as progress: progress.update("12.3 tokens/s", done)`. Updates only remember what is to
+    be shown, and so may come at any rate."""
 
     def __init__(
         self,
         total: int,
         label: str,
         stream: TextIO | None = None,  # None: stderr
-        interval_seconds: float | None = None,  # None: as the stream deserves
-        late: bool = False,  # nothing is written before the first interval is over: for what is quick as a rule
+        interval_seconds: float | None = None,  # None: depends on the stream
+        late: bool = False,  # writes nothing in the first interval, for jobs that are usually quick
     ) -> None:
         self._total = total
         self._label = label
@@ -40,27 +40,27 @@ class Progress:
         self._stage = self._text = ""
         self._details: tuple[str, ...] = ()
         self._done = 0
-        self._counts = True  # is how many are done of how many what is to be shown
-        self._width = 0  # of the line that stands on the terminal
+        self._counts = True  # show how many are done
+        self._width = 0  # of the line on the terminal
         self._started = time.monotonic()
         self._over = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name=f"progress {label}", daemon=True)
 
     def stage(self, name: str, text: str = "") -> None:
-        """Names what is done now ("load", "prefill", "decode") and forgets the text of the stage before. A text that comes with
-        it says itself how far the stage is."""
+        """Names what is done now ("load", "prefill", "decode") and forgets the last stage's text. If a text is given, it tells
+        how far the stage is."""
         self._stage, self._text, self._counts, self._details = name, text, not text, ()
 
     def update(self, text: str, done: int, details: Sequence[str] = ()) -> None:
-        """`details` stand before the text, the most important first; a terminal shows those that fit beside the rest."""
+        """`details` are shown before the text, the most important first; a terminal shows those that fit."""
         self._text, self._done, self._counts, self._details = text, done, True, tuple(details)
 
     def expect(self, total: int) -> None:
-        """More or less is to be done than was thought."""
+        """Corrects the amount that is to be done."""
         self._total = total
 
     def note(self, line: str) -> None:
-        """A line that stays. A terminal breaks it between words."""
+        """Writes a line that stays. A terminal breaks it between words."""
         if self._rewrites:
             width = shutil.get_terminal_size().columns
             lines = textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) or [""]
@@ -72,7 +72,7 @@ class Progress:
         self._started = time.monotonic()
         if not self._late:
             self._write(self._line())
-        with suppress(RuntimeError):  # no room for a thread: the job needs it more than its progress does
+        with suppress(RuntimeError):  # if there is no memory for a thread, the job needs it more
             self._ticker.start()
         return self
 
@@ -92,8 +92,8 @@ class Progress:
             self._write(self._line())
 
     def _line(self, end: str = "") -> str:
-        """On a terminal no wider than that is: a line that wraps could not be rewritten. How long it will take is said last, so
-        what is less important goes: details, how many are done, and then the end of the stage's name."""
+        """The line, at most as wide as the terminal, since a line that wraps could not be rewritten. The time left stands at
+        its end, so less important parts are dropped first: details, the count, and then the end of the stage's name."""
         width = shutil.get_terminal_size().columns - 1 if self._rewrites else None
         share = f"{self._done}/{self._total}" if self._total and self._counts else ""
         seconds = f"[{time.monotonic() - self._started:.0f} s]{end}"
@@ -108,8 +108,8 @@ class Progress:
             elif share:
                 share = ""
             else:
-                room = max(0, len(stage) - (len(line) - width))
-                return line.replace(f" {stage}", f" {stage[:room]}", 1)[:width]
+                fits = max(0, len(stage) - (len(line) - width))
+                return line.replace(f" {stage}", f" {stage[:fits]}", 1)[:width]
 
     def _write(self, line: str) -> None:
         if not self._rewrites:
@@ -124,5 +124,5 @@ class Progress:
         try:
             self._stream.write(text)
             self._stream.flush()
-        except (OSError, ValueError):  # whoever was reading has gone: no reason to end a long job
+        except (OSError, ValueError):  # the reader has gone, which is no reason to end a long job
             self._is_unread = True

@@ -1,4 +1,4 @@
-"""What is told of prompts while a call generates: each one as it is done, and how many of all."""
+"""Progress by prompts: hands out each completion when it is done, and shows how many are."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from h2o_flexgen.models.derived import cache_folder
 from h2o_flexgen.sampling.output import Completion
 
 OnCompletion: TypeAlias = Callable[[Completion], object]
-UseTqdm: TypeAlias = "bool | Callable[..., Any]"  # on stderr, or on a bar made by something like tqdm
+UseTqdm: TypeAlias = "bool | Callable[..., Any]"  # True: on stderr; or a function that makes a bar like tqdm's
 Listeners: TypeAlias = "tuple[OnToken | None, OnStage | None]"
 DESCRIPTION = "prompts"
 
 
 class PromptsDone:
-    """Hands out the completion of a prompt when the block that it ends in is over."""
+    """Hands out the completion of a prompt when the block in which it ends is over."""
 
     def __init__(self, rows: Sequence[RowState], on_completion: OnCompletion | None) -> None:
         self._rows = rows
@@ -54,7 +54,7 @@ class _Bar(Protocol):
 
 @contextmanager
 def shown_progress(use_tqdm: UseTqdm, rows: Sequence[RowState], told: Listeners) -> Iterator[Listeners]:
-    """Who listens to tokens and stages, and whoever shows how many prompts are done."""
+    """The given listeners, which also show how many prompts are done if `use_tqdm` asks for it."""
     if not use_tqdm:
         yield told
     elif use_tqdm is True:
@@ -79,7 +79,7 @@ def _on_stderr(progress: Progress, rows: Sequence[RowState], told: Listeners) ->
 
     def show_stage(stage: Stage, done_bytes: int, total_bytes: int) -> None:
         nonlocal begun
-        begun = time.monotonic()  # tokens begin to come behind the last stage
+        begun = time.monotonic()  # tokens come after the last stage
         if stage is Stage.MENDING:
             progress.note(damaged_copy(cache_folder("")))
         progress.stage(str(stage), how_far(done_bytes, total_bytes))
@@ -90,7 +90,7 @@ def _on_stderr(progress: Progress, rows: Sequence[RowState], told: Listeners) ->
 
 
 def _counting(rows: Sequence[RowState], on_token: OnToken | None, show: Callable[[int, int], object]) -> OnToken:
-    """`show` gets whether the token ended its prompt, and how many tokens there were."""
+    """Calls `show` for each token with whether it ended its prompt, and with the number of tokens so far."""
     waiting, tokens = Counter(row.index for row in rows), 0
 
     def count(place: int, token: int, text: str | None) -> None:

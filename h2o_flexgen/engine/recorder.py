@@ -1,6 +1,6 @@
 """The recorder: what every task did and when, from all lanes, in memory that does not grow with the length of a job.
 
-Lanes only append; the caller's thread collects. On an accelerator a task's times are known when its markers have been passed.
+Lanes only append; the caller's thread collects. On an accelerator a task's times are known when its markers are passed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from h2o_flexgen.memory.device import Device, Marker
 from h2o_flexgen.schedule.schedule import Key, Task
 from h2o_flexgen.schedule.trace import Span, Trace
 
-KEPT = 1 << 14  # spans, the latest; of earlier ones only what each lane did in all
+KEPT = 1 << 14  # latest spans that are kept; of earlier ones only each lane's sums are
 
 
 class Recorder:
@@ -26,15 +26,15 @@ class Recorder:
         self._kept: list[Span] = []
 
     def add(self, task: Task, begun: float, ended: float, moved: int) -> None:
-        """A task that was over when its action returned. Times as of time.perf_counter."""
+        """Adds a task that was over when its action returned. Times are those of time.perf_counter."""
         self._ended.append(Span(task.key, task.lane, begun - self._started_at, ended - self._started_at, moved))
 
     def add_marked(self, task: Task, first: Marker, last: Marker, moved: int) -> None:
-        """A task that a stream does between two markers."""
+        """Adds a task that a stream does between two markers."""
         self._marked.append((task, first, last, moved))
 
     def collect(self) -> Iterator[Key]:
-        """Takes in what has ended since, and says which marked tasks have."""
+        """Takes in what has ended since the last call, and yields the marked tasks among it."""
         while self._ended:
             self._kept.append(self._ended.popleft())
         while self._marked and self._marked[0][2].query():

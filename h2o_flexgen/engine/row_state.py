@@ -1,4 +1,4 @@
-"""RowState: one row of a generation: what it was given, what it has made, whether and why it is finished."""
+"""RowState: one row of a generation: its prompt, the tokens generated so far, whether and why it is finished."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from h2o_flexgen.text.tokenizer import Tokenizer
 
 
 class RowState:
-    """One sequence of a generation. Text is made per token only for rows that need it: with stop strings, or streamed."""
+    """One sequence of a generation. Its text is decoded token by token only if it has stop strings or is streamed."""
 
     def __init__(
         self,
@@ -27,11 +27,11 @@ class RowState:
         number: int = 0,
         row: int | None = None,
     ) -> None:
-        assert params.max_tokens is not None, "how many these are is known before a row is made"
+        assert params.max_tokens is not None, "the caller replaces None by the positions left"
         if params.stop_strings and not tokenizer.reads_texts:
             raise ValueError("stop is a text, but this model has no tokenizer; give stop_token_ids, or choose a tokenizer")
-        self.index = index  # place of the prompt in the input
-        self.number = number  # which completion of the prompt it is
+        self.index = index  # of the prompt in the input
+        self.number = number  # of the row among the completions of its prompt
         self.row = index if row is None else row  # among all rows of the workload
         self.params = params
         self.max_tokens = params.max_tokens
@@ -39,12 +39,12 @@ class RowState:
         self.seen = list(prompt_ids)  # prompt and generated ids
         self.prompt_len = len(self.seen)
         self.logprobs: list[StepLogprobs] = []
-        self.prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # kept, also where the row starts anew
+        self.prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # survive a new start
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._streamed = streamed
-        self.forced = tuple(forced)  # its first tokens, which are given and not picked, and never end it
-        self._known: list[tuple[int, StepLogprobs | None]] = []  # what was generated before a new start
+        self.forced = tuple(forced)  # its first tokens, given instead of picked; they never end it
+        self._known: list[tuple[int, StepLogprobs | None]] = []  # tokens generated before a new start
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(params.stop_ids)
         self._ends = self._stop_ids | (frozenset() if params.ignore_eos else tokenizer.eos_ids)
@@ -83,7 +83,7 @@ class RowState:
         return len(self.seen) - self.prompt_len
 
     def push(self, token: int, logprobs: StepLogprobs | None = None) -> str | None:
-        """Takes the token that was generated. The new piece of text for rows whose text is followed, else None."""
+        """Takes a generated token. Returns the new piece of text if the row's text is followed, else None."""
         assert not self.finished, f"row {self.index} is finished"
         self.seen.append(token)
         if logprobs is not None:
@@ -106,24 +106,24 @@ class RowState:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Completions of one prompt have the first's."""
+        """Only the first completion computes them, for all completions of its prompt."""
         return self.params.prompt_logprobs is not None and self.number == 0 and self.prompt_logprobs is None
 
     @property
     def known(self) -> tuple[int, StepLogprobs | None] | None:
-        """The next token, if the row had come further before a new start."""
+        """The next token, if the row had already generated it before a new start."""
         return self._known[self.num_generated] if self.num_generated < len(self._known) else None
 
     @property
     def given(self) -> int | None:
-        """The next token, if it is not to be picked."""
+        """The next token, if it is known and not to be picked."""
         if self.known is not None:
             return self.known[0]
         return self.forced[self.num_generated] if self.num_generated < len(self.forced) else None
 
     def start_anew(self) -> None:
-        """From the prompt on, when what was computed is lost. The tokens that it had are not: they come again as they were,
-        even where last bits differ, beside other rows, and another token would be picked."""
+        """Goes back to the prompt, when what was computed is lost. The tokens generated so far are given again, since picking
+        again could choose others: beside other rows the last bits differ."""
         assert not self.finished, f"row {self.index} is finished"
         silent: list[StepLogprobs | None] = [None] * self.num_generated
         self._known[: self.num_generated] = zip(self.token_ids, self.logprobs or silent, strict=True)
@@ -132,7 +132,7 @@ class RowState:
         self._text = self._new_text()
 
     def stop(self, reason: str) -> str | None:
-        """Ends the row where it is. What was held back of its text, where it is followed."""
+        """Ends the row here. Returns the text held back so far if it is followed."""
         return None if self.finished else self._finish(reason)
 
     def output(self) -> Output:
@@ -147,7 +147,7 @@ class RowState:
         )
 
     def completion(self, others: Sequence[RowState] = ()) -> Completion:
-        """The completion of a prompt, from its first row and the others."""
+        """The completion of a prompt, from its first row and its others."""
         own = self.output()
         return Completion(
             index=self.index,
@@ -180,6 +180,6 @@ class RowState:
 
 
 def completions_of(rows: Sequence[RowState]) -> list[Completion]:
-    """One for every prompt, if all of its rows have ended."""
+    """A completion for every prompt whose rows have all ended."""
     prompts = [list(group) for _, group in groupby(rows, key=lambda row: row.index)]
     return [first.completion(others) for first, *others in prompts if all(row.finished for row in (first, *others))]

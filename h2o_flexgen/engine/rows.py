@@ -1,8 +1,7 @@
-"""The rows of one batch while they are generated: who is still alive, what is computed next, who fills the places of the
-finished.
+"""The rows of one batch while they are generated: which are alive, what is computed next, and which replace finished ones.
 
 A finished row leaves at once: from the next layer on it is no longer computed. The caches follow when they are next opened:
-living rows from behind fill the gaps (`kept`), so that the living always stand in front.
+living rows from behind fill the gaps, so that the living always stand in front.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.sampler import Sampler
 
-# a row's number is the place of its prompt in the input; where prompts have several completions, its place among all of these
-OnToken = Callable[[int, int, str | None], object]  # row, token, new text if it is followed
-OnLogits = Callable[[int, int, Tensor], None]  # row, number of the token, logits (vocab,) that are its own now
+# a row's number is its place among all rows of the input: that of its prompt, if every prompt has one completion
+OnToken = Callable[[int, int, str | None], object]  # row, token, new text if the row's text is followed
+OnLogits = Callable[[int, int, Tensor], None]  # row, number of the token, a copy of its logits (vocab,)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows that a layer computes at once: in a step all of them, of long prompts a few."""
+    """Rows that a layer computes at once: all in a decode step, a few at a time for long prompts."""
 
     rows: slice
     now: KVStep
@@ -35,10 +34,10 @@ class Part:
 
 class BatchRows:
     def __init__(self, batch: Batch, rows: Sequence[RowState], plan: Plan, gen_len: int, device: torch.device) -> None:
-        self.batch = batch  # the living
-        self.generation = 0  # how often the living moved up
-        self.places_before: list[int] = list(range(batch.size))  # place now -> place before they last moved up
-        self.last_step: int | None = None  # once they are done
+        self.batch = batch  # of living rows
+        self.generation = 0  # how often the living rows have moved up
+        self.places_before: list[int] = list(range(batch.size))  # for each place, the one before the rows last moved up
+        self.last_step: int | None = None  # known once all rows are finished
         self._rows = list(rows)
         self._policy = plan.policy
         self._gen_len = gen_len
@@ -58,22 +57,22 @@ class BatchRows:
         parts, start = [], 0
         for batch in self.batch.parts(tokens):
             rows = slice(start, start + batch.size)
-            parts.append(Part(rows, self._pass(batch, 0), self._padded(batch, self._rows[rows])))
+            parts.append(Part(rows, self._kv_step(batch, 0), self._padded(batch, self._rows[rows])))
             start += batch.size
         return tuple(parts)
 
     def _padded(self, batch: Batch, rows: Sequence[RowState]) -> Tensor:
-        """(rows, tokens), padded on the right with 0: pads are computed, but nothing ever looks at them."""
+        """Tokens (rows, tokens), padded on the right with 0. Pads are computed, but nothing attends to them."""
         tokens = torch.zeros(batch.size, batch.prompt_len, dtype=torch.long)
         for place, (row, length) in enumerate(zip(rows, batch.lengths)):
-            tokens[place, :length] = torch.tensor(row.prompt_ids[-length:])  # what stands before them is in the cache
+            tokens[place, :length] = torch.tensor(row.prompt_ids[-length:])  # earlier ones are in the cache
         return tokens.to(self._device)
 
-    def _pass(self, batch: Batch, step: int) -> KVStep:
+    def _kv_step(self, batch: Batch, step: int) -> KVStep:
         return KVStep.of(self._policy.slots(batch, self._gen_len), step, self._capacity, self._device)
 
     def last_hidden(self, hidden: Tensor) -> Tensor:
-        """(rows, tokens, width) -> (rows, width) of each row's last token: the only one that logits are made for."""
+        """The hidden states of each row's last token, for logits: (rows, tokens, width) -> (rows, width)."""
         if hidden.shape[1] == 1:
             return hidden[:, 0]
         last = torch.tensor(self.batch.lengths, device=hidden.device) - 1
@@ -87,8 +86,8 @@ class BatchRows:
         on_token: OnToken | None = None,
         on_logits: OnLogits | None = None,
     ) -> int:
-        """Picks a token for every row that is not given one, drops the rows that it finishes, and says how many tokens there
-        were. Of a row that starts anew those that it had come again, and nobody is told of them twice."""
+        """Picks a token for every row that is not given one, drops the rows that it finishes, and returns the number of tokens.
+        A row that starts anew is given the tokens it had, and listeners do not hear of them again."""
         rows = self._rows
         params, indices, histories = zip(*((row.params, row.index, row.history) for row in rows))
         picked = sampler.sample(logits, params, indices, step, histories, [row.given for row in rows])
@@ -102,7 +101,7 @@ class BatchRows:
         self.drop_finished(step)
         if self._rows:
             tokens = picked.tokens[self.places_before].unsqueeze(1).to(self._device)
-            self.parts = (Part(slice(None), self._pass(self.batch, step + 1), tokens),)
+            self.parts = (Part(slice(None), self._kv_step(self.batch, step + 1), tokens),)
         return len(rows)
 
     def drop_finished(self, step: int) -> None:
@@ -111,7 +110,7 @@ class BatchRows:
             self.last_step = step
 
     def _move_up(self, alive: list[int]) -> None:
-        """Those that already stand in front stay where they are; gaps are filled from behind."""
+        """Fills the gaps among the first rows with living ones from behind."""
         count = len(alive)
         from_behind = [place for place in reversed(alive) if place >= count]
         in_front = set(alive)

@@ -1,6 +1,4 @@
-"""Scores: how likely a model finds a text that is given. Of a whole text in one pass, or token by token with what a KV policy
-keeps.
-"""
+"""Scores: how likely a model finds a given text, in one pass over it or token by token with what a KV policy keeps."""
 
 from __future__ import annotations
 
@@ -22,25 +20,25 @@ from h2o_flexgen.sampling.output import Completion
 
 PREFILL, DECODE = "prefill", "decode"
 WAYS = (PREFILL, DECODE)
-SCORED = "scored"  # why a row ends
+SCORED = "scored"  # the reason why a row ends
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Of every token of a continuation: its log-probability, and the token that the model finds likeliest in its place."""
+    """The log-probability of every token of a continuation, and the model's likeliest token in its place."""
 
-    index: int  # place of the pair in the input
+    index: int  # of the pair in the input
     logprobs: tuple[float, ...]
     greedy: tuple[int, ...]
 
     @property
     def logprob(self) -> float:
-        """Of the whole continuation."""
+        """The log-probability of the whole continuation."""
         return sum(self.logprobs)
 
 
 def way_of(plan: Plan, asked: str | None) -> str:
-    """In one pass every token sees all that stand before it, as they are: no score of a cache that forgets or rounds."""
+    """Chooses the way: in one pass every token attends to all before it unchanged, which no evicting or rounding cache does."""
     if asked is not None and asked not in WAYS:
         raise ValueError(f"by is {asked!r}; allowed are {', '.join(map(repr, WAYS))}, or None for the one that is right")
     is_exact = plan.policy.keeps_all and plan.kv_codec == PLAIN
@@ -51,7 +49,7 @@ def way_of(plan: Plan, asked: str | None) -> str:
 
 
 class _Wanted(NamedTuple):
-    """The score of a token."""
+    """A token whose score is wanted."""
 
     position: int  # among those that logits are made of
     pair: int
@@ -59,15 +57,15 @@ class _Wanted(NamedTuple):
 
 
 class Scorer:
-    """At the head of one pass over whole texts: of each the last positions are scored, each for the token that comes next.
-    Rows lie side by side, so that few products are large rather than many small."""
+    """Scores whole texts at the head of one pass: each of a text's last positions for the token that comes next. Rows are laid
+    side by side, so that there are few large products instead of many small ones."""
 
     def __init__(
         self, pairs: Sequence[Sequence[tuple[int, Sequence[int]]]], positions: int, on_token: OnToken | None = None
     ) -> None:
         self.scored: dict[int, Scored] = {}
-        self._pairs = pairs  # of every row of the workload those that are scored with its text: index and continuation
-        self._positions = positions  # that logits are made for at once
+        self._pairs = pairs  # for each row of the workload, the index and continuation of the pairs scored with its text
+        self._positions = positions  # of which logits are made at once
         self._on_token = on_token
 
     def __call__(self, rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, step: int) -> int:
@@ -81,13 +79,13 @@ class Scorer:
             for index, after in self._pairs[row.index]:
                 wanted += [_Wanted(end - len(after) + place, index, token) for place, token in enumerate(after)]
         self._score(lasts, sorted(wanted), logits_of)
-        for row in rows.alive:  # not before: when memory runs out here they have to come again
+        for row in rows.alive:  # not earlier: if memory runs out above, the rows have to come again
             row.stop(SCORED)
         rows.drop_finished(step)
         return len(wanted)
 
     def _score(self, lasts: Sequence[Tensor], wanted: Sequence[_Wanted], logits_of: LogitsOf) -> None:
-        """In the order of positions, which is that of the tokens of every pair."""
+        """Scores in the order of positions, which is that of the tokens of every pair."""
         found: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
         start = 0
         for hidden in side_by_side(lasts, self._positions):
@@ -104,15 +102,15 @@ class Scorer:
 
 
 def _scores(logits: Tensor, wanted: Sequence[_Wanted], start: int) -> tuple[list[float], list[int]]:
-    """logits (positions, vocab), of positions from `start` on. They go with this call: the next ones need their room."""
+    """Scores of one call's logits (positions, vocab), from position `start` on; they are freed when it returns."""
     places = torch.tensor([one.position - start for one in wanted], device=logits.device)
     own = logits[places, torch.tensor([one.token for one in wanted], device=logits.device)]
     return (own - logits.logsumexp(-1)[places]).tolist(), logits.argmax(-1)[places].tolist()
 
 
 def pairs_by_text(rows: Sequence[RowState]) -> dict[tuple[int, ...], list[tuple[int, Sequence[int]]]]:
-    """What one pass takes in to score what is forced: of the last token only its score is wanted. So answers of one token each
-    to a question are scored with one text."""
+    """The pairs scored with each text. The last token is not part of the text, as only its score is wanted, so one text scores
+    all one-token answers to a question."""
     pairs: defaultdict[tuple[int, ...], list[tuple[int, Sequence[int]]]] = defaultdict(list)
     for row in rows:
         text = (*row.prompt_ids, *row.forced[:-1])
@@ -121,15 +119,15 @@ def pairs_by_text(rows: Sequence[RowState]) -> dict[tuple[int, ...], list[tuple[
 
 
 def scored_of(completion: Completion) -> Scored:
-    """Of one whose tokens were all given, and of which log-probabilities and the likeliest token were asked for."""
+    """The scores of a completion with forced tokens, log-probabilities and the likeliest token of each step."""
     assert completion.logprobs is not None, completion.index
     logprobs = tuple(step.chosen.logprob for step in completion.logprobs)
     return Scored(completion.index, logprobs, tuple(step.top[0].token_id for step in completion.logprobs))
 
 
 def decode_groups(rows: Sequence[RowState], plan: Plan) -> list[list[RowState]]:
-    """Rows that are decoded together have continuations of one length, or nearly: where a budget is a share of the text it
-    depends on how many tokens a block generates, and no row's score may depend on the others. Long ones first."""
+    """Groups of rows to decode together, long ones first, with continuations of similar length. If the budget is a share of the
+    text, it depends on the tokens a block generates; then all lengths are equal, so that no score depends on other rows."""
     if plan.policy.keeps_all or not plan.kv_options.is_share_of_text:
         order = sorted(rows, key=lambda row: (-row.max_tokens, -row.prompt_len))
         return [order[start : start + plan.block_size] for start in range(0, len(order), plan.block_size)]

@@ -1,6 +1,5 @@
-"""Shrink: what is done when memory runs out in a block. The rest of the workload goes on in smaller ones: rows that are
-finished stay so, the others of that block start anew.
-"""
+"""Shrink: what happens when memory runs out in a block. The rest of the workload goes on in smaller blocks; rows of this block
+that are finished stay so, and the others start anew."""
 
 from __future__ import annotations
 
@@ -20,22 +19,22 @@ class Shrink:
 
     shortage: Shortage
     tried: BlockSize
-    size: BlockSize  # of the blocks that come now
-    num_ended: int  # blocks before it that have ended
-    rest: tuple[Block, ...]  # all that come now
+    size: BlockSize  # of the blocks to come
+    num_ended: int  # blocks that have ended
+    rest: tuple[Block, ...]  # all blocks to come
 
     def __str__(self) -> str:
         return f"memory ran out on {self.shortage.tier} in a block of {self.tried} rows: going on with {self.size}"
 
 
 OnShrink = Callable[[Shrink], None]
-RunBlock = Callable[[Block, bool], BlockRun]  # whether memory may run out in it
+RunBlock = Callable[[Block, bool], BlockRun]  # the flag says whether memory may run out
 
 
 def run_blocks(
     workload: Workload, size: BlockSize, rows: Sequence[RowState], run: RunBlock, on_shrink: OnShrink
 ) -> Iterator[BlockRun]:
-    """One block after the other. Every run is told, those in which memory ran out too."""
+    """Runs one block after the other and yields every run, those in which memory ran out too."""
     waiting, num_ended = workload.blocks(*size), 0
     while waiting:
         block, *later = waiting
@@ -46,7 +45,7 @@ def run_blocks(
             waiting, num_ended = tuple(later), num_ended + 1
             continue
         left = [row for each in waiting for batch in each.batches for row in batch.rows if not rows[row].finished]
-        yield ran if left else replace(ran, shortage=None)  # nobody is left to suffer from it
+        yield ran if left else replace(ran, shortage=None)  # all rows are finished, so nobody suffers from it
         for row in left:
             rows[row].start_anew()
         waiting = workload.blocks(*smaller, left)

@@ -1,5 +1,5 @@
-"""Cells: what was measured of one task in one setting. They are kept in a file, a line each, as soon as they are finished; a
-command that was interrupted finds them there and goes on."""
+"""Cells: the figures of one task in one setting, each kept as a line of a file as soon as it is finished. A command that was
+interrupted finds them there and goes on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE = "cells.jsonl"
 
 @dataclass(frozen=True)
 class Cell:
-    identity: Mapping[str, object]  # all that its figures depend on
+    identity: Mapping[str, object]  # everything that its figures depend on
     figures: tuple[Figure, ...]
     seconds: float
 
@@ -46,7 +46,7 @@ def key_of(identity: Mapping[str, object]) -> str:
 
 
 class Cells:
-    """Those that are finished. Without a folder they are kept for as long as the object lives."""
+    """The finished cells. Without a folder they are kept for as long as the object lives."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._file = None if folder is None else folder / FILE
@@ -63,7 +63,7 @@ class Cells:
             self._cells[cell.key] = cell
 
     def forget(self) -> None:
-        """All of them."""
+        """Deletes all cells, and their file."""
         self._cells.clear()
         if self._file is not None:
             self._file.unlink(missing_ok=True)
@@ -72,7 +72,7 @@ class Cells:
         return self._cells.get(key_of(identity))
 
     def add(self, cell: Cell) -> None:
-        """Written in one piece behind what is there, and on the disk before anything goes on."""
+        """Appends the cell in one write, which is on the disk before the evaluation goes on."""
         self._cells[cell.key] = cell
         if self._file is None:
             return
@@ -85,6 +85,6 @@ class Cells:
 
 
 def _begun_anew(descriptor: int) -> bytes:
-    """The end of a line that was left unfinished."""
+    """A newline, if an interrupted write left the last line unfinished."""
     length = os.fstat(descriptor).st_size
     return b"\n" if length and os.pread(descriptor, 1, length - 1) != b"\n" else b""

@@ -1,4 +1,4 @@
-"""Figures: what is measured in one cell, each with its standard error and with what it was measured on."""
+"""Figures: the values measured in one cell, each with its standard error and the number of examples behind it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 
-DIGITS = 9  # of values of single examples, as they are written down
+DIGITS = 9  # kept of the value of a single example
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Of a whole cell, or (`by`) of those of its examples that have something in common: by depth, at 50 %."""
+    """A value for all examples of a cell, or only for those where `by` (such as depth) has the value `at` (such as 50 %)."""
 
     name: str
     value: float
-    error: float | None  # standard error; none of a single example
+    error: float | None  # standard error; a single example has none
     count: int  # examples
-    panel: str = ""  # what is not to be added up: questions that were visible, and hidden ones
+    panel: str = ""  # figures of different panels are never added up: questions that were visible, and hidden ones
     by: str = ""
     at: str = ""
-    examples: tuple[float, ...] = ()  # their values, in their order, so that two cells can be compared pair by pair
+    examples: tuple[float, ...] = ()  # their values in order, so that two cells can be compared pair by pair
 
     def as_json(self) -> dict[str, object]:
         return {key: value for key, value in asdict(self).items() if value not in ("", ())}
@@ -33,14 +33,14 @@ class Figure:
 
 @dataclass(frozen=True)
 class Relation:
-    """Of a figure to the same one of the full cache, on the same examples."""
+    """A figure divided by the same figure of the full cache, on the same examples."""
 
     ratio: float
     error: float | None
 
 
 def mean(name: str, values: Sequence[float], panel: str = "", by: str = "", at: str = "") -> Figure:
-    """Single values are kept of what is a whole."""
+    """The values of single examples are kept only in the figure for the whole cell."""
     rounded = tuple(round(value, DIGITS) for value in values)
     return Figure(name, fmean(values), standard_error(values), len(values), panel, by, at, () if by else rounded)
 
@@ -50,7 +50,7 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def ratio_of_sums(parts: Sequence[float], wholes: Sequence[float]) -> tuple[float, float | None]:
-    """And its standard error: that of what the ratio leaves over in each example."""
+    """The ratio and its standard error, which comes from what the ratio does not explain in each example."""
     ratio = math.fsum(parts) / math.fsum(wholes)
     left = standard_error([part - ratio * whole for part, whole in zip(parts, wholes)])
     return ratio, None if left is None else left / fmean(wholes)
@@ -63,7 +63,7 @@ def of_means(values: Sequence[float], of_full: Sequence[float]) -> Relation | No
 
 
 def of_exponents(values: Sequence[float], of_full: Sequence[float]) -> Relation | None:
-    """Of perplexities, whose examples are mean losses."""
+    """The ratio of two perplexities, whose examples are mean losses."""
     if len(values) != len(of_full):
         return None
     differences = [value - full for value, full in zip(values, of_full)]

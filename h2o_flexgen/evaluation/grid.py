@@ -1,4 +1,4 @@
-"""Grid: the settings that are compared: policies, how much each keeps, and in how many bits weights and KV are held."""
+"""Grid: the settings to compare: policies, how much each keeps, and in how many bits weights and KV are held."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import BY_BITS, PLAIN
 
 WHOLE_TEXT = 100.0
-Beside = tuple[tuple[str, object], ...]  # names of KVOptions and their values
+Beside = tuple[tuple[str, object], ...]  # names and values of KVOptions
 BITS = {codec: f"{bits} bits" for bits, codec in BY_BITS.items()}
 
 
@@ -30,14 +30,14 @@ class Amount(Protocol):
 
     @property
     def order(self) -> float:
-        """Of columns: shares from all to little, sizes from little to all, as they are usually written."""
+        """The place among the columns, in the usual order: shares from all to little, sizes from little to all."""
 
     def options(self, policy: str, sinks: int | None) -> KVOptions: ...
 
 
 @dataclass(frozen=True)
 class Share:
-    """Of prompt and generation."""
+    """A share of prompt and generation."""
 
     percent: float
 
@@ -63,7 +63,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Size:
-    """Slots of each sequence and head; None: as many as there are tokens."""
+    """A number of slots for each sequence and head; None means as many as there are tokens."""
 
     slots: int | None
 
@@ -93,11 +93,11 @@ class Setting:
     amount: Amount
     kv_codec: str = PLAIN
     weight_codec: str = PLAIN
-    beside: Beside = ()  # options that are asked for beside the budget
+    beside: Beside = ()  # options asked for in addition to the budget
 
     @property
     def options(self) -> KVOptions:
-        """What the policy cannot take is left out; `label` shows what it took."""
+        """Options that the policy cannot take are left out; `label` shows which it took."""
         if self.policy == Full.name:
             return KVOptions()
         sinks = self._taken.get("sinks")
@@ -110,7 +110,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """A row of a table."""
+        """The heading of a row in a table."""
         taken = [name if value is True else f"{name} {value}" for name, value in self._taken.items()]
         words = [self.policy, *(word.replace("_", "-") for word in taken)]
         words += [f"{what} {BITS[codec]}" for what, codec in self._codecs.items() if codec != PLAIN]
@@ -122,7 +122,7 @@ class Setting:
 
     @property
     def full(self) -> Setting:
-        """The same with everything kept."""
+        """This setting with everything kept."""
         return replace(self, policy=Full.name, amount=_everything(self.amount))
 
     @property
@@ -134,7 +134,7 @@ class Setting:
         return replace(with_codecs, kv_policy=self.policy, kv_options=self.options)
 
     def check(self, base: Plan, sizes: Sequence[tuple[int, int]]) -> None:
-        """Can the policy hold anything of texts with such prompts and so much to generate?"""
+        """Refuses a setting that cannot hold texts of these sizes: pairs of prompt length and tokens to generate."""
         policy = self.plan(base).policy
         for prompt_len, gen_len in sizes:
             try:
@@ -143,7 +143,7 @@ class Setting:
                 raise ValueError(f"{error} (this is {self.policy} at {self.amount.label}; leave one of them out)") from error
 
     def identity(self) -> dict[str, object]:
-        """All of a setting that its figures depend on."""
+        """Everything in a setting that its figures depend on."""
         return {"policy": self.policy, **asdict(self.options), "kv_codec": self.kv_codec, "weight_codec": self.weight_codec}
 
     def as_json(self) -> dict[str, object]:
@@ -170,7 +170,7 @@ class Grid:
 
     @property
     def settings(self) -> tuple[Setting, ...]:
-        """Where everything is kept, all policies are the full cache: it is run once, and first."""
+        """All policies are the full cache when they keep everything, so that one is run once, and first."""
         found: dict[Setting, None] = {}
         for weight_codec in self.weight_codecs:
             for kv_codec in self.kv_codecs:

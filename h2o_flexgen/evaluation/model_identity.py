@@ -1,4 +1,4 @@
-"""Which model a cell was measured on: its files, whatever they are called and wherever they lie, and what computes."""
+"""The identity of a measured model: the contents of its files, whatever their names and place, and what computes with them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from h2o_flexgen.text.tokenizer import AUTO, BYTES, TOKENIZER_FILES
 
 CONFIG = "config.json"
 CHUNK_BYTES = 1 << 24
-WHOLE_BYTES = 1 << 30  # larger files are read here and there
-PLACES = 64  # of a larger file
+WHOLE_BYTES = 1 << 30  # larger files are sampled
+PLACES = 64  # samples of a larger file
 
 
 def model_identity(llm: LLM) -> dict[str, object]:
@@ -33,7 +33,7 @@ def model_identity(llm: LLM) -> dict[str, object]:
 
 
 def _tokenizer_identity(llm: LLM) -> dict[str, object]:
-    """Where it is another one than the model's own, which is told by the folder."""
+    """Only a tokenizer other than the model's own is named; that one belongs to the folder's digest."""
     if llm.tokenizer_name == AUTO:
         return {}
     if llm.tokenizer_name == BYTES:
@@ -43,7 +43,7 @@ def _tokenizer_identity(llm: LLM) -> dict[str, object]:
 
 
 def folder_digest(folder: Path) -> str:
-    """Of config, tokenizer and weights."""
+    """A digest of config, tokenizer and weights."""
     with_weights = [CONFIG, *TOKENIZER_FILES]
     checkpoint = open_checkpoint(folder)
     try:

@@ -1,4 +1,4 @@
-"""A picture of quality against what is kept: a panel for each figure, a line for each policy, the full cache as a level."""
+"""A picture of quality against the amount kept: a panel for each figure, a line for each policy, the full cache as a level."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ GREY = "#7f7f7f"
 MARKS = "osD^vP*X"
 COLUMNS = 3  # panels side by side
 PANEL_INCHES = (5.2, 3.9)
-SHARE_TOP = 1.05  # a line at 1 is seen whole
-SPREAD = 20  # from so many times as much on, values are on a logarithmic axis
+SHARE_TOP = 1.05  # so that a line at 1 is seen whole
+SPREAD = 20  # the largest value over the smallest from which the axis is logarithmic
 
 
 def draw_quality(results: Sequence[Results], file: Path, title: str) -> None:
@@ -69,14 +69,14 @@ def _draw(axes: Axes, results: Results, shown: Shown, panel: str) -> None:
 
 
 def panel_title(task: str, shown: Shown, panel: str) -> str:
-    """The name of the task comes first, unless that of the figure says it already."""
+    """The task's name comes first, unless the figure's title begins with it."""
     title = shown.title if shown.title.startswith(task) else f"{task}: {shown.title}"
     return f"{title}, {panel}" if panel else title
 
 
 def _scale(axes: Axes, shown: Shown, values: Sequence[float]) -> None:
-    """From 0, so that a distance on paper is a difference; a share goes to 1. Where values lie far apart a ratio is what
-    counts, and its numbers are written out."""
+    """Axes start at 0, so that a distance on paper is a difference; a share goes to 1. Values that lie far apart are drawn on a
+    logarithmic axis, with its numbers written out."""
     if not shown.is_share and min(values, default=0) > 0 and max(values) > SPREAD * min(values):
         from matplotlib.ticker import FuncFormatter
 

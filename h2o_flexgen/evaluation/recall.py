@@ -1,8 +1,8 @@
-"""Recall tasks: facts noted somewhere in prose, and a question behind it whose answer stands in one of them.
+"""Recall tasks: facts noted somewhere in prose, followed by a question whose answer stands in one of the notes.
 
-Every answer is of several tokens: the first is decided by the prompt, which is attended as a whole under every policy; only the
-others show what the cache has kept. A note says its fact and says it again, as a passkey in prose always did; it may go on
-saying it, for what a text comes back to is what accumulated attention keeps.
+Every answer has several tokens. The prompt decides the first, and every policy attends to the whole prompt; only the others
+show what the cache has kept. A note says its fact twice, as a passkey in prose always did. It may repeat it more often, since
+accumulated attention keeps what a text comes back to.
 
     passkey   one number:            The pass key is 4 7 1 9 3. Remember: the pass key is 4 7 1 9 3.
     lookup    keys and their values: Note: Anna river lamp stone. Remember: Anna river lamp stone.
@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-Encode = Callable[[str], list[int]]  # of text that stands behind other text
+Encode = Callable[[str], list[int]]  # tokens of a text that continues another
 
 NAMED = """
 Alice Amy Anna Anne Arthur Beth Catherine Charles Charlotte David Diana Dora Edward Elizabeth Emma Frank Fred George
@@ -35,25 +35,25 @@ NAMES, WORDS = tuple(NAMED.split()), tuple(WRITTEN.split())
 DIGITS = "0123456789"
 EXAMPLES_OF_A_KIND = 3  # of classify
 LONGEST_SENTENCE = 256  # tokens
-ASKING = 32  # tokens that are left for question and answer: the same in all examples, of which one may need more than another
+ASKING = 32  # tokens left for question and answer: the same in all examples, though some need fewer
 
 
 @dataclass(frozen=True)
 class Piece:
     text: str
-    is_new: bool  # nothing before it tells what it says
+    is_new: bool  # False for what an earlier piece said already
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What is noted, at as many places as there are notes, and what is asked about it."""
+    """What is noted, in one note or several, and what is asked about it."""
 
     notes: tuple[tuple[Piece, ...], ...]
     question: str
     answer: str
 
     def said(self, mentions: int) -> Fact:
-        """As often; but one of several notes is an example, and stands alone."""
+        """The fact with its note repeated until it is said `mentions` times. Several notes are examples, each said once."""
         if len(self.notes) > 1:
             return self
         *first, again = self.notes[0]
@@ -88,7 +88,7 @@ def _classify(draw: random.Random) -> tuple[Fact, ...]:
 
 
 def _kind(draw: random.Random, words: list[str]) -> Fact:
-    """Things of one kind: their last word is the same, and so is what they are sorted as."""
+    """Things of one kind share their last word, and are sorted the same way."""
     mark, answer = words.pop(), _phrase(words, 2)
     thing = [f"Sort: {words.pop()} {mark}" for _ in range(EXAMPLES_OF_A_KIND + 1)]
     notes = tuple((Piece(f"\n{each}", True), Piece(f"{answer}.\n", place == 0)) for place, each in enumerate(thing[:-1]))
@@ -96,7 +96,7 @@ def _kind(draw: random.Random, words: list[str]) -> Fact:
 
 
 def _words(draw: random.Random) -> list[str]:
-    """All of them in an order of their own: what is taken from the end never comes again."""
+    """All words in random order; callers take from the end, so no word comes twice."""
     return draw.sample(WORDS, len(WORDS))
 
 
@@ -115,9 +115,9 @@ RECALL_TASKS: Mapping[str, Callable[[random.Random], tuple[Fact, ...]]] = {
 @dataclass(frozen=True)
 class RecallExample:
     task: str
-    length: int  # tokens that were asked for: of context, question and answer together, at most
-    mentions: int  # of what was noted once
-    depth: float | None  # where the answer was noted: 0 is the beginning; None where it stands at several places
+    length: int  # tokens asked for: at most so many in context, question and answer together
+    mentions: int  # how often a note says its fact
+    depth: float | None  # where the answer was noted, 0 being the beginning; None if it stands at several places
     context: tuple[int, ...]
     question: tuple[int, ...]
     answer: tuple[int, ...]
@@ -125,7 +125,7 @@ class RecallExample:
 
 @dataclass(frozen=True)
 class Recall:
-    """Makes examples for one tokenizer. `start` are the tokens that every text begins with; `sentences` are the prose."""
+    """Makes examples for one tokenizer. Every text begins with the tokens `start`; `sentences` are the prose."""
 
     encode: Encode
     start: tuple[int, ...]
@@ -139,7 +139,7 @@ class Recall:
         return cls(encode, tuple(start), sentences)
 
     def example(self, task: str, length: int, depth: float, draw: random.Random, mentions: int = 2) -> RecallExample:
-        """The fact that is asked for stands at `depth`, its notes spread where it has several; the others anywhere."""
+        """The fact asked for stands at `depth`, or its notes are spread if it has several; the other facts stand anywhere."""
         facts = tuple(fact.said(mentions) for fact in RECALL_TASKS[task](draw))
         asked, others = facts[0], facts[1:]
         question, answer = self.encode(asked.question), self.encode(asked.answer)
@@ -155,7 +155,7 @@ class Recall:
         return RecallExample(task, length, mentions, depth if single else None, tuple(context), tuple(question), tuple(answer))
 
     def _scattered(self, notes: list[tuple[float, list[int]]], room: int, draw: random.Random) -> list[int]:
-        """The notes among as much prose as there is room for, each behind its share of it."""
+        """The notes among as much prose as fits, each at its depth."""
         prose = self.prose(room, draw)
         total, waiting, ids, told = sum(map(len, prose)), sorted(notes, key=lambda note: note[0]), [], 0
         for sentence in prose:
@@ -166,7 +166,7 @@ class Recall:
         return [*ids, *(token for _, note in waiting for token in note)]
 
     def prose(self, room: int, draw: random.Random) -> list[tuple[int, ...]]:
-        """Sentences that follow each other, from any place on, that fit."""
+        """As many consecutive sentences, from a random one on, as fit."""
         if (total := sum(map(len, self.sentences))) < room:
             raise ValueError(
                 f"the prose for recall has {total} tokens, and texts of this length need {room}; "
@@ -184,11 +184,11 @@ class Recall:
 
 
 def _parts(sentence: Sequence[int]) -> list[tuple[int, ...]]:
-    """Where prose has no full stops, what stands between two of them would fit nowhere."""
+    """Splits long sentences: prose without full stops would fit nowhere."""
     return [tuple(sentence[start : start + LONGEST_SENTENCE]) for start in range(0, len(sentence), LONGEST_SENTENCE)]
 
 
 def split_sentences(prose: str) -> list[str]:
-    """At ends of sentences and of lines; not exactly: an abbreviation ends one too."""
+    """Splits at ends of sentences and of lines. An abbreviation ends a sentence too; that does no harm here."""
     pieces = prose.replace("! ", "!\n").replace("? ", "?\n").replace(". ", ".\n").replace('." ', '."\n').split("\n")
     return [piece.strip() for piece in pieces if piece.strip()]

@@ -1,4 +1,4 @@
-"""Evaluation: the cells of a grid that are not there yet. A model is opened once for each setting, for all tasks at once."""
+"""Evaluation: measures the cells of a grid that are missing. The model is opened once for each setting, for all tasks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ References = dict[str, "FullCache"]
 
 
 class Listener(Protocol):
-    """Who is told how far it is."""
+    """Shows progress."""
 
     def begin(self, doing: str) -> None:
-        """What is measured now."""
+        """Names what is measured next."""
 
     def advance(self, tokens: int) -> None:
-        """So many more are done."""
+        """Counts tokens that were run."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Evaluation:
     model: Mapping[str, object]  # its identity
     settings: tuple[Setting, ...]
     tasks: Mapping[str, Bound]
-    plan: Plan  # of which policy and codecs change
+    plan: Plan  # its policy and codecs are those of the setting
     cells: Cells
 
     def check(self) -> None:
-        """What no policy can do is told of before anything is loaded."""
+        """Refuses impossible settings before anything is loaded."""
         for setting in self.settings:
             for bound in self.tasks.values():
                 setting.check(self.plan, bound.sizes)
@@ -67,18 +67,18 @@ class Evaluation:
 
     @property
     def num_tokens(self) -> int:
-        """That are to be run, those of the references too."""
+        """Tokens still to run, those of the references included."""
         cells = sum(self.tasks[task].num_tokens for setting in self.settings for task in self.missing(setting))
         return cells + sum(self.tasks[task].num_tokens for task in self._to_refer)
 
     @property
     def _to_refer(self) -> list[str]:
-        """Tasks with cells to come that are compared with what the full cache says."""
+        """Tasks with missing cells that are compared with the full cache."""
         wanted = {task for setting in self.settings for task in self.missing(setting)}
         return [task for task, bound in self.tasks.items() if bound.needs_reference and task in wanted]
 
     def run(self, open_llm: Open, folder: Path, listener: Listener) -> None:
-        """`folder` is where references lie while they are needed."""
+        """`folder` holds the references while they are needed."""
         with ExitStack() as stack:
             references: References = {}
             for setting in self._in_order():
@@ -95,7 +95,7 @@ class Evaluation:
                     self._measure(llm, setting, tasks, references, listener)
 
     def _in_order(self) -> Sequence[Setting]:
-        """First the one that others refer to, also where it is not one of the grid."""
+        """The setting that others are compared with comes first, even if the grid does not ask for it."""
         reference = next((one for one in self.settings if one.is_reference), None)
         if reference is None and self.settings and self._to_refer:
             amount = self.settings[0].full.amount

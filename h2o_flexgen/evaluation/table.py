@@ -1,5 +1,5 @@
 """Tables in Markdown: for each task a row per policy and a column per budget; behind each value its standard error and, in
-brackets, its relation to the full cache."""
+brackets, its ratio to the full cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MISSING = "-"
 
 @dataclass(frozen=True)
 class Results:
-    """Of one task: its cells by setting, the full cache first where it is among them."""
+    """The cells of one task by setting, the full cache first if it is among them."""
 
     name: str
     shown: tuple[Shown, ...]
@@ -26,7 +26,7 @@ class Results:
 
     @property
     def full(self) -> Cell | None:
-        """With weights and KV as they are, where that was measured too."""
+        """The full cache's cell, preferably the one with uncompressed weights and KV."""
         found = [setting for setting in self.cells if setting.policy == Full.name]
         setting = next((setting for setting in found if setting.is_reference), found[0] if found else None)
         return None if setting is None else self.cells[setting]
@@ -42,11 +42,11 @@ class Results:
 
     @property
     def panels(self) -> list[str]:
-        """Figures that stand beside each other: of visible and of hidden questions."""
+        """Figures shown side by side: those of visible and of hidden questions."""
         return list(dict.fromkeys(figure.panel for cell in self.cells.values() for figure in cell.figures))
 
     def find(self, row: str, column: str) -> Cell | None:
-        """Where all is kept, every policy is the full cache."""
+        """The cell at this place of the table. Every policy that keeps everything is the full cache."""
         for setting, cell in self.cells.items():
             if (setting.label, setting.amount.label) == (row, column):
                 return cell
@@ -63,7 +63,7 @@ class Results:
         return shown.compare(own.examples, of_full.examples)
 
     def ways(self, panel: str) -> list[str]:
-        """By which the examples of a panel are told apart."""
+        """The respects in which a panel's examples are told apart, such as depth."""
         found = (figure.by for cell in self.cells.values() for figure in cell.figures if figure.panel == panel)
         return [by for by in dict.fromkeys(found) if by]
 
@@ -84,7 +84,7 @@ def tables(results: Sequence[Results]) -> Iterator[str]:
 
 
 def details(results: Sequence[Results]) -> Iterator[str]:
-    """The same figures for examples of one kind, at one length, ..."""
+    """The same figures for examples of one kind, one length or one depth."""
     for one in results:
         for panel in one.panels:
             for by in one.ways(panel):
@@ -128,7 +128,7 @@ def _by_kind(results: Results, shown: Shown, panel: str, by: str) -> Iterator[st
         values[f"{setting.label}, {setting.amount.label}"] = [
             MISSING if one is None else f"{one.value:.4g} ({one.count})" for one in found
         ]
-    yield from (f"**{results.name}: {_title(shown, panel)}, by {by}; in brackets the examples**", "")
+    yield from (f"**{results.name}: {_title(shown, panel)}, by {by}; number of examples in brackets**", "")
     yield from _markdown([f"policy and {by}", *kinds], values)
 
 

@@ -1,4 +1,4 @@
-"""Texts that a model is measured on: read from files, turned into tokens, cut into windows."""
+"""Texts to measure a model on: read from files, turned into tokens, cut into windows."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Text:
 
     @classmethod
     def held_out(cls) -> Text:
-        """Prose that comes with the package; its own models have never seen it."""
+        """Prose that comes with the package and that its own models have never seen."""
         return cls("of the package", held_out_prose())
 
 
 @dataclass(frozen=True)
 class Windows:
     ids: tuple[tuple[int, ...], ...]
-    of_texts: int  # windows that the texts have; `ids` may be fewer
+    of_texts: int  # all windows of the texts; `ids` may be fewer
 
 
 def start_tokens(tokenizer: Tokenizer) -> list[int]:
-    """What every text begins with."""
+    """The tokens that every text begins with."""
     text = "a text"
     whole, plain = tokenizer.encode(text), tokenizer.encode_more(text)
     begun = len(whole) - len(plain)
@@ -49,7 +49,7 @@ def start_tokens(tokenizer: Tokenizer) -> list[int]:
 
 
 def windows(texts: Sequence[Text], tokenizer: Tokenizer, length: int, count: int) -> Windows:
-    """Whole windows that do not overlap, `count` of them at most, evenly over all texts; each begins as a text does."""
+    """At most `count` whole windows that do not overlap, taken evenly from all texts; each begins as a text does."""
     start = start_tokens(tokenizer)
     own = length - len(start)
     found = []
@@ -66,5 +66,5 @@ def windows(texts: Sequence[Text], tokenizer: Tokenizer, length: int, count: int
 
 
 def checksum(*parts: object) -> str:
-    """Of what is measured on."""
+    """Identifies the measured data."""
     return blake2b(repr(parts).encode(), digest_size=8).hexdigest()

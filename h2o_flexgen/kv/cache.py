@@ -1,8 +1,8 @@
-"""KVCache: the slots of one (layer, batch): append, attend, evict, and drop rows that are finished.
+"""KVCache: the slots of one (layer, batch): append, attend, evict, and drop finished rows.
 
-The slots are an image (2, rows, kv_heads, slots, width), wherever it happens to lie while it is computed with; a coding says
-how the values of a head are kept in it. A policy that evicts has notes beside it. What is held is moved as it is kept: encoded
-again it would lose a little each time.
+The slots are an image (2, rows, kv_heads, slots, width), wherever it lies during computation; a coding says how a head's values
+are stored in it. A policy that evicts has scores beside it. Slots are moved in their stored form, since encoding them again
+would lose a little each time.
 """
 
 from __future__ import annotations
@@ -23,36 +23,38 @@ from h2o_flexgen.quant.codec import PLAIN
 
 
 class KVCache:
-    def __init__(self, image: Tensor, notes: SlotScores | None = None, coding: Coding | None = None) -> None:
+    def __init__(self, image: Tensor, scores: SlotScores | None = None, coding: Coding | None = None) -> None:
         self.image = image  # (2, rows, kv_heads, slots, width); more rows than are alive once some are finished
         self.replaced: Tensor | None = None  # (rows, kv_heads): slots that the newest token took over from an older one
-        self._notes = notes
+        self._scores = scores
         self._coding = coding or Coding(PLAIN, image.dtype, image.shape[-1])
-        self._rolls = notes is not None and notes.policy.rolls  # keys are stored unrotated
+        self._rolls = scores is not None and scores.policy.rolls  # keys are stored unrotated
 
     def attend(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
-        """Appends the new keys and values and attends them and all that is held. Shapes as models.base.Attend says."""
-        notes = None if self._notes is None else self._notes.part(slice(len(q)))
+        """Appends the new keys and values, and attends to them and to everything held. Shapes as in models.base.Attend."""
+        scores = None if self._scores is None else self._scores.part(slice(len(q)))
         if now.is_prefill:
-            return self._prefill(now, notes, q, k, v, rotate)
-        return self._decode(now, notes, q, k, v, rotate)
+            return self._prefill(now, scores, q, k, v, rotate)
+        return self._decode(now, scores, q, k, v, rotate)
 
     def part(self, rows: slice) -> KVCache:
-        """That of some of the rows, for prompts that are computed one part after the other."""
-        return KVCache(self.image[:, rows], None if self._notes is None else self._notes.part(rows), self._coding)
+        """The cache of some of the rows, for prompts that are computed one part after the other."""
+        return KVCache(self.image[:, rows], None if self._scores is None else self._scores.part(rows), self._coding)
 
     def keep_rows(self, index: Sequence[int], slots: int) -> None:
-        """Row `dst` becomes what row `index[dst]` is: finished rows are filled up by living ones from behind."""
+        """Moves row `index[dst]` to row `dst`, so that living rows fill the places of finished ones."""
         for dst, src in enumerate(index):
             if dst != src:
                 self.image[:, dst, :, :slots] = self.image[:, src, :, :slots]
-                if self._notes is not None:
-                    self._notes.copy_row(dst, src)
+                if self._scores is not None:
+                    self._scores.copy_row(dst, src)
 
     # -- several tokens at once -------------------------------------------------------------------------------------------
 
-    def _prefill(self, now: KVStep, notes: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None) -> Tensor:
-        """All that is held is attended, oldest first, and the new tokens up to each query; then the budget is kept."""
+    def _prefill(
+        self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None
+    ) -> Tensor:
+        """Each query attends to all that is held, oldest first, and to new tokens up to itself; then the budget is enforced."""
         unrotated = k
         if rotate is not None:
             positions = now.new_order if self._rolls else now.positions
@@ -60,42 +62,42 @@ class KVCache:
         q, k, v, unrotated = (x.transpose(1, 2) for x in (q, k, v, unrotated))  # (rows, heads, tokens, head_dim)
         kept_k, kept_v = self._coding.encode(unrotated if self._rolls else k), self._coding.encode(v)
         if now.held:
-            held_k, held_v = self._held(now, notes)
+            held_k, held_v = self._held(now, scores)
             kept_k, kept_v = torch.cat((held_k, kept_k), 2), torch.cat((held_v, kept_v), 2)
             old_k, old_v = self._coding.decode(held_k), self._coding.decode(held_v)
             if self._rolls and rotate is not None:
                 old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotate)
             k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
-        weights = None if notes is None else notes.weights(now)
+        weights = None if scores is None else scores.weights(now)
         out, sums = prompt_attention(q, k, v, now.counts, weights, SCORED_BYTES)
-        self._store(now, now.places_if_all_stay if notes is None else notes.keep_best(now, sums), kept_k, kept_v)
+        self._store(now, now.places_if_all_stay if scores is None else scores.keep_best(now, sums), kept_k, kept_v)
         return out
 
-    def _held(self, now: KVStep, notes: SlotScores | None) -> tuple[Tensor, Tensor]:
-        """Keys and values that are held, oldest first. (rows, kv_heads, held, width) each"""
+    def _held(self, now: KVStep, scores: SlotScores | None) -> tuple[Tensor, Tensor]:
+        """The keys and values held, oldest first. (rows, kv_heads, held, width) each"""
         keys, values = self.image[:, : len(now.counts)]
-        if notes is None:
+        if scores is None:
             return keys[:, :, : now.held], values[:, :, : now.held]
-        index, shape = notes.oldest_first(now), (*keys.shape[:2], now.held, keys.shape[-1])
+        index, shape = scores.oldest_first(now), (*keys.shape[:2], now.held, keys.shape[-1])
         held = keys.new_empty(shape), values.new_empty(shape)
         for source, out in zip((keys, values), held):
             take_slots(source, index, out)
         return held
 
     def _store(self, now: KVStep, chosen: Tensor, k: Tensor, v: Tensor) -> None:
-        """`chosen`: of every slot the place in k and v of what it is to hold. (rows, kv_heads or 1, kept)"""
-        image, (first, kept) = self.image[:, : len(k)], now.slots.changed(now.step)
+        """Fills every slot from place `chosen` of k and v. (rows, kv_heads or 1, kept)"""
+        image, (first, kept) = self.image[:, : len(k)], now.occupancy.changed(now.step)
         for half, new in zip(image, (k, v)):
             if now.held or now.evicts:
                 take_slots(new, chosen[..., first:].expand(len(new), -1, -1), half[:, :, first:kept])
-            else:  # all of them, in their order
+            else:  # every place stays
                 half[:, :, :kept] = new
         if not now.held:
-            image[:, :, :, kept:] = 0  # masked, but 0 * NaN of an earlier user would still be NaN
+            image[:, :, :, kept:] = 0  # masked, but 0 * NaN left by an earlier user would still be NaN
 
     # -- decode ----------------------------------------------------------------------------------------------------------
 
-    def _decode(self, now: KVStep, notes: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None) -> Tensor:
+    def _decode(self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None) -> Tensor:
         rows, _, heads, head_dim = q.shape
         keys, values = self.image[0, :rows], self.image[1, :rows]  # (rows, kv_heads, slots, width)
         kv_heads = keys.shape[1]
@@ -103,29 +105,29 @@ class KVCache:
             q, k = rotate(q, now.positions), rotate(k, now.positions)
         keys[now.row_index, :, now.counts] = self._coding.encode(k[:, 0])
         values[now.row_index, :, now.counts] = self._coding.encode(v[:, 0])
-        if notes is not None:
-            notes.append(now)
-        if notes is not None and self._rolls and rotate is not None:
-            q, rolled = rotate(q, now.new_order), _rolled(self._coding.decode(keys), notes.order(now), rotate)
+        if scores is not None:
+            scores.append(now)
+        if scores is not None and self._rolls and rotate is not None:
+            q, rolled = rotate(q, now.new_order), _rolled(self._coding.decode(keys), scores.order(now), rotate)
             attended = Kept(rolled)
         else:
             attended = Kept(keys, self._coding.codec)
-        q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # the query heads of a group stand where queries stand
+        q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # a group's query heads take the place of queries
         out, sums = decode_attention(q, attended, Kept(values, self._coding.codec), now.with_newest, now.mask)
-        if notes is not None:
-            notes.add(sums)
+        if scores is not None:
+            scores.add(sums)
             if now.evicts:
-                self.replaced = notes.take_over(now)
+                self.replaced = scores.take_over(now)
                 self._take_over(now, self.replaced)
         return out.reshape(rows, 1, heads * head_dim)
 
-    def _take_over(self, now: KVStep, slots: Tensor) -> None:
-        """The newest token, behind all others, goes where the one was that leaves: what is held stays one range."""
-        row, head = now.row_index[:, None], torch.arange(slots.shape[1], device=slots.device)
-        self.image[:, row, head, slots] = self.image[:, row, head, now.counts[:, None]]
+    def _take_over(self, now: KVStep, target: Tensor) -> None:
+        """Moves the newest token from behind all others to the evicted token's slot: the slots in use stay one range."""
+        row, head = now.row_index[:, None], torch.arange(target.shape[1], device=target.device)
+        self.image[:, row, head, target] = self.image[:, row, head, now.counts[:, None]]
 
 
 def _rolled(keys: Tensor, order: Tensor, rotate: Rotate) -> Tensor:
-    """Keys that stand unrotated, rotated by their order among those that are held."""
+    """Rotates stored, unrotated keys by their order among the tokens held."""
     slots, head_dim = keys.shape[2:]
     return rotate(keys.reshape(-1, slots, 1, head_dim), order.reshape(-1, slots)).view(keys.shape)

@@ -1,5 +1,5 @@
-"""Coding: how the values of a slot are kept: as they are computed with, or as the bytes of a codec. A head's values of one
-token are encoded by themselves, so a slot can be rewritten alone."""
+"""Coding: how the values of a slot are stored: in the dtype of computation, or as a codec's bytes. Each head's values of one
+token are encoded separately, so a slot can be rewritten alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from h2o_flexgen.quant.codec import CODECS, PLAIN
 @dataclass(frozen=True)
 class Coding:
     codec: str
-    dtype: torch.dtype  # computed with
+    dtype: torch.dtype  # used in computation
     head_dim: int
 
     @property
@@ -28,11 +28,11 @@ class Coding:
 
     @property
     def width(self) -> int:
-        """Of what is kept of a head's values, in values of the dtype they are kept in."""
+        """The stored length of a head's values for one token, in elements of `kept_dtype`."""
         return CODECS[self.codec].nbytes((self.head_dim,), self.dtype.itemsize) // self.kept_dtype.itemsize
 
     def encode(self, values: Tensor) -> Tensor:
-        """(..., head_dim) -> (..., width)"""
+        """Encodes (..., head_dim) to (..., width)."""
         if self.is_plain:
             return values
         kept = torch.empty(*values.shape[:-1], self.width, dtype=torch.uint8, device=values.device)
@@ -40,7 +40,7 @@ class Coding:
         return kept
 
     def decode(self, kept: Tensor) -> Tensor:
-        """(..., width) -> (..., head_dim)"""
+        """Decodes (..., width) to (..., head_dim)."""
         if self.is_plain:
             return kept
         values = torch.empty(*kept.shape[:-1], self.head_dim, dtype=self.dtype, device=kept.device)

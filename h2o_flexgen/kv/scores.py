@@ -1,7 +1,7 @@
-"""Notes: what an evicting policy remembers of each slot of a KV head: the token's position in the text, and its score.
+"""SlotScores: what an evicting policy knows of each slot of a KV head: the token's position in the text, and its score.
 
-They stay in the memory that is computed in, also where keys and values are moved. Here a policy's data become tensors: who is
-kept of a prompt, and whose slot the newest token takes over in decode.
+They stay in the compute device's memory even if keys and values are moved. Here a policy's data become tensors: which prompt
+tokens are kept, and whose slot the newest token takes over in decode.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from h2o_flexgen.kernels.operations import lowest_slot
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.policies.policy import AGE, ATTENTION, KVPolicy
 
-NOBODY = -1  # position in a slot that was never filled
+NOBODY = -1  # position of a slot that was never filled
 WORD = (1 << 32) - 1
 
 
@@ -25,11 +25,11 @@ WORD = (1 << 32) - 1
 class SlotScores:
     policy: KVPolicy
     positions: Tensor  # (rows, kv_heads, slots), int32
-    scores: Tensor | None  # the same, fp32; None where tokens are not ranked by attention
+    scores: Tensor | None  # (rows, kv_heads, slots), fp32; None if the policy does not rank by attention
 
     @classmethod
     def over(cls, region: Tensor, policy: KVPolicy, shape: tuple[int, int, int]) -> SlotScores:
-        """In the bytes of a region of memory; `shape` is (rows, kv_heads, slots)."""
+        """Lays them over a region of memory; `shape` is (rows, kv_heads, slots)."""
         count = shape[0] * shape[1] * shape[2]
         positions = region[: 4 * count].view(torch.int32).view(shape)
         has_scores = policy.ranks_by == ATTENTION
@@ -47,22 +47,22 @@ class SlotScores:
     # -- several tokens at once -------------------------------------------------------------------------------------------
 
     def oldest_first(self, now: KVStep) -> Tensor:
-        """The slots of what is held, by age; where a row holds fewer, any slot behind them. (rows, kv_heads, held)"""
+        """The slots in use, by age; a row that holds fewer is filled up with slots behind them. (rows, kv_heads, held)"""
         return self.positions.masked_fill(now.behind_held, LAST).argsort(-1)[..., : now.held]
 
     def weights(self, now: KVStep) -> Tensor | None:
-        """How much each new query counts in scores: pads do not. (rows, tokens), fp32"""
+        """How much each new query contributes to scores; pads do not. (rows, tokens), fp32"""
         if self.scores is None:
             return None
         tokens = torch.arange(now.positions.shape[1], device=now.positions.device)
-        age = now.lengths[:, 0] - 1 - tokens  # of each query, 0 for the last; pads are below
+        age = now.lengths[:, 0] - 1 - tokens  # of each query: 0 for the last, below 0 for pads
         return torch.pow(self.policy.decay, age.clamp(min=0).float()) * ((age >= 0) & (age < now.queries[:, 0]))
 
     def keep_best(self, now: KVStep, sums: Tensor | None) -> Tensor:
-        """Notes a pass of several tokens, and says which of those held and of the new ones are kept.
+        """Chooses which of the held and the new tokens stay after a pass of several tokens, and records them.
 
-        sums (rows, kv_heads, held + tokens): what each got, oldest first, of the new queries by their weights. Gives
-        (rows, kv_heads, kept) places among them, in their order; where a row keeps fewer, any place."""
+        sums (rows, kv_heads, held + tokens): the weighted attention each token got from the new queries, oldest first. Returns
+        places among them (rows, kv_heads, kept), ascending; a row that keeps fewer ends with arbitrary places."""
         rows, kv_heads = self.positions.shape[:2]
         held = self.oldest_first(now)
         new = now.positions.unsqueeze(1).expand(-1, kv_heads, -1)
@@ -70,7 +70,7 @@ class SlotScores:
         is_pad = torch.arange(new.shape[-1], device=self.positions.device) >= now.lengths
         exists = torch.cat((now.is_held, ~is_pad), dim=-1)
         scores = self._scores_of(now, sums, held)
-        kept = now.slots.held(1)
+        kept = now.occupancy.held(1)
         staying = now.places_if_all_stay.expand(rows, kv_heads, -1)
         chosen = self._best(now, positions, exists, scores, kept) if now.evicts else staying
         filled = torch.arange(kept, device=self.positions.device) < now.after
@@ -80,20 +80,20 @@ class SlotScores:
         return chosen
 
     def _scores_of(self, now: KVStep, sums: Tensor | None, held: Tensor) -> Tensor | None:
-        """Those of what is held with the attention of the new queries, and those of the new tokens behind them."""
+        """The scores of the held tokens, with the new queries' attention added, and behind them those of the new tokens."""
         if self.scores is None or sums is None:
             return None
         around = self.policy.neighbours
-        if around > 1:  # of prompts alone
+        if around > 1:  # for prompts alone
             sums = torch.where(now.is_new, functional.avg_pool1d(sums, around, stride=1, padding=around // 2), sums)
         sums[..., : now.held] += self.scores.gather(-1, held) * torch.pow(self.policy.decay, now.lengths.float())
         return sums
 
     def _best(self, now: KVStep, positions: Tensor, exists: Tensor, scores: Tensor | None, kept: int) -> Tensor:
-        """Places are in the order of positions."""
+        """Chooses the places of the highest ranks. Places are in the order of positions."""
         rank, places = self._rank(positions, scores), positions.shape[-1]
         rank = rank.masked_fill((positions < now.sinks) | (positions >= now.window), torch.inf).masked_fill(~exists, -torch.inf)
-        newest_first = torch.sort(rank.flip(-1), dim=-1, descending=True, stable=True).indices  # of equals the older goes
+        newest_first = torch.sort(rank.flip(-1), dim=-1, descending=True, stable=True).indices  # the older of equals goes
         best = places - 1 - newest_first[..., :kept]
         outside = torch.arange(kept, device=best.device) >= now.after
         return best.masked_fill(outside, places).sort(dim=-1).values.clamp(max=places - 1)
@@ -101,20 +101,20 @@ class SlotScores:
     # -- decode ----------------------------------------------------------------------------------------------------------
 
     def append(self, now: KVStep) -> None:
-        """The newest token stands behind what is held."""
+        """Records the newest token behind the held ones."""
         self.positions[now.row_index, :, now.counts] = now.positions.int()
         if self.scores is not None:
             self.scores[now.row_index, :, now.counts] = 0.0
 
     def add(self, sums: Tensor) -> None:
-        """sums (rows, kv_heads, slots), fp32: what the newest query gave to each slot, over the query heads of a group."""
+        """Adds `sums` (rows, kv_heads, slots), fp32: the newest query's attention to each slot, over a group's query heads."""
         if self.scores is not None:
             if self.policy.decay != 1.0:
                 self.scores.mul_(self.policy.decay)
             self.scores.add_(sums)
 
     def take_over(self, now: KVStep) -> Tensor:
-        """The slot of each row and head that the newest token takes over, (rows, kv_heads); its own where nobody has to go."""
+        """The slot of each row and head that the newest token takes over, (rows, kv_heads); its own if none has to go."""
         ranks = None if self.policy.ranks_by == AGE else self._rank(self.positions, self.scores)
         lowest = lowest_slot(self.positions, ranks, now.with_newest, now.sinks, now.window)
         newest = now.counts[:, None].expand_as(lowest)
@@ -129,7 +129,7 @@ class SlotScores:
                 tensor.scatter_(-1, target.unsqueeze(-1), tensor.gather(-1, newest))
 
     def order(self, now: KVStep) -> Tensor:
-        """The place of each slot among those that a head holds in decode, by age. (rows, kv_heads, slots)"""
+        """Each slot's place by age among those that a head holds in decode. (rows, kv_heads, slots)"""
         return self.positions.masked_fill(now.behind_newest, LAST).argsort(-1).argsort(-1)
 
     def _rank(self, positions: Tensor, scores: Tensor | None) -> Tensor:
@@ -139,7 +139,7 @@ class SlotScores:
 
 
 def _hash(positions: Tensor) -> Tensor:
-    """Says of a position and a head always the same, and nothing that anybody could foresee. (rows, kv_heads, any number)"""
+    """Pseudo-random numbers that depend only on position and head. (rows, kv_heads, any number)"""
     heads = torch.arange(positions.shape[1], device=positions.device)[:, None]
     x = (positions.long() * 2654435761 + heads * 2246822519 + 374761393) & WORD
     x = ((x ^ (x >> 15)) * 2246822519) & WORD

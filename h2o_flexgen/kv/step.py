@@ -1,4 +1,4 @@
-"""Pass: one batch's way through all layers at one step: what its layers have in common, worked out once."""
+"""KVStep: what all layers need to know of their caches for one batch at one step, computed once."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from h2o_flexgen.policies.occupancy import Occupancy
 
 @dataclass(frozen=True)
 class KVStep:
-    is_prefill: bool  # several tokens of each row may come at once, padded behind
-    positions: Tensor  # (rows, tokens) of the new tokens in their texts, from 0
-    counts: Tensor  # (rows,) slots that each row holds before
-    capacity: int  # slots of the images
-    slots: Occupancy
+    is_prefill: bool  # each row may have several new tokens, padded behind
+    positions: Tensor  # (rows, tokens): the new tokens' positions in their texts, from 0
+    counts: Tensor  # (rows,): slots that each row held before
+    capacity: int  # slots allocated per row
+    occupancy: Occupancy
     step: int
 
     @classmethod
-    def of(cls, slots: Occupancy, step: int, capacity: int, device: torch.device) -> KVStep:
-        counts = torch.tensor(slots.counts(step), device=device)
+    def of(cls, occupancy: Occupancy, step: int, capacity: int, device: torch.device) -> KVStep:
         if step == 0:
-            before = torch.tensor(slots.batch.before, device=device).unsqueeze(1)
-            return cls(True, before + torch.arange(slots.batch.prompt_len, device=device), counts, capacity, slots, step)
-        return cls(False, (torch.tensor(slots.taken_in, device=device) + step - 1).unsqueeze(1), counts, capacity, slots, step)
+            before, new = occupancy.batch.before, torch.arange(occupancy.batch.prompt_len, device=device)
+            positions = torch.tensor(before, device=device).unsqueeze(1) + new
+        else:
+            positions = (torch.tensor(occupancy.taken_in, device=device) + step - 1).unsqueeze(1)
+        return cls(step == 0, positions, torch.tensor(occupancy.counts(step), device=device), capacity, occupancy, step)
 
     @cached_property
     def held(self) -> int:
-        """Slots in use before, in the row that has most."""
-        return self.slots.held(self.step)
+        """Slots in use before this step, in the row that has most."""
+        return self.occupancy.held(self.step)
 
     @cached_property
     def evicts(self) -> bool:
-        return self.slots.evicts_at(self.step)
+        return self.occupancy.evicts_at(self.step)
 
     @cached_property
     def row_index(self) -> Tensor:
@@ -44,22 +45,22 @@ class KVStep:
 
     @cached_property
     def behind_held(self) -> Tensor:
-        """Slots behind what a row holds before. (rows, 1, slots)"""
+        """True for slots behind those in use before this step. (rows, 1, slots)"""
         return torch.arange(self.capacity, device=self.counts.device) >= self.counts[:, None, None]
 
     @cached_property
     def with_newest(self) -> Tensor:
-        """In decode: keys that each row attends. (rows,)"""
+        """Keys that each row attends to in decode. (rows,)"""
         return self.counts + 1
 
     @cached_property
     def behind_newest(self) -> Tensor:
-        """In decode: slots behind a row's newest key. (rows, 1, slots)"""
+        """True for slots behind a row's newest key in decode. (rows, 1, slots)"""
         return torch.arange(self.capacity, device=self.counts.device) > self.counts[:, None, None]
 
     @cached_property
     def mask(self) -> Tensor:
-        """0 where a row has a key, its newest one included, -inf on the slots behind. (rows, 1, 1, slots), fp32"""
+        """0 for slots with a key, the newest included, and -inf for those behind. (rows, 1, 1, slots), fp32"""
         return (
             torch.zeros(self.behind_newest.shape, dtype=torch.float32, device=self.behind_newest.device)
             .masked_fill_(self.behind_newest, -torch.inf)
@@ -70,18 +71,18 @@ class KVStep:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """New tokens of each row in a prefill; what stands behind them are pads."""
-        return self._column(list(self.slots.batch.lengths))
+        """New tokens of each row in a prefill; pads stand behind them."""
+        return self._column(list(self.occupancy.batch.lengths))
 
     @cached_property
     def sinks(self) -> Tensor:
         """Tokens before this position are protected."""
-        return self._column([budget.sinks for budget in self.slots.budgets])
+        return self._column([budget.sinks for budget in self.occupancy.budgets])
 
     @cached_property
     def window(self) -> Tensor:
         """Tokens from this position on are protected."""
-        rows = zip(self.slots.taken_in, self.slots.batch.before, self.slots.budgets)
+        rows = zip(self.occupancy.taken_in, self.occupancy.batch.before, self.occupancy.budgets)
         return self._column(
             [
                 total + self.step - (budget.prompt_window if self.is_prefill and not before else budget.window)
@@ -91,30 +92,30 @@ class KVStep:
 
     @cached_property
     def after(self) -> Tensor:
-        """Slots that each row holds when this pass is over."""
-        return self._column(list(self.slots.counts(self.step + 1)))
+        """Slots that each row holds after this step."""
+        return self._column(list(self.occupancy.counts(self.step + 1)))
 
     @cached_property
     def queries(self) -> Tensor:
-        """Of a prompt so many queries, the last, count in its scores. Behind the prompt all of a pass do."""
-        batch = self.slots.batch
+        """How many of the last new queries contribute to scores; a budget may limit them for prompts."""
+        batch = self.occupancy.batch
         return self._column(
             [
                 length if before or budget.queries is None else budget.queries
-                for length, before, budget in zip(batch.lengths, batch.before, self.slots.budgets)
+                for length, before, budget in zip(batch.lengths, batch.before, self.occupancy.budgets)
             ]
         )
 
     @cached_property
     def is_new(self) -> Tensor:
-        """Rows that had seen nothing before."""
-        return self._column([before == 0 for before in self.slots.batch.before])
+        """True for rows whose text begins in this step."""
+        return self._column([before == 0 for before in self.occupancy.batch.before])
 
-    # -- several tokens behind what is held: places are those of what is held, oldest first, and then of the new tokens ---
+    # -- several new tokens: a place counts the held tokens, oldest first, and then the new ones --------------------------
 
     @cached_property
     def new_order(self) -> Tensor:
-        """Of each new token, its place in the text if only what is held were the text. (rows, tokens)"""
+        """Each new token's position if the held tokens were the whole text before it. (rows, tokens)"""
         return self.counts[:, None] + torch.arange(self.positions.shape[1], device=self.counts.device)
 
     @cached_property
@@ -123,15 +124,15 @@ class KVStep:
 
     @cached_property
     def places_if_all_stay(self) -> Tensor:
-        """Slot by slot the place of its token where nobody has to go; behind those of a row, any place. (rows, 1, kept)"""
-        slots = torch.arange(self.slots.held(1), device=self.counts.device)
+        """The place of each slot's token if none is evicted; arbitrary for slots behind a row's own. (rows, 1, kept)"""
+        slots = torch.arange(self.occupancy.held(1), device=self.counts.device)
         counts = self.counts[:, None, None]
         last = self.held + self.positions.shape[1] - 1
         return torch.where(slots < counts, slots, slots - counts + self.held).clamp(max=last)
 
     @cached_property
     def is_held(self) -> Tensor:
-        """Of the places of what is held, oldest first, those that a row has. (rows, 1, held)"""
+        """True for the places of held tokens that a row really has. (rows, 1, held)"""
         return self.held_order < self.counts[:, None, None]
 
     def _column(self, values: Sequence[int]) -> Tensor:

@@ -1,8 +1,7 @@
-"""The device that computes: an accelerator with memory, streams and events of its own, or the CPU, whose memory is the
-host's.
+"""The device that computes: an accelerator with its own memory, streams and events, or the CPU, whose memory is the host's.
 
-Everything that differs between the two stands here, so that the engine has one code path: on a CPU every marker is already
-passed and every stream is the calling thread.
+All differences between the two are here, so that the engine has one code path: on a CPU every marker is already passed and
+every stream is the calling thread.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ class Device:
         self.torch_device = torch.device("cpu")
 
     def stream(self, lane: str) -> AbstractContextManager[object]:
-        """Work issued inside goes to this lane's stream."""
+        """A context in which work is issued to this lane's stream."""
         return nullcontext()
 
     def mark(self) -> Marker | None:
-        """The point that the current stream has reached; None when all of it is done already."""
+        """Marks the point that the current stream has reached; None if its work is done already."""
         return None
 
     def wait(self, marker: Marker | None) -> None:
-        """Makes what is issued next on the current stream wait for the marker; the calling thread does not wait."""
+        """Makes work issued next on the current stream wait for the marker; the calling thread does not wait."""
 
     def seconds_between(self, start: Marker, end: Marker) -> float:
         raise AssertionError("a CPU has no markers to measure between")
@@ -49,19 +48,19 @@ class Device:
         return 0
 
     def restart_peak(self) -> None:
-        """From now on the peak is of what comes."""
+        """Measures the peak from now on."""
 
     def free_bytes(self) -> int | None:
         return None
 
     def limit(self, nbytes: int | None) -> None:
-        """Holds what this process may allocate on the device below a budget; None takes an earlier limit away."""
+        """Limits what this process may allocate on the device; None removes the limit."""
 
     def settle(self) -> None:
         """Waits until everything that was issued on any stream is over."""
 
     def give_back_freed(self) -> None:
-        """What the allocator keeps of freed memory goes back to the device."""
+        """Returns freed memory that the allocator keeps to the device."""
 
 
 class CudaDevice(Device):
@@ -82,13 +81,13 @@ class CudaDevice(Device):
         if index is not None and index >= count:
             raise ValueError(f"device 'cuda:{index}' was asked for, but there are {count}; they count from 0")
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        torch.cuda.set_device(self.torch_device)  # page-locked memory belongs to the device that is current
+        torch.cuda.set_device(self.torch_device)  # page-locked memory belongs to the current device
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._warm_up()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def _warm_up(self) -> None:
-        """Loads what the libraries keep in host memory, so that it is counted before a plan is held against a budget."""
+        """Loads what the libraries keep in host memory, so that it is counted before a plan is compared with a budget."""
         one = torch.ones(64, 64, device=self.torch_device, dtype=torch.float16)
         (one @ one).cpu()
 
@@ -154,7 +153,7 @@ class DeviceTier:
 
 
 def open_device(name: str = "auto") -> Device:
-    """ "auto" takes the GPU when there is one."""
+    """Opens a device by name; "auto" means the GPU if there is one."""
     kind, _, index = name.partition(":")
     if kind == "auto":
         kind = CudaDevice.kind if torch.cuda.is_available() else Device.kind

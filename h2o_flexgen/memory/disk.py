@@ -1,9 +1,9 @@
-"""Disk: direct reads and writes past the page cache, several aligned ranges in flight from a small pool of threads.
+"""Disk: direct reads and writes past the page cache, with several aligned ranges in flight from a small pool of threads.
 
-Two users: checkpoint files, read where they lie (`Files.read`), and the offload file for KV and activations (`DiskTier`). A
-range that lies in its file as it should lie in memory is read straight to its place; any other one (another dtype, an odd
-address) goes through a buffer of the reading thread. Threads of this pool live as long as the `Files` object and do nothing
-but reads, writes and the copies that belong to them.
+It serves checkpoint files, read where they lie (`Files.read`), and the offload file for KV and activations (`DiskTier`). A
+range that lies in its file as in memory is read straight to its place; any other (of another dtype, or at an odd address) goes
+through a buffer of the reading thread. The pool's threads live as long as the `Files` object and do nothing but reads, writes
+and the copies that belong to them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from h2o_flexgen.memory.tier import ALIGNMENT, Meter, aligned
 
 READERS = 6
 CHUNK_BYTES = 4 << 20
-COPY_VALUES = 1 << 15  # torch keeps a copy of fewer values in the calling thread, which is what a reader wants
+COPY_VALUES = 1 << 15  # torch copies fewer values than this in the calling thread, as a reader wants
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A range of a file that is only looked at: are its bytes those that were written?"""
+    """A range of a file that is read only to compare its bytes with what was written."""
 
     file: Path
     offset: int
@@ -53,7 +53,7 @@ class Piece:
     offset: int
     out: Tensor  # (values,), contiguous
     dtype: torch.dtype  # as stored
-    check: Check | None = None  # of the bytes as stored, in chunks that the piece is cut into
+    check: Check | None = None  # of the bytes as stored, in the chunks that the piece is cut into
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +61,7 @@ class Piece:
 
     @property
     def is_direct(self) -> bool:
-        """The bytes can be read to their place: same dtype, and place and offset agree modulo the alignment of direct reads."""
+        """True if the bytes can be read to their place: same dtype, and place and offset agree modulo the alignment."""
         return self.out.dtype == self.dtype and (self.out.data_ptr() - self.offset) % ALIGNMENT == 0
 
     def cut(self, chunk_bytes: int = CHUNK_BYTES) -> list[Piece]:
@@ -77,7 +77,7 @@ class Files:
 
     def __init__(self, readers: int = READERS) -> None:
         self.readers = readers
-        self._pool = started_pool(readers, "disk")  # while there is room for them
+        self._pool = started_pool(readers, "disk")  # while there is memory for its threads
         self._lock = threading.Lock()
         self._open: dict[Path, int] = {}
         self._buffers = threading.local()
@@ -96,17 +96,17 @@ class Files:
             self._open.clear()
 
     def read(self, pieces: Iterable[Piece]) -> int:
-        """Reads them all, in parallel, and returns the bytes that they are."""
+        """Reads all pieces in parallel and returns the number of bytes."""
         chunks = [chunk for piece in pieces for chunk in piece.cut()]
         self.each(self._read_chunk, chunks)
         return sum(chunk.nbytes for chunk in chunks)
 
     def check(self, ranges: Iterable[Checked]) -> None:
-        """Reads them all, in parallel, to see whether they are as they were written."""
+        """Reads all ranges in parallel to compare them with what was written."""
         self.each(self._read_to_buffer, [chunk for checked in ranges for chunk in checked.cut()])
 
     def each(self, action: Callable[..., object], items: Sequence[object]) -> None:
-        """Runs the action on every item in the pool; the first error of any is raised here, after all have ended."""
+        """Runs the action on every item in the pool. The first error is raised here, after all have ended."""
         if len(items) == 1:
             action(items[0])  # no hand-over for a single small range
             return
@@ -139,30 +139,30 @@ class Files:
             return
         source = torch.frombuffer(self._read_to_buffer(piece), dtype=torch.uint8)
         if source.data_ptr() % piece.dtype.itemsize:
-            source = source.clone()  # values at an odd address cannot be viewed as such
+            source = source.clone()  # values at an odd address cannot be viewed as their dtype
         copy_here(source.view(piece.dtype), piece.out)
 
     def _read_to_buffer(self, wanted: Piece | Checked) -> memoryview:
-        """Good until the thread's next read."""
+        """The bytes of the range, valid until the thread's next read."""
         skip = wanted.offset % ALIGNMENT
         return self._read_checked(wanted, self.buffer(aligned(skip + wanted.nbytes)))
 
-    def _read_checked(self, wanted: Piece | Checked, room: memoryview) -> memoryview:
-        """The bytes that are wanted, in aligned memory that takes the pages they lie in."""
+    def _read_checked(self, wanted: Piece | Checked, pages: memoryview) -> memoryview:
+        """The wanted bytes, in aligned memory that holds the pages they lie in."""
         skip, check = wanted.offset % ALIGNMENT, wanted.check
         try:
-            read_fully(self.descriptor(wanted.file), wanted.offset - skip, room, skip + wanted.nbytes, wanted.file)
+            read_fully(self.descriptor(wanted.file), wanted.offset - skip, pages, skip + wanted.nbytes, wanted.file)
         except OSError as error:
             raise (error if check is None else check.unreadable(error)) from error
-        data = room[skip : skip + wanted.nbytes]
+        data = pages[skip : skip + wanted.nbytes]
         if check is not None:
             check(wanted.offset, data)
         return data
 
 
-@torch.inference_mode()  # which is a mode of the thread, and the places of a run are made in it
+@torch.inference_mode()  # a mode of the thread, in which the places of a run are made
 def copy_here(source: Tensor, out: Tensor) -> None:
-    """A copy, with conversion of dtype, that stays in this thread: readers must not start torch's threads as well."""
+    """Copies, converting the dtype, in this thread: readers must not start torch's threads as well."""
     if source.dtype == out.dtype:
         numpy.copyto(numpy_of(out), numpy_of(source))
         return
@@ -175,7 +175,7 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def open_direct(file: Path, flags: int) -> int:
-    """Past the page cache where the file system allows it, else through it."""
+    """Opens a file past the page cache if the file system allows it, and otherwise through it."""
     if hasattr(os, "O_DIRECT"):
         try:
             return os.open(file, flags | os.O_DIRECT)
@@ -186,7 +186,7 @@ def open_direct(file: Path, flags: int) -> int:
 
 
 def read_fully(descriptor: int, offset: int, out: memoryview, wanted: int, file: Path) -> None:
-    """Fills `out` from an aligned offset; less than all of it is fine at the end of the file when it is what is wanted."""
+    """Fills `out` from an aligned offset. At the end of the file, only `wanted` bytes need to be there."""
     done, is_direct = 0, True
     while done < wanted:
         # after a short read (a signal, the file's end) a direct read must go on from an aligned place
@@ -203,18 +203,18 @@ def read_fully(descriptor: int, offset: int, out: memoryview, wanted: int, file:
         if end < offset + wanted or not is_direct:
             missing = offset + wanted - min(end, offset + done)
             raise OSError(f"{file}: ends at byte {offset + wanted - missing}, {missing} bytes too early; is it truncated?")
-        is_direct = False  # the file has more, and direct reads do not get there
+        is_direct = False  # the file has more, but direct reads do not reach it
         through_page_cache(descriptor)
 
 
 def through_page_cache(descriptor: int) -> None:
-    """From now on the descriptor is read and written through the page cache, which takes any place and size."""
+    """Switches a descriptor to the page cache, which takes any place and size."""
     if hasattr(os, "O_DIRECT"):
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
 
 
 def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
-    """Space on disk; only the length of the file where the file system or the system cannot reserve."""
+    """Reserves space on disk, or only sets the file's length if the file system or the system cannot reserve."""
     try:
         os.posix_fallocate(descriptor, offset, nbytes)
     except (OSError, AttributeError) as error:
@@ -224,7 +224,7 @@ def _reserve(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def write_fully(descriptor: int, offset: int, source: memoryview) -> None:
-    """`offset` and the size are aligned, and so is every place that a direct write goes on from after a short one."""
+    """Writes from an aligned offset. The size is aligned too, and every place at which a direct write goes on."""
     done, is_direct = 0, True
     while done < len(source):
         at = done // ALIGNMENT * ALIGNMENT if is_direct else done
@@ -243,7 +243,7 @@ def unwritable(folder: Path, error: OSError) -> ValueError:
 
 
 class OffloadFolder:
-    """The folder where a run puts what it has to: made when it is not there, and then taken away again."""
+    """The folder for a run's files, created if it does not exist and then removed again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -259,7 +259,7 @@ class OffloadFolder:
 
     def close(self) -> None:
         for place in self._made:
-            with suppress(OSError):  # somebody else put something in it, or took it away
+            with suppress(OSError):  # somebody else put something in it, or removed it
                 place.rmdir()
 
 
@@ -270,15 +270,15 @@ class DiskRegion:
 
 
 class DiskTier:
-    """One file for everything that a run puts on disk. Its name is removed as soon as it is open, so that nothing stays behind
-    however the process ends; its space is reserved at once, so that a full disk is met before the work and not in it."""
+    """One file for everything that a run puts on disk. Its name is removed as soon as it is open, so that nothing stays however
+    the process ends; its space is reserved at once, so that a full disk is found before the work begins."""
 
     def __init__(self, files: Files, folder: Path) -> None:
         self.meter = Meter()
         self.files = files
         self.folder = folder
         self._descriptor: int | None = None
-        self._regions: dict[DiskRegion, None] = {}  # in use, as they lie; a gap is had again when all behind it is free
+        self._regions: dict[DiskRegion, None] = {}  # in use, in order; a gap is only reused once all behind it is free
 
     def alloc(self, nbytes: int) -> DiskRegion:
         region = DiskRegion(self._end, aligned(nbytes))
@@ -297,7 +297,7 @@ class DiskTier:
         self.meter.remove(region.nbytes)
         self._regions.pop(region, None)
         if self._descriptor is not None:
-            os.ftruncate(self._descriptor, self._end)  # what a text that lives on holds stays; a turn's hidden values do not
+            os.ftruncate(self._descriptor, self._end)  # a text that lives on stays, a turn's hidden states do not
 
     @property
     def _end(self) -> int:
@@ -305,12 +305,12 @@ class DiskTier:
         return 0 if last is None else last.offset + last.nbytes
 
     def read_into(self, region: DiskRegion, start: int, out: Tensor) -> None:
-        """`start` and the place of `out` are aligned."""
+        """Reads from `start`, which is aligned like the place of `out`."""
         assert self._descriptor is not None
         read_fully(self._descriptor, region.offset + start, memory_of(out), out.nbytes, self.folder)
 
     def write_from(self, region: DiskRegion, start: int, source: Tensor) -> None:
-        """`start`, the place and the size of `source` are aligned."""
+        """Writes to `start`, which is aligned like the place and size of `source`."""
         assert self._descriptor is not None
         try:
             write_fully(self._descriptor, region.offset + start, memory_of(source))
@@ -329,7 +329,7 @@ class DiskTier:
     def _create(self) -> int:
         path = self.folder / f"h2o_flexgen-{os.getpid()}-{id(self):x}.offload"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)  # another process may have taken it away again
+            self.folder.mkdir(parents=True, exist_ok=True)  # another process may have removed it
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
             try:
                 return open_direct(path, os.O_RDWR)
@@ -347,5 +347,5 @@ class DiskTier:
 
 
 def numpy_of(tensor: Tensor) -> numpy.ndarray:
-    """The values as raw integers of the same size: numpy copies them without torch's threads, and knows no bfloat16."""
+    """The values as integers of the same size, which numpy copies without torch's threads; it knows no bfloat16."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]).numpy()

@@ -1,7 +1,7 @@
-"""Host memory: arenas of exact size on huge pages, page-locked where a device reads them.
+"""Host memory: arenas of exact size on huge pages, page-locked if a device reads them.
 
-Arenas come from mmap and not from torch, because torch's pinned allocator rounds up to powers of two, because direct disk reads
-want page alignment, and because reads into small pages were measured three times slower than into huge ones.
+Arenas come from mmap instead of torch: torch's pinned allocator rounds up to powers of two, direct disk reads need page
+alignment, and reads into small pages were measured three times slower than into huge ones.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class HostTier:
     def __init__(self, pinned: bool = False) -> None:
         self.meter = Meter()
         self._pinned = pinned
-        self._mapped: list[Tensor] = []  # all that is held
-        self._spare: list[Tensor] = []  # of it what nobody uses
+        self._mapped: list[Tensor] = []  # all regions
+        self._spare: list[Tensor] = []  # the regions that are not in use
 
     @property
     def spare_bytes(self) -> int:
-        """Held, but used by nobody."""
+        """Bytes that are held but not in use."""
         return sum(region.nbytes for region in self._spare)
 
     def alloc(self, nbytes: int) -> Tensor:
@@ -44,7 +44,7 @@ class HostTier:
         return best
 
     def free(self, region: Tensor) -> None:
-        """Kept for the next block: touching fresh memory was measured ten times slower than reusing what is there."""
+        """Keeps the region for the next block: fresh memory was measured ten times slower than reused memory."""
         self._spare.append(region)
 
     def trim(self) -> None:
@@ -58,7 +58,7 @@ class HostTier:
     def _let_go(self, regions: list[Tensor]) -> None:
         gone = {id(region) for region in regions}
         for region in regions:
-            if self._pinned:  # before the pages go: the driver would keep them, and refuse their address to others
+            if self._pinned:  # before the pages go, or the driver would keep them and refuse their address to others
                 torch.cuda.cudart().cudaHostUnregister(region.data_ptr())
             self.meter.remove(region.nbytes)
         self._mapped = [region for region in self._mapped if id(region) not in gone]
@@ -69,7 +69,7 @@ class HostTier:
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
             raise MemoryError(f"host memory: {size / 1e9:.2f} GB could not be had ({error}); lower the CPU share") from error
-        with suppress(OSError, AttributeError):  # where there are huge pages
+        with suppress(OSError, AttributeError):  # if the system has huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
         region = torch.frombuffer(pages, dtype=torch.uint8)
         if self._pinned:
@@ -90,19 +90,18 @@ def _page_lock(region: Tensor) -> None:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, within the limit of every control group that this process is in: a container's,
-    or a scope that was opened for it."""
+    """Memory available without swapping, within the limit of every control group of this process, such as a container's."""
     free = psutil.virtual_memory().available
     for folder, limit, used in _control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")):
         with suppress(OSError, ValueError):  # no such file, or "max"
-            room = int((folder / limit).read_text()) - int((folder / used).read_text())
-            free = min(free, room + _reclaimable_bytes(folder / "memory.stat"))
+            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            free = min(free, left + _reclaimable_bytes(folder / "memory.stat"))
     return int(max(0, free))
 
 
 def _control_groups(own: Path, root: Path) -> Iterator[tuple[Path, str, str]]:
-    """Each with the names of its limit and use, and those above it. In a container the path may be that of the host, which is
-    not there; the root then is the container's."""
+    """The process's control groups and those above them, each with the names of its limit and use. In a container the path may
+    be that of the host, which does not exist there; the root is then the container's."""
     lines = own.read_text(encoding="utf-8").splitlines() if own.exists() else []
     for _, controllers, place in (line.split(":", 2) for line in lines):
         if controllers == "":
@@ -119,33 +118,31 @@ def _control_groups(own: Path, root: Path) -> Iterator[tuple[Path, str, str]]:
 
 
 def _reclaimable_bytes(statistics: Path) -> int:
-    """Page cache of a control group, and what the kernel remembers of files: counted as used, but given up for whoever needs
-    memory."""
+    """A control group's page cache and the kernel's memory of files, which count as used but are given up when needed."""
     try:
         pairs = dict(line.split() for line in statistics.read_text(encoding="ascii").splitlines())
     except (OSError, ValueError):
         return 0
-    # version 1 counts a group alone by these names, and with all below it, as its use does, with "total_" before them
+    # version 1 counts a group alone by these names; with "total_" before them it includes all groups below, as its use does
     names = ("active_file", "inactive_file", "slab_reclaimable")
     return sum(int(pairs.get(f"total_{name}", pairs.get(name, 0))) for name in names)
 
 
 def bytes_to_begin_with() -> int:
-    """What the process holds before anything is loaded, and what its libraries will hold once they compute: their code comes
-    into memory as it is run for the first time (14.5 MB of it was measured in a run of OPT on a CPU)."""
+    """What the process holds before anything is loaded, and what its libraries will hold once they compute: code is loaded when
+    it first runs (14.5 MB of it were measured in a run of OPT on a CPU)."""
     return int(psutil.Process().memory_info().rss) + CODE_BYTES
 
 
 def give_back_freed() -> None:
-    """What the C library keeps of freed memory goes to the system, where that library is glibc: behind tensors of many sizes it
-    may be as much as they took."""
+    """Returns freed memory that the C library keeps to the system, if that library is glibc: after tensors of many sizes it may
+    be as much as they took."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process has ever held. What getrusage says of it may be what its
-    parent held before it started."""
+    """The most memory that this process has ever held. The value of getrusage may include what its parent held before."""
     import resource
     import sys
 

@@ -1,4 +1,4 @@
-"""Ring: buffers of one size that are used in turn. Whose turn it is, the slots of the schedule say."""
+"""Ring: buffers of one size that are used in turn, as the schedule says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from h2o_flexgen.memory.host import HostTier
 
 
 class Ring:
-    """One of no bytes has no slots, and is false."""
+    """Buffers in one tier. A ring of zero bytes has no buffers, and is false."""
 
     def __init__(self, memory: HostTier | DeviceTier, slots: int, nbytes: int) -> None:
         self._memory = memory

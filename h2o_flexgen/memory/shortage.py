@@ -1,6 +1,5 @@
-"""Shortage: memory that has run out. Which errors say so, and when host memory is so near its end that a block had better stop
-than be killed by the system.
-"""
+"""Shortage: memory that has run out. Tells which errors mean it, and stops a block when host memory is so nearly exhausted that
+the system might kill the process."""
 
 from __future__ import annotations
 
@@ -14,23 +13,23 @@ import torch
 from h2o_flexgen.memory.host import available_bytes
 from h2o_flexgen.memory.threads import ADVICE, CANNOT_START
 
-# More than decode touches between two looks, and less than is left by a plan that fills its memory: one that fits to within
-# some per cent must not be stopped.
+# More than decode touches between two looks, and less than is left by a plan that fills its memory: a plan that just fits
+# must not be stopped.
 FLOOR_BYTES = 32 << 20
 SECONDS_BETWEEN_LOOKS = 0.2  # a look takes a quarter of a millisecond
 
-ON_HOST = ("can't allocate memory", "not enough memory")  # what torch's RuntimeErrors say
-ON_DEVICE = ("out of memory", "ALLOC_FAILED")  # of the driver, and of libraries that want room to work in
+ON_HOST = ("can't allocate memory", "not enough memory")  # in torch's RuntimeErrors
+ON_DEVICE = ("out of memory", "ALLOC_FAILED")  # from the driver, and from libraries that need working memory
 
 
 @dataclass(frozen=True)
 class Shortage:
     tier: str  # host or device
-    reason: str  # a line
+    reason: str  # one line
 
 
 def shortage_of(error: BaseException | None) -> Shortage | None:
-    """None if the error is of another kind."""
+    """The lack of memory behind an error; None if it is of another kind."""
     if error is None:
         return None
     text = str(error)
@@ -49,15 +48,15 @@ def _line(error: BaseException) -> str:
 
 
 class HostGuard:
-    """Looks now and then whether host memory is near its end while a block runs.
+    """Checks from time to time, while a block runs, that host memory is not nearly exhausted.
 
-    What counts is what can still be had without swapping, within every control group: where that is nothing, the system swaps
-    or kills. Page cache counts as free. The process's own size is not held against its budget: it includes what is not of the
-    run, and a budget that is passed by a little does no harm while there is memory. A block is only stopped if it holds as much
-    as there should be left: where others have taken the memory, a smaller block would not bring it back."""
+    Only memory that is available without swapping counts, within every control group: without any, the system swaps or kills.
+    Page cache counts as free. The process's own size is not held against its budget: it includes more than the run, and passing
+    a budget by a little does no harm while there is memory. A block is only stopped if it holds at least as much as should be
+    left: if others have taken the memory, a smaller block would not bring it back."""
 
     def __init__(self, spare_bytes: int = 0) -> None:
-        """`spare_bytes`: what earlier blocks have left for this one, and goes with it."""
+        """`spare_bytes` were left by earlier blocks, for this one to use."""
         self._process = psutil.Process()
         self._before = self._process.memory_info().rss - spare_bytes
         self._next_look = 0.0

@@ -1,7 +1,7 @@
-"""Threads that are started while there is room for them, and what is said where there is none.
+"""Threads: started while there is memory for them, with clear errors if there is not.
 
-A thread needs a stack in the address space (`ulimit -v`) and a place among the user's processes (`ulimit -u`). Those that
-compute are OpenMP's, whose library ends the process when it cannot start one. So all are started before memory is spent.
+A thread needs a stack in the address space (`ulimit -v`) and a place among the user's processes (`ulimit -u`). The threads that
+compute are OpenMP's, which ends the process when it cannot start one. So all are started before memory is spent.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from functools import cache
 
 import torch
 
-CANNOT_START = "can't start new thread"  # what Python says
+CANNOT_START = "can't start new thread"  # in Python's error
 ADVICE = "a thread could not be started: raise the limit on memory or address space (ulimit -v), or on processes (ulimit -u)"
-VALUES_OF_A_THREAD = 1 << 16  # more than torch lets one thread do alone
+VALUES_OF_A_THREAD = 1 << 16  # more than torch processes in one thread alone
 
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Inside, want of room for a thread is a MemoryError."""
+    """A context in which a thread that cannot be started is a MemoryError."""
     try:
         yield
     except RuntimeError as error:
@@ -33,7 +33,7 @@ def starting() -> Iterator[None]:
 
 
 def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
-    """Whose threads are all there when this returns, and wait."""
+    """A pool whose threads have all been started, and wait."""
     pool, all_there = ThreadPoolExecutor(threads, thread_name_prefix=name), threading.Event()
     try:
         with starting():
@@ -54,12 +54,12 @@ SPAWN = 'start processes with multiprocessing.get_context("spawn") instead'
 
 @cache
 def _first_to_compute() -> int:
-    """The process that was the first. A fork remembers who that was; one that was spawned knows nothing."""
+    """The first process. A forked process inherits the answer; a spawned one has none."""
     return os.getpid()
 
 
 def do_without_lost_threads() -> None:
-    """After a fork OpenMP would wait for ever for threads that only the parent has. One thread waits for nobody."""
+    """Computes with one thread after a fork: OpenMP would wait for ever for threads that only the parent has."""
     is_known = _first_to_compute.cache_info().currsize > 0
     if is_known and _first_to_compute() != os.getpid() and torch.get_num_threads() > 1:
         torch.set_num_threads(1)
@@ -67,14 +67,14 @@ def do_without_lost_threads() -> None:
 
 
 def refuse_forked(process: int, what: str) -> None:
-    """Whatever has threads, files or memory of a device belongs to the process that made it."""
+    """Refuses what belongs to another process: threads, files and device memory do not survive a fork."""
     if process != os.getpid():
         advice = f"make another one here, or {SPAWN}"
         raise ValueError(f"{what} was made in process {process}, from which this one was forked: {advice}")
 
 
 def start_computing_threads() -> None:
-    """Those of OpenMP that work for the calling thread. Whether there is room for them is tried with threads that can fail."""
+    """Starts the OpenMP threads of the calling thread, after a trial with threads that can fail."""
     do_without_lost_threads()
     _first_to_compute()
     threads = torch.get_num_threads()

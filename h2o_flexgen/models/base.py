@@ -1,18 +1,19 @@
 """What the engine asks of an architecture, and what an architecture may ask of the engine.
 
-A model is a list of layers (its ModelSpec) and one pure function per kind of layer over a dict of weights. It knows neither
+A model is a list of layers (its ModelSpec) and the pure functions over a dict of weights that these name. It knows neither
 where weights come from nor how many keys are kept: attention is done by the `attend` that it is handed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 
 Rotate = Callable[[Tensor, Tensor], Tensor]  # (x (rows, tokens, heads, head_dim), positions (rows, tokens)) -> same shape as x
 
@@ -35,35 +36,42 @@ class Attend(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor: ...
 
 
+def _nothing_to_attend(q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
+    raise AssertionError("a layer that has no KV attends to nothing")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a layer may use beside its weights and what the layer before hands on."""
+
+    positions: Tensor  # (rows, tokens), from 0
+    attend: Attend = _nothing_to_attend
+
+
 class Model(Protocol):
+    """Its layers name methods of it. These are LayerFunctions, and a HeadFunction for the layer that makes logits."""
+
     spec: ModelSpec
 
-    def embed(self, tokens: Tensor, positions: Tensor, weights: Weights) -> Tensor:
-        """tokens and positions (rows, tokens), positions from 0 -> hidden (rows, tokens, width). Tokens are rows of the table
-        among the weights, which need not have them all."""
 
-    def attention(self, hidden: Tensor, weights: Weights, attend: Attend) -> Tensor: ...
+# (model, hidden (rows, tokens, width), weights, given) -> hidden. A layer that takes tokens has (rows, tokens) of them instead:
+# they are rows of the table among its weights, which need not have all tokens of the vocabulary.
+LayerFunction = Callable[[Any, Tensor, Weights, Given], Tensor]
 
-    def mlp(self, hidden: Tensor, weights: Weights) -> Tensor: ...
-
-    def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        """hidden (rows, width) of the last positions -> logits (rows, vocab), in the dtype of the model; of a part of the
-        vocabulary, where the table among the weights is a part."""
+# (model, hidden (rows, width) of last positions, weights) -> logits (rows, vocab), in the dtype of the model. Of a part of the
+# vocabulary, where the matrix among the weights is a part.
+HeadFunction = Callable[[Any, Tensor, Weights], Tensor]
 
 
-def block(model: Model, hidden: Tensor, weights: Weights, attend: Attend) -> Tensor:
-    """Attention and mlp as one layer of the schedule (sep_layer off): its weights are both their weights."""
-    return model.mlp(model.attention(hidden, weights, attend), weights)
+def computed(model: Model, layer: LayerSpec, x: Tensor, weights: Weights, given: Given) -> Tensor:
+    for name in layer.functions:
+        function: Callable[[Tensor, Weights, Given], Tensor] = getattr(model, name)
+        x = function(x, weights, given)
+    return x
 
 
-def embed_rows(model: Model, looked_up: Tensor, positions: Tensor, weights: Weights, table: str) -> Tensor:
-    """The embedding of tokens whose rows of the table have been looked up already: looked_up (rows, tokens, width)."""
-    found = looked_up.flatten(0, 1)
-    places = torch.arange(len(found), device=found.device).view(looked_up.shape[:2])
-    return model.embed(places, positions, {**weights, table: found})
-
-
-def head(model: Model, hidden: Tensor, parts: Iterable[Weights]) -> Tensor:
-    """The logits, where the head's weights come once for each part of the vocabulary."""
-    logits = [model.head(hidden, weights) for weights in parts]
-    return logits[0] if len(logits) == 1 else torch.cat(logits, dim=-1)
+def logits(model: Model, layer: LayerSpec, hidden: Tensor, parts: Iterable[Weights]) -> Tensor:
+    """The weights come once for each part of the vocabulary."""
+    (name,) = layer.functions
+    made: list[Tensor] = [getattr(model, name)(hidden, weights) for weights in parts]
+    return made[0] if len(made) == 1 else torch.cat(made, dim=-1)

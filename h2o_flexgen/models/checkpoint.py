@@ -1,4 +1,4 @@
-"""WeightSource: what the engine asks of weights. Checkpoint: those of a model folder, straight from its safetensors files.
+"""WeightSource: what the engine asks of weights. Checkpoint: a model folder's weights, straight from its safetensors files.
 
 Only headers are read here. A source says where a tensor lies, or makes it; moving the bytes is the disk tier's work.
 """
@@ -20,31 +20,31 @@ from h2o_flexgen.models.safetensors_format import FLOATS, StoredTensor, read_hea
 
 __all__ = ["Checkpoint", "StoredTensor", "WeightSource", "open_checkpoint"]
 
-BASE_PREFIXES = ("model.", "transformer.", "gpt_neox.", "decoder.")  # files of a base model lack them, those of a head add them
+BASE_PREFIXES = ("model.", "transformer.", "gpt_neox.", "decoder.")  # missing in base models' files, added with a head
 
 
 class WeightSource(Protocol):
     def stored_itemsize(self, name: str) -> int:
-        """Bytes of a value on disk, for ModelSpec.map_tensors, before anything is placed."""
+        """Bytes of a value on disk, needed before anything is placed."""
 
     def locate(self, tensors: Iterable[TensorSpec]) -> dict[str, StoredTensor]:
-        """Where these tensors can be read on disk, by their names in the spec. Called once."""
+        """Where these tensors can be read on disk, by their names in the spec. It is called once."""
 
     def fill(self, tensor: TensorSpec, out: torch.Tensor) -> bool:
-        """Makes the tensor in `out`: its values there, or the bytes of its codec where that is not plain. False from a source
-        whose tensors lie in files: see `locate`."""
+        """Makes the tensor in `out`: its values, or the codec's bytes if it is not plain. Returns False if the source's tensors
+        lie in files, which `locate` finds."""
 
     def close(self) -> None: ...
 
 
 class Checkpoint:
-    """Every header of the folder is read and checked when it is opened, before anything runs. Of a copy that was made here
-    the weights are checked as well, when they are read."""
+    """Opening it reads and checks every header in the folder. If the folder is a copy made here, weights are also checked when
+    they are read."""
 
     def __init__(self, folder: Path, copy: Copy | None = None) -> None:
         self.folder = folder
         self._copy = copy
-        shards = find_shards(folder, SAFETENSORS) if copy is None else Shards(tuple(copy.files), {})  # which its manifest names
+        shards = find_shards(folder, SAFETENSORS) if copy is None else Shards(tuple(copy.files), {})  # named by its manifest
         if not shards.files:
             raise ValueError(f"{folder} has no weights: neither {SAFETENSORS.single} nor {SAFETENSORS.index} is there")
         read = read_header if copy is None else copy.tensors
@@ -59,7 +59,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """The type that most of the values are stored in."""
+        """The dtype in which most values are stored."""
         values: Counter[str] = Counter()
         for tensor in self._tensors.values():
             if tensor.dtype in DTYPE_BYTES:
@@ -74,7 +74,7 @@ class Checkpoint:
 
     @property
     def origins(self) -> tuple[Path, ...]:
-        """The files that the user gave: those that a copy was made from, else the files themselves."""
+        """The files that the user gave: those from which a copy was made, or else the files themselves."""
         return self.files if self._copy is None else self._copy.sources
 
     def stored_itemsize(self, name: str) -> int:
@@ -121,7 +121,7 @@ def _bare_name(name: str) -> str:
 
 
 def open_checkpoint(folder: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Checkpoint:
-    """Safetensors as they are; .bin files through a converted copy in `cache_dir`, which is made once."""
+    """Opens safetensors directly, and .bin files through a converted copy in `cache_dir`, which is made once."""
     if not folder.is_dir():
         raise ValueError(f"model folder {folder} does not exist")
     if any((folder / name).exists() for name in (SAFETENSORS.single, SAFETENSORS.index)):

@@ -1,6 +1,5 @@
-"""What a model's config.json says of sizes, looked at before anything is built from it: a size that is missing, no number, or
-larger than any model's is refused here, so that nobody behind this divides by zero or counts to 2**62.
-"""
+"""Checks the sizes in a model's config.json before anything is built from them: missing sizes, values that are no numbers and
+sizes beyond any model's are refused here, so that no later code divides by zero or counts to 2**62."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 
 from h2o_flexgen.core.hints import shown
 
-# far more than any model has, and few enough that tables of so many entries are made in a moment
+# far more than any model has, yet tables of that length are still made in a moment
 BLOCKS, HEADS, HEAD_DIM = 1 << 12, 1 << 14, 1 << 14
 WIDTH, VOCAB, POSITIONS = 1 << 22, 1 << 26, 1 << 30
 
@@ -22,7 +21,7 @@ REQUIRED = {
 }
 MLP_WIDTH, MLP_WIDTH_OF_OPT = "intermediate_size", "ffn_dim"
 OPTIONAL = {"num_key_value_heads": HEADS, "head_dim": HEAD_DIM, "word_embed_proj_dim": WIDTH, "sliding_window": POSITIONS}
-BASE, SHARE, SMALL = (1.0, 1e12), (0.0, 1.0), (0.0, 1.0)  # each with its ends
+BASE, SHARE, SMALL = (1.0, 1e12), (0.0, 1.0), (0.0, 1.0)  # smallest and largest value
 NUMBERS = {
     "rope_theta": BASE,
     "rotary_emb_base": BASE,
@@ -35,7 +34,7 @@ EOS = "eos_token_id"
 
 
 def check_config(values: Mapping[str, Any], architecture: str, name: str) -> None:
-    """`values` are those of config.json."""
+    """`values` are the contents of config.json."""
     try:
         mlp_width = MLP_WIDTH_OF_OPT if architecture == "opt" else MLP_WIDTH
         for key, most in {**REQUIRED, mlp_width: WIDTH}.items():
@@ -66,9 +65,9 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
 
 
 def _check_heads(values: Mapping[str, Any]) -> None:
-    hidden, heads = values["hidden_size"], values["num_attention_heads"]
-    if values.get("head_dim") is None and hidden % heads:
-        raise ValueError(f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+    width, heads = values["hidden_size"], values["num_attention_heads"]
+    if values.get("head_dim") is None and width % heads:
+        raise ValueError(f"hidden_size {width} is no multiple of num_attention_heads {heads}")
     kv_heads = values.get("num_key_value_heads") or heads
     if heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")

@@ -1,7 +1,7 @@
-"""Turns the .bin files of a model folder into safetensors, once, in a cache folder that appears whole or not at all.
+"""Converts the .bin files of a model folder to safetensors, once, in a cache folder that appears whole or not at all.
 
-The engine reads tensors by offset with O_DIRECT; .bin files are pickles in zip archives. They are only read by torch's safe
-unpickler, and memory holds no more than one tensor (old files are no zip archives and cannot be mapped: one file of those).
+The engine reads tensors by offset with O_DIRECT, but .bin files are pickles in zip archives. Only torch's safe unpickler reads
+them, with at most one tensor in memory (or one file, if it is an old one that is no zip archive and so cannot be mapped).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from h2o_flexgen.models.safetensors_format import CODES, TensorForm, write_safet
 from h2o_flexgen.models.sums import Sums
 
 ZIP_MAGIC = b"PK\x03\x04"
-REOPEN_BYTES = 256 << 20  # pages that were touched count as our memory for as long as their file is mapped
+REOPEN_BYTES = 256 << 20  # touched pages count as our memory as long as their file is mapped
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """One .bin file, what is in it, and the name of what it becomes."""
+    """One .bin file, the tensors in it, and the name of the file that it becomes."""
 
     source: Path
     forms: tuple[TensorForm, ...]
@@ -37,7 +37,7 @@ class Conversion:
 
 
 def convert(folder: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Copy:
-    """The folder with the converted weights; made now if there is none yet for exactly these files."""
+    """The folder with the converted weights, made now if there is none for exactly these files."""
     shards = find_shards(folder, TORCH)
     if not shards.files:
         raise ValueError(f"{folder} has no weights: neither {TORCH.single} nor {TORCH.index} is there")
@@ -57,7 +57,7 @@ def _build(shards: Shards, progress: Progress | None, target: Path) -> dict[str,
 
 
 def _survey(shards: Shards) -> list[Conversion]:
-    """Opens every file before anything is written, so that a damaged one is found at once."""
+    """Opens every file before anything is written, so that damage is found at once."""
     conversions, held = [], {}
     for number, source in enumerate(shards.files, start=1):
         single = len(shards.files) == 1
@@ -78,14 +78,14 @@ def _form(source: Path, name: str, tensor: torch.Tensor) -> TensorForm:
 
 
 def load_shard(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
-    """The tensors of a .bin file by name, and whether they are only mapped: then values are read when they are touched."""
+    """The tensors of a .bin file by name, and whether they are only mapped, so that values are read when touched."""
     with path.open("rb") as file:
         start = file.read(64)
     refuse_pointer(path, start)
     mapped = start.startswith(ZIP_MAGIC)
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:  # of half a dozen kinds; their texts advise to unpickle unsafely
+    except Exception as error:  # of many kinds, whose texts advise unsafe unpickling
         raise ValueError(
             f"{path} is damaged or holds more than plain tensors ({type(error).__name__}); "
             "it is not unpickled unsafely: download it again, or save it as safetensors"
@@ -98,7 +98,7 @@ def load_shard(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
 
 
 def _write_all(folder: Path, conversions: list[Conversion], progress: Progress | None) -> dict[str, dict[str, Sums]]:
-    """The checksums of every tensor in every file."""
+    """Writes all files and returns the checksums of every tensor in every file."""
     total = sum(conversion.nbytes for conversion in conversions)
     done = 0
 
@@ -120,7 +120,7 @@ def _write_all(folder: Path, conversions: list[Conversion], progress: Progress |
 
 
 class ShardReader:
-    """Hands out each tensor of a .bin file once, and maps the file anew before too many of its pages were touched."""
+    """Hands out each tensor of a .bin file once, and maps the file anew before too many of its pages are touched."""
 
     def __init__(self, path: Path, advance: Callable[[int], None]) -> None:
         self._path = path

@@ -1,7 +1,7 @@
-"""Folders in the user's cache that are made from the files of a model: once, whole or not at all, by one process at a time.
+"""Folders in the user's cache that are made from a model's files: once, whole or not at all, by one process at a time.
 
-A manifest beside the files says what was written to them. What is small is compared when a folder is opened, the weights
-whenever they are read: disks fail, and copies are believed for years. A damaged folder is taken away and made again.
+A manifest beside the files says what was written to them. Everything small is compared with it when a folder is opened, the
+weights whenever they are read: disks fail, and copies are trusted for years. A damaged folder is removed and made again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from h2o_flexgen.models.sums import Sums
 COPIES = ("converted", "packed")  # the kinds of folders
 TAIL_BYTES = 1 << 16
 MANIFEST = "copy.json"
-FORMAT = 2  # counted up when manifests say something else: copies of an older one are made again
+FORMAT = 2  # of manifests; copies with an older one are made again
 WEIGHTS = ".safetensors"
 
 
@@ -36,14 +36,14 @@ def cache_folder(kind: str) -> Path:
 
 
 def model_name(folder: Path) -> str:
-    """In the cache of the hub a folder is named by its commit; the model's name stands two levels above."""
+    """The model's name; in the hub's cache a folder is named by its commit, and the model's name stands two levels above."""
     folder = folder.resolve()
     return folder.parents[1].name if folder.parent.name == "snapshots" else folder.name
 
 
 def fingerprint(files: Sequence[Path], asked: str = "") -> str:
-    """Of files, and of what is made from them. The end of a zip archive holds the checksums of all that is in it: as good as
-    reading the whole file; the start of safetensors says what lies where."""
+    """Identifies files and what is made from them, without reading all of a file: the end of a zip archive holds the checksums
+    of its contents, and the start of safetensors says what lies where."""
     digest = blake2b(asked.encode(), digest_size=8)
     for path in files:
         try:
@@ -61,16 +61,16 @@ def fingerprint(files: Sequence[Path], asked: str = "") -> str:
 # -- a folder that was made ------------------------------------------------------------------------------------------------
 
 
-LOST = (None, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # without a number: a file that ends too early
+LOST = (None, errno.EIO, errno.ENOENT, errno.ENOTDIR, errno.ESTALE)  # None: a file that ends too early
 
 
 def is_lost(error: OSError) -> bool:
-    """Whether the bytes are gone. Too few descriptors, too little memory or missing rights say nothing about them."""
+    """True if the bytes are gone. Too few descriptors, too little memory or missing rights say nothing about them."""
     return error.errno in LOST
 
 
 class Damaged(ValueError):
-    """A copy in the cache is not as it was written."""
+    """A copy in the cache differs from what was written."""
 
     def __init__(self, copy: Copy, what: str) -> None:
         self.copy = copy
@@ -80,7 +80,7 @@ class Damaged(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """What was written to a file: its size, a digest of what stands before the weights in it, and the weights' checksums."""
+    """What was written to a file: its size, a digest of all that is not weights, and the weights' checksums."""
 
     nbytes: int
     head: str
@@ -102,23 +102,23 @@ class Record:
 
 
 def _head(file: Path) -> str:
-    """Of weights the header says where each lies; any other file of a copy is small."""
+    """A digest of the header, which says where each weight lies; other files of a copy are small and digested whole."""
     content = raw_header(file) if file.suffix == WEIGHTS else file.read_bytes()
     return blake2b(content, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A folder that is there, what was written to its files, and the files that it was made from."""
+    """An existing folder, what was written to its files, and the files that it was made from."""
 
     path: Path
     sources: tuple[Path, ...]
     records: Mapping[str, Record] = field(repr=False)
-    identity: tuple[int, int]  # two folders that had the same path differ in it
+    identity: tuple[int, int]  # differs between two folders with the same path
 
     @classmethod
     def opened(cls, path: Path, sources: tuple[Path, ...]) -> Copy:
-        """Everything but the weights is compared with what was written."""
+        """Opens a copy and compares everything but the weights with what was written."""
         copy = cls(path, sources, {}, _identity(path))
         with copy._finding_damage(MANIFEST):
             files = parse_json((path / MANIFEST).read_bytes())["files"]
@@ -137,7 +137,7 @@ class Copy:
 
     @contextmanager
     def _finding_damage(self, name: str) -> Iterator[None]:
-        """Errors that say that a file is not as it was written become Damaged; others say nothing about the copy."""
+        """Turns errors that mean a changed file into Damaged; others say nothing about the copy."""
         try:
             yield
         except Damaged:
@@ -153,11 +153,11 @@ class Copy:
 
     @property
     def files(self) -> list[Path]:
-        """Those with weights."""
+        """The files with weights."""
         return [self.path / name for name in self.records if name.endswith(WEIGHTS)]
 
     def tensors(self, file: Path) -> list[StoredTensor]:
-        """Those of a file, each with the check of its bytes."""
+        """The tensors of a file, each with the check of its bytes."""
         sums = self.records[file.name].sums
         with self._finding_damage(file.name):
             stored = header_of(file)
@@ -166,25 +166,25 @@ class Copy:
         return [replace(tensor, check=_Check(self, tensor, sums[tensor.name])) for tensor in stored]
 
     def discard(self) -> bool:
-        """Takes the folder away, so that who opens it next makes it again. False where another process has taken it away or
+        """Removes the folder, so that whoever opens it next makes it again. Returns False if another process has removed it or
         made it again already."""
         try:
             with alone_in(self.path.parent):
                 if not self.is_still_there:
                     return False
                 self._refuse_without_sources()
-                aside = _room_beside(self.path)
+                aside = _place_beside(self.path)
                 os.rename(self.path, aside)
         except OSError as error:
             if is_lost(error) and not self.is_still_there:
                 return False
             raise ValueError(f"{self.path} is damaged and cannot be removed: {reason(error)}; remove it") from error
-        shutil.rmtree(aside, ignore_errors=True)  # a disk that fails in this too leaves it to later runs, by its name
+        shutil.rmtree(aside, ignore_errors=True)  # if the disk fails here too, a later run removes it by its name
         return True
 
     @property
     def is_still_there(self) -> bool:
-        """False where another process has taken it away, even if there is a new one in its place."""
+        """False if another process has removed it, even if a new folder has taken its place."""
         try:
             return _identity(self.path) == self.identity
         except OSError as error:
@@ -216,8 +216,8 @@ class _Check:
         return Damaged(self.copy, f"tensor {self.tensor.name} in {self.tensor.file.name} cannot be read ({reason(error)})")
 
 
-def _room_beside(path: Path) -> Path:
-    """The place where a folder is filled or taken apart; what a dead process of our number left there is removed."""
+def _place_beside(path: Path) -> Path:
+    """The place where a folder is filled or taken apart, cleared of what a dead process with our number left there."""
     partial = path.with_name(f"{path.name}{PARTIAL}{writer()}")
     if partial.exists():
         shutil.rmtree(partial)
@@ -243,12 +243,12 @@ Build = Callable[[Path], Mapping[str, Mapping[str, Sums]]]
 @dataclass(frozen=True)
 class DerivedFolder:
     path: Path
-    purpose: str  # "convert X to safetensors": for what is said when it fails
+    purpose: str  # "convert X to safetensors": for the message if it fails
     sources: tuple[Path, ...]  # the files that it is made from
 
     @property
     def is_there(self) -> bool:
-        """Whether it was made, and in the way that is known now. It may be damaged."""
+        """True if it was made in the current format. It may be damaged."""
         try:
             found = parse_json((self.path / MANIFEST).read_bytes())["format"]
         except FileNotFoundError:
@@ -258,12 +258,12 @@ class DerivedFolder:
         return found == FORMAT if isinstance(found, int) else True
 
     def made(self, build: Build) -> Copy:
-        """The folder; `build` fills it where it is not there yet."""
+        """The folder, which `build` fills if it does not exist yet."""
         while True:
             self._make_if_missing(build)
             try:
                 return Copy.opened(self.path, self.sources)
-            except FileNotFoundError:  # another process has taken it away since
+            except FileNotFoundError:  # another process has removed it since
                 continue
             except OSError as error:
                 raise _unreadable(self.path, error) from error
@@ -282,9 +282,9 @@ class DerivedFolder:
             ) from error
 
     def _make(self, build: Build) -> None:
-        if self.path.is_dir():  # of an older format
+        if self.path.is_dir():  # in an older format
             shutil.rmtree(self.path)
-        partial = _room_beside(self.path)
+        partial = _place_beside(self.path)
         try:
             partial.mkdir()
             _write_manifest(partial, build(partial))
@@ -301,7 +301,7 @@ def _write_manifest(folder: Path, sums: Mapping[str, Mapping[str, Sums]]) -> Non
 
 @contextmanager
 def alone_in(cache: Path) -> Iterator[None]:
-    """One at a time: two of the same model would need twice the disk."""
+    """Lets one process work at a time, since two copies of a model would need twice the disk."""
     descriptor = os.open(cache, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,8 +1,8 @@
-"""DummySource: seeded random weights for a model whose files are not there, so that speed can be measured without a download.
+"""DummySource: seeded random weights for a model whose files are missing, so that speed can be measured without a download.
 
-A value depends on the seed, the tensor's name and its place in the tensor, and on nothing else. A tensor is a cut out of one
-random block that repeats for ever, so making weights costs a copy. The block's length is prime, or else rows of a matrix would
-equal each other and tokens would tie.
+A value depends only on the seed, the tensor's name and its place in the tensor. Tensors are cut from one random block that
+repeats for ever, so making weights costs a copy. The block's length is prime; otherwise rows of a matrix would equal each other
+and tokens would tie.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ BLOCK_VALUES = 4_194_301  # at most 16 MiB of them are in memory
 SCALE = 0.02
 PART_VALUES = 1 << 20  # encoded at once
 FLUSH_BYTES = 512 << 20
-UNNAMED = "/proc/self/fd/{}"  # where the system has it: an open file, also one whose name is gone, can be opened again
+UNNAMED = "/proc/self/fd/{}"  # if the system has it, an open file can be opened again even without a name
 
 
 class DummySource:
-    """A WeightSource: what stays in memory is made in place, what is to lie on disk is really written, to `offload_dir`."""
+    """A WeightSource that makes tensors for memory in place, and really writes those for disk, to `offload_dir`."""
 
     def __init__(self, seed: int, dtype: str, offload_dir: Path, progress: Progress | None = None) -> None:
         self.seed = seed
@@ -46,7 +46,7 @@ class DummySource:
         self._offload_dir = offload_dir
         self._progress = progress
         self._files: list[OwnFile] = []
-        weakref.finalize(self, _remove, self._files)  # should nobody come to close us
+        weakref.finalize(self, _remove, self._files)  # in case nobody closes this source
 
     @cached_property
     def _block(self) -> torch.Tensor:
@@ -66,12 +66,12 @@ class DummySource:
         return True
 
     def locate(self, tensors: Iterable[TensorSpec]) -> dict[str, StoredTensor]:
-        """Writes them to one file of our own, each where O_DIRECT can read it."""
+        """Writes the tensors to one file, each where O_DIRECT can read it."""
         wanted = list(tensors)
         if not wanted:
             return {}
         try:
-            self._offload_dir.mkdir(parents=True, exist_ok=True)  # another process may have taken it away again
+            self._offload_dir.mkdir(parents=True, exist_ok=True)  # another process may have removed it
             require_free_space(self._offload_dir, sum(self._room(tensor) for tensor in wanted), "random weights on disk")
             with alone_in(self._offload_dir):
                 prefix = f"{WEIGHTS_PREFIX}{writer()}-"
@@ -121,7 +121,7 @@ class DummySource:
         return out
 
     def _fill_packed(self, tensor: TensorSpec, out: torch.Tensor) -> None:
-        """Some rows at a time: of a table all values would be more than what is held of them."""
+        """Encodes some rows at a time, since all plain values of a table would need more memory than the packed ones."""
         rows, columns = tensor.numel // tensor.shape[-1], tensor.shape[-1]
         own = out.view(rows, -1)
         step = max(1, PART_VALUES // columns)
@@ -138,8 +138,7 @@ class DummySource:
             start += len(piece)
 
     def _pieces(self, tensor: TensorSpec, first: int = 0, count: int | None = None) -> Iterator[torch.Tensor]:
-        """The values of a tensor in order from `first` on, in cuts of the block. Norm weights, the only flat ones, lie around
-        one."""
+        """Cuts of the block that are a tensor's values from `first` on. Norm weights, the only flat ones, lie around one."""
         is_norm = len(tensor.shape) == 1 and tensor.name.endswith("weight")
         start = (self._start(tensor.name) + first) % BLOCK_VALUES
         left = tensor.numel if count is None else count
@@ -156,16 +155,16 @@ class DummySource:
 
 @dataclass(frozen=True)
 class OwnFile:
-    """A file that goes with its process. Where the system can open it again without a name it has none; elsewhere it is locked
-    for as long as its process lives: who finds it unlocked knows that nobody needs it."""
+    """A file that goes with its process. If the system can open it again without a name, it has none; otherwise it is locked as
+    long as its process lives, so that whoever finds it unlocked knows that nobody needs it."""
 
-    path: Path  # to open it by, in this process
+    path: Path  # under which this process opens it
     lock: int  # another descriptor of the same opening
     process: int
 
     @classmethod
     def of(cls, path: Path, descriptor: int) -> OwnFile:
-        """Where this fails, the descriptor is closed and the file is gone."""
+        """Takes over an open file. If this fails, the descriptor is closed and the file removed."""
         with ExitStack() as undo:
             undo.callback(path.unlink, missing_ok=True)
             undo.callback(os.close, descriptor)
@@ -181,7 +180,7 @@ class OwnFile:
             return cls(path, own, os.getpid())
 
     def remove(self) -> None:
-        if self.process == os.getpid():  # and not a copy of it that was forked
+        if self.process == os.getpid():  # not in a forked copy of it
             with suppress(OSError):
                 self.path.unlink(missing_ok=True)
         os.close(self.lock)

@@ -1,4 +1,4 @@
-"""The files that weights lie in: which ones a folder has, whether a disk has room for more, how written ones leave memory."""
+"""The files of weights: which ones a folder has, whether a disk has space for more, and how written ones leave memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from h2o_flexgen.models.json_file import read_object
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
-ALIGNMENT = 4096  # what O_DIRECT wants of offsets
+ALIGNMENT = 4096  # required of offsets by O_DIRECT
 AGAIN = "download the model again"
 LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
 class FileNames:
-    """How the weight files of one kind are called: a single one, or the list of several."""
+    """The names of weight files of one kind: of a single one, or of the index of several."""
 
     single: str
     index: str
@@ -35,15 +35,15 @@ TORCH = FileNames("pytorch_model.bin", "pytorch_model.bin.index.json")
 @dataclass(frozen=True)
 class Shards:
     files: tuple[Path, ...]
-    owner: Mapping[str, str]  # which file the index says a tensor is in; empty without an index
+    owner: Mapping[str, str]  # the file of each tensor according to the index; empty without an index
     index: Path | None = None
 
     def owns(self, file: Path, name: str) -> bool:
         return self.owner.get(name, file.name) == file.name
 
     def check(self, contents: Mapping[Path, Collection[str]]) -> None:
-        """Refuses files that hold something else than the index says. Of two files with a tensor of the same name the index
-        decides; a tensor that it names and that no file has is missing only to who asks for it."""
+        """Refuses files that contradict the index. If two files have a tensor of the same name, the index decides; a tensor
+        that it names and no file has is only missed by those who ask for it."""
         if self.index is None:
             return
         holders = {name: file for file, names in contents.items() for name in names}
@@ -57,7 +57,7 @@ class Shards:
 
 
 def find_shards(folder: Path, names: FileNames) -> Shards:
-    """The files of one kind in a folder; none of them where it has none of this kind."""
+    """The files of one kind in a folder, possibly none."""
     if (folder / names.single).is_file():
         return Shards((folder / names.single,), {})
     if not (folder / names.index).is_file():
@@ -73,7 +73,7 @@ def find_shards(folder: Path, names: FileNames) -> Shards:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Which file each tensor is in."""
+    """The file of each tensor."""
     owner = read_object(path, "download it again").get("weight_map")
     if not isinstance(owner, dict):
         raise ValueError(f"{path} is no index of weight files (it has no weight_map); download it again")
@@ -88,7 +88,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def refuse_pointer(path: Path, start: bytes) -> None:
-    """A clone without git-lfs has short texts where the weights should be."""
+    """Refuses the short texts that a clone without git-lfs has in place of weights."""
     if start.startswith(LFS_POINTER):
         raise ValueError(f"{path} is a git-lfs pointer and not the weights themselves; run 'git lfs pull' in its folder")
 
@@ -103,7 +103,7 @@ def require_free_space(folder: Path, need_bytes: int, purpose: str) -> None:
 
 
 def flush_to_disk(file: BufferedWriter) -> None:
-    """Out of the page cache too: what was just written should neither fill memory nor make later disk reads look fast."""
+    """Writes a file out and drops it from the page cache: it should neither fill memory nor make later disk reads look fast."""
     file.flush()
     os.fsync(file.fileno())
     if hasattr(os, "posix_fadvise"):

@@ -1,5 +1,4 @@
-"""From what a person calls a model to the folder it lies in: a local one as it is, a demo model in the package, a hub name
-through the hub's own cache."""
+"""Finds a model's folder: a local folder itself, a demo model in the package, a hub name in the hub's own cache."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ ADVICE = "give a local folder, or dummy weights (--dummy-weights)"
 
 
 def resolve_model(name_or_path: str, with_weights: bool = True) -> Path:
-    """The folder with config, tokenizer and, unless only those are wanted, weights. Code of the repository is never fetched."""
+    """The folder with config, tokenizer and, if wanted, weights. Code from the repository is never downloaded."""
     if not name_or_path:
         raise ValueError(f"model {name_or_path!r} is empty; {ADVICE}")
     folder = Path(os.path.expanduser(name_or_path))  # Path's own raises for an unknown user
-    if demo := demo_folder(name_or_path):  # first: a folder ./demo of somebody's own is no reason that the demo does not run
+    if demo := demo_folder(name_or_path):  # first, so that the demo runs even beside a folder ./demo
         return demo
     if folder.is_dir():
         return folder
@@ -39,7 +38,7 @@ def _from_hub(name: str, with_weights: bool) -> Path:
 
     try:
         siblings = HfApi().model_info(name, timeout=TIMEOUT_SECONDS).siblings or []
-    except Exception as error:  # of two HTTP libraries, over the versions that we allow
+    except Exception as error:  # from two HTTP libraries, depending on the version
         cached = _cached(name, with_weights)
         if cached is None:
             raise _unreachable(name, error) from error
@@ -65,14 +64,14 @@ def _unreachable(name: str, error: Exception) -> ValueError:
 
 
 def _patterns(files: list[str], with_weights: bool) -> list[str]:
-    """.bin files only where there are no safetensors, and neither twice what other frameworks want."""
+    """Files to download: .bin files only if there are no safetensors, and nothing that serves other frameworks."""
     has_safetensors = SAFETENSORS.single in files or SAFETENSORS.index in files
     weights = SAFETENSORS_FILES if has_safetensors else TORCH_FILES
     return [*TEXTS, *VOCABULARIES, *(weights if with_weights else ())]
 
 
 def _cached(name: str, with_weights: bool) -> Path | None:
-    """What an earlier download left; a folder without the files that are wanted is none."""
+    """What an earlier download left, or None if files that are wanted are missing."""
     from huggingface_hub import snapshot_download
 
     try:

@@ -1,16 +1,19 @@
-"""From shapes to LayerSpecs: what the architectures share when they say which tensors they consist of.
+"""From parameters to LayerSpecs: what the architectures share when they say which layers they consist of.
 
-Inside a layer a tensor goes by its name in the checkpoint less the prefix of its block, so attention and mlp never collide.
+Inside a layer a tensor goes by its name in the checkpoint less the prefix of its block, so attention and mlp never collide. A
+new kind of layer is one more function here, beside `attention` and `mlp`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from h2o_flexgen.core.model_spec import DTYPE_BYTES, LayerSpec, TensorSpec
+from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, LayerSpec, Product, TensorSpec
+from h2o_flexgen.models.base import HeadFunction, LayerFunction
 
-Shapes = Mapping[str, tuple[int, ...]]  # name inside the layer -> shape
+MLP_STATES = 3  # of the inner width, at once: what goes up, the gate beside it, and what an activation makes of them
 
 
 class Config(Protocol):
@@ -19,46 +22,97 @@ class Config(Protocol):
     def __getattr__(self, name: str) -> Any: ...
 
 
-def linear(name: str, out_width: int, in_width: int, bias: bool) -> Shapes:
-    weight = {f"{name}.weight": (out_width, in_width)}
-    return {**weight, f"{name}.bias": (out_width,)} if bias else weight
+@dataclass(frozen=True)
+class Parameter:
+    """A tensor, and the share of a visit's tokens that are multiplied with it: 0 for biases, norms and tables."""
+
+    shape: tuple[int, ...]
+    share: float = 0.0
 
 
-def norm(name: str, width: int, weight: bool = True, bias: bool = True) -> Shapes:
+Parameters = Mapping[str, Parameter]  # by their names inside the layer
+
+
+def linear(name: str, out_width: int, in_width: int, bias: bool, share: float = 1.0) -> Parameters:
+    weight = {f"{name}.weight": Parameter((out_width, in_width), share)}
+    return {**weight, f"{name}.bias": Parameter((out_width,))} if bias else weight
+
+
+def norm(name: str, width: int, weight: bool = True, bias: bool = True) -> Parameters:
     present = {"weight": weight, "bias": bias}
-    return {f"{name}.{part}": (width,) for part, is_there in present.items() if is_there}
+    return {f"{name}.{part}": Parameter((width,)) for part, is_there in present.items() if is_there}
 
 
-def joined(*parts: Shapes) -> Shapes:
-    return {name: shape for part in parts for name, shape in part.items()}
+def table(name: str, rows: int, width: int) -> Parameters:
+    return {f"{name}.weight": Parameter((rows, width))}
 
 
-def layer(
-    kind: str,
-    shapes: Shapes,
-    out_width: int,
-    dtype: str,
-    prefix: str,
-    index: int = 0,
-    stored_as: Mapping[str, str] | None = None,
-    table: str | None = None,
-) -> LayerSpec:
-    """The checkpoint's name of a tensor is the prefix and its own, unless `stored_as` says another. `table` names the one that
-    has a row for every token."""
-    itemsize, names = DTYPE_BYTES[dtype], stored_as or {}
-    tensors = tuple(
-        (name, TensorSpec(names.get(name, prefix + name), shape, itemsize, itemsize)) for name, shape in shapes.items()
+def joined(*parts: Parameters) -> Parameters:
+    return {name: parameter for part in parts for name, parameter in part.items()}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a layer finds its tensors: under the prefix and their own names, unless `stored_as` has another name."""
+
+    dtype: str
+    prefix: str
+    block: int | None = None
+    stored_as: Mapping[str, str] = field(default_factory=dict)
+
+    def tensor(self, name: str, parameter: Parameter) -> TensorSpec:
+        itemsize = DTYPE_BYTES[self.dtype]
+        return TensorSpec(self.stored_as.get(name, self.prefix + name), parameter.shape, itemsize, itemsize)
+
+
+def layer(function: LayerFunction | HeadFunction, parameters: Parameters, out_width: int, origin: Origin) -> LayerSpec:
+    """A layer that works on hidden states token by token. `function` is a method of the model."""
+    return LayerSpec(
+        functions=(function.__name__,),
+        tensors=tuple((name, origin.tensor(name, one)) for name, one in parameters.items()),
+        products=tuple(Product(name, one.share) for name, one in parameters.items() if one.share),
+        out_width=out_width,
+        block=origin.block,
     )
-    return LayerSpec(kind, index, tensors, out_width, table)
+
+
+def embedding(function: LayerFunction, tokens: Parameters, others: Parameters, out_width: int, origin: Origin) -> LayerSpec:
+    """Takes tokens; `tokens` is the table that has a row for each."""
+    return replace(layer(function, joined(tokens, others), out_width, origin), token_table=next(iter(tokens)))
+
+
+def attention(function: LayerFunction, parameters: Parameters, out_width: int, origin: Origin) -> LayerSpec:
+    return replace(layer(function, parameters, out_width, origin), has_kv=True, visits=(ATTENTION_VISIT,))
+
+
+def mlp(function: LayerFunction, parameters: Parameters, out_width: int, inner_width: int, origin: Origin) -> LayerSpec:
+    return replace(layer(function, parameters, out_width, origin), passing_width=MLP_STATES * inner_width)
+
+
+def head(function: HeadFunction, others: Parameters, logits: Parameters, origin: Origin) -> LayerSpec:
+    """Makes logits, by the first matrix of `logits`."""
+    name, matrix = next(iter(logits.items()))
+    return replace(layer(function, joined(others, logits), matrix.shape[0], origin), logit_matrix=name)
 
 
 def in_order(
-    embed: LayerSpec, blocks: int, parts: Callable[[int], tuple[LayerSpec, LayerSpec]], head: LayerSpec, sep_layer: bool
+    embed: LayerSpec, blocks: int, parts: Callable[[int], Sequence[LayerSpec]], last: LayerSpec, sep_layer: bool
 ) -> tuple[LayerSpec, ...]:
-    """Embedding, then each block's attention and mlp (as two layers or as one), then the head."""
+    """Embedding, then the parts of each block (as layers of their own or as one layer), then the head."""
     middle: list[LayerSpec] = []
     for index in range(blocks):
-        attention, mlp = parts(index)
-        joined = LayerSpec("block", index, attention.tensors + mlp.tensors, mlp.out_width)
-        middle += [attention, mlp] if sep_layer else [joined]
-    return (embed, *middle, head)
+        own = parts(index)
+        middle += own if sep_layer else [_in_one(own)]
+    return (embed, *middle, last)
+
+
+def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
+    return replace(
+        parts[-1],
+        functions=tuple(name for part in parts for name in part.functions),
+        tensors=tuple(pair for part in parts for pair in part.tensors),
+        products=tuple(product for part in parts for product in part.products),
+        has_kv=any(part.has_kv for part in parts),
+        visits=tuple(visit for part in parts for visit in part.visits),
+        passing_width=max(part.passing_width for part in parts),
+    )

@@ -1,8 +1,8 @@
-"""Leftovers: what processes that were killed have left on disk. Any later run removes it, whatever it runs itself.
+"""Leftovers: files on disk of processes that were killed. Every later run removes them, whatever else it does.
 
-Whoever writes holds a lock until it has ended, however it ends: on random weights its own, on a folder of the cache that it
-fills that of the cache. What nobody holds a lock on is left over. On a file system that other hosts see too, locks may be those
-of one host alone, so there only what this host has written is removed; names say who wrote it.
+A writer holds a lock until it has ended, however it ends: on its own random weights, or on the cache in which it fills a
+folder. Files without a lock are leftovers. On file systems that other hosts see too, locks may belong to one host alone, so
+only files that this host wrote are removed there; their names say who wrote them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OF_ONE_HOST = frozenset({"apfs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "hfs",
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What was removed."""
+    """The places that were removed."""
 
     places: Sequence[Path]
     nbytes: int
@@ -42,18 +42,18 @@ class Leftovers:
 
 
 def remove_leftovers(offload_folder: Path, caches: Sequence[Path]) -> Leftovers | None:
-    """None where there are none. What cannot be removed stays: it is no reason to end a run."""
+    """Removes leftovers and reports them; None if there are none. A run goes on without what cannot be removed."""
     found = [*_weights_in(offload_folder), *(one for cache in caches for one in _partial_folders_in(cache))]
     return Leftovers([place for place, _ in found], sum(nbytes for _, nbytes in found)) if found else None
 
 
 def writer() -> str:
-    """For names of files: this process, and the host that it runs on."""
+    """The mark of this process and its host in names of files."""
     return f"{_host()}{BEFORE_PID}{os.getpid()}"
 
 
 def may_be_removed(place: Path) -> bool:
-    """Whether, judged by its name, a lock of whoever wrote it could be seen from here."""
+    """True if, judging by its name, a lock of its writer would be seen from here."""
     name = place.name.removeprefix(WEIGHTS_PREFIX).rpartition(PARTIAL)[2]
     host, _, rest = name.rpartition(BEFORE_PID)
     return (rest != "" and host == _host()) or is_on_disk_of_one_host(place.parent)
@@ -72,7 +72,7 @@ def _host() -> str:
 
 
 def _weights_in(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Nobody makes such a file meanwhile: it is locked before the folder is let go."""
+    """Yields removed files. Nobody makes such a file meanwhile: it is locked before its folder's lock is released."""
     places = [place for place in _glob(folder, f"{WEIGHTS_PREFIX}*{WEIGHTS_SUFFIX}") if may_be_removed(place)]
     if not places:
         return
@@ -90,7 +90,7 @@ def _partial_folders_in(cache: Path) -> Iterator[tuple[Path, int]]:
     places = [place for place in partial if may_be_removed(place)]
     if not places:
         return
-    with _lock(cache) as is_ours:  # else somebody is filling one of them
+    with _lock(cache) as is_ours:  # otherwise somebody is filling one of them
         for place in places if is_ours else ():
             with suppress(OSError):
                 nbytes = sum(file.stat().st_size for file in place.rglob("*"))
@@ -106,7 +106,7 @@ def _glob(folder: Path, pattern: str) -> list[Path]:
 
 @contextmanager
 def _lock(place: Path) -> Iterator[bool]:
-    """Whether it could be had at once."""
+    """Yields whether the lock could be taken at once."""
     try:
         descriptor = os.open(place, os.O_RDONLY)
     except OSError:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
-from h2o_flexgen.models import ops
-from h2o_flexgen.models.base import Attend, Weights
-from h2o_flexgen.models.layout import Config, Shapes, in_order, joined, layer, linear, norm
+from h2o_flexgen.models import layout, ops
+from h2o_flexgen.models.base import Given, Weights
+from h2o_flexgen.models.layout import Config, Origin, Parameters
 from h2o_flexgen.models.rotary import Rope
 
 
@@ -40,20 +40,20 @@ class Llama:
         self._eps = config.rms_norm_eps
         self._rotary = Rope.of(config).rotary(self.spec.head_dim)
 
-    def embed(self, tokens: Tensor, positions: Tensor, weights: Weights) -> Tensor:
+    def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:
         return ops.embedding(tokens, weights, "embed_tokens")
 
-    def attention(self, hidden: Tensor, weights: Weights, attend: Attend) -> Tensor:
+    def attention(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = ops.rms_norm(hidden, weights, "input_layernorm", self._eps)
         q, k, v = (ops.split_heads(ops.linear(x, weights, f"self_attn.{part}_proj"), self.spec.head_dim) for part in "qkv")
         if "self_attn.q_norm.weight" in weights:
             q = ops.rms_norm(q, weights, "self_attn.q_norm", self._eps)
             k = ops.rms_norm(k, weights, "self_attn.k_norm", self._eps)
-        out = ops.linear(attend(q, k, v, self._rotary), weights, "self_attn.o_proj")
+        out = ops.linear(given.attend(q, k, v, self._rotary), weights, "self_attn.o_proj")
         out += hidden
         return out
 
-    def mlp(self, hidden: Tensor, weights: Weights) -> Tensor:
+    def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = ops.rms_norm(hidden, weights, "post_attention_layernorm", self._eps)
         gated = self._activation(ops.linear(x, weights, "mlp.gate_proj"))
         gated *= ops.linear(x, weights, "mlp.up_proj")
@@ -76,28 +76,27 @@ def _window(config: Config) -> int | None:
 
 
 def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
-    hidden, heads, traits = config.hidden_size, config.num_attention_heads, TRAITS[config.model_type](config)
+    width, heads, traits = config.hidden_size, config.num_attention_heads, TRAITS[config.model_type](config)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    attention_shapes = _attention_shapes(hidden, heads * head_dim, kv_heads * head_dim, head_dim, traits)
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    attention_parameters = _attention_parameters(width, heads * head_dim, kv_heads * head_dim, head_dim, traits)
+    mlp_parameters = _mlp_parameters(width, config.intermediate_size, traits)
 
     def parts(index: int) -> tuple[LayerSpec, LayerSpec]:
-        prefix = f"model.layers.{index}."
+        origin = Origin(dtype, f"model.layers.{index}.", index)
         return (
-            layer("attention", attention_shapes, hidden, dtype, prefix, index),
-            layer("mlp", _mlp_shapes(hidden, config.intermediate_size, traits), hidden, dtype, prefix, index),
+            layout.attention(Llama.attention, attention_parameters, width, origin),
+            layout.mlp(Llama.mlp, mlp_parameters, width, config.intermediate_size, origin),
         )
 
     head_weight = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    embed_shapes = {"embed_tokens.weight": (config.vocab_size, hidden)}
-    embed = layer("embed", embed_shapes, hidden, dtype, "model.", table="embed_tokens.weight")
-    head_shapes = joined(norm("norm", hidden, bias=False), linear("lm_head", config.vocab_size, hidden, bias=False))
-    stored_as, table = {"lm_head.weight": head_weight}, "lm_head.weight"
-    head = layer("head", head_shapes, config.vocab_size, dtype, "model.", stored_as=stored_as, table=table)
+    outside = Origin(dtype, "model.", stored_as={"lm_head.weight": head_weight})
+    table = layout.table("embed_tokens", config.vocab_size, width)
+    logits = layout.linear("lm_head", config.vocab_size, width, bias=False)
     return ModelSpec(
         name=name,
         architecture=config.model_type,
-        hidden=hidden,
+        width=width,
         ffn=config.intermediate_size,
         heads=heads,
         kv_heads=kv_heads,
@@ -106,26 +105,32 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
         # within its window a text is attended like any other; longer ones are refused rather than computed otherwise
         max_positions=min(config.max_position_embeddings, traits.window or config.max_position_embeddings),
         dtype=dtype,
-        layers=in_order(embed, config.num_hidden_layers, parts, head, sep_layer),
+        layers=layout.in_order(
+            layout.embedding(Llama.embed, table, {}, width, outside),
+            config.num_hidden_layers,
+            parts,
+            layout.head(Llama.head, layout.norm("norm", width, bias=False), logits, outside),
+            sep_layer,
+        ),
     )
 
 
-def _attention_shapes(hidden: int, q_width: int, kv_width: int, head_dim: int, traits: Traits) -> Shapes:
-    head_norms = joined(*(norm(f"self_attn.{part}_norm", head_dim, bias=False) for part in "qk")) if traits.head_norm else {}
-    return joined(
-        norm("input_layernorm", hidden, bias=False),
-        linear("self_attn.q_proj", q_width, hidden, traits.qkv_bias),
-        linear("self_attn.k_proj", kv_width, hidden, traits.qkv_bias),
-        linear("self_attn.v_proj", kv_width, hidden, traits.qkv_bias),
-        linear("self_attn.o_proj", hidden, q_width, traits.out_bias),
-        head_norms,
+def _attention_parameters(width: int, q_width: int, kv_width: int, head_dim: int, traits: Traits) -> Parameters:
+    head_norms = [layout.norm(f"self_attn.{part}_norm", head_dim, bias=False) for part in "qk" if traits.head_norm]
+    return layout.joined(
+        layout.norm("input_layernorm", width, bias=False),
+        layout.linear("self_attn.q_proj", q_width, width, traits.qkv_bias),
+        layout.linear("self_attn.k_proj", kv_width, width, traits.qkv_bias),
+        layout.linear("self_attn.v_proj", kv_width, width, traits.qkv_bias),
+        layout.linear("self_attn.o_proj", width, q_width, traits.out_bias),
+        *head_norms,
     )
 
 
-def _mlp_shapes(hidden: int, ffn: int, traits: Traits) -> Shapes:
-    return joined(
-        norm("post_attention_layernorm", hidden, bias=False),
-        linear("mlp.gate_proj", ffn, hidden, traits.mlp_bias),
-        linear("mlp.up_proj", ffn, hidden, traits.mlp_bias),
-        linear("mlp.down_proj", hidden, ffn, traits.mlp_bias),
+def _mlp_parameters(width: int, ffn: int, traits: Traits) -> Parameters:
+    return layout.joined(
+        layout.norm("post_attention_layernorm", width, bias=False),
+        layout.linear("mlp.gate_proj", ffn, width, traits.mlp_bias),
+        layout.linear("mlp.up_proj", ffn, width, traits.mlp_bias),
+        layout.linear("mlp.down_proj", width, ffn, traits.mlp_bias),
     )

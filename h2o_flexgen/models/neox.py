@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
-from h2o_flexgen.models import ops
-from h2o_flexgen.models.base import Attend, Weights
-from h2o_flexgen.models.layout import Config, Shapes, in_order, joined, layer, linear, norm
+from h2o_flexgen.models import layout, ops
+from h2o_flexgen.models.base import Given, Weights
+from h2o_flexgen.models.layout import Config, Origin, Parameters
 from h2o_flexgen.models.rotary import Rope
 
 
@@ -23,21 +23,21 @@ class NeoX:
         rope = Rope.of(config)
         self._rotary = rope.rotary(int(self.spec.head_dim * rope.share))
 
-    def embed(self, tokens: Tensor, positions: Tensor, weights: Weights) -> Tensor:
+    def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:
         return ops.embedding(tokens, weights, "embed_in")
 
-    def attention(self, hidden: Tensor, weights: Weights, attend: Attend) -> Tensor:
+    def attention(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = ops.layer_norm(hidden, weights, "input_layernorm", self._eps)
         # one head's query, key and value lie side by side
         fused = ops.split_heads(ops.linear(x, weights, "attention.query_key_value"), 3 * self.spec.head_dim)
         q, k, v = fused.chunk(3, dim=-1)
-        out = ops.linear(attend(q, k, v, self._rotary), weights, "attention.dense")
+        out = ops.linear(given.attend(q, k, v, self._rotary), weights, "attention.dense")
         if self._parallel:
             return torch.cat((hidden, out), dim=-1)
         out += hidden
         return out
 
-    def mlp(self, hidden: Tensor, weights: Weights) -> Tensor:
+    def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x, *attended = hidden.chunk(2, dim=-1) if self._parallel else (hidden,)
         normed = ops.layer_norm(x, weights, "post_attention_layernorm", self._eps)
         wide = self._activation(ops.linear(normed, weights, "mlp.dense_h_to_4h"))
@@ -51,48 +51,52 @@ class NeoX:
 
 
 def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
-    hidden, heads, ffn = config.hidden_size, config.num_attention_heads, config.intermediate_size
-    attention_width = 2 * hidden if config.use_parallel_residual else hidden
+    width, heads, ffn = config.hidden_size, config.num_attention_heads, config.intermediate_size
+    attention_width = 2 * width if config.use_parallel_residual else width
 
     def parts(index: int) -> tuple[LayerSpec, LayerSpec]:
-        prefix = f"gpt_neox.layers.{index}."
+        origin = Origin(dtype, f"gpt_neox.layers.{index}.", index)
         return (
-            layer("attention", _attention_shapes(hidden, config.attention_bias), attention_width, dtype, prefix, index),
-            layer("mlp", _mlp_shapes(hidden, ffn), hidden, dtype, prefix, index),
+            layout.attention(NeoX.attention, _attention_parameters(width, config.attention_bias), attention_width, origin),
+            layout.mlp(NeoX.mlp, _mlp_parameters(width, ffn), width, ffn, origin),
         )
 
     head_weight = "gpt_neox.embed_in.weight" if config.tie_word_embeddings else "embed_out.weight"
-    embed_shapes = {"embed_in.weight": (config.vocab_size, hidden)}
-    embed = layer("embed", embed_shapes, hidden, dtype, "gpt_neox.", table="embed_in.weight")
-    head_shapes = joined(norm("final_layer_norm", hidden), linear("embed_out", config.vocab_size, hidden, bias=False))
-    stored_as, table = {"embed_out.weight": head_weight}, "embed_out.weight"
-    head = layer("head", head_shapes, config.vocab_size, dtype, "gpt_neox.", stored_as=stored_as, table=table)
+    outside = Origin(dtype, "gpt_neox.", stored_as={"embed_out.weight": head_weight})
+    table = layout.table("embed_in", config.vocab_size, width)
+    logits = layout.linear("embed_out", config.vocab_size, width, bias=False)
     return ModelSpec(
         name=name,
         architecture="gpt_neox",
-        hidden=hidden,
+        width=width,
         ffn=ffn,
         heads=heads,
         kv_heads=heads,
-        head_dim=hidden // heads,
+        head_dim=width // heads,
         vocab=config.vocab_size,
         max_positions=config.max_position_embeddings,
         dtype=dtype,
-        layers=in_order(embed, config.num_hidden_layers, parts, head, sep_layer),
+        layers=layout.in_order(
+            layout.embedding(NeoX.embed, table, {}, width, outside),
+            config.num_hidden_layers,
+            parts,
+            layout.head(NeoX.head, layout.norm("final_layer_norm", width), logits, outside),
+            sep_layer,
+        ),
     )
 
 
-def _attention_shapes(hidden: int, bias: bool) -> Shapes:
-    return joined(
-        norm("input_layernorm", hidden),
-        linear("attention.query_key_value", 3 * hidden, hidden, bias),
-        linear("attention.dense", hidden, hidden, bias),
+def _attention_parameters(width: int, bias: bool) -> Parameters:
+    return layout.joined(
+        layout.norm("input_layernorm", width),
+        layout.linear("attention.query_key_value", 3 * width, width, bias),
+        layout.linear("attention.dense", width, width, bias),
     )
 
 
-def _mlp_shapes(hidden: int, ffn: int) -> Shapes:
-    return joined(
-        norm("post_attention_layernorm", hidden),
-        linear("mlp.dense_h_to_4h", ffn, hidden, bias=True),
-        linear("mlp.dense_4h_to_h", hidden, ffn, bias=True),
+def _mlp_parameters(width: int, ffn: int) -> Parameters:
+    return layout.joined(
+        layout.norm("post_attention_layernorm", width),
+        layout.linear("mlp.dense_h_to_4h", ffn, width, bias=True),
+        layout.linear("mlp.dense_4h_to_h", width, ffn, bias=True),
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
-from h2o_flexgen.models import ops
-from h2o_flexgen.models.base import Attend, Weights
-from h2o_flexgen.models.layout import Config, Shapes, in_order, joined, layer, linear, norm
+from h2o_flexgen.models import layout, ops
+from h2o_flexgen.models.base import Given, Weights
+from h2o_flexgen.models.layout import Config, Origin, Parameters
 
 POSITION_OFFSET = 2  # the first rows of the position table belong to padding, which is never embedded here
 
@@ -19,21 +19,21 @@ class OPT:
         self._norm_last = _has_last_norm(config)
         self._activation = ops.activation(config.activation_function)
 
-    def embed(self, tokens: Tensor, positions: Tensor, weights: Weights) -> Tensor:
+    def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:
         hidden = ops.embedding(tokens, weights, "embed_tokens")
         if "project_in.weight" in weights:
             hidden = ops.linear(hidden, weights, "project_in")
-        hidden += ops.embedding(positions + POSITION_OFFSET, weights, "embed_positions")
+        hidden += ops.embedding(given.positions + POSITION_OFFSET, weights, "embed_positions")
         return hidden
 
-    def attention(self, hidden: Tensor, weights: Weights, attend: Attend) -> Tensor:
+    def attention(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = ops.layer_norm(hidden, weights, "self_attn_layer_norm") if self._norm_first else hidden
         q, k, v = (ops.split_heads(ops.linear(x, weights, f"self_attn.{part}_proj"), self.spec.head_dim) for part in "qkv")
-        out = ops.linear(attend(q, k, v), weights, "self_attn.out_proj")
+        out = ops.linear(given.attend(q, k, v), weights, "self_attn.out_proj")
         out += hidden
         return out if self._norm_first else ops.layer_norm(out, weights, "self_attn_layer_norm")
 
-    def mlp(self, hidden: Tensor, weights: Weights) -> Tensor:
+    def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = ops.layer_norm(hidden, weights, "final_layer_norm") if self._norm_first else hidden
         out = ops.linear(self._activation(ops.linear(x, weights, "fc1")), weights, "fc2")
         out += hidden
@@ -52,60 +52,57 @@ def _has_last_norm(config: Config) -> bool:
 
 
 def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
-    hidden, heads = config.hidden_size, config.num_attention_heads
+    width, heads = config.hidden_size, config.num_attention_heads
 
     def parts(index: int) -> tuple[LayerSpec, LayerSpec]:
-        prefix = f"model.decoder.layers.{index}."
+        origin = Origin(dtype, f"model.decoder.layers.{index}.", index)
         return (
-            layer("attention", _attention_shapes(config), hidden, dtype, prefix, index),
-            layer("mlp", _mlp_shapes(config), hidden, dtype, prefix, index),
+            layout.attention(OPT.attention, _attention_parameters(config), width, origin),
+            layout.mlp(OPT.mlp, _mlp_parameters(config), width, config.ffn_dim, origin),
         )
 
-    outside = "model.decoder."
-    head_weight = outside + "embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    embed = layer("embed", _embed_shapes(config), hidden, dtype, outside, table="embed_tokens.weight")
-    stored_as, table = {"lm_head.weight": head_weight}, "lm_head.weight"
-    head = layer("head", _head_shapes(config), config.vocab_size, dtype, outside, stored_as=stored_as, table=table)
+    head_weight = "model.decoder.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+    outside = Origin(dtype, "model.decoder.", stored_as={"lm_head.weight": head_weight})
     return ModelSpec(
         name=name,
         architecture="opt",
-        hidden=hidden,
+        width=width,
         ffn=config.ffn_dim,
         heads=heads,
         kv_heads=heads,
-        head_dim=hidden // heads,
+        head_dim=width // heads,
         vocab=config.vocab_size,
         max_positions=config.max_position_embeddings,
         dtype=dtype,
-        layers=in_order(embed, config.num_hidden_layers, parts, head, sep_layer),
+        layers=layout.in_order(_embedding(config, outside), config.num_hidden_layers, parts, _head(config, outside), sep_layer),
         rotary=False,
     )
 
 
-def _embed_shapes(config: Config) -> Shapes:
-    hidden, inner = config.hidden_size, config.word_embed_proj_dim
-    return {
-        "embed_tokens.weight": (config.vocab_size, inner),
-        "embed_positions.weight": (config.max_position_embeddings + POSITION_OFFSET, hidden),
-        **(linear("project_in", hidden, inner, bias=False) if inner != hidden else {}),
-    }
+def _embedding(config: Config, origin: Origin) -> LayerSpec:
+    width, inner = config.hidden_size, config.word_embed_proj_dim
+    tokens = layout.table("embed_tokens", config.vocab_size, inner)
+    positions = layout.table("embed_positions", config.max_position_embeddings + POSITION_OFFSET, width)
+    project = layout.linear("project_in", width, inner, bias=False) if inner != width else {}
+    return layout.embedding(OPT.embed, tokens, layout.joined(positions, project), width, origin)
 
 
-def _attention_shapes(config: Config) -> Shapes:
-    hidden, affine = config.hidden_size, config.layer_norm_elementwise_affine
-    projections = [linear(f"self_attn.{part}_proj", hidden, hidden, config.enable_bias) for part in ("k", "v", "q", "out")]
-    return joined(*projections, norm("self_attn_layer_norm", hidden, affine, affine))
+def _attention_parameters(config: Config) -> Parameters:
+    width, affine = config.hidden_size, config.layer_norm_elementwise_affine
+    projections = [layout.linear(f"self_attn.{part}_proj", width, width, config.enable_bias) for part in ("k", "v", "q", "out")]
+    return layout.joined(*projections, layout.norm("self_attn_layer_norm", width, affine, affine))
 
 
-def _mlp_shapes(config: Config) -> Shapes:
-    hidden, affine = config.hidden_size, config.layer_norm_elementwise_affine
-    up = linear("fc1", config.ffn_dim, hidden, config.enable_bias)
-    down = linear("fc2", hidden, config.ffn_dim, config.enable_bias)
-    return joined(up, down, norm("final_layer_norm", hidden, affine, affine))
+def _mlp_parameters(config: Config) -> Parameters:
+    width, affine = config.hidden_size, config.layer_norm_elementwise_affine
+    up = layout.linear("fc1", config.ffn_dim, width, config.enable_bias)
+    down = layout.linear("fc2", width, config.ffn_dim, config.enable_bias)
+    return layout.joined(up, down, layout.norm("final_layer_norm", width, affine, affine))
 
 
-def _head_shapes(config: Config) -> Shapes:
-    hidden, inner, affine = config.hidden_size, config.word_embed_proj_dim, config.layer_norm_elementwise_affine
-    last_norm = norm("final_layer_norm", hidden, affine, affine) if _has_last_norm(config) else {}
-    project = linear("project_out", inner, hidden, bias=False) if inner != hidden else {}
-    return joined(last_norm, project, linear("lm_head", config.vocab_size, inner, bias=False))
+def _head(config: Config, origin: Origin) -> LayerSpec:
+    width, inner, affine = config.hidden_size, config.word_embed_proj_dim, config.layer_norm_elementwise_affine
+    last_norm = layout.norm("final_layer_norm", width, affine, affine) if _has_last_norm(config) else {}
+    project = layout.linear("project_out", inner, width, bias=False) if inner != width else {}
+    logits = layout.linear("lm_head", config.vocab_size, inner, bias=False)
+    return layout.head(OPT.head, layout.joined(last_norm, project), logits, origin)

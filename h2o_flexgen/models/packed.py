@@ -1,6 +1,5 @@
 """PackedCheckpoint: a checkpoint whose matrices and tables are kept packed. They are encoded once, some rows at a time, into
-safetensors in a folder of the cache; from then on they are read from there, in every step where they are placed on disk.
-"""
+safetensors in a cache folder, and read from there ever after, in every step if they are placed on disk."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ from h2o_flexgen.models.safetensors_format import StoredTensor, TensorForm, writ
 from h2o_flexgen.models.sums import STRETCH_BYTES, Sums
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
-FILE_BYTES = 2 << 30  # of a packed file, about
+FILE_BYTES = 2 << 30  # of a packed file, approximately
 PART_BYTES = 16 << 20  # of a checkpoint's values, encoded at once
-LARGEST = 1e38  # the distance of two such values is still a float32
-FORMAT = 1  # counted up when the bytes that a codec makes change
+LARGEST = 1e38  # so that the difference of two values is still a float32
+FORMAT = 1  # of the encoded bytes, counted up whenever a codec changes them
 
 
 class PackedCheckpoint:
-    """A WeightSource. Nothing is encoded before the first packed tensor is asked for."""
+    """A WeightSource that encodes nothing before the first packed tensor is asked for."""
 
     def __init__(
         self, checkpoint: Checkpoint, spec: ModelSpec, cache_dir: Path | None = None, progress: Progress | None = None
@@ -49,7 +48,7 @@ class PackedCheckpoint:
 
     @property
     def bytes_to_write(self) -> int:
-        """To the cache, once."""
+        """Bytes that it will write to the cache, once."""
         return 0 if self._folder.is_there else self._nbytes
 
     @property
@@ -84,7 +83,7 @@ class PackedCheckpoint:
         require_free_space(folder.parent, self._nbytes, "packing the weights")
         located, advance = self._checkpoint.locate(self._tensors.values()), self._advancing()
         for number, tensors in enumerate(_in_files(self._tensors.values())):
-            # as whole pages: each then starts where direct reads can
+            # as whole pages, so that each starts where direct reads can
             forms = [TensorForm(tensor.name, torch.uint8, (align_up(tensor.nbytes),)) for tensor in tensors]
             value = partial(self._encoded, located, advance)
             name = f"packed-{number:05d}.safetensors"
@@ -109,8 +108,8 @@ class PackedCheckpoint:
         start = 0
         for values in _parts(stored, columns):
             end = start + codec.nbytes(tuple(values.shape), values.itemsize)
-            values = values.float() if values.dtype == torch.float16 else values  # which is exact, and what C can read
-            if not float(values.abs().amax()) < LARGEST:  # of NaN nothing is true
+            values = values.float() if values.dtype == torch.float16 else values  # exact, and readable from C
+            if not float(values.abs().amax()) < LARGEST:  # false for NaN too
                 problem = "holds NaN, infinity or a value beyond 1e38, which cannot be packed; give another checkpoint"
                 raise ValueError(f"tensor {name} in {stored.file} {problem}")
             encode(tensor.codec, values, out[start:end])
@@ -133,13 +132,13 @@ def _parts(stored: StoredTensor, columns: int) -> Iterator[torch.Tensor]:
     """The values of a matrix, some rows at a time. Those of a copy are cut from the very bytes that were checked."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
     row_bytes = columns * dtype.itemsize
-    rest = torch.empty(0, dtype=torch.uint8)  # the beginning of a row whose end was not read yet
+    rest = torch.empty(0, dtype=torch.uint8)  # the beginning of a row that is not complete yet
     for start, part in _read(stored, PART_BYTES if stored.check is None else _whole_stretches(PART_BYTES)):
         if stored.check is not None:
             stored.check(stored.offset + start, part.numpy().data)
         both = torch.cat((rest, part)) if len(rest) else part
         whole = len(both) // row_bytes * row_bytes
-        rest = both[whole:].clone()  # and not a view, which would keep the whole part
+        rest = both[whole:].clone()  # a view would keep the whole part alive
         if whole:
             yield both[:whole].view(dtype).view(-1, columns)
 
@@ -149,7 +148,7 @@ def _whole_stretches(nbytes: int) -> int:
 
 
 def _read(stored: StoredTensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """A tensor's bytes, and where in it they start. Pages that were read are not kept: they would fill the memory of others."""
+    """A tensor's bytes in parts, with their places. Read pages leave the page cache, where they would displace others."""
     try:
         with stored.file.open("rb", buffering=0) as file:
             for start in range(0, stored.nbytes, step):

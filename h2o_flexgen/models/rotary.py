@@ -15,7 +15,7 @@ from h2o_flexgen.models.layout import Config
 
 
 class Rotary:
-    """Turns the pairs (j, j + half) of a head's first 2 * half values by position * frequency[j]; the rest stays."""
+    """Rotates the pairs (j, j + half) of a head's first 2 * half values by position * frequency[j]; the rest stays."""
 
     def __init__(self, frequencies: Tensor) -> None:
         self._frequencies = {frequencies.device: frequencies}  # one copy per device: nothing is moved in the token loop
@@ -38,16 +38,16 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Rope:
-    """What a config says of rotary positions."""
+    """The rotary positions that a config asks for."""
 
     kind: str
     theta: float
-    share: float  # of each head that is rotated
+    share: float  # of each head's values, which are rotated
     scaling: Mapping[str, Any]
 
     @classmethod
     def of(cls, config: Config) -> Rope:
-        """transformers 5 keeps everything in rope_parameters; 4 keeps the scaling in rope_scaling, the rest in attributes."""
+        """Reads configs of transformers 5 (rope_parameters has everything) and of 4 (rope_scaling, and attributes)."""
         scaling = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
         if nested := [name for name, value in scaling.items() if isinstance(value, Mapping)]:
             raise ValueError(f"rope parameters that differ by layer ({', '.join(nested)}) are not supported")
@@ -61,7 +61,7 @@ class Rope:
         return cls(kind, theta, read("partial_rotary_factor", "rotary_pct", default=1.0), scaling)
 
     def rotary(self, width: int) -> Rotary:
-        """For heads of which the first `width` values are rotated."""
+        """The rotation for heads of which the first `width` values are rotated."""
         if self.kind not in SCALINGS:
             raise ValueError(f"rope type {self.kind!r} is not supported; known are {', '.join(SCALINGS)}")
         frequencies = 1.0 / (self.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
@@ -84,7 +84,7 @@ def _linear(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Waves that fit often into the original length stay, those that hardly fit are stretched, between them it is blended."""
+    """Keeps waves that fit often into the original length, stretches those that hardly fit, and blends between them."""
     low, high = _positive(scaling, "low_freq_factor"), _positive(scaling, "high_freq_factor")
     turns = frequencies * (_positive(scaling, "original_max_position_embeddings") / (2 * math.pi))  # over the original length
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)

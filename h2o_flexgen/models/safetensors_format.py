@@ -1,7 +1,7 @@
 """The safetensors format: where each tensor of a file lies, and writing a file tensor by tensor.
 
-A file is 8 bytes of header length, a JSON header, the data. Headers are checked here to the last byte, because later the data
-are read by offset alone, without a look at what is there.
+A file is 8 bytes of header length, a JSON header, and the data. Headers are checked here to the last byte, because later the
+data are read by offset alone, without a look at the content.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class StoredTensor:
     nbytes: int
     dtype: str  # "float32", "float16" or "bfloat16"; any other type keeps the code of the format ("I8")
     shape: tuple[int, ...]
-    check: Check | None = field(default=None, compare=False)  # None where nobody knows what was written
+    check: Check | None = field(default=None, compare=False)  # None if nobody knows what was written
 
 
 def read_header(path: Path) -> tuple[StoredTensor, ...]:
-    """Every tensor of a file, in the order of their data; a file that is not exactly as its header says is refused."""
+    """All tensors of a file, in the order of their data; a file that contradicts its header is refused."""
     try:
         return header_of(path)
     except OSError as error:
@@ -71,7 +71,7 @@ def read_header(path: Path) -> tuple[StoredTensor, ...]:
 
 
 def header_of(path: Path) -> tuple[StoredTensor, ...]:
-    """Does what `read_header` does, for callers that know better what an OSError means."""
+    """Like `read_header`, for callers that know better what an OSError means."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header, data_start = _parse_header(path, file, size)
@@ -142,7 +142,7 @@ def _check_contiguous(path: Path, tensors: list[StoredTensor], data_start: int, 
 
 @dataclass(frozen=True)
 class TensorForm:
-    """What is known of a tensor before its values are there."""
+    """What is known of a tensor before its values exist."""
 
     name: str
     dtype: torch.dtype
@@ -154,8 +154,8 @@ class TensorForm:
 
 
 def write_safetensors(path: Path, forms: Iterable[TensorForm], value: Callable[[str], torch.Tensor]) -> dict[str, Sums]:
-    """Asks for the values one by one and keeps none. Wide types come first: every tensor is aligned to its item size. Returns
-    the checksums of every tensor, made of what was to be written."""
+    """Writes a file, asking for the values one by one and keeping none. Wide types come first, so that every tensor is aligned
+    to its item size. Returns the checksums of every tensor, computed before it was written."""
     ordered = sorted(forms, key=lambda form: -form.dtype.itemsize)
     sums = {}
     with path.open("wb") as file:
@@ -170,7 +170,7 @@ def write_safetensors(path: Path, forms: Iterable[TensorForm], value: Callable[[
 
 
 def raw_header(path: Path) -> bytes:
-    """All that stands before the data of a file that was written here."""
+    """Everything before the data of a file that was written here."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         file.seek(0)
@@ -178,7 +178,7 @@ def raw_header(path: Path) -> bytes:
 
 
 def _header_bytes(forms: list[TensorForm]) -> bytes:
-    """Padded with spaces, which the format allows, until the data start where O_DIRECT can read."""
+    """The header, padded with spaces, which the format allows, so that the data start where O_DIRECT can read."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for form in forms:
@@ -195,5 +195,5 @@ def _checked_bytes(form: TensorForm, tensor: torch.Tensor) -> memoryview:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in host memory; copied only where it is not contiguous."""
+    """The bytes of a tensor in host memory, copied only if it is not contiguous."""
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data

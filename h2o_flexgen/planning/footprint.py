@@ -181,12 +181,12 @@ def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, kernel_t
     attention += _choosing_bytes(spec, policy, slots, threads) + _extending_bytes(spec, policy, slots, threads)
     if spec.kv_codec != PLAIN:
         attention += tokens * spec.kv_bytes_per_slot + min(ENCODING_BYTES, 4 * tokens * spec.kv_decoded_bytes_per_slot)
-    return max(attention, tokens * (normed + 3 * spec.ffn * spec.itemsize))
+    return max(attention, tokens * (normed + max(layer.passing_width for layer in spec.layers) * spec.itemsize))
 
 
 def _normed_bytes(spec: ModelSpec) -> int:
     """Of one token: norms work in fp32."""
-    return 3 * spec.hidden * 4 + 2 * spec.widest * spec.itemsize
+    return 3 * spec.width * 4 + 2 * spec.widest * spec.itemsize
 
 
 def _scored_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy) -> int:

@@ -20,14 +20,14 @@ from h2o_flexgen.core.documents import parse_yaml
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.kernel_table import PRODUCT, Kernel, prices
-from h2o_flexgen.core.model_spec import DTYPE_BYTES
+from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, MLP_VISIT
 from h2o_flexgen.core.numbers import decimal_number
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.quant.codec import PACKED, PLAIN
 
 DEVICES = ("cpu", "cuda")
 EVICTION = "eviction"
-VISITS = ("attention", "mlp", EVICTION)
+VISITS = (ATTENTION_VISIT, MLP_VISIT, EVICTION)
 PLAIN_SCORES, WITH_SCORES = "plain", "scored"  # attention of prompts: without or with what every key got of it
 Curve = tuple[tuple[int, float], ...]  # (rows, flop/s), more rows each time
 
@@ -87,7 +87,7 @@ class Machine:
         return self._unpacking_rate(self.decoded_values_per_s, codec, value_bytes)
 
     def unpacking_rate(self, codec: str, value_bytes: float) -> float:
-        """Packed KV made values to attend to, per second. Where its attention alone has a rate, that has the unpacking in it."""
+        """Packed KV made values to attend to, per second. Where only its attention has a rate, the unpacking is in it."""
         if codec in self.attention_flops_per_s:
             return self.unpacked_values_per_s.get(codec, inf)
         return self._unpacking_rate(self.unpacked_values_per_s, codec, value_bytes)

@@ -26,7 +26,6 @@ from h2o_flexgen.schedule.schedule import LANES, Key, Op, Schedule, Task, Visit
 from h2o_flexgen.schedule.simulate import simulate
 from h2o_flexgen.schedule.trace import Trace
 
-VISITS_OF = {"attention": ("attention",), "block": ("attention", "mlp")}  # the others count as a mlp
 DISK_RATES = {Op.LOAD_H: "disk_read_per_s", Op.STORE_H: "disk_write_per_s"}
 FROM_DISK, TO_DISK = (Op.READ_W, Op.READ_KV), (Op.WRITE_KV,)
 LONG_ROW = 1 << 12  # values, over which the bytes of a packed row are spread
@@ -103,7 +102,7 @@ class Pricing:
     def compute_parts(self, task: Task | Key) -> dict[str, float]:
         """What a visit spends its seconds on."""
         layer, batch = self.spec.layers[task.layer], self.planned.block.batches[task.batch]
-        if task.step or layer.kind == "head":
+        if task.step or layer.makes_logits:
             rows = {batch.size: 1}
         else:
             rows = Counter()
@@ -124,21 +123,22 @@ class Pricing:
 
     def _products(self, layer: LayerSpec, rows: int) -> float:
         total = 0.0
-        for codec, values in layer.values_by_codec.items():
-            kernel, machine = self._packed_product(codec, rows), self.machine
-            rate = machine.packed_flop_rate(kernel, rows) if kernel else machine.flop_rate(self.spec.dtype, rows)
-            total += 2.0 * values * rows / rate
+        for (codec, share), values in layer.multiplied_values.items():
+            own, machine = rows * share, self.machine
+            kernel = self._packed_product(codec, own)
+            rate = machine.packed_flop_rate(kernel, own) if kernel else machine.flop_rate(self.spec.dtype, own)
+            total += 2.0 * values * own / rate
         return total
 
-    def _packed_product(self, codec: str, rows: int) -> Kernel | None:
+    def _packed_product(self, codec: str, rows: float) -> Kernel | None:
         """The kernel that multiplies packed bytes as they are; None where they are decoded first."""
         return None if codec == PLAIN else choose(PRODUCT, codec, self.spec.dtype, self.machine.runs, rows)
 
     def _decoding(self, layer: LayerSpec, rows: Iterable[int], first: bool) -> float:
-        """Once for a pass over the layer's weights; those parts of a head that there is no room for, once for a batch."""
+        """Once for a pass over the layer's weights; parts of a logit matrix that there is no room for, once for a batch."""
         total = 0.0
-        for codec, values in layer.values_by_codec.items():
-            if codec == PLAIN or all(self._packed_product(codec, each) for each in rows):
+        for (codec, share), values in layer.multiplied_values.items():
+            if codec == PLAIN or all(self._packed_product(codec, each * share) for each in rows):
                 continue
             again = 1.0 if first else self._share_decoded_again(layer)
             total += again * values / self.machine.decoding_rate(codec, self._bytes_to_decode(codec))
@@ -149,21 +149,19 @@ class Pricing:
         return CODECS[codec].nbytes((LONG_ROW,), self.spec.itemsize) / LONG_ROW + self.spec.itemsize
 
     def _share_decoded_again(self, layer: LayerSpec) -> float:
-        if layer.kind != "head" or layer.packed_table is None:
-            return 0.0
-        parts, rooms = len(layer.table_parts), max(1, self._room_bytes // max(1, layer.decoded_nbytes))
+        parts, rooms = len(layer.logit_parts), max(1, self._room_bytes // max(1, layer.decoded_nbytes))
         return (parts - rooms + 1) / parts if parts > rooms else 0.0
 
     @cached_property
     def _room_bytes(self) -> int:
         return max(layer.decoded_nbytes for layer in self.spec.layers)
 
-    def _values(self, layer: LayerSpec) -> int:
-        """That go in and out of products, of one row."""
-        return sum(sum(tensor.shape) for tensor in layer.matrices if layer.kind != "head")
+    def _values(self, layer: LayerSpec) -> float:
+        """Values of one token that norms, activations and additions pass over; there are none behind logits."""
+        return 0.0 if layer.makes_logits else layer.values_around_products
 
     def _visit_seconds(self, layer: LayerSpec) -> float:
-        return sum(self.machine.visit_seconds.get(kind, 0.0) for kind in VISITS_OF.get(layer.kind, ("mlp",)))
+        return sum(self.machine.visit_seconds.get(kind, 0.0) for kind in layer.visits)
 
     def _eviction_seconds(self, task: Task | Key) -> float:
         """Of many small operations, whatever the sizes: of scores, of who goes, and of who comes in its place."""

@@ -1,5 +1,5 @@
-"""H2O as the FlexGen fork of its authors has it: the oldest recent token always becomes a heavy one, and the weakest of the
-heavy ones goes for it, even where that one is the stronger. For comparison with runs that were published."""
+"""H2O as in its authors' fork of FlexGen: the oldest recent token always becomes a heavy one and replaces the weakest heavy
+one, even if that one is stronger. It serves comparisons with published runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class H2OFlexGen(KVPolicy):
 
     @classmethod
     def options_of(cls, slots: int, sinks: int | None = None) -> KVOptions:
-        """With the place of the newest token."""
+        """The slots include the newest token's place."""
         return KVOptions(heavy=(slots + 1) - (slots + 1) // 2, recent=(slots + 1) // 2)
 
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
-        """Of the recent slots one is the place that the newest token is attended in."""
+        """One of the recent slots is the place in which the newest token is attended."""
         heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)
         if heavy < 1 or recent < 1:
             raise ValueError(

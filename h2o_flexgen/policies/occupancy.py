@@ -1,8 +1,8 @@
-"""Slots: how many slots each row of a batch holds at each step. The only slot arithmetic of the project: allocator, cost model,
-simulator, engine and tests all call it, so that what is predicted is what happens.
+"""Occupancy: how many slots each row of a batch holds at each step. This is the project's only slot arithmetic: allocator, cost
+model, simulator, engine and tests all call it, so that what is predicted is what happens.
 
-A row appends its newest token behind what it holds. If it then holds more than its budget, one token goes and the newest takes
-its place, so that what is held is always one range from the start.
+A row appends its newest token behind its others. If it then holds more than its budget, one token is evicted and the newest
+takes its slot, so that the slots in use are always one range from the start.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from h2o_flexgen.core.workload import Batch
 
 @dataclass(frozen=True)
 class Budget:
-    """Of one row: the slots that it holds between passes, and who of those that are in them cannot be evicted."""
+    """The slots that one row holds between passes, and which tokens in them cannot be evicted."""
 
     slots: int
     sinks: int = 0  # the first tokens of the text
-    window: int = 0  # the newest ones, in decode
-    prompt_window: int = 0  # the same when the prompt is selected from
-    queries: int | None = None  # of the prompt's queries only so many, the last, count in its scores
+    window: int = 0  # the newest tokens, in decode
+    prompt_window: int = 0  # the newest tokens, when the prompt is selected from
+    queries: int | None = None  # only the last N prompt queries contribute to scores; None: all do
 
 
 @dataclass(frozen=True)
 class Occupancy:
     batch: Batch
-    budgets: tuple[Budget, ...]  # of its rows
+    budgets: tuple[Budget, ...]  # row by row
     gen_len: int
-    prompt_only: bool = False  # generated tokens are all kept
+    prompt_only: bool = False  # only prompt tokens are evicted
 
     @cached_property
     def capacity(self) -> int:
-        """Slots per row that must be allocated. The last token generated is not stored, or only by the block that follows."""
+        """Slots per row to allocate. The last generated token is not stored, or only by the next block."""
         if self.batch.context is not None:
             return max(min(self.batch.context, budget.slots + 1) for budget in self.budgets)
         return max(self.held(1), self.held(self.gen_len - 1) + 1 if self.gen_len > 1 else 0)
 
     @property
     def evicts(self) -> bool:
-        """May any row ever lose a token?"""
+        """True if any row may ever lose a token."""
         generated = 0 if self.prompt_only else self.gen_len - 1
         return any(total + generated > slots for _, total, slots in self._kinds)
 
     @cached_property
     def taken_in(self) -> tuple[int, ...]:
-        """Tokens of each row that are behind it after step 0."""
+        """Tokens that each row has seen after step 0."""
         return tuple(before + length for before, length in zip(self.batch.before, self.batch.lengths))
 
     def counts(self, step: int) -> tuple[int, ...]:
-        """Slots in use in each row when COMPUTE of a step begins: of step 0 (the prompt) those of an earlier block."""
+        """Slots in use in each row when COMPUTE of a step begins; for step 0 (the prompt) those left by an earlier block."""
         if step == 0:
             return tuple(min(before, budget.slots) for before, budget in zip(self.batch.before, self.budgets))
         return tuple(self._count(total, budget.slots, step) for total, budget in zip(self.taken_in, self.budgets))
 
     def held(self, step: int) -> int:
-        """The same, in the row that has most."""
+        """Slots in use when COMPUTE of a step begins, in the row that has most."""
         return max(self._distinct_counts(step))
 
     def evicts_at(self, step: int) -> bool:
@@ -72,7 +72,7 @@ class Occupancy:
 
     @cached_property
     def _kinds(self) -> tuple[tuple[int, int, int], ...]:
-        """Of rows: tokens before the block, tokens behind step 0, slots. Large batches have many rows of few kinds."""
+        """The distinct (tokens before the block, tokens after step 0, slots) of the rows: large batches have few."""
         return tuple(set(zip(self.batch.before, self.taken_in, (budget.slots for budget in self.budgets))))
 
     def _distinct_counts(self, step: int) -> list[int]:
@@ -80,15 +80,15 @@ class Occupancy:
             return [min(before, slots) for before, _, slots in self._kinds]
         return [self._count(total, slots, step) for _, total, slots in self._kinds]
 
-    # -- what is moved, in slots of all rows -----------------------------------------------------------------------------
+    # -- slots moved, over all rows ---------------------------------------------------------------------------------------
 
     def stored(self, step: int) -> int:
-        """From a device to the host: the range that changed, or the one slot of every head that the newest token took over."""
+        """Slots stored from device to host: the range that changed, or the one slot per head that the newest token took."""
         first, last = self.changed(step)
         return 1 if self._is_scattered(step) else last - first
 
     def written(self, step: int) -> int:
-        """To disk: what is stored; but a journal that is full is not added to, all slots are written anew."""
+        """Slots written to disk: those stored, or all of them if the journal is full."""
         return (
             self.held(step + 1)
             if self._is_scattered(step) and self.journal_entries(step) == self.journal_capacity
@@ -96,40 +96,40 @@ class Occupancy:
         )
 
     def journal_entries(self, step: int) -> int:
-        """Slots that stand in the journal on disk when `step` begins, and have to be read beside those that are held. (Before
-        step 0 some may be left of an earlier block, which are not counted. Step 0 leaves none.)"""
+        """Slots in the disk journal when `step` begins, which are read in addition to those held. Step 0 leaves none; what an
+        earlier block left before it is not counted."""
         since = step - self._first_scattered
         return since % (self.journal_capacity + 1) if since > 0 else 0
 
     def mean_read(self, step: int) -> float:
-        """From disk: what is held, and where tokens are evicted what a journal has on average."""
+        """Slots read from disk on average: those held and, once tokens are evicted, the journal's mean length."""
         return self.held(step) + (self._mean_entries if self._is_scattered(step) else 0.0)
 
     def mean_written(self, step: int) -> float:
-        """The same, to disk."""
+        """Slots written to disk on average."""
         anew = self._share_written_anew if self._is_scattered(step) else 0.0
         return anew * self.held(step + 1) + (1 - anew) * self.stored(step)
 
     @property
     def journal_capacity(self) -> int:
-        """On disk a slot here and there would be slow to write, so they go into a journal, until it is so long that to read it
-        has cost as much as to write all slots anew: where the two together are least."""
+        """Slots that fill the journal on disk: scattered slots would be slow to write, so they are appended to it until it is
+        full and all slots are written anew. At this length reading it and writing anew cost least together."""
         return isqrt(2 * max(budget.slots for budget in self.budgets)) if self._may_scatter else 0
 
     @cached_property
     def _mean_entries(self) -> float:
-        """Of the journal, over all steps that evict."""
+        """The journal's mean length over all steps that evict."""
         return fmean(map(self.journal_entries, range(self._first_scattered, self.gen_len)))
 
     @cached_property
     def _share_written_anew(self) -> float:
-        """Of the steps that evict: those that find the journal full."""
+        """The share of evicting steps that find the journal full."""
         full = self.journal_capacity
         return fmean(self.journal_entries(step) == full for step in range(self._first_scattered, self.gen_len))
 
     @property
     def first_evicting_step(self) -> int:
-        """The first decode step in which a row loses a token; behind the last where none does."""
+        """The first decode step in which a row loses a token, or the step behind the last if none does."""
         return self._first_scattered
 
     @property
@@ -140,7 +140,7 @@ class Occupancy:
 
     @cached_property
     def _first_scattered(self) -> int:
-        """The first decode step in which any row has to evict; from then on it has to in every step."""
+        """The first decode step in which any row has to evict; from then on every step evicts."""
         if self.prompt_only:
             return self.gen_len
         return min(max(1, slots - total + 1) for _, total, slots in self._kinds)

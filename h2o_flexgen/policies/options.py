@@ -1,4 +1,4 @@
-"""KVOptions: what a person may ask of a KV policy: budgets, and who is protected."""
+"""KVOptions: what a person may ask of a KV policy: budgets, and which tokens are protected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from h2o_flexgen.core.hints import shown
 
 TRUE, ROLLING = "true", "rolling"
 POSITIONS = (TRUE, ROLLING)
-DEFAULT_KEPT = 0.2  # of prompt + generation: the paper's
+DEFAULT_KEPT = 0.2  # of prompt and generation, as in the paper
 RULES: Mapping[Rule, Sequence[str]] = {
     Rule(optional(whole(0)), "a whole number of slots, 0 or more"): ("heavy", "recent", "sinks", "grace"),
     Rule(optional(number(0, 1, without_least=True)), "a number above 0 and not above 1"): (
@@ -24,7 +24,7 @@ RULES: Mapping[Rule, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class KVOptions:
-    """None: not asked for."""
+    """The options of a policy; None stands for one that was not asked for."""
 
     heavy: int | None = None
     recent: int | None = None
@@ -57,7 +57,7 @@ class KVOptions:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """0 is given, though Python takes it for False."""
+        """The options asked for; a 0 counts as given, though it is false in Python."""
         return tuple(field.name for field in fields(self) if getattr(self, field.name) is not field.default)
 
     def refuse_all_but(self, taken: Collection[str], policy: str) -> None:
@@ -68,14 +68,14 @@ class KVOptions:
 
     @property
     def is_share_of_text(self) -> bool:
-        """Is the budget a share of prompt and generation, and so another one where fewer tokens are generated?"""
+        """True if the budget is a share of prompt and generation, and so depends on how many tokens are generated."""
         return self.kv_budget is not None or (self.hh_ratio is None and (self.heavy, self.recent) == (None, None))
 
     def total(self, prompt_len: int, gen_len: int) -> int:
         return sum(self.heavy_and_recent(prompt_len, gen_len))
 
     def heavy_and_recent(self, prompt_len: int, gen_len: int) -> tuple[int, int]:
-        """In slots, for one row."""
+        """Heavy and recent slots of one row."""
         if self.hh_ratio is not None:
             each = int(self.hh_ratio * prompt_len)
             return each, each
@@ -92,5 +92,5 @@ class KVOptions:
 
 
 def row_of(prompt_len: int, gen_len: int) -> str:
-    """For messages."""
+    """Describes a row in messages."""
     return f"for a prompt of {prompt_len} and {gen_len} to generate" if gen_len else f"for a text of {prompt_len} tokens"

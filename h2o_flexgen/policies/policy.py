@@ -1,6 +1,6 @@
-"""KVPolicy: what a policy is, as data. How many slots a row has, who is protected, and by what the others are ranked.
+"""KVPolicy: a policy as data: how many slots a row has, which tokens are protected, and by what the others are ranked.
 
-Planning reads policies too, so they do their arithmetic without torch; kv/scores.py and kv/cache.py carry out what they say.
+Planning reads policies too, so their arithmetic does without torch; kv/scores.py and kv/cache.py carry them out.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from h2o_flexgen.policies.occupancy import Budget, Occupancy
 from h2o_flexgen.policies.options import ROLLING, KVOptions, row_of
 
 NONE, ATTENTION, AGE, CHANCE = "none", "attention", "age", "chance"  # what tokens are ranked by
-SCORED_BYTES = 16 << 20  # of a prompt's attention that torch looks at together
+SCORED_BYTES = 16 << 20  # of a prompt's attention scored at once by torch
 SHARES = ("hh_ratio", "kv_budget")
 BUDGETS = ("heavy", "recent", *SHARES)
 PROTECTION = ("sinks", "grace")
-COMMON = ("positions", "hh_prompt_only")  # to all policies that evict
+COMMON = ("positions", "hh_prompt_only")  # options of all policies that evict
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class KVPolicy(ABC):
 
     name: ClassVar[str]
     ranks_by: ClassVar[str] = ATTENTION
-    neighbours: ClassVar[int] = 1  # scores of a prompt are averaged over so many positions
+    neighbours: ClassVar[int] = 1  # a prompt's scores are averaged over this many positions
     accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, "score_decay", *COMMON)
 
     def __post_init__(self) -> None:
@@ -35,11 +35,11 @@ class KVPolicy(ABC):
 
     @abstractmethod
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
-        """Of a row with so long a prompt."""
+        """The budget of a row with a prompt of this length."""
 
     @classmethod
     def options_of(cls, slots: int, sinks: int | None = None) -> KVOptions:
-        """Those that make a budget of so many slots, sinks included: half of them heavy, half recent, where it has both."""
+        """The options for a budget of `slots`, sinks included: half heavy, half recent, if the policy has both."""
         if "heavy" not in cls.accepts:
             return KVOptions(recent=slots)
         if "recent" not in cls.accepts:
@@ -48,7 +48,7 @@ class KVPolicy(ABC):
 
     @property
     def decay(self) -> float:
-        """What a score is multiplied with before a pass adds to it."""
+        """The factor applied to a score before a pass adds to it."""
         return 1.0 if self.options.score_decay is None else self.options.score_decay
 
     @property
@@ -61,11 +61,11 @@ class KVPolicy(ABC):
 
     @property
     def note_bytes(self) -> int:
-        """Noted of each slot of a KV head, beside key and value: its position, and its score where one is kept."""
+        """Bytes kept for a slot of a KV head beside key and value: its position and, if the policy ranks by it, its score."""
         return 0 if self.keeps_all else 8 if self.ranks_by == ATTENTION else 4
 
     def slots(self, batch: Batch, gen_len: int) -> Occupancy:
-        """A budget that is a share of the text is, for one that lives on, a share of the length that it may grow to."""
+        """The slots of every row at every step. A batch that lives on has its share of the context that it may grow to."""
         if batch.context is not None:
             return Occupancy(batch, (self._checked(batch.context, 0),) * batch.size, gen_len)
         budgets = {length: self._checked(length, gen_len) for length in set(batch.lengths)}
@@ -85,6 +85,6 @@ class KVPolicy(ABC):
         return budget
 
     def _protecting(self, slots: int, window: int, prompt_window: int | None = None, queries: int | None = None) -> Budget:
-        """With what the options protect beside the policy's own window."""
+        """A budget that also protects the options' tokens, beside the policy's own window."""
         grace, before = self.options.grace or 0, window if prompt_window is None else prompt_window
         return Budget(slots, self.options.sinks or 0, max(window, grace), max(before, grace), queries)

@@ -1,4 +1,4 @@
-"""SnapKV: of the prompt those tokens are kept that its last queries look at, neighbours included; decode goes on as H2O."""
+"""SnapKV: keeps the prompt tokens that the prompt's last queries attend to, and their neighbours; decode goes on as H2O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from h2o_flexgen.policies.occupancy import Budget
 from h2o_flexgen.policies.options import row_of
 from h2o_flexgen.policies.policy import KVPolicy
 
-QUERIES = 32  # the window of SnapKV's own runs
+QUERIES = 32  # the window in SnapKV's own runs
 
 
 class SnapKV(KVPolicy):

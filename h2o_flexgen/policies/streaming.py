@@ -1,4 +1,4 @@
-"""StreamingLLM: the first few tokens, which models lean on whatever they say (sinks), and the newest ones."""
+"""StreamingLLM: keeps the newest tokens and the first few (sinks), which models attend to whatever they say."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Streaming(KVPolicy):
         return KVOptions(recent=max(0, slots - (SINKS if sinks is None else sinks)))
 
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
-        """Sinks come on top of recent slots, but out of a ratio."""
+        """Sinks come on top of recent slots, but count among those of a ratio."""
         options = self.options
         sinks = SINKS if options.sinks is None else options.sinks
         total = options.total(prompt_len, gen_len)

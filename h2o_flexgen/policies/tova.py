@@ -1,4 +1,4 @@
-"""TOVA: who gets least attention from the newest query goes."""
+"""TOVA: evicts the token that gets least attention from the newest query."""
 
 from __future__ import annotations
 

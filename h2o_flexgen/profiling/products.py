@@ -17,7 +17,7 @@ from h2o_flexgen.kernels.operations import decode, encode, packed_product, plain
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models import create_model, known_config
-from h2o_flexgen.models.base import Model, Rotate
+from h2o_flexgen.models.base import Given, Model, Rotate, computed
 from h2o_flexgen.profiling.sizes import Sizes
 from h2o_flexgen.profiling.subject import Clock, Figures, Subject
 from h2o_flexgen.quant.codec import CODECS, PACKED
@@ -123,23 +123,22 @@ def values(clock: Clock, dtype: str, sizes: Sizes) -> Subject:
     return Subject("norms and activations", lambda: {VALUES: counted / sum(clock.of(action) for _, action in layers)})
 
 
-def _layers(clock: Clock, name: str, dtype: str, sizes: Sizes) -> Iterator[tuple[int, Callable[[], object]]]:
+def _layers(clock: Clock, name: str, dtype: str, sizes: Sizes) -> Iterator[tuple[float, Callable[[], object]]]:
     """Attention, which attends nothing, and mlp: the values of each, and a call of it."""
     model = small_model(name, dtype, sizes.hidden)
     rows, device = sizes.prompt_tokens, clock.device.torch_device
     hidden = torch.full((1, rows, sizes.hidden), 0.5, dtype=DTYPES[dtype], device=device)
+    given = Given(torch.arange(rows, device=device)[None], _attend_nothing)
     for layer in model.spec.layers:
+        if layer.block is None:
+            continue
         weights: dict[str, Tensor | Done] = {}
         for tensor_name, tensor in layer.tensors:
-            is_matrix = len(tensor.shape) == 2
+            is_matrix = tensor in layer.matrices
             shape = (rows, tensor.shape[0]) if is_matrix else tensor.shape
             place = torch.full(shape, 0.5, dtype=DTYPES[dtype], device=device)
             weights[tensor_name] = Done(place) if is_matrix else place
-        count = rows * sum(sum(tensor.shape) for tensor in layer.matrices)
-        if layer.kind == "mlp":
-            yield count, partial(model.mlp, hidden, weights)
-        elif layer.kind == "attention":
-            yield count, partial(model.attention, hidden, weights, _attend_nothing)
+        yield rows * layer.values_around_products, partial(computed, model, layer, hidden, weights, given)
 
 
 def _attend_nothing(q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.model_spec import ATTENTION_VISIT, MLP_VISIT, ModelSpec
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.engine import Engine, OnVisit
 from h2o_flexgen.engine.head import Picker
@@ -33,7 +33,7 @@ from h2o_flexgen.schedule.trace import Trace
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 
 TASK, VISIT = "task_seconds", "visit_seconds"
-KINDS = ("attention", "mlp")
+KINDS = (ATTENTION_VISIT, MLP_VISIT)
 BLOCKS, PROMPT_LEN, SEED = 4, 4, 0
 KV = {"kv_read_per_s": "read", "kv_write_per_s": "write"}  # field -> lane
 KV_BATCHES, KV_STEPS = 2, 4
@@ -77,11 +77,10 @@ def _of_kv(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Watch)
 def _median(
     spec: ModelSpec, trace: Trace, op: Op, kinds: Sequence[str], own: Callable[[Key], float] = lambda key: 0.0
 ) -> float:
-    """Of the tasks of a step, less what we ourselves have done in them."""
-    wanted = (span for span in trace.spans if span.key.step and span.key.op is op)
-    return statistics.median(
-        span.end - span.start - own(span.key) for span in wanted if spec.layers[span.key.layer].kind in kinds
-    )
+    """Of the tasks of a step in layers of blocks, less what we ourselves have done in them."""
+    layers = {index for index, layer in enumerate(spec.layers) if layer.block is not None and {*layer.visits} <= {*kinds}}
+    wanted = (span for span in trace.spans if span.key.step and span.key.op is op and span.key.layer in layers)
+    return statistics.median(span.end - span.start - own(span.key) for span in wanted)
 
 
 @dataclass(frozen=True, eq=False)

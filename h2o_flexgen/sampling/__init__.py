@@ -1,1 +1,1 @@
-"""What is asked of a completion, how its tokens are picked, and what comes out."""
+"""Sampling: what is asked of a completion, how its tokens are picked, and what is returned."""

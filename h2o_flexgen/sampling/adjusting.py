@@ -1,6 +1,6 @@
-"""What SamplingParams do to logits before a token is picked, greedily or not: they forbid tokens, add biases and penalise.
+"""How SamplingParams change logits before a token is picked, greedily or not: they forbid tokens, add biases and penalise.
 
-In the order of vLLM: allowed_token_ids, min_tokens, logit_bias, repetition_penalty, frequency_penalty, presence_penalty.
+The order is vLLM's: allowed_token_ids, min_tokens, logit_bias, repetition_penalty, frequency_penalty, presence_penalty.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from h2o_flexgen.sampling.params import SamplingParams
 
 
 class History(NamedTuple):
-    """What stands before the next token of a row, and what would end it."""
+    """The tokens before the next one of a row, and those that would end it."""
 
     seen: Sequence[int]  # prompt and generated ids
     prompt_len: int
     ends: Collection[int] = ()  # end-of-text and stop tokens
-    number: int = 0  # which completion of its prompt the row is
+    number: int = 0  # of the row among the completions of its prompt
 
     @property
     def num_generated(self) -> int:
@@ -29,7 +29,7 @@ class History(NamedTuple):
 
 
 def adjusted(logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[History] | None) -> Tensor:
-    """(rows, vocab), in fp32; the logits themselves where nobody asks for anything."""
+    """The adjusted scores (rows, vocab), in fp32, or the logits themselves if no row asks for a change."""
     if histories is None:
         if any(one.changes_scores or one.min_tokens for one in params):
             raise ValueError("penalties, logit_bias, allowed_token_ids and min_tokens need the tokens so far; none were given")
@@ -50,7 +50,7 @@ def _asks(params: SamplingParams, history: History) -> bool:
 
 
 def _restrict(scores: Tensor, params: SamplingParams, history: History) -> None:
-    """Of one row (vocab,), in place."""
+    """Applies everything but penalties to one row (vocab,), in place."""
     if params.allowed_token_ids is not None:
         allowed = _ids(params.allowed_token_ids, scores)
         kept = scores[allowed]
@@ -64,8 +64,8 @@ def _restrict(scores: Tensor, params: SamplingParams, history: History) -> None:
 
 
 def _penalise(scores: Tensor, params: SamplingParams, history: History) -> None:
-    """Of one row (vocab,), in place. By repetition positive scores are divided and negative ones multiplied: both are less
-    likely if the penalty is above 1."""
+    """Penalises one row (vocab,), in place. For repetition, positive scores are divided and negative ones multiplied: both
+    become less likely with a penalty above 1."""
     if params.repetition_penalty != 1:
         seen, penalty = _ids(history.seen, scores), params.repetition_penalty
         before = scores[seen]

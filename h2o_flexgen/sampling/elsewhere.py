@@ -1,4 +1,4 @@
-"""What users of vLLM and transformers write, and what is written here: for messages about names that are not known."""
+"""Translates names that users of vLLM and transformers know, for messages about unknown arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAVE_OUT = "leave it out"
 _ONE_DEVICE = f"one process computes on one device; {_LEAVE_OUT}"
 _SHARES = "percent=(...) says how much of weights, KV and activations lies where, and cpu_mem= how much memory may be used"
 
-# what the constructor is given elsewhere -> what to do here
+# constructor arguments of other libraries, and what to do here
 OPTIONS: Mapping[str, str] = {
     "attn_implementation": f"there is one way to attend; {_LEAVE_OUT}",
     "block_size": f"the KV cache has no blocks of tokens; {_LEAVE_OUT}",
@@ -52,7 +52,7 @@ OPTIONS: Mapping[str, str] = {
 
 _FIRST = "write the prompts as the first argument"
 _SAMPLED = "write SamplingParams({}=...)"
-# what generate and chat are given elsewhere -> what to do here
+# arguments of generate and chat in other libraries, and what to do here
 ARGUMENTS: Mapping[str, str] = {
     **{name: f"in SamplingParams: {advice}" for name, advice in INSTEAD.items()},
     **{one.name: _SAMPLED.format(one.name) for one in fields(SamplingParams)},
@@ -78,7 +78,7 @@ ARGUMENTS: Mapping[str, str] = {
 
 
 def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str], elsewhere: Mapping[str, str]) -> None:
-    """One line for all that is wrong: what to write instead, or the nearest known name."""
+    """Reports all unknown names in one line, each with its replacement or the nearest known name."""
     names = list(known)
     wrong = [name for name in given if name not in names]
     if wrong:

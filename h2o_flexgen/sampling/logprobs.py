@@ -1,4 +1,4 @@
-"""Log-probabilities: those of the model's own distribution, before anything that SamplingParams do to it."""
+"""Log-probabilities of the model's own distribution, before SamplingParams change it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from h2o_flexgen.sampling.ranking import kth_largest, portions, ranked
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[StepLogprobs]:
-    """logits (rows, vocab): of each row's token, and of as many of the likeliest as it wants."""
+    """The log-probabilities of each row's token and of as many of its likeliest as it wants. logits (rows, vocab)"""
     vocab = logits.shape[-1]
     found: list[StepLogprobs] = []
     for places in portions(range(len(logits)), vocab):

@@ -1,4 +1,4 @@
-"""What `generate` hands back for one prompt. Plain data: no torch, no tokenizer."""
+"""What `generate` returns for one prompt: plain data, without torch or a tokenizer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class StepLogprobs:
 
 @dataclass(frozen=True)
 class Output:
-    """One of the continuations of a prompt. `token_ids` holds the end-of-sequence or stop token that ended the row; `text`
-    holds neither it nor a stop string, unless that was asked for."""
+    """One continuation of a prompt. `token_ids` includes the end-of-sequence or stop token that ended the row; `text` includes
+    neither that nor a stop string, unless asked for."""
 
     index: int  # among the continuations of its prompt
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[StepLogprobs, ...] | None  # one per token; None unless asked for
-    finish_reason: str  # "stop" or "length"; of a reply also "interrupted"
+    finish_reason: str  # "stop" or "length"; for a reply also "interrupted"
     stop_reason: int | str | None = None  # the stop token or stop string that ended it; None for an end of text
 
     @property
@@ -39,17 +39,17 @@ class Output:
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and its continuation; where several were asked for, `text` and what belongs to it are the first's."""
+    """A prompt and its continuation; if several were asked for, `text` and the fields with it belong to the first."""
 
-    index: int  # place of the prompt in the input
-    prompt: str | None  # None where token ids were given
+    index: int  # of the prompt in the input
+    prompt: str | None  # None if token ids were given
     prompt_token_ids: tuple[int, ...]
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[StepLogprobs, ...] | None
     finish_reason: str
     stop_reason: int | str | None = None
-    prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # one per token; nothing stands before the first
+    prompt_logprobs: tuple[StepLogprobs | None, ...] | None = None  # one per token; None for the first, which follows nothing
     others: tuple[Output, ...] = ()  # continuations behind the first
 
     @property

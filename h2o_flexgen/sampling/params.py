@@ -1,6 +1,5 @@
-"""SamplingParams: how a prompt is to be continued, checked when it is made. The command line reads its defaults from here,
-without torch.
-"""
+"""SamplingParams: how a prompt is to be continued, checked on creation. The command line takes its defaults from here, without
+importing torch."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.vocabulary import check_tokens
 
 SEED_LIMIT = 2**64
-MOST_COMPLETIONS = 16_384  # of one prompt
+MOST_COMPLETIONS = 16_384  # per prompt
 LEAST_PENALTY, LARGEST_PENALTY = 0.01, 100.0  # beyond these a penalty allows nothing, or nothing else
 LARGEST_SHIFT, LARGEST_BIAS = 2.0, 100.0
 
 _NO_GRAMMAR = "no text is held to a grammar; check it when it is there"
 _NO_SPECIALS = "special tokens are never in a text; token_ids has them"
 _NO_BEAMS = "there is no beam search; make n completions and choose by cumulative_logprob"
-# what other libraries take, and what to do here
+# options of other libraries, and what to do here
 INSTEAD: Mapping[str, str] = {
     "bad_words": "lower the chances of tokens with logit_bias",
     "best_of": "make n completions and choose by cumulative_logprob",
@@ -69,7 +68,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # the text ends behind a stop string or the text of a stop token
 
     def __new__(cls, *given: object, **named: object) -> SamplingParams:
-        """A name that is not known gets more of an answer than Python's own."""
+        """Explains an unknown name better than Python does."""
         known = [each.name for each in fields(cls)]
         for name in named:
             if name in INSTEAD:
@@ -90,7 +89,7 @@ class SamplingParams:
             )
 
     def up_to(self, max_tokens: int) -> SamplingParams:
-        """The same, for so many tokens."""
+        """The same parameters for this many tokens."""
         return replace(self, max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens))
 
     def check_vocabulary(self, vocab: int, model: str) -> None:
@@ -119,16 +118,16 @@ class SamplingParams:
 
     @cached_property
     def is_penalised(self) -> bool:
-        """Does a token's score depend on the tokens before it?"""
+        """True if a token's score depends on the tokens before it."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @cached_property
     def changes_scores(self) -> bool:
-        """Are scores at every step others than the model's logits?"""
+        """True if scores differ from the model's logits at every step."""
         return self.is_penalised or bool(self.logit_bias) or self.allowed_token_ids is not None
 
 
-# -- what each may be ----------------------------------------------------------------------------------------------------
+# -- allowed values ------------------------------------------------------------------------------------------------------
 
 
 def _top_k(value: object) -> int:
@@ -171,7 +170,7 @@ RULES: Mapping[str, Rule] = {
 
 
 def one_params(given: object) -> SamplingParams:
-    """The given parameters, or the usual ones for None. Anything else is refused, an empty dict too."""
+    """The given parameters, or the default ones for None. Anything else is refused, even an empty dict."""
     if given is None:
         return SamplingParams()
     if not isinstance(given, SamplingParams):

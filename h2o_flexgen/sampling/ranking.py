@@ -1,4 +1,4 @@
-"""The likeliest of each row of a batch, a few rows at a time."""
+"""Ranking: the likeliest tokens of each row of a batch, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VALUES_AT_ONCE = 2**20  # per temporary in float64: 8 MiB, whatever the batch an
 
 
 def portions(places: Sequence[int], vocab: int) -> Iterator[Sequence[int]]:
-    """Few enough of these rows at a time that temporaries stay small."""
+    """Splits the rows into portions small enough for small temporaries."""
     at_once = max(1, VALUES_AT_ONCE // vocab)
     return (places[start : start + at_once] for start in range(0, len(places), at_once))
 
@@ -26,7 +26,7 @@ def kth_largest(values: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def ranked(values: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """The values that are not below their row's floor, at least, and their places: largest first, equal ones by place."""
+    """At least the values not below their row's floor, and their places: largest first, equal ones in order of place."""
     width = int((values >= floor).sum(dim=-1).max())
     places = values.topk(width, dim=-1).indices.sort(dim=-1).values  # topk leaves the order of equal values open
     top, order = values.gather(-1, places).sort(dim=-1, descending=True, stable=True)

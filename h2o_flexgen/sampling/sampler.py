@@ -1,9 +1,9 @@
 """Sampling: one token per row from a batch of logits.
 
-All is done in the order of vLLM, each to what the last one left: what `adjusting` does to logits, temperature, min_p, top_k,
-top_p. A row's token depends on its own logits, its params, what stands before it, its place in the whole input and the step,
-and on nothing else: the one random number it needs is a pure function of (seed, row, step, number of the completion), and it
-is looked up in the row's own cumulative distribution.
+The order is vLLM's, each step working on the result of the one before: the changes of `adjusting`, temperature, min_p, top_k,
+top_p. A row's token depends only on its own logits, its params, the tokens before it, its place in the whole input and the
+step: the one random number it needs is a pure function of (seed, row, step, number of the completion), and it is looked up in
+the row's own cumulative distribution.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from h2o_flexgen.sampling.output import StepLogprobs
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.ranking import kth_largest, portions, ranked
 
-FLOOR_SLACK = 1e-6  # a floor only saves work: it may let through more than the exact filter behind it, never less
+FLOOR_SLACK = 1e-6  # a floor only saves work: it may pass more tokens than the exact filter behind it, never fewer
 
 
 def resolve_seed(seed: int | None) -> int:
-    """A fresh seed where none is given: to be called once per `generate`, so that one number repeats the whole call."""
+    """Chooses a fresh seed if none is given. It is called once per `generate`, so that one number repeats the whole call."""
     checked = SamplingParams(seed=seed).seed
     return secrets.randbits(32) if checked is None else checked
 
 
 def uniform(seed: int, row: int, step: int, number: int = 0) -> float:
-    """The random number in [0, 1) of this row at this step: a pure function of these, independent of any other draw. `number`:
-    which completion of its prompt the row is."""
+    """The random number in [0, 1) of this row at this step: a pure function of these, independent of any other draw. `number`
+    tells the completions of one prompt apart."""
     bits = np.random.Philox(key=seed + (row << 64), counter=step + (number << 64)).random_raw()
     return (int(bits) >> 11) * 2.0**-53
 
@@ -46,7 +46,7 @@ class Picked:
 
 
 class Sampler:
-    """Picks tokens for one `generate` call. Rows whose params have no seed share the call's, and differ by their row."""
+    """Picks tokens for one `generate` call. Rows without a seed of their own share the call's, and differ by their row."""
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = resolve_seed(seed)
@@ -57,8 +57,8 @@ class Sampler:
         params: Sequence[SamplingParams],
         rows: Sequence[int],  # each row's place in the whole input: its identity
         steps: Sequence[int] | int,
-        histories: Sequence[History] | None = None,  # may be left out where no params depend on what stands before
-        given: Sequence[int | None] | None = None,  # tokens that take the place of picked ones; logprobs are theirs
+        histories: Sequence[History] | None = None,  # not needed if no params depend on earlier tokens
+        given: Sequence[int | None] | None = None,  # tokens that replace picked ones; logprobs are theirs
     ) -> Picked:
         steps = [steps] * len(rows) if isinstance(steps, int) else steps
         numbers = [0] * len(rows) if histories is None else [history.number for history in histories]
@@ -94,8 +94,8 @@ def _column(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 def _refuse_broken(logits: Tensor, best: Tensor, rows: Sequence[int], steps: Sequence[int]) -> None:
-    """`best`: the largest score of each row. A NaN anywhere is the largest, so one value per row tells. The logits tell whether
-    the checkpoint is to blame, or what params have made of it."""
+    """Refuses a row whose best score is not finite; a NaN anywhere is a row's best. The logits tell whether the checkpoint or
+    the params are to blame."""
     broken = (~torch.isfinite(best)).nonzero().flatten().tolist()
     if not broken:
         return
@@ -113,13 +113,13 @@ def _refuse_broken(logits: Tensor, best: Tensor, rows: Sequence[int], steps: Seq
 
 
 def _distances(scores: Tensor, best: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """How far each token is below its row's best, over the temperature: at most 0, so that exp cannot overflow."""
+    """How far each token is below its row's best, divided by the temperature: at most 0, so that exp cannot overflow."""
     heat = _column([one.temperature for one in params], scores.device)
     return (scores.double() - best.double()[:, None]) / heat  # (rows, vocab)
 
 
 def _draw_unfiltered(distances: Tensor, params: Sequence[SamplingParams], uniforms: Tensor) -> Tensor:
-    """Looked up in order of token ids: nothing has to be sorted."""
+    """Looks tokens up in order of their ids, so that nothing has to be sorted."""
     return _invert(distances.exp(), uniforms).flatten()
 
 
@@ -135,13 +135,13 @@ def _draw_filtered(distances: Tensor, params: Sequence[SamplingParams], uniforms
     top, ids = ranked(distances, floor - FLOOR_SLACK)
     weights = top.exp()  # the first is 1
     weights.masked_fill_((top < kth) | (weights < least), 0)
-    heavier = torch.nn.functional.pad(weights.cumsum(dim=-1)[:, :-1], (1, 0))  # all that stand before
+    heavier = torch.nn.functional.pad(weights.cumsum(dim=-1)[:, :-1], (1, 0))  # the weight of all tokens before
     weights.masked_fill_(heavier >= nucleus * total, 0)
     return ids.gather(-1, _invert(weights, uniforms)).flatten()
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first place whose cumulative weight exceeds this share of the whole: one of weight 0 is never it. (rows, 1)"""
+    """The first place whose cumulative weight exceeds this share of the total; it never has weight 0. (rows, 1)"""
     reached = weights.cumsum(dim=-1)
     return torch.searchsorted(reached, uniforms * reached[:, -1:], right=True)
 

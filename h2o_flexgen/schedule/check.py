@@ -1,8 +1,8 @@
-"""check: proof that a schedule is sound, whatever its tasks will take.
+"""check: proves that a schedule is sound, however long its tasks take.
 
 A task *happens before* another if the other needs it, or follows it in a lane with one worker, or over several such steps. So
-every promise of a schedule is a question about ancestors: does the data exist when it is used, is a slot free before its next
-user comes. Meant for schedules of some thousand tasks: the ancestors of a task are one bit each.
+every promise of a schedule is a question about ancestors: does the data exist when it is used, and is a slot free before its
+next user comes? The check suits schedules of some thousand tasks, as every task keeps one bit per possible ancestor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ORDERED_LANES = tuple(lane for lane, workers in WORKERS.items() if workers == 1)
 
 
 class ScheduleError(ValueError):
-    """A schedule that could use data before it is there, or a buffer that is still in use. Names the task."""
+    """A schedule that could use data before it is there, or a buffer that is still in use. The message names the task."""
 
     def __init__(self, reason: str, tasks: Sequence[Task] = (), at: int = 0) -> None:
         super().__init__(reason + _excerpt(tasks, at))
@@ -36,7 +36,7 @@ def check(schedule: Schedule) -> None:
 
 
 def _check_issue(tasks: Sequence[Task]) -> dict[Key, int]:
-    """No task twice, and whatever a task needs was issued before it: then first-in-first-out lanes cannot block each other."""
+    """No task is issued twice, and its needs are issued before it, so that first-in-first-out lanes cannot block each other."""
     place: dict[Key, int] = {}
     for at, task in enumerate(tasks):
         if task.key in place:
@@ -65,7 +65,7 @@ def _check_visits(schedule: Schedule, tasks: Sequence[Task]) -> None:
 
 
 def _check_complete(schedule: Schedule, tasks: Sequence[Task], place: dict[Key, int]) -> None:
-    """All that the plan moves is moved, and nothing that it does not."""
+    """Everything that the plan moves is moved, and nothing else."""
     expected = set(_expected(schedule))
     if missing := sorted(expected - place.keys()):
         raise ScheduleError(f"{missing[0]} is never issued ({len(missing)} tasks are missing)", tasks, len(tasks) - 1)
@@ -114,7 +114,7 @@ def _stores(schedule: Schedule, visit: Visit) -> list[Op]:
 
 
 def _ancestors(tasks: Sequence[Task], place: dict[Key, int]) -> list[int]:
-    """Of each task, those that are over before it starts under any timing: bit n stands for the n-th task issued."""
+    """The tasks that are over before each task starts, under any timing: bit n stands for the n-th task issued."""
     ancestors: list[int] = []
     last: dict[str, int] = {}
     for at, task in enumerate(tasks):
@@ -137,7 +137,7 @@ def _check_data_flow(schedule: Schedule, tasks: Sequence[Task], place: dict[Key,
 
 
 def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
-    """The tasks whose results a task works on."""
+    """The tasks whose results a task uses."""
     traffic, visit = schedule.traffic, Visit(*task.key[1:])
     step, layer, batch = visit
     if task.op is Op.COMPUTE:
@@ -152,7 +152,7 @@ def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
         yield Key(Op.STORE_KV if traffic.links_kv else Op.COMPUTE, *visit)
     elif task.op is Op.LOAD_KV and traffic.kv_on_disk(layer, batch):
         yield Key(Op.READ_KV, *visit)
-    elif task.op in (Op.READ_KV, Op.LOAD_KV) and step > 0:  # what is there before the first step was stored long ago
+    elif task.op in (Op.READ_KV, Op.LOAD_KV) and step > 0:  # the first step finds what was stored long ago
         yield Key(_stores(schedule, visit)[-1], step - 1, layer, batch)
 
 
@@ -174,7 +174,7 @@ def _inputs(schedule: Schedule, visit: Visit) -> Iterator[Key]:
 
 
 def _check_slots(schedule: Schedule, tasks: Sequence[Task], ancestors: Sequence[int]) -> None:
-    """All that one user of a slot does there is over before anything of the next user starts."""
+    """Everything that one user of a slot does there is over before anything of the next user starts."""
     slots: dict[tuple[str, int], dict[int, list[int]]] = {}
     for at, task in enumerate(tasks):
         for touch in schedule.touches(task):

@@ -1,1 +1,1 @@
-"""Texts on their way to tokens and back."""
+"""Texts: how they become tokens, and how tokens become text."""

@@ -1,9 +1,9 @@
-"""Chat templates: programs in Jinja that come with a model, so nobody knows what they do. Jinja's sandbox keeps them from
-everything but the messages. Here the work that one of them can do is bounded as well, without a look at a clock.
+"""Chat templates: Jinja programs that come with a model and may do anything. Jinja's sandbox shows them the messages alone;
+this module also bounds the work that one can do, without looking at a clock.
 
-A template gets the statements, filters and methods that templates of models use, and no others. Everything that takes time is
-counted: nodes of the program that run, calls, and characters and items that are read or made. What could make very much at once
-(a text times a number, a text in which others are replaced, a padded text) is estimated before it is done.
+Templates get only the statements, filters and methods that templates of models use. Everything that takes time is counted: the
+program's nodes that run, its calls, and the characters and items that are read or made. The cost of operations that could make
+very much at once (a text times a number, replacements in a text, a padded text) is estimated before they are done.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from jinja2.visitor import NodeTransformer
 
 from h2o_flexgen.core.hints import shown
 
-SOURCE = 1 << 17  # characters of a template; the longest in use have some ten thousands
-WORK = 1 << 24  # in characters; a template in use makes some thousands
+SOURCE = 1 << 17  # characters of a template; the longest in use have some tens of thousands
+WORK = 1 << 24  # in characters; a template in use costs some thousands
 WORK_PER_CHARACTER = 64  # of messages
-WORK_PER_MESSAGE = 1 << 15  # some hundred nodes of the program look at each message
+WORK_PER_MESSAGE = 1 << 15  # a program looks at each message with some hundred nodes
 STEP = 64  # the cost of a pass of a loop, of a call, or of a look-up of a name in a value
 NODE = 8  # the cost of a node of the program in a body that runs
 ITEM = 16  # the cost of an item of a list
 PRODUCT_BITS = 6  # a search for one text in another is charged the product of their lengths over 2 to this
-MOST_DIGITS = 20  # of a width in a format: with these all is said
+MOST_DIGITS = 20  # of a width in a format: enough for every possible width
 BITS = 1 << 12  # of a whole number
-SHORT = 128  # characters of a form of dates
-SHORT_JSON = 16  # of what stands between two items of JSON
-GOES_ON = "THE_MESSAGE_GOES_ON_HERE"  # stands behind an unfinished message, to find where its text ends
-SCOPES = ("_loop_vars", "_block_vars")  # what Jinja hands on with a call beside its arguments: variables that are set there
+SHORT = 128  # characters of a date format
+SHORT_JSON = 16  # characters between two items of JSON
+GOES_ON = "THE_MESSAGE_GOES_ON_HERE"  # added to an unfinished message to find where its text ends
+SCOPES = ("_loop_vars", "_block_vars")  # arguments that Jinja adds to a call: variables set around it
 
 
 def _names(text: str) -> frozenset[str]:
@@ -62,7 +62,7 @@ FILTERS = _names(
     "abs capitalize count d default dictsort e escape first float format indent int items join last length list lower map max "
     "min reject rejectattr replace reverse round safe select selectattr sort string sum title tojson trim unique upper"
 )
-AT_ONCE = _names(  # filters and tests that take the same time whatever they are given; filters called float and string do not
+AT_ONCE = _names(  # filters and tests that take constant time; the filters float and string do not
     "count d default first last length boolean callable defined false integer iterable mapping none number sameas sequence "
     "true undefined"
 )
@@ -70,11 +70,11 @@ Node = TypeVar("Node", bound=nodes.Node)
 
 
 class TooMuchWork(Exception):
-    """Raised where a template does far more than write down a talk."""
+    """Raised when a template does far more work than writing down a conversation needs."""
 
 
 class _Work:
-    """The work that may still be done."""
+    """The work that a template may still do."""
 
     def __init__(self, most: int) -> None:
         self.left = most
@@ -85,7 +85,7 @@ class _Work:
             raise TooMuchWork("it does far more than write down a talk")
 
     def afford(self, amount: int) -> None:
-        """Refuse what may need this much before it is done."""
+        """Refuses something that may cost this much, before it is done."""
         if amount > self.left:
             self.spend(amount)
 
@@ -98,14 +98,14 @@ class _Work:
         self.spend(NODE * nodes_run)
 
     def weighed(self, value: Any) -> Any:
-        """Charge for a value that was made; iterators are counted when they are followed."""
+        """Charges for a value that was made; iterators are counted as they are read."""
         if isinstance(value, Iterator):
             return self.counted(value)
         self.weigh(value)
         return value
 
     def weigh(self, value: Any) -> int:
-        """Charge for all that is in a value, and return the charge."""
+        """Charges for everything in a value, and returns the charge."""
         before = self.left
         if isinstance(value, (str, range)):
             self.spend(1 + len(value))
@@ -122,8 +122,8 @@ class _Work:
         return before - self.left
 
     def prepare(self, value: Any, args: Iterable[Any]) -> None:
-        """Charge before a value is worked on. The work may put all arguments between all parts of the value, pad it to their
-        numbers, or look for each in every place."""
+        """Charges before a value is worked on. The work may put all arguments between all parts of the value, pad it to widths
+        given as numbers, or search for each argument at every place."""
         self.spend(STEP)
         between = 1
         for one in args:
@@ -133,8 +133,8 @@ class _Work:
         self.spend(size * between >> PRODUCT_BITS)
 
     def prepare_format(self, text: Any, values: Collection[Any]) -> None:
-        """Charge before values are written into a text with signs of per cent. Each may be written at each of them, padded to a
-        number in the text or to a value in place of a star."""
+        """Charges before values are written into a text with per cent signs. Each value may be written at each sign, padded to
+        a width that stands in the text or replaces a star."""
         self.prepare(text, values if "*" in str(text) else [])
         self.afford(str(text).count("%") * self.weigh(values))
         self.padded(str(text))
@@ -144,7 +144,7 @@ class _Work:
 
 
 class _Counting(NodeTransformer):
-    """Puts a call that counts around all that makes something without a call, and into all bodies that can run repeatedly."""
+    """Wraps everything that makes a value without a call, and all bodies that can run repeatedly, in calls that count."""
 
     def __init__(self) -> None:
         self.visited = 0
@@ -205,7 +205,7 @@ class _Counting(NodeTransformer):
 
 
 def _call(name: str, *args: Any) -> nodes.Call:
-    """A call of a function of the sandbox that no template can name."""
+    """A call of a sandbox function that templates cannot name."""
     line = args[0].lineno
     return nodes.Call(nodes.EnvironmentAttribute(name, lineno=line), list(args), [], None, None, lineno=line)
 
@@ -215,7 +215,7 @@ def _weighed(node: Any) -> nodes.Expr:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The names that templates of models use, each with its work counted."""
+    """Offers the names that models' templates use, each with its work counted."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -254,17 +254,17 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if obj in self.own:
             return obj(*args)
         given = [*args, *(value for name, value in kwargs.items() if name not in SCOPES)]
-        if isinstance(obj, Macro):  # its body is charged for what it does with them
+        if isinstance(obj, Macro):  # its body is charged for what it does with its arguments
             self.work.spend(STEP + len(given))
             return self.work.weighed(super().call(context, obj, *args, **kwargs))
         owner = obj.__self__ if isinstance(obj, BuiltinMethodType) else None
         if isinstance(owner, (str, list)):
             self.work.prepare(owner, given)
-            self.work.prepare(given, [owner])  # of a join
+            self.work.prepare(given, [owner])  # owner is put between the items of a join
         else:
             self.work.prepare(given, [])
         made = super().call(context, obj, *args, **kwargs)
-        return made if isinstance(owner, dict) else self.work.weighed(made)  # what a dict gives is there already
+        return made if isinstance(owner, dict) else self.work.weighed(made)  # what a dict returns exists already
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         self.work.prepare(left, [right] if operator == "*" else [])
@@ -288,7 +288,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return written
 
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter or test; some are handed the environment or the context first, which the marks on a function say."""
+        """Wraps a filter or test. Some take the environment or the context first, as the marks on the function say."""
         before = 1 if hasattr(function, "jinja_pass_arg") else 0
         prepare = self.work.prepare_format if name == "format" else self.work.prepare
 
@@ -313,12 +313,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return str(self.work.weighed("".join(map(str, parts))))
 
     def concat(self, pieces: Iterable[str]) -> str:
-        """Join what a macro, a part or the whole template writes."""
+        """Joins what a macro, a part or the whole template writes."""
         return "".join(map(self.work.weighed, pieces))
 
 
 class _Formatter(SandboxedFormatter):
-    """Counts what `str.format` does. The width of a field may itself be a field: only here it is known."""
+    """Counts the work of `str.format`. A field's width may itself be a field, and is only known here."""
 
     _env: _Sandbox
 
@@ -329,7 +329,7 @@ class _Formatter(SandboxedFormatter):
 
 
 class _Generation(Extension):
-    """Marks what the model has written, which is for training; here it is written as it is."""
+    """Ignores the marks around the model's own messages, which serve training."""
 
     tags = {"generation"}  # noqa: RUF012 -- jinja declares it so
 
@@ -339,8 +339,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Takes no name with an underscore before it, since those are Python's own. It is not written out: what is in it may hold
-    itself."""
+    """Refuses Python's own names, those with an underscore first, and is never written out, as it may contain itself."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
@@ -366,14 +365,14 @@ def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
 
 
 def _sum(items: Iterable[Any], attribute: str | None = None, start: float = 0) -> Any:
-    """Jinja's own also puts lists together, each time from the beginning."""
+    """Replaces Jinja's sum, which also concatenates lists, copying from the beginning each time."""
     if not isinstance(start, (int, float)):
         raise TooMuchWork("it sums up what is no number")
     return sum((item[attribute] if attribute is not None else item for item in items), start)
 
 
 def _round(value: float, precision: int = 0) -> float:
-    """Jinja's own makes a power of ten of any precision."""
+    """Replaces Jinja's round, which computes powers of ten of any size."""
     if abs(precision) > MOST_DIGITS:
         raise TooMuchWork(f"it rounds to {precision} digits")
     return float(round(value, precision))
@@ -382,7 +381,7 @@ def _round(value: float, precision: int = 0) -> float:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own writes for HTML. The indent stands before every item as often as it is deep."""
+    """Replaces Jinja's filter, which escapes for HTML. The indent stands before every item, once per level."""
     widths = [indent if isinstance(indent, int) else len(indent or ""), *map(len, separators or ())]
     if max(widths) > SHORT_JSON:
         raise TooMuchWork(f"it puts {max(widths)} characters between items of JSON")
@@ -395,7 +394,7 @@ def render(
     special_tokens: Mapping[str, object],
     add_generation_prompt: bool = True,
 ) -> str:
-    """What the template makes of the messages: up to where the model answers, or to their end."""
+    """The text that the template makes of the messages, up to where the model answers, or else to their end."""
     said = sum(len(text) for message in messages for text in message.values())
     sandbox = _Sandbox(_Work(WORK + WORK_PER_CHARACTER * said + WORK_PER_MESSAGE * len(messages)))
     named = {
@@ -407,8 +406,7 @@ def render(
 
 
 def render_unfinished(template: str, messages: Sequence[Mapping[str, str]], special_tokens: Mapping[str, object]) -> str:
-    """What the template makes of the messages, up to the end of the last one's text, where it goes on. Spaces at that end stay
-    where the template keeps them."""
+    """The text of the messages up to the end of the last one, to go on there. The template decides about its last spaces."""
     if not messages:
         raise ValueError("there is no message that could go on")
     last = messages[-1]["content"]

@@ -1,7 +1,7 @@
-"""Dialogue: how turns become one text. A style says which tokens go behind what was said so far, so that the model answers.
+"""Dialogue: how turns become one text. A style chooses the tokens to add to the text so far so that the model answers.
 
-In a conversation only the end of the text is asked for: what was said before stands in the KV cache and is not written again.
-Messages that are given all at once are written as a whole.
+In a conversation only the new end of the text is needed: what was said before is in the KV cache and is not written again.
+Messages given all at once are written as a whole.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Style(Protocol):
         """The tokens that go behind the reply `before`; None begins the text."""
 
     def whole(self, messages: Sequence[Message]) -> Prompt:
-        """All of a chat, up to where the answer begins."""
+        """The text of a whole chat, up to where the answer begins."""
 
 
 @dataclass(frozen=True)
 class Plain:
-    """What is typed is continued: for models that were never taught to chat."""
+    """Continues what is typed, for models that were never taught to chat."""
 
     tokenizer: Tokenizer
     system: str = ""
@@ -49,7 +49,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Script:
-    """Two speakers, named line by line: for models without a chat template."""
+    """Two speakers, named line by line, for models without a chat template."""
 
     tokenizer: Tokenizer
     system: str = ""
@@ -92,7 +92,7 @@ class Template:
         if not found:
             raise ValueError("the model's chat template leaves out what was replied before; choose the style script or plain")
         ids = self.tokenizer.encode_more(behind)
-        return ids[1:] if ids[:1] == list(before.token_ids[-1:]) else ids  # the reply's own end is there
+        return ids[1:] if ids[:1] == list(before.token_ids[-1:]) else ids  # the reply's own end token is there already
 
     def whole(self, messages: Sequence[Message]) -> Prompt:
         text = self.tokenizer.render_chat(messages)
@@ -104,7 +104,7 @@ def _opening(system: str) -> str:
 
 
 def _known_roles(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """The role and text of each message, for a style that writes all roles itself."""
+    """The role and text of each message, for styles that write all roles themselves."""
     for message in messages:
         if message["role"] not in (SYSTEM, USER, ASSISTANT):
             raise ValueError(f"role {shown(message['role'])} needs a chat template; known are {SYSTEM}, {USER}, {ASSISTANT}")
@@ -123,7 +123,7 @@ STYLES: Mapping[str, type[Plain] | type[Script] | type[Template]] = {"template":
 
 
 def choose_style(name: str, tokenizer: Tokenizer, system: str = "") -> Style:
-    """AUTO: the model's chat template, or a script where it has none."""
+    """Chooses a style by name; AUTO means the model's chat template if it has one, and otherwise a script."""
     if name == "template" and not tokenizer.has_chat_template:
         raise ValueError("this model has no chat template; choose the style script or plain")
     chosen = name if name != AUTO else "template" if tokenizer.has_chat_template else "script"

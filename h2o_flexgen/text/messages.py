@@ -1,4 +1,4 @@
-"""Chats as Python programs have them: lists of messages with a role and a content, one chat or several; read into one form."""
+"""Chats as Python programs give them, one or several lists of messages with role and content, read into one form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ A_CHAT = 'a chat is a list like [{"role": "user", "content": "..."}]'
 
 
 def read_chats(given: object) -> list[list[Message]]:
-    """One chat, or several: a chat is a list of messages. What is read from a message is its role and its text."""
+    """Reads one chat or several; a chat is a list of messages, of which the role and the text are read."""
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
         raise ValueError(f"the messages are {shown(given)}; {A_CHAT}")
     items = list(given)

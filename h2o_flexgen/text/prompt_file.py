@@ -1,4 +1,4 @@
-"""The prompts that a command is given: as texts, in a file."""
+"""The prompts given to a command, as texts or in a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from h2o_flexgen.core.documents import parse_json
 
 
 def given_prompts(texts: Sequence[str] | None, file: str | None, num: int | None = None) -> list[str]:
-    """Those of --prompt, then those of the file; `num` takes the first of them. None given is an empty list."""
+    """The prompts of --prompt, then those of the file, only the first `num` of them. The list is empty if none are given."""
     if texts is None and file is None:
         return []
     prompts = [*(texts or ()), *(read_prompts(Path(file).expanduser()) if file is not None else ())]
@@ -28,7 +28,7 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def read_lines(file: Path, what: str, of: str = "a prompt") -> list[str]:
-    """Without empty ones at the end."""
+    """The lines of a file, without empty ones at its end."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Prompts as Python programs have them: texts, token ids, dicts of these, arrays, in any iterable; read into one form."""
+"""Prompts as Python programs give them (texts, token ids, dicts of these, arrays, in any iterable), read into one form."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import TypeAlias
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.text.tokenizer import Tokenizer
 
-Prompts: TypeAlias = "str | Iterable[object]"  # a dict, a tensor and an array can be iterated over, too
+Prompts: TypeAlias = "str | Iterable[object]"  # dicts, tensors and arrays are iterable too
 NOT_READ = ("multi_modal_data", "prompt_embeds", "encoder_prompt", "inputs_embeds", "pixel_values")
 FORMS = 'a prompt is a text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
 
 
 @dataclass(frozen=True)
 class Prompt:
-    text: str | None  # None where token ids were given
+    text: str | None  # None if token ids were given
     ids: tuple[int, ...]
 
 
 def read_prompts(given: Prompts, tokenizer: Tokenizer) -> list[Prompt]:
-    """A text, a list of token ids and a dict are one prompt; anything else that can be iterated over holds the prompts."""
+    """Reads one prompt (a text, a list of token ids or a dict) or any iterable of prompts."""
     return [_prompt(f"prompt {place}", one, tokenizer) for place, one in enumerate(_each(given))]
 
 
 def read_pair(place: int, given: object, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A context and its continuation. Two texts are tokens of one text, as the model would read it."""
+    """Reads a context and its continuation. Two texts are tokenized as one, as the model would read them."""
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable) or len(both := list(given)) != 2:
         raise ValueError(f"pair {place} is {shown(given)}; a pair is (context, continuation), texts or token ids")
     before, after = both
@@ -39,7 +39,7 @@ def read_pair(place: int, given: object, tokenizer: Tokenizer) -> tuple[tuple[in
 
 
 def token_ids(whose: str, given: object) -> tuple[int, ...]:
-    """Whole numbers of any kind: Python's, numpy's or torch's."""
+    """Reads whole numbers of any kind: Python's, numpy's or torch's."""
     numbers = _plain(given)
     if isinstance(numbers, (str, bytes, Mapping)) or not isinstance(numbers, Iterable):
         raise ValueError(f"{whose} is {shown(given)}; {FORMS}")
@@ -48,7 +48,7 @@ def token_ids(whose: str, given: object) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Given:
-    """What a dict says of a prompt: its tokens as text or as ids, and for ids perhaps the text that they were made of."""
+    """A dict's tokens, as text or as ids, and for ids perhaps the text that they come from."""
 
     tokens: object
     text: object = None
@@ -73,13 +73,13 @@ def _prompt(whose: str, given: object, tokenizer: Tokenizer) -> Prompt:
             raise ValueError(f"{whose} is a batch of {len(found)}; give it by itself, and not in a list")
         given = found[0]
     one = given if isinstance(given, _Given) else _Given(given)
-    if isinstance(one.tokens, str):  # no text is no prompt, also where the tokenizer puts a start token before it
+    if isinstance(one.tokens, str):  # an empty text is no prompt, even if the tokenizer adds a start token
         return Prompt(one.tokens, tuple(tokenizer.encode(one.tokens)) if one.tokens else ())
     return Prompt(one.text if isinstance(one.text, str) else None, token_ids(whose, one.tokens))
 
 
 def _of_mapping(whose: str, given: Mapping[str, object]) -> Iterator[_Given]:
-    """A dict as vLLM takes it is one prompt; what a tokenizer of transformers returns may be several."""
+    """A dict as vLLM takes it is one prompt; one that a tokenizer of transformers returned may hold several."""
     if unread := next((key for key in NOT_READ if given.get(key) is not None), None):
         raise ValueError(f"{whose} has {unread}, but this engine reads texts alone; leave it out")
     if given.get("prompt_token_ids") is not None:
@@ -108,7 +108,7 @@ def _without_padding(input_ids: object, mask: object) -> Iterator[object]:
 
 
 def _plain(value: object) -> object:
-    """What a tensor or an array holds, as lists and numbers."""
+    """The contents of a tensor or an array as lists and numbers."""
     to_list = getattr(value, "tolist", None)
     return to_list() if callable(to_list) else value
 

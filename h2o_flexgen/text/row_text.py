@@ -6,29 +6,29 @@ from collections.abc import Sequence
 
 from h2o_flexgen.text.tokenizer import Tokenizer
 
-UNFINISHED = "\ufffd"  # what a decoder shows for a character of which bytes are still to come
-UNFINISHED_AT_MOST = 3  # of these at the end can become a character: it has at most four bytes
-CONTEXT_TOKENS = 6  # of the prompt: decoders that drop a leading space need something before the first new token
-WINDOW_TOKENS = 16  # are decoded again with each new token, before the window moves on
-WINDOW_TOKENS_AT_MOST = 64  # where no place to move to was found: this is no text
+UNFINISHED = "\ufffd"  # shown by decoders for a character that is not complete
+UNFINISHED_AT_MOST = 3  # so many at the end can still become one character, which has at most four bytes
+CONTEXT_TOKENS = 6  # prompt tokens decoded before the first new one, as some decoders drop a leading space
+WINDOW_TOKENS = 16  # decoded again with each new token, before the window moves on
+WINDOW_TOKENS_AT_MOST = 64  # if no place to move to was found, since this is no text
 
 
 class Detokenizer:
-    """Text that grows token by token: only a short window of the last tokens is decoded again for each new one, and characters
-    of which bytes are missing are held back. The pieces joined are the text; it goes on where the prompt ends."""
+    """Text that grows token by token. Only a short window of the last tokens is decoded again for each new one, and incomplete
+    characters are held back. The pieces joined are the text, which continues the prompt."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._window = _context(tokenizer, prompt_ids)
         self._text = tokenizer.decode(self._window)
         self._shown = _length_shown(self._text)  # characters of the window's text that were handed out
-        self._clean = self._last_clean = 0  # the last two places that no character spans: a window may start there
+        self._clean = self._last_clean = 0  # the last two places that no character spans, where a window may start
 
     def add(self, token: int) -> str:
-        """The text that is certain now."""
+        """Adds a token and returns the text that has become certain."""
         self._window.append(token)
         self._text = self._tokenizer.decode(self._window)
-        held = _unfinished(self._text)  # all of them: while one byte misses, some decoders show none of the characters before
+        held = _unfinished(self._text)  # all of them: some decoders show no characters before a missing byte
         is_garbage = len(self._window) > WINDOW_TOKENS_AT_MOST
         piece = self._text[self._shown : _length_shown(self._text) if is_garbage else len(self._text) - held]
         self._shown += len(piece)
@@ -41,12 +41,12 @@ class Detokenizer:
         return piece
 
     def rest(self) -> str:
-        """What was held back, at the end: a character that will never be complete."""
+        """Returns at the end what was held back: a character that will never be complete."""
         piece, self._shown = self._text[self._shown :], len(self._text)
         return piece
 
     def _move_to(self, start: int) -> None:
-        """The window starts here from now on: before the last clean place, so that it holds some text that was shown."""
+        """Starts the window here from now on: before the last clean place, so that it holds some text that was shown."""
         held = len(self._text) - self._shown
         self._window = self._window[start:]
         self._text = self._tokenizer.decode(self._window)
@@ -55,7 +55,7 @@ class Detokenizer:
 
 
 def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:
-    """The last tokens of the prompt, from where a character begins."""
+    """The last tokens of the prompt, beginning with a whole character."""
     for length in range(CONTEXT_TOKENS, 0, -1):
         ids = list(prompt_ids[-length:])
         if UNFINISHED not in tokenizer.decode(ids):
@@ -68,28 +68,28 @@ def _unfinished(text: str) -> int:
 
 
 def _length_shown(text: str) -> int:
-    """Without the characters at its end that the next token may still complete."""
+    """The length without characters at the end that the next token may still complete."""
     return len(text) - min(UNFINISHED_AT_MOST, _unfinished(text))
 
 
 def decode_new(tokenizer: Tokenizer, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
-    """All at once what a Detokenizer gives piece by piece (bytes that are no text may show differently)."""
+    """Decodes at once what a Detokenizer returns piece by piece (bytes that are no text may show differently)."""
     context = _context(tokenizer, prompt_ids)
     return tokenizer.decode([*context, *ids])[_length_shown(tokenizer.decode(context)) :]
 
 
 class StopChecker:
-    """Looks for stop strings in text that comes in pieces, however the pieces cut them. What may become one is held back."""
+    """Looks for stop strings in text that comes in pieces, however the pieces cut them; a possible beginning is held back."""
 
     def __init__(self, stops: Sequence[str], keeps_stop: bool = False) -> None:
         self._stops = tuple(stops)
         self._keeps_stop = keeps_stop
         self._held = ""
-        self.found: str | None = None  # the stop string that the text has come to
+        self.found: str | None = None  # the stop string that the text ended with
 
     def add(self, piece: str, may_stop: bool = True) -> str:
-        """The text that surely stands before any stop string, or ends with it. A stop string that ends in a piece that may not
-        stop is passed over."""
+        """Adds a piece and returns the text that surely stands before any stop string, or ends with it. A stop string that ends
+        in a piece without `may_stop` is ignored."""
         text = self._held + piece
         found = self._first(text) if may_stop else None
         if found is not None:
@@ -101,7 +101,7 @@ class StopChecker:
         return text[: len(text) - begun]
 
     def _first(self, text: str) -> tuple[int, str] | None:
-        """Among those that end behind what was held; that was looked at, or passed over."""
+        """The first stop string that ends in the new piece, and its place; earlier text was searched already."""
         places = ((text.find(stop, max(0, len(self._held) - len(stop) + 1)), stop) for stop in self._stops)
         return min(((place, stop) for place, stop in places if place >= 0), default=None)
 
@@ -110,7 +110,7 @@ class StopChecker:
         return held
 
     def _begun(self, text: str) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
+        """The length of the longest end of the text with which a stop string begins."""
         longest = max(map(len, self._stops), default=0) - 1
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
@@ -124,7 +124,7 @@ class RowText:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stops: Sequence[str], keeps_stop: bool = False) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
         self._stops = StopChecker(stops, keeps_stop)
-        self._may_stop = True  # in what was added last
+        self._may_stop = True  # for the token added last
         self._pieces: list[str] = []
 
     @property
@@ -140,7 +140,7 @@ class RowText:
         return self._keep(self._stops.add(self._detokenizer.add(token), may_stop))
 
     def finish(self) -> str:
-        """What was held back, unless the text has stopped."""
+        """Returns what was held back, unless a stop string ended the text."""
         if self.stopped_by is not None:
             return ""
         last = self._stops.add(self._detokenizer.rest(), self._may_stop)

@@ -1,4 +1,4 @@
-"""Tokenizers: the one in a model's folder, bytes as tokens for who asks for them, and the place of one that is not there."""
+"""Tokenizers: the one in a model's folder, bytes as tokens on request, and a stand-in for a missing one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from h2o_flexgen.models.json_file import read_object
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-AUTO, BYTES = "auto", "bytes"  # the model's own tokenizer; every byte a token
+AUTO, BYTES = "auto", "bytes"  # the model's own tokenizer, or a token per byte
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
@@ -23,40 +23,40 @@ Message = Mapping[str, str]  # role ("system", "user", "assistant") and content
 class Tokenizer(Protocol):
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Every one of them ends a row."""
+        """The tokens that end a row."""
 
     @property
     def reads_texts(self) -> bool:
-        """Whether texts can be encoded, and token ids shown as text."""
+        """True if texts can be encoded, and token ids shown as text."""
 
     @property
     def note(self) -> str:
-        """What a report says of it: nothing where it is the model's own."""
+        """What reports say of it; nothing for the model's own tokenizer."""
 
     def encode(self, text: str) -> list[int]:
-        """With the special tokens that the model expects around a prompt."""
+        """Encodes a text with the special tokens that the model expects around a prompt."""
 
     def encode_more(self, text: str) -> list[int]:
-        """Text that stands behind other text: no special tokens but those that are written in it."""
+        """Encodes text that continues other text: no special tokens but those written in it."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Without special tokens."""
+        """Decodes tokens, without special ones."""
 
     @property
     def has_chat_template(self) -> bool: ...
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """As the model's chat template has them, up to where its answer begins; special tokens are written out."""
+        """The messages in the model's chat template, up to where its answer begins; special tokens are written out."""
 
 
 class HfTokenizer:
-    """The tokenizer of a model folder. Code that comes with a folder is never run, and nothing is fetched."""
+    """The tokenizer of a model folder. Code in the folder is never run, and nothing is downloaded."""
 
     reads_texts = True
     note = ""
 
     def __init__(self, folder: Path, config: object = None, model_folder: Path | None = None) -> None:
-        """`model_folder` is the model's where that is another one: it says where texts end."""
+        """`model_folder` is the model's if `folder` is another one; its files say which tokens end texts."""
         from transformers import AutoTokenizer  # takes seconds to import
 
         try:
@@ -68,17 +68,17 @@ class HfTokenizer:
 
     @property
     def of_transformers(self) -> PreTrainedTokenizerBase:
-        """For who works with it as with any other tokenizer of that library."""
+        """The tokenizer as the library's own class, for users of that library."""
         return self._tokenizer
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, verbose=False)["input_ids"])  # how long it may be is the engine's business
+        return list(self._tokenizer(text, verbose=False)["input_ids"])  # the engine checks the length
 
     def encode_more(self, text: str) -> list[int]:
         return list(self._tokenizer(text, verbose=False, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Spaces are left as the tokens have them: "cleaned up" text would change behind what is already shown."""
+        """Keeps spaces as they are in the tokens: "cleaning up" would change text that is already shown."""
         return cast(str, self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     @property
@@ -86,7 +86,7 @@ class HfTokenizer:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """Not by the library: it bounds no template's work."""
+        """Renders without the library, which does not bound a template's work."""
         from h2o_flexgen.text.chat_template import render  # needed by chats alone
 
         try:
@@ -97,8 +97,8 @@ class HfTokenizer:
 
 
 class ByteTokenizer:
-    """Every byte is a token: for random weights, and for models that were trained so. Every text can be encoded and every id
-    decoded, at any vocabulary; ids that stand for no byte show as numbers."""
+    """A token per byte, for random weights and for models trained this way. Every text can be encoded and every id decoded,
+    with any vocabulary; ids that stand for no byte show as numbers."""
 
     SPECIALS = 4  # ids 0 to 3 have a meaning in most vocabularies
     has_chat_template = False
@@ -130,8 +130,7 @@ class ByteTokenizer:
 
 
 class NoTokenizer:
-    """Stands in for the tokenizer of a checkpoint that has none. Token ids go in and come out, and their text is empty; a text
-    that is given is refused."""
+    """Stands in for a missing tokenizer: token ids go in and come out, their text is empty, and texts are refused."""
 
     has_chat_template = False
     reads_texts = False
@@ -158,8 +157,8 @@ class NoTokenizer:
 
 
 def load_tokenizer(folder: Path | None, config: object, vocab: int, asked: str | Path = AUTO) -> Tokenizer:
-    """`folder` is the model's, or None for random weights, which never mean an end. `config` is the model's, as an object or as
-    a mapping: it may name the end of sequence. `asked` is AUTO, BYTES or the folder of another tokenizer."""
+    """Loads the tokenizer `asked` for: AUTO, BYTES or another tokenizer's folder. `folder` is the model's, or None for random
+    weights, whose tokens never end a text. `config`, an object or a mapping, may name the model's end of sequence."""
     if asked == BYTES or (folder is None and asked == AUTO):
         return ByteTokenizer(vocab, frozenset() if folder is None else _eos_ids(folder, config, None))
     if isinstance(asked, Path):
@@ -178,7 +177,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _eos_ids(folder: Path, config: object, of_tokenizer: int | None) -> frozenset[int]:
-    """The first that says so: generation_config.json, the model's config, the tokenizer."""
+    """The ids that the first of these files gives: generation_config.json, the model's config, the tokenizer."""
     of_config = config.get(EOS) if isinstance(config, Mapping) else getattr(config, EOS, None)
     path = folder / "generation_config.json"
     of_generation = read_object(path, "mend or remove it").get(EOS) if path.is_file() else None

@@ -85,14 +85,17 @@ def run_and_compare(
 
 def all_views(store: WeightStore, visit: Visit, layer: LayerSpec) -> dict[str, torch.Tensor]:
     """A packed table as well: of an embedding every row is looked up, of a head every part is put behind the one before."""
-    if layer.packed_table is None or layer.table is None:
+    if not layer.in_pieces:
         return values_of(store.views(visit))
-    if layer.kind == "embed":
-        every = torch.arange(layer.packed_table.shape[0], device=store._memories.device.torch_device)
-        return values_of(store.views(visit)) | {layer.table: store.look_up(visit, every[None])[0]}
-    parts = [values_of(weights)[layer.table].clone() for weights in store.head_parts(visit)]
-    assert [len(part) for part in parts] == [rows.stop - rows.start for rows in layer.table_parts]
-    return values_of(store.views(visit)) | {layer.table: torch.cat(parts)}
+    (name,) = layer.in_pieces
+    if layer.takes_tokens:
+        every = torch.arange(dict(layer.tensors)[name].shape[0], device=store._memories.device.torch_device)
+        places, weights = store.look_up(visit, every[None])
+        assert torch.equal(places[0], every)
+        return values_of(weights)
+    parts = [values_of(weights)[name].clone() for weights in store.logit_parts(visit)]
+    assert [len(part) for part in parts] == [rows.stop - rows.start for rows in layer.logit_parts]
+    return values_of(store.views(visit)) | {name: torch.cat(parts)}
 
 
 def values_of(weights: Weights) -> dict[str, torch.Tensor]:
@@ -115,9 +118,10 @@ def test_rows_are_looked_up_for_each_token_wherever_it_stands(any_device: str, c
     resident, tokens = (100, 0, 100, 0, 100, 0), torch.tensor([[7, 1099, 0], [7, 7, 512]])
     opened = opened_store("qwen2-wordy", resident, any_device, checkpoints, offload, dtype="bfloat16", codec="group4")
     with opened as (store, _, spec):
-        rows = store.look_up(Visit(0, 0, 0), tokens.to(store._memories.device.torch_device))
-        assert rows.shape == (2, 3, spec.hidden)
-        assert torch.equal(rows.cpu(), expected[0]["embed_tokens.weight"][tokens])
+        places, weights = store.look_up(Visit(0, 0, 0), tokens.to(store._memories.device.torch_device))
+        table = values_of(weights)["embed_tokens.weight"]
+        assert table.shape == (6, spec.width)
+        assert torch.equal(table[places].cpu(), expected[0]["embed_tokens.weight"][tokens])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

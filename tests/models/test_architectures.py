@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2o_flexgen.models import MODELS, create_model, hub, hub_name, known_config, known_names, load_config
+from h2o_flexgen.models.base import Given, computed, logits
 from h2o_flexgen.models.layout import Config
 from h2o_flexgen.models.rotary import Rope
 from tests.reference import reference_generate, weights_by_layer
@@ -108,18 +109,16 @@ def test_spec_names_exactly_the_tensors_of_the_checkpoint(kind: str, sep_layer: 
 def test_layers_hand_on_hidden_states_of_the_width_that_the_spec_says(kind: str) -> None:
     model = create_model(tiny_config(kind), "float32")
     weights = weights_by_layer(model, hf_tensors(kind))
-    hidden = model.embed(torch.tensor([[5, 7]]), torch.tensor([[0, 1]]), weights[0])
-    widths = [hidden.shape[-1]]
-    for layer in range(1, len(weights) - 1):
+    *layers, head = model.spec.layers
+    hidden, widths = torch.tensor([[5, 7]]), []
+    given = Given(torch.tensor([[0, 1]]), lambda q, k, v, rotate=None: q.flatten(2))
+    for layer, own in zip(layers, weights):
         before = hidden.clone()
-        if model.spec.layers[layer].has_kv:
-            after = model.attention(hidden, weights[layer], lambda q, k, v, rotate=None: q.flatten(2))
-        else:
-            after = model.mlp(hidden, weights[layer])
+        after = computed(model, layer, hidden, own, given)
         assert torch.equal(hidden, before), "a layer may not write into what it is given"
         widths.append(after.shape[-1])
         hidden = after
-    widths.append(model.head(hidden[:, -1], weights[-1]).shape[-1])
+    widths.append(logits(model, head, hidden[:, -1], weights[-1:]).shape[-1])
     assert widths == [layer.out_width for layer in model.spec.layers]
 
 
@@ -127,7 +126,7 @@ def test_layers_hand_on_hidden_states_of_the_width_that_the_spec_says(kind: str)
 def test_matrix_products_are_counted_once_per_token_and_lookups_not_at_all(kind: str) -> None:
     spec = create_model(tiny_config(kind), "float32").spec
     assert spec.layers[0].matmul_values == 0
-    assert spec.layers[-1].matmul_values == spec.vocab * spec.hidden
+    assert spec.layers[-1].matmul_values == spec.vocab * spec.width
     matrices = [tensor.numel() for name, tensor in hf_tensors(kind).items() if ".layers.0." in name and tensor.ndim == 2]
     assert sum(layer.matmul_values for layer in spec.layers[1:3]) == sum(matrices)
 
@@ -237,7 +236,7 @@ def test_known_shapes_add_up_to_the_published_number_of_parameters(name: str) ->
     assert config is not None
     spec = create_model(config, "bfloat16", name=name).spec
     assert spec.weight_bytes / 2 == pytest.approx(PUBLISHED[name], rel=0.015)
-    assert spec.hidden == spec.heads * spec.head_dim
+    assert spec.width == spec.heads * spec.head_dim
 
 
 @pytest.mark.parametrize("name", ["facebook/opt-30b", "opt-30b", "OPT-30B", "Facebook/OPT-30b"])

@@ -85,7 +85,10 @@ def test_every_matrix_is_packed_and_every_table_of_tokens_tied_or_not(
     assert {name for name, tensor in two_sided.items() if tensor.codec == PLAIN} == {
         name for name in two_sided if "embed_positions" in name
     }
-    tables = [layer.packed_table for layer in (spec.layers[0], spec.layers[-1])]
+    tables = [
+        spec.layers[0].packed_tensor(spec.layers[0].token_table),
+        spec.layers[-1].packed_tensor(spec.layers[-1].logit_matrix),
+    ]
     assert all(table is not None and table.shape[0] == spec.vocab for table in tables)
     assert len(set(tables)) == TABLES[kind]
     source, values = opened(folder, tmp_path / "cache"), stored_values(folder)
@@ -99,7 +102,7 @@ def test_every_matrix_is_packed_and_every_table_of_tokens_tied_or_not(
 def test_a_folder_without_tables_is_not_taken_for_one_with_them(model: Path, tmp_path: Path) -> None:
     """As one was written before tables were packed."""
     spec = spec_of(model)
-    tables = {layer.packed_table for layer in spec.layers}
+    tables = {layer.packed_tensor(name) for layer in spec.layers for name in layer.in_pieces}
     matrices = spec.map_tensors(lambda tensor: replace(tensor, codec=PLAIN) if tensor in tables else tensor)
     before = PackedCheckpoint(open_checkpoint(model), matrices, tmp_path / "cache")
     before.locate(matrices.tensors.values())

@@ -126,8 +126,8 @@ def test_kv_bytes_by_hand() -> None:
 
 def test_hidden_bytes_by_hand() -> None:
     cost = tiny_cost(block_of([[4, 2]]))
-    assert cost.nbytes(Task(Op.STORE_H, 0, 1, 0)) == 2 * 4 * cost.spec.hidden * 4
-    assert cost.nbytes(Task(Op.LOAD_H, 1, 1, 0)) == 2 * 1 * cost.spec.hidden * 4
+    assert cost.nbytes(Task(Op.STORE_H, 0, 1, 0)) == 2 * 4 * cost.spec.width * 4
+    assert cost.nbytes(Task(Op.LOAD_H, 1, 1, 0)) == 2 * 1 * cost.spec.width * 4
 
 
 def test_slices_of_a_layer_add_up_to_what_it_stores() -> None:

@@ -28,7 +28,7 @@ from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.pack import Entry, Layout, Pack
 from h2o_flexgen.models import create_model
-from h2o_flexgen.models.base import Model, block, embed_rows, head
+from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.planning.footprint import (
     SLACK,
     Budgets,
@@ -192,13 +192,15 @@ def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, st
     now = KVStep.of(slots, step, slots.capacity, torch.device("cpu"))
     image = torch.zeros(2, rows, spec.kv_heads, now.capacity, spec.head_dim, dtype=dtype)
     noted = torch.zeros(rows * spec.kv_heads * now.capacity * policy.note_bytes, dtype=torch.uint8)
-    notes = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.note_bytes else None
+    scores = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.note_bytes else None
     weights = [{name: torch.randn(tensor.shape, dtype=dtype) for name, tensor in layer.tensors} for layer in spec.layers]
-    ids, hidden = torch.zeros(rows, new, dtype=torch.long), torch.randn(rows, new, spec.hidden, dtype=dtype)
+    ids, hidden = torch.zeros(rows, new, dtype=torch.long), torch.randn(rows, new, spec.width, dtype=dtype)
+    embed, block, *_, head = spec.layers
+    given = Given(now.positions, partial(KVCache(image, scores).attend, now))
     visits = (
-        lambda: model.embed(ids, now.positions, weights[0]),
-        lambda: block(model, hidden, weights[1], partial(KVCache(image, notes).attend, now)),
-        lambda: model.head(hidden[:, -1], weights[-1]),
+        lambda: computed(model, embed, ids, weights[0], given),
+        lambda: computed(model, block, hidden, weights[1], given),
+        lambda: logits(model, head, hidden[:, -1], weights[-1:]),
     )
     there = [ids, hidden, image, noted, now.counts, now.positions, *(tensor for layer in weights for tensor in layer.values())]
     return max(peak_allocated(visit, there) for visit in visits)
@@ -214,25 +216,26 @@ def test_looking_up_rows_and_a_head_in_parts_allocate_no_more_than_is_estimated(
     config: Any = tiny_config(kind, **LARGER, **WIDER.get(kind, {"word_embed_proj_dim": 256}), vocab_size=4000)
     model, value_type = create_model(config, dtype), getattr(torch, dtype)
     spec = model.spec.packed(codec)
-    batch, table = Batch(tuple(range(rows)), (tokens,) * rows), spec.layers[0].packed_table
-    assert table is not None and spec.layers[0].table is not None and spec.layers[-1].table is not None
+    embed, *_, head = spec.layers
+    batch, table = Batch(tuple(range(rows)), (tokens,) * rows), embed.packed_tensor(embed.token_table)
+    assert table is not None and embed.token_table is not None and head.logit_matrix is not None
     layout = Layout.pack({table.name: Entry(0, table.shape, value_type, codec)})
     pack = Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout)
     ids, positions = torch.zeros(rows * tokens, dtype=torch.long), torch.arange(tokens).repeat(rows, 1)
     first, last = (
-        {name: torch.randn(tensor.shape, dtype=value_type) for name, tensor in layer.tensors}
-        for layer in (spec.layers[0], spec.layers[-1])
+        {name: torch.randn(tensor.shape, dtype=value_type) for name, tensor in layer.tensors} for layer in (embed, head)
     )
-    parts = [{**last, spec.layers[-1].table: last[spec.layers[-1].table][part]} for part in spec.layers[-1].table_parts]
-    hidden = torch.randn(rows, spec.hidden, dtype=value_type)
+    parts = [{**last, head.logit_matrix: last[head.logit_matrix][part]} for part in head.logit_parts]
+    hidden = torch.randn(rows, spec.width, dtype=value_type)
 
     def look_up() -> None:
         found = torch.empty(rows * tokens, table.shape[1], dtype=value_type)
         pack.decode_rows(table.name, ids, found)
-        embed_rows(model, found.view(rows, tokens, -1), positions, first, spec.layers[0].table or "")
+        places = torch.arange(len(found)).view(rows, tokens)
+        computed(model, embed, places, {**first, embed.token_table: found}, Given(positions))
 
     there = [pack.buffer, ids, positions, hidden, *first.values(), *last.values()]
-    most = max(peak_allocated(look_up, there), peak_allocated(lambda: head(model, hidden, parts), there))
+    most = max(peak_allocated(look_up, there), peak_allocated(lambda: logits(model, head, hidden, parts), there))
     plan = Plan.create(prefill_tokens=rows * tokens)
     assert len(parts) == 16 and most <= SLACK * working_bytes(spec, plan, plan.policy.slots(batch, 2))
 
@@ -249,7 +252,7 @@ def test_scoring_allocates_no_more_in_passing_than_is_estimated(
     plan = Plan(prefill_tokens=tokens)
     rows = BatchRows(batch, states, plan, 1, torch.device("cpu"))
     weights = {name: torch.randn(tensor.shape, dtype=value_type) for name, tensor in model.spec.layers[-1].tensors}
-    hidden = torch.randn(2, tokens, model.spec.hidden, dtype=value_type)
+    hidden = torch.randn(2, tokens, model.spec.width, dtype=value_type)
     scorer = Scorer([[(row, [1] * (tokens - 5))] for row in batch.rows], at_once)
     most = peak_allocated(lambda: scorer(rows, hidden, partial(model.head, weights=weights), 0), [hidden, *weights.values()])
     estimate = SLACK * working_bytes(model.spec, plan, plan.policy.slots(batch, 1), kernel_threads(), at_once)
@@ -273,7 +276,7 @@ def test_log_probabilities_of_prompts_allocate_no_more_in_passing_than_is_estima
     plan = Plan(prefill_tokens=tokens)
     rows = BatchRows(batch, states, plan, 1, torch.device("cpu"))
     weights = {name: torch.randn(tensor.shape) for name, tensor in model.spec.layers[-1].tensors}
-    hidden = torch.randn(2, tokens, model.spec.hidden)
+    hidden = torch.randn(2, tokens, model.spec.width)
     logits_of = partial(model.head, weights=weights)
     most = peak_allocated(lambda: read_prompts(rows, hidden, logits_of, at_once), [hidden, *weights.values()])
     estimate = SLACK * working_bytes(model.spec, plan, plan.policy.slots(batch, 1), kernel_threads(), at_once)
@@ -283,24 +286,24 @@ def test_log_probabilities_of_prompts_allocate_no_more_in_passing_than_is_estima
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 1024, 1025, 50_272, 151_936])
 def test_parts_of_a_packed_head_are_every_row_once_and_at_most_sixteen(rows: int) -> None:
     head, embedding = (tiny_spec(vocab=rows, tied=tied).packed("group4").layers[-1] for tied in (True, False))
-    assert head.table_parts == embedding.table_parts and 1 <= len(head.table_parts) <= 16
-    assert [row for part in head.table_parts for row in range(part.start, part.stop)] == list(range(rows))
-    assert all(part.start % 64 == 0 for part in head.table_parts), "or else rows would not be aligned"
-    assert head.decoded_nbytes == 4 * 8 * min(rows, head.table_parts[0].stop)
+    assert head.logit_parts == embedding.logit_parts and 1 <= len(head.logit_parts) <= 16
+    assert [row for part in head.logit_parts for row in range(part.start, part.stop)] == list(range(rows))
+    assert all(part.start % 64 == 0 for part in head.logit_parts), "or else rows would not be aligned"
+    assert head.decoded_nbytes == 4 * 8 * min(rows, head.logit_parts[0].stop)
     assert head.decoded_nbytes <= 4 * 8 * (rows / 16 + 64)
 
 
 def test_an_embedding_needs_no_room_for_values_and_plain_layers_none_at_all() -> None:
     plain, packed = tiny_spec(vocab=20_000), tiny_spec(vocab=20_000).packed("group4")
     assert [layer.decoded_nbytes for layer in packed.layers[:2]] == [0, 4 * 4 * 8 * 8]
-    assert all(layer.decoded_nbytes == 0 and layer.table_parts == () for layer in plain.layers)
+    assert all(layer.decoded_nbytes == 0 and layer.logit_parts == () for layer in plain.layers)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_packed_table_makes_slots_and_room_small(tied: bool) -> None:
     """By hand: 64 values in 36 bytes, and a page for the head's norm; of the head a sixteenth is held as values, so that the
     mlp has more of them."""
-    spec = tiny_spec(blocks=2, hidden=512, vocab=20_480, tied=tied).packed("group4")
+    spec = tiny_spec(blocks=2, width=512, vocab=20_480, tied=tied).packed("group4")
     plan = Plan(slots=3).with_percent((0, 0, 100, 0, 100, 0)).folded()
     held = Request(spec, plan, Workload.uniform(4, 8, 4), accelerator=False).footprint().parts[HOST]
     assert held["weight slots"] == 3 * (20_480 * 512 * 36 // 64 + PAGE)
@@ -311,7 +314,7 @@ def test_a_packed_table_makes_slots_and_room_small(tied: bool) -> None:
 
 
 def large_spec() -> ModelSpec:
-    return tiny_spec(blocks=8, hidden=512, vocab=20_000)
+    return tiny_spec(blocks=8, width=512, vocab=20_000)
 
 
 def request_of(percent: tuple[float, ...], accelerator: bool, batch_size: int = 16, prompts: int = 64) -> Request:

@@ -45,7 +45,7 @@ def case_of(
 ) -> Case:
     block: Block = block_of(lengths or UNIFORM, gen_len)
     plan = Plan.create(**{"gpu_batch_size": 2, "num_gpu_batches": len(block.batches), **options})
-    spec = spec or tiny_spec(blocks=5, hidden=32)
+    spec = spec or tiny_spec(blocks=5, width=32)
     return Case(replace(spec, kv_codec=plan.kv_codec), plan, block, on(machine, accelerator), budgets or Budgets())
 
 
@@ -100,7 +100,7 @@ def test_the_weights_of_its_steps_count_every_step_once() -> None:
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_its_seconds_are_near_those_of_pricing_for_what_is_really_placed(accelerator: bool) -> None:
     """Whole tensors and whole batches are placed: so they are near, and not the same."""
-    case = case_of(accelerator, [[8, 8]] * 8, tiny_spec(blocks=12, hidden=32))
+    case = case_of(accelerator, [[8, 8]] * 8, tiny_spec(blocks=12, width=32))
     for percent in ((0, 50, 0, 50, 0, 50), (25, 25, 50, 0, 100, 0), (50, 25, 0, 75, 50, 50)):
         plan = case.plan.with_percent(percent)
         plan = plan if accelerator else plan.folded()
@@ -126,7 +126,7 @@ def shares_of(tiers: tuple[str, ...]) -> list[Shares]:
 def test_no_plan_of_a_grid_that_fits_is_better(
     accelerator: bool, share: float, options: dict[str, object], lengths: list[list[int]]
 ) -> None:
-    case = limited(case_of(accelerator, lengths, tiny_spec(blocks=8, hidden=32), **options), share, 0.6)
+    case = limited(case_of(accelerator, lengths, tiny_spec(blocks=8, width=32), **options), share, 0.6)
     every = (dict(zip(KINDS, shares)) for shares in product(shares_of(case.tiers), repeat=3))
     fitting = [plan for kinds in every if fits(case, plan := replace(case.plan, **kinds))]
     (answer,) = solve_thoroughly([case])
@@ -166,7 +166,7 @@ def test_cases_that_are_solved_together_are_answered_as_if_alone() -> None:
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_weights_of_a_checkpoint_may_be_read_from_a_disk_that_is_full(accelerator: bool) -> None:
     """They lie there already."""
-    case = case_of(accelerator, spec=tiny_spec(blocks=8, hidden=32))
+    case = case_of(accelerator, spec=tiny_spec(blocks=8, width=32))
     read = case.footprint(case.with_shares(weights=PLACES[DISK]))
     (answer,) = solve([replace(case, budgets=Budgets(read.total(DEVICE) if accelerator else None, read.total(HOST), disk=0))])
     assert answer.plan.weights.disk == 1 and answer.plan.kv.disk == answer.plan.hidden.disk == 0

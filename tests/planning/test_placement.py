@@ -71,7 +71,7 @@ def test_hidden_states_are_placed_by_batch() -> None:
 
 @pytest.mark.parametrize("percent", [20, 26, 37, 50, 80])
 def test_weights_are_within_one_tensor_of_the_share_in_the_model_and_layers_are_even(percent: int) -> None:
-    spec = tiny_spec(blocks=12, hidden=16)
+    spec = tiny_spec(blocks=12, width=16)
     plan = Plan(weights=Shares(0, percent / 100))
     placement = place(spec, plan, BLOCK)
     largest = max(tensor.nbytes for tensor in spec.tensors.values())
@@ -84,7 +84,7 @@ def test_weights_are_within_one_tensor_of_the_share_in_the_model_and_layers_are_
 
 
 def test_placed_shares_are_counted_in_bytes() -> None:
-    spec, block = tiny_spec(blocks=1, hidden=4, vocab=10, tied=False), block_of([[4, 4], [2]], gen_len=3)
+    spec, block = tiny_spec(blocks=1, width=4, vocab=10, tied=False), block_of([[4, 4], [2]], gen_len=3)
     placement = Placement(
         weights=dict.fromkeys(spec.tensors, DISK) | {"embed": DEVICE, "head": HOST, "final.norm": HOST},
         kv={(1, 0): HOST, (1, 1): DEVICE},  # 2 rows x 6 slots, 1 row x 4 slots

@@ -101,7 +101,7 @@ def test_the_bounds_of_a_step_are_bytes_over_bandwidth_and_flops_over_their_rate
 
 
 def parts_of(of: BlockPlan, step: int, kind: str, batch: int = 0, accelerator: bool = False) -> dict[str, float]:
-    layer = next(index for index, layer in enumerate(of.spec.layers) if layer.kind == kind)
+    layer = next(index for index, layer in enumerate(of.spec.layers) if layer.functions == (kind,))
     return Pricing(of, on(MACHINE, accelerator)).compute_parts(Key(Op.COMPUTE, step, layer, batch))
 
 

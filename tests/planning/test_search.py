@@ -21,7 +21,7 @@ from tests.planning.test_linear import SLOW
 from tests.planning.test_pricing import on
 from tests.planning.worlds import tiny_spec
 
-SPEC = tiny_spec(blocks=4, hidden=64)
+SPEC = tiny_spec(blocks=4, width=64)
 CODECS = (("group4", "plain"), ("plain", "group4"), ("group4", "group4"))
 
 

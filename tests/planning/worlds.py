@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
+from h2o_flexgen.core.model_spec import ATTENTION_VISIT, LayerSpec, ModelSpec, Product, TensorSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.schedule.schedule import COMPUTE_LANE, Key, Task, Traffic
@@ -45,23 +45,29 @@ def streamed(steps: int, layers: int, batches: int, slots: int, accelerator: boo
     return Traffic(steps, layers, batches, slots, accelerator, weights_on_disk=frozenset(range(layers)))
 
 
-def tiny_spec(blocks: int = 2, hidden: int = 8, vocab: int = 50, tied: bool = True) -> ModelSpec:
+def tiny_spec(blocks: int = 2, width: int = 8, vocab: int = 50, tied: bool = True) -> ModelSpec:
     """An OPT-like model: embedding, attention and mlp apart, a head that is the embedding again if it is tied."""
 
     def tensor(name: str, *shape: int) -> TensorSpec:
         return TensorSpec(name, shape, itemsize=4, stored_itemsize=2)
 
-    embedding = tensor("embed", vocab, hidden)
-    layers = [LayerSpec("embed", 0, (("embed_tokens", embedding),), hidden, "embed_tokens")]
+    def products(tensors: Sequence[tuple[str, TensorSpec]]) -> tuple[Product, ...]:
+        return tuple(Product(name) for name, one in tensors if len(one.shape) == 2)
+
+    embedding = tensor("embed", vocab, width)
+    layers = [LayerSpec(("embed",), (("embed_tokens", embedding),), (), width, token_table="embed_tokens")]
     for index in range(blocks):
-        attention = [(part, tensor(f"{index}.{part}", hidden, hidden)) for part in ("q", "k", "v", "o")]
-        attention.append(("norm", tensor(f"{index}.norm", hidden)))
-        mlp = [("up", tensor(f"{index}.up", 4 * hidden, hidden)), ("down", tensor(f"{index}.down", hidden, 4 * hidden))]
-        layers.append(LayerSpec("attention", index, tuple(attention), hidden))
-        layers.append(LayerSpec("mlp", index, tuple(mlp), hidden))
-    head = embedding if tied else tensor("head", vocab, hidden)
-    layers.append(LayerSpec("head", 0, (("head", head), ("norm", tensor("final.norm", hidden))), vocab, "head"))
-    return ModelSpec("tiny", "opt", hidden, 4 * hidden, 2, 2, hidden // 2, vocab, 64, "float32", tuple(layers))
+        attention = [(part, tensor(f"{index}.{part}", width, width)) for part in ("q", "k", "v", "o")]
+        attention.append(("norm", tensor(f"{index}.norm", width)))
+        mlp = [("up", tensor(f"{index}.up", 4 * width, width)), ("down", tensor(f"{index}.down", width, 4 * width))]
+        visits = (ATTENTION_VISIT,)
+        layers += [
+            LayerSpec(("attention",), tuple(attention), products(attention), width, index, has_kv=True, visits=visits),
+            LayerSpec(("mlp",), tuple(mlp), products(mlp), width, index, passing_width=12 * width),
+        ]
+    head = (("head", embedding if tied else tensor("head", vocab, width)), ("norm", tensor("final.norm", width)))
+    layers.append(LayerSpec(("head",), head, products(head), vocab, logit_matrix="head"))
+    return ModelSpec("tiny", "opt", width, 4 * width, 2, 2, width // 2, vocab, 64, "float32", tuple(layers))
 
 
 def block_of(lengths: Sequence[Sequence[int]], gen_len: int = 3) -> Block:

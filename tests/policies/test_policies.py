@@ -105,10 +105,10 @@ def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, 
         assert policy.slots(batch, STEPS).budgets[0].slots == int(0.2 * (LENGTHS[0] + STEPS))
     slots = policy.slots(batch, STEPS)
     shape = (len(LENGTHS), kv_heads, slots.capacity)
-    notes = SlotScores.over(
+    scores = SlotScores.over(
         torch.full((4 * 8 * len(LENGTHS) * kv_heads * slots.capacity,), 0xFF, dtype=torch.uint8), policy, shape
     )
-    cache = KVCache(torch.full((2, *shape, DIM), torch.nan), notes)
+    cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores)
     rows = texts(kv_heads, group)
     heads = [[Head(kept, length, STEPS, head, turn) for head in range(kv_heads)] for length in LENGTHS]
     for step in range(STEPS):
@@ -121,7 +121,7 @@ def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, 
                 got = out[row, : q.shape[0]].view(-1, kv_heads, group, DIM)[:, number]
                 np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
                 count = slots.counts(step + 1)[row]
-                assert sorted(notes.positions[row, number, :count].tolist()) == head.kept, (
+                assert sorted(scores.positions[row, number, :count].tolist()) == head.kept, (
                     f"row {row}, head {number}, step {step}"
                 )
                 assert len(head.kept) == count <= max(head.budget, count)
@@ -129,19 +129,19 @@ def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, 
 
 @pytest.mark.parametrize("kept", ASKED, ids=name_of)
 def test_after_every_step_the_budget_is_held_and_who_is_protected_is_there(kept: dict[str, Any]) -> None:
-    """Read from the notes alone: no definition of who is chosen among the others."""
+    """Read from the scores alone: no definition of who is chosen among the others."""
     policy, rows = Plan.create(**kept).policy, texts(2, 2)
     slots = policy.slots(Batch(tuple(range(len(LENGTHS))), LENGTHS), STEPS)
     shape = (len(LENGTHS), 2, slots.capacity)
-    notes = SlotScores.over(torch.zeros(8 * shape[0] * shape[1] * shape[2], dtype=torch.uint8), policy, shape)
-    cache = KVCache(torch.zeros(2, *shape, DIM), notes)
+    scores = SlotScores.over(torch.zeros(8 * shape[0] * shape[1] * shape[2], dtype=torch.uint8), policy, shape)
+    cache = KVCache(torch.zeros(2, *shape, DIM), scores)
     for step in range(STEPS):
         cache.attend(KVStep.of(slots, step, slots.capacity, torch.device("cpu")), *new_tokens(rows, step), ROTARY)
         for row, (length, budget) in enumerate(zip(LENGTHS, slots.budgets)):
             total, generated = length + step, step if slots.prompt_only else 0
             window = budget.window if step else budget.prompt_window
             for head in range(2):
-                held = notes.positions[row, head, : slots.counts(step + 1)[row]].tolist()
+                held = scores.positions[row, head, : slots.counts(step + 1)[row]].tolist()
                 assert len(held) == len(set(held)) == min(total - generated, budget.slots) + generated
                 assert set(range(min(budget.sinks, total))) <= set(held)
                 assert set(range(max(0, total - window), total)) <= set(held)
@@ -170,8 +170,8 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
         shape = (rows, kv_heads, slots.capacity)
         if cache is None:
             region = torch.full((4 * 8 * rows * kv_heads * slots.capacity,), 0xFF, dtype=torch.uint8)
-            notes = SlotScores.over(region, policy, shape) if policy.note_bytes else None
-            cache = KVCache(torch.full((2, *shape, DIM), torch.nan), notes)
+            scores = SlotScores.over(region, policy, shape) if policy.note_bytes else None
+            cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores)
         for step in range(gen_len):
             tokens = max(lengths) if step == 0 else 1
             q, k, v = (torch.randn(rows, tokens, n, DIM, generator=generator) for n in (kv_heads * group, kv_heads, kv_heads))
@@ -185,18 +185,18 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
                     np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
                     held = slots.counts(step + 1)[row]
                     assert len(head.kept) == held
-                    if notes is not None:
-                        assert sorted(notes.positions[row, number, :held].tolist()) == head.kept, f"row {row}, step {step}"
+                    if scores is not None:
+                        assert sorted(scores.positions[row, number, :held].tolist()) == head.kept, f"row {row}, step {step}"
         seen = tuple(before + length + gen_len - 1 for before, length in zip(seen, lengths))
 
 
 def test_what_is_never_filled_is_noted_as_nobody() -> None:
     policy, batch = Plan.create(kv_policy="h2o", heavy=3, recent=2).policy, Batch((0, 1), (9, 2))
     slots = policy.slots(batch, 4)
-    notes = SlotScores.over(torch.zeros(2 * 6 * 8, dtype=torch.uint8), policy, (2, 1, slots.capacity))
+    scores = SlotScores.over(torch.zeros(2 * 6 * 8, dtype=torch.uint8), policy, (2, 1, slots.capacity))
     x = torch.randn(2, 9, 1, DIM)
-    KVCache(torch.zeros(2, 2, 1, slots.capacity, DIM), notes).attend(KVStep.of(slots, 0, 6, torch.device("cpu")), x, x, x)
-    assert notes.positions[1, 0].tolist() == [0, 1, NOBODY, NOBODY, NOBODY, NOBODY]
+    KVCache(torch.zeros(2, 2, 1, slots.capacity, DIM), scores).attend(KVStep.of(slots, 0, 6, torch.device("cpu")), x, x, x)
+    assert scores.positions[1, 0].tolist() == [0, 1, NOBODY, NOBODY, NOBODY, NOBODY]
 
 
 @pytest.mark.parametrize("block", [1 << 8, 1 << 12, 1 << 24])

@@ -205,7 +205,7 @@ def test_values_are_counted_as_pricing_does() -> None:
         spec = products.small_model(name, "float32", TINY.hidden).spec
         (block,) = Workload.uniform(1, 4, 2).blocks(1, 1)
         pricing = Pricing(BlockPlan.of(spec, Plan(), block, False), replace(_FAST, values_per_s=1.0))
-        counted += sum(pricing._values(layer) for layer in spec.layers if layer.kind in ("attention", "mlp"))
+        counted += sum(pricing._values(layer) for layer in spec.layers[1:-1])
     assert figures(products.values(CLOCK, "float32", TINY)) == {"values": TINY.prompt_tokens * counted / calls}
 
 

@@ -2,8 +2,8 @@
 that are read from the files they lie in. Reads and loads go into rings of slots, in slices that the schedule asks for.
 
 What moves are the bytes of a tensor's codec. A layer with few rows computes with the bytes; else they become values, once for
-all its batches, in room that all layers share. Of a packed table of tokens only some rows at a time do: of an embedding those
-that tokens name, of a head one part after the other.
+all its batches, in room that all layers share. Packed tables of the vocabulary are decoded in pieces: where tokens are looked
+up, the rows of these tokens; where logits are made, one part after the other.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class WeightStore:
         self._pieces: dict[Place, list[Piece]] = {}
         self._copies: dict[Place, list[tuple[Tensor, Tensor]]] = {}
         self._views: dict[tuple[int, int], dict[str, Tensor | PackedMatrix]] = {}
-        self._parts: dict[int, list[PackedMatrix]] = {}  # of a packed head, by slot
+        self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # of a packed logit matrix
         self._viewed_pass = -1
         memories, slots = self._memories, schedule.weight_slots
         largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
@@ -165,18 +165,15 @@ class WeightStore:
     def views(self, visit: Visit) -> Weights:
         """The layer's weights by local name, where they lie; packed matrices have room to be decoded to, once for a pass over
         the layer's weights: the next one finds other bytes in the slot. Good until the next call: what was decoded makes room
-        for the next layer's. A packed table is not among them."""
+        for the next layer's. What is decoded in pieces is not among them."""
         layer, slot, number = visit.layer, self._schedule.weight_slot(visit), self._schedule.weight_number(*visit)
         if (layer, slot) not in self._views:
-            self._views[layer, slot] = {
-                local: self._weight(tensor, layer, slot)
-                for local, tensor in self._spec.layers[layer].tensors
-                if tensor is not self._spec.layers[layer].packed_table
-            }
+            spec = self._spec.layers[layer]
+            whole = ((local, tensor) for local, tensor in spec.tensors if local not in spec.in_pieces)
+            self._views[layer, slot] = {local: self._weight(tensor, layer, slot) for local, tensor in whole}
         if number != self._viewed_pass:
             self._viewed_pass = number
-            parts = self._parts.get(slot, []) if self._spec.layers[layer].kind == "head" else []
-            for weight in (*self._views[layer, slot].values(), *parts):
+            for weight in (*self._views[layer, slot].values(), *self._parts.get((layer, slot), [])):
                 if isinstance(weight, PackedMatrix):
                     weight.renew()
         return self._views[layer, slot]
@@ -187,36 +184,40 @@ class WeightStore:
             return pack.view(tensor.name)
         return pack.matrix(tensor.name, DecodeBuffer(self._decoded_pack(layer).view(tensor.name)))
 
-    def look_up(self, visit: Visit, tokens: Tensor) -> Tensor:
-        """Rows of an embedding's packed table: tokens (rows, tokens) -> (rows, tokens, width)."""
-        table, slot = self._spec.layers[visit.layer].packed_table, self._schedule.weight_slot(visit)
-        assert table is not None
-        found = torch.empty(tokens.numel(), table.shape[1], dtype=self._dtype, device=tokens.device)
-        self._pack_of(table, visit.layer, slot).decode_rows(table.name, tokens.flatten(), found)
-        return found.view(*tokens.shape, -1)
-
-    def head_parts(self, visit: Visit) -> Iterator[Weights]:
-        """The weights of a head, once for each part of a packed table. Good until the next one. Parts that there is room for
-        are decoded once for all batches of a pass; the others take turns in the last place."""
-        layer, slot = self._spec.layers[visit.layer], self._schedule.weight_slot(visit)
-        local, table = layer.table, layer.packed_table
+    def look_up(self, visit: Visit, tokens: Tensor) -> tuple[Tensor, Weights]:
+        """Tokens (rows, tokens) and weights for a layer that takes tokens. Of a packed table only their rows are decoded: these
+        are the table then, and the tokens are places in it."""
+        layer, views = self._spec.layers[visit.layer], self.views(visit)
+        local, table = layer.token_table, layer.packed_tensor(layer.token_table)
         if local is None or table is None:
+            return tokens, views
+        found = torch.empty(tokens.numel(), table.shape[1], dtype=self._dtype, device=tokens.device)
+        pack = self._pack_of(table, visit.layer, self._schedule.weight_slot(visit))
+        pack.decode_rows(table.name, tokens.flatten(), found)
+        return torch.arange(len(found), device=found.device).view(tokens.shape), {**views, local: found}
+
+    def logit_parts(self, visit: Visit) -> Iterator[Weights]:
+        """The weights of a layer that makes logits, once for each part of a packed matrix. Good until the next one. Parts that
+        there is room for are decoded once for all batches of a pass; the others take turns in the last place."""
+        layer, place = self._spec.layers[visit.layer], (visit.layer, self._schedule.weight_slot(visit))
+        local, matrix = layer.logit_matrix, layer.packed_tensor(layer.logit_matrix)
+        if local is None or matrix is None:
             yield self.views(visit)
             return
-        if slot not in self._parts:
-            whole, rooms = self._pack_of(table, visit.layer, slot).rows(table.name), self._rooms_for_parts(layer, table)
-            self._parts[slot] = [
-                PackedMatrix(whole[rows], table.codec, rooms[min(number, len(rooms) - 1)])
-                for number, rows in enumerate(layer.table_parts)
+        if place not in self._parts:
+            whole, rooms = self._pack_of(matrix, *place).rows(matrix.name), self._rooms_for_parts(layer, matrix)
+            self._parts[place] = [
+                PackedMatrix(whole[rows], matrix.codec, rooms[min(number, len(rooms) - 1)])
+                for number, rows in enumerate(layer.logit_parts)
             ]
         views = self.views(visit)
-        for part in self._parts[slot]:
+        for part in self._parts[place]:
             yield {**views, local: part}
 
-    def _rooms_for_parts(self, layer: LayerSpec, table: TensorSpec) -> list[DecodeBuffer]:
-        """All that a head's other weights leave of the room of the largest layer."""
+    def _rooms_for_parts(self, layer: LayerSpec, matrix: TensorSpec) -> list[DecodeBuffer]:
+        """All that the layer's other weights leave of the room of the largest layer."""
         assert self._decoded is not None
-        part = self._decoded_layout(layer).entries[table.name]
+        part = self._decoded_layout(layer).entries[matrix.name]
         starts = range(part.offset, len(self._decoded) - part.nbytes + 1, aligned(part.nbytes))
         return [DecodeBuffer(self._decoded[start : start + part.nbytes].view(self._dtype).view(part.shape)) for start in starts]
 

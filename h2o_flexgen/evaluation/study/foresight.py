@@ -1,4 +1,4 @@
-"""The oracle: who would be kept by somebody that knew the whole text: the tokens that got most attention in all of it."""
+"""The oracle: keeps the tokens that get most attention in the whole text, as only a reader who knows it all could."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NAME = "oracle"
 
 
 def gone_with_foresight(sums: Tensor, slots: int, prompt_len: int) -> Tensor:
-    """sums (kv_heads, tokens): the heaviest are held from the start, all others go as soon as anything may go."""
+    """sums (kv_heads, tokens): the heaviest tokens are held from the start, all others leave as soon as any token may."""
     kv_heads, tokens = sums.shape
     gone = torch.arange(1, tokens + 1, device=sums.device).clamp(min=prompt_len).repeat(kv_heads, 1)
     return gone.scatter_(1, sums.topk(min(slots, tokens), dim=1).indices, tokens + 1)

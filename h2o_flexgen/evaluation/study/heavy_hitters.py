@@ -1,4 +1,4 @@
-"""HeavyHitterStudy: the attention statistics of one text under one model, and whom the policies keep of it at one budget."""
+"""HeavyHitterStudy: attention statistics of one text under one model, and the tokens that the policies keep at one budget."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.plan import Plan
 
 FEWEST_TOKENS = 16
-PROMPT_PART = 4  # unless it is said otherwise, so many'th of the text is its prompt
+PROMPT_PART = 4  # by default a quarter of the text is its prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,9 +32,9 @@ class HeavyHitterStudy:
     prompt_len: int
     budget: float  # share of the text
     sparsity: Array  # (layers, heads)
-    scores: Array  # (layers, kv_heads, tokens), accumulated, in the order of the text
-    gone: Mapping[str, Gone]  # of the oracle and of every policy
-    captured: Mapping[str, Array]  # the same: (layers, kv_heads), shares of the full cache's attention
+    scores: Array  # (layers, kv_heads, tokens), accumulated, in text order
+    gone: Mapping[str, Gone]  # by the oracle and every policy
+    captured: Mapping[str, Array]  # shares of the full cache's attention, by the same: (layers, kv_heads)
 
     @property
     def slots(self) -> int:
@@ -42,44 +42,44 @@ class HeavyHitterStudy:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The oracle, and the policies in the order that they were asked for."""
+        """The oracle, then the policies in the order asked for."""
         return tuple(self.gone)
 
     @cached_property
     def sorted_scores(self) -> Array:
-        """Heaviest first."""
+        """The scores of each head, heaviest first."""
         return sorted_scores(self.scores)
 
     @cached_property
     def laws(self) -> tuple[tuple[PowerLaw, ...], ...]:
-        """Of every layer, head by head."""
+        """The power laws of every layer, head by head."""
         return tuple(tuple(fit_power_law(head) for head in layer) for layer in self.sorted_scores)
 
     @cached_property
     def overlap(self) -> Mapping[tuple[str, str], Array]:
-        """At the end of the text, for all pairs of names. (layers,)"""
+        """How alike two policies' tokens are at the end of the text, for all pairs of names. (layers,)"""
         held = self._held_at_end
         return {(one, other): jaccard(held[one], held[other]) for one, other in product(self.names, self.names)}
 
     @cached_property
     def heaviest_found(self) -> Mapping[str, Array]:
-        """Of as many of the heaviest tokens as half of the slots, the share that is held at the end. (layers,)"""
+        """The share of the heaviest tokens, half as many as there are slots, that is held at the end. (layers,)"""
         count = max(1, self.slots // 2)
         return {name: heaviest_found(held, self.scores, count) for name, held in self._held_at_end.items()}
 
     @cached_property
     def survival(self) -> Mapping[str, Array]:
-        """(tokens behind the prompt,)"""
+        """The share of tokens still held at each age. (tokens behind the prompt,)"""
         return {name: survival(gone, self.prompt_len) for name, gone in self.gone.items()}
 
     @property
     def later(self) -> int:
-        """Tokens between the two times that `still_held` compares: as many as there are slots, where the text is so long."""
+        """Tokens between the two times that `still_held` compares: as many as there are slots, if the text is long enough."""
         return max(1, min(self.slots, (self.tokens - self.prompt_len) // 2))
 
     @cached_property
     def still_held(self) -> Mapping[str, Array]:
-        """(layers,)"""
+        """The share of tokens held at one time that is held `later` tokens afterwards too. (layers,)"""
         return {name: still_held(gone, self.prompt_len, self.later) for name, gone in self.gone.items()}
 
     @cached_property
@@ -90,7 +90,7 @@ class HeavyHitterStudy:
         return report.as_json(self)
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """The tables for a terminal."""
         return report.lines(self)
 
 
@@ -104,12 +104,12 @@ def study(
     prompt_len: int | None = None,
     on_layer: OnLayer | None = None,
 ) -> HeavyHitterStudy:
-    """`ids` is one text. Of it each policy keeps the share `budget`. The first `prompt_len` tokens (a quarter of the text, if
-    nothing is said) are a prompt, attended whole and selected from once; the rest is read token by token. With 1 that is
-    Algorithm 1 of the paper from the first token on, and `snapkv`, which looks at prompts, is then h2o.
+    """Studies one text, `ids`; each policy keeps the share `budget` of it. The first `prompt_len` tokens (a quarter of the
+    text by default) are a prompt, attended whole and selected from once; the rest is read token by token. A `prompt_len` of 1
+    is Algorithm 1 of the paper from the first token on; `snapkv`, which looks at prompts, is then the same as h2o.
 
-    Codecs of weights and KV are those of the plan of `llm`; its KV policy does not count here. `on_layer` gets the layers
-    that are done and their number."""
+    Weights and KV have the codecs of the plan of `llm`; its KV policy does not matter here. `on_layer` is called with the
+    number of layers done and the number of all."""
     prompt_len = max(1, len(ids) // PROMPT_PART) if prompt_len is None else prompt_len
     _check_text(llm, ids, prompt_len)
     keepers = _keepers(llm, policies, budget, len(ids), prompt_len)
@@ -143,7 +143,7 @@ def _check_text(llm: LLM, ids: Sequence[int], prompt_len: int) -> None:
 
 
 def _keepers(llm: LLM, names: Sequence[str], budget: float, tokens: int, prompt_len: int) -> Mapping[str, Keeper]:
-    """Each is asked for its slots here, so that a budget that is too small is met before anything is loaded."""
+    """Each policy computes its slots here, so that a budget that is too small is refused before anything is loaded."""
     coding = Coding(llm.spec.kv_codec, getattr(torch, llm.spec.dtype), llm.spec.head_dim)
     keepers: dict[str, Keeper] = {}
     for name in names:
@@ -153,7 +153,7 @@ def _keepers(llm: LLM, names: Sequence[str], budget: float, tokens: int, prompt_
         if name in keepers:
             raise ValueError(f"kv_policy {name!r} is named twice; name it once")
         keepers[name] = Keeper(policy, tokens, prompt_len, coding)
-        _ = keepers[name].slots
+        _ = keepers[name].occupancy
     if not keepers:
         raise ValueError("no KV policy to study was named; name one or more")
     return keepers

@@ -1,7 +1,6 @@
-"""Whom a policy keeps of a text: the real cache, one token after the other, and a note of when each token goes.
+"""The tokens that a policy keeps of a text: runs the real cache token by token and notes when each token goes.
 
-What has gone never returns, so one number per token says all there is to know: how many tokens had been read when it was held
-no longer.
+An evicted token never returns, so one number per token tells everything: how many tokens had been read when it was evicted.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from h2o_flexgen.models.base import Rotate
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
 
-Gone = NDArray[np.int32]  # (layers, kv_heads, tokens): tokens that were read when this one was held no longer
+Gone = NDArray[np.int32]  # (layers, kv_heads, tokens): tokens read when this one was evicted
 
 
 @dataclass
 class Keeper:
-    """A text that is read under a policy: a prompt, and the rest of it token by token. Layers come one after the other."""
+    """Reads a text under a policy: a prompt, and the rest of it token by token. Layers come one after the other."""
 
     policy: KVPolicy
     tokens: int
@@ -36,7 +35,7 @@ class Keeper:
     by_layer: list[Tensor] = field(default_factory=list)  # (kv_heads, tokens)
 
     @property
-    def slots(self) -> Occupancy:
+    def occupancy(self) -> Occupancy:
         """The budget is a share of the whole text."""
         return self.policy.slots(Batch((0,), (self.prompt_len,), context=self.tokens), 1 + self.tokens - self.prompt_len)
 
@@ -45,16 +44,16 @@ class Keeper:
         return np.asarray(torch.stack(self.by_layer).cpu().numpy(), dtype=np.int32)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
-        """Of the next layer, all tokens: as models.base.Attend has it, for one row."""
-        slots, kv_heads, out = self.slots, k.shape[2], []
-        cache, notes = self._opened(slots.capacity, kv_heads, q.device)
+        """Reads all tokens in the next layer; a models.base.Attend for one row."""
+        occupancy, kv_heads, out = self.occupancy, k.shape[2], []
+        cache, scores = self._opened(occupancy.capacity, kv_heads, q.device)
         gone = torch.arange(1, self.tokens + 1, device=q.device).clamp(min=self.prompt_len).repeat(kv_heads, 1)
-        for step in range(slots.gen_len):
+        for step in range(occupancy.gen_len):
             read = self.prompt_len + step
             new = slice(read - 1 if step else 0, read)
-            now = KVStep.of(slots, step, slots.capacity, q.device)
+            now = KVStep.of(occupancy, step, occupancy.capacity, q.device)
             out.append(cache.attend(now, q[:, new], k[:, new], v[:, new], rotate))
-            held = notes.positions[0, :, : slots.counts(step + 1)[0]].long()
+            held = scores.positions[0, :, : occupancy.counts(step + 1)[0]].long()
             gone.scatter_(1, held, torch.full_like(held, read + 1))
         self.by_layer.append(gone)
         return torch.cat(out, dim=1)
@@ -63,11 +62,11 @@ class Keeper:
         shape = (1, kv_heads, capacity)
         image = torch.zeros(2, *shape, self.coding.width, dtype=self.coding.kept_dtype, device=device)
         region = torch.zeros(kv_heads * capacity * self.policy.note_bytes, dtype=torch.uint8, device=device)
-        notes = SlotScores.over(region, self.policy, shape)
-        return KVCache(image, notes, self.coding), notes
+        scores = SlotScores.over(region, self.policy, shape)
+        return KVCache(image, scores, self.coding), scores
 
 
 def held_after(gone: Gone, read: int) -> NDArray[np.bool_]:
-    """Who is held when so many tokens have been read. The same shape."""
+    """Which tokens are held when `read` tokens have been read; the same shape."""
     tokens = gone.shape[-1]
     return (gone > read) & (np.arange(tokens) < read)

@@ -1,4 +1,4 @@
-"""The reader that keeps everything, and counts what its attention does while others read the same text under their policies."""
+"""The reader that keeps everything and observes its attention, while others read the same text under their policies."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from h2o_flexgen.policies.policy import SCORED_BYTES
 @dataclass(frozen=True)
 class LayerSeen:
     sparsity: Tensor  # (heads,)
-    scores: Tensor  # (kv_heads, tokens): summed over all queries, and over the query heads of a group
-    foreseen: Tensor  # (kv_heads, tokens): of the oracle, as of every keeper
-    captured: Mapping[str, Tensor]  # of every keeper and of the oracle: (kv_heads,), 0 to 1
+    scores: Tensor  # (kv_heads, tokens): sums over all queries and over the query heads of a group
+    foreseen: Tensor  # (kv_heads, tokens): when each token leaves the oracle
+    captured: Mapping[str, Tensor]  # by every keeper and by the oracle: (kv_heads,), 0 to 1
 
 
 @dataclass
 class Onlooker:
-    """Has to come to a layer behind the keepers: it asks whom they hold."""
+    """Reads each layer after the keepers, since it asks which tokens they hold."""
 
     keepers: Mapping[str, Keeper]
     slots: int  # of the oracle
@@ -36,7 +36,7 @@ class Onlooker:
     by_layer: list[LayerSeen] = field(default_factory=list)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
-        """Of the next layer, all tokens: as models.base.Attend has it, for one row."""
+        """Reads all tokens in the next layer; a models.base.Attend for one row."""
         tokens = q.shape[1]
         if rotate is not None:
             positions = torch.arange(tokens, device=q.device).unsqueeze(0)

@@ -1,7 +1,7 @@
-"""Persistence: how long a token stays that is kept.
+"""Persistence: how long a kept token stays.
 
 One token comes and one goes at each step, so in the long run tokens stay, on average, for as many steps as there are slots,
-whatever the policy. What differs is the spread: a window lets all go at one age, with heavy hitters most go early, some never.
+whatever the policy. The spread differs: a window evicts all at one age; with heavy hitters most go early and some never.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from h2o_flexgen.evaluation.study.scores import Array
 
 
 def survival(gone: Gone, prompt_len: int) -> Array:
-    """Of the tokens behind the prompt, the share that is still held when so many others have come, over all layers and heads.
+    """The share of tokens behind the prompt that is still held at each age in tokens, over all layers and heads.
     (tokens behind the prompt,)
 
-    The text ends before all have gone. So at every age only those count that the text has seen at it (Kaplan and Meier): the
-    share of them that stays, and of these the share that stays at the next age."""
+    The text ends before all tokens are evicted, so each age counts only the tokens observed at that age (Kaplan and Meier): the
+    share of them that stays, multiplied by the shares of all earlier ages."""
     tokens = gone.shape[-1]
     behind, place = gone[..., prompt_len:].reshape(-1, tokens - prompt_len), np.arange(prompt_len, tokens)
     ages = len(place)
@@ -28,9 +28,9 @@ def survival(gone: Gone, prompt_len: int) -> Array:
 
 
 def still_held(gone: Gone, prompt_len: int, later: int) -> Array:
-    """Of what is held at one time, the share that is held so many tokens later too. (layers,)"""
+    """The share of the tokens held at one time that is also held `later` tokens afterwards. (layers,)"""
     tokens = gone.shape[-1]
-    last = tokens - later  # the last time that there is such a later one for
+    last = tokens - later  # the last time that can be compared with a later one
     first = np.maximum(prompt_len, np.arange(tokens) + 1)
     at_one_time = np.maximum(0, np.minimum(gone - 1, last) - first + 1).sum((1, 2))
     also_later = np.maximum(0, np.minimum(gone - 1 - later, last) - first + 1).sum((1, 2))

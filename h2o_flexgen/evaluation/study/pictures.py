@@ -1,4 +1,4 @@
-"""Pictures of a study: who is kept, accumulated scores, sparsity, overlap with the oracle, and how long tokens stay."""
+"""Pictures of a study: kept tokens, accumulated scores, sparsity, overlap with the oracle, and how long tokens stay."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MAP_ROWS = 512  # of a heat map: more steps than that are not told apart
+MAP_ROWS = 512  # rows of a heat map; more steps than these cannot be told apart
 COLUMNS = 3
 GREY = "#7f7f7f"
-# told apart by colour-blind eyes too; one more than there are policies in one study as a rule
+# colour-blind eyes can tell them apart too; usually one more than there are policies in a study
 COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#b8a800")
 ENDING = ".png"
 
 
 def check_can_draw() -> None:
-    """Said before the work and not behind it."""
+    """Refuses before the work, not after it."""
     if find_spec("matplotlib") is None:
         raise ValueError(
             "pictures of a study need matplotlib; install it, or the extra [plot] from a checkout: pip install -e '.[plot]'"
@@ -36,7 +36,7 @@ def check_can_draw() -> None:
 
 
 def draw(study: HeavyHitterStudy, folder: Path, layer: int | None = None) -> tuple[Path, ...]:
-    """Writes every picture into the folder, and says where. `layer`: of the heat map; the middle one, if nothing is said."""
+    """Writes every picture into the folder and returns the files. The heat map is of `layer`, or else of the middle one."""
     check_can_draw()
     layers = len(study.sparsity)
     layer = layers // 2 if layer is None else layer
@@ -82,7 +82,7 @@ def _who_is_kept(study: HeavyHitterStudy, layer: int) -> Figure:
         )
         axes.set_title(name, fontsize="medium")
     for axes in panels[max(0, len(study.names) - COLUMNS) : len(study.names)]:
-        axes.tick_params(labelbottom=True)  # the lowest of its column, if not of all
+        axes.tick_params(labelbottom=True)  # the lowest panel of its column
     for axes in panels[len(study.names) :]:
         axes.axis("off")
     figure.supxlabel("position in the text")
@@ -93,8 +93,8 @@ def _who_is_kept(study: HeavyHitterStudy, layer: int) -> Figure:
 
 
 def kept_map(gone: Gone, steps: NDArray[np.int64]) -> Array:
-    """gone (kv_heads, tokens): the share of heads that hold each token when so many are read; no number for tokens to come.
-    (steps, tokens)"""
+    """The share of heads that hold each token after each number of tokens read; NaN for tokens to come.
+    gone (kv_heads, tokens); result (steps, tokens)"""
     held = np.stack([held_after(gone, read).mean(0) for read in steps])
     return np.where(np.arange(gone.shape[-1]) < steps[:, None], held, np.nan)
 

@@ -14,8 +14,8 @@ from h2o_flexgen.evaluation.study.sparsity import THRESHOLD
 if TYPE_CHECKING:
     from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy
 
-PARTS = (0.05, 0.1, 0.2)  # of the tokens: what the heaviest hold
-AGES = (1, 2, 4)  # times as many tokens as there are slots
+PARTS = (0.05, 0.1, 0.2)  # shares of the tokens, the heaviest first
+AGES = (1, 2, 4)  # in multiples of the number of slots
 CURVE_POINTS = 64
 
 
@@ -88,7 +88,7 @@ def _percent(share: float) -> str:
 
 
 def as_json(study: HeavyHitterStudy) -> dict[str, object]:
-    """Figures by layer; curves at so many ranks and ages as a picture needs."""
+    """All figures by layer; curves at enough ranks and ages for a picture."""
     ranks = _spread(study.tokens)
     even = sorted_scores(even_scores(study.tokens))
     return {
@@ -134,6 +134,6 @@ def _law(law: PowerLaw) -> dict[str, float]:
 
 
 def _spread(count: int) -> list[int]:
-    """Places below `count`, close at first and then farther and farther apart; the last one is among them."""
+    """Places below `count`, close together at first and then farther and farther apart, ending with the last one."""
     places: Iterable[float] = np.geomspace(1, count, CURVE_POINTS)
     return sorted({round(place) - 1 for place in places})

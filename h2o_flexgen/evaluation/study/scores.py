@@ -1,7 +1,7 @@
-"""Accumulated scores: what each token got of all queries, sorted. A power law in the paper: few tokens hold most of it.
+"""Accumulated scores: the attention each token got from all queries, sorted. The paper finds a power law: few tokens hold most.
 
-A token can only be seen by those behind it, so the first ones hold most even where attention is spread evenly. What that alone
-gives (`even_scores`) belongs beside every figure.
+A token is only seen by those behind it, so the first ones hold most even if attention is spread evenly. Every figure is
+therefore shown beside this baseline (`even_scores`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class PowerLaw:
 
 
 def sorted_scores(scores: Array) -> Array:
-    """(..., tokens), the heaviest first."""
+    """The scores (..., tokens), heaviest first."""
     return -np.sort(-scores, axis=-1)
 
 
 def fit_power_law(heaviest_first: Array) -> PowerLaw:
-    """A line of least squares through the logarithms of ranks and scores. Who got nothing has no logarithm and is left out."""
+    """A least-squares line through the logarithms of ranks and scores. Tokens without any score are left out."""
     got = heaviest_first[heaviest_first > 0]
     if len(got) < 3:
         raise ValueError(f"{len(got)} tokens got any attention, and a power law needs 3; give a longer text")
@@ -41,11 +41,11 @@ def fit_power_law(heaviest_first: Array) -> PowerLaw:
 
 
 def share_of_heaviest(heaviest_first: Array, part: float) -> Array:
-    """What the heaviest tokens hold of all attention: `part` of the tokens, but one at least. (...,)"""
+    """The share of all attention that the heaviest tokens hold: `part` of the tokens, but at least one. (...,)"""
     count = max(1, round(part * heaviest_first.shape[-1]))
     return np.asarray(heaviest_first[..., :count].sum(-1) / heaviest_first.sum(-1))
 
 
 def even_scores(tokens: int) -> Array:
-    """Accumulated where every query gives the same to every key that it sees."""
+    """The accumulated scores if every query attended equally to every key that it sees."""
     return np.cumsum(1.0 / np.arange(tokens, 0, -1))[::-1]

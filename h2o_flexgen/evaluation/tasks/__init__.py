@@ -1,1 +1,1 @@
-"""Tasks: how one cell is measured. A file for each kind."""
+"""Tasks: how one cell is measured, a file for each kind."""

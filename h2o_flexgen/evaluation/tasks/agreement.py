@@ -1,7 +1,7 @@
-"""Agreement with the full cache: what that one generates greedily is given to every other setting, token by token, and compared
-with what that would have said. No labels are needed, so this works with any model and any text.
+"""Agreement with the full cache: its greedy tokens are given to every other setting, one by one, and compared with what that
+setting would have said. This needs no labels, so it works with any model and any text.
 
-The full cache has KV and weights as they are: what fewer bits change counts as well.
+The full cache has KV and weights uncompressed: what fewer bits change counts as well.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a model says with a full cache, to be compared with: its tokens, and the log-probabilities of all it could have said.
-Those are many, so they lie in a file without a name, in the folder that runs offload to."""
+"""The reference: the tokens that a model says with a full cache, and the log-probabilities of the whole vocabulary for each.
+These are large, so they lie in a file without a name, in the offload folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from h2o_flexgen.memory.disk import OffloadFolder
 from h2o_flexgen.models.files import require_free_space
 
-VALUE_BYTES = 4  # of a log-probability in fp32
+VALUE_BYTES = 4  # a log-probability in fp32
 
 
 class FullCache:
@@ -45,7 +45,7 @@ class FullCache:
 
 
 class Comparison:
-    """Of what somebody else says where the full cache has said its tokens."""
+    """Compares another setting's predictions with the full cache's, token by token."""
 
     def __init__(self, full: FullCache, rows: int, gen_len: int) -> None:
         self._full = full
@@ -59,17 +59,17 @@ class Comparison:
 
     @property
     def equal(self) -> list[float]:
-        """Share of tokens, row by row."""
+        """The share of equal tokens in each row."""
         return self._list(self._equal.double())
 
     @property
     def until_first(self) -> list[float]:
-        """The same up to the first that differs. So far a free run is the same as one that is told the full cache's tokens."""
+        """The share of tokens before the first different one: that far, a run without forced tokens says the same."""
         return self._list(self._equal.long().cumprod(1).double())
 
     @property
     def lost(self) -> list[float]:
-        """Nats per token."""
+        """The KL divergence in nats per token, row by row."""
         return self._list(self._lost)
 
     def _list(self, values: Tensor) -> list[float]:

@@ -1,5 +1,5 @@
-"""Perplexity by decoding: of a window of text the first quarter is the prompt, and every token behind it goes through the cache
-as if it had been generated. So what a policy has evicted is missing, as it would be in use."""
+"""Perplexity by decoding: the first quarter of a window is the prompt, and every token behind it goes through the cache as if
+it had been generated. So tokens that a policy has evicted are missing, as they would be in use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from h2o_flexgen.evaluation.tasks.full_cache import FullCache
     from h2o_flexgen.llm import LLM
 
-PROMPT_SHARE = 4  # a window's quarter
+PROMPT_SHARE = 4  # the prompt is a quarter of the window
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class BoundPerplexity(Bound):
 
     @cached_property
     def _bytes(self) -> list[float]:
-        """Of the text that is scored, window by window."""
+        """Bytes of the scored text, window by window."""
         return [float(self._length(ids) - self._length(ids[: self.prompt_len])) for ids in self.windows]
 
     def _length(self, ids: tuple[int, ...]) -> int:
@@ -85,7 +85,7 @@ class BoundPerplexity(Bound):
         return self._figures(losses)
 
     def _figures(self, losses: list[float]) -> tuple[Figure, ...]:
-        """`losses` in nats, of whole windows."""
+        """`losses` are those of whole windows, in nats."""
         scored = len(self.windows[0]) - self.prompt_len
         per_token = [round(loss / scored, DIGITS) for loss in losses]
         value, error = math.exp(math.fsum(losses) / scored / len(losses)), standard_error(per_token)

@@ -1,5 +1,5 @@
-"""Recall: facts in prose, and questions about them. A visible question is the end of the prompt, so attention has seen it when
-the first tokens are evicted; a hidden one comes behind the prompt, token by token through the cache."""
+"""Recall: facts in prose, and questions about them. A visible question ends the prompt, so attention has seen it before the
+first tokens are evicted; a hidden one comes behind the prompt, token by token through the cache."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from h2o_flexgen.llm import LLM
 
 LENGTHS, DEPTHS = (256, 512, 1024), (0.0, 0.25, 0.5, 0.75, 1.0)
-EXAMPLES = 4  # of each task, length and depth
-MOST_QUESTIONS = 100_000  # all of them are made before the first is asked
+EXAMPLES = 4  # per task, length and depth
+MOST_QUESTIONS = 100_000  # since all are made before the first is asked
 SEVERAL_PLACES = "spread"
 
 
@@ -52,7 +52,7 @@ class RecallTask(Task):
         asked = len(RECALL_TASKS) * len(lengths) * len(self.depths) * self.examples
         if asked > MOST_QUESTIONS:
             raise ValueError(
-                f"--examples {self.examples} makes {asked} questions, of each kind, length and depth; "
+                f"--examples {self.examples} makes {asked} questions, for each kind, length and depth; "
                 f"give fewer examples, --lengths or --depths: the most is {MOST_QUESTIONS} questions"
             )
         prose = "\n".join(text.content for text in self.texts)
@@ -67,7 +67,7 @@ class RecallTask(Task):
         )
         bound = BoundRecall(examples, self.questions)
         needed = max(prompt + generated - 1 for prompt, generated in bound.sizes)
-        if needed > positions:  # where a tokenizer has many tokens for a question
+        if needed > positions:  # if the tokenizer needs many tokens for a question
             has = f"but {llm.name} has {positions}"
             raise ValueError(
                 f"texts of {max(lengths)} tokens need {needed} positions with their answers, {has}; give shorter --lengths"
@@ -99,7 +99,7 @@ class BoundRecall(Bound):
         lengths = ", ".join(map(str, sorted({one.length for one in self.examples})))
         facts = f"facts said {self.examples[0].mentions} times"
         return (
-            f"{len(self.examples)} questions about texts of {lengths} tokens, {facts}; of an answer all tokens must be right",
+            f"{len(self.examples)} questions about texts of {lengths} tokens, {facts}; every token of an answer must be right",
         )
 
     def _prompt(self, example: RecallExample, kind: str) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ class BoundRecall(Bound):
         return () if kind == "visible" else example.question
 
     def _gen_len(self, kind: str) -> int:
-        """The same for all, so that a budget, which is a share of prompt and generation, is one of the example alone."""
+        """The same for all examples, so that a budget, a share of prompt and generation, depends on the example alone."""
         return max(len(self._forced(one, kind)) + len(one.answer) for one in self.examples)
 
     def measure(self, llm: LLM, advance: Advance, reference: FullCache | None) -> tuple[Figure, ...]:
@@ -139,7 +139,7 @@ class BoundRecall(Bound):
 
 
 def _at(value: str | int | float | None) -> str:
-    """A task, a length, a depth."""
+    """The name of a group: a task, a length or a depth."""
     if value is None:
         return SEVERAL_PLACES
     return f"{100 * value:g} %" if isinstance(value, float) else str(value)

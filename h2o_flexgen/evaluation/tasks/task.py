@@ -1,5 +1,5 @@
-"""Task: how to measure a model under one setting. It is asked for without a model; `bind` gives it the model's tokens, before
-weights are loaded, and a Bound measures as many settings as there are."""
+"""Task: how to measure a model under one setting. It is created without a model; `bind` gives it the model's tokens before
+weights are loaded, and the Bound measures any number of settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from h2o_flexgen.evaluation.tasks.full_cache import FullCache
     from h2o_flexgen.llm import LLM
 
-Advance = Callable[[int], None]  # so many tokens more are done
+Advance = Callable[[int], None]  # called with the number of tokens just done
 Compare = Callable[[Sequence[float], Sequence[float]], Relation | None]
 Size = tuple[int, int]  # tokens of a prompt, and tokens behind it
 
@@ -24,12 +24,12 @@ EXAMPLES, WINDOW, GEN_LEN = 16, 1024, 64
 QUESTIONS = ("visible", "hidden")
 
 MENTIONS = 2
-MOST_EXAMPLES, MOST_MENTIONS = 1_000_000, 1000  # more than any text or test holds
+MOST_EXAMPLES, MOST_MENTIONS = 1_000_000, 1000  # more than any text or test needs
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Of tasks: what the command line says. None: as the task and the model have it."""
+    """What the command line asks of tasks; None leaves it to the task and the model."""
 
     texts: tuple[Text, ...] = ()
     articles: str | None = None  # a file
@@ -51,36 +51,36 @@ class Shown:
     title: str
     higher_is_better: bool
     compare: Compare | None  # with the full cache
-    is_share: bool = False  # of 0 to 1
+    is_share: bool = False  # between 0 and 1
 
 
 class Bound(ABC):
-    """A task with the tokens of a model."""
+    """A task with a model's tokens."""
 
     needs_reference: ClassVar[bool] = False
 
     @property
     @abstractmethod
     def num_tokens(self) -> int:
-        """That go through the cache, prompts apart."""
+        """Tokens that go through the cache, without prompts."""
 
     @property
     @abstractmethod
     def sizes(self) -> tuple[Size, ...]:
-        """Of its examples, each once."""
+        """The sizes of its examples, each once."""
 
     @property
     @abstractmethod
     def identity(self) -> Mapping[str, object]:
-        """All that its figures depend on, beside model and setting."""
+        """Everything that its figures depend on apart from model and setting."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What whoever reads its figures has to know."""
+        """What a reader of its figures has to know."""
         return ()
 
     def refer(self, llm: LLM, folder: Path, advance: Advance) -> FullCache:
-        """With a full cache."""
+        """Runs the full cache and keeps what it says."""
         raise AssertionError(f"{type(self).__name__} needs no reference")
 
     @abstractmethod
@@ -95,14 +95,14 @@ class Task(ABC):
     @classmethod
     @abstractmethod
     def of(cls, asked: Asked) -> Task:
-        """Reads its files; what is wrong with them is told of here."""
+        """Reads the task's files and refuses faulty ones."""
 
     @abstractmethod
     def bind(self, llm: LLM) -> Bound: ...
 
 
 def window_of(asked: int | None, llm: LLM) -> int:
-    """Tokens."""
+    """The number of tokens in a window."""
     positions = llm.spec.max_positions
     window = min(WINDOW, positions) if asked is None else asked
     if not 4 <= window <= positions:
@@ -111,6 +111,6 @@ def window_of(asked: int | None, llm: LLM) -> int:
 
 
 def in_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Rows that are run together: neighbours in length, so many at once."""
+    """Groups of at most `size` rows to run together, neighbours in length."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     return [order[start : start + size] for start in range(0, len(order), size)]

@@ -1,5 +1,5 @@
-"""Summaries: articles, each with what a good summary says, in the JSONL that H2O's authors used. Greedy, up to "###"; the first
-line is the summary, and ROUGE says how many of its words and pairs of words are those of the good one."""
+"""Summaries: articles with reference summaries, in the JSONL that H2O's authors used. Generation is greedy, up to "###"; its
+first line is the summary, and ROUGE tells how many of its words and word pairs are those of the reference."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 KINDS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 ARTICLE, SUMMARIES = "article", ("summary_gt", "summary")
 STOP = "###"
-EXAMPLES = 100  # as many as the script of H2O's authors takes
+EXAMPLES = 100  # as in the script of H2O's authors
 
 
 @dataclass(frozen=True)
 class Article:
-    text: str  # with what the model is asked to do with it
+    text: str  # including the instruction to the model
     summary: str
 
 
@@ -94,11 +94,11 @@ class BoundXSum(Bound):
     gen_len: int
     eos_ids: frozenset[int]  # tokens that end a summary
     cut: int  # prompts that were too long
-    room: int  # tokens of a prompt
+    prompt_room: int  # the most tokens of a prompt
 
     @property
     def num_tokens(self) -> int:
-        """At most: a summary ends when it will."""
+        """An upper limit, since a summary may end early."""
         return len(self.prompts) * self.gen_len
 
     @property
@@ -113,7 +113,7 @@ class BoundXSum(Bound):
     @property
     def notes(self) -> tuple[str, ...]:
         first = f"{len(self.prompts)} articles, up to {self.gen_len} tokens for each summary"
-        where = f"the model's positions have room for: the beginnings of their texts are left out, down to {self.room} tokens"
+        where = f"the model's positions have room for: their beginnings are left out, down to {self.prompt_room} tokens"
         return (first, f"{self.cut} of {len(self.prompts)} articles are longer than {where}") if self.cut else (first,)
 
     def measure(self, llm: LLM, advance: Advance, reference: FullCache | None) -> tuple[Figure, ...]:
@@ -128,13 +128,13 @@ class BoundXSum(Bound):
 
 
 def _shortened(prompt: Sequence[int], room: int, start: int) -> tuple[int, ...]:
-    """The end says what is to be done, and how a text begins is what heads look at that find nothing: both stay."""
+    """Cuts the beginning, but not its start tokens, to which heads attend that find nothing; the end says what to do."""
     kept = min(start, room - 1)
     return tuple(prompt) if len(prompt) <= room else (*prompt[:kept], *prompt[len(prompt) - room + kept :])
 
 
 def first_line(text: str) -> str:
-    """That says anything."""
+    """The first line that is not blank."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 

@@ -17,6 +17,7 @@ from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.models.base import Given, computed
 from h2o_flexgen.planning.plan import Plan
 from tests.contract import Checkpoints, distinct_prompts
 from tests.policies.oracle import Head
@@ -69,12 +70,10 @@ def test_layer_by_layer_is_token_by_token(kind: str, policy: str, checkpoints: C
     with torch.inference_mode():
         for step in range(slots.gen_len):
             now, end = KVStep.of(slots, step, slots.capacity, torch.device("cpu")), prompt_len + step
-            hidden = model.embed(torch.tensor([text[end - 1 if step else 0 : end]]), now.positions, weights[0])
-            for layer in range(1, len(weights) - 1):
-                if layer in caches:
-                    hidden = model.attention(hidden, weights[layer], partial(caches[layer].attend, now))
-                else:
-                    hidden = model.mlp(hidden, weights[layer])
+            hidden = torch.tensor([text[end - 1 if step else 0 : end]])
+            for layer, one in enumerate(spec.layers[:-1]):
+                given = Given(now.positions, partial(caches[layer].attend, now)) if one.has_kv else Given(now.positions)
+                hidden = computed(model, one, hidden, weights[layer], given)
             count = slots.counts(step + 1)[0]
             kept.append([[sorted(head[:count].tolist()) for head in notes[layer].positions[0]] for layer in spec.kv_layers])
     with LLM(str(checkpoints.folder(kind)), dtype="float32") as llm:
