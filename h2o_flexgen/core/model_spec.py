@@ -51,21 +51,13 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Product:
-    """A matrix that a layer multiplies with."""
-
-    weight: str  # its name in the layer
-    share: float = 1.0  # of the tokens of a visit, that are multiplied with it: of k among n experts k / n
-
-
-@dataclass(frozen=True)
 class LayerSpec:
-    """One step of the schedule. It says itself what it is: neither planning nor the engine knows kinds of layers. Its functions
-    know a tensor by a name of their own, which `tensors` pairs with the tensor in the checkpoint."""
+    """One step of the schedule. It says itself what it is: neither planning nor the engine knows kinds of layers. Tensors go by
+    the names that its functions use, which `tensors` pairs with those of the checkpoint."""
 
     functions: tuple[str, ...]  # methods of the model, each on what the one before has made
     tensors: tuple[tuple[str, TensorSpec], ...]
-    products: tuple[Product, ...]
+    products: tuple[tuple[str, float], ...]  # matrices, and the share of a visit's tokens that meet each: k / n of n experts
     out_width: int  # values per token that it hands to the next layer
     block: int | None = None  # which decoder block it is of; None for what stands before and behind all blocks
     has_kv: bool = False
@@ -124,7 +116,7 @@ class LayerSpec:
     def multiplied(self) -> tuple[tuple[TensorSpec, float], ...]:
         """The matrices of its products, and the share of a visit's tokens that each is multiplied with."""
         tensors = dict(self.tensors)
-        return tuple((tensors[product.weight], product.share) for product in self.products)
+        return tuple((tensors[name], share) for name, share in self.products)
 
     @property
     def matrices(self) -> tuple[TensorSpec, ...]:

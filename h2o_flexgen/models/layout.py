@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, LayerSpec, Product, TensorSpec
+from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, LayerSpec, TensorSpec
 from h2o_flexgen.models.base import HeadFunction, LayerFunction
 
 MLP_STATES = 3  # of the inner width, at once: what goes up, the gate beside it, and what an activation makes of them
@@ -70,7 +70,7 @@ def layer(function: LayerFunction | HeadFunction, parameters: Parameters, out_wi
     return LayerSpec(
         functions=(function.__name__,),
         tensors=tuple((name, origin.tensor(name, one)) for name, one in parameters.items()),
-        products=tuple(Product(name, one.share) for name, one in parameters.items() if one.share),
+        products=tuple((name, one.share) for name, one in parameters.items() if one.share),
         out_width=out_width,
         block=origin.block,
     )
@@ -99,11 +99,8 @@ def in_order(
     embed: LayerSpec, blocks: int, parts: Callable[[int], Sequence[LayerSpec]], last: LayerSpec, sep_layer: bool
 ) -> tuple[LayerSpec, ...]:
     """Embedding, then the parts of each block (as layers of their own or as one layer), then the head."""
-    middle: list[LayerSpec] = []
-    for index in range(blocks):
-        own = parts(index)
-        middle += own if sep_layer else [_in_one(own)]
-    return (embed, *middle, last)
+    middle = (parts(index) if sep_layer else [_in_one(parts(index))] for index in range(blocks))
+    return (embed, *(layer for block in middle for layer in block), last)
 
 
 def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:

@@ -91,8 +91,9 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
 
     head_weight = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     outside = Origin(dtype, "model.", stored_as={"lm_head.weight": head_weight})
-    table = layout.table("embed_tokens", config.vocab_size, width)
+    embed = layout.embedding(Llama.embed, layout.table("embed_tokens", config.vocab_size, width), {}, width, outside)
     logits = layout.linear("lm_head", config.vocab_size, width, bias=False)
+    head = layout.head(Llama.head, layout.norm("norm", width, bias=False), logits, outside)
     return ModelSpec(
         name=name,
         architecture=config.model_type,
@@ -105,13 +106,7 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
         # within its window a text is attended like any other; longer ones are refused rather than computed otherwise
         max_positions=min(config.max_position_embeddings, traits.window or config.max_position_embeddings),
         dtype=dtype,
-        layers=layout.in_order(
-            layout.embedding(Llama.embed, table, {}, width, outside),
-            config.num_hidden_layers,
-            parts,
-            layout.head(Llama.head, layout.norm("norm", width, bias=False), logits, outside),
-            sep_layer,
-        ),
+        layers=layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer),
     )
 
 

@@ -63,8 +63,9 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
 
     head_weight = "gpt_neox.embed_in.weight" if config.tie_word_embeddings else "embed_out.weight"
     outside = Origin(dtype, "gpt_neox.", stored_as={"embed_out.weight": head_weight})
-    table = layout.table("embed_in", config.vocab_size, width)
+    embed = layout.embedding(NeoX.embed, layout.table("embed_in", config.vocab_size, width), {}, width, outside)
     logits = layout.linear("embed_out", config.vocab_size, width, bias=False)
+    head = layout.head(NeoX.head, layout.norm("final_layer_norm", width), logits, outside)
     return ModelSpec(
         name=name,
         architecture="gpt_neox",
@@ -76,13 +77,7 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
         vocab=config.vocab_size,
         max_positions=config.max_position_embeddings,
         dtype=dtype,
-        layers=layout.in_order(
-            layout.embedding(NeoX.embed, table, {}, width, outside),
-            config.num_hidden_layers,
-            parts,
-            layout.head(NeoX.head, layout.norm("final_layer_norm", width), logits, outside),
-            sep_layer,
-        ),
+        layers=layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer),
     )
 
 

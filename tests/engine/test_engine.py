@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ def test_no_layer_computes_a_row_that_has_ended(
     def count(name: str) -> None:
         function = getattr(Llama, name)
 
+        @wraps(function)  # layers name their functions
         def counted(self: Llama, hidden: torch.Tensor, *rest: Any) -> Any:
             computed[name] += hidden.shape[0]
             return function(self, hidden, *rest)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from h2o_flexgen.core.model_spec import ATTENTION_VISIT, LayerSpec, ModelSpec, Product, TensorSpec
+from h2o_flexgen.core.model_spec import ATTENTION_VISIT, LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.schedule.schedule import COMPUTE_LANE, Key, Task, Traffic
@@ -51,8 +51,8 @@ def tiny_spec(blocks: int = 2, width: int = 8, vocab: int = 50, tied: bool = Tru
     def tensor(name: str, *shape: int) -> TensorSpec:
         return TensorSpec(name, shape, itemsize=4, stored_itemsize=2)
 
-    def products(tensors: Sequence[tuple[str, TensorSpec]]) -> tuple[Product, ...]:
-        return tuple(Product(name) for name, one in tensors if len(one.shape) == 2)
+    def products(tensors: Sequence[tuple[str, TensorSpec]]) -> tuple[tuple[str, float], ...]:
+        return tuple((name, 1.0) for name, one in tensors if len(one.shape) == 2)
 
     embedding = tensor("embed", vocab, width)
     layers = [LayerSpec(("embed",), (("embed_tokens", embedding),), (), width, token_table="embed_tokens")]

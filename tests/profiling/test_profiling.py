@@ -198,14 +198,10 @@ def test_without_kernels_there_are_no_packed_products(monkeypatch: pytest.Monkey
     assert set(figures(*products.packed_products(CLOCK, "bfloat16", TINY))) == {"decoding group4", "decoding group8"}
 
 
-def test_values_are_counted_as_pricing_does() -> None:
+def test_values_are_those_around_the_products_of_blocks() -> None:
     calls = 4  # a second each, of attention and mlp of two models
-    counted = 0
-    for name in products.LAYERS_OF:
-        spec = products.small_model(name, "float32", TINY.hidden).spec
-        (block,) = Workload.uniform(1, 4, 2).blocks(1, 1)
-        pricing = Pricing(BlockPlan.of(spec, Plan(), block, False), replace(_FAST, values_per_s=1.0))
-        counted += sum(pricing._values(layer) for layer in spec.layers[1:-1])
+    specs = [products.small_model(name, "float32", TINY.hidden).spec for name in products.LAYERS_OF]
+    counted = sum(layer.values_around_products for spec in specs for layer in spec.layers if layer.block is not None)
     assert figures(products.values(CLOCK, "float32", TINY)) == {"values": TINY.prompt_tokens * counted / calls}
 
 
