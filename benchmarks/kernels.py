@@ -29,9 +29,8 @@ from torch.nn import functional
 
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.kernels.decode_attention import decode_attention_twin
+from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
 from h2o_flexgen.kernels.group_decode import group_decode_twin
-from h2o_flexgen.kernels.kept import Kept
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.kernels.operations import decode, decode_attention, encode, packed_product
 from h2o_flexgen.kv.cache import KVCache

@@ -6,16 +6,23 @@ The two differ in the last bits: C sums in another order, and keeps shares in fl
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.kept import Kept
 from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.quant.grouped import Grouped
 
 PACKED_KINDS = {Grouped(4).name: 2, Grouped(8).name: 3}  # counted on from plain values
+
+
+class Kept(NamedTuple):
+    """Keys or values of slots, (rows, kv_heads, slots, width): plain, or the bytes of a codec."""
+
+    data: Tensor
+    codec: str = PLAIN
 
 
 def decode_attention(q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,8 @@ from h2o_flexgen.core.kernel_table import (
     TAKE_SLOTS,
     choose,
 )
+from h2o_flexgen.kernels.decode_attention import Kept
 from h2o_flexgen.kernels.functions import FUNCTIONS, Function
-from h2o_flexgen.kernels.kept import Kept
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 

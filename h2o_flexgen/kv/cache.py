@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.kept import Kept
+from h2o_flexgen.kernels.decode_attention import Kept
 from h2o_flexgen.kernels.operations import decode_attention, prompt_attention, take_slots
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores

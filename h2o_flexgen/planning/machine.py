@@ -83,22 +83,18 @@ class Machine:
         return at_rows(self.packed_flops_per_s[kernel.price], rows)
 
     def decoding_rate(self, codec: str, value_bytes: float) -> float:
-        """Packed weights made values, per second."""
-        return self._unpacking_rate(self.decoded_values_per_s, codec, value_bytes)
+        """Packed weights made values, per second. A codec that was not measured is as slow as the slowest that was. Where none
+        was, a value takes as long as attention takes to read `value_bytes`, what is read and written for a value, in the memory
+        that is computed in."""
+        tier, measured = DEVICE if self.has_accelerator else HOST, self.decoded_values_per_s
+        in_memory = self.attention_bytes_per_s.get(tier, self.host_copy_per_s) / value_bytes
+        return measured.get(codec) or min(measured.values(), default=in_memory)
 
     def unpacking_rate(self, codec: str, value_bytes: float) -> float:
-        """Packed KV made values to attend to, per second. Where only its attention has a rate, the unpacking is in it."""
-        if codec in self.attention_flops_per_s:
-            return self.unpacked_values_per_s.get(codec, inf)
-        return self._unpacking_rate(self.unpacked_values_per_s, codec, value_bytes)
-
-    def _unpacking_rate(self, measured: Mapping[str, float], codec: str, value_bytes: float) -> float:
-        """A codec that was not measured is as slow as the slowest that was. Where none was, a value takes as long as attention
-        takes to read `value_bytes`, what is read and written for a value, in the memory that is computed in."""
-        if codec in measured:
-            return measured[codec]
-        tier = DEVICE if self.has_accelerator else HOST
-        return min(measured.values(), default=self.attention_bytes_per_s.get(tier, self.host_copy_per_s) / value_bytes)
+        """Packed KV made values to attend to, per second: as weights, where neither this nor its attention was measured. Where
+        only its attention was, the unpacking is in that."""
+        unmeasured = inf if codec in self.attention_flops_per_s else self.decoding_rate(codec, value_bytes)
+        return self.unpacked_values_per_s.get(codec, unmeasured)
 
     def bandwidth(self, lane: str, pinned: bool = True) -> float:
         """Bytes per second of a lane that moves data. Without an accelerator "load" and "store" lead to the disk only."""

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import decode_attention_twin
-from h2o_flexgen.kernels.kept import Kept
+from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
 from h2o_flexgen.kernels.operations import decode_attention
 from h2o_flexgen.kv.coding import Coding
 from tests.kernels.variants import VARIANTS, used
