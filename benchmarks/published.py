@@ -67,12 +67,18 @@ class Published:
     tokens_per_second: float
     options: Mapping[str, Any] = field(default_factory=dict)
     ran_tokens: int | None = None  # the decode was projected from so many; None: it was run to its end
-    outside: tuple[float, str] | None = None  # the ratio of a row that the model misses, and why it does
+    outside: tuple[float, str] | None = None  # where the tolerance is missed: how far the ratio may go, and why
     seconds: tuple[float, float] | None = None  # of prompts and of the decode, where they are known too
 
     @property
     def rows(self) -> int:
         return self.batches[0] * self.batches[1]
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """What the ratio of priced to published has to lie in."""
+        far = 1.0 if self.outside is None else self.outside[0]
+        return min(1 - TOLERANCE, far), max(1 + TOLERANCE, far)
 
     def plan(self, schedule: str, **options: Any) -> Plan:
         size, count = self.batches
@@ -118,7 +124,7 @@ ROWS = (
         1.12,
         {**PACKED_WEIGHTS, **PACKED_KV, **UNPINNED},
         FIRST_STEP,
-        (1.27, DECODED_AGAIN),
+        (1.4, DECODED_AGAIN),
     ),
     Published(REMARK, "FlexGen", "opt-6.7b", (4, 1), ON_DEVICE, (256, 32), 53.29),
     Published(REMARK, "FlexGen", "opt-30b", (160, 2), (10, 90, 0, 100, 0, 100), (256, 32), 16.01, BESIDE_KV, FIRST_STEP),
@@ -133,14 +139,14 @@ ROWS = (
         0.27,
         {**BESIDE_KV, **UNPINNED},
         FIRST_STEP,
-        (0.77, IN_TURN),
+        (0.7, IN_TURN),
     ),
     Published(ABLATION, "no CPU attention", "opt-175b", (32, 8), HALF_ON_DISK, (512, 32), 0.62, UNPINNED, FIRST_STEP),
     Published(
-        ABLATION, "no CPU attention", "opt-30b", (48, 3), MOSTLY_HOST, (512, 32), 4.03, {}, FIRST_STEP, (1.68, UNPINNED_KV)
+        ABLATION, "no CPU attention", "opt-30b", (48, 3), MOSTLY_HOST, (512, 32), 4.03, {}, FIRST_STEP, (2.0, UNPINNED_KV)
     ),
     Published(ABLATION, "DeepSpeed's plan", "opt-30b", (8, 1), (0, 100, 100, 0, 100, 0), (512, 32), 1.57, {}, FIRST_STEP),
-    Published(H2O, "FlexGen", "opt-6.7b", (2, 1), ON_DEVICE, (512, 32), 20.2, {}, 8, (1.26, SAME_RUN)),
+    Published(H2O, "FlexGen", "opt-6.7b", (2, 1), ON_DEVICE, (512, 32), 20.2, {}, 8, (1.4, SAME_RUN)),
     Published(H2O, "FlexGen", "opt-6.7b", (1, 1), ON_DEVICE, (512, 512), 16.8, {}, 128),
     Published(H2O, "FlexGen", "opt-6.7b", (1, 1), ON_DEVICE, (512, 1024), 16.9, {}, 128),
     Published(H2O, "FlexGen", "opt-30b", (48, 3), MOSTLY_HOST, (512, 32), 8.1, BESIDE_KV, FIRST_STEP),
@@ -310,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     print("| | model | batches | prompt + generated | published | priced | ratio | whole run |\n|" + "---|" * 8)
     for row in rows:
-        mark = " *" if row["outside"] else ""
+        mark = " *" if abs(row["ratio"] - 1) > TOLERANCE else ""
         print(
             f"| {row['name']} | {row['model']} | {row['batches'][0]} x {row['batches'][1]} | "
             f"{row['lengths'][0]} + {row['lengths'][1]} | {row['tokens_per_second']:.4g} | "

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from h2o_flexgen.sampling.output import Completion, StepLogprobs, TokenLogprob
     from h2o_flexgen.sampling.params import SamplingParams
 
+__version__ = "0.1.0"  # pyproject.toml reads it here
+
 _MODULES = {
     "LLM": "llm",
     "Stats": "llm",

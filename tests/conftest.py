@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for a `fuzz_seed` is run for as many as --plans says; they go on where the default run's end."""
     if "fuzz_seed" in metafunc.fixturenames:
         metafunc.parametrize("fuzz_seed", range(30, 30 + metafunc.config.getoption("--plans")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def what_was_imported_is_not_searched() -> None:
+    """Nor is it garbage: an engine that gives its memory back would look through all of it each time."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

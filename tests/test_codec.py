@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,9 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.schedule import Key, Op
 from tests.contract import Case, Checkpoints, compare, generate_with
 from tests.inverted import TRAILER, Inverted, opened_inverted
+from tests.pairwise import on_devices
 from tests.planning.test_machine import SMALL
-from tests.test_contract import CHOICES, EQUAL, MANY, MIXES, RAGGED, covering
+from tests.test_contract import CHOICES, EQUAL, MANY, MIXES, RAGGED
 
 ON_DISK, IN_MEMORY = (MIXES[2], MIXES[3], MIXES[6]), ((100, 0, 0, 0, 0, 0), (0, 100, 0, 50, 0, 50), (40, 60, 100, 0, 100, 0))
 CASES = {name: choices for name, choices in CHOICES.items() if name not in ("overlap", "weight_codec", "kv_codec")} | {
@@ -28,21 +30,20 @@ CASES = {name: choices for name, choices in CHOICES.items() if name not in ("ove
 }
 
 
-@pytest.mark.parametrize("values", list(covering(CASES)))
+@pytest.mark.parametrize("values", on_devices(CASES))
 def test_tokens_and_logits_equal_the_resident_loop_when_weights_come_from_a_packed_file(
-    values: dict[str, object], any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    case = Case(device=any_device, **values)  # type: ignore[arg-type]
+    case = Case(**values)
     with opened_inverted(case, checkpoints, offload) as llm:
         compare(replace(case, weight_codec=Inverted.name), checkpoints, *generate_with(llm, case))
 
 
-@pytest.mark.parametrize("percent", [*ON_DISK, IN_MEMORY[1]])
-@pytest.mark.parametrize("schedule", CHOICES["schedule"])
+@pytest.mark.parametrize("values", on_devices({"schedule": CHOICES["schedule"], "percent": (*ON_DISK, IN_MEMORY[1])}))
 def test_a_run_moves_the_bytes_of_the_codec(
-    percent: tuple[float, ...], schedule: str, any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    case = Case("llama-gqa", percent, MANY, device=any_device, schedule=schedule)
+    case = Case("llama-gqa", lengths=MANY, **values)
     with opened_inverted(case, checkpoints, offload) as llm:
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         workload = Workload(case.lengths, case.gen_len)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.quant.codec import PLAIN
 from tests.contract import POLICIES, Case, Checkpoints, compare, generate_with, hold_contract
+from tests.pairwise import in_turn, on_devices
 from tests.reference import reference_generate
 from tests.resident import resident_generate
 
@@ -47,107 +46,60 @@ CHOICES = {
 }
 
 
-def covering(choices: Mapping[str, Sequence[object]], seed: int = 0, tries: int = 40) -> Iterator[dict[str, object]]:
-    """Cases in which every two values of any two choices meet at least once: of random ones those that bring most new pairs."""
-    random, names = Random(seed), list(choices)
-    missing = {
-        ((one, first), (other, second))
-        for one, other in itertools.combinations(names, 2)
-        for first, second in itertools.product(choices[one], choices[other])
-    }
-    while missing:
-        wanted = dict(min(missing, key=str))
-        drawn = [{name: wanted.get(name, random.choice(choices[name])) for name in names} for _ in range(tries)]
-        best = max(drawn, key=lambda case: len(missing & _pairs(case)))
-        missing -= _pairs(best)
-        yield best
-
-
-def _pairs(case: dict[str, object]) -> set[object]:
-    return set(itertools.combinations(case.items(), 2))
-
-
-@pytest.mark.parametrize("values", list(covering(CHOICES)))
+@pytest.mark.parametrize("values", on_devices(CHOICES))
 def test_tokens_and_logits_equal_the_resident_loop_for_every_pair_of_choices(
-    values: dict[str, object], any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    hold_contract(Case(device=any_device, **values), checkpoints, offload)  # type: ignore[arg-type]
+    hold_contract(Case(**values), checkpoints, offload)
 
 
 TIERS = ((100, 0), (0, 100), (0, 0))
 
 
-@pytest.mark.parametrize("hidden", TIERS)
-@pytest.mark.parametrize("kv", TIERS)
-@pytest.mark.parametrize("weights", TIERS)
+@pytest.mark.parametrize("values", in_turn({"weights": TIERS, "kv": TIERS, "hidden": TIERS}))
 def test_every_tier_for_each_kind_of_data(
-    weights: tuple[int, int],
-    kv: tuple[int, int],
-    hidden: tuple[int, int],
-    any_device: str,
-    checkpoints: Checkpoints,
-    offload: Path,
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    case = Case("llama-gqa", (*weights, *kv, *hidden), lengths=RAGGED, num_gpu_batches=3, device=any_device)
-    hold_contract(case, checkpoints, offload)
+    percent = (*values["weights"], *values["kv"], *values["hidden"])
+    hold_contract(Case("llama-gqa", percent, RAGGED, num_gpu_batches=3, device=values["device"]), checkpoints, offload)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 5])
-@pytest.mark.parametrize("num_gpu_batches", [1, 2, 4])
-@pytest.mark.parametrize("gen_len", [1, 2, 6])
+@pytest.mark.parametrize("values", in_turn({"slots": (1, 2, 3, 5), "num_gpu_batches": (1, 2, 4), "gen_len": (1, 2, 6)}))
 def test_every_number_of_slots_batches_and_steps_with_all_on_disk(
-    slots: int, num_gpu_batches: int, gen_len: int, any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    case = Case(
-        percent=(0, 0, 0, 0, 0, 0),
-        lengths=MANY,
-        gen_len=gen_len,
-        gpu_batch_size=3,
-        num_gpu_batches=num_gpu_batches,
-        slots=slots,
-        device=any_device,
-    )
-    hold_contract(case, checkpoints, offload)
+    hold_contract(Case(percent=(0, 0, 0, 0, 0, 0), lengths=MANY, gpu_batch_size=3, **values), checkpoints, offload)
 
 
-@pytest.mark.parametrize(
-    ("stored", "dtype"),
-    [
-        ("float16", "float32"),
-        ("bfloat16", "float32"),
-        ("float32", "bfloat16"),
-        ("bfloat16", "bfloat16"),
-        ("float16", "bfloat16"),
-    ],
-)
-@pytest.mark.parametrize("percent", [MIXES[0], MIXES[2], MIXES[3]])
+TYPES = {
+    "stored": ("float32", "float16", "bfloat16"),
+    "dtype": ("float32", "bfloat16"),
+    "percent": (MIXES[0], MIXES[2], MIXES[3]),
+}
+
+
+@pytest.mark.parametrize("values", on_devices(TYPES))
 def test_every_stored_and_computed_type(
-    stored: str, dtype: str, percent: tuple[float, ...], any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    case = Case("neox-parallel", percent, num_gpu_batches=3, device=any_device, stored=stored, dtype=dtype)
-    hold_contract(case, checkpoints, offload)
+    hold_contract(Case("neox-parallel", num_gpu_batches=3, **values), checkpoints, offload)
 
 
 def test_a_single_prompt_of_a_single_token(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
     hold_contract(Case(percent=MIXES[2], lengths=(1,), gen_len=3, device=any_device), checkpoints, offload)
 
 
-@pytest.mark.parametrize("percent", [MIXES[2], MIXES[3], (0, 50, 0, 60, 0, 50)])
-@pytest.mark.parametrize(("num_gpu_batches", "slots"), [(1, 1), (1, 3), (3, 2), (4, 3)])
+HELD = {"percent": (MIXES[2], MIXES[3], (0, 50, 0, 60, 0, 50)), "num_gpu_batches": (1, 3, 4), "slots": (1, 2, 3)}
+
+
+@pytest.mark.parametrize("values", on_devices(HELD))
 def test_nothing_depends_on_what_memory_held_before(
-    percent: tuple[float, ...],
-    num_gpu_batches: int,
-    slots: int,
-    any_device: str,
-    checkpoints: Checkpoints,
-    offload: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regions are used again for other things. Here all are full of NaN when they are handed out."""
     for tier in (HostTier, DeviceTier):
         monkeypatch.setattr(tier, "alloc", poisoned(tier.alloc))
-    case = Case("llama-gqa", percent, MANY, num_gpu_batches=num_gpu_batches, slots=slots, device=any_device)
-    hold_contract(case, checkpoints, offload)
+    hold_contract(Case("llama-gqa", lengths=MANY, **values), checkpoints, offload)
 
 
 def poisoned(alloc: Callable[[Any, int], Tensor]) -> Callable[[Any, int], Tensor]:

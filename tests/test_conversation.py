@@ -24,11 +24,12 @@ from h2o_flexgen.planning.footprint import Request
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.contract import POLICIES, Case, Checkpoints, distinct_prompts, recorded_logits
+from tests.pairwise import on_devices
 from tests.resident import resident_talk
-from tests.test_contract import MIXES, covering
+from tests.test_contract import MIXES
 
-STEPS, CONTEXT = 5, 100
-TURNS = distinct_prompts((7, 3, 11, 1, 4))
+STEPS, CONTEXT = 3, 100
+TURNS = distinct_prompts((7, 4, 1, 11))  # more than a piece of prompts has, just as many, a single one
 GREEDY = SamplingParams(max_tokens=STEPS, ignore_eos=True)
 ROLLING = (("kv_policy", "h2o"), ("heavy", 5), ("recent", 3), ("positions", "rolling"))
 LIVING = [policy for policy in POLICIES if ("hh_prompt_only", True) not in policy]
@@ -68,19 +69,16 @@ def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
                 assert torch.equal(logits[step, number], wanted[step][0]), f"turn {number}, step {step}: {case}"
 
 
-@pytest.mark.parametrize("values", list(covering(CHOICES)))
+@pytest.mark.parametrize("values", on_devices(CHOICES))
 def test_turns_equal_the_resident_loop_for_every_pair_of_choices(
-    values: dict[str, Any], any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    hold_contract(Case(device=any_device, **values), checkpoints, offload)
+    hold_contract(Case(**values), checkpoints, offload)
 
 
-@pytest.mark.parametrize("percent", [MIXES[0], MIXES[1], MIXES[2]])
-@pytest.mark.parametrize("kind", ["llama-gqa", "neox-parallel"])
-def test_rolling_turns_too(
-    kind: str, percent: tuple[int, ...], any_device: str, checkpoints: Checkpoints, offload: Path
-) -> None:
-    hold_contract(Case(kind, percent, device=any_device, policy=ROLLING, prefill_tokens=6), checkpoints, offload)
+@pytest.mark.parametrize("values", on_devices({"kind": ("llama-gqa", "neox-parallel"), "percent": MIXES[:3]}))
+def test_rolling_turns_too(values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
+    hold_contract(Case(policy=ROLLING, prefill_tokens=6, **values), checkpoints, offload)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 512])
@@ -140,13 +138,12 @@ def test_a_reset_conversation_begins_anew(percent: tuple[int, ...], checkpoints:
 # -- ends ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("percent", [MIXES[0], MIXES[2], MIXES[3]])
-@pytest.mark.parametrize("policy", [(), ROLLING])
+@pytest.mark.parametrize("values", on_devices({"policy": ((), ROLLING), "percent": (MIXES[0], MIXES[2], MIXES[3])}))
 def test_a_reply_that_is_stopped_leaves_a_text_that_goes_on(
-    policy: tuple[tuple[str, Any], ...], percent: tuple[int, ...], any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
     """As if two tokens were all that had been asked for: what was under way is stored, what was ahead is not."""
-    said, case = [], Case("llama-gqa", percent, device=any_device, policy=policy, prefill_tokens=4)
+    said, case = [], Case("llama-gqa", prefill_tokens=4, **values)
     for limit in (2, 30):
         with case.open(checkpoints, offload) as llm, llm.converse(60) as talk:
             heard: list[str] = []
@@ -172,7 +169,7 @@ def test_a_stop_token_ends_a_reply_and_the_text_goes_on_behind_it(checkpoints: C
 
 def test_a_full_conversation_says_so_and_can_be_reset(checkpoints: Checkpoints, offload: Path) -> None:
     with Case("llama-gqa").open(checkpoints, offload) as llm, llm.converse(context=20) as talk:
-        talk.reply(list(range(10)), GREEDY)  # 14 of 20
+        talk.reply(list(range(12)), GREEDY)  # 14 of 20
         reply = talk.reply([1, 2], replace(GREEDY, max_tokens=100))  # 1 + 2 more are read, and four generated behind them
         assert reply.fills_context and len(reply.completion.token_ids) == 4
         assert talk.seen == 20

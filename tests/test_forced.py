@@ -17,6 +17,7 @@ from h2o_flexgen.schedule.schedule import Op
 from tests import tiny
 from tests.contract import POLICIES, Case, Checkpoints, Logits, generate_with
 from tests.engine.test_shrink import case_of, fail_at, same
+from tests.pairwise import in_turn
 from tests.resident import resident_generate
 
 ON_DEVICE, ON_HOST, ON_DISK, MIXED = (100, 0) * 3, (0, 100) * 3, (0, 0) * 3, (30, 30, 20, 50, 40, 30)
@@ -56,11 +57,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("values", in_turn({"case": CASES}))
 def test_greedy_tokens_that_are_forced_change_nothing(
-    case: Case, any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    case = replace(case, device=any_device)
+    case = replace(values["case"], device=values["device"])
     with case.open(checkpoints, offload) as llm:
         free, logits = generate_with(llm, case)
         for count in (case.gen_len, 2, 0):

@@ -1,13 +1,22 @@
-"""The public names: all there, documented by the type checker, and imported on first use only."""
+"""The package: its public names, and what somebody has who installs it from a source distribution, without the repository."""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import subprocess
 import sys
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
 
 import pytest
 
 import h2o_flexgen
+from h2o_flexgen.lm_eval import CLASS, NAME
+from tests.test_project import FILES, ROOT
+
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"  # as pip would
 
 
 @pytest.mark.parametrize("name", h2o_flexgen.__all__)
@@ -24,3 +33,82 @@ def test_an_unknown_name_is_an_error_of_the_usual_kind() -> None:
 def test_plans_can_be_made_without_torch() -> None:
     code = "import sys\nfrom h2o_flexgen import Plan, Workload, Completion, Machine\nprint('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+# -- installed -------------------------------------------------------------------------------------------------------------
+
+
+def python(*words: str, folder: Path, **environment: str) -> str:
+    command, everything = [sys.executable, *words], os.environ | environment
+    run = subprocess.run(command, cwd=folder, env=everything, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What pip makes of a source distribution, in a folder of its own. Kernels are not optimised: that takes a minute."""
+    source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("made")
+    for file in FILES:
+        copy = source / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy)
+    archive = made / python("-c", BUILD, str(made), folder=source).splitlines()[-1]
+    shutil.rmtree(source)
+    offline = ("--no-index", "--no-deps", "--no-build-isolation", "--no-cache-dir", "--no-compile")
+    words = ("-m", "pip", "install", "-q", *offline, "--target", str(made / "target"), str(archive))
+    python(*words, folder=made, CFLAGS="-O0")
+    return made / "target"
+
+
+@pytest.fixture(scope="module")
+def metadata(installed: Path) -> Distribution:
+    (found,) = distributions(path=[str(installed)])
+    return found
+
+
+def test_the_installation_says_what_it_is(metadata: Distribution) -> None:
+    said = metadata.metadata
+    assert (said["Name"], said["Version"]) == ("h2o_flexgen", h2o_flexgen.__version__)
+    assert (said["License-Expression"], said["License-File"], said["Requires-Python"]) == ("Apache-2.0", "LICENSE", ">=3.10")
+    assert said.get_all("Project-URL") is None
+    assert said["Description"].lstrip().startswith("# h2o_flexgen")
+    assert set(said.get_all("Provides-Extra") or ()) == {"test", "eval", "plot", "bench"}
+
+
+def test_the_installation_registers_a_command_and_the_harnesss_model(metadata: Distribution, installed: Path) -> None:
+    found = {(point.group, point.name): point.value for point in metadata.entry_points}
+    assert found == {("console_scripts", "h2o-flexgen"): "h2o_flexgen.cli.main:main", ("lm_eval.models", NAME): CLASS}
+    assert (installed / "bin" / "h2o-flexgen").is_file()
+
+
+def test_all_that_the_package_reads_travels_with_it(installed: Path) -> None:
+    package = installed / "h2o_flexgen"
+    assert (package / "py.typed").is_file()
+    for source, there in ((ROOT / "configs", package / "configs"), (ROOT / "h2o_flexgen", package)):
+        wanted = {file.relative_to(source) for file in FILES if file.is_relative_to(source)}
+        assert wanted - {file.relative_to(there) for file in there.rglob("*")} == set()
+
+
+def test_nothing_else_is_installed(installed: Path) -> None:
+    assert {path.name for path in installed.iterdir() if path.suffix != ".dist-info"} == {"h2o_flexgen", "bin"}
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler here")
+def test_the_kernels_are_built_from_the_source_distribution(installed: Path) -> None:
+    built = {file.name.split(".")[0] for file in (installed / "h2o_flexgen" / "kernels").glob("*.so")}
+    assert "_baseline" in built
+
+
+def test_the_help_a_plan_and_a_run_work_from_another_folder(installed: Path, tmp_path: Path) -> None:
+    where = {"folder": tmp_path, "PYTHONPATH": str(installed)}
+    place = python("-c", "import h2o_flexgen; print(h2o_flexgen.__file__)", **where)
+    assert Path(place.strip()).is_relative_to(installed)
+    assert "python -m h2o_flexgen.run" in python("-m", "h2o_flexgen.run", "--help", **where)
+    shapes = "--model facebook/opt-6.7b --machine t4-gcp --evaluate --percent 0 100 100 0 100 0"
+    plan = json.loads(python("-m", "h2o_flexgen.plan", *shapes.split(), **where).splitlines()[-1])
+    assert plan["machine"] == "t4-gcp" and plan["predicted"]["tokens_per_second"] > 0
+    run = json.loads(python("-m", "h2o_flexgen.run", "--gen-len", "3", **where).splitlines()[-1])
+    assert run["model"] == "demo" and run["generated_tokens"] > 0
+    if shutil.which("cc"):
+        assert run["kernels"].startswith("C (")

@@ -119,26 +119,11 @@ def test_the_reader_of_file_trees_puts_names_into_their_folders() -> None:
     assert tree_paths(tree) == ["a/", "a/b.py", "a/c/", "a/c/d.py", "e/", "f"]
 
 
-# -- packaging ---------------------------------------------------------------------------------------------------------
-
-
-def setup_arguments() -> dict[str, ast.expr]:
-    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setup"]
-    assert len(calls) == 1
-    return {str(keyword.arg): keyword.value for keyword in calls[0].keywords}
-
-
-def test_the_version_is_three_numbers_in_setup() -> None:
-    assert re.fullmatch(r"\d+\.\d+\.\d+", ast.literal_eval(setup_arguments()["version"]))
-
-
 def test_the_licence_is_apache_2_in_full() -> None:
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
     assert text.split()[:4] == ["Apache", "License", "Version", "2.0,"]
     assert [number for number in range(1, 10) if f"\n   {number}. " not in text] == []
     assert "END OF TERMS AND CONDITIONS" in text
-    assert ast.literal_eval(setup_arguments()["license"]) == "Apache-2.0"
 
 
 # -- every file --------------------------------------------------------------------------------------------------------

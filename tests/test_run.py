@@ -29,6 +29,7 @@ from tests.patience import PATIENCE_SECONDS
 from tests.signals import as_in_a_terminal
 from tests.tiny import POSITIONS, save_tiny
 
+IN_MEMORY = ("--percent", "0", "100", "0", "100", "0", "100")
 DISK_HEAVY = ("--percent", "0", "30", "0", "40", "0", "50")
 SEARCHED = ("--machine", "cpu-2core", "--cpu-mem", "100GB")
 BYTES = ("--tokenizer", "bytes")  # a tiny model comes without a tokenizer
@@ -87,6 +88,12 @@ def nothing_left_running() -> Any:
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture(autouse=True)
+def few_weights_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tiny layers it would take thousands to outgrow a processor's caches."""
+    monkeypatch.setattr(measure, "WEIGHT_BYTES_AT_LEAST", 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -881,7 +888,7 @@ def test_what_was_asked_to_be_kept_is_told_in_slots(command: Any, opt: Path) -> 
 
 
 def test_the_full_cache_says_so(command: Any, opt: Path) -> None:
-    done = command("--model", opt, "--prompt-len", 20, "--gen-len", 11, "--dry-run")
+    done = command("--model", opt, "--prompt-len", 20, "--gen-len", 11, *IN_MEMORY, "--dry-run")
     assert done.json["kept"]["policy"] == "full" and not done.json["kept"]["evicts"]
     assert "full keeps all 30 tokens of a row" in "\n".join(done.out)
 
@@ -917,7 +924,7 @@ def test_fewer_bits_say_what_is_packed_and_move_what_was_predicted(
 
 def test_random_weights_can_be_packed_too(command: Any) -> None:
     """They are not kept, so nothing is written to the cache."""
-    result = command("--model", "facebook/opt-125m", "--dummy-weights", "--compress-weight", "8", "--dry-run")
+    result = command("--model", "facebook/opt-125m", "--dummy-weights", "--compress-weight", "8", *IN_MEMORY, "--dry-run")
     assert result.status == 0 and result.json["bytes_to_pack"] == 0
     assert result.json["plan"]["weight_codec"] == "group8"
 

@@ -23,6 +23,7 @@ from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests import tiny
 from tests.contract import POLICIES, Case, Checkpoints
 from tests.engine.test_shrink import fail_at
+from tests.pairwise import in_turn
 
 Pairs = list[tuple[list[int], list[int]]]
 ON_DISK, MIXED = (0, 0) * 3, (30, 30, 20, 50, 40, 30)
@@ -65,13 +66,13 @@ def near(these: Sequence[Scored], those: Sequence[Scored], tolerance: float = 1e
     return True
 
 
-@pytest.mark.parametrize("case", PLANS, ids=str)
+@pytest.mark.parametrize("values", in_turn({"plan": PLANS}))
 def test_scores_are_those_of_transformers_in_one_pass_and_token_by_token(
-    case: Case, any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    pairs = ragged_pairs()
+    pairs, case = ragged_pairs(), replace(values["plan"], device=values["device"])
     wanted = by_transformers(checkpoints, case.kind, pairs)
-    with replace(case, device=any_device).open(checkpoints, offload) as llm:
+    with case.open(checkpoints, offload) as llm:
         assert near(llm.score(pairs), wanted) and near(llm.score(pairs, by="prefill"), wanted)
         assert llm.stats is not None and (llm.stats.num_prompts, llm.stats.generated_tokens) == (len(pairs), 0)
         assert near(llm.score(pairs, by="decode"), wanted)
@@ -130,7 +131,7 @@ def test_what_logits_of_many_positions_hold_is_counted(checkpoints: Checkpoints,
 def test_a_score_with_eviction_is_that_of_forced_tokens_and_depends_on_no_other_pair(
     policy: tuple[tuple[str, Any], ...], checkpoints: Checkpoints, offload: Path
 ) -> None:
-    pairs = ragged_pairs()
+    pairs = ragged_pairs(count=5)
     with Case("llama-gqa", MIXED, policy=policy).open(checkpoints, offload) as llm:
         scored = llm.score(pairs)
         for index, (before, after) in enumerate(pairs):

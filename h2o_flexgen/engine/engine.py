@@ -148,7 +148,7 @@ class Engine:
         kv: KVStore | None = None,
         may_run_out: bool = False,
     ) -> BlockRun:
-        """Runs one block. `rows` are all rows of the workload, in input order; `until` ends the run early at a task; `kv`
+        """Runs one block. `rows` are all rows of the workload, in input order; `stop_at` ends the run early at a task; `kv`
         holds what an earlier block has left. Want of memory is an error, unless it `may_run_out`: then it ends the block, all
         that was held for it is given back, and the `shortage` is told."""
         refuse_forked(self._process, f"the engine of {self._spec.name}")

@@ -1,4 +1,4 @@
-"""PlannedBlock: a block under a plan, with all that follows from the two: what lies where, and in which order it is done.
+"""BlockPlan: a block under a plan, with all that follows from the two: what lies where, and in which order it is done.
 
 Engine, footprint, cost, command line and benchmarks start from this one object.
 """

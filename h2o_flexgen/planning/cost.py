@@ -164,7 +164,7 @@ class Cost:
 
 
 def predicted_bytes(blocks: Iterable[BlockPlan], stop_at: Callable[[Task], bool] | None = None) -> dict[str, int]:
-    """What a run of these blocks moves, lane by lane, when no row finishes early; with `until`, of runs that end at a task."""
+    """What a run of these blocks moves, lane by lane, when no row finishes early; `stop_at` ends the run at a task."""
     total: Counter[str] = Counter()
     alike: dict[object, list[BlockPlan]] = defaultdict(list)
     for block in blocks:

@@ -1,1 +1,1 @@
-"""Everything that measures a machine."""
+"""Profiling: everything that measures a machine."""

@@ -1,7 +1,7 @@
-"""A profile that is measured in a process of its own. Measuring takes gigabytes and leaves a heap that the C library does not
-give back: neither may count as memory of the run that comes next, nor change what fits beside it.
+"""Profiles in a process of their own. Measuring takes gigabytes and leaves a heap that the C library does not give back: it
+should neither count as memory of the run that comes next, nor change what fits beside it.
 
-The process is given its task as JSON, tells how far it is line by line, and ends with the machine or with what went wrong.
+The process reads its task as JSON, reports progress line by line, and ends with the machine or with an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ sys.path[:] = asked.pop("path")
 from h2o_flexgen.profiling.apart import answer
 sys.exit(answer(**asked))
 """
-SECONDS_BETWEEN_LINES = 0.2  # inside of a measurement: whoever reads them must not be what is measured
+SECONDS_BETWEEN_LINES = 0.2  # inside a measurement, so that reading them does not disturb it
 KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "MemoryError": MemoryError, "OSError": OSError}
 STOPPED = 1
 
@@ -48,7 +48,7 @@ def profile_apart(
     on_subject: OnSubject | None = None,
     partial: Path | None = None,
 ) -> Machine:
-    """Does what `profile` does, in another process. However this ends, that process ends too."""
+    """Does the work of `profile` in another process, which ends when this call does, however that is."""
     asked = {
         "path": sys.path,
         "device": str(device.torch_device),
@@ -86,17 +86,17 @@ def _started(asked: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
                 stdin.write(json.dumps(asked) + "\n")
             yield process
         finally:
-            process.terminate()  # one that has ended does not mind
+            process.terminate()  # has no effect on one that has ended
             process.wait()
 
 
 def answer(
     device: str, folder: str, name: str, dtype: str | None, sizes: dict[str, Any], threads: int, partial: str | None
 ) -> int:
-    """What the other process does. It ends when it is told to, or when nobody reads what it says any more."""
+    """The other process's work. It ends when told to, or when nobody reads its output any more."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = sys.stdout
-    sys.stdout = sys.stderr  # for whatever a library prints
+    sys.stdout = sys.stderr  # for anything that libraries print
     torch.set_num_threads(threads)
     how = Sizes(**{key: _as_given(value) for key, value in sizes.items()})
     place = None if partial is None else Path(partial)
@@ -108,7 +108,7 @@ def answer(
     except tuple(KINDS.values()) as error:
         _tell_the_last(out, "error", next(kind for kind, one in KINDS.items() if isinstance(error, one)), str(error))
         return STOPPED
-    except RuntimeError as error:  # torch's want of memory is none of them
+    except RuntimeError as error:  # torch's lack of memory is none of the KINDS
         if (shortage := shortage_of(error)) is None:
             raise
         _tell_the_last(out, "error", MemoryError.__name__, shortage.reason)
@@ -117,18 +117,18 @@ def answer(
 
 
 def _tell_the_last(out: IO[str], *words: object) -> None:
-    """Who has heard it ends this process, at once: nothing is left that would have to be cleaned up."""
+    """Sends the last line, after which the reader may end this process: nothing has to be cleaned up."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _say(out, *words)
 
 
 def _as_given(value: Any) -> Any:
-    """JSON knows no tuples."""
+    """Turns lists back into tuples, which JSON does not know."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _telling(out: IO[str]) -> Callable[[str, int, int], None]:
-    last = [-1, 0.0]  # what was told of, and when
+    last = [-1, 0.0]  # the count that was reported last, and when
 
     def tell(title: str, done: int, total: int) -> None:
         now = time.monotonic()

@@ -1,5 +1,5 @@
-"""Attention, through the cache that a run attends with: of a step, bound by what it reads or by what it computes, and of
-prompts, with scores and without."""
+"""Attention rates, through the cache that a run uses: of decode steps, bound by reading or by computing, and of prompts, with
+and without scores."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from h2o_flexgen.quant.codec import PACKED, PLAIN
 
 READING, COMPUTING, PROMPTS = "attention_bytes", "attention_flops", "prompt_flops"
 UNPACKING, HEAD = "unpacked_values", "head_seconds"
-SHORTER = 16  # times: texts that are short for what a head costs beside its slots
-SMALL_SHARE, SMALLEST_SECONDS = 0.02, 1e-9  # where one of two measurements was disturbed: no figure is 0 or below
-BUDGET = 0.2  # of a policy that evicts
+SHORTER = 16  # how many times shorter texts must be to show what a head costs beside its slots
+SMALL_SHARE, SMALLEST_SECONDS = 0.02, 1e-9  # lower bounds, in case one of two measurements was disturbed
+BUDGET = 0.2  # for a policy that evicts
 STEP = 1
 
 
@@ -41,7 +41,7 @@ class Heads:
 
 
 def decode_reading(clock: Clock, dtype: str, sizes: Sizes) -> list[Subject]:
-    """A key for each query: as many bytes as possible for what is computed. On each tier that KV is attended on."""
+    """One query per key, to read as many bytes as possible for what is computed, on each tier where KV is attended to."""
     heads = Heads(sizes.heads, sizes.heads, sizes.head_dim)
     tiers = {HOST: Device(), **({DEVICE: clock.device} if clock.device.accelerator else {})}
     return [_decode_reading(replace(clock, device=device), tier, heads, dtype, sizes) for tier, device in tiers.items()]
@@ -54,7 +54,7 @@ def _decode_reading(clock: Clock, tier: str, heads: Heads, dtype: str, sizes: Si
 
 
 def decode_computing(clock: Clock, dtypes: tuple[str, ...], dtype: str, sizes: Sizes) -> list[Subject]:
-    """Several queries share a key: the most that is computed for what is read. `dtypes` are those of plain KV."""
+    """Several queries per key, to compute as much as possible for what is read. `dtypes` are those of plain KV."""
     return [
         *(_plain_computing(clock, name, sizes) for name in dtypes),
         *(_packed_computing(clock, codec, dtype, sizes) for codec in PACKED),
@@ -67,7 +67,7 @@ def _plain_computing(clock: Clock, dtype: str, sizes: Sizes) -> Subject:
 
 
 def _packed_computing(clock: Clock, codec: str, dtype: str, sizes: Sizes) -> Subject:
-    """With one query for a key and with several there are as many values to unpack, but not as many flops."""
+    """Compares one query per key with several: as many values to unpack, but fewer flops."""
     few, few_flops = _grouped(clock, codec, dtype, 1, sizes, keys=max(1, sizes.heads // sizes.queries_per_key))
     many, many_flops = _grouped(clock, codec, dtype, sizes.queries_per_key, sizes)
     values = 2.0 * prod(many.cache.image.shape[1:4]) * sizes.head_dim
@@ -84,7 +84,7 @@ def _packed_computing(clock: Clock, codec: str, dtype: str, sizes: Sizes) -> Sub
 def _grouped(
     clock: Clock, codec: str, dtype: str, queries_per_key: int, sizes: Sizes, keys: int | None = None
 ) -> tuple[Step, float]:
-    """A step, and its flops."""
+    """A decode step and its flops."""
     keys = keys or max(1, sizes.heads // sizes.queries_per_key)
     heads = Heads(keys * queries_per_key, keys, sizes.head_dim)
     step = Step.of(clock.device, heads, Coding(codec, DTYPES[dtype], heads.dim), sizes.kv_rows, sizes.slots)
@@ -92,7 +92,7 @@ def _grouped(
 
 
 def decode_of_short_texts(clock: Clock, dtype: str, sizes: Sizes) -> Subject:
-    """Many rows of few slots, and few rows of many: as many bytes, but not as many heads."""
+    """Compares many rows of few slots with few rows of many: as many bytes, but fewer heads."""
     heads, coding = Heads(sizes.heads, sizes.heads, sizes.head_dim), Coding(PLAIN, DTYPES[dtype], sizes.head_dim)
     many = Step.of(clock.device, heads, coding, SHORTER * sizes.kv_rows, max(2, sizes.slots // SHORTER))
     few = Step.of(clock.device, heads, coding, sizes.kv_rows, sizes.slots)
@@ -106,7 +106,7 @@ def decode_of_short_texts(clock: Clock, dtype: str, sizes: Sizes) -> Subject:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One layer's attention at a step whose rows then hold all slots, again and again."""
+    """One layer's attention at a decode step that fills all slots, repeatable."""
 
     cache: KVCache
     now: KVStep
@@ -116,14 +116,14 @@ class Step:
     def of(cls, device: Device, heads: Heads, coding: Coding, rows: int, slots: int) -> Step:
         held = Plan().policy.slots(Batch(tuple(range(rows)), (slots - 1,) * rows), STEP + 1)
         assert held.capacity >= slots
-        return cls(_cache(device, heads, coding, held, None), _pass(device, held, STEP), _new(device, heads, coding, rows, 1))
+        return cls(_cache(device, heads, coding, held, None), _step(device, held, STEP), _new(device, heads, coding, rows, 1))
 
     def __call__(self) -> object:
         return self.cache.attend(self.now, *self.given)
 
 
 def prompts(clock: Clock, dtype: str, sizes: Sizes) -> list[Subject]:
-    """A part of a batch's prompts: with a policy that keeps all, and with one that keeps what is attended most."""
+    """Part of a batch's prompts, with a policy that keeps everything, and with one that keeps the most attended tokens."""
     scored = Plan.create(kv_policy="h2o", kv_budget=BUDGET)
     return [_prompts(clock, kind, plan, dtype, sizes) for kind, plan in ((PLAIN_SCORES, Plan()), (WITH_SCORES, scored))]
 
@@ -131,8 +131,8 @@ def prompts(clock: Clock, dtype: str, sizes: Sizes) -> list[Subject]:
 def _prompts(clock: Clock, kind: str, plan: Plan, dtype: str, sizes: Sizes) -> Subject:
     heads, device = Heads(sizes.heads, sizes.heads, sizes.head_dim), clock.device
     coding, rows = Coding(PLAIN, DTYPES[dtype], heads.dim), max(1, sizes.prompt_tokens // sizes.prompt_len)
-    slots = plan.policy.slots(Batch(tuple(range(rows)), (sizes.prompt_len,) * rows), 1 + STEP)
-    cache, now = _cache(device, heads, coding, slots, plan), _pass(device, slots, 0)
+    occupancy = plan.policy.slots(Batch(tuple(range(rows)), (sizes.prompt_len,) * rows), 1 + STEP)
+    cache, now = _cache(device, heads, coding, occupancy, plan), _step(device, occupancy, 0)
     given = _new(device, heads, coding, rows, sizes.prompt_len)
     pairs, figure = rows * sizes.prompt_len * (sizes.prompt_len + 1) / 2, f"{PROMPTS} {kind}"
 
@@ -142,20 +142,20 @@ def _prompts(clock: Clock, kind: str, plan: Plan, dtype: str, sizes: Sizes) -> S
     return Subject(f"attention of prompts, {kind}", measure)
 
 
-def _cache(device: Device, heads: Heads, coding: Coding, slots: Occupancy, plan: Plan | None) -> KVCache:
-    """Filled with what the codec makes of zeros; with notes where the plan's policy has some."""
-    memory, shape = device.memory(HostTier()), (slots.batch.size, heads.keys, slots.capacity)
+def _cache(device: Device, heads: Heads, coding: Coding, occupancy: Occupancy, plan: Plan | None) -> KVCache:
+    """A cache full of the codec's form of zeros, with scores if the plan's policy needs them."""
+    memory, shape = device.memory(HostTier()), (occupancy.batch.size, heads.keys, occupancy.capacity)
     region = memory.alloc(2 * prod(shape) * coding.width * coding.kept_dtype.itemsize)
     image = image_over(region, shape, coding, device.accelerator)
     image.copy_(coding.encode(torch.zeros(heads.dim, dtype=coding.dtype, device=device.torch_device)))
     if plan is None or not plan.policy.note_bytes:
         return KVCache(image, None, coding)
-    notes = SlotScores.over(memory.alloc(prod(shape) * plan.policy.note_bytes), plan.policy, shape)
-    return KVCache(image, notes, coding)
+    scores = SlotScores.over(memory.alloc(prod(shape) * plan.policy.note_bytes), plan.policy, shape)
+    return KVCache(image, scores, coding)
 
 
-def _pass(device: Device, slots: Occupancy, step: int) -> KVStep:
-    return KVStep.of(slots, step, slots.capacity, device.torch_device)
+def _step(device: Device, occupancy: Occupancy, step: int) -> KVStep:
+    return KVStep.of(occupancy, step, occupancy.capacity, device.torch_device)
 
 
 def _new(

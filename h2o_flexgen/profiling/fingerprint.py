@@ -1,4 +1,4 @@
-"""Fingerprint: what a profile depends on. Where it is the same, what was measured once holds."""
+"""Fingerprint: everything that a profile depends on. A profile is valid wherever its fingerprint is the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """`name` says to people which machine it is, the end of it all the rest."""
+    """`name` tells people which machine it is; a digest of all parts ends it."""
 
     parts: Mapping[str, str]
 

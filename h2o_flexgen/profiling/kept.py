@@ -1,4 +1,4 @@
-"""Profiles that are kept: of a machine that was measured once, whoever asks gets what was found then."""
+"""Saved profiles: a machine is measured once, and every later request gets the saved result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def profiled(
     on_note: OnNote | None = None,
     on_subject: OnSubject | None = None,
 ) -> Machine:
-    """This machine, as its profile was kept, however long ago: the file says when. Where there is none it is measured now."""
+    """This machine's saved profile, however old: the file says when it was made. Without one, the machine is measured now."""
     note, mark = on_note or (lambda line: None), fingerprint_of(device, offload_folder, dtype)
     try:
         found = saved_machine(mark.name)
@@ -43,7 +43,7 @@ def profiled(
     note_partial(mark, note)
     others, host_bytes, device_bytes = Others(), available_bytes(), device.free_bytes() or 0
     machine = profile_apart(device, offload_folder, mark.name, dtype, sizes, on_subject, partial_file(mark))
-    machine = replace(machine, host_bytes=host_bytes, device_bytes=device_bytes)  # as without the process that measured
+    machine = replace(machine, host_bytes=host_bytes, device_bytes=device_bytes)  # without the measuring process's share
     warning = others.warning()
     keep(machine, mark, warning)
     if warning:
@@ -53,15 +53,15 @@ def profiled(
 
 
 def is_profiled(device: Device, offload_folder: Path, dtype: str | None = None) -> bool:
-    """Whether a profile is kept, so that nobody waits for one."""
+    """True if a profile is saved, so that nobody has to wait for one."""
     try:
         return saved_machine(fingerprint_of(device, offload_folder, dtype).name) is not None
-    except ValueError:  # it cannot be read, and is measured anew
+    except ValueError:  # it cannot be read and is measured anew
         return False
 
 
 def partial_file(mark: Fingerprint) -> Path:
-    """What was measured of a profile that is not complete."""
+    """The file for measurements of a profile that is not complete."""
     return machine_file(mark.name).with_suffix(".partial")
 
 
@@ -71,7 +71,7 @@ def note_partial(mark: Fingerprint, note: OnNote) -> None:
 
 
 def _warnings_of(file: Path) -> list[str]:
-    """That were written above a profile when it was made."""
+    """The warnings written above a profile when it was made."""
     head = (line.removeprefix("#").strip() for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
     return [line for line in head if line.startswith(WARNING)]
 
@@ -85,7 +85,7 @@ def keep(machine: Machine, mark: Fingerprint, warning: str = "") -> Path:
 
 
 def about(mark: Fingerprint, warning: str = "") -> str:
-    """What stands above a profile: when it was measured, of what, and what is to be thought of it."""
+    """The text above a profile: when it was measured, on what, and how far it can be trusted."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime())
     parts = [f"{name}: {value}" for name, value in mark.parts.items()]
     return "\n".join(

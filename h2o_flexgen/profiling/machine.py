@@ -1,4 +1,4 @@
-"""The whole of a profile: every subject in turns, and a Machine of what was found."""
+"""A whole profile: measures every subject in turns and makes a Machine of the figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from h2o_flexgen.profiling.taken import Taken
 from h2o_flexgen.quant.codec import PACKED
 
 SLOW_ON_CPU = "float16"
-SHARE_OF_MEMORY = 2  # half of what is free is taken at most
+SHARE_OF_MEMORY = 2  # at most half of the free memory is used
 
 
 def profile(
@@ -37,8 +37,8 @@ def profile(
     on_subject: OnSubject | None = None,
     partial: Path | None = None,
 ) -> Machine:
-    """`dtype` is that of everything but products, which have a curve for every type. Nothing is left in the folder. A `partial`
-    file has what was measured until this ends: if it is stopped, the next call goes on from there."""
+    """Measures everything with `dtype`, except for products, which have a curve for every dtype. Nothing stays in the folder.
+    The file `partial` holds measurements until the end: if the profile is stopped, the next call continues from there."""
     host_bytes, device_bytes = available_bytes(), device.free_bytes() or 0
     sizes = sizes.within(host_bytes // SHARE_OF_MEMORY)
     dtype = dtype or usual_dtype(device.accelerator)
@@ -77,7 +77,7 @@ def _subjects(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Wat
 def _machine(name: str, device: Device, free: tuple[int, int, int], figures: Mapping[str, float]) -> Machine:
     device_bytes, host_bytes, disk_bytes = free
     copy = figures[moving.COPY]
-    rate = {field: figures.get(field, copy) for pair in moving.LINKS.values() for field in pair}  # no link: a copy in the host
+    rate = {field: figures.get(field, copy) for pair in moving.LINKS.values() for field in pair}  # without a link: a host copy
     return Machine(
         name=name,
         device=device.kind,
@@ -120,5 +120,5 @@ def _curves(figures: Mapping[str, float], kind: str, of: Iterable[str]) -> dict[
 
 
 def _rounded(value: float) -> float:
-    """To as many digits as a measurement is worth."""
+    """Rounds to as many digits as a measurement is worth."""
     return float(f"{value:.4g}")

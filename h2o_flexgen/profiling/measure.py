@@ -1,7 +1,6 @@
-"""What this machine can do, measured with the very means that a run uses: disk reads and writes past the page cache, copies,
-and matrix products. Each takes a fraction of a second; `repetitions` and `seconds` make a benchmark of it. The best of the
-repetitions counts: a bound is what the machine can do, not what it did while somebody else disturbed it.
-"""
+"""Quick measurements of this machine, by the same means that a run uses: disk reads and writes past the page cache, copies, and
+matrix products. Each takes a fraction of a second; `repetitions` and `seconds` make a benchmark of it. The best repetition
+counts, since a bound is what the machine can do without disturbance."""
 
 from __future__ import annotations
 
@@ -33,37 +32,37 @@ from h2o_flexgen.planning.machine import Curve, Machine
 SECONDS = 0.25  # for one rate
 READ_BYTES_AT_ONCE = 8 * CHUNK_BYTES
 READ_FROM_MEMORY_BYTES = 512 << 20  # more than any cache holds
-ROWS_AT_MOST = 2048  # of a matrix product: from there on its rate stays the same
+ROWS_AT_MOST = 2048  # of a matrix product, whose rate then no longer changes
 POINTS_AT_MOST = 4  # of a curve over rows
 CALLS_IN_A_ROW = 4
-# for measuring: what a disk is read into, beside buffers of its threads; and of what is left, so much is surely there
+# memory for measuring: for disk reads, besides the buffers of their threads; only a share of what is left is surely available
 LEAST_BYTES, MOST_BYTES, SHARE_OF_ROOM = READ_BYTES_AT_ONCE + (16 << 20), 512 << 20, 0.75
-WEIGHT_BYTES_AT_LEAST = 96 << 20  # products take turns over so much of weights, as a run does: no cache holds it
+WEIGHT_BYTES_AT_LEAST = 96 << 20  # products take turns over as many weights, more than caches hold, as a run does
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What of the machine matters for a run. What nobody needs is not measured and counts as endlessly fast."""
+    """What a run needs of the machine. Anything else is not measured and counts as infinitely fast."""
 
     dtype: str
     weight_shape: tuple[int, int]  # of a typical matrix of the model
-    rows: tuple[int, ...]  # of the activations that it is multiplied with
-    read_files: tuple[Path, ...] = ()  # that the run reads weights from
+    rows: tuple[int, ...]  # of the activations multiplied with it
+    read_files: tuple[Path, ...] = ()  # from which the run reads weights
     offload_folder: Path | None = None  # where the run reads and writes KV or activations
-    offload_bytes: int = 0  # no more is written there to measure
+    offload_bytes: int = 0  # the most that is written there to measure
     links: bool = False  # between host and device
-    pinned: bool = True  # is the host's end of them page-locked
-    memory_bytes: int = 256 << 20  # no more is taken to measure
+    pinned: bool = True  # page-locked host memory on links
+    memory_bytes: int = 256 << 20  # the most that is used to measure
 
 
 def room_to_measure(budgets: Budgets) -> int:
-    """Bytes, of what the process may hold now: to measure must not break a promise that the run has kept."""
+    """Bytes that measuring may use without breaking a budget that the run has promised to keep."""
     held = {HOST: psutil.Process().memory_info().rss, DEVICE: 0}
     left = [budget - nbytes for tier, nbytes in held.items() if (budget := budgets.of(tier)) is not None]
-    room = int(min([MOST_BYTES, *left]) * SHARE_OF_ROOM)
-    if room < LEAST_BYTES:
-        raise MemoryError(f"it takes {format_bytes(LEAST_BYTES)}, and the budget leaves {format_bytes(max(0, room))}")
-    return room
+    free = int(min([MOST_BYTES, *left]) * SHARE_OF_ROOM)
+    if free < LEAST_BYTES:
+        raise MemoryError(f"it takes {format_bytes(LEAST_BYTES)}, and the budget leaves {format_bytes(max(0, free))}")
+    return free
 
 
 def measure(device: Device, needs: Needs, repetitions: int = 1, seconds: float = SECONDS) -> Machine:
@@ -96,10 +95,10 @@ def measure(device: Device, needs: Needs, repetitions: int = 1, seconds: float =
 
 
 def disk_read_rate(files: Sequence[Path], repetitions: int = 1, seconds: float = SECONDS) -> float:
-    """Of files as they are: whole chunks from all over them, several in flight, into one buffer. Bytes per second."""
+    """Bytes per second read from existing files: whole chunks from all over them, several in flight, into one buffer."""
     starts = [(file, start) for file in files for start in range(0, _whole_pages(file), READ_BYTES_AT_ONCE)]
     if not starts:
-        return inf  # nothing that fills a page: no time worth a bound
+        return inf  # no file fills a page, so reading costs no time worth a bound
     buffer = HostTier().alloc(READ_BYTES_AT_ONCE)
     with Files() as disk:
 
@@ -113,7 +112,7 @@ def disk_read_rate(files: Sequence[Path], repetitions: int = 1, seconds: float =
 
 
 def offload_rates(folder: Path, nbytes: int, repetitions: int = 1, seconds: float = SECONDS) -> tuple[float, float]:
-    """Writes and then reads a file of at most `nbytes` in this folder, which is gone afterwards. Bytes per second."""
+    """Bytes per second written to, and read from, a temporary file of at most `nbytes` in this folder."""
     chunks = max(1, nbytes // CHUNK_BYTES)
     chunk = min(CHUNK_BYTES, max(ALIGNMENT, nbytes // ALIGNMENT * ALIGNMENT))
     source = HostTier().alloc(chunk).random_(256)
@@ -158,13 +157,13 @@ def host_copy_rate(nbytes: int, repetitions: int = 1) -> float:
 
 
 def memory_read_rate(nbytes: int = READ_FROM_MEMORY_BYTES) -> float:
-    """Of a sum. Bytes per second."""
+    """Bytes per second read by a sum."""
     values = torch.ones(nbytes // 4)
     return nbytes / _best_seconds(Device(), values.sum, repetitions=5)
 
 
 def link_rates(device: Device, nbytes: int, pinned: bool = True, repetitions: int = 1) -> tuple[float, float]:
-    """Host -> device and device -> host, in bytes per second."""
+    """Bytes per second from host to device and back."""
     memory = HostTier(pinned=pinned)
     host = memory.alloc(nbytes)
     there = device.memory(memory)
@@ -185,7 +184,7 @@ def link_rates(device: Device, nbytes: int, pinned: bool = True, repetitions: in
 def gemm_curve(device: Device, needs: Needs, repetitions: int = 1, seconds: float = SECONDS) -> Curve:
     """(rows, flops per second) for each number of rows that is needed, fewest first."""
     dtype, (outputs, inputs) = DTYPES[needs.dtype], needs.weight_shape
-    quarter = needs.memory_bytes // 4  # of one weight, of its copy that libraries make, of activations, and of other weights
+    quarter = needs.memory_bytes // 4  # for one weight, the copy that libraries make of it, activations, and other weights
     outputs = max(1, min(outputs, quarter // (inputs * dtype.itemsize)))
     weights = _weights((outputs, inputs), dtype, device, min(2 * quarter, WEIGHT_BYTES_AT_LEAST))
     rows_fit = max(1, quarter // ((inputs + outputs) * dtype.itemsize))
@@ -194,7 +193,7 @@ def gemm_curve(device: Device, needs: Needs, repetitions: int = 1, seconds: floa
 
 
 def _few(rows: Sequence[int]) -> list[int]:
-    """The ends and what lies evenly between: prompts of many lengths make many sizes, and rates between points are guessed."""
+    """The ends and evenly chosen points between: many prompt lengths make many sizes, and rates between are interpolated."""
     if len(rows) <= POINTS_AT_MOST:
         return list(rows)
     return [rows[round(place * (len(rows) - 1) / (POINTS_AT_MOST - 1))] for place in range(POINTS_AT_MOST)]
@@ -203,10 +202,10 @@ def _few(rows: Sequence[int]) -> list[int]:
 def gemm_rate(device: Device, weights: Sequence[Tensor], rows: int, repetitions: int = 1, seconds: float = SECONDS) -> float:
     """Flops per second of (rows, inputs) times each of the weights (outputs, inputs) in turn."""
     outputs, inputs = weights[0].shape
-    hidden = torch.full((rows, inputs), 0.5, dtype=weights[0].dtype, device=weights[0].device)
+    x = torch.full((rows, inputs), 0.5, dtype=weights[0].dtype, device=weights[0].device)
 
     def multiply(number: int) -> int:
-        functional.linear(hidden, weights[number % len(weights)])
+        functional.linear(x, weights[number % len(weights)])
         return 2 * rows * outputs * inputs
 
     with torch.inference_mode():
@@ -224,7 +223,7 @@ def _weights(shape: tuple[int, int], dtype: torch.dtype, device: Device, nbytes:
 
 
 def _per_second(action: Callable[[int], int], seconds: float) -> float:
-    """Of what the action says that it did, called with 0, 1, 2 ... until the time is over: what lasts counts, not a burst."""
+    """The action's returned amounts per second, called with 0, 1, 2 ... for the whole time: the sustained rate, not a burst."""
     begun, done, calls = time.perf_counter(), 0, 0
     while (passed := time.perf_counter() - begun) < seconds:
         done += action(calls)
@@ -233,8 +232,8 @@ def _per_second(action: Callable[[int], int], seconds: float) -> float:
 
 
 def _best_per_second(device: Device, action: Callable[[int], int], seconds: float) -> float:
-    """The same for what computes, but of the best few calls in a row: threads that share their cores with those of others are
-    slowed down out of all proportion. On an accelerator calls return before they are done, so it is let finish."""
+    """Like `_per_second`, but of the best few calls in a row: threads that share their cores with others are slowed down out of
+    proportion. An accelerator's calls return early, so its work is awaited."""
     device.settle()
     in_a_row = CALLS_IN_A_ROW * (8 if device.accelerator else 1)
     ends, best, calls = time.perf_counter() + seconds, 0.0, 0
@@ -268,7 +267,7 @@ def describe_machine(device: Device) -> dict[str, object]:
 
 
 def cpu_name(lines: Iterable[str] | None = None) -> str:
-    """As /proc/cpuinfo has it, where there is one."""
+    """The name in /proc/cpuinfo, if that exists."""
     info = Path("/proc/cpuinfo")
     if lines is None:
         lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else ()

@@ -1,4 +1,4 @@
-"""What moves: reads and writes of the offload folder past the page cache, copies, and the links of an accelerator."""
+"""Rates of moving data: the offload folder's reads and writes past the page cache, copies, and an accelerator's links."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from h2o_flexgen.profiling.sizes import Sizes
 from h2o_flexgen.profiling.subject import Clock, Figures, Subject, Watch
 from h2o_flexgen.schedule.schedule import LANES, WORKERS, Op
 
-SHARE_OF_DISK = 4  # a quarter of what is free there is written at most
-LEAST_DISK_BYTES = 8 * CHUNK_BYTES  # below, a rate says little
+SHARE_OF_DISK = 4  # at most a quarter of the free space is written
+LEAST_DISK_BYTES = 8 * CHUNK_BYTES  # with less, a rate says little
 READ, WRITE, BOTH = "disk_read_per_s", "disk_write_per_s", "disk_both"
 LANES_OF = {READ: LANES[Op.READ_W], WRITE: LANES[Op.WRITE_KV]}
 COPY, SUM = "host_copy_per_s", "host_read_per_s"
-LINKS = {  # is the host's end page-locked -> to the device, and back
+LINKS = {  # page-locked host memory: rate to the device, and back
     True: ("host_to_device_per_s", "device_to_host_per_s"),
     False: ("unpinned_to_device_per_s", "unpinned_to_host_per_s"),
 }
@@ -40,7 +40,7 @@ LINKS = {  # is the host's end page-locked -> to the device, and back
 
 @contextmanager
 def disk(memories: Memories, sizes: Sizes, watch: Watch | None = None) -> Iterator[Subject]:
-    """Of a file that was written once, so that there is something to read; it is gone afterwards."""
+    """Uses a temporary file that is written first, so that there is something to read."""
     trial = DiskTrial(memories, _file_bytes(memories.disk.folder, sizes), watch or Watch())
     try:
         yield Subject("disk", lambda: trial.rates(sizes.disk_seconds))
@@ -65,7 +65,7 @@ class DiskTrial:
         self._chunk = min(CHUNK_BYTES, max(ALIGNMENT, nbytes // (2 * self._files.readers) // ALIGNMENT * ALIGNMENT))
         self._chunks = max(1, nbytes // self._chunk)
         self._source = HostTier().alloc(self._chunk)[: self._chunk].random_(256)
-        # as a run reads weights: straight to where they are used, which is memory on large pages. Into small ones it was slower
+        # as a run reads weights: straight into memory on large pages, since reading into small ones is slower
         self._targets = self._files.readers
         self._target = HostTier().alloc(self._targets * self._chunk)
         self._next: Counter[tuple[str, int]] = Counter()  # chunk that each worker of a lane is at, in its part of the file
@@ -73,7 +73,7 @@ class DiskTrial:
         self._fill(watch)
 
     def _fill(self, watch: Watch) -> None:
-        """Some chunks at a time, so that a slow disk is seen to go on."""
+        """Writes some chunks at a time, so that progress can be seen on a slow disk."""
         step = 4 * self._files.readers
         for first in range(0, self._chunks, step):
             written, total = (format_bytes(chunks * self._chunk) for chunks in (first, self._chunks))
@@ -81,7 +81,7 @@ class DiskTrial:
             self._files.each(self._write, [chunk * self._chunk for chunk in range(first, min(first + step, self._chunks))])
 
     def rates(self, seconds: float) -> Figures:
-        """Each alone, then the two at once."""
+        """Reads alone, writes alone, then both at once."""
         alone = {READ: self._rate(READ, seconds), WRITE: self._rate(WRITE, seconds)}
         with ThreadPoolExecutor(len(alone)) as pool:
             begun = [pool.submit(self._rate, way, seconds) for way in alone]
@@ -89,7 +89,7 @@ class DiskTrial:
         return {**alone, BOTH: shares}
 
     def _rate(self, way: str, seconds: float) -> float:
-        """By as many at once as the lane has workers, so that the end of one task leaves no thread idle."""
+        """Uses as many threads as the lane has workers, so that no thread idles at the end of a task."""
         workers = WORKERS[LANES_OF[way]]
         begun = time.perf_counter()
         with ThreadPoolExecutor(workers) as pool:
@@ -97,7 +97,7 @@ class DiskTrial:
         return done / (time.perf_counter() - begun)
 
     def _moved(self, way: str, place: int, workers: int, ends: float) -> int:
-        """As many chunks at once as there are threads, one task behind the other, in a part of the file of its own."""
+        """Moves as many chunks at once as there are threads, task by task, in its own part of the file."""
         action, done = self._read if way == READ else self._write, 0
         group, part = min(self._chunks, self._files.readers), max(1, self._chunks // workers)
         while time.perf_counter() < ends or not done:
@@ -130,7 +130,7 @@ def copies(clock: Clock, sizes: Sizes) -> list[Subject]:
 
 
 def links(clock: Clock, sizes: Sizes) -> list[Subject]:
-    """Between host and device, with the host's end page-locked and not."""
+    """The links between host and device, with page-locked and with pageable host memory."""
     there = clock.device.memory(HostTier()).alloc(sizes.copied_bytes)
 
     def both_ways(host: Tensor, pinned: bool) -> Callable[[], Figures]:

@@ -1,4 +1,4 @@
-"""Others: how much of the processor other processes took meanwhile. A shared machine's profile is of its share."""
+"""Others: how many cores other processes kept busy. The profile of a shared machine describes only our share of it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 
 import psutil
 
-DISTURBING = 0.1  # of a core
-WARNING = "other processes"  # it begins so
+DISTURBING = 0.1  # cores
+WARNING = "other processes"  # the warning's first words
 
 
 class Others:
@@ -16,12 +16,12 @@ class Others:
         self._begun, self._busy, self._own = time.perf_counter(), _busy_seconds(), _own_seconds()
 
     def cores(self) -> float:
-        """That they kept busy since, on the average."""
+        """The cores that others kept busy since the beginning, on average."""
         passed = max(time.perf_counter() - self._begun, 1e-9)
         return max(0.0, (_busy_seconds() - self._busy - (_own_seconds() - self._own)) / passed)
 
     def warning(self) -> str:
-        """Nothing where they were quiet."""
+        """A warning, which is empty if other processes were quiet."""
         cores = self.cores()
         told = f"{WARNING} kept {cores:.1f} cores busy meanwhile: measure again when the machine is quiet"
         return told if cores > DISTURBING else ""
@@ -31,7 +31,7 @@ def _busy_seconds() -> float:
     """The seconds for which the cores that this process may use have been busy."""
     times = psutil.cpu_times(percpu=True)
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(len(times)))
-    own = own if max(own) < len(times) else set(range(len(times)))  # a container that shows other cores than it has
+    own = own if max(own) < len(times) else set(range(len(times)))  # some containers show other cores than they have
     return float(sum(times[core].user + times[core].system for core in own))
 
 

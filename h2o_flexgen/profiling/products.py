@@ -1,4 +1,4 @@
-"""What layers compute beside attention: products with plain and with packed weights, decoding, and all that passes over values:
+"""What layers compute besides attention: products with plain and with packed weights, decoding, and work over values such as
 norms, activations and additions."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def point(kind: str, of: str, rows: int) -> str:
 
 
 def plain_products(clock: Clock, dtype: str, rows: tuple[int, ...], sizes: Sizes) -> list[Subject]:
-    """Of a weight that no cache holds: each call takes another."""
+    """Products with weights that no cache holds, since each call takes another."""
     weights = itertools.cycle(_weights(clock, DTYPES[dtype], sizes))
     return [_plain_product(clock, dtype, weights, each, sizes.side) for each in rows]
 
@@ -108,7 +108,7 @@ def _packed(clock: Clock, codec: str, sizes: Sizes) -> list[Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Done:
-    """A matrix whose product is there already: what is left of a layer is all that it does beside its products."""
+    """A matrix whose product exists already: what remains of a layer's time is everything besides its products."""
 
     out: Tensor  # (rows, outputs)
 
@@ -117,14 +117,14 @@ class Done:
 
 
 def values(clock: Clock, dtype: str, sizes: Sizes) -> Subject:
-    """Of layers of each kind: as many values as go in and out of their products, over the seconds of all but these."""
+    """Layers of each kind: the values in and out of their products, divided by the seconds of everything else."""
     layers = [one for name in LAYERS_OF for one in _layers(clock, name, dtype, sizes)]
     counted = sum(count for count, _ in layers)
     return Subject("norms and activations", lambda: {VALUES: counted / sum(clock.of(action) for _, action in layers)})
 
 
 def _layers(clock: Clock, name: str, dtype: str, sizes: Sizes) -> Iterator[tuple[float, Callable[[], object]]]:
-    """Attention, which attends nothing, and mlp: the values of each, and a call of it."""
+    """Attention, without attending, and mlp: how many values each has, and a call of it."""
     model = small_model(name, dtype, sizes.hidden)
     rows, device = sizes.prompt_tokens, clock.device.torch_device
     hidden = torch.full((1, rows, sizes.hidden), 0.5, dtype=DTYPES[dtype], device=device)
@@ -149,7 +149,7 @@ def _attend_nothing(q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = Non
 
 
 def small_model(name: str, dtype: str, hidden: int, blocks: int = 1) -> Model:
-    """Of a known architecture, with heads of 64 values and a vocabulary of bytes."""
+    """A known architecture with heads of 64 values and a vocabulary of bytes."""
     heads = max(1, hidden // HEAD_DIM)
     sizes = {"hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": heads, "vocab_size": VOCAB}
     of_opt = {"word_embed_proj_dim": hidden, "ffn_dim": 4 * hidden}

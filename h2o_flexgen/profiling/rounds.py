@@ -1,4 +1,4 @@
-"""Rounds: every subject is measured once in each, and the middle of the rounds counts."""
+"""Rounds: every subject is measured once per round, and the median over the rounds counts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from h2o_flexgen.profiling.taken import Taken
 def measured(
     subjects: Sequence[Subject], rounds: int, watch: Watch | None = None, taken: Taken | None = None
 ) -> dict[str, float]:
-    """All of them in turns; a first time, which does not count, lets threads start and memory be there. What was taken before
-    is not measured again."""
+    """Measures all subjects in turns. A first round that does not count starts threads and touches memory. Measurements in
+    `taken` are not repeated."""
     watch, taken = watch or Watch(), taken or Taken()
     watch.total = (1 + rounds) * len(subjects)
     for number in range(1 + rounds):
@@ -30,7 +30,7 @@ def measured(
 
 
 def _is_needed(subject: Subject, number: int, rounds: int, taken: Taken) -> bool:
-    """The first time is needed again where any of the others is still to come."""
+    """The uncounted round is needed if any counted one is still missing."""
     wanted = (number,) if number else range(1, 1 + rounds)
     return any((each, subject.title) not in taken.known for each in wanted)
 

@@ -7,25 +7,25 @@ from dataclasses import dataclass, replace
 from h2o_flexgen.core.units import format_bytes
 
 MIB = 1 << 20
-SHRINKS = 6  # of the sizes to a half each time, where memory is short
+SHRINKS = 6  # at most, each halving the sizes, if memory is short
 
 
 @dataclass(frozen=True)
 class Sizes:
-    rounds: int = 9  # a thing is measured once in each: a machine is not the same from minute to minute
-    seconds: float = 0.05  # that one measurement takes, or longer where a single call does
+    rounds: int = 9  # everything is measured once in each, since a machine changes from minute to minute
+    seconds: float = 0.05  # per measurement, or longer if a single call takes longer
     disk_seconds: float = 0.3
     disk_bytes: int = 1024 * MIB
-    cold_bytes: int = 128 * MIB  # of weights that products take turns over: more than a cache holds
+    cold_bytes: int = 128 * MIB  # of weights that products take in turn, more than a cache holds
     copied_bytes: int = 192 * MIB
     side: int = 4096  # of a weight
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-    slow_rows: tuple[int, ...] = (1, 4, 16, 64)  # of a type that the device is slow in, and no plan uses
+    slow_rows: tuple[int, ...] = (1, 4, 16, 64)  # for a dtype in which the device is slow and which no plan uses
     heads: int = 32
     head_dim: int = 128
     kv_rows: int = 32
     slots: int = 512
-    queries_per_key: int = 4  # where decode attention is bound by what it computes
+    queries_per_key: int = 4  # for decode attention bound by computing
     prompt_len: int = 512
     prompt_tokens: int = 1024  # of prompts at once
     hidden: int = 2048  # of the layers whose values are counted
@@ -33,14 +33,14 @@ class Sizes:
 
     @property
     def memory_bytes(self) -> int:
-        """Held at most, in round numbers: weights of three types and two codecs, copies, keys and values of many kinds, and
-        what is read from disk, all at once."""
+        """The most memory held at once, roughly: weights of three dtypes and two codecs, copies, keys and values of many kinds,
+        and what is read from disk."""
         kv = 2 * self.kv_rows * self.heads * self.head_dim * self.slots
         read = min(self.disk_bytes, 64 * MIB)
         return 6 * max(self.cold_bytes, 4 * self.side**2) + 3 * self.copied_bytes + 14 * kv + read
 
     def within(self, nbytes: int) -> Sizes:
-        """Smaller ones, where there is little memory."""
+        """Smaller sizes, if there is little memory."""
         sizes = self
         for _ in range(SHRINKS):
             if sizes.memory_bytes <= nbytes:

@@ -1,4 +1,4 @@
-"""Subject: one thing that is measured, the clock that it is measured with, and who is told of it."""
+"""Subject: one thing to measure, the clock that measures it, and the watch that reports progress."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from h2o_flexgen.memory.device import Device
 
-CALLS_AT_ONCE = 8  # that an accelerator is given before it is waited for
-OnSubject = Callable[[str, int, int], None]  # what is measured now, how many measurements are over, of how many
+CALLS_AT_ONCE = 8  # given to an accelerator before it is awaited
+OnSubject = Callable[[str, int, int], None]  # subject, measurements done, measurements in all
 Figures = Mapping[str, float]
 
 
@@ -22,7 +22,7 @@ class Subject:
 
 @dataclass
 class Watch:
-    """Tells whoever shows it how far a profile is; a subject that takes long also tells where it is inside."""
+    """Reports how far a profile is; a long subject also reports progress inside it."""
 
     on_subject: OnSubject | None = None
     total: int = 0  # measurements
@@ -43,7 +43,7 @@ class Watch:
 
 @dataclass(frozen=True)
 class Clock:
-    """What a call takes: the median of calls in a row, on an accelerator of some calls at once."""
+    """Measures a call: the median of calls in a row, or on an accelerator of groups of calls."""
 
     device: Device
     seconds: float

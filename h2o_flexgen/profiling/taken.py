@@ -1,4 +1,4 @@
-"""Taken: the measurements of a profile, kept as they are made. A profile that was stopped goes on from there."""
+"""Taken: the measurements of a profile, saved as they are made, so that a stopped profile can continue."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Mark = tuple[int, str]  # the round, and the title of the subject
 
 @dataclass
 class Taken:
-    """Measurements by round and subject; with a file also those of a profile before that was stopped. A line is written for
-    each, so that nothing but the measurement under way is lost however the process ends."""
+    """Measurements by round and subject, including those of a stopped profile if there is a file. Each is written at once, so
+    that only the measurement under way is lost however the process ends."""
 
     file: Path | None = None
-    asked: str = ""  # sizes and whatever else the figures depend on: lines that were written for others do not count
+    asked: str = ""  # sizes and everything else that figures depend on; lines with another value are ignored
     known: dict[Mark, Figures] = field(default_factory=dict)
 
     @classmethod
@@ -31,20 +31,20 @@ class Taken:
         if self.file is None:
             return
         line = json.dumps([self.asked, number, title, dict(figures)])
-        with suppress(OSError):  # a folder that cannot be written is told of where the profile is kept
+        with suppress(OSError):  # a folder that cannot be written is reported when the profile is saved
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(line + "\n")
 
     def forget(self) -> None:
-        """The profile is complete."""
+        """Removes the file when the profile is complete."""
         if self.file is not None:
             with suppress(OSError):
                 self.file.unlink()
 
 
 def _read(file: Path, asked: str) -> Iterator[tuple[Mark, Figures]]:
-    """A last line that was cut off is passed over."""
+    """Reads measurements, skipping a last line that was cut off."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):

@@ -1,5 +1,5 @@
-"""Visits: what a layer costs beside its work, and a read beside its bytes, in runs of a model so small that nothing else is
-left of them."""
+"""Visits: what a layer costs besides its work, and a read besides its bytes, in runs of a model so small that nothing else
+remains."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ KV_BATCHES, KV_STEPS = 2, 4
 
 
 def visits(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Watch | None = None) -> list[Subject]:
-    """Each is a run of its own. That of KV takes long on a slow disk, so the watch is told of its visits; in the others the
-    telling would be measured as well."""
+    """Runs to measure, each on its own. That of KV takes long on a slow disk, so it reports its visits; in the others,
+    reporting would be measured as well."""
     return [
         Subject("visits of layers", lambda: _of_visits(device, folder, dtype, sizes)),
         Subject("reads of next to nothing", lambda: _of_reads(device, folder, dtype, sizes)),
@@ -50,7 +50,7 @@ def visits(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Watch 
 
 
 def _of_visits(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figures:
-    """With weights in memory: nobody else wants the processor."""
+    """Visits with weights in memory, so that nothing else needs the processor."""
     between = None if device.accelerator else Between(torch.ones(sizes.cold_bytes // 4))
     spec, trace = _run(device, folder, dtype, sizes, Shares(1.0, 0.0), between)
     own = (lambda key: 0.0) if between is None else between.seconds.__getitem__
@@ -63,7 +63,7 @@ def _of_reads(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figures
 
 
 def _of_kv(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Watch) -> Figures:
-    """Of large batches, with nothing else on the disk: bytes over the time in which a lane was busy."""
+    """KV transfers of large batches, with nothing else on the disk: bytes over the time in which a lane was busy."""
     model, prompt_len = small_model(OPT, dtype, sizes.hidden, 1), max(1, sizes.slots // 2)
     plan = Plan(gpu_batch_size=sizes.kv_rows, num_gpu_batches=KV_BATCHES, weights=Shares(1.0, 0.0), kv=Shares(0.0, 0.0))
 
@@ -77,7 +77,7 @@ def _of_kv(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Watch)
 def _median(
     spec: ModelSpec, trace: Trace, op: Op, kinds: Sequence[str], own: Callable[[Key], float] = lambda key: 0.0
 ) -> float:
-    """Of the tasks of a step in layers of blocks, less what we ourselves have done in them."""
+    """The median over the decode steps' tasks in layers of blocks, without the time `own` that this module spent in them."""
     layers = {index for index, layer in enumerate(spec.layers) if layer.block is not None and {*layer.visits} <= {*kinds}}
     wanted = (span for span in trace.spans if span.key.step and span.key.op is op and span.key.layer in layers)
     return statistics.median(span.end - span.start - own(span.key) for span in wanted)
@@ -85,11 +85,11 @@ def _median(
 
 @dataclass(frozen=True, eq=False)
 class Between:
-    """Stands for the weights that a run passes through from visit to visit: what the next one needs, its program too, is no
-    longer in a cache, and a visit takes several times what it would take with all of it there."""
+    """Plays the part of the weights that a run reads between visits: they displace the next layer's data and program from the
+    caches, and a visit then takes several times as long."""
 
     memory: Tensor  # more than caches hold
-    seconds: dict[Key, float] = field(default_factory=dict)  # that it took
+    seconds: dict[Key, float] = field(default_factory=dict)  # that each call took
 
     def __call__(self, task: Task, tokens: int) -> None:
         begun = time.perf_counter()
@@ -115,7 +115,7 @@ def _trace(
     steps: int,
     on_visit: OnVisit | None = None,
 ) -> Trace:
-    """Of one block."""
+    """Runs one block and returns its trace."""
     (block,) = Workload.uniform(plan.block_size, prompt_len, steps).blocks(plan.gpu_batch_size, plan.num_gpu_batches)
     params, tokenizer = SamplingParams(max_tokens=steps, ignore_eos=True), ByteTokenizer(model.spec.vocab)
     rows = [RowState(row, [0] * prompt_len, params, tokenizer) for row in range(block.num_rows)]

@@ -21,6 +21,7 @@ from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.schedule import SCHEDULES, Op, Task
 from tests.contract import Case, Checkpoints, generate_with, recorded_logits
+from tests.pairwise import on_devices
 
 ALL_ON_DISK, ALL_ON_HOST, MIXED = (0, 0, 0, 0, 0, 0), (0, 100, 0, 100, 0, 100), (30, 30, 20, 30, 40, 30)
 RAGGED = (5, 9, 2, 7, 4, 11, 3)
@@ -59,14 +60,15 @@ def stopping(wanted: list[list[int]]) -> list[SamplingParams]:
     ]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("percent", [ALL_ON_DISK, ALL_ON_HOST, MIXED])
-@pytest.mark.parametrize("kind", ["opt", "llama-gqa"])
+ENDING = {"kind": ("opt", "llama-gqa"), "percent": (ALL_ON_DISK, ALL_ON_HOST, MIXED), "schedule": tuple(SCHEDULES)}
+
+
+@pytest.mark.parametrize("values", on_devices(ENDING))
 def test_rows_that_end_at_different_steps_get_the_tokens_that_they_get_alone(
-    kind: str, percent: tuple[float, ...], schedule: str, any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
     """With KV on disk and beside an accelerator too, where the caches of the living move together."""
-    case = Case(kind, percent, RAGGED, GEN_LEN, gpu_batch_size=3, num_gpu_batches=2, device=any_device, schedule=schedule)
+    case = Case(lengths=RAGGED, gen_len=GEN_LEN, gpu_batch_size=3, num_gpu_batches=2, **values)
     every = greedy(case, checkpoints)
     wanted = [stops_at(tokens, step) for tokens, step in zip(every, (0, 4, 8, 2, 6, 1, 3))]
     with case.open(checkpoints, offload) as llm, recorded_logits() as logits:

@@ -30,6 +30,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.schedule import Op, Schedule, Task
 from tests.contract import POLICIES, Case, Checkpoints
+from tests.pairwise import covering
 
 ALL_ON_DISK, ALL_ON_HOST, MIXED = (0, 0, 0, 0, 0, 0), (0, 100, 0, 100, 0, 100), (30, 30, 20, 30, 40, 30)
 RAGGED = (5, 9, 2, 7, 4, 11, 3, 6, 8, 5)  # with 4 x 2 rows two blocks, the last one of two rows
@@ -127,18 +128,19 @@ def arenas_of(llm: LLM) -> int:
 # -- the output ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[2], POLICIES[3], POLICIES[8]], ids=lambda one: str(dict(one)))
-@pytest.mark.parametrize("place", ["allocation", Op.COMPUTE, Op.READ_KV, Op.WRITE_KV], ids=str)
-@pytest.mark.parametrize("schedule", ["zigzag", "row_by_row"])
+SHORT = {
+    "place": ("allocation", Op.COMPUTE, Op.READ_KV, Op.WRITE_KV),
+    "policy": (POLICIES[0], POLICIES[2], POLICIES[3], POLICIES[8]),
+    "schedule": ("zigzag", "row_by_row"),
+}
+
+
+@pytest.mark.parametrize("values", list(covering(SHORT)))
 def test_the_output_is_that_of_a_run_in_which_memory_lasts(
-    place: str | Op,
-    schedule: str,
-    policy: tuple[tuple[str, Any], ...],
-    checkpoints: Checkpoints,
-    offload: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, params = case_of(schedule=schedule, policy=policy), each_its_own(len(RAGGED))
+    place: str | Op = values["place"]
+    case, params = case_of(schedule=values["schedule"], policy=values["policy"]), each_its_own(len(RAGGED))
     wanted = undisturbed(case, checkpoints, offload, params)
     if isinstance(place, Op):
         fail_at(monkeypatch, place, step=3, most_rows=4, error=lambda: RuntimeError(OF_TORCH))

@@ -22,13 +22,13 @@ def examples() -> list[RecallExample]:
     with LLM(DEMO) as llm:
         recall = Recall.of(held_out_prose(), llm.tokenizer.encode_more, start_tokens(llm.tokenizer))
     draw = random.Random(7)
-    return [recall.example(task, LENGTH, depth, draw) for task in TASKS for depth in DEPTHS for _ in range(2)]
+    return [recall.example(task, LENGTH, depth, draw) for task in TASKS for depth in DEPTHS]
 
 
 def recalled(examples: list[RecallExample], **plan: object) -> float:
     """The share of questions, visible in the prompt, that are answered right in full."""
     params = SamplingParams(max_tokens=max(len(one.answer) for one in examples), ignore_eos=True)
-    with LLM(DEMO, gpu_batch_size=len(examples), prefill_tokens=4096, **plan) as llm:  # type: ignore[arg-type]
+    with LLM(DEMO, dtype="float32", gpu_batch_size=len(examples), prefill_tokens=4096, **plan) as llm:  # type: ignore[arg-type]
         done = llm.generate([one.context + one.question for one in examples], params)
     return sum(text.token_ids[: len(one.answer)] == one.answer for one, text in zip(examples, done)) / len(examples)
 

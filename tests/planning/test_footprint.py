@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -48,6 +49,7 @@ from h2o_flexgen.schedule.schedule import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.contract import Case, Checkpoints
 from tests.kernels.variants import VARIANTS, used
+from tests.pairwise import covering
 from tests.planning.allocations import peak_allocated
 from tests.planning.worlds import tiny_spec
 from tests.tiny import tiny_config
@@ -165,17 +167,20 @@ WIDER = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("rows", "tokens", "gen_len"), [(8, 64, 8), (64, 4, 200), (3, 200, 4)])
-@pytest.mark.parametrize("kind", WIDER)
-@pytest.mark.parametrize("options", KEPT, ids=lambda options: options.get("kv_policy", "full"))
-@pytest.mark.parametrize("variant", [*VARIANTS[:1], TORCH])
-def test_a_visit_allocates_no_more_in_passing_than_is_estimated(
-    kind: str, rows: int, tokens: int, gen_len: int, dtype: str, options: dict[str, Any], variant: str
-) -> None:
+PASSING = {
+    "kind": tuple(WIDER),
+    "sizes": ((8, 64, 8), (64, 4, 200), (3, 200, 4)),  # rows, tokens of a prompt, tokens to generate
+    "kept": range(len(KEPT)),
+    "computed": tuple(product(("float32", "bfloat16"), (*VARIANTS[:1], TORCH))),
+}
+
+
+@pytest.mark.parametrize("values", list(covering(PASSING)))
+def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str, Any]) -> None:
+    kind, (rows, tokens, gen_len), (dtype, variant) = values["kind"], values["sizes"], values["computed"]
     config: Any = tiny_config(kind, **LARGER, **WIDER[kind])
     model = create_model(config, dtype, sep_layer=False)
-    options = options if model.spec.rotary else {name: value for name, value in options.items() if name != "positions"}
+    options = {name: value for name, value in KEPT[values["kept"]].items() if name != "positions" or model.spec.rotary}
     policy, batch = Plan.create(**options).policy, Batch(tuple(range(rows)), (tokens,) * rows)
     plan = Plan.create(prefill_tokens=rows * tokens, **options)
     with used(variant):

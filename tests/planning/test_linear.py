@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.predict import sum_of_steps
 from h2o_flexgen.planning.pricing import Pricing
+from tests.pairwise import covering
 from tests.planning.test_pricing import MACHINE, on
 from tests.planning.worlds import block_of, tiny_spec
 
@@ -119,14 +121,18 @@ def shares_of(tiers: tuple[str, ...]) -> list[Shares]:
     return [Shares(device / 2, host / 2) for device, host in product(range(3), range(3)) if device + host <= 2]
 
 
-@pytest.mark.parametrize("accelerator", [False, True])
-@pytest.mark.parametrize("share", [0.55, 0.7, 0.85, 0.95])
-@pytest.mark.parametrize("options", [{}, {"slots": 1}], ids=["overlap", "no overlap"])
-@pytest.mark.parametrize("lengths", [[[8, 8]] * 8, [[20, 20]] * 2], ids=["many", "few"])
-def test_no_plan_of_a_grid_that_fits_is_better(
-    accelerator: bool, share: float, options: dict[str, object], lengths: list[list[int]]
-) -> None:
-    case = limited(case_of(accelerator, lengths, tiny_spec(blocks=8, width=32), **options), share, 0.6)
+GRID = {
+    "accelerator": (False, True),
+    "share": (0.55, 0.7, 0.85, 0.95),
+    "slots": (2, 1),
+    "lengths": (((8, 8),) * 8, ((20, 20),) * 2),
+}
+
+
+@pytest.mark.parametrize("values", list(covering(GRID)))
+def test_no_plan_of_a_grid_that_fits_is_better(values: dict[str, Any]) -> None:
+    lengths, spec = [list(batch) for batch in values["lengths"]], tiny_spec(blocks=8, width=32)
+    case = limited(case_of(values["accelerator"], lengths, spec, slots=values["slots"]), values["share"], 0.6)
     every = (dict(zip(KINDS, shares)) for shares in product(shares_of(case.tiers), repeat=3))
     fitting = [plan for kinds in every if fits(case, plan := replace(case.plan, **kinds))]
     (answer,) = solve_thoroughly([case])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -16,7 +17,7 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning import search as search_module
 from h2o_flexgen.planning.footprint import Budgets
 from h2o_flexgen.planning.plan import Plan, Shares
-from h2o_flexgen.planning.search import LATENCY, NEAR, NoPlan, Problem, nearest_miss, search
+from h2o_flexgen.planning.search import LATENCY, NEAR, Found, NoPlan, Problem, nearest_miss, search
 from tests.planning.test_linear import SLOW
 from tests.planning.test_pricing import on
 from tests.planning.worlds import tiny_spec
@@ -107,10 +108,16 @@ def test_a_codec_is_taken_only_where_it_is_allowed() -> None:
 # -- latency -------------------------------------------------------------------------------------------------------------
 
 
+@cache
+def freely(accelerator: bool) -> Found:
+    """Without a limit."""
+    return search(scarce(accelerator, 0.3))
+
+
 @pytest.mark.parametrize("accelerator", [False, True])
 @pytest.mark.parametrize("part", [0.1, 0.4, 0.8])
 def test_a_latency_limit_is_kept(accelerator: bool, part: float) -> None:
-    free = search(scarce(accelerator, 0.3))
+    free = freely(accelerator)
     soonest, best = free.front[0].block_seconds, free.best.block_seconds
     limit = soonest + part * (best - soonest) + 1e-9
     found = search(replace(scarce(accelerator, 0.3), latency_limit=limit))
@@ -119,7 +126,7 @@ def test_a_latency_limit_is_kept(accelerator: bool, part: float) -> None:
 
 
 def test_whoever_prefers_latency_gets_the_soonest_end() -> None:
-    by_rate, by_latency = search(scarce(False, 0.3)), search(scarce(False, 0.3, prefer=LATENCY))
+    by_rate, by_latency = freely(False), search(scarce(False, 0.3, prefer=LATENCY))
     assert by_latency.best.block_seconds < by_rate.best.block_seconds
     assert by_latency.best.block_seconds <= 1.02 * by_rate.front[0].block_seconds
 

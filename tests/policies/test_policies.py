@@ -19,6 +19,7 @@ from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.rotary import Rotary
 from h2o_flexgen.planning.plan import Plan
 from tests.contract import Case, Checkpoints, generate_with
+from tests.pairwise import on_devices
 from tests.policies.oracle import Array, Head
 
 DIM, STEPS, LENGTHS = 8, 65, (40, 7, 23, 1)
@@ -237,13 +238,14 @@ def test_a_budget_that_holds_all_gives_what_full_gives_bit_for_bit(
                     assert torch.equal(logits[step, row], expected[place])
 
 
-@pytest.mark.parametrize("kept", ASKED[:1] + ASKED[8:], ids=name_of)
-@pytest.mark.parametrize("percent", PLACES)
+CACHES = {"policy": tuple(tuple(kept.items()) for kept in ASKED[:1] + ASKED[8:]), "percent": PLACES}
+
+
+@pytest.mark.parametrize("values", on_devices(CACHES))
 def test_a_row_of_a_batch_says_what_it_says_alone(
-    kept: dict[str, Any], percent: tuple[float, ...], any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    asked = tuple(kept.items())
-    batch = Case("llama-gqa", percent, (30, 3, 12), gen_len=20, gpu_batch_size=3, device=any_device, policy=asked)
+    batch = Case("llama-gqa", lengths=(30, 3, 12), gen_len=10, gpu_batch_size=3, **values)
     with batch.open(checkpoints, offload) as llm:
         together = [list(one.token_ids) for one in generate_with(llm, batch)[0]]
     with batch.open(checkpoints, offload, gpu_batch_size=1, num_gpu_batches=1) as llm:

@@ -156,7 +156,12 @@ def test_a_number_of_steps_decides_rates_and_lengths_whatever_the_clock_says() -
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_short_run_leaves_a_model_that_opens_and_its_curve(architecture: str, tmp_path: Path) -> None:
+def test_a_short_run_leaves_a_model_that_opens_and_its_curve(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from demo_training import learn
+
+    monkeypatch.setattr(learn, "STAGES", (learn.Stage(0.0, 128, 512, 0.15),))
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "one.txt").write_text(held_out_prose()[:60_000].replace("\n", "\n\n"), encoding="utf-8")
     flags = ("--corpus", tmp_path / "books", "--output", tmp_path / "made", "--architecture", architecture)

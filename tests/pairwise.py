@@ -1,0 +1,48 @@
+"""Cases in which every two values of any two choices meet: few beside all combinations, and no pair is left out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+
+def covering(choices: Mapping[str, Sequence[object]], seed: int = 0, tries: int = 40) -> Iterator[dict[str, Any]]:
+    """Of random cases those that bring most pairs that have not met."""
+    random, names = Random(seed), list(choices)
+    missing = {
+        ((one, first), (other, second))
+        for one, other in itertools.combinations(names, 2)
+        for first, second in itertools.product(choices[one], choices[other])
+    }
+    while missing:
+        wanted = dict(min(missing, key=str))
+        drawn = [{name: wanted.get(name, random.choice(choices[name])) for name in names} for _ in range(tries)]
+        best = max(drawn, key=lambda case: len(missing & _pairs(case)))
+        missing -= _pairs(best)
+        yield best
+
+
+def on_devices(choices: Mapping[str, Sequence[object]]) -> list[Any]:
+    """The device is one more choice: the CPU, or the CPU that pretends to have memory of its own."""
+    cases = list(covering({**choices, "device": ("cpu", "pretended")}))
+    return [*cases, *_on_a_gpu(cases)]
+
+
+def in_turn(choices: Mapping[str, Sequence[object]]) -> list[Any]:
+    """All combinations, one on the CPU, the next on the CPU that pretends, and so on."""
+    every = (dict(zip(choices, values)) for values in itertools.product(*choices.values()))
+    cases: list[dict[str, Any]] = [{**case, "device": ("cpu", "pretended")[place % 2]} for place, case in enumerate(every)]
+    return [*cases, *_on_a_gpu(cases)]
+
+
+def _on_a_gpu(cases: list[dict[str, Any]]) -> list[Any]:
+    """Where there is one, every case is run on it too."""
+    return [pytest.param({**case, "device": "cuda"}, marks=pytest.mark.cuda) for case in cases]
+
+
+def _pairs(case: dict[str, Any]) -> set[object]:
+    return set(itertools.combinations(case.items(), 2))
