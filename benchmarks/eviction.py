@@ -21,9 +21,10 @@ from typing import Any
 from h2o_flexgen.cli.made_up import made_up_prompts
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.fit import largest
+from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.llm import LLM, default_offload_folder
+from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import DoesNotFit
 from h2o_flexgen.planning.machine import Machine
@@ -112,7 +113,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         stats = llm.stats
         assert stats is not None
         machine = before.at_best(calibrate(llm, args))
-        planned = BlockPlan.of(llm.spec, llm.plan, stats.last_block.block, llm.device.accelerator)
+        planned = stats.last_block.planned
         middle = max(1, args.gen_len // 2)
         bounds = lane_bounds(planned, middle, machine)
         bounds["memory"] = bytes_computed_with(planned, middle) / memory_read_rate()

@@ -23,11 +23,11 @@ from typing import Any
 
 from h2o_flexgen.cli.made_up import made_up_prompts
 from h2o_flexgen.core.files import write_text
+from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.engine.engine import BlockRun
-from h2o_flexgen.llm import LLM, default_offload_folder
+from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import open_device
-from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.predict import BlockPrediction
@@ -35,7 +35,7 @@ from h2o_flexgen.planning.pricing import lane_bounds
 from h2o_flexgen.profiling.kept import profiled
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.schedule.schedule import SCHEDULES
+from h2o_flexgen.schedule.table import SCHEDULES
 
 MEASURING = {"repetitions": 3, "seconds": 0.7}
 
@@ -118,7 +118,7 @@ def measured(
     args: argparse.Namespace, llm: LLM, run: BlockRun, machine: Machine, rates: Mapping[str, list[float]]
 ) -> dict[str, Any]:
     assert llm.stats is not None
-    cost = Cost(BlockPlan.of(llm.spec, llm.plan, run.block, llm.device.accelerator))
+    cost = Cost(run.planned)
     bounds = lane_bounds(cost.planned, max(1, run.block.gen_len // 2), machine)
     lane = max(bounds, key=lambda name: bounds[name])
     steps = sorted(run.step_seconds)

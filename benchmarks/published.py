@@ -22,7 +22,7 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
-from h2o_flexgen.planning.block_plan import plan_blocks
+from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction, predict
@@ -88,7 +88,7 @@ class Published:
 
     def predict(self, machine: Machine, plan: Plan, gen_len: int | None = None) -> Prediction:
         workload = Workload.uniform(self.rows, self.lengths[0], gen_len or self.lengths[1])
-        return predict(plan_blocks(spec_of(self.model, plan), plan, workload, True), machine)
+        return predict(WorkloadPlan(spec_of(self.model, plan), plan, workload, accelerator=True), machine)
 
 
 def _h2o(ratio: float) -> dict[str, Any]:

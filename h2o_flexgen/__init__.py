@@ -10,10 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from h2o_flexgen.conversation import ContextFull, Conversation, Reply
     from h2o_flexgen.core.workload import Workload
+    from h2o_flexgen.engine.conversation import ContextFull, Conversation, Reply
     from h2o_flexgen.engine.scoring import Scored
-    from h2o_flexgen.llm import LLM, Stats
+    from h2o_flexgen.engine.stats import Stats
+    from h2o_flexgen.llm import LLM
     from h2o_flexgen.planning.machine import Machine
     from h2o_flexgen.planning.plan import Plan, Shares
     from h2o_flexgen.sampling.output import Completion, StepLogprobs, TokenLogprob
@@ -23,10 +24,10 @@ __version__ = "0.1.0"  # pyproject.toml reads it here
 
 _MODULES = {
     "LLM": "llm",
-    "Stats": "llm",
-    "ContextFull": "conversation",
-    "Conversation": "conversation",
-    "Reply": "conversation",
+    "Stats": "engine.stats",
+    "ContextFull": "engine.conversation",
+    "Conversation": "engine.conversation",
+    "Reply": "engine.conversation",
     "Machine": "planning.machine",
     "Plan": "planning.plan",
     "Shares": "planning.plan",

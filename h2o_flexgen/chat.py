@@ -36,7 +36,7 @@ from h2o_flexgen.profiling.others import Others
 from h2o_flexgen.text.dialogue import Style, choose_style
 
 if TYPE_CHECKING:
-    from h2o_flexgen.conversation import Conversation, Reply
+    from h2o_flexgen.engine.conversation import Conversation, Reply
     from h2o_flexgen.llm import LLM
     from h2o_flexgen.sampling.output import Completion
     from h2o_flexgen.sampling.params import SamplingParams
@@ -121,7 +121,7 @@ class Chat:
         try:
             self.reply(turn)
         except ValueError as error:  # one line; whoever types can go on
-            from h2o_flexgen.conversation import ContextFull  # imports torch, which is there by now
+            from h2o_flexgen.engine.conversation import ContextFull  # imports torch, which is there by now
 
             told = ValueError(f"{error} ({self._ways_on()})") if isinstance(error, ContextFull) else error
             if not self.is_typed:

@@ -12,13 +12,15 @@ from dataclasses import dataclass, fields
 from inspect import signature
 from typing import TYPE_CHECKING, TypeAlias
 
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.numbers import decimal_number, whole_number
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.lm_eval import MISSING
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.text.tokenizer import HfTokenizer
+from h2o_flexgen.text.chat_template import render, render_unfinished
+from h2o_flexgen.text.load_tokenizer import HfTokenizer
 
 try:
     from lm_eval import utils
@@ -27,6 +29,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(MISSING if error.name == "lm_eval" else str(error)) from error
 
+from jinja2.exceptions import TemplateError
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
 Pair: TypeAlias = "tuple[tuple[str, str] | None, list[int], list[int]]"  # the texts (None: a window of one), and their tokens
 Messages: TypeAlias = "list[dict[str, str]]"
 
-AUTO = "auto"
 MAX_GEN_TOKS = 256  # where a task does not say: as in `hf`
 NOT_FOR_EVALUATION = ("model", "plan", "on_stage", "dummy_weights", "plan_options")
 SAMPLED_BY = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -140,10 +142,6 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
 
     def apply_chat_template(self, chat_history: Messages, add_generation_prompt: bool = True) -> str:
         """The text that `hf` makes, with the template's work bounded. Without a generation prompt the last message goes on."""
-        from jinja2.exceptions import TemplateError  # needed by chats alone
-
-        from h2o_flexgen.text.chat_template import render, render_unfinished
-
         rendered = render if add_generation_prompt else render_unfinished
 
         def attempt(messages: Messages) -> str:

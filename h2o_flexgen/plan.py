@@ -24,7 +24,6 @@ from h2o_flexgen.cli.plan_arguments import parse
 from h2o_flexgen.cli.report import say
 from h2o_flexgen.cli.timeline_picture import draw_timelines, two_steps
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.planning.footprint import refuse_what_does_not_fit
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.planning.search import Candidate, Found, Problem, refuse_what_never_fits, search
 
@@ -65,14 +64,14 @@ def _refuse_before_profile(args: Namespace, chosen: ChosenModel) -> None:
     if named_machine(args) is None and not has_profile(args):
         before = problem_of(args, chosen, machine_before_measuring(args))
         if args.evaluate:
-            refuse_what_does_not_fit(before.request(before.plan), before.budgets)
+            before.largest(before.plan).refuse_what_does_not_fit(before.budgets)
         else:
             refuse_what_never_fits(before)
 
 
 def _priced(problem: Problem) -> Found:
     """The plan as it is asked for, as if it had been found."""
-    refuse_what_does_not_fit(problem.request(problem.plan), problem.budgets)
+    problem.largest(problem.plan).refuse_what_does_not_fit(problem.budgets)
     one = Candidate(problem.plan, problem.predict(problem.plan))
     return Found(best=one, runners_up=(), front=(one,), cases=0, seconds_at_least=one.block_seconds)
 

@@ -21,6 +21,7 @@ from h2o_flexgen.cli.errors import exit_status
 from h2o_flexgen.cli.flags import TRACEBACK, Help, Parser, add_device, add_threads, add_verbose
 from h2o_flexgen.cli.machine_report import machine_lines
 from h2o_flexgen.cli.report import check_writable, say
+from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.planning.machines import SUFFIXES
@@ -62,8 +63,7 @@ def _run(args: Namespace) -> None:
     file = _output_file(args.output)
     with Progress(0, "profile") as progress:
         from h2o_flexgen.engine.threads import set_threads
-        from h2o_flexgen.llm import default_offload_folder  # imports torch, which takes a while
-        from h2o_flexgen.memory.device import open_device
+        from h2o_flexgen.memory.device import open_device  # imports torch, which takes a while
         from h2o_flexgen.profiling.kept import about, fingerprint_of, keep, note_partial, partial_file
         from h2o_flexgen.profiling.machine import profile
         from h2o_flexgen.profiling.others import Others

@@ -39,22 +39,25 @@ from h2o_flexgen.cli.projection import Timing
 from h2o_flexgen.cli.report import say
 from h2o_flexgen.cli.say_threads import say_threads
 from h2o_flexgen.cli.timeline_picture import draw_timelines, two_steps
-from h2o_flexgen.cli.watch import Watch, total_visits
+from h2o_flexgen.cli.watch import Watch
 from h2o_flexgen.core.tiers import HOST
-from h2o_flexgen.core.workload import Block, Workload
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.finding import Wish
-from h2o_flexgen.planning.block_plan import BlockPlan, plan_blocks
+from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.cost import predicted_bytes
+from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import BlockPrediction, predict
 from h2o_flexgen.profiling.others import Others
-from h2o_flexgen.schedule.schedule import Task
+from h2o_flexgen.schedule.task import Task
 from h2o_flexgen.text.prompt_file import given_prompts
+from h2o_flexgen.text.prompts import Prompt
 
 if TYPE_CHECKING:
-    from h2o_flexgen.llm import LLM, Stats
+    from h2o_flexgen.engine.stats import Stats
+    from h2o_flexgen.llm import LLM
     from h2o_flexgen.sampling.output import Completion
     from h2o_flexgen.sampling.params import SamplingParams
 
@@ -112,9 +115,8 @@ class Job:
         """What no plan can run, and no machine: before a plan is found, and a machine measured for it."""
         if (named := named_machine(self.args)) is not None:
             check_device(named, self.llm.device.kind)
-        tokenizer, vocab = self.llm.tokenizer, self.llm.spec.vocab
-        one = made_up_prompts(1, self._made_up_length, tokenizer, vocab)  # all that are made up are as long
-        self.llm.check_prompts(self.texts or one, self.params)
+        one = made_up_prompts(1, self._made_up_length, self.llm.tokenizer, self.llm.spec.vocab)  # all are as long
+        _ = self._read if self.texts else self.llm.read(one, self.params)
         if not self.texts and (self._wish is None or self.args.num_prompts is not None):  # it is known how many are made up
             self._check_room()
         if self._wish is not None:
@@ -164,9 +166,14 @@ class Job:
         return self.llm.plan.block_size if self.args.num_prompts is None else int(self.args.num_prompts)
 
     @cached_property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def _read(self) -> list[Prompt]:
+        """The texts with their tokens."""
+        return self.llm.read(self.texts, self.params)
+
+    @cached_property
+    def prompts(self) -> list[Prompt] | list[list[int]]:
         if self.texts:
-            return self.texts
+            return self._read
         self._check_room()
         return made_up_prompts(self._num_made_up, self._made_up_length, self.llm.tokenizer, self.llm.spec.vocab)
 
@@ -182,8 +189,7 @@ class Job:
         """All of it, also where only a part is run."""
         if not self.texts:  # they need not be made to be counted
             return Workload.uniform(self._num_made_up, self._made_up_length, self.args.gen_len)
-        encode = self.llm.tokenizer.encode
-        return Workload(tuple(len(encode(prompt)) for prompt in self.texts), self.args.gen_len)
+        return Workload(tuple(len(prompt.ids) for prompt in self._read), self.args.gen_len)
 
     @cached_property
     def steps(self) -> int:
@@ -195,13 +201,15 @@ class Job:
     def stop_at(self) -> Callable[[Task], bool] | None:
         return projection.after_first_layers if self.args.debug_mode == FEWER_BATCH else None
 
-    def blocks(self, gen_len: int) -> tuple[BlockPlan, ...]:
-        workload = replace(self.workload, gen_len=gen_len)
-        return tuple(plan_blocks(self.llm.spec, self.llm.plan, workload, self.llm.device.accelerator))
+    @cached_property
+    def planned(self) -> WorkloadPlan:
+        return self.llm.check(self.workload)
 
-    def _planned(self, blocks: Iterable[Block]) -> tuple[BlockPlan, ...]:
-        llm = self.llm
-        return tuple(BlockPlan.of(llm.spec, llm.plan, block, llm.device.accelerator) for block in blocks)
+    @cached_property
+    def planned_run(self) -> WorkloadPlan:
+        """What is run of it."""
+        is_whole = self.steps == self.workload.gen_len
+        return self.planned if is_whole else self.llm.planned(replace(self.workload, gen_len=self.steps))
 
     # -- before --------------------------------------------------------------------------------------------------------
 
@@ -209,18 +217,13 @@ class Job:
     def plan_report(self) -> PlanReport:
         from h2o_flexgen.kernels.native import in_use  # imports torch, which is there by now
 
-        llm, needed = self.llm, self.llm.check(self.workload)
+        llm = self.llm
         return PlanReport(
             model=self.chosen.name,
             dummy_weights=self.chosen.dummy_weights,
-            spec=llm.spec,
             requested=llm.requested,
-            plan=llm.plan,
-            workload=self.workload,
-            blocks=self.blocks(self.workload.gen_len),
-            needed=needed,
+            planned=self.planned,
             budgets=llm.budgets,
-            accelerator=llm.device.accelerator,
             kernels=in_use(),
             packing=llm.packing,
             tokenizer_note=llm.tokenizer.note,
@@ -229,13 +232,9 @@ class Job:
     @cached_property
     def predicted(self) -> Predicted | None:
         """Of the steps that are run; of what ends inside of a step nothing can be said."""
-        from h2o_flexgen.kernels.native import kernel_threads  # imports torch, which is there by now
-
         if self.machine is None or self.stop_at is not None:
             return None
-        threads = 0 if self.llm.device.accelerator else kernel_threads()
-        prediction = predict(self.blocks(self.steps), self.machine, threads, self.llm.dummy_weights)
-        return Predicted(prediction, self.machine.name, self.llm.budgets)
+        return Predicted(predict(self.planned_run, self.machine), self.machine.name, self.llm.budgets)
 
     def announce(self) -> None:
         say(self.plan_report.lines())
@@ -260,18 +259,17 @@ class Job:
     def run(self) -> None:
         from h2o_flexgen.sampling.sampler import resolve_seed
 
-        blocks, seed = self.blocks(self.steps), resolve_seed(self.args.seed)
-        params = self.params.up_to(self.steps)
-        with Progress(total_visits(blocks), "run", late=True) as progress:
+        blocks, seed = self.planned_run.blocks, resolve_seed(self.args.seed)
+        prepared = self.llm.prepare(self.prompts, self.params.up_to(self.steps), planned=self.planned_run)
+        with Progress(blocks.visits, "run", late=True) as progress:
             watch = Watch(blocks, progress)
             completions = self.llm.generate(
-                self.prompts,
-                params,
+                prepared,
                 seed=seed,
                 on_completion=None if self.output is None else self.output.add,
                 on_stage=watch.stage,
                 on_visit=self._listener(watch),
-                on_shrink=lambda shrink: watch.shrink(shrink.num_ended, self._planned(shrink.rest), str(shrink)),
+                on_shrink=lambda shrink: watch.shrink(shrink.num_ended, shrink.rest, str(shrink)),
                 stop_at=self.stop_at,
             )
             seconds = watch.seconds
@@ -285,7 +283,7 @@ class Outcome:
     """What a run has left."""
 
     job: Job
-    blocks: tuple[BlockPlan, ...]  # that were run to their end
+    blocks: BlockPlans  # that were run to their end
     stats: Stats
     completions: list[Completion]
     watch: Watch
@@ -327,7 +325,7 @@ class Outcome:
         assert self.job.machine is not None
         traces = {"measured": two_steps(self.stats.last_block.trace)}
         if self.job.stop_at is None:
-            last = BlockPrediction.of(self.blocks[-1], self.job.machine).trace
+            last = BlockPrediction.of(self.stats.last_block.planned, self.job.machine).trace
             traces = {"predicted": two_steps(last), **traces}
         draw_timelines(traces, file, f"{self.job.chosen.name}: decode steps")
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.core import kernel_table
-from h2o_flexgen.core.kernel_table import DECODE, ENCODE, PRODUCT, Kernel
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
+from h2o_flexgen.kernels import table
 from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.operations import encode
+from h2o_flexgen.kernels.table import DECODE, ENCODE, PRODUCT, Kernel
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.checkpoint import StoredTensor, open_checkpoint
 from h2o_flexgen.quant.codec import CODECS, PLAIN
@@ -71,8 +71,8 @@ KERNELS_OF_IT = {"inverted_encode": Inverted.encode, "inverted_decode": Inverted
 
 @contextmanager
 def registered(codec: Inverted) -> Iterator[Inverted]:
-    table = patch.object(kernel_table, "KERNELS", (*codec.kernels, *kernel_table.KERNELS))
-    with patch.dict(CODECS, {codec.name: codec}), patch.dict(FUNCTIONS, KERNELS_OF_IT), table:
+    rows = patch.object(table, "KERNELS", (*codec.kernels, *table.KERNELS))
+    with patch.dict(CODECS, {codec.name: codec}), patch.dict(FUNCTIONS, KERNELS_OF_IT), rows:
         yield codec
 
 
@@ -114,6 +114,6 @@ class InvertedCheckpoint:
 def opened_inverted(case: Case, checkpoints: Checkpoints, offload: Path, codec: Inverted | None = None) -> Iterator[LLM]:
     """The case with its matrices inverted, in a packed file."""
     with registered(codec or Inverted()) as chosen, case.open(checkpoints, offload) as llm:
-        llm._model.spec = llm.spec.packed(chosen.name)
-        llm._source = InvertedCheckpoint(case.kind, case.stored, case.dtype, llm.spec, checkpoints)
+        llm.model.spec = llm.spec.packed(chosen.name)
+        llm.source = InvertedCheckpoint(case.kind, case.stored, case.dtype, llm.spec, checkpoints)
         yield llm

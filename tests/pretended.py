@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from h2o_flexgen import llm
+from h2o_flexgen import under_plan
 from h2o_flexgen.memory.device import Device, DeviceTier, open_device
 from h2o_flexgen.memory.host import HostTier
 
@@ -27,5 +27,5 @@ def open_any_device(name: str) -> Device:
 @contextmanager
 def pretend() -> Iterator[None]:
     """LLM(device="pretended") works inside; with pin_weight=False, as nobody can page-lock memory for it."""
-    with patch.object(llm, "open_device", open_any_device):
+    with patch.object(under_plan, "open_device", open_any_device):
         yield

@@ -8,7 +8,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from h2o_flexgen.text import tokenizer
-from h2o_flexgen.text.tokenizer import ByteTokenizer, HfTokenizer
+from h2o_flexgen.text.load_tokenizer import HfTokenizer
+from h2o_flexgen.text.tokenizer import ByteTokenizer
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",

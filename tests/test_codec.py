@@ -11,7 +11,6 @@ import pytest
 
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.planning.block_plan import plan_blocks
 from h2o_flexgen.planning.cost import predicted_bytes
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.sampling.params import SamplingParams
@@ -47,7 +46,7 @@ def test_a_run_moves_the_bytes_of_the_codec(
     with opened_inverted(case, checkpoints, offload) as llm:
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         workload = Workload(case.lengths, case.gen_len)
-        predicted = predicted_bytes(plan_blocks(llm.spec, llm.plan, workload, llm.device.accelerator))
+        predicted = predicted_bytes(llm.planned(workload).blocks)
         assert llm.stats is not None
         assert {lane: nbytes for lane, nbytes in llm.stats.moved_bytes.items() if nbytes} == predicted
 
@@ -106,7 +105,7 @@ def test_a_codec_multiplies_few_rows_with_its_bytes_and_is_priced_so(
         compare(replace(case, weight_codec=codec.name), checkpoints, completions, logits)
         inner, head, batches = llm.spec.layers[1:-1], llm.spec.layers[-1], case.batches()
         matrices, values = sum(len(one.matrices) for one in inner), sum(one.numel for layer in inner for one in layer.matrices)
-        block = next(iter(plan_blocks(llm.spec, llm.plan, Workload(case.lengths, case.gen_len), llm.device.accelerator)))
+        (block,) = llm.planned(Workload(case.lengths, case.gen_len)).blocks
         prompt, step = (Pricing(block, machine).compute_parts(Key(Op.COMPUTE, step, 1, 0)) for step in (0, 1))
         looked_up = llm.spec.width * sum(length + case.gen_len - 1 for length in padded(case))
         assert step["products"] == pytest.approx(2 * block.block.batches[0].size * inner[0].matmul_values / 7e9)
@@ -128,9 +127,9 @@ def test_room_for_the_largest_layer_decoded_is_promised_and_held(
     case = Case("llama-gqa", device=any_device)
     workload, compute = Workload(case.lengths, case.gen_len), HOST if any_device == "cpu" else DEVICE
     with case.open(checkpoints, offload) as llm:
-        assert llm.check(workload).parts[compute]["decoded weights"] == 0
+        assert llm.check(workload).footprint.parts[compute]["decoded weights"] == 0
     with opened_inverted(case, checkpoints, offload) as llm:
-        promised = llm.check(workload).parts[compute]["decoded weights"]
+        promised = llm.check(workload).footprint.parts[compute]["decoded weights"]
         llm.generate(case.prompts, SamplingParams(max_tokens=1))
         assert llm._engine is not None and llm._engine._weights._decoded is not None
         assert promised == llm._engine._weights._decoded.nbytes >= max(layer.decoded_nbytes for layer in llm.spec.layers)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.schedule.schedule import Op
+from h2o_flexgen.schedule.ops import Op
 from tests import tiny
 from tests.contract import POLICIES, Case, Checkpoints, Logits, generate_with
 from tests.engine.test_shrink import case_of, fail_at, same

@@ -13,7 +13,7 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.schedule.schedule import SCHEDULES
+from h2o_flexgen.schedule.table import SCHEDULES
 from tests import tiny
 from tests.contract import POLICIES, Case, Checkpoints, recorded_logits
 

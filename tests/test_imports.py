@@ -20,11 +20,11 @@ SPELL_CUDA_FOLDERS = ("kernels/",)
 ROOMS = {
     "demo": (),
     "quant": (),
+    "kernels": ("quant",),
     "core": ("quant",),
-    "kernels": ("core", "quant"),
     "schedule": ("core",),
     "policies": ("core",),
-    "planning": ("core", "policies", "quant", "schedule"),
+    "planning": ("core", "kernels", "policies", "quant", "schedule"),
     "memory": ("core", "kernels", "quant"),
     "models": ("core", "demo", "kernels", "quant"),
     "kv": ("kernels", "models", "policies", "quant"),
@@ -33,6 +33,7 @@ ROOMS = {
     "engine": ("core", "kernels", "kv", "memory", "models", "planning", "policies", "quant", "sampling", "schedule", "text"),
 }
 ROOMS["profiling"] = (*ROOMS["engine"], "engine")
+FACE = ("options", "budgets", "open", "under_plan", "finding", "auto_plan", "llm")  # files above all rooms, the lowest first
 WITHOUT_TORCH = ("quant", "core", "schedule", "policies", "planning")
 PREDICTING = [
     f"{ROOT}.{name}" for name in ("planning.cost", "planning.pricing", "planning.predict", "planning.linear", "planning.search")
@@ -98,6 +99,12 @@ def test_imports_run_down(path: Path) -> None:
     allowed = [f"{ROOT}.{name}" for name in (room, *ROOMS[room])]
     named = [name for name in imported_by(path) if below(name, ROOT) and name != ROOT]
     assert [name for name in named if not below(name, *allowed)] == []
+
+
+def test_files_above_the_rooms_import_only_those_below_them() -> None:
+    for place, name in enumerate(FACE):
+        above = [f"{ROOT}.{one}" for one in FACE[place + 1 :]]
+        assert [one for one in imported_by(PACKAGE / f"{name}.py") if below(one, *above, f"{ROOT}.cli")] == [], name
 
 
 @pytest.mark.parametrize("path", files_in(*WITHOUT_TORCH), ids=module_name)

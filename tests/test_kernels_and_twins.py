@@ -22,10 +22,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.kernel_table import TORCH
 from h2o_flexgen.kernels import native
 from h2o_flexgen.kernels.group_encode import group_encode_twin
 from h2o_flexgen.kernels.lowest_slot import lowest_slot_twin
+from h2o_flexgen.kernels.table import TORCH
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep

@@ -20,7 +20,7 @@ from h2o_flexgen.finding import Wish
 from h2o_flexgen.planning.footprint import DoesNotFit
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.profiling import kept
-from h2o_flexgen.schedule.schedule import SCHEDULES
+from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.real_tokenizers import save_byte_level
 from tests.tiny import VOCAB, save_tiny
@@ -108,7 +108,7 @@ def test_random_weights_tell_how_many_are_written_and_then_that_the_rest_is_load
 
 def test_the_peak_of_a_process_is_its_own_and_not_that_of_its_parent() -> None:
     held = bytearray(b"1") * 1_500_000_000
-    code = "from h2o_flexgen.llm import peak_resident_bytes; print(peak_resident_bytes())"
+    code = "from h2o_flexgen.memory.host import peak_resident_bytes; print(peak_resident_bytes())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 50_000_000 < int(done.stdout) < len(held)
 

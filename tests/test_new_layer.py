@@ -18,7 +18,8 @@ from h2o_flexgen.planning.footprint import SLACK, Request
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.schedule.schedule import Key, Op
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.task import Key
 from tests.contract import Case, compare, generate_with
 from tests.side_by_side import KIND, SideBySideCheckpoints, registered
 from tests.tiny import tiny_config

@@ -15,10 +15,10 @@ import torch
 from h2o_flexgen import SamplingParams
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine import many_positions
-from h2o_flexgen.planning.footprint import Request
+from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.sampler import uniform
-from h2o_flexgen.schedule.schedule import Op
+from h2o_flexgen.schedule.ops import Op
 from tests import tiny
 from tests.adjusted_by_hand import adjusted_by_hand, picked_by_hand
 from tests.contract import POLICIES, Case, Checkpoints, distinct_prompts
@@ -193,7 +193,7 @@ def test_completions_of_one_prompt_share_its_log_probabilities(checkpoints: Chec
 def test_what_logits_of_prompts_hold_is_counted_before_anything_is_loaded(checkpoints: Checkpoints, offload: Path) -> None:
     prompts = distinct_prompts((100,) * 4)
     with Case("qwen2-wordy").open(checkpoints, offload) as llm:
-        fits = Request(llm.spec, llm.plan, Workload.uniform(4, 100, 1), False).footprint()
+        fits = WorkloadPlan(llm.spec, llm.plan, Workload.uniform(4, 100, 1), False).footprint
         llm.budgets = replace(llm.budgets, host=llm.budgets.needs(fits, "host"))
         with pytest.raises(ValueError, match="working space"):
             llm.generate(prompts, SamplingParams(1, prompt_logprobs=0))

@@ -16,9 +16,9 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine import many_positions, scoring
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.scoring import Scored, decode_groups
-from h2o_flexgen.planning.footprint import Request
+from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.schedule.schedule import Op
+from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests import tiny
 from tests.contract import POLICIES, Case, Checkpoints
@@ -94,13 +94,13 @@ def test_few_positions_at_once_score_as_many_do(
     pairs, sizes = ragged_pairs(), list[int]()
     monkeypatch.setattr(many_positions, "LOGITS_AT_ONCE", 7 * tiny.VOCAB)
     with Case("neox-parallel").open(checkpoints, offload) as llm:
-        head = llm._model.head
+        head = llm.model.head
 
         def noting(hidden: torch.Tensor, weights: Any) -> torch.Tensor:
             sizes.append(len(hidden))
             return head(hidden, weights)
 
-        monkeypatch.setattr(llm._model, "head", noting)
+        monkeypatch.setattr(llm.model, "head", noting)
         assert near(llm.score(pairs), by_transformers(checkpoints, "neox-parallel", pairs))
     assert max(sizes) == 7 and sum(sizes) == sum(len(after) for _, after in pairs) and sizes.count(7) > len(sizes) / 2
 
@@ -118,11 +118,11 @@ def test_answers_that_differ_in_their_last_token_are_scored_with_one_text(checkp
 def test_what_logits_of_many_positions_hold_is_counted(checkpoints: Checkpoints, offload: Path) -> None:
     with Case("qwen2-wordy").open(checkpoints, offload) as llm:
         workload = Workload.uniform(4, 100, 1)
-        few, many = (Request(llm.spec, llm.plan, workload, False, scored_at_once=count) for count in (0, 150))
-        more = many.footprint().total("host") - few.footprint().total("host")
+        few, many = (WorkloadPlan(llm.spec, llm.plan, workload, False, scored_at_once=count) for count in (0, 150))
+        more = many.footprint.total("host") - few.footprint.total("host")
         assert more > 140 * llm.spec.vocab * 4
-        assert replace(many, scored_at_once=10**6).footprint() == replace(many, scored_at_once=200).footprint()
-        llm.budgets = replace(llm.budgets, host=llm.budgets.needs(few.footprint(), "host"))
+        assert replace(many, scored_at_once=10**6).footprint == replace(many, scored_at_once=200).footprint
+        llm.budgets = replace(llm.budgets, host=llm.budgets.needs(few.footprint, "host"))
         with pytest.raises(ValueError, match="working space"):
             llm.score([([1] * 90, [2] * 10)] * 4)
 

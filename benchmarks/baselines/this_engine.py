@@ -19,7 +19,8 @@ from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.workload import Batch, Workload
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.planning.footprint import DoesNotFit
-from h2o_flexgen.schedule.schedule import Op, Task
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.task import Task
 
 MOST_ROWS = 4096
 ROWS_AT_ONCE = 256  # of a batch, where the options do not say

@@ -41,8 +41,8 @@ from benchmarks.comparison.report import Entry, Report, version_of
 from benchmarks.comparison.search import Search
 from benchmarks.comparison.suites import SUITES, Contender, Load, contenders
 from h2o_flexgen.core.files import write_text
+from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.units import format_bytes, parse_bytes
-from h2o_flexgen.llm import default_offload_folder
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]

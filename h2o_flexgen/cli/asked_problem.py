@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.cli.choose_model import ChosenModel
-from h2o_flexgen.cli.shapes import Shapes
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.finding import AUTO, Asked, machine_before_profile, this_machine
+from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.footprint import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
@@ -34,6 +35,8 @@ def machine_of(args: Namespace, progress: Progress) -> Machine:
     """The one that is named; or this one, as its profile was kept, or measured now."""
     if (named := named_machine(args)) is not None:
         return named
+    from h2o_flexgen.profiling.this_machine import this_machine  # imports torch, which takes a while
+
     return this_machine(*_here(args), args.dtype, progress)
 
 
@@ -46,13 +49,14 @@ def has_profile(args: Namespace) -> bool:
 
 def machine_before_measuring(args: Namespace) -> Machine:
     """This machine as far as it is known without measuring it."""
+    from h2o_flexgen.profiling.this_machine import machine_before_profile  # as above
+
     return machine_before_profile(*_here(args))
 
 
 def _here(args: Namespace) -> tuple[Device, Path]:
     """What would be computed on, and the folder that would be offloaded to."""
-    from h2o_flexgen.llm import default_offload_folder  # imports torch, which takes a while
-    from h2o_flexgen.memory.device import open_device
+    from h2o_flexgen.memory.device import open_device  # as above
 
     return open_device(args.device), Path(args.offload_dir or default_offload_folder()).expanduser()
 
@@ -88,15 +92,20 @@ def asked_of(args: Namespace) -> Asked:
 
 
 def problem_of(args: Namespace, chosen: ChosenModel, machine: Machine) -> Problem:
-    """The problem that the plan command is asked to solve."""
+    """The problem that the plan command is asked to solve. Shapes say all: no weights are fetched or converted for it."""
+    from h2o_flexgen.kernels.native import kernel_threads  # as above
+    from h2o_flexgen.open import OpenedModel
+
+    accelerator, seen = machine.has_accelerator, chosen.without_weights()
     return asked_of(args).problem(
         machine,
-        model=Shapes.of(chosen, args.dtype, machine.has_accelerator),
+        model=OpenedModel.of(seen.source, seen.dummy_weights, args.dtype, accelerator).spec,
         workload=Workload.uniform(args.num_prompts, args.prompt_len, args.gen_len) if args.num_prompts else None,
         prompt_len=args.prompt_len,
         gen_len=args.gen_len,
         budgets=_budgets(args, machine),
         writes_weights=chosen.dummy_weights,
+        kernel_threads=0 if accelerator else kernel_threads(),
     )
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from h2o_flexgen.cli.page import page_width, table
-from h2o_flexgen.schedule.schedule import Op
+from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.trace import Trace
 
 PHASES = ("prefill", "decode")

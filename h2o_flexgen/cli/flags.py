@@ -25,7 +25,7 @@ from h2o_flexgen.policies.streaming import SINKS
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import BY_BITS
 from h2o_flexgen.sampling.params import LARGEST_PENALTY, LARGEST_SHIFT, LEAST_PENALTY, SamplingParams
-from h2o_flexgen.schedule.schedule import SCHEDULES
+from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import BYTES
 
 AUTO = "auto"

@@ -16,7 +16,8 @@ from h2o_flexgen.cli.predicted import Predicted
 from h2o_flexgen.cli.why import Why
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.planning.block_plan import BlockPlan, plan_blocks
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.predict import Prediction
 from h2o_flexgen.planning.search import NEAR, Candidate, Found, Problem
 from h2o_flexgen.quant.codec import PLAIN
@@ -43,36 +44,30 @@ class FoundReport:
         return f"{self.chosen.name} on {problem.machine.name}: prompts of {problem.prompt_len}, {problem.gen_len} generated"
 
     @cached_property
-    def blocks(self) -> tuple[BlockPlan, ...]:
-        problem, plan = self.problem, self.best.plan
-        return tuple(plan_blocks(problem.model(plan), plan, problem.prompts(plan), problem.accelerator))
+    def planned(self) -> WorkloadPlan:
+        return self.problem.planned(self.best.plan, self.problem.prompts(self.best.plan))
 
     @property
     def first(self) -> BlockPlan:
-        return self.blocks[0]
+        return self.planned.blocks.first
 
     @cached_property
     def plan_report(self) -> PlanReport:
         from h2o_flexgen.kernels.native import in_use  # imports torch, which is there by now
 
-        problem, plan = self.problem, self.best.plan
+        problem = self.problem
         return PlanReport(
             model=self.chosen.name,
             dummy_weights=self.chosen.dummy_weights,
-            spec=problem.model(plan),
-            requested=self.args.plan if self.args.evaluate else plan,
-            plan=plan,
-            workload=problem.prompts(plan),
-            blocks=self.blocks,
-            needed=problem.request(plan).footprint(),
+            requested=self.args.plan if self.args.evaluate else self.best.plan,
+            planned=self.planned,
             budgets=problem.budgets,
-            accelerator=problem.accelerator,
             kernels=in_use(),
         )
 
     @cached_property
     def why(self) -> Why:
-        return Why(self.problem, self.best, self.first, self.plan_report.needed)
+        return Why(self.problem, self.best, self.first, self.planned.footprint)
 
     @cached_property
     def flags(self) -> list[str]:

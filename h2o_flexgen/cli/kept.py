@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
@@ -16,9 +16,15 @@ from h2o_flexgen.policies.policy import KVPolicy
 
 @dataclass(frozen=True)
 class Kept:
-    spec: ModelSpec
-    policy: KVPolicy
-    blocks: Sequence[BlockPlan] = field(repr=False)
+    planned: WorkloadPlan
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.planned.spec
+
+    @property
+    def policy(self) -> KVPolicy:
+        return self.planned.plan.policy
 
     def line(self) -> str:
         asked = ", ".join(f"{name} {value}" for name, value in self._asked.items())
@@ -42,12 +48,13 @@ class Kept:
 
     @property
     def evicts(self) -> bool:
-        return any(slots.evicts for slots in self._slots)
+        return any(slots.evicts for slots, _ in self._slots)
 
     @property
     def share(self) -> float:
         """The share of all tokens that is held at the end."""
-        return sum(self._held) / sum(self._totals)
+        held, totals = (sum(count * sum(each(slots)) for slots, count in self._slots) for each in (_held, _totals))
+        return held / totals
 
     @property
     def rows_in_same_memory(self) -> float:
@@ -60,25 +67,17 @@ class Kept:
         return {name: getattr(self.policy.options, name) for name in self.policy.options.given}
 
     @cached_property
-    def _slots(self) -> tuple[Occupancy, ...]:
-        return tuple(slots for one in self.blocks for slots in one.slots)
-
-    @property
-    def _held(self) -> list[int]:
-        """When the last token is generated, which is never stored."""
-        return [count for slots in self._slots for count in slots.counts(slots.gen_len)]
-
-    @property
-    def _totals(self) -> list[int]:
-        return [total + slots.gen_len - 1 for slots in self._slots for total in slots.taken_in]
+    def _slots(self) -> tuple[tuple[Occupancy, int], ...]:
+        """Of the batches of a block of each shape, and how many such blocks there are."""
+        return tuple((slots, count) for block, count in self.planned.blocks.alike for slots in block.slots)
 
     @property
     def _held_range(self) -> tuple[int, int]:
-        return min(self._held), max(self._held)
+        return _least_and_most(_held(slots) for slots, _ in self._slots)
 
     @property
     def _length_range(self) -> tuple[int, int]:
-        return min(self._totals), max(self._totals)
+        return _least_and_most(_totals(slots) for slots, _ in self._slots)
 
     @property
     def _row_bytes(self) -> int:
@@ -87,8 +86,22 @@ class Kept:
 
     def _capacity(self, policy: KVPolicy) -> int:
         """Slots of a row of the first batch, whose rows are the longest."""
-        block = self.blocks[0].block
+        block = self.planned.blocks.first.block
         return policy.slots(block.batches[0], block.gen_len).capacity
+
+
+def _held(slots: Occupancy) -> Sequence[int]:
+    """When the last token is generated, which is never stored."""
+    return slots.counts(slots.gen_len)
+
+
+def _totals(slots: Occupancy) -> Sequence[int]:
+    return [total + slots.gen_len - 1 for total in slots.taken_in]
+
+
+def _least_and_most(each: Iterable[Sequence[int]]) -> tuple[int, int]:
+    counts = [count for one in each for count in one]
+    return min(counts), max(counts)
 
 
 def _range(low: int, high: int) -> str:

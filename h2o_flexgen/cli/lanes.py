@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.schedule.schedule import COMPUTE_LANE
+from h2o_flexgen.schedule.ops import COMPUTE_LANE
 
 if TYPE_CHECKING:
-    from h2o_flexgen.llm import Stats
+    from h2o_flexgen.engine.stats import Stats
 
 
 @dataclass(frozen=True)

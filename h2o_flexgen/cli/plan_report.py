@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from h2o_flexgen.cli.kept import Kept
 from h2o_flexgen.cli.page import page_width, table
-from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.footprint import Budgets, Footprint
+from h2o_flexgen.planning.footprint import Budgets, Footprint, WorkloadPlan
 from h2o_flexgen.planning.placement import Placement, image_bytes
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.quant.codec import PLAIN
@@ -28,26 +27,36 @@ KINDS = ("weights", "KV", "activations")
 class PlanReport:
     model: str
     dummy_weights: bool
-    spec: ModelSpec
     requested: Plan  # as asked for
-    plan: Plan  # in force: folded where there is no accelerator
-    workload: Workload
-    blocks: Sequence[BlockPlan]
-    needed: Footprint
+    planned: WorkloadPlan  # in force: folded where there is no accelerator
     budgets: Budgets
-    accelerator: bool
     kernels: str  # what the CPU works with: C, or torch
     packing: tuple[Path, int] | None = None  # where packed weights are kept, and the bytes to write there first
     tokenizer_note: str = ""
 
     @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    @property
+    def workload(self) -> Workload:
+        return self.planned.workload
+
+    @property
+    def needed(self) -> Footprint:
+        return self.planned.footprint
+
+    @property
+    def accelerator(self) -> bool:
+        return self.planned.accelerator
+
+    @property
     def first(self) -> BlockPlan:
-        """The largest block: prompts are sorted, longest first."""
-        return self.blocks[0]
+        return self.planned.blocks.first
 
     @property
     def kept(self) -> Kept:
-        return Kept(self.spec, self.plan.policy, self.blocks)
+        return Kept(self.planned)
 
     def lines(self) -> list[str]:
         return [*self._head(), "", *self._shares(), "", *self._needs()]
@@ -68,11 +77,11 @@ class PlanReport:
         }
 
     def _head(self) -> list[str]:
-        spec, plan, longest = self.spec, self.plan, max(self.workload.prompt_lens)
+        spec, plan, longest = self.planned.spec, self.plan, max(self.workload.prompt_lens)
         lines = [
             f"model     {self.model}: {spec.architecture}, {format_bytes(spec.weight_bytes)} of weights {self._written_down()}",
             f"prompts   {self.workload.num_prompts} of up to {longest} tokens, {self.workload.gen_len} to generate for each",
-            f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {len(self.blocks)} of them to run",
+            f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {len(self.planned.blocks)} of them to run",
             f"schedule  {plan.schedule}, {_slots(self.first.schedule)}, "
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
             f"KV        {self.kept.line()}{self._packed_kv()}",
@@ -91,7 +100,7 @@ class PlanReport:
         return lines
 
     def _written_down(self) -> str:
-        dtype, codec = self.spec.dtype, self.plan.weight_codec
+        dtype, codec = self.planned.spec.dtype, self.plan.weight_codec
         return f"in {dtype}" if codec == PLAIN else f"with matrices as {codec}, computed with in {dtype}"
 
     def _packed_kv(self) -> str:
@@ -163,7 +172,7 @@ def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def _slots(schedule: Schedule) -> str:
-    weights, others = schedule.weight_slots, schedule.slots
+    weights, others = schedule.weight_buffers, schedule.buffers
     if weights == others:
         return "1 slot, nothing overlaps" if weights == 1 else f"{weights} slots"
     return f"{weights} slots for weights and {others} for KV and activations"

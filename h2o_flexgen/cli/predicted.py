@@ -14,7 +14,7 @@ from h2o_flexgen.planning.footprint import Budgets
 from h2o_flexgen.planning.predict import Prediction
 
 if TYPE_CHECKING:
-    from h2o_flexgen.llm import Stats
+    from h2o_flexgen.engine.stats import Stats
 
 
 @dataclass(frozen=True)

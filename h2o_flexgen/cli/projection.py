@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.schedule.schedule import Op, Task
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.task import Task
 
 if TYPE_CHECKING:
     from h2o_flexgen.core.workload import Block
-    from h2o_flexgen.llm import Stats
+    from h2o_flexgen.engine.stats import Stats
     from h2o_flexgen.sampling.output import Completion
 
 FEWER_BATCH_LAYERS = 20  # of the first decode step that are run; the second half of them is what the projection goes by

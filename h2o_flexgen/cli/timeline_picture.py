@@ -6,26 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from h2o_flexgen.schedule.schedule import COMPUTE_LANE, Op
+from h2o_flexgen.schedule.ops import COMPUTE_LANE, Data
 from h2o_flexgen.schedule.trace import Span, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# of what is moved, or done; colours that colour-blind eyes tell apart
-COLOURS = {"weights": "#e69f00", "KV": "#0072b2", "activations": "#cc79a7", "compute": "#009e73"}
-KINDS: Mapping[Op, str] = {
-    Op.READ_W: "weights",
-    Op.LOAD_W: "weights",
-    Op.READ_KV: "KV",
-    Op.LOAD_KV: "KV",
-    Op.STORE_KV: "KV",
-    Op.WRITE_KV: "KV",
-    Op.LOAD_H: "activations",
-    Op.STORE_H: "activations",
-    Op.COMPUTE: "compute",
-}
 STEPS = 2
 MOST_VISITS = 120  # of more, single tasks are too narrow to be seen
 WIDTH, LANE_HEIGHT, OTHER_HEIGHT = 12.0, 0.42, 0.9  # of the picture, in inches
@@ -48,9 +35,8 @@ def draw_timelines(traces: Mapping[str, Trace], file: Path, title: str = "") -> 
         axes.set_title(f"{name}, {trace.makespan * factor:.3g} {unit} of it", loc="left", fontsize="medium")
     panels[-1].set_xlabel(unit)
     panels[-1].set_xlim(0, seconds * factor)
-    _legend(
-        figure, [kind for kind in COLOURS if any(KINDS[span.key.op] == kind for one in traces.values() for span in one.spans)]
-    )
+    drawn = {span.key.op.data for trace in traces.values() for span in trace.spans}
+    _legend(figure, [data for data in Data if data in drawn])
     if title:
         figure.suptitle(title)
     figure.savefig(file, dpi=130)
@@ -73,11 +59,11 @@ def two_steps(trace: Trace) -> Trace:
 def _draw(axes: Axes, trace: Trace, factor: float, width: float) -> None:
     lanes = trace.lanes
     for place, lane in enumerate(lanes):
-        for kind, colour in COLOURS.items():
-            spans = [span for span in trace.spans if span.lane == lane and KINDS[span.key.op] == kind]
+        for data in Data:
+            spans = [span for span in trace.spans if span.lane == lane and span.key.op.data is data]
             wide, narrow = _bars(spans, factor, width)
-            axes.broken_barh(wide, (place - 0.36, 0.72), facecolors=colour, edgecolors="white", linewidth=0.6)
-            axes.broken_barh(narrow, (place - 0.36, 0.72), facecolors=colour, linewidth=0)
+            axes.broken_barh(wide, (place - 0.36, 0.72), facecolors=data.colour, edgecolors="white", linewidth=0.6)
+            axes.broken_barh(narrow, (place - 0.36, 0.72), facecolors=data.colour, linewidth=0)
     shares = trace.busy_shares()
     axes.set_yticks(range(len(lanes)), [f"{lane}  {shares[lane]:.0%}" for lane in lanes])
     axes.set_ylim(len(lanes) - 0.5, -0.5)
@@ -113,8 +99,8 @@ def _joined(bars: Iterable[tuple[float, float]], gap: float) -> Iterable[tuple[f
         yield start, end - start
 
 
-def _legend(figure: Figure, kinds: Sequence[str]) -> None:
+def _legend(figure: Figure, kinds: Sequence[Data]) -> None:
     from matplotlib.patches import Patch
 
-    handles = [Patch(facecolor=COLOURS[kind], label=kind) for kind in kinds]
+    handles = [Patch(facecolor=data.colour, label=data.words) for data in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), frameon=False, fontsize="small")

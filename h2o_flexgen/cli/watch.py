@@ -5,28 +5,29 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 
 from h2o_flexgen.cli.stages import show_stage
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import Stage
-from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.cost import Cost
-from h2o_flexgen.schedule.schedule import Task
+from h2o_flexgen.schedule.task import Task
 
 
 class Watch:
     """`blocks` are those that the run consists of, as planned; where memory runs out, those that took their place."""
 
-    def __init__(self, blocks: Sequence[BlockPlan], progress: Progress) -> None:
+    def __init__(self, blocks: BlockPlans, progress: Progress) -> None:
         self.flops: Counter[int] = Counter()  # rows of a matrix product -> flops done with so many
         self.first_decode_ends: list[dict[int, float]] = [
             {} for _ in blocks
         ]  # of the first decode step: layer -> when it ended
         self.load_seconds = 0.0
-        self.blocks = tuple(blocks)
+        self.blocks = blocks
+        self._block = blocks[0]
         self._progress = progress
         self._index = -1  # of the block that is running
+        self._visits_ended = 0  # of the block that is running, when it is over, and of all before it
         self._visits_before = self._tokens_before = self._tokens = 0
         self._visits = self._visits_lost = 0  # of the block that is running, and of those that memory ran out in
         self._stage_began = time.perf_counter()
@@ -35,7 +36,7 @@ class Watch:
     @property
     def total(self) -> int:
         """Visits of all blocks, with those that had to be made twice."""
-        return self._visits_lost + total_visits(self.blocks)
+        return self._visits_lost + self.blocks.visits
 
     @property
     def seconds(self) -> float:
@@ -51,33 +52,37 @@ class Watch:
 
     def visit(self, task: Task, tokens: int) -> None:
         """A COMPUTE is over; `tokens` were generated in its block so far."""
-        if self.blocks[max(self._index, 0)].schedule.number(*task.visit) == 0:
+        if self._block.schedule.number(*task.visit) == 0:
             self._next_block()
         self._tokens = tokens
-        self._visits = self.blocks[self._index].schedule.number(*task.visit) + 1
+        self._visits = self._block.schedule.number(*task.visit) + 1
         self._count_work(task)
         self._progress.update(self._text(), self._done, self._details(task))
 
-    def shrink(self, num_ended: int, rest: Sequence[BlockPlan], note: str) -> None:
+    def shrink(self, num_ended: int, rest: BlockPlans, note: str) -> None:
         """Memory ran out in the block behind those that have ended. The rest takes the place of all that were to come, and what
         was done of the broken one counts as done: nobody sees the run go backwards."""
         if self._index == num_ended:  # or memory ran out before its first visit
             self._visits_lost += self._visits
+            self._visits_ended = self._visits_before
             self._tokens = 0
             self._index -= 1
-        self.blocks = (*self.blocks[:num_ended], *rest)
+        self.blocks = self.blocks.followed_by(rest, num_ended)
+        self._block = self.blocks[max(self._index, 0)]
         self.first_decode_ends[num_ended:] = [{} for _ in rest]
         self._progress.expect(self.total)
         self._progress.note(note)
 
     def _next_block(self) -> None:
         self._index += 1
-        self._visits_before = total_visits(self.blocks[: self._index])
+        self._block = self.blocks[self._index]
+        self._cost = Cost(self._block)
+        self._visits_before = self._visits_ended
+        self._visits_ended += self._block.schedule.traffic.visits
         self._tokens_before += self._tokens
 
     def _count_work(self, task: Task) -> None:
-        cost = Cost(self.blocks[self._index])
-        self.flops[cost.product_rows(task)] += cost.flops(task)  # type: ignore[assignment]
+        self.flops[self._cost.product_rows(task)] += self._cost.flops(task)  # type: ignore[assignment]
         if task.step == 1:
             self.first_decode_ends[self._index][task.layer] = time.perf_counter()
 
@@ -86,7 +91,7 @@ class Watch:
         return self._visits_lost + self._visits_before + self._visits
 
     def _details(self, task: Task) -> list[str]:
-        traffic = self.blocks[self._index].schedule.traffic
+        traffic = self._block.schedule.traffic
         block = [f"block {self._index + 1}/{len(self.blocks)}"] if len(self.blocks) > 1 else []
         places = (
             ("step", task.step, traffic.steps),
@@ -99,10 +104,6 @@ class Watch:
         seconds, done = max(self.seconds, 1e-9), self._done
         rate = (self._tokens_before + self._tokens) / seconds
         return f"{rate:.2f} tokens/s, ETA {clock(seconds / done * (self.total - done))}"
-
-
-def total_visits(blocks: Sequence[BlockPlan]) -> int:
-    return sum(block.schedule.traffic.visits for block in blocks)
 
 
 def clock(seconds: float) -> str:

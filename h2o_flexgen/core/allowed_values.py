@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from h2o_flexgen.core.hints import shown
 
+AUTO = "auto"  # whoever gives it leaves the choice to us
+
 T = TypeVar("T")
 Key = TypeVar("Key")
 Read = Callable[[object], T]  # raises a TypeError, a ValueError or an OverflowError for what is not allowed

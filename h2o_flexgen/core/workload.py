@@ -6,11 +6,12 @@ Prompts are sorted by length before they are divided, so that rows of one batch 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from h2o_flexgen.core.hints import shown
@@ -98,6 +99,16 @@ class Block:
     def num_rows(self) -> int:
         return sum(batch.size for batch in self.batches)
 
+    @property
+    def rows(self) -> list[int]:
+        return [row for batch in self.batches for row in batch.rows]
+
+    def with_rows(self, rows: Sequence[int]) -> Block:
+        """The block of one shape with this one that has other rows."""
+        starts = accumulate((batch.size for batch in self.batches), initial=0)
+        own = (tuple(rows[start : start + batch.size]) for start, batch in zip(starts, self.batches))
+        return replace(self, batches=tuple(replace(batch, rows=each) for batch, each in zip(self.batches, own)))
+
 
 class BlockSize(NamedTuple):
     batch_size: int
@@ -154,21 +165,26 @@ class Workload:
         return rows
 
     def blocks(self, batch_size: int, num_batches: int, rows: Sequence[int] | None = None) -> tuple[Block, ...]:
-        """Of all rows, or of those that are left. Longest prompts first, so that what needs most memory is met at the start and
-        not after hours."""
-        order, size = self._longest_first(rows), batch_size * num_batches
-        return tuple(self._block(order[start : start + size], batch_size) for start in range(0, len(order), size))
+        """Of all rows, or of those that are left."""
+        return tuple(
+            first.with_rows(own[start : start + first.num_rows])
+            for first, own in self.alike_blocks(batch_size, num_batches, rows)
+            for start in range(0, len(own), first.num_rows)
+        )
 
-    def distinct_blocks(self, batch_size: int, num_batches: int) -> Iterator[Block]:
-        """The first block of each shape: of a million prompts of one length these are two at most."""
-        order, size = self._longest_first(), batch_size * num_batches
-        before: tuple[int, ...] = ()
-        for start in range(0, len(order), size):  # blocks of one shape follow each other, as prompts are sorted
-            rows = order[start : start + size]
-            lengths = tuple(map(self.prompt_lens.__getitem__, rows))
-            if lengths != before:
-                yield self._block(rows, batch_size)
-            before = lengths
+    def alike_blocks(
+        self, batch_size: int, num_batches: int, rows: Sequence[int] | None = None
+    ) -> Iterator[tuple[Block, Sequence[int]]]:
+        """The first block of each shape, and the rows of all blocks of this shape: of a million prompts of one length these are
+        two shapes at most. Longest prompts come first, so that what needs most memory is met at the start and not after hours.
+        So blocks of one shape follow each other, and all their prompts have one length."""
+        order, size, start = self._longest_first(rows), batch_size * num_batches, 0
+        lengths = [-self.prompt_lens[row] for row in order]
+        while start < len(order):
+            whole = (bisect_right(lengths, lengths[start], start) - start) // size * size
+            end = min(start + (whole or size), len(order))
+            yield self._block(order[start : min(start + size, end)], batch_size), order[start:end]
+            start = end
 
     def _longest_first(self, rows: Sequence[int] | None = None) -> list[int]:
         in_order = range(self.num_prompts) if rows is None else sorted(rows)

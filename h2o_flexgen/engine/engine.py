@@ -35,7 +35,9 @@ from h2o_flexgen.models.checkpoint import WeightSource
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import place_weights
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.schedule.schedule import Op, Schedule, Task, Visit
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.task import Task, Visit
 from h2o_flexgen.schedule.trace import Trace
 
 OnVisit = Callable[[Task, int], None]  # a COMPUTE is over; tokens picked so far in its block
@@ -46,8 +48,7 @@ Until = Callable[[Task], bool]
 class BlockRun:
     """What happened in one block."""
 
-    block: Block
-    schedule: Schedule
+    planned: BlockPlan
     trace: Trace
     prefill_seconds: float
     step_seconds: tuple[float, ...]  # of each decode step
@@ -55,6 +56,10 @@ class BlockRun:
     moved_bytes: Mapping[str, int]  # per lane
     busy_seconds: Mapping[str, float]
     shortage: Shortage | None = None  # of memory, which ended it early: the rows that are not finished have to start anew
+
+    @property
+    def block(self) -> Block:
+        return self.planned.block
 
     def without_trace(self) -> BlockRun:
         return replace(self, trace=Trace(()))
@@ -130,17 +135,14 @@ class Engine:
         """A copy of one that lives on in another process: what it holds is not its own."""
         return self._process != os.getpid()
 
-    def open_kv(self, block: Block, schedule: Schedule | None = None) -> KVStore:
+    def open_kv(self, planned: BlockPlan) -> KVStore:
         """A home for the block's KV, which whoever asks for it closes. That of texts that live on is handed to `run` again."""
         with torch.inference_mode():
-            return KVStore(self._spec, self._plan.policy, block, schedule or self.schedule(block), self._memories)
-
-    def schedule(self, block: Block) -> Schedule:
-        return BlockPlan.of(self._spec, self._plan, block, self._memories.device.accelerator).schedule
+            return KVStore(self._spec, self._plan.policy, planned.block, planned.schedule, self._memories)
 
     def run(
         self,
-        block: Block,
+        planned: BlockPlan,
         rows: Sequence[RowState],
         at_head: AtHead,
         on_visit: OnVisit | None = None,
@@ -152,7 +154,7 @@ class Engine:
         holds what an earlier block has left. Want of memory is an error, unless it `may_run_out`: then it ends the block, all
         that was held for it is given back, and the `shortage` is told."""
         refuse_forked(self._process, f"the engine of {self._spec.name}")
-        schedule, measures, shortage = self.schedule(block), _Measures(), None
+        block, schedule, measures, shortage = planned.block, planned.schedule, _Measures(), None
 
         def run() -> None:
             """What it holds is its own: it goes with this call."""
@@ -160,7 +162,7 @@ class Engine:
             guard = HostGuard(self._memories.host.spare_bytes) if may_run_out else None
             with ExitStack() as opened, torch.inference_mode():
                 if kv is None:
-                    own = opened.enter_context(closing(self.open_kv(block, schedule)))
+                    own = opened.enter_context(closing(self.open_kv(planned)))
                 else:
                     own = kv
                     own.prepare(block, schedule)
@@ -183,7 +185,7 @@ class Engine:
             measures.count(measures.step, 0)
         if shortage is not None:
             self._give_back()  # not before: the error's traceback has held what the block did
-        return self._summary(block, schedule, measures, shortage)
+        return _summary(planned, measures, shortage)
 
     def _give_back(self) -> None:
         gc.collect()
@@ -280,18 +282,16 @@ class Engine:
             x, weights = hidden, self._weights.views(visit)
         return base.computed(self._model, self._spec.layers[visit.layer], x, weights, given)
 
-    # -- what happened -------------------------------------------------------------------------------------------------
 
-    def _summary(self, block: Block, schedule: Schedule, measures: _Measures, shortage: Shortage | None) -> BlockRun:
-        steps, trace = [measures.step_seconds[step] for step in sorted(measures.step_seconds)], measures.trace
-        return BlockRun(
-            block=block,
-            schedule=schedule,
-            trace=trace,
-            prefill_seconds=sum(steps[:1]),
-            step_seconds=tuple(steps[1:]),
-            tokens=measures.tokens,
-            moved_bytes={lane: trace.moved_bytes(lane) for lane in trace.lanes},
-            busy_seconds={lane: trace.busy_seconds(lane) for lane in trace.lanes},
-            shortage=shortage,
-        )
+def _summary(planned: BlockPlan, measures: _Measures, shortage: Shortage | None) -> BlockRun:
+    steps, trace = [measures.step_seconds[step] for step in sorted(measures.step_seconds)], measures.trace
+    return BlockRun(
+        planned=planned,
+        trace=trace,
+        prefill_seconds=sum(steps[:1]),
+        step_seconds=tuple(steps[1:]),
+        tokens=measures.tokens,
+        moved_bytes={lane: trace.moved_bytes(lane) for lane in trace.lanes},
+        busy_seconds={lane: trace.busy_seconds(lane) for lane in trace.lanes},
+        shortage=shortage,
+    )

@@ -19,11 +19,11 @@ from h2o_flexgen.engine.recorder import Recorder
 from h2o_flexgen.memory.device import Device, Marker
 from h2o_flexgen.memory.shortage import Shortage, shortage_of
 from h2o_flexgen.memory.threads import starting
-from h2o_flexgen.schedule.schedule import COMPUTE_LANE, LANES, WORKERS, Key, Op, Task
+from h2o_flexgen.schedule.ops import COMPUTE_LANE, LANES, WORKERS, Op
+from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 
 Action = Callable[[Task], int]  # does the task and returns the bytes that it moved
-ON_HOST = frozenset({Op.READ_W, Op.READ_KV, Op.WRITE_KV})  # the CPU touches host memory: their needs must have ended
 
 
 class _Pending:
@@ -120,7 +120,7 @@ class Executor:
     # -- the lanes ---------------------------------------------------------------------------------------------------
 
     def _start_lanes(self) -> None:
-        self._queues = {lane: SimpleQueue() for lane in sorted(set(LANES.values()) - {COMPUTE_LANE})}
+        self._queues = {lane: SimpleQueue() for lane in LANES if lane != COMPUTE_LANE}
         for lane in self._queues:
             for worker in range(WORKERS[lane]):
                 ended = threading.Event()
@@ -181,7 +181,7 @@ class Executor:
             need.issued.wait()
             if need.marker is None:
                 continue
-            if task.op in ON_HOST:
+            if task.op.uses_disk:  # the CPU reads and writes host memory: what it needs must be in place
                 need.marker.synchronize()
             else:
                 self._device.wait(need.marker)
@@ -192,7 +192,7 @@ class Executor:
     def _act(self, task: Task, pending: _Pending) -> None:
         first, start = self._device.mark(), time.perf_counter()
         moved = self._actions[task.op](task)
-        last = None if task.op in ON_HOST else self._device.mark()
+        last = None if task.op.uses_disk else self._device.mark()
         if first is not None and last is not None:
             pending.marker = last
             self._recorder.add_marked(task, first, last, moved)

@@ -1,15 +1,15 @@
-"""Progress by prompts: hands out each completion when it is done, and shows how many are."""
+"""How many prompts are done of all, shown while a call generates."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.row_state import RowState, completions_of
+from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import OnToken
 from h2o_flexgen.engine.stage import OnStage, Stage, damaged_copy, how_far
 from h2o_flexgen.models.derived import cache_folder
@@ -19,31 +19,6 @@ OnCompletion: TypeAlias = Callable[[Completion], object]
 UseTqdm: TypeAlias = "bool | Callable[..., Any]"  # True: on stderr; or a function that makes a bar like tqdm's
 Listeners: TypeAlias = "tuple[OnToken | None, OnStage | None]"
 DESCRIPTION = "prompts"
-
-
-class PromptsDone:
-    """Hands out the completion of a prompt when the block in which it ends is over."""
-
-    def __init__(self, rows: Sequence[RowState], on_completion: OnCompletion | None) -> None:
-        self._rows = rows
-        self._on_completion = on_completion
-        self._waiting = Counter(row.index for row in rows)  # rows of each prompt that have not ended
-        self._counted: set[int] = set()
-        self._of_prompt: defaultdict[int, list[RowState]] = defaultdict(list)
-        for row in rows:
-            self._of_prompt[row.index].append(row)
-
-    def block_ended(self, places: Iterable[int]) -> None:
-        """`places` are those of the block's rows among all rows."""
-        if self._on_completion is None:
-            return
-        for place in places:
-            row = self._rows[place]
-            if row.finished and place not in self._counted:
-                self._counted.add(place)
-                self._waiting[row.index] -= 1
-                if not self._waiting[row.index]:
-                    self._on_completion(*completions_of(self._of_prompt.pop(row.index)))
 
 
 class _Bar(Protocol):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,11 @@ from h2o_flexgen.engine.rows import BatchRows, OnToken
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.prompts import Prompt, read_pair
+from h2o_flexgen.text.tokenizer import Tokenizer
 
+Pairs: TypeAlias = "Iterable[tuple[str, str] | tuple[Sequence[int], Sequence[int]]]"  # what stands before, what is scored
 PREFILL, DECODE = "prefill", "decode"
 WAYS = (PREFILL, DECODE)
 SCORED = "scored"  # the reason why a row ends
@@ -48,6 +52,19 @@ def way_of(plan: Plan, asked: str | None) -> str:
     return asked or (PREFILL if is_exact else DECODE)
 
 
+def read_pairs(pairs: Pairs, tokenizer: Tokenizer) -> tuple[list[Prompt], list[tuple[int, ...]]]:
+    """What stands before, and what is scored."""
+    read = [read_pair(place, pair, tokenizer) for place, pair in enumerate(pairs)]
+    if empty := [index for index, (_, after) in enumerate(read) if not after]:
+        raise ValueError(f"continuation {empty[0]} is empty; there is nothing to score: leave the pair out")
+    return [Prompt(None, before) for before, _ in read], [after for _, after in read]
+
+
+def params_of(continuations: Sequence[Sequence[int]]) -> list[SamplingParams]:
+    """To generate continuations that are given, and to hear how likely each token was."""
+    return [SamplingParams(max_tokens=len(after), logprobs=1) for after in continuations]
+
+
 class _Wanted(NamedTuple):
     """A token whose score is wanted."""
 
@@ -60,13 +77,18 @@ class Scorer:
     """Scores whole texts at the head of one pass: each of a text's last positions for the token that comes next. Rows are laid
     side by side, so that there are few large products instead of many small ones."""
 
-    def __init__(
-        self, pairs: Sequence[Sequence[tuple[int, Sequence[int]]]], positions: int, on_token: OnToken | None = None
-    ) -> None:
+    def __init__(self, rows: Sequence[RowState], tokenizer: Tokenizer, positions: int, on_token: OnToken | None = None) -> None:
+        """`rows` have the continuations as tokens that are forced."""
+        wanted, params = pairs_by_text(rows), SamplingParams(max_tokens=1)
+        self.texts = [RowState(place, text, params, tokenizer) for place, text in enumerate(wanted)]  # the rows to be run
         self.scored: dict[int, Scored] = {}
-        self._pairs = pairs  # for each row of the workload, the index and continuation of the pairs scored with its text
+        self._pairs = [*wanted.values()]  # for each text, the index and continuation of the pairs scored with it
         self._positions = positions  # of which logits are made at once
         self._on_token = on_token
+
+    @property
+    def in_order(self) -> list[Scored]:
+        return [self.scored[index] for index in range(len(self.scored))]
 
     def __call__(self, rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, step: int) -> int:
         lasts: list[Tensor] = []

@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from h2o_flexgen.core.workload import Block, BlockSize, Workload
+from h2o_flexgen.core.workload import BlockSize
 from h2o_flexgen.engine.engine import BlockRun
 from h2o_flexgen.engine.executor import shortage_in
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.memory.shortage import Shortage
+from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
+from h2o_flexgen.planning.footprint import WorkloadPlan
 
 
 @dataclass(frozen=True)
@@ -21,39 +23,37 @@ class Shrink:
     tried: BlockSize
     size: BlockSize  # of the blocks to come
     num_ended: int  # blocks that have ended
-    rest: tuple[Block, ...]  # all blocks to come
+    rest: BlockPlans  # all blocks to come
 
     def __str__(self) -> str:
         return f"memory ran out on {self.shortage.tier} in a block of {self.tried} rows: going on with {self.size}"
 
 
 OnShrink = Callable[[Shrink], None]
-RunBlock = Callable[[Block, bool], BlockRun]  # the flag says whether memory may run out
+RunBlock = Callable[[BlockPlan, bool], BlockRun]  # the flag says whether memory may run out
 
 
-def run_blocks(
-    workload: Workload, size: BlockSize, rows: Sequence[RowState], run: RunBlock, on_shrink: OnShrink
-) -> Iterator[BlockRun]:
+def run_blocks(planned: WorkloadPlan, rows: Sequence[RowState], run: RunBlock, on_shrink: OnShrink) -> Iterator[BlockRun]:
     """Runs one block after the other and yields every run, those in which memory ran out too."""
-    waiting, num_ended = workload.blocks(*size), 0
-    while waiting:
-        block, *later = waiting
-        smaller = BlockSize.of(block).smaller
+    waiting, num_ended = iter(planned.blocks), 0
+    while (block := next(waiting, None)) is not None:
+        smaller = BlockSize.of(block.block).smaller
         ran = _smallest(block, run) if smaller is None else run(block, True)
         if ran.shortage is None or smaller is None:
             yield ran
-            waiting, num_ended = tuple(later), num_ended + 1
+            num_ended += 1
             continue
-        left = [row for each in waiting for batch in each.batches for row in batch.rows if not rows[row].finished]
+        left = [row for each in (block, *waiting) for row in each.block.rows if not rows[row].finished]
         yield ran if left else replace(ran, shortage=None)  # all rows are finished, so nobody suffers from it
         for row in left:
             rows[row].start_anew()
-        waiting = workload.blocks(*smaller, left)
-        if waiting:
-            on_shrink(Shrink(ran.shortage, BlockSize.of(block), smaller, num_ended, waiting))
+        if left:
+            rest = planned.blocks_of(left, smaller)
+            waiting = iter(rest)
+            on_shrink(Shrink(ran.shortage, BlockSize.of(block.block), smaller, num_ended, rest))
 
 
-def _smallest(block: Block, run: RunBlock) -> BlockRun:
+def _smallest(block: BlockPlan, run: RunBlock) -> BlockRun:
     try:
         return run(block, False)
     except Exception as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
@@ -22,6 +23,39 @@ class Stage(str, Enum):
 
 
 OnStage = Callable[[Stage, int, int], None]  # bytes done and bytes in all: both 0 where they are not counted
+
+
+class Stages:
+    """Tells the stages: to the listener of the call that is under way, and else to the one that always listens."""
+
+    def __init__(self, always: OnStage | None) -> None:
+        self.always = self._now = always
+
+    @property
+    def is_heard(self) -> bool:
+        return self._now is not None
+
+    @contextmanager
+    def heard_by(self, on_stage: OnStage | None) -> Iterator[None]:
+        self._now = on_stage or self.always
+        try:
+            yield
+        finally:
+            self._now = self.always
+
+    def __call__(self, stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
+        if self._now is not None:
+            self._now(stage, done_bytes, total_bytes)
+
+    def of(self, stage: Stage, behind_it: Stage | None = None) -> Callable[[int, int], None]:
+        """Tells how far a stage is, and which one follows when it is over."""
+
+        def tell(done_bytes: int, total_bytes: int) -> None:
+            self(stage, done_bytes, total_bytes)
+            if behind_it is not None and done_bytes == total_bytes:
+                self(behind_it)
+
+        return tell
 
 
 def how_far(done_bytes: int, total_bytes: int) -> str:

@@ -6,12 +6,14 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.kernels.native import in_use
-from h2o_flexgen.llm import DUMMY_SEED, LLM
+from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.checkpoint import open_checkpoint
 from h2o_flexgen.models.hub import resolve_model
+from h2o_flexgen.open import DUMMY_SEED
 from h2o_flexgen.profiling.measure import describe_machine
-from h2o_flexgen.text.tokenizer import AUTO, BYTES, TOKENIZER_FILES
+from h2o_flexgen.text.tokenizer import BYTES, TOKENIZER_FILES
 
 CONFIG = "config.json"
 CHUNK_BYTES = 1 << 24

@@ -1,5 +1,5 @@
 """Few rows times the transposed of a matrix of a group codec, without decoding it. With many rows it is faster to decode it
-first, so kernel_table.py names this kernel for few.
+first, so table.py names this kernel for few.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.kernel_table import LIBRARIES, TORCH, Processor
+from h2o_flexgen.kernels.table import LIBRARIES, TORCH, Processor
 
 SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" does without the library; the name of a variant takes that one
 VERSION = 3  # of what native.c promises

@@ -1,4 +1,4 @@
-"""The operations on values that have kernels of their own, each done by the one that core/kernel_table.py names for it.
+"""The operations on values that have kernels of their own, each done by the one that kernels/table.py names for it.
 
 Nobody else chooses. A kernel and its twin in torch take the same arguments, and give the same bits unless their file says how
 they differ.
@@ -10,7 +10,10 @@ from math import prod
 
 from torch import Tensor
 
-from h2o_flexgen.core.kernel_table import (
+from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.functions import FUNCTIONS, Function
+from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.kernels.table import (
     DECODE,
     DECODE_ATTENTION,
     ENCODE,
@@ -20,9 +23,6 @@ from h2o_flexgen.core.kernel_table import (
     TAKE_SLOTS,
     choose,
 )
-from h2o_flexgen.kernels.decode_attention import Kept
-from h2o_flexgen.kernels.functions import FUNCTIONS, Function
-from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 

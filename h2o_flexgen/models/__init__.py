@@ -12,6 +12,7 @@ from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.core.hints import one_line, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.models.config_values import check_config
+from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.models.json_file import read_object
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ def create_model(config: Config, dtype: str, sep_layer: bool = True, name: str =
 
 def load_config(name_or_path: str) -> Config:
     """Of a local folder, or by its name from the hub."""
-    from h2o_flexgen.models.hub import resolve_model
-
     name = name_or_path if Path(name_or_path).is_dir() else hub_name(name_or_path) or name_or_path
     try:
         folder = resolve_model(name, with_weights=False)

@@ -1,20 +1,24 @@
 """BlockPlan: a block under a plan, with all that follows from the two: what lies where, and in which order it is done.
 
-Engine, footprint, cost, command line and benchmarks start from this one object.
+Engine, footprint, cost, command line and benchmarks start from this one object; of a whole workload they start from its
+BlockPlans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from h2o_flexgen.core.model_spec import ModelSpec
-from h2o_flexgen.core.workload import Block, Workload
+from h2o_flexgen.core.workload import Block, BlockSize, Workload
 from h2o_flexgen.planning.placement import Placement, place, place_weights, placed_shares, traffic
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
-from h2o_flexgen.schedule.schedule import SCHEDULES, Schedule
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.table import SCHEDULES
+
+Shape = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -43,24 +47,78 @@ class BlockPlan:
         return tuple(self.plan.policy.slots(batch, self.block.gen_len) for batch in self.block.batches)
 
     @property
-    def shape(self) -> tuple[tuple[int, ...], ...]:
+    def shape(self) -> Shape:
         """Blocks of one shape cost the same."""
-        return shape_of(self.block)
+        return tuple((*batch.lengths, *batch.seen) for batch in self.block.batches)
 
 
-def shape_of(block: Block) -> tuple[tuple[int, ...], ...]:
-    return tuple((*batch.lengths, *batch.seen) for batch in block.batches)
+@dataclass(frozen=True)
+class BlockPlans:
+    """Blocks in the order in which they run. There may be hundreds of thousands, but neighbours of one shape lie alike: they
+    are planned once, and each of them is made when somebody asks for it."""
 
+    groups: tuple[tuple[BlockPlan, Sequence[int]], ...]  # the first of neighbours of one shape, and the rows of all of them
 
-def plan_blocks(spec: ModelSpec, plan: Plan, workload: Workload, accelerator: bool) -> Iterator[BlockPlan]:
-    """Blocks of one shape lie alike: each shape is placed once, for there may be thousands."""
-    met = {one.shape: one for one in plan_distinct_blocks(spec, plan, workload, accelerator)}
-    for block in workload.blocks(plan.gpu_batch_size, plan.num_gpu_batches):
-        yield replace(met[shape_of(block)], block=block)
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        plan: Plan,
+        workload: Workload,
+        accelerator: bool,
+        size: BlockSize | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> BlockPlans:
+        """Of all rows in blocks as large as the plan has them; or of those that are left, in blocks of another size."""
+        weights, size = place_weights(spec, plan), size or BlockSize(plan.gpu_batch_size, plan.num_gpu_batches)
+        alike = workload.alike_blocks(*size, rows)
+        return cls(tuple((BlockPlan.of(spec, plan, block, accelerator, weights), own) for block, own in alike))
 
+    def __len__(self) -> int:
+        return sum(self._counts)
 
-def plan_distinct_blocks(spec: ModelSpec, plan: Plan, workload: Workload, accelerator: bool) -> Iterator[BlockPlan]:
-    """The first block of each shape. All have the same weights."""
-    weights = place_weights(spec, plan)
-    for block in workload.distinct_blocks(plan.gpu_batch_size, plan.num_gpu_batches):
-        yield BlockPlan.of(spec, plan, block, accelerator, weights)
+    def __iter__(self) -> Iterator[BlockPlan]:
+        return (self._made(group, number) for group, count in enumerate(self._counts) for number in range(count))
+
+    def __getitem__(self, number: int) -> BlockPlan:
+        for group, count in enumerate(self._counts):
+            if number < count:
+                return self._made(group, number)
+            number -= count
+        raise IndexError(number)
+
+    def followed_by(self, rest: BlockPlans, place: int) -> BlockPlans:
+        """The first of these blocks, so many, and then others."""
+        kept = []
+        for (first, rows), count in zip(self.groups, self._counts):
+            if place > 0:
+                kept.append((first, rows[: min(place, count) * first.block.num_rows]))
+            place -= count
+        return BlockPlans((*kept, *rest.groups))
+
+    @property
+    def first(self) -> BlockPlan:
+        """The largest: longest prompts come first."""
+        return self.groups[0][0]
+
+    @cached_property
+    def alike(self) -> Sequence[tuple[BlockPlan, int]]:
+        """One block of each shape, and how many of it there are."""
+        counted: dict[Shape, tuple[BlockPlan, int]] = {}
+        for (first, _), count in zip(self.groups, self._counts):
+            same, before = counted.get(first.shape, (first, 0))
+            counted[first.shape] = same, before + count
+        return tuple(counted.values())
+
+    @property
+    def visits(self) -> int:
+        return sum(first.schedule.traffic.visits * count for first, count in self.alike)
+
+    @cached_property
+    def _counts(self) -> tuple[int, ...]:
+        return tuple(len(rows) // first.block.num_rows for first, rows in self.groups)
+
+    def _made(self, group: int, number: int) -> BlockPlan:
+        first, rows = self.groups[group]
+        size = first.block.num_rows
+        return replace(first, block=first.block.with_rows(rows[number * size : (number + 1) * size]))

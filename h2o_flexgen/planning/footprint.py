@@ -1,6 +1,6 @@
 """The footprint of a plan: the bytes that a block holds on every tier, peak included, before anything is allocated.
 
-A budget is a promise. `refuse_what_does_not_fit` is what keeps it: it names the tier, the need, the budget and what would fit.
+A budget is a promise. `refuse_what_does_not_fit` keeps it: it names the tier, the need, the budget and what would fit.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 
-from h2o_flexgen.core.kernel_table import DECODE_ATTENTION, LIBRARIES, TORCH, Processor, choose
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.core.workload import Batch, Block, Workload
-from h2o_flexgen.planning.block_plan import BlockPlan, plan_distinct_blocks
+from h2o_flexgen.core.workload import Batch, Block, BlockSize, Workload
+from h2o_flexgen.kernels.table import DECODE_ATTENTION, LIBRARIES, TORCH, Processor, choose
+from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.placement import Placement, image_bytes
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.policies.occupancy import Occupancy
@@ -91,9 +92,9 @@ def _add_weights(parts: Parts, spec: ModelSpec, placement: Placement, schedule: 
         on_disk = [tensor for tensor in spec.tensors.values() if placement.weights[tensor.name] == DISK]
         parts[DISK]["weights"] += sum(_aligned(tensor.stored_nbytes) for tensor in on_disk)
     if schedule.traffic.weights_on_disk:
-        parts[HOST]["weight slots"] += schedule.weight_slots * _largest_layer(spec, placement, DISK)
+        parts[HOST]["weight slots"] += schedule.weight_buffers * _largest_layer(spec, placement, DISK)
     if schedule.traffic.accelerator:
-        parts[DEVICE]["weight slots"] += schedule.weight_slots * _largest_layer(spec, placement, DISK, HOST)
+        parts[DEVICE]["weight slots"] += schedule.weight_buffers * _largest_layer(spec, placement, DISK, HOST)
 
 
 def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
@@ -130,7 +131,7 @@ def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
             parts[compute]["KV notes"] += _aligned(notes) + PAGE
         padded = (slots.capacity + slots.journal_capacity) * _kv_row_bytes(spec, slots.batch)
         parts[tier if tier != DEVICE else compute]["KV"] += padded if tier == DISK else images[batch] + PAGE
-    ring = schedule.slots * (max(images) + PAGE)
+    ring = schedule.buffers * (max(images) + PAGE)
     if DISK in traffic.kv.values():
         parts[HOST]["KV slots"] += ring
     if traffic.links_kv and any(traffic.moves_kv(*place) for place in traffic.kv):
@@ -148,9 +149,9 @@ def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule,
         parts[tier if tier != DEVICE else compute]["activations"] += nbytes
     moved = [nbytes for batch, nbytes in enumerate(sizes) if schedule.traffic.moves_hidden(batch)]
     if moved:
-        parts[compute]["activation slots"] += schedule.slots * max(moved)
+        parts[compute]["activation slots"] += schedule.buffers * max(moved)
     if DISK in schedule.traffic.hidden:
-        parts[HOST]["activation slots"] += (schedule.slots if compute == DEVICE else 0) * max(moved) + max(moved)
+        parts[HOST]["activation slots"] += (schedule.buffers if compute == DEVICE else 0) * max(moved) + max(moved)
 
 
 def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
@@ -275,8 +276,9 @@ class Budgets:
 
 
 @dataclass(frozen=True)
-class Request:
-    """All that decides whether a plan fits."""
+class WorkloadPlan:
+    """A workload under a plan: its blocks, each planned, and what they hold. Report, prediction and run start from this one
+    object; it is also all that decides whether a plan fits."""
 
     spec: ModelSpec
     plan: Plan
@@ -286,52 +288,63 @@ class Request:
     kernel_threads: int = 0  # of the kernels for the CPU
     scored_at_once: int = 0  # positions of prompts that logits are made for together
 
+    @cached_property
+    def blocks(self) -> BlockPlans:
+        return BlockPlans.of(self.spec, self.plan, self.workload, self.accelerator)
+
+    def blocks_of(self, rows: Sequence[int], size: BlockSize) -> BlockPlans:
+        """Those of the rows that are left, where memory has run out in larger ones."""
+        return BlockPlans.of(self.spec, self.plan, self.workload, self.accelerator, size, rows)
+
+    def planned(self, block: Block) -> BlockPlan:
+        """Another block under the same plan."""
+        return BlockPlan.of(self.spec, self.plan, block, self.accelerator, self.blocks.first.placement.weights)
+
+    @cached_property
     def footprint(self) -> Footprint:
-        total = Footprint({})
-        for planned in plan_distinct_blocks(self.spec, self.plan, self.workload, self.accelerator):
-            total = total | footprint(planned, self.writes_weights, self.kernel_threads, self.scored_at_once)
-        return total
+        each = (
+            footprint(block, self.writes_weights, self.kernel_threads, self.scored_at_once) for block, _ in self.blocks.alike
+        )
+        return reduce(Footprint.__or__, each)
 
     def fits(self, budgets: Budgets) -> bool:
-        return budgets.first_exceeded(self.footprint()) is None
+        return budgets.first_exceeded(self.footprint) is None
+
+    def refuse_what_does_not_fit(self, budgets: Budgets) -> None:
+        tier = budgets.first_exceeded(self.footprint)
+        if tier is None:
+            return
+        budget = budgets.of(tier)
+        assert budget is not None
+        held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.footprint.parts[tier].items() if nbytes)
+        if tier == HOST and budgets.host_base:
+            held += f", process {format_bytes(budgets.host_base)}"
+        raise DoesNotFit(
+            f"plan needs {format_bytes(budgets.needs(self.footprint, tier))} on {tier} ({held}), "
+            f"the budget is {format_bytes(budget)}; {what_would_fit(self, budgets)}"
+        )
 
 
 class DoesNotFit(ValueError):
     """A plan that needs more than may be held."""
 
 
-def refuse_what_does_not_fit(request: Request, budgets: Budgets) -> Footprint:
-    needed = request.footprint()
-    tier = budgets.first_exceeded(needed)
-    if tier is None:
-        return needed
-    budget = budgets.of(tier)
-    assert budget is not None
-    held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in needed.parts[tier].items() if nbytes)
-    if tier == HOST and budgets.host_base:
-        held += f", process {format_bytes(budgets.host_base)}"
-    raise DoesNotFit(
-        f"plan needs {format_bytes(budgets.needs(needed, tier))} on {tier} ({held}), the budget is {format_bytes(budget)}; "
-        + what_would_fit(request, budgets)
-    )
-
-
-def what_would_fit(request: Request, budgets: Budgets) -> str:
+def what_would_fit(asked: WorkloadPlan, budgets: Budgets) -> str:
     """The nearest plans that fit: a smaller batch, or less of the weights and KV in memory."""
     found = []
-    for size in _halves(request.plan.gpu_batch_size):
-        plan = replace(request.plan, gpu_batch_size=size)
-        if replace(request, plan=plan).fits(budgets):
+    for size in _halves(asked.plan.gpu_batch_size):
+        plan = replace(asked.plan, gpu_batch_size=size)
+        if replace(asked, plan=plan).fits(budgets):
             found.append(f"gpu_batch_size {size}")
             break
-    tier = budgets.first_exceeded(request.footprint())
-    with_less = (plan for kept in (0.75, 0.5, 0.25, 0.1, 0.0) for plan in _with_less(request.plan, tier, kept))
+    tier = budgets.first_exceeded(asked.footprint)
+    with_less = (plan for kept in (0.75, 0.5, 0.25, 0.1, 0.0) for plan in _with_less(asked.plan, tier, kept))
     for plan in with_less:
-        if replace(request, plan=plan).fits(budgets):
+        if replace(asked, plan=plan).fits(budgets):
             found.append("percent " + " ".join(f"{value:g}" for value in plan.percent))
             break
     if not found:
-        found = [_smaller_with_less(request, budgets, tier)]
+        found = [_smaller_with_less(asked, budgets, tier)]
     return "would fit: " + " or ".join(found) if any(found) else f"no smaller batch or share fits: {MORE[tier or HOST]}"
 
 
@@ -342,12 +355,12 @@ MORE = {
 }
 
 
-def _smaller_with_less(request: Request, budgets: Budgets, tier: str | None) -> str:
+def _smaller_with_less(asked: WorkloadPlan, budgets: Budgets, tier: str | None) -> str:
     """Both at once, where neither alone is enough; nothing if that is not enough either."""
-    for size in _halves(request.plan.gpu_batch_size) or [1]:
+    for size in _halves(asked.plan.gpu_batch_size) or [1]:
         for kept in (0.5, 0.0):
-            for plan in _with_less(replace(request.plan, gpu_batch_size=size), tier, kept):
-                if replace(request, plan=plan).fits(budgets):
+            for plan in _with_less(replace(asked.plan, gpu_batch_size=size), tier, kept):
+                if replace(asked, plan=plan).fits(budgets):
                     return f"gpu_batch_size {size} with percent " + " ".join(f"{value:g}" for value in plan.percent)
     return ""
 

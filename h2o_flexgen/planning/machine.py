@@ -19,11 +19,12 @@ import yaml
 from h2o_flexgen.core.documents import parse_yaml
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.core.kernel_table import PRODUCT, Kernel, prices
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, MLP_VISIT
 from h2o_flexgen.core.numbers import decimal_number
 from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.kernels.table import PRODUCT, Kernel, prices
 from h2o_flexgen.quant.codec import PACKED, PLAIN
+from h2o_flexgen.schedule.ops import LOAD, READ, STORE, WRITE
 
 DEVICES = ("cpu", "cuda")
 EVICTION = "eviction"
@@ -104,7 +105,7 @@ class Machine:
             from_device = min(from_device, self.unpinned_to_host_per_s)
         if not self.has_accelerator:
             to_device, from_device = self.disk_read_per_s, self.disk_write_per_s
-        rates = {"read": self.disk_read_per_s, "load": to_device, "store": from_device, "write": self.disk_write_per_s}
+        rates = {READ: self.disk_read_per_s, LOAD: to_device, STORE: from_device, WRITE: self.disk_write_per_s}
         if lane not in rates:
             raise ValueError(f"lane {lane!r} has no bandwidth; those that have one are {', '.join(rates)}")
         return rates[lane]

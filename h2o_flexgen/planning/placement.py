@@ -14,7 +14,7 @@ from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.policies.occupancy import Occupancy
-from h2o_flexgen.schedule.schedule import Traffic
+from h2o_flexgen.schedule.traffic import Traffic
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,6 @@ class Plan:
             raise ValueError(f"num_gpu_batches is {shown(self.num_gpu_batches)}; the most is {MOST_BATCHES}")
         check_num_prompts(self.block_size)
         _require_known("attend_on", self.attend_on, (DEVICE, HOST))
-        from h2o_flexgen.schedule.schedule import SCHEDULES  # schedules take the names of the tiers from this file
-
         _require_known("schedule", self.schedule, SCHEDULES)
         _require_known("weight_codec", self.weight_codec, CODECS)
         _require_known("kv_codec", self.kv_codec, CODECS)
@@ -117,9 +117,7 @@ class Plan:
     @property
     def has_own_slots(self) -> bool:
         """Has the schedule a number of slots that nobody can choose?"""
-        from h2o_flexgen.schedule.schedule import SCHEDULES, Traffic  # as above
-
-        return SCHEDULES[self.schedule](Traffic(steps=1, layers=1, batches=1, slots=1)).slots > 1
+        return SCHEDULES[self.schedule](Traffic(steps=1, layers=1, batches=1, slots=1)).buffers > 1
 
     def without_overlap(self) -> Plan:
         """One slot: fetch, compute and store one after the other."""

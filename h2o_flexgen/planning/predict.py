@@ -7,18 +7,20 @@ Of many blocks whose prompts are all of other lengths a few stand for all in the
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from h2o_flexgen.core.tiers import TIERS
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.footprint import Footprint, footprint
+from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.schedule.schedule import COMPUTE_LANE, SCHEDULES, Key, Schedule, Task
+from h2o_flexgen.schedule.ops import COMPUTE_LANE
+from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
+from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 
 ALL_STEPS = 6  # of a decode this short every step is simulated
@@ -49,30 +51,22 @@ class Prediction:
         return max(self.lane_seconds, key=lambda lane: self.lane_seconds[lane])
 
 
-def predict(blocks: Iterable[BlockPlan], machine: Machine, kernel_threads: int = 0, writes_weights: bool = False) -> Prediction:
+def predict(planned: WorkloadPlan, machine: Machine) -> Prediction:
     """Of blocks that run one after the other."""
-    alike: dict[object, list[BlockPlan]] = defaultdict(list)
-    for block in blocks:
-        alike[block.shape].append(block)
-    prompts = tokens = steps = 0
-    held = Footprint({})
-    for same in alike.values():
-        rows, gen_len, count = same[0].block.num_rows, same[0].block.gen_len, len(same)
-        prompts += count * rows
-        tokens += count * rows * gen_len
-        steps += count * (gen_len - 1)
-        held |= footprint(same[0], writes_weights, kernel_threads)
+    alike = planned.blocks.alike
+    rows, gen_len = planned.workload.num_prompts, planned.workload.gen_len
+    steps = len(planned.blocks) * (gen_len - 1)
     prefill = decode = longest = 0.0
     lanes: dict[str, float] = {}
-    for block, times in sampled_blocks([(same[0], len(same)) for same in alike.values()]):
+    for block, times in sampled_blocks(alike):
         one = BlockPrediction.of(block, machine)
         prefill += times * one.prefill_seconds
         decode += times * one.decode_seconds
         longest = max(longest, one.prefill_seconds + one.decode_seconds)
         for lane, seconds in one.lane_seconds.items():
             lanes[lane] = lanes.get(lane, 0.0) + times * seconds
-    peaks = {tier: held.total(tier) for tier in TIERS}
-    return Prediction(prompts, tokens, prefill, decode, decode / steps if steps else 0.0, longest, lanes, peaks)
+    peaks = {tier: planned.footprint.total(tier) for tier in TIERS}
+    return Prediction(rows, rows * gen_len, prefill, decode, decode / steps if steps else 0.0, longest, lanes, peaks)
 
 
 def sampled_blocks(counted: Sequence[tuple[BlockPlan, int]]) -> Iterator[tuple[BlockPlan, float]]:

@@ -8,26 +8,26 @@ the batches stay the same. `docs/cost-model.md` has the terms.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
-from h2o_flexgen.core.kernel_table import PRODUCT, Kernel, choose
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, numbered
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.kernels.table import PRODUCT, Kernel, choose
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
 from h2o_flexgen.policies.policy import ATTENTION
 from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.schedule.schedule import LANES, Key, Op, Schedule, Task, Visit
+from h2o_flexgen.schedule.ops import READ, WRITE, Data, Op
+from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
+from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 
-DISK_RATES = {Op.LOAD_H: "disk_read_per_s", Op.STORE_H: "disk_write_per_s"}
-FROM_DISK, TO_DISK = (Op.READ_W, Op.READ_KV), (Op.WRITE_KV,)
 LONG_ROW = 1 << 12  # values, over which the bytes of a packed row are spread
 SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # beside the lanes, where bounds are named
 
@@ -65,11 +65,11 @@ class Pricing:
     def _kind(self, task: Task | Key) -> object:
         """Tasks of one kind cost the same."""
         op, step, layer, batch = task[:4]
-        if op in (Op.READ_W, Op.LOAD_W):
+        if op.data is Data.WEIGHTS:
             return op, layer
-        if op in DISK_RATES:
+        if op.data is Data.HIDDEN:
             return op, step, self._layer_kinds[layer], self._batch_kinds[batch], self.schedule.traffic.hidden[batch]
-        first = op is Op.COMPUTE and self.schedule.weight_batch(batch) == batch
+        first = op is Op.COMPUTE and self.schedule.begins_pass(batch)
         return op, step, self._layer_kinds[layer], self._batch_kinds[batch], first, self._attends_on_host(layer, batch)
 
     @property
@@ -81,21 +81,17 @@ class Pricing:
         return numbered((batch.lengths, batch.seen) for batch in self.planned.block.batches)
 
     def _moving(self, task: Task | Key) -> float:
-        machine = self.machine
-        pinned = task.op is not Op.LOAD_W or self.planned.plan.pin_weight
-        nbytes = self._nbytes(task)
-        rate = min(machine.bandwidth(LANES[task.op], pinned), self._kv_rates.get(task.op, inf))
+        machine, op, nbytes = self.machine, task.op, self._nbytes(task)
+        rate = machine.bandwidth(op.lane, pinned=op is not Op.LOAD_W or self.planned.plan.pin_weight)
+        if op.data is Data.KV and op.uses_disk:
+            rate = min(rate, machine.kv_read_per_s if op.fetches else machine.kv_write_per_s)
         seconds = nbytes / rate + machine.task_seconds
-        if machine.has_accelerator and task.op in DISK_RATES and self.schedule.traffic.hidden[task.batch] == DISK:
-            seconds += nbytes / getattr(machine, DISK_RATES[task.op])  # on its way to the link, in the same task
+        if machine.has_accelerator and op.data is Data.HIDDEN and self.schedule.traffic.hidden[task.batch] == DISK:
+            seconds += nbytes / machine.bandwidth(READ if op.fetches else WRITE)  # on its way to the link, in the same task
         return seconds
 
     def _nbytes(self, task: Task | Key) -> float:
         return self.cost.mean_nbytes(task) if self.averaged else self.cost.nbytes(task)
-
-    @cached_property
-    def _kv_rates(self) -> dict[Op, float]:
-        return {Op.READ_KV: self.machine.kv_read_per_s, Op.WRITE_KV: self.machine.kv_write_per_s}
 
     # -- a COMPUTE -----------------------------------------------------------------------------------------------------
 
@@ -108,7 +104,7 @@ class Pricing:
             rows = Counter()
             for part, count in self._parts(task.batch).items():
                 rows[part.size * part.prompt_len] += count
-        first = self.schedule.weight_batch(task.batch) == task.batch
+        first = self.schedule.begins_pass(task.batch)
         return {
             "products": sum(count * self._products(layer, each) for each, count in rows.items()),
             "decoding": self._decoding(layer, rows, first),
@@ -225,40 +221,7 @@ class Pricing:
 
     def _priced(self, step: int) -> list[tuple[Key, float]]:
         """The tasks of a step and their seconds, those of all slices of weights together."""
-        return [(key, self._slices(key) * self.seconds(key)) for key in self._tasks_of(step)]
-
-    def _tasks_of(self, step: int) -> Iterator[Key]:
-        """Of a step's tasks; of slices of weights only the first."""
-        traffic, schedule = self.schedule.traffic, self.schedule
-        batches = range(traffic.batches)
-        for layer in range(traffic.layers):
-            for batch in batches:
-                visit = Visit(step, layer, batch)
-                yield Key(Op.COMPUTE, *visit)
-                if schedule.weight_batch(batch) == batch:
-                    if traffic.reads_weights(layer):
-                        yield Key(Op.READ_W, *visit)
-                    if traffic.loads_weights(layer):
-                        yield Key(Op.LOAD_W, *visit)
-                yield from self._kv_tasks(visit)
-                if traffic.moves_hidden(batch):
-                    if layer:
-                        yield Key(Op.LOAD_H, *visit)
-                    if layer < traffic.layers - 1:
-                        yield Key(Op.STORE_H, *visit)
-
-    def _kv_tasks(self, visit: Visit) -> Iterator[Key]:
-        traffic, on_disk = self.schedule.traffic, self.schedule.traffic.kv_on_disk(visit.layer, visit.batch)
-        if traffic.fetches_kv(visit):
-            if on_disk:
-                yield Key(Op.READ_KV, *visit)
-            if traffic.links_kv:
-                yield Key(Op.LOAD_KV, *visit)
-        if traffic.stores_kv(visit):
-            if traffic.links_kv:
-                yield Key(Op.STORE_KV, *visit)
-            if on_disk:
-                yield Key(Op.WRITE_KV, *visit)
+        return [(key, self.schedule.parts(key.op) * self.seconds(key)) for key in self.schedule.in_step(step)]
 
     # -- what lanes share ----------------------------------------------------------------------------------------------
 
@@ -277,28 +240,22 @@ class Pricing:
         disk = max(1.0, bounds[SHARED_DISK] / longest_of_disk) if longest_of_disk else 1.0
         longest = max(seconds for name, seconds in bounds.items() if name not in (SHARED_DISK, SHARED_MEMORY))
         memory = max(1.0, bounds[SHARED_MEMORY] / longest) if longest else 1.0
-        return {op: max(memory, disk if self._is_of_disk(op) else 1.0) for op in Op}
-
-    def _is_of_disk(self, op: Op) -> bool:
-        return op in FROM_DISK or op in TO_DISK or (op in DISK_RATES and DISK in self.schedule.traffic.hidden)
+        return {op: max(memory, disk if self.schedule.traffic.uses_disk(op) else 1.0) for op in Op}
 
     def _disk_seconds(self, priced: Iterable[tuple[Key, float]]) -> tuple[float, float]:
         """Of reads, of writes."""
         reads = writes = 0.0
         for key, seconds in priced:
-            if not self._is_of_disk(key.op):
-                continue
-            if key.op in FROM_DISK or key.op is Op.LOAD_H:
-                reads += seconds
-            else:
-                writes += seconds
+            if self.schedule.traffic.uses_disk(key.op):
+                reads += seconds if key.op.fetches else 0.0
+                writes += seconds if key.op.stores else 0.0
         return reads, writes
 
     def _memory_bytes(self, keys: Iterable[Key]) -> float:
         nbytes, on_host = 0.0, not self.machine.has_accelerator
         for key in keys:
             if key.op is not Op.COMPUTE:
-                nbytes += self._slices(key) * self._nbytes(key)
+                nbytes += self.schedule.parts(key.op) * self._nbytes(key)
                 continue
             if on_host:
                 nbytes += self._matrix_bytes[key.layer]
@@ -315,9 +272,6 @@ class Pricing:
         """Of a batch's KV in a layer."""
         return self.planned.block.batches[batch].size * self.planned.slots[batch].held(step) * self.spec.kv_bytes_per_slot
 
-    def _slices(self, key: Key) -> int:
-        return self.schedule.slices if key.op in (Op.READ_W, Op.LOAD_W) else 1
-
     def simulated(self) -> Trace:
         """The block as it should run on this machine."""
         return simulate(self.schedule.tasks(), self.seconds, self.schedule.ahead)
@@ -326,8 +280,7 @@ class Pricing:
 def _by_lane(priced: Iterable[tuple[Key, float]]) -> dict[str, float]:
     total: dict[str, float] = {}
     for key, seconds in priced:
-        lane = LANES[key.op]
-        total[lane] = total.get(lane, 0.0) + seconds
+        total[key.op.lane] = total.get(key.op.lane, 0.0) + seconds
     return total
 
 

@@ -18,8 +18,7 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DEVICE
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.planning.block_plan import plan_blocks
-from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Request
+from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, WorkloadPlan
 from h2o_flexgen.planning.linear import Answer, Case, solve, solve_thoroughly
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
@@ -75,16 +74,18 @@ class Problem:
         longest = sorted(self.workload.prompt_lens, reverse=True)[: plan.block_size]
         return replace(self.workload, prompt_lens=tuple(longest))
 
-    def request(self, plan: Plan) -> Request:
-        spec, workload = self.model(plan), self.first_block(plan)
-        return Request(spec, plan, workload, self.accelerator, self.writes_weights, self.kernel_threads)
+    def planned(self, plan: Plan, workload: Workload) -> WorkloadPlan:
+        return WorkloadPlan(self.model(plan), plan, workload, self.accelerator, self.writes_weights, self.kernel_threads)
+
+    def largest(self, plan: Plan) -> WorkloadPlan:
+        """The block that needs most."""
+        return self.planned(plan, self.first_block(plan))
 
     def fits(self, plan: Plan) -> bool:
-        return self.request(plan).fits(self.budgets)
+        return self.largest(plan).fits(self.budgets)
 
     def predict(self, plan: Plan) -> Prediction:
-        blocks = plan_blocks(self.model(plan), plan, self.prompts(plan), self.accelerator)
-        return predict(blocks, self.machine, self.kernel_threads, self.writes_weights)
+        return predict(self.planned(plan, self.prompts(plan)), self.machine)
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,7 @@ def _soonest_seconds(problem: Problem, base: Plan) -> float:
     """The seconds of a block of one row that moves nothing, whether it fits or not: hardly any block can end sooner."""
     plan = replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ALL_DEVICE, kv=ALL_DEVICE, hidden=ALL_DEVICE)
     plan = plan if problem.accelerator else plan.folded()
-    blocks = plan_blocks(problem.model(plan), plan, problem.first_block(plan), problem.accelerator)
-    return predict(blocks, problem.machine, problem.kernel_threads, problem.writes_weights).block_seconds
+    return predict(problem.largest(plan), problem.machine).block_seconds
 
 
 def _simulated(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Candidate], list[Candidate]]:
@@ -374,7 +374,7 @@ def nearest_miss(problem: Problem) -> str:
     """What the smallest of all plans needs more than there is."""
     misses = []
     for plan in _smallest(problem):
-        needed = problem.request(plan).footprint()
+        needed = problem.largest(plan).footprint
         tier = problem.budgets.first_exceeded(needed)
         if tier is None:
             return "no plan of the sizes asked for fits; let the batch sizes be searched, or give more memory"

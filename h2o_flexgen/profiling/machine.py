@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from h2o_flexgen.core.kernel_table import PRODUCT, prices
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, usual_dtype
 from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.kernels.table import PRODUCT, prices
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import available_bytes, give_back_freed
 from h2o_flexgen.memory.memories import Memories

@@ -22,12 +22,11 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.tier import ALIGNMENT
 from h2o_flexgen.profiling.sizes import Sizes
 from h2o_flexgen.profiling.subject import Clock, Figures, Subject, Watch
-from h2o_flexgen.schedule.schedule import LANES, WORKERS, Op
+from h2o_flexgen.schedule import ops
 
 SHARE_OF_DISK = 4  # at most a quarter of the free space is written
 LEAST_DISK_BYTES = 8 * CHUNK_BYTES  # with less, a rate says little
 READ, WRITE, BOTH = "disk_read_per_s", "disk_write_per_s", "disk_both"
-LANES_OF = {READ: LANES[Op.READ_W], WRITE: LANES[Op.WRITE_KV]}
 COPY, SUM = "host_copy_per_s", "host_read_per_s"
 LINKS = {  # page-locked host memory: rate to the device, and back
     True: ("host_to_device_per_s", "device_to_host_per_s"),
@@ -90,7 +89,7 @@ class DiskTrial:
 
     def _rate(self, way: str, seconds: float) -> float:
         """Uses as many threads as the lane has workers, so that no thread idles at the end of a task."""
-        workers = WORKERS[LANES_OF[way]]
+        workers = ops.WORKERS[ops.READ if way == READ else ops.WRITE]
         begun = time.perf_counter()
         with ThreadPoolExecutor(workers) as pool:
             done = sum(pool.map(lambda place: self._moved(way, place, workers, begun + seconds), range(workers)))

@@ -11,9 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.kernel_table import PRODUCT, Kernel, choose
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import decode, encode, packed_product, plain_product
+from h2o_flexgen.kernels.table import PRODUCT, Kernel, choose
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models import create_model, known_config

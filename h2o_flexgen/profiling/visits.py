@@ -22,20 +22,22 @@ from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.models.dummy import DummySource
+from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.profiling.products import HEAD_DIM, OPT, small_model
 from h2o_flexgen.profiling.sizes import Sizes
 from h2o_flexgen.profiling.subject import Figures, Subject, Watch
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.schedule.schedule import Key, Op, Task
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 
 TASK, VISIT = "task_seconds", "visit_seconds"
 KINDS = (ATTENTION_VISIT, MLP_VISIT)
 BLOCKS, PROMPT_LEN, SEED = 4, 4, 0
-KV = {"kv_read_per_s": "read", "kv_write_per_s": "write"}  # field -> lane
+KV = {"kv_read_per_s": Op.READ_KV.lane, "kv_write_per_s": Op.WRITE_KV.lane}  # field -> lane
 KV_BATCHES, KV_STEPS = 2, 4
 
 
@@ -116,9 +118,10 @@ def _trace(
     on_visit: OnVisit | None = None,
 ) -> Trace:
     """Runs one block and returns its trace."""
-    (block,) = Workload.uniform(plan.block_size, prompt_len, steps).blocks(plan.gpu_batch_size, plan.num_gpu_batches)
+    plan = plan if device.accelerator else plan.folded()
+    planned = BlockPlans.of(model.spec, plan, Workload.uniform(plan.block_size, prompt_len, steps), device.accelerator).first
     params, tokenizer = SamplingParams(max_tokens=steps, ignore_eos=True), ByteTokenizer(model.spec.vocab)
-    rows = [RowState(row, [0] * prompt_len, params, tokenizer) for row in range(block.num_rows)]
+    rows = [RowState(row, [0] * prompt_len, params, tokenizer) for row in range(plan.block_size)]
     with closing(Memories(device, folder, False)) as memories, closing(DummySource(SEED, dtype, folder)) as source:
-        engine = Engine(model, source, plan if device.accelerator else plan.folded(), memories)
-        return engine.run(block, rows, Picker(Sampler(SEED)), on_visit).trace
+        engine = Engine(model, source, plan, memories)
+        return engine.run(planned, rows, Picker(Sampler(SEED)), on_visit).trace

@@ -1,7 +1,7 @@
 """check: proves that a schedule is sound, however long its tasks take.
 
 A task *happens before* another if the other needs it, or follows it in a lane with one worker, or over several such steps. So
-every promise of a schedule is a question about ancestors: does the data exist when it is used, and is a slot free before its
+every promise of a schedule is a question about ancestors: does the data exist when it is used, and is a buffer free before its
 next user comes? The check suits schedules of some thousand tasks, as every task keeps one bit per possible ancestor.
 """
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from h2o_flexgen.schedule.schedule import WORKERS, Key, Op, Schedule, Task, Visit
+from h2o_flexgen.schedule.ops import WORKERS, Op
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.task import Key, Task, Visit
 
 ORDERED_LANES = tuple(lane for lane, workers in WORKERS.items() if workers == 1)  # the order of others proves nothing
 
@@ -29,7 +31,7 @@ def check(schedule: Schedule) -> None:
     _check_complete(schedule, tasks, place)
     ancestors = _ancestors(tasks, place)
     _check_data_flow(schedule, tasks, place, ancestors)
-    _check_slots(schedule, tasks, ancestors)
+    _check_buffers(schedule, tasks, ancestors)
 
 
 # -- what is issued ------------------------------------------------------------------------------------------------------
@@ -67,10 +69,14 @@ def _check_visits(schedule: Schedule, tasks: Sequence[Task]) -> None:
 def _check_complete(schedule: Schedule, tasks: Sequence[Task], place: dict[Key, int]) -> None:
     """Everything that the plan moves is moved, and nothing else."""
     expected = set(_expected(schedule))
-    if missing := sorted(expected - place.keys()):
+    if missing := sorted(expected - place.keys(), key=_in_order):
         raise ScheduleError(f"{missing[0]} is never issued ({len(missing)} tasks are missing)", tasks, len(tasks) - 1)
-    if surplus := sorted(place.keys() - expected):
+    if surplus := sorted(place.keys() - expected, key=_in_order):
         raise ScheduleError(f"{surplus[0]} would move nothing", tasks, place[surplus[0]])
+
+
+def _in_order(key: Key) -> tuple[str | int, ...]:
+    return str(key.op), *key[1:]
 
 
 def _expected(schedule: Schedule) -> Iterator[Key]:
@@ -173,20 +179,20 @@ def _inputs(schedule: Schedule, visit: Visit) -> Iterator[Key]:
         yield Key(Op.LOAD_H, *visit)
 
 
-def _check_slots(schedule: Schedule, tasks: Sequence[Task], ancestors: Sequence[int]) -> None:
-    """Everything that one user of a slot does there is over before anything of the next user starts."""
-    slots: dict[tuple[str, int], dict[int, list[int]]] = {}
+def _check_buffers(schedule: Schedule, tasks: Sequence[Task], ancestors: Sequence[int]) -> None:
+    """Everything that one user of a buffer does there is over before anything of the next user starts."""
+    buffers: dict[tuple[str, int], dict[int, list[int]]] = {}
     for at, task in enumerate(tasks):
         for touch in schedule.touches(task):
-            slots.setdefault((touch.ring, touch.slot), {}).setdefault(touch.user, []).append(at)
-    for (ring, slot), users in slots.items():
+            buffers.setdefault((touch.ring, touch.buffer), {}).setdefault(touch.user, []).append(at)
+    for (ring, buffer), users in buffers.items():
         numbers = sorted(users)
         for user, after in itertools.pairwise(numbers):
             for at in users[after]:
                 for earlier in users[user]:
                     if not ancestors[at] >> earlier & 1:
                         raise ScheduleError(
-                            f"{tasks[at]} may start while {tasks[earlier]} still uses slot {slot} of {ring}", tasks, at
+                            f"{tasks[at]} may start while {tasks[earlier]} still uses buffer {buffer} of {ring}", tasks, at
                         )
 
 

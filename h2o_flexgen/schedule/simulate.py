@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from h2o_flexgen.schedule.schedule import COMPUTE_LANE, LANES, Key, Task
+from h2o_flexgen.schedule.ops import COMPUTE_LANE
+from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Span, Trace
 
 
@@ -33,7 +34,7 @@ def simulate(
     window: deque[float] = deque(maxlen=None if ahead is None else ahead + 1)  # ends of the last COMPUTEs issued
     spans = []
     for task in tasks:
-        key, lane = task.key, LANES[task.op]
+        key, lane = task.key, task.op.lane
         start = max(window[0] if len(window) == window.maxlen else 0.0, lane_free.get(lane, 0.0))
         for need in task.needs:
             if ends[need] > start:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from h2o_flexgen.core.files import write_text
-from h2o_flexgen.schedule.schedule import LANES, Key, Op
+from h2o_flexgen.schedule.ops import LANES, Op
+from h2o_flexgen.schedule.task import Key
 
 
 class Span(NamedTuple):
@@ -24,13 +25,12 @@ class Span(NamedTuple):
     @property
     def label(self) -> str:
         """`7.2` is a COMPUTE of layer 7 on batch 2; weights, KV and hidden states carry a letter in front."""
-        letter = "" if self.key.op is Op.COMPUTE else self.key.op.rpartition("_")[2][0]
-        return f"{letter}{self.key.layer}.{self.key.batch}"
+        return f"{self.key.op.data.letter}{self.key.layer}.{self.key.batch}"
 
     @property
     def mark(self) -> str:
         """One character, for where the label does not fit."""
-        return str(self.key.layer % 10) if self.key.op is Op.COMPUTE else self.label[0]
+        return self.key.op.data.letter or str(self.key.layer % 10)
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ class Trace:
     def lanes(self) -> tuple[str, ...]:
         """Those that did something, in the order in which data passes through them."""
         used = {span.lane for span in self.spans} | set(self.earlier)
-        order = list(dict.fromkeys(LANES.values()))
-        return tuple(sorted(used, key=lambda lane: (order.index(lane) if lane in order else len(order), lane)))
+        return tuple(sorted(used, key=lambda lane: (LANES.index(lane) if lane in LANES else len(LANES), lane)))
 
     def busy_seconds(self, lane: str) -> float:
         """Seconds in which the lane did at least one task: two at once count once."""

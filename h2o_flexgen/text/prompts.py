@@ -67,6 +67,8 @@ def _each(given: object) -> list[object]:
 
 
 def _prompt(whose: str, given: object, tokenizer: Tokenizer) -> Prompt:
+    if isinstance(given, Prompt):
+        return given
     if isinstance(given, Mapping):
         found = list(_of_mapping(whose, given))
         if len(found) != 1:

@@ -19,7 +19,8 @@ from h2o_flexgen.cli.report import say
 from h2o_flexgen.cli.turns import typed
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.schedule.schedule import Key, Op
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.task import Key
 
 COMMANDS = (run, plan, profile, chat, evaluate)
 

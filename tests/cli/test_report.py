@@ -14,7 +14,8 @@ from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.output import Completion, StepLogprobs, TokenLogprob
-from h2o_flexgen.schedule.schedule import Op, Task
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.task import Task
 
 
 def completion(index: int, text: str = "text", **changes: object) -> Completion:

@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from h2o_flexgen.cli.watch import Watch, clock, total_visits
+from h2o_flexgen.cli.watch import Watch, clock
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import Stage
-from h2o_flexgen.planning.block_plan import BlockPlan, plan_blocks
+from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.cost import Cost, predicted_bytes
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.schedule.schedule import SCHEDULES, Op
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.table import SCHEDULES
 from tests.tiny import tiny_config
 
 WORKLOAD = Workload((9, 3, 7, 5, 4), gen_len=3)
@@ -29,8 +30,8 @@ def spec() -> ModelSpec:
     return create_model(tiny_config("opt"), "float32").spec
 
 
-def planned(spec: ModelSpec, schedule: str = "zigzag") -> tuple[BlockPlan, ...]:
-    return tuple(plan_blocks(spec, replace(PLAN, schedule=schedule), WORKLOAD, accelerator=False))
+def planned(spec: ModelSpec, schedule: str = "zigzag") -> BlockPlans:
+    return BlockPlans.of(spec, replace(PLAN, schedule=schedule), WORKLOAD, accelerator=False)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -43,7 +44,7 @@ def test_every_visit_of_every_block_counts_once(spec: ModelSpec, schedule: str) 
         for task in block.schedule.tasks():
             if task.op is Op.COMPUTE:
                 watch.visit(task, tokens=0)
-    assert done == list(range(1, total_visits(blocks) + 1))
+    assert done == list(range(1, blocks.visits + 1))
     assert watch.total == done[-1] == sum(3 * len(spec.layers) * batches for batches in (2, 1))
     flops = sum(Cost(block).flops(task) for block in blocks for task in block.schedule.tasks() if task.op is Op.COMPUTE)
     assert sum(watch.flops.values()) == pytest.approx(flops)
@@ -54,12 +55,13 @@ def test_every_visit_of_every_block_counts_once(spec: ModelSpec, schedule: str) 
 @pytest.mark.parametrize("visits", [0, 1, 10])
 def test_when_memory_runs_out_progress_goes_on_and_ends_at_its_total(spec: ModelSpec, visits: int) -> None:
     """In the second block, after so many visits of it."""
-    first, second = planned(spec)
+    blocks = planned(spec)
+    first, second = blocks
     smaller = replace(PLAN, gpu_batch_size=1, num_gpu_batches=1)
-    rest = tuple(plan_blocks(spec, smaller, Workload((9,), gen_len=3), accelerator=False))
+    rest = BlockPlans.of(spec, smaller, Workload((9,), gen_len=3), accelerator=False)
     stream, done = io.StringIO(), list[int]()
-    progress = Progress(total_visits((first, second)), "run", stream)
-    watch = Watch((first, second), progress)
+    progress = Progress(blocks.visits, "run", stream)
+    watch = Watch(blocks, progress)
     progress.update = lambda text, number, details: done.append(number)  # type: ignore[method-assign]
 
     def computed(block: BlockPlan, most: int | None = None) -> None:
@@ -71,8 +73,8 @@ def test_when_memory_runs_out_progress_goes_on_and_ends_at_its_total(spec: Model
     watch.shrink(1, rest, "going on with less")
     computed(rest[0])
     assert done == list(range(1, watch.total + 1))
-    assert watch.total == total_visits((first, *rest)) + visits == progress._total
-    assert watch.blocks == (first, *rest) and len(watch.first_decode_ends) == 2
+    assert watch.total == blocks.followed_by(rest, 1).visits + visits == progress._total
+    assert [*watch.blocks] == [first, *rest] and len(watch.first_decode_ends) == 2
     assert watch.first_decode_ends[1].keys() == set(range(len(spec.layers)))
     assert stream.getvalue() == "going on with less\n"
 
@@ -94,9 +96,9 @@ def test_the_text_names_block_step_layer_batch_rate_and_the_time_left(spec: Mode
 
 
 def test_blocks_of_one_shape_are_predicted_once_and_counted_each(spec: ModelSpec) -> None:
-    alike = tuple(plan_blocks(spec, PLAN, Workload.uniform(8, 6, 3), accelerator=False))
-    assert predicted_bytes(alike) == {lane: 2 * nbytes for lane, nbytes in predicted_bytes(alike[:1]).items()}
-    assert predicted_bytes(alike[:1]) == Cost(alike[0]).lane_bytes()
+    one, alike = (BlockPlans.of(spec, PLAN, Workload.uniform(count, 6, 3), accelerator=False) for count in (4, 8))
+    assert predicted_bytes(alike) == {lane: 2 * nbytes for lane, nbytes in predicted_bytes(one).items()}
+    assert predicted_bytes(one) == Cost(alike[0]).lane_bytes()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (61, "1:01"), (3600, "1:00:00"), (36061, "10:01:01")])

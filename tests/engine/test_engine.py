@@ -19,7 +19,9 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.llama import Llama
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.schedule.schedule import SCHEDULES, Op, Task
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule.task import Task
 from tests.contract import Case, Checkpoints, generate_with, recorded_logits
 from tests.pairwise import on_devices
 
@@ -165,7 +167,7 @@ def test_the_spans_of_a_run_keep_to_the_needs_of_its_schedule(any_device: str, c
         assert llm.stats is not None
         run = llm.stats.last_block
     spans = {span.key: span for span in run.trace.spans}
-    tasks = list(run.schedule.tasks())
+    tasks = list(run.planned.schedule.tasks())
     assert len(spans) == len(tasks)
     for task in tasks:
         for need in task.needs:

@@ -28,7 +28,9 @@ from h2o_flexgen.memory import shortage
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.schedule.schedule import Op, Schedule, Task
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.task import Task
 from tests.contract import POLICIES, Case, Checkpoints
 from tests.pairwise import covering
 
@@ -157,7 +159,7 @@ def test_the_output_is_that_of_a_run_in_which_memory_lasts(
     assert all(run.shortage is None for run in stats.blocks)
     (shrink,) = told
     assert str(shrink) == "memory ran out on host in a block of 4 x 2 rows: going on with 2 x 2"
-    assert [BlockSize.of(block) for block in shrink.rest] == [BlockSize.of(run.block) for run in stats.blocks]
+    assert [BlockSize.of(one.block) for one in shrink.rest] == [BlockSize.of(run.block) for run in stats.blocks]
 
 
 @pytest.mark.parametrize("changes", [{"kv_codec": "group4"}, {"percent": ALL_ON_DISK, "slots": 1}, {"sep_layer": False}])

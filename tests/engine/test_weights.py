@@ -24,7 +24,10 @@ from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.planning.placement import place, place_weights, traffic
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.schedule.schedule import SCHEDULES, Op, Schedule, Visit
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule.task import Visit
 from tests.contract import Checkpoints
 from tests.engine.stores import opened_memories
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.kernel_table import FEW_ROWS
 from h2o_flexgen.kernels.group_product import group_product_twin
 from h2o_flexgen.kernels.operations import encode, packed_product
+from h2o_flexgen.kernels.table import FEW_ROWS
 from h2o_flexgen.quant.grouped import Grouped
 from tests.kernels.variants import VARIANTS, used
 

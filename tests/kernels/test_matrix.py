@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.core.kernel_table import FEW_ROWS
 from h2o_flexgen.kernels.functions import FUNCTIONS, Function
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.operations import encode
+from h2o_flexgen.kernels.table import FEW_ROWS
 from h2o_flexgen.quant.grouped import Grouped
 from tests.kernels.variants import VARIANTS, used
 

@@ -35,7 +35,7 @@ def child(code: str, *arguments: object) -> Any:
 PEAK = """
 import json, sys, psutil
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.llm import peak_resident_bytes
+from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.core.workload import Workload
 folder, found, before = sys.argv[1], [], None
 for length, rows, generated, options in json.loads(sys.argv[2]):
@@ -44,7 +44,7 @@ for length, rows, generated, options in json.loads(sys.argv[2]):
         before = before or psutil.Process().memory_info().rss
         prompts = [[(7 * i + row) % 113 for i in range(length)] for row in range(rows)]
         llm.generate(prompts, SamplingParams(max_tokens=generated))
-        needed = llm.check(Workload((length,) * rows, generated)).total("host")
+        needed = llm.check(Workload((length,) * rows, generated)).footprint.total("host")
         found.append({"grown": peak_resident_bytes() - before, "needed": needed})
 print(json.dumps(found))
 """

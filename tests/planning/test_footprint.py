@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_flexgen.core.kernel_table import LIBRARIES, TORCH, Processor
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Batch, Workload
@@ -24,6 +23,7 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.scoring import Scorer
 from h2o_flexgen.kernels.native import kernel_threads
+from h2o_flexgen.kernels.table import LIBRARIES, TORCH, Processor
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
@@ -34,10 +34,9 @@ from h2o_flexgen.planning.footprint import (
     SLACK,
     Budgets,
     Footprint,
-    Request,
+    WorkloadPlan,
     _decoding_bytes_per_slot,
     arena_bytes,
-    refuse_what_does_not_fit,
     working_bytes,
 )
 from h2o_flexgen.planning.placement import place_weights
@@ -45,7 +44,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.schedule.schedule import SCHEDULES
+from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.contract import Case, Checkpoints
 from tests.kernels.variants import VARIANTS, used
@@ -100,7 +99,7 @@ def test_arenas_stay_within_what_is_predicted_and_near_it(
     case = replace(random_case(Random(seed)), device=device)
     accelerator = device == "pretended"
     with case.open(checkpoints, offload) as llm:
-        footprint = llm.check(Workload(case.lengths, case.gen_len))
+        footprint = llm.check(Workload(case.lengths, case.gen_len)).footprint
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         held = held_by(llm)
         regions = len(llm.spec.tensors) + len(llm.spec.layers) * (case.num_gpu_batches + 8)
@@ -123,7 +122,7 @@ def test_weights_alone_stay_within_what_is_predicted_for_them(kind: str, checkpo
     """Tensors start at whole lines or pages of their arena, and that costs some bytes for each."""
     case = Case(kind, (0, 100, 0, 100, 0, 100))
     with case.open(checkpoints, offload) as llm:
-        footprint = llm.check(Workload(case.lengths, case.gen_len))
+        footprint = llm.check(Workload(case.lengths, case.gen_len)).footprint
         llm._load()
         assert llm.spec.weight_bytes < held_by(llm)[HOST] <= footprint.parts[HOST]["weights"]
 
@@ -131,7 +130,7 @@ def test_weights_alone_stay_within_what_is_predicted_for_them(kind: str, checkpo
 def test_the_disk_share_is_predicted_to_the_byte(checkpoints: Checkpoints, offload: Path) -> None:
     case = Case("llama-gqa", (0, 0, 0, 0, 0, 0), (50, 31, 17, 3), gpu_batch_size=2, num_gpu_batches=2)
     with case.open(checkpoints, offload) as llm:
-        footprint = llm.check(Workload(case.lengths, case.gen_len))
+        footprint = llm.check(Workload(case.lengths, case.gen_len)).footprint
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         assert held_by(llm)[DISK] == footprint.total(DISK) > 0
 
@@ -258,7 +257,9 @@ def test_scoring_allocates_no_more_in_passing_than_is_estimated(
     rows = BatchRows(batch, states, plan, 1, torch.device("cpu"))
     weights = {name: torch.randn(tensor.shape, dtype=value_type) for name, tensor in model.spec.layers[-1].tensors}
     hidden = torch.randn(2, tokens, model.spec.width, dtype=value_type)
-    scorer = Scorer([[(row, [1] * (tokens - 5))] for row in batch.rows], at_once)
+    params, tokenizer, after = SamplingParams(max_tokens=tokens - 5), ByteTokenizer(vocab), [1] * (tokens - 5)
+    asked = [RowState(row, [row] * 6, params, tokenizer, forced=after) for row in batch.rows]
+    scorer = Scorer(asked, tokenizer, at_once)
     most = peak_allocated(lambda: scorer(rows, hidden, partial(model.head, weights=weights), 0), [hidden, *weights.values()])
     estimate = SLACK * working_bytes(model.spec, plan, plan.policy.slots(batch, 1), kernel_threads(), at_once)
     assert rows.is_done and len(scorer.scored) == 2 and most <= estimate
@@ -310,7 +311,7 @@ def test_a_packed_table_makes_slots_and_room_small(tied: bool) -> None:
     mlp has more of them."""
     spec = tiny_spec(blocks=2, width=512, vocab=20_480, tied=tied).packed("group4")
     plan = Plan(slots=3).with_percent((0, 0, 100, 0, 100, 0)).folded()
-    held = Request(spec, plan, Workload.uniform(4, 8, 4), accelerator=False).footprint().parts[HOST]
+    held = WorkloadPlan(spec, plan, Workload.uniform(4, 8, 4), accelerator=False).footprint.parts[HOST]
     assert held["weight slots"] == 3 * (20_480 * 512 * 36 // 64 + PAGE)
     assert held["decoded weights"] == max(2 * 4 * 512 * 512 * 4, 20_480 // 16 * 512 * 4)
 
@@ -322,12 +323,12 @@ def large_spec() -> ModelSpec:
     return tiny_spec(blocks=8, width=512, vocab=20_000)
 
 
-def request_of(percent: tuple[float, ...], accelerator: bool, batch_size: int = 16, prompts: int = 64) -> Request:
+def request_of(percent: tuple[float, ...], accelerator: bool, batch_size: int = 16, prompts: int = 64) -> WorkloadPlan:
     plan = Plan(gpu_batch_size=batch_size, num_gpu_batches=2).with_percent(percent)
-    return Request(large_spec(), plan if accelerator else plan.folded(), Workload.uniform(prompts, 60, 4), accelerator)
+    return WorkloadPlan(large_spec(), plan if accelerator else plan.folded(), Workload.uniform(prompts, 60, 4), accelerator)
 
 
-def suggested(message: str, request: Request) -> list[Request]:
+def suggested(message: str, request: WorkloadPlan) -> list[WorkloadPlan]:
     """The plans that a message says would fit."""
     found = []
     if size := re.search(r"gpu_batch_size (\d+)", message):
@@ -344,17 +345,17 @@ def suggested(message: str, request: Request) -> list[Request]:
 def test_a_refusal_names_tier_need_and_budget_and_what_it_suggests_fits(tier: str, accelerator: bool, share: float) -> None:
     percent = {DEVICE: (100, 0, 100, 0, 100, 0), HOST: (0, 100, 0, 100, 0, 100), DISK: (0, 50, 0, 30, 0, 50)}[tier]
     request = request_of(percent, accelerator)
-    needed = request.footprint()
+    needed = request.footprint
     tier = HOST if tier == DEVICE and not accelerator else tier
     budgets = Budgets(**{tier: int(share * needed.total(tier))})
     with pytest.raises(ValueError) as caught:
-        refuse_what_does_not_fit(request, budgets)
+        request.refuse_what_does_not_fit(budgets)
     message = str(caught.value)
     assert "\n" not in message and f" on {tier} (" in message and "the budget is" in message
     plans = suggested(message, request)
     assert bool(plans) == ("would fit: " in message)
     for each in plans:
-        refuse_what_does_not_fit(each, budgets)
+        each.refuse_what_does_not_fit(budgets)
     if share >= 0.7:
         assert plans, message
 
@@ -366,38 +367,38 @@ def test_a_refusal_names_tier_need_and_budget_and_what_it_suggests_fits(tier: st
 def test_where_nothing_fits_the_tier_that_is_too_small_is_to_be_larger(tier: str, advice: str) -> None:
     request = request_of((30, 30, 30, 30, 30, 30), accelerator=True)
     request = replace(request, plan=replace(request.plan, gpu_batch_size=1))
-    needed = request.footprint()
+    needed = request.footprint
     budgets = Budgets(**{**{other: needed.total(other) for other in (DEVICE, HOST)}, tier: 1})
     with pytest.raises(ValueError, match=rf"on {tier} .*no smaller batch or share fits: {advice}"):
-        refuse_what_does_not_fit(request, budgets)
+        request.refuse_what_does_not_fit(budgets)
 
 
 def test_the_exact_need_fits_and_a_byte_less_does_not() -> None:
     request = request_of((0, 50, 0, 50, 0, 50), accelerator=False)
-    need = request.footprint().total(HOST)
-    assert refuse_what_does_not_fit(request, Budgets(host=need)) == request.footprint()
+    need = request.footprint.total(HOST)
+    request.refuse_what_does_not_fit(Budgets(host=need))
     with pytest.raises(ValueError, match=r"plan needs .* on host"):
-        refuse_what_does_not_fit(request, Budgets(host=need - 1))
+        request.refuse_what_does_not_fit(Budgets(host=need - 1))
 
 
 def test_what_the_process_holds_already_counts() -> None:
     request = request_of((0, 50, 0, 50, 0, 50), accelerator=False)
-    need = request.footprint().total(HOST)
-    refuse_what_does_not_fit(request, Budgets(host=need + 10_000_000, host_base=10_000_000))
+    need = request.footprint.total(HOST)
+    request.refuse_what_does_not_fit(Budgets(host=need + 10_000_000, host_base=10_000_000))
     with pytest.raises(ValueError, match=r"process 10\.00 MB"):
-        refuse_what_does_not_fit(request, Budgets(host=need, host_base=10_000_000))
+        request.refuse_what_does_not_fit(Budgets(host=need, host_base=10_000_000))
 
 
 def test_blocks_of_a_workload_are_met_at_their_largest() -> None:
     """They run one after the other, so the workload needs what its largest block needs and no more."""
     one = request_of((0, 50, 0, 50, 0, 50), accelerator=False, prompts=32)
-    assert request_of((0, 50, 0, 50, 0, 50), accelerator=False, prompts=320).footprint() == one.footprint()
+    assert request_of((0, 50, 0, 50, 0, 50), accelerator=False, prompts=320).footprint == one.footprint
 
 
 def test_dummy_weights_on_disk_count_where_they_are_written() -> None:
     request = request_of((0, 0, 0, 100, 0, 100), accelerator=False)
-    assert request.footprint().total(DISK) == 0
-    written = replace(request, writes_weights=True).footprint().total(DISK)
+    assert request.footprint.total(DISK) == 0
+    written = replace(request, writes_weights=True).footprint.total(DISK)
     assert written >= sum(tensor.stored_nbytes for tensor in request.spec.tensors.values())
 
 
@@ -429,9 +430,9 @@ def test_packed_slots_that_are_read_where_they_lie_are_not_decoded() -> None:
 def test_where_neither_is_enough_a_smaller_batch_with_a_smaller_share_is_offered() -> None:
     request = request_of((0, 100, 0, 100, 0, 100), accelerator=False, prompts=320)
     both = replace(request, plan=replace(request.plan, gpu_batch_size=1).with_percent((0, 0, 0, 0, 0, 0)))
-    budgets = Budgets(host=int(1.02 * both.footprint().total(HOST)))
+    budgets = Budgets(host=int(1.02 * both.footprint.total(HOST)))
     with pytest.raises(ValueError, match=r"would fit: gpu_batch_size \d+ with percent") as told:
-        refuse_what_does_not_fit(request, budgets)
+        request.refuse_what_does_not_fit(budgets)
     size, *percent = map(int, re.findall(r"-?\d+", str(told.value).partition("would fit")[2]))
     offered = replace(request, plan=replace(request.plan, gpu_batch_size=size).with_percent(percent))
-    assert budgets.first_exceeded(offered.footprint()) is None
+    assert budgets.first_exceeded(offered.footprint) is None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.planning.block_plan import BlockPlan, plan_blocks
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import (
     SAMPLED_BLOCKS,
@@ -19,7 +21,7 @@ from h2o_flexgen.planning.predict import (
     sum_of_steps,
 )
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.schedule.schedule import SCHEDULES
+from h2o_flexgen.schedule.table import SCHEDULES
 from tests.planning.test_pricing import MACHINE, on
 from tests.planning.worlds import block_of, tiny_spec
 
@@ -30,6 +32,15 @@ def planned(gen_len: int, accelerator: bool = False, **options: object) -> Block
     plan = Plan.create(**{"num_gpu_batches": 3, **options}).with_percent((30, 20, 30, 40, 50, 50))
     block = block_of([[8, 7], [6, 6], [5]], gen_len)
     return BlockPlan.of(tiny_spec(), plan if accelerator else plan.folded(), block, accelerator)
+
+
+def workload_plan(plan: Plan, lengths: Sequence[int]) -> WorkloadPlan:
+    return WorkloadPlan(tiny_spec(), plan, Workload(tuple(lengths), 4), False)
+
+
+def alone(of: WorkloadPlan) -> list[WorkloadPlan]:
+    """Each of its blocks as a workload of its own."""
+    return [workload_plan(of.plan, [length for batch in one.block.batches for length in batch.lengths]) for one in of.blocks]
 
 
 def whole(of: BlockPlan, accelerator: bool) -> list[float]:
@@ -68,8 +79,8 @@ def test_lanes_are_as_busy_as_their_tasks_take() -> None:
 def test_blocks_add_up_and_alike_ones_count_as_often_as_they_are_there() -> None:
     plan = Plan(gpu_batch_size=2, num_gpu_batches=2).with_percent((0, 50, 0, 100, 0, 100)).folded()
     machine = on(SLOW_DISK, False)
-    blocks = list(plan_blocks(tiny_spec(), plan, Workload((5,) * 11, 4), False))
-    all_of_them, each = predict(blocks, machine), [predict([block], machine) for block in blocks]
+    of = workload_plan(plan, [5] * 11)
+    all_of_them, each = predict(of, machine), [predict(one, machine) for one in alone(of)]
     assert (all_of_them.num_prompts, all_of_them.generated_tokens) == (11, 44)
     assert all_of_them.total_seconds == pytest.approx(sum(one.total_seconds for one in each))
     assert all_of_them.peak_bytes["host"] == max(one.peak_bytes["host"] for one in each)
@@ -80,11 +91,10 @@ def test_of_many_blocks_that_differ_a_few_stand_for_all() -> None:
     """Also where one prompt is far longer than all others."""
     plan = Plan(gpu_batch_size=2).with_percent((0, 50, 0, 0, 0, 100)).folded()
     machine = on(SLOW_DISK, False)
-    blocks = list(plan_blocks(tiny_spec(), plan, Workload((*range(3, 102), 400), 4), False))
-    blocks += blocks[7:9]  # and some twice
-    sampled = list(sampled_blocks([(block, 1) for block in blocks[:50]]))
-    assert len(blocks) == 52 and len(sampled) == SAMPLED_BLOCKS and sum(times for _, times in sampled) == pytest.approx(50)
-    found, each = predict(blocks, machine), [predict([block], machine) for block in blocks]
+    of = workload_plan(plan, [*range(3, 101, 2), 400] * 2 + [17, 17, 19, 19])  # some blocks come twice
+    sampled = list(sampled_blocks([(block, 1) for block, _ in of.blocks.alike]))
+    assert len(of.blocks) == 52 and len(sampled) == SAMPLED_BLOCKS and sum(times for _, times in sampled) == pytest.approx(50)
+    found, each = predict(of, machine), [predict(one, machine) for one in alone(of)]
     assert (found.num_prompts, found.generated_tokens) == (104, 416)
     assert found.prefill_seconds == pytest.approx(sum(one.prefill_seconds for one in each), rel=0.01)
     assert found.decode_seconds == pytest.approx(sum(one.decode_seconds for one in each), rel=0.01)
@@ -96,10 +106,9 @@ def test_of_many_blocks_that_differ_a_few_stand_for_all() -> None:
 
 def test_a_last_block_of_few_rows_does_not_make_the_others_sooner_over() -> None:
     plan = Plan(gpu_batch_size=2, num_gpu_batches=2).with_percent((0, 0, 0, 100, 0, 100)).folded()
-    first, last = plan_blocks(tiny_spec(), plan, Workload((5,) * 5, 4), False)
-    machine = on(SLOW_DISK, False)
-    found = predict([first, last], machine)
-    assert found.block_seconds == predict([first], machine).total_seconds < 0.8 * found.total_seconds
+    of, machine = workload_plan(plan, [5] * 5), on(SLOW_DISK, False)
+    found = predict(of, machine)
+    assert found.block_seconds == predict(alone(of)[0], machine).total_seconds < 0.8 * found.total_seconds
 
 
 def test_what_evictions_cost_begins_where_they_do() -> None:

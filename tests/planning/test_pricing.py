@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from h2o_flexgen.core.kernel_table import FEW_ROWS
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.core.workload import Block
+from h2o_flexgen.kernels.table import FEW_ROWS
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing, lane_bounds
-from h2o_flexgen.schedule.schedule import SCHEDULES, Key, Op
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule.task import Key
 from tests.planning.test_machine import SMALL
 from tests.planning.worlds import block_of, last_block_of, tiny_spec
 

@@ -10,12 +10,11 @@ import pytest
 
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.planning.block_plan import plan_blocks
-from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, Request, refuse_what_does_not_fit
+from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, WorkloadPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.schedule.schedule import COMPUTE_LANE
+from h2o_flexgen.schedule.ops import COMPUTE_LANE
 from tests.scripts.loading import PROJECT, load_script
 
 published = load_script("published.py", "benchmarks")
@@ -62,9 +61,9 @@ def test_the_zigzag_schedule_is_never_slower_than_their_loop_under_the_same_plan
 # -- what their own model chose, and what fits -----------------------------------------------------------------------------
 
 
-def request(model: str, size: int, count: int, percent: tuple[int, ...], **options: object) -> Request:
+def planned(model: str, size: int, count: int, percent: tuple[int, ...], **options: object) -> WorkloadPlan:
     plan = Plan.create(gpu_batch_size=size, num_gpu_batches=count, attend_on=HOST, **options).with_percent(percent)
-    return Request(published.spec_of(model, plan), plan, Workload.uniform(size * count, *LENGTHS), True)
+    return WorkloadPlan(published.spec_of(model, plan), plan, Workload.uniform(size * count, *LENGTHS), True)
 
 
 THEIR_30B = ("opt-30b", 48, 3, published.MOSTLY_HOST)
@@ -73,30 +72,32 @@ THEIR_30B = ("opt-30b", 48, 3, published.MOSTLY_HOST)
 def test_their_plan_for_30b_does_not_fit_the_card_as_they_compute_prompts() -> None:
     """All prompts of a batch at once. (Their model has it at 18.8 GB, and lets it pass; it ran because their rule for whole
     tensors places 8 % of the weights on the card where 20 % were asked for.)"""
-    asked = request(*THEIR_30B, prefill_tokens=published.WHOLE_BATCH, schedule=published.THEIRS)
-    assert asked.footprint().total(DEVICE) == pytest.approx(24.75e9, rel=0.01)
+    asked = planned(*THEIR_30B, prefill_tokens=published.WHOLE_BATCH, schedule=published.THEIRS)
+    assert asked.footprint.total(DEVICE) == pytest.approx(24.75e9, rel=0.01)
     with pytest.raises(DoesNotFit, match=r"plan needs 24\.\d+ GB on device \(weights 11\.85 GB.*the budget is 16\.00 GB"):
-        refuse_what_does_not_fit(asked, T4_MEMORY)
+        asked.refuse_what_does_not_fit(T4_MEMORY)
 
 
 def test_computed_in_parts_of_prompts_the_same_plan_fits() -> None:
-    held = refuse_what_does_not_fit(request(*THEIR_30B), T4_MEMORY)
+    asked = planned(*THEIR_30B)
+    asked.refuse_what_does_not_fit(T4_MEMORY)
+    held = asked.footprint
     assert held.total(DEVICE) == pytest.approx(15.43e9, rel=0.01)
     assert held.parts[DEVICE]["working space"] < 1e9
 
 
 def test_all_in_memory_but_the_weights_of_175b_is_refused_for_the_host() -> None:
     with pytest.raises(DoesNotFit, match=r"on host .*the budget is 208\.00 GB"):
-        refuse_what_does_not_fit(request("opt-175b", 1, 432, (0, 50, 0, 50, 0, 100)), T4_MEMORY)
+        planned("opt-175b", 1, 432, (0, 50, 0, 50, 0, 100)).refuse_what_does_not_fit(T4_MEMORY)
 
 
 def test_rows_one_by_one_which_their_search_returns_for_175b_fit_but_are_bound_by_products() -> None:
     """Their rates do not depend on the rows of a batch; here every one of 432 products reads the weights from the card."""
     busy: dict[int, dict[str, float]] = {}
     for size, count in ((1, 432), (32, 8)):
-        one = request("opt-175b", size, count, published.HALF_ON_DISK, pin_weight=False)
-        refuse_what_does_not_fit(one, T4_MEMORY)
-        (block,) = plan_blocks(one.spec, one.plan, one.workload, True)
+        one = planned("opt-175b", size, count, published.HALF_ON_DISK, pin_weight=False)
+        one.refuse_what_does_not_fit(T4_MEMORY)
+        (block,) = one.blocks
         busy[size] = Pricing(block, T4).lane_seconds(1) | {"rows": float(size * count)}
     assert max(busy[1], key=lambda lane: busy[1][lane]) == COMPUTE_LANE
     per_row = {

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import torch
 
-from h2o_flexgen.core.kernel_table import CPU, FEW_ROWS, TORCH, Processor
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.kernels.table import CPU, FEW_ROWS, TORCH, Processor
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
@@ -36,7 +36,7 @@ from h2o_flexgen.profiling.sizes import FULL, QUICK
 from h2o_flexgen.profiling.subject import Clock, Subject, Watch
 from h2o_flexgen.profiling.taken import Taken
 from h2o_flexgen.profiling.visits import Between, visits
-from h2o_flexgen.schedule.schedule import Task
+from h2o_flexgen.schedule.task import Task
 from tests.pretended import PretendedDevice
 from tests.profiling.profiles import TINY
 

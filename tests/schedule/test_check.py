@@ -9,8 +9,14 @@ from random import Random
 import pytest
 
 from h2o_flexgen.core.tiers import DISK, HOST
+from h2o_flexgen.schedule.barrier import FlexGenBarrier
 from h2o_flexgen.schedule.check import ORDERED_LANES, ScheduleError, check
-from h2o_flexgen.schedule.schedule import FlexGenBarrier, Key, Op, RowByRow, Schedule, Task, Traffic, Zigzag
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.row_by_row import RowByRow
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.task import Key, Task
+from h2o_flexgen.schedule.traffic import Traffic
+from h2o_flexgen.schedule.zigzag import Zigzag
 from tests.planning.worlds import random_moves
 
 EVERYTHING_ON_DISK = Traffic(
@@ -75,15 +81,15 @@ def test_every_need_matters_unless_others_imply_it(kind: type[Schedule]) -> None
 @pytest.mark.parametrize(
     ("op", "need", "match"),
     [
-        (Op.READ_W, Op.LOAD_W, "still uses slot . of weights.host"),
-        (Op.LOAD_W, Op.COMPUTE, "still uses slot . of weights.device"),
+        (Op.READ_W, Op.LOAD_W, "still uses buffer . of weights.host"),
+        (Op.LOAD_W, Op.COMPUTE, "still uses buffer . of weights.device"),
         (Op.LOAD_W, Op.READ_W, "may start before READ_W"),
         (Op.COMPUTE, Op.LOAD_W, "may start before LOAD_W"),
         (Op.COMPUTE, Op.LOAD_KV, "may start before LOAD_KV"),
         (Op.COMPUTE, Op.LOAD_H, "may start before LOAD_H"),
-        (Op.READ_KV, Op.WRITE_KV, "may start before WRITE_KV|still uses slot . of kv.host"),
+        (Op.READ_KV, Op.WRITE_KV, "may start before WRITE_KV|still uses buffer . of kv.host"),
         (Op.LOAD_KV, Op.READ_KV, "may start before READ_KV"),
-        (Op.LOAD_H, Op.STORE_H, "may start before STORE_H|still uses slot . of hidden"),
+        (Op.LOAD_H, Op.STORE_H, "may start before STORE_H|still uses buffer . of hidden"),
         (Op.STORE_KV, Op.COMPUTE, "may start before COMPUTE|still uses"),
         (Op.STORE_H, Op.COMPUTE, "may start before COMPUTE|still uses"),
         (Op.WRITE_KV, Op.STORE_KV, "may start before STORE_KV"),
@@ -165,10 +171,10 @@ def test_a_ring_with_fewer_slots_than_are_fetched_ahead_is_refused() -> None:
     @dataclass(frozen=True)
     class Cramped(Zigzag):
         @property
-        def weight_slots(self) -> int:
+        def weight_buffers(self) -> int:
             return 1
 
-    with pytest.raises(ScheduleError, match=r"not issued before it|still uses slot 0 of weights"):
+    with pytest.raises(ScheduleError, match=r"not issued before it|still uses buffer 0 of weights"):
         check(Cramped(EVERYTHING_ON_DISK))
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import pairwise
 from random import Random
 
 import pytest
 
 from h2o_flexgen.core.tiers import DISK, HOST
+from h2o_flexgen.schedule.barrier import FlexGenBarrier
 from h2o_flexgen.schedule.check import check
-from h2o_flexgen.schedule.schedule import SCHEDULES, FlexGenBarrier, Key, Op, RowByRow, Schedule, Traffic, Visit, Zigzag
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.row_by_row import RowByRow
+from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
+from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule.task import Key, Visit
+from h2o_flexgen.schedule.traffic import Traffic
+from h2o_flexgen.schedule.zigzag import Zigzag
 from tests.planning.worlds import SlowMotion, durations, random_moves, streamed
 
 every_schedule = pytest.mark.parametrize("kind", SCHEDULES.values(), ids=SCHEDULES.keys())
@@ -37,7 +44,20 @@ def test_every_visit_is_computed_once_and_in_the_order_of_its_number(kind: type[
 
 
 @every_schedule
-def test_no_slot_has_two_users_at_a_time_whatever_the_durations(kind: type[Schedule]) -> None:
+def test_the_tasks_are_the_computes_and_the_transfers_of_their_visits(kind: type[Schedule]) -> None:
+    """The first step of a phase stands for all of its steps."""
+    for seed in range(100):
+        schedule = kind(random_moves(Random(seed)))
+        named: Counter[Key] = Counter()
+        for steps in schedule.traffic.phases:
+            for key in schedule.in_step(steps[0]):
+                for step in steps:
+                    named.update(schedule.keys(key.op, Visit(step, key.layer, key.batch)))
+        assert Counter(task.key for task in schedule.tasks()) == named
+
+
+@every_schedule
+def test_no_buffer_has_two_users_at_a_time_whatever_the_durations(kind: type[Schedule]) -> None:
     for seed in range(40):
         random = Random(seed)
         schedule = kind(random_moves(random, layers=4, batches=3))
@@ -54,13 +74,13 @@ def test_no_slot_has_two_users_at_a_time_whatever_the_durations(kind: type[Sched
             assert all(before[1] <= after[0] for before, after in pairwise(ordered))
 
 
-def test_slots_lie_within_their_ring() -> None:
+def test_buffers_lie_within_their_ring() -> None:
     for seed in range(30):
         for kind in SCHEDULES.values():
             schedule = kind(random_moves(Random(seed)))
             for task in schedule.tasks():
                 for ring, slot, _ in schedule.touches(task):
-                    assert 0 <= slot < (schedule.weight_slots if ring.startswith("weights") else schedule.slots)
+                    assert 0 <= slot < (schedule.weight_buffers if ring.startswith("weights") else schedule.buffers)
 
 
 @every_schedule

@@ -8,8 +8,15 @@ from random import Random
 import pytest
 
 from h2o_flexgen.core.tiers import HOST
-from h2o_flexgen.schedule.schedule import SCHEDULES, FlexGenBarrier, Key, Op, RowByRow, Schedule, Task, Traffic, Zigzag
+from h2o_flexgen.schedule.barrier import FlexGenBarrier
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.row_by_row import RowByRow
+from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
+from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule.task import Key, Task
+from h2o_flexgen.schedule.traffic import Traffic
+from h2o_flexgen.schedule.zigzag import Zigzag
 from tests.planning.worlds import SlowMotion, durations, random_moves, streamed
 
 every_schedule = pytest.mark.parametrize("kind", SCHEDULES.values(), ids=SCHEDULES.keys())

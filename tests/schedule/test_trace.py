@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.schedule.schedule import Key, Op
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.task import Key
 from h2o_flexgen.schedule.trace import Span, Trace
 
 

@@ -9,7 +9,8 @@ from transformers import AutoTokenizer
 
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.text.dialogue import Plain, Script, Style, Template, choose_style
-from h2o_flexgen.text.tokenizer import HfTokenizer, Tokenizer
+from h2o_flexgen.text.load_tokenizer import HfTokenizer
+from h2o_flexgen.text.tokenizer import Tokenizer
 from tests.real_tokenizers import save_byte_level
 
 CHATML = (

@@ -16,7 +16,8 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.memory.ring import Ring
 from h2o_flexgen.memory.tier import aligned
-from h2o_flexgen.schedule.schedule import Schedule, Task
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.task import Task
 
 
 class HiddenStore:
@@ -44,7 +45,7 @@ class HiddenStore:
             else:
                 self._on_host[batch] = memories.host.alloc(nbytes)
                 held.callback(memories.host.free, self._on_host[batch])
-        slots, largest = self._schedule.slots, max(sizes.values(), default=0)
+        slots, largest = self._schedule.buffers, max(sizes.values(), default=0)
         self._host_ring = Ring(memories.host, slots, largest if self._on_disk else 0)
         held.callback(self._host_ring.free)
         self._device_ring = Ring(memories.compute, slots, largest if traffic.accelerator else 0)
@@ -61,7 +62,7 @@ class HiddenStore:
         """What goes home from a device is put into its slot first: its own memory is then free when the layer is done, and
         not only when the copy has been made, which the launching of layers may be far ahead of."""
         if self._device_ring and self._schedule.traffic.moves_hidden(task.batch):
-            hidden = self._view(self._device_ring[self._schedule.slot(task.visit)], hidden.shape).copy_(hidden)
+            hidden = self._view(self._device_ring[self._schedule.buffer(task.visit)], hidden.shape).copy_(hidden)
         self._now[task.batch] = hidden
 
     # -- actions -------------------------------------------------------------------------------------------------------
@@ -77,14 +78,14 @@ class HiddenStore:
 
     def _write(self, task: Task, hidden: Tensor) -> None:
         if self._device_ring:
-            staged = self._view(self._host_ring[self._schedule.slot(task.visit)], hidden.shape)
+            staged = self._view(self._host_ring[self._schedule.buffer(task.visit)], hidden.shape)
             hidden = staged.copy_(hidden)  # waits: the disk reads host memory
         scratch = self._memories.disk.scratch(hidden.nbytes)
         numpy.copyto(numpy_of(self._view(scratch, hidden.shape)), numpy_of(hidden))
         self._memories.disk.write_from(self._on_disk[task.batch], 0, scratch)
 
     def load(self, task: Task) -> int:
-        shape, slot = self._shapes[task.batch], self._schedule.slot(task.visit)
+        shape, slot = self._shapes[task.batch], self._schedule.buffer(task.visit)
         if task.batch in self._on_disk:
             hidden = self._view(self._host_ring[slot], shape)
             self._memories.disk.read_into(self._on_disk[task.batch], 0, self._host_ring[slot][: aligned(hidden.nbytes)])

@@ -33,7 +33,8 @@ from h2o_flexgen.memory.tier import aligned
 from h2o_flexgen.planning.placement import image_bytes
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.schedule.schedule import Schedule, Task
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.task import Task
 
 Index = tuple[slice, numpy.ndarray, numpy.ndarray, numpy.ndarray]
 SlotAction = Callable[[DiskRegion, numpy.ndarray, int, int], None]
@@ -103,7 +104,7 @@ class KVStore:
 
     def _ring(self, held: ExitStack, memory: HostTier | DeviceTier, needed: bool) -> Ring:
         """Zeroed: slots that a row does not fill are masked, but 0 * NaN of an earlier user would still be NaN."""
-        ring = Ring(memory, self._schedule.slots, max(map(self._image_bytes, self._block.batches)) if needed else 0)
+        ring = Ring(memory, self._schedule.buffers, max(map(self._image_bytes, self._block.batches)) if needed else 0)
         held.callback(ring.free)
         ring.zero()
         return ring
@@ -152,7 +153,7 @@ class KVStore:
     def _working_region(self, task: Task) -> Tensor:
         if not self._schedule.traffic.moves_kv(task.layer, task.batch):
             return self._in_memory[task.layer, task.batch]
-        return (self._device_ring or self._host_ring)[self._schedule.slot(task.visit)]
+        return (self._device_ring or self._host_ring)[self._schedule.buffer(task.visit)]
 
     def load(self, task: Task) -> int:
         """Host -> device: all that is held, one range from the start."""
@@ -173,7 +174,7 @@ class KVStore:
 
     def _both_regions(self, task: Task) -> tuple[Tensor, Tensor]:
         """On the host and on the device."""
-        place, slot = (task.layer, task.batch), self._schedule.slot(task.visit)
+        place, slot = (task.layer, task.batch), self._schedule.buffer(task.visit)
         return self._host_ring[slot] if place in self._on_disk else self._in_memory[place], self._device_ring[slot]
 
     def _transfer(self, task: Task, first: int, last: int, to_device: bool) -> int:
@@ -216,7 +217,7 @@ class KVStore:
 
     def _journal_entry(self, task: Task, place: int, slots: Tensor) -> tuple[numpy.ndarray, Index, int, Tensor]:
         """The image and where in it the slots (rows, kv_heads) are; the entry's offset on disk, and a buffer for it."""
-        image = numpy_of(self._image(self._host_ring[self._schedule.slot(task.visit)], task.batch))
+        image = numpy_of(self._image(self._host_ring[self._schedule.buffer(task.visit)], task.batch))
         at = (slice(None), numpy.arange(len(slots))[:, None], numpy.arange(self._spec.kv_heads), slots.numpy())
         stride = self._row_bytes(len(slots))
         capacity = self._slots(self._block.batches[task.batch]).capacity
@@ -224,7 +225,7 @@ class KVStore:
 
     def _disk_slots(self, task: Task, unit: Unit, first: int, last: int, action: SlotAction) -> int:
         """Cuts a range of slots into chunks that the disk threads work on side by side."""
-        home, region = self._on_disk[task.layer, task.batch], self._host_ring[self._schedule.slot(task.visit)]
+        home, region = self._on_disk[task.layer, task.batch], self._host_ring[self._schedule.buffer(task.visit)]
         image = numpy_of(self._image(region, task.batch))[:, : unit.batch.size]
         chunk = max(1, CHUNK_BYTES // self._row_bytes(unit.batch.size))
         cuts = [(home, image, start, min(start + chunk, last)) for start in range(first, last, chunk)]

@@ -30,7 +30,8 @@ from h2o_flexgen.memory.tier import aligned
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
 from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.schedule.schedule import Schedule, Task, Visit
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.task import Task, Visit
 
 Located = Callable[[], Mapping[str, StoredTensor]]  # asked only when something has to be read
 
@@ -110,7 +111,7 @@ class WeightStore:
         self._views: dict[tuple[int, int], dict[str, Tensor | PackedMatrix]] = {}
         self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # of a packed logit matrix
         self._viewed_pass = -1
-        memories, slots = self._memories, schedule.weight_slots
+        memories, slots = self._memories, schedule.weight_buffers
         largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
         self._host_ring = self._host_ring or Ring(memories.host, slots, _largest(self._disk_layouts))
         self._device_ring = self._device_ring or Ring(memories.compute, slots, largest_moved)
@@ -157,7 +158,7 @@ class WeightStore:
 
     def _place(self, task: Task) -> Place:
         part = task.batch if self._schedule.cuts_layers else 0
-        return Place(task.layer, part, self._schedule.weight_slot(task.visit))
+        return Place(task.layer, part, self._schedule.weight_buffer(task.visit))
 
     def _read_pack(self, place: Place) -> Pack:
         return Pack(self._host_ring[place.slot], self._disk_layouts[place.layer])
@@ -166,7 +167,7 @@ class WeightStore:
         """The layer's weights by local name, where they lie; packed matrices have room to be decoded to, once for a pass over
         the layer's weights: the next one finds other bytes in the slot. Good until the next call: what was decoded makes room
         for the next layer's. What is decoded in pieces is not among them."""
-        layer, slot, number = visit.layer, self._schedule.weight_slot(visit), self._schedule.weight_number(*visit)
+        layer, slot, number = visit.layer, self._schedule.weight_buffer(visit), self._schedule.weight_number(*visit)
         if (layer, slot) not in self._views:
             spec = self._spec.layers[layer]
             whole = ((local, tensor) for local, tensor in spec.tensors if local not in spec.in_pieces)
@@ -192,14 +193,14 @@ class WeightStore:
         if local is None or table is None:
             return tokens, views
         found = torch.empty(tokens.numel(), table.shape[1], dtype=self._dtype, device=tokens.device)
-        pack = self._pack_of(table, visit.layer, self._schedule.weight_slot(visit))
+        pack = self._pack_of(table, visit.layer, self._schedule.weight_buffer(visit))
         pack.decode_rows(table.name, tokens.flatten(), found)
         return torch.arange(len(found), device=found.device).view(tokens.shape), {**views, local: found}
 
     def logit_parts(self, visit: Visit) -> Iterator[Weights]:
         """The weights of a layer that makes logits, once for each part of a packed matrix. Good until the next one. Parts that
         there is room for are decoded once for all batches of a pass; the others take turns in the last place."""
-        layer, place = self._spec.layers[visit.layer], (visit.layer, self._schedule.weight_slot(visit))
+        layer, place = self._spec.layers[visit.layer], (visit.layer, self._schedule.weight_buffer(visit))
         local, matrix = layer.logit_matrix, layer.packed_tensor(layer.logit_matrix)
         if local is None or matrix is None:
             yield self.views(visit)

@@ -14,7 +14,9 @@ from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models.base import Attend, Given, computed
-from h2o_flexgen.schedule.schedule import SCHEDULES, Traffic, Visit
+from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.schedule.task import Visit
+from h2o_flexgen.schedule.traffic import Traffic
 
 OnLayer = Callable[[int, int], None]  # called with the number of layers done, and of all
 ONLY = Visit(step=0, layer=0, batch=0)  # the only visit of a model with one layer

@@ -18,11 +18,12 @@ from h2o_flexgen.core.workload import Batch, Block, Workload
 from h2o_flexgen.engine.engine import BlockRun, Engine
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams, one_params
 from h2o_flexgen.sampling.sampler import Sampler
-from h2o_flexgen.schedule.schedule import Task
+from h2o_flexgen.schedule.task import Task
 from h2o_flexgen.text.prompts import token_ids
 from h2o_flexgen.text.tokenizer import Tokenizer
 
@@ -107,19 +108,23 @@ class Extent:
 class Conversation:
     """One at a time: `LLM.converse` makes it, and nothing else is generated until it is closed."""
 
-    def __init__(self, engine: Engine, spec: ModelSpec, tokenizer: Tokenizer, extent: Extent, seed: int | None = None) -> None:
+    def __init__(
+        self, engine: Engine, planned: WorkloadPlan, tokenizer: Tokenizer, extent: Extent, seed: int | None = None
+    ) -> None:
+        """`planned` is the workload that the extent stands for."""
         self.extent = extent
         self.seen = 0  # tokens of the text that the cache has taken in
         self.turns = 0
         self.closed = False
-        self._spec = spec
+        self._spec = planned.spec
+        self._planned = planned
         self._tokenizer = tokenizer
         self._sampler = Sampler(seed)
         self._engine = engine
         self._tail: list[int] = []  # the end of the text, as far as a context reaches
         self._unread: list[int] = []  # the last token generated: the cache takes it in with the next turn
         self._is_broken = False
-        self._kv = engine.open_kv(extent.block(0, 1, 1))
+        self._kv = engine.open_kv(planned.planned(extent.block(0, 1, 1)))
 
     # -- what it is ------------------------------------------------------------------------------------------------------
 
@@ -223,7 +228,7 @@ class Conversation:
     def _take_in(self, row: RowState, piece: Sequence[int]) -> None:
         """No logits are made of it: the run ends before the head."""
         head = len(self._spec.layers) - 1
-        block = self.extent.block(self.seen, len(piece), 1)
+        block = self._planned.planned(self.extent.block(self.seen, len(piece), 1))
         rows = [RowState(0, piece, row.params, self._tokenizer)]
         self._engine.run(block, rows, Picker(self._sampler), stop_at=_at(head), kv=self._kv)
         self.seen += len(piece)
@@ -234,7 +239,7 @@ class Conversation:
             if on_text is not None and (new := (text or "") + (rest or "")):
                 on_text(new)
 
-        block = self.extent.block(self.seen, len(piece), row.max_tokens)
+        block = self._planned.planned(self.extent.block(self.seen, len(piece), row.max_tokens))
         return self._engine.run(block, [row], Picker(self._sampler, on_token), kv=self._kv)
 
     def _advance(self, row: RowState, piece: Sequence[int]) -> None:

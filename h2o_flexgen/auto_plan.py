@@ -1,0 +1,102 @@
+"""AutoPlan: the plan of an LLM that was given none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from itertools import zip_longest
+
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.many_positions import LOGITS_AT_ONCE
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.engine.stage import OnStage
+from h2o_flexgen.finding import Wish
+from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.footprint import DoesNotFit
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.profiling.this_machine import this_machine
+from h2o_flexgen.under_plan import ModelUnderPlan
+
+LOGITS_BYTES = 32  # of a logit while texts are scored in one pass: itself and what is made of it, generously
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a plan has to have room for."""
+
+    workload: Workload
+    held_back: int  # bytes of the fastest memory that the plan may not use
+
+    def is_outgrown_by(self, other: Need, plan: Plan) -> bool:
+        """Longer texts need more room; and more of them a larger block, where the block was as large as the workload."""
+        new, known = other.workload, self.workload
+        is_longer = max(new.prompt_lens) > max(known.prompt_lens) or new.gen_len > known.gen_len
+        has_more_rows = new.num_prompts > known.num_prompts and plan.block_size >= known.num_prompts
+        return is_longer or has_more_rows or other.held_back > self.held_back
+
+    def together_with(self, other: Need) -> Need:
+        """The larger of each."""
+        lengths = (sorted(one.workload.prompt_lens, reverse=True) for one in (self, other))
+        longest = tuple(max(pair) for pair in zip_longest(*lengths, fillvalue=0))
+        gen_len = max(self.workload.gen_len, other.workload.gen_len)
+        return Need(Workload(longest, gen_len), max(self.held_back, other.held_back))
+
+
+@dataclass
+class AutoPlan:
+    """The plan of an LLM that was given none: found for its first workload, and anew for one that has outgrown it. A new plan
+    has room for what came before, too: two kinds of calls in turn would load the weights anew each time."""
+
+    asked: Asked
+    dtype: str  # as it was asked for
+    found_for: tuple[Need, ...] = ()  # each alone has room under the plan
+    _machine: Machine | None = None
+
+    def provide(self, llm: ModelUnderPlan, workload: Workload, scores_texts: bool, on_stage: OnStage | None) -> None:
+        """The model has a plan for the workload when this returns. Logits of many positions of a text take memory that a plan
+        knows nothing of."""
+        need = Need(workload, LOGITS_AT_ONCE * LOGITS_BYTES if scores_texts else 0)
+        if all(known.is_outgrown_by(need, llm.plan) for known in self.found_for):
+            with llm.replanned(on_stage):
+                self._find(llm, need)
+
+    def _find(self, llm: ModelUnderPlan, need: Need) -> None:
+        known = self.found_for
+        together = reduce(Need.together_with, known, need)
+        if together != need and self._has_plan_for_both(llm, together):
+            self.found_for = (together,)
+            return
+        wish = self._wish(llm, need)
+        wish.refuse_impossible()
+        self._adopt_best(wish)
+        others = (one for one in known if self._wish(llm, one).is_granted_by(llm.plan)) if together != need else ()
+        self.found_for = (need, *others)
+
+    def _has_plan_for_both(self, llm: ModelUnderPlan, together: Need) -> bool:
+        """Long prompts and long answers may each fit, but not both at once."""
+        wish = self._wish(llm, together)
+        try:
+            wish.refuse_impossible()
+        except ValueError:
+            return False
+        try:
+            self._adopt_best(wish)
+        except DoesNotFit:
+            return False
+        return wish.is_granted_by(llm.plan)
+
+    def _wish(self, llm: ModelUnderPlan, need: Need) -> Wish:
+        workload = need.workload
+        return Wish(self.asked, llm, workload, max(workload.prompt_lens), workload.gen_len, need.held_back)
+
+    def _adopt_best(self, wish: Wish) -> None:
+        llm = wish.llm
+        if (known := wish.plan_with_room()) is not None:
+            llm.adopt(known)
+            return
+        if self._machine is None:
+            with Progress(0, "this machine", late=True) as progress:
+                self._machine = this_machine(llm.device, llm.offload_folder, self.dtype, progress)
+        with Progress(0, f"planning for {llm.name}", late=True):
+            wish.find(self._machine)

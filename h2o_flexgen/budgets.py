@@ -1,0 +1,55 @@
+"""What may be held of each tier: as somebody says, or as much as there is when a model is opened."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from h2o_flexgen.core.folders import existing_folder
+from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.units import parse_bytes
+from h2o_flexgen.memory.device import Device
+from h2o_flexgen.memory.host import available_bytes, bytes_to_begin_with, give_back_freed
+from h2o_flexgen.planning.footprint import Budgets
+
+Packing = tuple[Path, int]  # the folder that packed weights are kept in, and the bytes to write there first
+
+
+def refuse_memory_of_no_gpu(device: Device, gpu_mem: int | str | None) -> None:
+    """Memory of a GPU that is not computed on limits nothing, and whoever gives it expects something else."""
+    if gpu_mem is not None and not device.accelerator:
+        raise ValueError(f"gpu_mem {shown(gpu_mem)} is for a GPU, and this model computes on the CPU; leave it out")
+
+
+def open_budgets(device: Device, gpu_mem: int | str | None, cpu_mem: int | str | None) -> Budgets:
+    """Without the disk's."""
+    host_base = bytes_to_begin_with()
+    asked = None if gpu_mem is None else parse_bytes(gpu_mem)
+    device.limit(asked)
+    known = [nbytes for nbytes in (asked, device.free_bytes()) if nbytes is not None]
+    return Budgets(
+        device=min(known) if known and device.accelerator else None,
+        host=available_bytes() + host_base if cpu_mem is None else parse_bytes(cpu_mem),
+        host_base=host_base,
+    )
+
+
+def weighed_anew(budgets: Budgets) -> Budgets:
+    """With what the process holds now beside what a plan counts: a search for a plan leaves something behind."""
+    give_back_freed()
+    return replace(budgets, host_base=bytes_to_begin_with())
+
+
+def disk_budget(offload_folder: Path, packing: Packing | None) -> int | None:
+    """What is free where KV and activations go, without what packed weights will take of it."""
+    place = existing_folder(offload_folder)
+    if place is None:
+        return None
+    free = shutil.disk_usage(place).free
+    if packing is None:
+        return free
+    folder, nbytes = packing
+    cache = existing_folder(folder)
+    shared = cache is not None and cache.stat().st_dev == place.stat().st_dev
+    return max(0, free - nbytes) if shared else free

@@ -1,0 +1,16 @@
+"""Where things are kept unless somebody says otherwise."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def default_offload_folder() -> Path:
+    """Not the system's folder for temporary files: that is often memory."""
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "h2o_flexgen" / "offload"
+
+
+def existing_folder(folder: Path) -> Path | None:
+    """The folder, or the nearest one above that is there."""
+    return next((place for place in (folder, *folder.parents) if place.exists()), None)

@@ -1,0 +1,83 @@
+"""What is asked of a model, as rows: prompts with their tokens, and what is to be generated behind each of them. What the model
+cannot do is refused here, before anything is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.vocabulary import check_tokens
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.positions import check_positions, most_tokens
+from h2o_flexgen.sampling.params import SamplingParams, one_params
+from h2o_flexgen.text.prompts import Prompt, token_ids
+from h2o_flexgen.text.tokenizer import Tokenizer
+
+Params: TypeAlias = "SamplingParams | Sequence[SamplingParams] | None"  # one for all prompts, or one for each
+Forced: TypeAlias = "Sequence[Sequence[int]] | None"  # the first tokens of each prompt's rows, which are given and not picked
+
+
+@dataclass(frozen=True)
+class RowMaker:
+    spec: ModelSpec
+    plan: Plan
+    tokenizer: Tokenizer
+
+    def rows(self, prompts: Sequence[Prompt], params: Params, streamed: bool = False, forced: Forced = None) -> list[RowState]:
+        """As many for a prompt as completions are asked for. `streamed`: their texts are followed token by token."""
+        each = for_each(params, len(prompts))
+        forced = [()] * len(prompts) if forced is None else forced
+        if len(forced) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts came with forced tokens for {len(forced)}; give some, or none, for each")
+        rows: list[RowState] = []
+        for index, (prompt, asked, forced_ids) in enumerate(zip(prompts, each, forced)):
+            given = token_ids(f"what row {index} is forced to take", forced_ids)
+            self._check_prompt(index, prompt.ids)
+            own = self._checked(asked, index, len(prompt.ids), given)
+            for number in range(own.n):
+                rows.append(RowState(index, prompt.ids, own, self.tokenizer, prompt.text, streamed, given, number, len(rows)))
+        return rows
+
+    def _checked(self, params: SamplingParams, index: int, prompt_len: int, forced: Sequence[int]) -> SamplingParams:
+        """What this model can do behind this prompt, where it is said how many tokens may come."""
+        params.check_vocabulary(self.spec.vocab, self.spec.name)
+        wanted = params.max_tokens
+        most = most_tokens(self.spec, self.plan, index, prompt_len) if wanted is None else wanted
+        self._check_forced(index, forced, most)
+        check_positions(self.spec, self.plan, index, prompt_len, most)
+        if params.min_tokens > most:
+            raise ValueError(f"min_tokens is {params.min_tokens}, but behind prompt {index} there is room for {most} tokens")
+        return params.up_to(most)
+
+    def _check_prompt(self, index: int, ids: Sequence[int]) -> None:
+        if not ids:
+            raise ValueError(f"prompt {index} is empty; every prompt needs at least one token")
+        self._check_tokens(f"prompt {index} has", ids)
+
+    def _check_forced(self, index: int, forced: Sequence[int], max_tokens: int) -> None:
+        if len(forced) > max_tokens:
+            raise ValueError(
+                f"row {index} has {len(forced)} forced tokens, but max_tokens is {max_tokens}, and they count in it"
+            )
+        self._check_tokens(f"row {index} is forced to take", forced)
+
+    def _check_tokens(self, whose: str, ids: Sequence[int]) -> None:
+        check_tokens(whose, ids, self.spec.vocab, self.spec.name)
+
+
+def for_each(params: Params, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, (SamplingParams, str, bytes, Mapping)) or not isinstance(params, Iterable):
+        return [one_params(params)] * count
+    each = [one_params(one) for one in params]
+    if len(each) != count:
+        raise ValueError(f"{count} prompts came with {len(each)} sampling params; give one for all or one for each")
+    return each
+
+
+def workload_of(rows: Sequence[RowState]) -> Workload:
+    return Workload(tuple(row.prompt_len for row in rows), max((row.max_tokens for row in rows), default=1))

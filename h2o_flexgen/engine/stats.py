@@ -1,0 +1,57 @@
+"""Stats: what a call has done, and what it took."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from h2o_flexgen.core.workload import BlockSize
+from h2o_flexgen.engine.engine import BlockRun
+from h2o_flexgen.engine.row_state import RowState
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Of the last `generate` or `score`."""
+
+    num_prompts: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    total_seconds: float
+    step_seconds: tuple[float, ...]  # of every decode step of every block
+    moved_bytes: dict[str, int]  # per lane
+    busy_seconds: dict[str, float]  # per lane
+    peak_bytes: Mapping[str, int]  # per tier; the host's is the process's resident memory
+    shrunk: tuple[BlockSize, ...]  # of the blocks that memory ran out in; their seconds and bytes count above
+    blocks: tuple[BlockRun, ...] = field(repr=False)  # that ended; of these only the last has kept its trace
+
+    @classmethod
+    def of(cls, rows: Sequence[RowState], runs: Sequence[BlockRun], peak_bytes: Mapping[str, int]) -> Stats:
+        ended = tuple(run for run in runs if run.shortage is None)
+        moved: Counter[str] = Counter()
+        busy: Counter[str] = Counter()
+        for run in runs:
+            moved.update(run.moved_bytes)
+            busy.update(run.busy_seconds)
+        prefill, decode = sum(run.prefill_seconds for run in runs), sum(run.decode_seconds for run in runs)
+        return cls(
+            num_prompts=len({row.index for row in rows}),
+            prompt_tokens=sum(row.prompt_len for row in rows),
+            generated_tokens=sum(row.num_generated for row in rows),  # once, also where a row started anew
+            prefill_seconds=prefill,
+            decode_seconds=decode,
+            total_seconds=prefill + decode,
+            step_seconds=tuple(seconds for run in ended for seconds in run.step_seconds),
+            moved_bytes=dict(moved),
+            busy_seconds=dict(busy),
+            peak_bytes=peak_bytes,
+            shrunk=tuple(BlockSize.of(run.block) for run in runs if run.shortage is not None),
+            blocks=ended,
+        )
+
+    @property
+    def last_block(self) -> BlockRun:
+        return self.blocks[-1]

@@ -1,0 +1,99 @@
+"""OpenedModel: what a model's config and files say of it, read once. Its shapes, its functions and the source of its weights
+follow from that under any plan.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.model_spec import ModelSpec, usual_dtype
+from h2o_flexgen.engine.stage import Stage, Stages
+from h2o_flexgen.models import create_model, known_config, load_config
+from h2o_flexgen.models.base import Model
+from h2o_flexgen.models.checkpoint import Checkpoint, WeightSource, open_checkpoint
+from h2o_flexgen.models.derived import Damaged
+from h2o_flexgen.models.dummy import DummySource
+from h2o_flexgen.models.hub import resolve_model
+from h2o_flexgen.models.layout import Config
+from h2o_flexgen.models.packed import PackedCheckpoint
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.text.load_tokenizer import load_tokenizer
+from h2o_flexgen.text.tokenizer import BYTES, Tokenizer
+
+DUMMY_SEED = 0
+SILENT = Stages(None)
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    name: str
+    config: Config
+    dtype: str  # computed with
+    folder: Path | None  # None: weights are random, and no file of them is looked at
+    checkpoint: Checkpoint | None
+    _specs: dict[tuple[bool, str, str], ModelSpec] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, name: str, dummy_weights: bool, dtype: str, accelerator: bool, stages: Stages = SILENT) -> OpenedModel:
+        """`name` is a folder, or a name on the hub. Its .bin files are converted, which is told."""
+        if dummy_weights:
+            folder, checkpoint, stored = None, None, None
+            config = known_config(name) or load_config(name)
+        else:
+            folder = resolve_model(name)
+            config = load_config(str(folder))
+            checkpoint = open_checkpoint(folder, progress=stages.of(Stage.CONVERTING))
+            stored = checkpoint.dtype if dtype == AUTO else None
+        return cls(name, config, usual_dtype(accelerator, stored) if dtype == AUTO else dtype, folder, checkpoint)
+
+    def spec(self, plan: Plan) -> ModelSpec:
+        kind = plan.sep_layer, plan.weight_codec, plan.kv_codec
+        if kind not in self._specs:
+            self._specs[kind] = self.model(plan).spec
+        return self._specs[kind]
+
+    def model(self, plan: Plan) -> Model:
+        """Its layers as functions, and their shapes."""
+        model = create_model(self.config, self.dtype, plan.sep_layer, self.name)
+        if self.checkpoint is not None:
+            stored = self.checkpoint.stored_itemsize
+            model.spec = model.spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=stored(tensor.name)))
+        model.spec = model.spec.written_as(plan.weight_codec, plan.kv_codec)
+        return model
+
+    def source(self, plan: Plan, offload_folder: Path, stages: Stages) -> WeightSource:
+        """Random weights that are to lie on disk are written to `offload_folder`."""
+        if self.checkpoint is None:
+            return DummySource(DUMMY_SEED, self.dtype, offload_folder, stages.of(Stage.WRITING, Stage.LOADING))
+        if plan.weight_codec == PLAIN:
+            return self.checkpoint
+        return PackedCheckpoint(self.checkpoint, self.spec(plan), progress=stages.of(Stage.PACKING, Stage.LOADING))
+
+    def tokenizer(self, asked: str, vocab: int) -> Tokenizer:
+        place = asked if asked in (AUTO, BYTES) else resolve_model(asked, with_weights=False)
+        return load_tokenizer(self.folder, self.config, vocab, place)
+
+
+class Mending:
+    """Takes away copies of weights that are not as they were written, so that the next opening makes them again."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._mended: set[Path] = set()
+
+    def discard(self, damaged: Damaged) -> None:
+        """A copy that is damaged once more is an error. Where another process has taken it away, the next opening finds what
+        that one made, or makes it."""
+        if damaged.copy.path in self._mended and damaged.copy.is_still_there:
+            advice = "it was made again just now: is the disk sound? Set XDG_CACHE_HOME to a folder on another"
+            raise ValueError(f"{damaged.what}; {advice}") from damaged
+        if not damaged.copy.discard():
+            return
+        self._mended.add(damaged.copy.path)
+        if not self._stages.is_heard:
+            warnings.warn(f"{damaged.what}; it is made again", RuntimeWarning, stacklevel=2)
+        self._stages(Stage.MENDING)

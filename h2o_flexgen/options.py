@@ -1,0 +1,45 @@
+"""What an LLM is asked for by name: a plan, or options that make one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Parameter, signature
+
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.hints import shown
+from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.sampling.elsewhere import OPTIONS, refuse_unknown
+
+
+def asked_plan(
+    plan: Plan | None, percent: Sequence[float] | str | None, options: Mapping[str, object], other_names: Sequence[str]
+) -> Plan:
+    """Nothing that was asked for is dropped in silence. Where a plan is to be found, its shares mean nothing."""
+    refuse_unknown("option", options, [*Plan.option_names(), *other_names], OPTIONS)
+    if isinstance(percent, str) and percent != AUTO:
+        raise ValueError(f"percent is {shown(percent)}; give six numbers, or {AUTO!r} to have a plan found")
+    if plan is None:
+        asked = Plan.create(**options)
+        return asked if percent is None or isinstance(percent, str) else asked.with_percent(percent)
+    if other := next(iter([*options, *(["percent"] if percent is not None else [])]), None):
+        raise ValueError(f"both plan and {other} are given; put {other} into the plan, or leave the plan out")
+    return plan
+
+
+def arguments_of(function: Callable[..., object]) -> list[str]:
+    """The arguments that it names."""
+    return [name for name, one in signature(function).parameters.items() if one.kind is not Parameter.VAR_KEYWORD]
+
+
+def what_is_searched(plan: Plan, options: Mapping[str, object]) -> Asked:
+    """Sizes that were given are kept."""
+    sizes, batches = ((getattr(plan, name),) if name in options else () for name in ("gpu_batch_size", "num_gpu_batches"))
+    return Asked(plan, sizes, batches)
+
+
+def name_of(what: str, given: object) -> str:
+    if not isinstance(given, (str, os.PathLike)):
+        raise ValueError(f"{what} is a {type(given).__name__}; give a name on the hub, or a folder")
+    return str(given)

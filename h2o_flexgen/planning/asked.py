@@ -1,0 +1,68 @@
+"""Asked: what is asked of a plan that is to be found, and the problem that a search makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.tiers import DEVICE
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.planning.footprint import Budgets
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.positions import check_positions, check_rolling
+from h2o_flexgen.planning.search import THROUGHPUT, Problem
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a plan, whatever the model, the prompts and the machine."""
+
+    plan: Plan  # has all that is not searched: schedule, KV policy and its budget, slots, codecs
+    batch_sizes: tuple[int, ...] = ()  # only these, where somebody has chosen
+    batches: tuple[int, ...] = ()
+    codecs: tuple[tuple[str, str], ...] = ()  # of weights and KV that may be taken instead of the plan's
+    attend_on: tuple[str, ...] = (DEVICE,)
+    latency_limit: float | None = None
+    prefer: str = THROUGHPUT
+
+    @property
+    def is_only_speed(self) -> bool:
+        return not self.codecs and self.latency_limit is None and self.prefer == THROUGHPUT
+
+    def problem(
+        self,
+        machine: Machine,
+        model: Callable[[Plan], ModelSpec],
+        workload: Workload | None,
+        prompt_len: int,
+        gen_len: int,
+        budgets: Budgets,
+        writes_weights: bool,
+        kernel_threads: int,
+    ) -> Problem:
+        """What can be seen to be wrong without a search is refused here."""
+        plan = self.plan if machine.has_accelerator else self.plan.folded()
+        spec = model(plan)
+        machine.flop_rate(spec.dtype, 1)  # a type that was not measured there is refused
+        check_rolling(spec, plan)
+        for length, row in ({prompt_len: 0} if workload is None else workload.first_of_length).items():
+            check_positions(spec, plan, row, length, gen_len)
+        return Problem(
+            model=model,
+            workload=workload,
+            prompt_len=prompt_len,
+            gen_len=gen_len,
+            plan=plan,
+            machine=machine,
+            budgets=budgets,
+            kernel_threads=kernel_threads,
+            writes_weights=writes_weights,
+            codecs=self.codecs,
+            attend_on=self.attend_on,
+            batch_sizes=self.batch_sizes,
+            batches=self.batches,
+            latency_limit=self.latency_limit,
+            prefer=self.prefer,
+        )

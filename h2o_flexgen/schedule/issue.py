@@ -1,0 +1,94 @@
+"""The issuer: makes the tasks that a schedule yields, with the tasks that each one needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from h2o_flexgen.schedule.chains import Chains, Link, chains
+from h2o_flexgen.schedule.ops import MOVED, Data, Op
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.task import Key, Task, Visit
+
+
+class Issuer:
+    """Serves one run of a schedule, and remembers for each buffer the tasks that must be over before it is used again. Visits
+    are named by their numbers; there is nothing to issue behind the last."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._traffic = schedule.traffic
+        self._visits, self._buffers, self._weight_buffers = schedule.traffic.visits, schedule.buffers, schedule.weight_buffers
+        self._freed_by: dict[tuple[str, int], tuple[Key, ...]] = {}
+        self._known: dict[object, Chains] = {}
+
+    def fetched(self, data: Data, *numbers: int) -> Iterator[Task]:
+        for number in numbers:
+            if number < self._visits:
+                visit = self._schedule.visit(number)
+                for link in self._chains(visit).fetches[data]:
+                    yield self._moved(link, number, visit)
+
+    def sliced(self, op: Op, number: int, slices: Iterable[int]) -> Iterator[Task]:
+        """These slices of the weights that come with a visit."""
+        if number < self._visits:
+            visit = self._schedule.visit(number)
+            for link in self._chains(visit).fetches[op.data]:
+                if link.op is op:
+                    yield from (self._moved(link, number, visit, part) for part in slices)
+
+    def computed(self, number: int) -> Iterator[Task]:
+        visit = self._schedule.visit(number)
+        links, needs = self._chains(visit).computes, self._computed_before(visit)
+        for link in links:
+            needs += self._schedule.keys(link.source, visit) if link.source else self._freed(link, number, visit)
+        yield Task(Op.COMPUTE, *visit, needs)
+        for link in links:
+            self._leave(link, number, visit)
+
+    def stored(self, number: int) -> Iterator[Task]:
+        visit = self._schedule.visit(number)
+        for link in self._chains(visit).stores:
+            yield self._moved(link, number, visit)
+
+    def _moved(self, link: Link, number: int, visit: Visit, part: int = 0) -> Task:
+        op, (step, layer, batch) = link.op, visit
+        source: tuple[Key, ...] = ()
+        if link.source is not None and step >= link.ago[0]:  # what is there before the first step was stored long ago
+            source = (Key(link.source, step - link.ago[0], layer - link.ago[1], batch + part),)
+        freed = self._freed(link, number, visit)
+        if link.leaves and part == self._schedule.parts(op) - 1:
+            self._leave(link, number, visit)
+        return Task(op, step, layer, batch + part, freed + source if op.fetches else source + freed)
+
+    def _computed_before(self, visit: Visit) -> tuple[Key, ...]:
+        """The COMPUTE that this one goes on from: of the layer before, or of the step before."""
+        step, layer, batch = visit
+        if layer > 0:
+            return (Key(Op.COMPUTE, step, layer - 1, batch),)
+        return (Key(Op.COMPUTE, step - 1, self._traffic.layers - 1, batch),) if step else ()
+
+    # -- buffers -----------------------------------------------------------------------------------------------------
+
+    def _freed(self, link: Link, number: int, visit: Visit) -> tuple[Key, ...]:
+        freed: tuple[Key, ...] = ()
+        for ring in link.takes:
+            freed += self._freed_by.get((ring, self._buffer(link, number, visit)), ())
+        return freed
+
+    def _leave(self, link: Link, number: int, visit: Visit) -> None:
+        for ring in link.leaves:
+            self._freed_by[ring, self._buffer(link, number, visit)] = self._schedule.keys(link.op, visit)
+
+    def _buffer(self, link: Link, number: int, visit: Visit) -> int:
+        if link.data is Data.WEIGHTS:
+            return self._schedule.weight_number(*visit) % self._weight_buffers
+        return number % self._buffers
+
+    def _chains(self, visit: Visit) -> Chains:
+        """Those of a layer and batch are the same in all steps but the first and the last."""
+        step, layer, batch = visit
+        kind = step > 0, step == self._traffic.steps - 1, layer, batch
+        if kind not in self._known:
+            rings = tuple(self._traffic.rings(data, layer, batch) for data in MOVED)
+            self._known[kind] = chains(self._schedule.transfers(visit), rings, self._schedule.begins_pass(batch))
+        return self._known[kind]

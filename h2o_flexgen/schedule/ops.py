@@ -1,0 +1,80 @@
+"""What tasks do: one row of facts for each op. Whoever has to know something of an op asks its row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum, unique
+
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+
+READ, LOAD, COMPUTE_LANE, STORE, WRITE = "read", "load", "compute", "store", "write"
+# The tail of one disk read leaves readers idle that the next can use. In all other lanes one task ends before the next begins.
+WORKERS: Mapping[str, int] = {READ: 2, LOAD: 1, COMPUTE_LANE: 1, STORE: 1, WRITE: 1}
+LANES = tuple(WORKERS)  # in the order in which data passes through them
+HOME = "home"  # the tier where the placement has put the data
+
+
+class Data(Enum):
+    """What is moved, in words for people, with its letter and its colour in timelines (colour-blind eyes tell them apart)."""
+
+    WEIGHTS = "weights", "W", "#e69f00"
+    KV = "KV", "K", "#0072b2"
+    HIDDEN = "activations", "H", "#cc79a7"
+    NOTHING = "compute", "", "#009e73"
+
+    def __init__(self, words: str, letter: str, colour: str) -> None:
+        self.words = words
+        self.letter = letter
+        self.colour = colour
+
+    __hash__ = object.__hash__  # tasks are looked up so often that Enum's own, which is written in Python, is felt
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+MOVED: tuple[Data, ...] = tuple(data for data in Data if data is not Data.NOTHING)
+
+
+def ring(data: Data, place: str) -> str:
+    """The name of the buffers at this place, which data of this kind takes turns in."""
+    return f"{data}.{place}"
+
+
+@unique
+class Op(Enum):
+    """Its lane, the data that it moves, and the places that the data comes from and goes to."""
+
+    READ_W = READ, Data.WEIGHTS, DISK, HOST
+    LOAD_W = LOAD, Data.WEIGHTS, HOST, DEVICE
+    READ_KV = READ, Data.KV, DISK, HOST
+    LOAD_KV = LOAD, Data.KV, HOST, DEVICE
+    LOAD_H = LOAD, Data.HIDDEN, HOME, DEVICE
+    COMPUTE = COMPUTE_LANE, Data.NOTHING, DEVICE, DEVICE
+    STORE_H = STORE, Data.HIDDEN, DEVICE, HOME
+    STORE_KV = STORE, Data.KV, DEVICE, HOST
+    WRITE_KV = WRITE, Data.KV, HOST, DISK
+
+    def __init__(self, lane: str, data: Data, source: str, target: str) -> None:
+        self.lane = lane
+        self.data = data
+        self.places = source, target
+        self.fetches = lane in (READ, LOAD)  # before the COMPUTE of its visit
+        self.stores = lane in (STORE, WRITE)  # after it
+        self.uses_disk = DISK in self.places  # then the CPU itself works in host memory
+
+    __hash__ = object.__hash__  # as above
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def reverse(self) -> Op | None:
+        """The op that brings the same data the other way."""
+        return next((op for op in Op if op.stores and op.data is self.data and op.places == self.places[::-1]), None)
+
+    def works_in(self, rings: Sequence[str]) -> list[str]:
+        """Of the rings that its data passes through to where it is computed with: a transfer works at both its ends."""
+        if self is Op.COMPUTE:
+            return list(rings[-1:])
+        return [name for name in rings if name in (ring(self.data, self.places[0]), ring(self.data, self.places[1]))]

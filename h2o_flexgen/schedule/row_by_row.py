@@ -1,0 +1,44 @@
+"""batch, then step, then layer: every batch is generated to its end before the next one starts, and each reads all the weights
+anew. With two slots the next layer is fetched meanwhile (ZeRO-Inference), with one it is not (Accelerate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from h2o_flexgen.schedule.issue import Issuer
+from h2o_flexgen.schedule.ops import Data
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.task import Task, Visit
+
+
+@dataclass(frozen=True)
+class RowByRow(Schedule):
+    name = "row_by_row"
+
+    def visit(self, number: int) -> Visit:
+        rest, layer = divmod(number, self.traffic.layers)
+        batch, step = divmod(rest, self.traffic.steps)
+        return Visit(step, layer, batch)
+
+    def number(self, step: int, layer: int, batch: int) -> int:
+        return (batch * self.traffic.steps + step) * self.traffic.layers + layer
+
+    def weight_number(self, step: int, layer: int, batch: int) -> int:
+        return self.number(step, layer, batch)
+
+    def weight_batch(self, batch: int) -> int:
+        return batch
+
+    def tasks(self) -> Iterator[Task]:
+        issue, ahead = Issuer(self), self.traffic.slots - 1
+        kv_ahead = min(ahead, self.traffic.layers - 1)
+        yield from issue.fetched(Data.WEIGHTS, *range(ahead))
+        yield from issue.fetched(Data.KV, *range(kv_ahead))
+        for number in range(self.traffic.visits):
+            yield from issue.fetched(Data.WEIGHTS, number + ahead)
+            yield from issue.fetched(Data.KV, number + kv_ahead)
+            yield from issue.fetched(Data.HIDDEN, number)
+            yield from issue.computed(number)
+            yield from issue.stored(number)

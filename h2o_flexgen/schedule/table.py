@@ -1,0 +1,12 @@
+"""The table of schedules. A new one is a file beside this and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from h2o_flexgen.schedule.barrier import FlexGenBarrier
+from h2o_flexgen.schedule.row_by_row import RowByRow
+from h2o_flexgen.schedule.schedule import Schedule
+from h2o_flexgen.schedule.zigzag import Zigzag
+
+SCHEDULES: Mapping[str, type[Schedule]] = {schedule.name: schedule for schedule in (Zigzag, FlexGenBarrier, RowByRow)}

@@ -1,0 +1,108 @@
+"""Traffic: what a plan moves in one block, and so which transfers each visit has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.schedule.ops import Data, Op, ring
+from h2o_flexgen.schedule.task import Visit
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """All that a schedule must know of a plan."""
+
+    steps: int
+    layers: int
+    batches: int
+    slots: int = 2
+    accelerator: bool = False  # is there a device whose memory is not the host's
+    weights_on_disk: frozenset[int] = frozenset()  # layers that have some
+    weights_on_host: frozenset[int] = frozenset()
+    kv: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (layer, batch) -> tier, for layers that have KV
+    hidden: tuple[str, ...] = ()  # tier of each batch's activations
+    kv_before: bool = False  # is there KV of an earlier block before the first step
+    kv_after: bool = False  # is it wanted when the last step is over
+    attends_on_host: bool = False  # KV in host memory is attended there, and not fetched to the accelerator
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.layers, self.batches, self.slots) < 1:
+            raise ValueError("steps, layers, batches and slots must be 1 or more")
+
+    @property
+    def visits(self) -> int:
+        return self.steps * self.layers * self.batches
+
+    # -- which transfers there are -----------------------------------------------------------------------------------
+
+    def transfers(self, visit: Visit, brings_weights: bool) -> tuple[Op, ...]:
+        """What is moved for a visit, kind by kind, from its home and back. Nobody else says which transfers there are."""
+        _, layer, batch = visit
+        fetches_kv, stores_kv, on_disk = self.fetches_kv(visit), self.stores_kv(visit), self.kv_on_disk(layer, batch)
+        is_moved = {
+            Op.READ_W: brings_weights and self.reads_weights(layer),
+            Op.LOAD_W: brings_weights and self.loads_weights(layer),
+            Op.READ_KV: fetches_kv and on_disk,
+            Op.LOAD_KV: fetches_kv and self.links_kv,
+            Op.STORE_KV: stores_kv and self.links_kv,
+            Op.WRITE_KV: stores_kv and on_disk,
+            Op.LOAD_H: self.moves_hidden(batch) and layer > 0,
+            Op.STORE_H: self.moves_hidden(batch) and layer < self.layers - 1,
+        }
+        return tuple(op for op, moved in is_moved.items() if moved)
+
+    @property
+    def phases(self) -> tuple[range, ...]:
+        """The steps, together those whose visits have the same transfers: the first, all between, and the last."""
+        cuts = sorted({0, 1, max(1, self.steps - 1), self.steps})
+        return tuple(map(range, cuts, cuts[1:]))
+
+    # -- what is moved -----------------------------------------------------------------------------------------------
+
+    def reads_weights(self, layer: int) -> bool:
+        return layer in self.weights_on_disk
+
+    def loads_weights(self, layer: int) -> bool:
+        return self.accelerator and (layer in self.weights_on_disk or layer in self.weights_on_host)
+
+    @property
+    def links_kv(self) -> bool:
+        """Does KV that is not on the accelerator cross the link to be computed with?"""
+        return self.accelerator and not self.attends_on_host
+
+    def moves_kv(self, layer: int, batch: int) -> bool:
+        tier = self.kv.get((layer, batch), DEVICE)
+        return tier == DISK or (self.links_kv and tier == HOST)
+
+    def fetches_kv(self, visit: Visit) -> bool:
+        """Must KV be brought to where the visit computes?"""
+        return self.moves_kv(visit.layer, visit.batch) and (visit.step > 0 or self.kv_before)
+
+    def stores_kv(self, visit: Visit) -> bool:
+        """Must KV be brought home? Nobody reads that of the last step, unless it lives on."""
+        return self.moves_kv(visit.layer, visit.batch) and (visit.step < self.steps - 1 or self.kv_after)
+
+    def kv_on_disk(self, layer: int, batch: int) -> bool:
+        return self.kv.get((layer, batch)) == DISK
+
+    def moves_hidden(self, batch: int) -> bool:
+        return bool(self.hidden) and (self.hidden[batch] == DISK or (self.accelerator and self.hidden[batch] == HOST))
+
+    # -- where it passes ---------------------------------------------------------------------------------------------
+
+    def rings(self, data: Data, layer: int, batch: int) -> tuple[str, ...]:
+        """The rings of buffers that data passes through, from its home to where it is computed with."""
+        on_host = on_device = False
+        if data is Data.WEIGHTS:
+            on_host, on_device = self.reads_weights(layer), self.loads_weights(layer)
+        elif data is Data.KV:
+            on_host, on_device = self.kv_on_disk(layer, batch), self.links_kv and self.moves_kv(layer, batch)
+        elif data is Data.HIDDEN:
+            on_device = self.moves_hidden(batch)
+        return (ring(data, HOST),) * on_host + (ring(data, DEVICE),) * on_device
+
+    def uses_disk(self, op: Op) -> bool:
+        """May tasks of this op read or write the disk?"""
+        return DISK in self.hidden if op.data is Data.HIDDEN else op.uses_disk

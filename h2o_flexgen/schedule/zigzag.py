@@ -1,0 +1,61 @@
+"""The block schedule: while a layer's batches compute, the weights of a later layer arrive slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from h2o_flexgen.schedule.block_order import BlockOrder
+from h2o_flexgen.schedule.issue import Issuer
+from h2o_flexgen.schedule.ops import Data, Op
+from h2o_flexgen.schedule.task import Task
+
+
+@dataclass(frozen=True)
+class Zigzag(BlockOrder):
+    name = "zigzag"
+    cuts_layers = True
+
+    @property
+    def buffers(self) -> int:
+        """With overlap one more than for weights: what was computed is still being stored while the next is fetched."""
+        return self.traffic.slots + 1 if self.traffic.slots > 1 else 1
+
+    @property
+    def ahead(self) -> int:
+        """A whole layer: or a short fetch behind a long compute would be issued too late to keep its lane busy."""
+        return self.load_ahead * self.traffic.batches
+
+    @property
+    def load_ahead(self) -> int:
+        """Layers between the one whose weights are loaded and the one that is computed."""
+        return self.traffic.slots - 1
+
+    @property
+    def read_ahead(self) -> int:
+        """With an accelerator the disk runs one layer before the link, so that no load waits for a read issued with it."""
+        return self.load_ahead + (1 if self.traffic.accelerator and self.load_ahead else 0)
+
+    def tasks(self) -> Iterator[Task]:
+        batches, issue = self.traffic.batches, Issuer(self)
+        # any further and a fetch of KV would overtake its own store
+        kv_ahead = min(self.traffic.slots, self.traffic.layers * batches) - 1
+        hidden_ahead = min(self.traffic.slots, batches) - 1
+        every = tuple(range(batches))
+
+        for ahead in range(self.read_ahead):
+            yield from issue.sliced(Op.READ_W, ahead * batches, every)
+            if ahead < self.load_ahead:
+                yield from issue.sliced(Op.LOAD_W, ahead * batches, every)
+        yield from issue.fetched(Data.KV, *range(kv_ahead))
+        for number in range(self.traffic.visits):
+            batch = number % batches
+            first = number - batch
+            # with one slot nothing is fetched beside a compute: all slices come before the layer starts
+            slices = (batch,) if self.load_ahead else every if batch == 0 else ()
+            yield from issue.sliced(Op.READ_W, first + self.read_ahead * batches, slices)
+            yield from issue.sliced(Op.LOAD_W, first + self.load_ahead * batches, slices)
+            yield from issue.fetched(Data.KV, number + kv_ahead)
+            yield from issue.fetched(Data.HIDDEN, number + hidden_ahead)
+            yield from issue.computed(number)
+            yield from issue.stored(number)

@@ -1,0 +1,262 @@
+"""ModelUnderPlan: a model that is open under a plan, what it may hold, and its engine, once its weights are loaded."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from h2o_flexgen.budgets import Packing, disk_budget, open_budgets, refuse_memory_of_no_gpu, weighed_anew
+from h2o_flexgen.core.folders import default_offload_folder
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.conversation import Conversation
+from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.engine.stage import OnStage, Stage, Stages
+from h2o_flexgen.kernels.native import kernel_threads
+from h2o_flexgen.memory.device import open_device
+from h2o_flexgen.memory.host import give_back_freed, peak_resident_bytes
+from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.threads import refuse_forked, start_computing_threads
+from h2o_flexgen.models.derived import COPIES, Damaged, cache_folder
+from h2o_flexgen.models.leftovers import remove_leftovers
+from h2o_flexgen.models.packed import PackedCheckpoint
+from h2o_flexgen.open import Mending, OpenedModel
+from h2o_flexgen.planning.footprint import WorkloadPlan
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.positions import check_positions, check_rolling
+from h2o_flexgen.profiling.this_machine import machine_before_profile
+
+Opened = TypeVar("Opened", bound="ModelUnderPlan")
+
+
+class ModelUnderPlan:
+    """Nothing large is loaded before the first engine is asked for; `close`, or a `with`, gives all of it back."""
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: str,
+        plan: Plan,
+        dtype: str,
+        device: str,
+        gpu_mem: int | str | None,
+        cpu_mem: int | str | None,
+        offload_dir: str | Path | None,
+        dummy_weights: bool,
+        on_stage: OnStage | None,
+    ) -> None:
+        self.name, self.tokenizer_name = name, tokenizer
+        self.dummy_weights = dummy_weights
+        self._dtype = dtype
+        self._stages = Stages(on_stage)
+        self._mending = Mending(self._stages)
+        self._process = os.getpid()
+        self._closed = False
+        self._memories: Memories | None = None
+        self._engine: Engine | None = None
+        self._conversation: Conversation | None = None
+        self.device = open_device(device)
+        refuse_memory_of_no_gpu(self.device, gpu_mem)
+        self._take(plan)
+        self.offload_folder = Path(offload_dir or default_offload_folder()).expanduser()
+        self.leftovers = remove_leftovers(self.offload_folder, [cache_folder(kind) for kind in COPIES])
+        self._open()
+        self.budgets = open_budgets(self.device, gpu_mem, cpu_mem)
+        self.budgets = replace(self.budgets, disk=disk_budget(self.offload_folder, self.packing))
+
+    # -- the plan --------------------------------------------------------------------------------------------------------
+
+    def _take(self, plan: Plan) -> None:
+        folded = plan if self.device.accelerator else plan.folded()
+        if folded.attend_on == HOST:
+            raise ValueError("attend_on 'host' can be priced, but this version cannot run it on an accelerator; leave it out")
+        self.requested, self.plan = plan, folded
+
+    def adopt(self, plan: Plan) -> None:
+        """Another plan in place of the one that was asked for: one that was found for this model, say."""
+        self._refuse_closed()
+        if self._engine is not None:
+            raise ValueError(f"weights of {self.name} lie where the plan before wants them; make a new LLM for another plan")
+        self._take(plan)
+        self.source.close()
+        self._put_under_plan()
+        self.budgets = replace(self.budgets, disk=disk_budget(self.offload_folder, self.packing))
+        self.weigh()
+
+    @contextmanager
+    def replanned(self, on_stage: OnStage | None) -> Iterator[None]:
+        """Inside, another plan may be adopted although weights were loaded. An error leaves the one that there was."""
+        self._refuse_closed()
+        self._refuse_in_conversation()
+        before = self.requested
+        self._unload()
+        with self._stages.heard_by(on_stage):
+            try:
+                yield
+            except BaseException:
+                self.adopt(before)
+                raise
+
+    def weigh(self) -> None:
+        """Looks again at what the process holds beside what the plan counts."""
+        if self._memories is None:
+            self.budgets = weighed_anew(self.budgets)
+
+    @property
+    def kernel_threads(self) -> int:
+        """Of the kernels for the CPU."""
+        return 0 if self.device.accelerator else kernel_threads()
+
+    def planned(self, workload: Workload, plan: Plan | None = None, scored_at_once: int = 0) -> WorkloadPlan:
+        """The workload under this model's plan, or under another one."""
+        accelerator = self.device.accelerator
+        plan = self.plan if plan is None else plan if accelerator else plan.folded()
+        spec = self.spec if plan == self.plan else self.spec_under(plan)
+        return WorkloadPlan(spec, plan, workload, accelerator, self.dummy_weights, self.kernel_threads, scored_at_once)
+
+    def check(self, workload: Workload) -> WorkloadPlan:
+        """Refuses a workload that the plan does not fit, before anything is loaded; else says what is done and held."""
+        for length, row in workload.first_of_length.items():
+            check_positions(self.spec, self.plan, row, length, workload.gen_len)
+        return self._fitting(workload)
+
+    def _fitting(self, workload: Workload, scored_at_once: int = 0) -> WorkloadPlan:
+        planned = self.planned(workload, None, scored_at_once)
+        planned.refuse_what_does_not_fit(self.budgets)
+        return planned
+
+    def spec_under(self, plan: Plan) -> ModelSpec:
+        return self._opened.spec(plan)
+
+    def machine_before_profile(self) -> Machine:
+        return machine_before_profile(self.device, self.offload_folder)
+
+    # -- the model -------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """With copies of the weights that are as they were written."""
+        while True:
+            try:
+                accelerator = self.device.accelerator
+                self._opened = OpenedModel.of(self.name, self.dummy_weights, self._dtype, accelerator, self._stages)
+                self._put_under_plan()
+            except Damaged as damaged:
+                self._mending.discard(damaged)
+            else:
+                self.tokenizer = self._opened.tokenizer(self.tokenizer_name, self.spec.vocab)
+                return
+
+    def _put_under_plan(self) -> None:
+        self.model = self._opened.model(self.plan)  # its layers as functions, for who runs them in another way
+        self.source = self._opened.source(self.plan, self.offload_folder, self._stages)  # where its weights come from
+        check_rolling(self.spec, self.plan)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.model.spec
+
+    @property
+    def packing(self) -> Packing | None:
+        """Random weights are not kept."""
+        return (self.source.folder, self.source.bytes_to_write) if isinstance(self.source, PackedCheckpoint) else None
+
+    # -- its engine ------------------------------------------------------------------------------------------------------
+
+    @property
+    def weight_files(self) -> tuple[Path, ...]:
+        """Where weights are read from in every step; none before they are loaded."""
+        return self._engine.weight_files if self._engine is not None else ()
+
+    def _ready(self, on_stage: OnStage | None) -> Engine:
+        """The engine, with nothing of earlier workloads in memory but the weights."""
+        self._refuse_in_conversation()
+        self._refuse_closed()
+        with self._stages.heard_by(on_stage):
+            engine = self._load()
+        engine.trim()
+        engine.restart_peaks()
+        return engine
+
+    def _load(self) -> Engine:
+        self._refuse_closed()
+        while self._engine is None:
+            self._stages(Stage.LOADING)
+            start_computing_threads()
+            try:
+                self._engine = self._new_engine()
+            except Damaged as damaged:
+                self._mending.discard(damaged)
+                self._open()
+        self._stages(Stage.GENERATING)
+        return self._engine
+
+    def _new_engine(self) -> Engine:
+        """An engine whose weights are loaded, and checked where they lie in a copy."""
+        self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight)
+        try:
+            return Engine(self.model, self.source, self.plan, self._memories)
+        except BaseException:  # whoever tries again starts from nothing
+            self.source.close()
+            self._memories.close()
+            raise
+
+    def _peak_bytes(self) -> dict[str, int]:
+        assert self._memories is not None
+        disk = self._memories.disk.meter.peak_bytes
+        if self.dummy_weights:
+            disk += sum(file.stat().st_size for file in self.weight_files)
+        return {"device": self.device.peak_bytes(), "host": peak_resident_bytes(), "disk": disk}
+
+    def _refuse_closed(self) -> None:
+        refuse_forked(self._process, f"this LLM of {self.name}")
+        if self._closed:
+            raise ValueError(f"this LLM of {self.name} is closed; make a new one to generate")
+
+    def _refuse_in_conversation(self) -> None:
+        if self._conversation is not None and not self._conversation.closed:
+            raise ValueError(f"a conversation of {self.name} is open; close it first")
+
+    # -- the end ---------------------------------------------------------------------------------------------------------
+
+    def unload(self) -> None:
+        """Gives all memory back. Whoever generates again loads again."""
+        refuse_forked(self._process, f"this LLM of {self.name}")
+        if self._conversation is not None:
+            self._conversation.close()
+        if self._memories is not None:
+            self._memories.close()
+        self._memories = self._engine = None  # what it holds is page-locked until its memory is closed
+        gc.collect()
+        give_back_freed()
+
+    def close(self) -> None:
+        """Ends the disk threads, closes files and removes what was written. The object can no longer generate. In a
+        process that was forked nothing is done: all is the parent's."""
+        self._closed = True
+        if self._process != os.getpid():
+            return
+        if self._conversation is not None:
+            self._conversation.close()
+        self._unload()
+
+    def _unload(self) -> None:
+        try:
+            self.source.close()
+        finally:
+            if self._memories is not None:
+                self._memories.close()
+            self._engine = self._memories = None  # last: what it holds is page-locked until its memory is closed
+
+    def __enter__(self: Opened) -> Opened:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
