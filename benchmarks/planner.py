@@ -29,10 +29,10 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.kernels.native import kernel_threads
 from h2o_flexgen.models import create_model, known_config, load_config
-from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction, predict
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
 PROMPT_LEN, GEN_LEN = 32, 16
 LLAMA_1B = {  # the shape of LLaMA-3.2-1B: four queries for a key

@@ -12,9 +12,9 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import OnStage
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.planning.asked import Asked
-from h2o_flexgen.planning.footprint import DoesNotFit
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.profiling.this_machine import this_machine
 from h2o_flexgen.under_plan import ModelUnderPlan
 

@@ -12,10 +12,11 @@ from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.demo import demo_folder
 from h2o_flexgen.planning.asked import Asked
-from h2o_flexgen.planning.footprint import Budgets, WorkloadPlan
+from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.search import MOST_ROWS, Found, Problem, refuse_what_never_fits, search
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
 if TYPE_CHECKING:
     from h2o_flexgen.under_plan import ModelUnderPlan

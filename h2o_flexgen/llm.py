@@ -41,8 +41,8 @@ from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.threads import set_threads
 from h2o_flexgen.memory.threads import do_without_lost_threads
 from h2o_flexgen.options import arguments_of, asked_plan, name_of, what_is_searched
-from h2o_flexgen.planning.footprint import DoesNotFit, WorkloadPlan
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
 from h2o_flexgen.sampling.elsewhere import ARGUMENTS, refuse_unknown
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.sampler import Sampler

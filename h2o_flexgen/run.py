@@ -46,10 +46,10 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.cost import predicted_bytes
-from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import BlockPrediction, predict
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.profiling.others import Others
 from h2o_flexgen.schedule.task import Task
 from h2o_flexgen.text.prompt_file import given_prompts

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from h2o_flexgen.budgets import Packing, disk_budget, open_budgets, refuse_memory_of_no_gpu, weighed_anew
 from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.budgets import Packing, disk_budget, open_budgets, refuse_memory_of_no_gpu, weighed_anew
 from h2o_flexgen.engine.conversation import Conversation
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.stage import OnStage, Stage, Stages
@@ -28,10 +28,10 @@ from h2o_flexgen.models.derived import COPIES, Damaged, cache_folder
 from h2o_flexgen.models.leftovers import remove_leftovers
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.open import Mending, OpenedModel
-from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, check_rolling
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.profiling.this_machine import machine_before_profile
 
 Opened = TypeVar("Opened", bound="ModelUnderPlan")

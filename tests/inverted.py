@@ -71,7 +71,8 @@ KERNELS_OF_IT = {"inverted_encode": Inverted.encode, "inverted_decode": Inverted
 
 @contextmanager
 def registered(codec: Inverted) -> Iterator[Inverted]:
-    rows = patch.object(table, "KERNELS", (*codec.kernels, *table.KERNELS))
+    known = table.kernels()
+    rows = patch.object(table, "kernels", lambda: (*codec.kernels, *known))
     with patch.dict(CODECS, {codec.name: codec}), patch.dict(FUNCTIONS, KERNELS_OF_IT), rows:
         yield codec
 

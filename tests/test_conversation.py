@@ -20,7 +20,7 @@ from h2o_flexgen.engine.conversation import ContextFull, Extent
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.llama import Llama
-from h2o_flexgen.planning.footprint import WorkloadPlan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.contract import POLICIES, Case, Checkpoints, distinct_prompts, recorded_logits

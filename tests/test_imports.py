@@ -33,7 +33,7 @@ ROOMS = {
     "engine": ("core", "kernels", "kv", "memory", "models", "planning", "policies", "quant", "sampling", "schedule", "text"),
 }
 ROOMS["profiling"] = (*ROOMS["engine"], "engine")
-FACE = ("options", "budgets", "open", "under_plan", "finding", "auto_plan", "llm")  # files above all rooms, the lowest first
+FACE = ("options", "open", "under_plan", "finding", "auto_plan", "llm")  # files above all rooms, the lowest first
 WITHOUT_TORCH = ("quant", "core", "schedule", "policies", "planning")
 PREDICTING = [
     f"{ROOT}.{name}" for name in ("planning.cost", "planning.pricing", "planning.predict", "planning.linear", "planning.search")

@@ -17,8 +17,8 @@ from h2o_flexgen import LLM, Machine, Plan, SamplingParams
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.finding import Wish
-from h2o_flexgen.planning.footprint import DoesNotFit
 from h2o_flexgen.planning.machines import find_machine
+from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.profiling import kept
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer

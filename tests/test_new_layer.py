@@ -14,10 +14,11 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model
 from h2o_flexgen.planning.block_plan import BlockPlan, plan_blocks
 from h2o_flexgen.planning.cost import predicted_bytes
-from h2o_flexgen.planning.footprint import SLACK, Request
+from h2o_flexgen.planning.footprint import Request
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
+from h2o_flexgen.planning.working_space import SLACK
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Key
 from tests.contract import Case, compare, generate_with

@@ -15,7 +15,7 @@ import torch
 from h2o_flexgen import SamplingParams
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine import many_positions
-from h2o_flexgen.planning.footprint import WorkloadPlan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.sampler import uniform
 from h2o_flexgen.schedule.ops import Op

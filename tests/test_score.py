@@ -16,8 +16,8 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine import many_positions, scoring
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.scoring import Scored, decode_groups
-from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests import tiny

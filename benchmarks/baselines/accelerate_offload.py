@@ -43,7 +43,7 @@ class System:
 
 
 def on_cpu(request: Request) -> dict[str, Any]:
-    """The first so many layers and all that is not a layer in memory, the other layers on the disk."""
+    """Puts everything that is not a layer and the first `resident_layers` in memory, and the other layers on the disk."""
     resident = request.options.get("resident_layers", 0)
     layers, rest = parts_of(request.checkpoint)
     offloaded = dict.fromkeys(layers[resident:], "disk")
@@ -51,7 +51,7 @@ def on_cpu(request: Request) -> dict[str, Any]:
 
 
 def on_gpu(request: Request) -> dict[str, Any]:
-    """Accelerate fills the GPU, then memory, then the disk. It knows nothing of KV and activations: their room is kept free."""
+    """Accelerate fills the GPU, then memory, then the disk. Space for KV and activations, unknown to it, is kept free."""
     import psutil
     import torch
 
@@ -64,7 +64,7 @@ def on_gpu(request: Request) -> dict[str, Any]:
 
 
 def activation_bytes(request: Request) -> int:
-    """Most at once in prefill: hidden states, queries, keys, values and the feed-forward width of a layer, twice in passing."""
+    """The most bytes at once in prefill: hidden states, queries, keys, values and feed-forward values, twice in passing."""
     config = config_of(request)
     hidden = config["hidden_size"]
     inner = config.get("intermediate_size") or config.get("ffn_dim") or 4 * hidden
@@ -73,7 +73,7 @@ def activation_bytes(request: Request) -> int:
 
 
 def parts_of(checkpoint: str) -> tuple[list[str], list[str]]:
-    """Names of the modules that are layers, in order, and of the largest modules that hold none of them."""
+    """Names of the modules that are layers, in order, and of the largest modules without layers in them."""
     import torch
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -104,7 +104,7 @@ def _beside(module: Any, stack: str, prefix: str) -> list[str]:
 
 
 def placement_of(device_map: dict[str, Any]) -> str:
-    """How many modules lie where, and where the KV does."""
+    """Describes how many modules lie where, and where the KV does."""
     places = [f"GPU {place}" if isinstance(place, int) else str(place) for place in device_map.values()]
     counts = ", ".join(f"{places.count(place)} on {place}" for place in dict.fromkeys(places))
     where_computed = next((place for place in places if place.startswith(("GPU", "cuda"))), "cpu")

@@ -27,7 +27,7 @@ class System:
         from benchmarks.baselines.hugging_face import forget_peak, generate_greedily
 
         class WithoutTokenizer(AirLLMBaseModel):
-            """Token ids go in: a checkpoint needs no tokenizer."""
+            """Takes token ids, so that a checkpoint needs no tokenizer."""
 
             def get_tokenizer(self, hf_token: str | None = None) -> None:
                 return None

@@ -125,7 +125,7 @@ def zero_config(request: Request) -> dict[str, Any]:
 
 
 def _missing_tools(request: Request) -> str | None:
-    """It compiles its reader of files when that is first used, also where nothing is offloaded to a disk."""
+    """Names what is missing to compile its reader of files, which it does on first use, even if nothing goes to a disk."""
     if shutil.which("g++") is None:
         return "g++ is not installed: DeepSpeed compiles parts of itself when they are first used"
     if request.options.get("tier", "nvme") != "nvme":

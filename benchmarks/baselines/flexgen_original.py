@@ -112,7 +112,7 @@ def policy_of(request: Request) -> Any:
 
 
 def shape_of(request: Request) -> Any:
-    """Of the checkpoint, as FlexGen says it."""
+    """The checkpoint's shape in FlexGen's words."""
     from flexgen.opt_config import OptConfig
 
     config = config_of(request)

@@ -33,9 +33,9 @@ ATTENTION = "sdpa"  # option "attention": "eager" decodes faster in bfloat16 on 
 
 @dataclass(frozen=True)
 class Course:
-    """What the loop saw."""
+    """The results of the loop."""
 
-    tokens: Tensor  # (rows, tokens made): of a shortened run only those before keys and values are made up
+    tokens: Tensor  # (rows, tokens made); in a shortened run only those before keys and values are made up
     prefill_seconds: float
     step_seconds: tuple[float, ...]
     read_bytes: int  # from the disk, in the steps that are timed
@@ -58,20 +58,20 @@ class Course:
 
 
 def loading(request: Request) -> Mapping[str, Any]:
-    """What from_pretrained is told of a request whatever else it is told."""
+    """The arguments that from_pretrained gets for every request."""
     dtype_word = "dtype" if Version(version("transformers")) >= Version("4.56") else "torch_dtype"
     attention = request.options.get("attention", ATTENTION)
     return {dtype_word: getattr(torch, request.dtype), "attn_implementation": attention, "use_safetensors": True}
 
 
 def prompts_of(request: Request, vocabulary: int) -> Tensor:
-    """(rows, prompt_len), another text in every row."""
+    """Prompts (rows, prompt_len), a different text in every row."""
     generator = torch.Generator().manual_seed(PROMPT_SEED)
     return torch.randint(vocabulary, (request.rows, request.prompt_len), generator=generator)
 
 
 def generate_greedily(model: Any, request: Request, vocabulary: int) -> Course:
-    """`model` is called as those of transformers are, with a cache that grows."""
+    """Generates with a `model` that is called as those of transformers are, with a cache that grows."""
     if request.steps is not None and request.middle + 1 + request.steps >= request.last:
         raise ValueError(f"{request.steps} steps do not fit in the second half of {request.gen_len} tokens: ask for all (null)")
     loop = _Loop(model)
@@ -112,7 +112,7 @@ class _Loop:
         self._made.append(chosen)
 
     def timed(self, steps: int) -> tuple[tuple[float, ...], int]:
-        """Seconds of each step, and what they read from the disk."""
+        """The seconds of each step, and the bytes that all read from the disk."""
         read_before, ends = bytes_read(), [time.perf_counter()]
         for _ in range(steps):
             self.forward(self._made[-1])
@@ -125,14 +125,14 @@ class _Loop:
 
 
 def empty_cache(model: Any) -> Any:
-    """One that grows; newer ones learn from the config which layers need a window only."""
+    """A cache that grows; newer ones learn from the config which layers need only a window."""
     takes_config = "config" in inspect.signature(DynamicCache).parameters
     return DynamicCache(config=model.config) if takes_config else DynamicCache()
 
 
 def lengthen_cache(cache: Any, tokens: int) -> None:
-    """As if so many tokens had been through every layer; positions follow from the length. The last key and value again and
-    again, as a view: the cache copies it, and nothing but the cache grows."""
+    """Pretends that so many tokens have been through every layer; positions follow from the length. The last key and value are
+    repeated as a view: the cache copies it, and nothing else grows."""
     for layer, (keys, values) in enumerate(cached(cache)):
         more = tokens - cache.get_seq_length(layer)
         if more > 0:
@@ -151,6 +151,6 @@ def _repeated(states: Tensor, times: int) -> Tensor:
 
 
 def forget_peak() -> None:
-    """The most resident memory is counted from here on, where the system can do that."""
+    """Restarts the count of peak resident memory, if the system can do that."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

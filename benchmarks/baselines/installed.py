@@ -1,4 +1,4 @@
-"""What a system needs on this machine, looked up without importing any of it: packages, their versions, a GPU."""
+"""Finds what a system needs on this machine (packages, their versions, a GPU) without importing any of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.baselines.request import Request
 
 
 def missing_package(*modules: str, how: str = "") -> str | None:
-    """The first that cannot be imported, and how to get it."""
+    """The first module that cannot be imported, and how to get it; None if all can."""
     for module in modules:
         if find_spec(module) is None:
             return f"{module} is not installed: {how or f'pip install {module}'}"

@@ -19,7 +19,7 @@ GUARD = "guard"
 
 
 def build_folder(versions: Mapping[str, str]) -> Path:
-    """In the user's cache; what is compiled for one version of anything is no use to another."""
+    """A folder in the user's cache for these versions; builds for one version are of no use to another."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     python = f"python-{sys.version_info.major}.{sys.version_info.minor}"
     return cache / "h2o_flexgen" / "baselines" / "_".join([*(f"{name}-{found}" for name, found in versions.items()), python])
@@ -27,7 +27,7 @@ def build_folder(versions: Mapping[str, str]) -> Path:
 
 @contextmanager
 def building_in(folder: Path) -> Iterator[None]:
-    """Within it, torch compiles into `folder`, alone."""
+    """A context in which torch compiles into `folder`, alone."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / GUARD).open("w") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)

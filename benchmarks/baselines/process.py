@@ -1,4 +1,4 @@
-"""What the system counts for this process."""
+"""The system's counts for this process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def bytes_read() -> int:
-    """From disks, by this process so far; what came out of the page cache is not among them. Without such a count, 0."""
+    """Bytes that this process has read from disks, not from the page cache; 0 if the system does not count them."""
     counts = Path("/proc/self/io")
     if not counts.exists():
         return 0

@@ -1,4 +1,4 @@
-"""What a system is asked to run, and what it answers: the words between compare.py and the process of a system."""
+"""Requests to a system and its answers: what compare.py and the process of a system exchange."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of it. Seconds are those of the wall; `prefill_seconds` end with the first token of every row."""
+    """The result of a run. Seconds are wall time; `prefill_seconds` end with the first token of every row."""
 
     versions: Mapping[str, str]  # of the packages that did the work
     placement: str  # where weights and KV were, for people
@@ -68,12 +68,12 @@ class Answer:
 
 
 class System(Protocol):
-    """One of those that are compared."""
+    """A system to compare."""
 
     loads_within_cap: bool  # else it is loaded without a cap, which comes down when it is ready: that is in its favour
 
     def missing(self, request: Request) -> str | None:
-        """Why it cannot run this here, in a line, or None. Cheap: nothing large is imported."""
+        """The reason, in a line, why it cannot run this here, or None. Nothing large is imported to find out."""
 
     def run(self, request: Request, ready: Ready) -> Answer: ...
 

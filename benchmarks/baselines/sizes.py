@@ -13,7 +13,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def weight_bytes(request: Request) -> int:
-    """Of all tensors of the checkpoint in the data type that is asked for."""
+    """Bytes of all tensors of the checkpoint in the requested dtype."""
     return tensor_elements(request) * ELEMENT_BYTES[request.dtype]
 
 
@@ -34,7 +34,7 @@ def config_of(request: Request) -> dict[str, Any]:
 
 
 def kv_bytes(request: Request) -> int:
-    """Of all rows at their longest, as a cache without a window holds them."""
+    """Bytes of the KV of all rows at their longest, in a cache without a window."""
     config = config_of(request)
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads

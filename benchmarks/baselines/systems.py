@@ -1,4 +1,4 @@
-"""Which systems there are. A file is imported when its system is asked for: peers are large, and may not be installed."""
+"""The table of systems. A system's file is imported only when needed: peers are large, and may not be installed."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from h2o_flexgen.cli.made_up import made_up_prompts
 from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.workload import Batch, Workload
 from h2o_flexgen.kernels.native import in_use
-from h2o_flexgen.planning.footprint import DoesNotFit
+from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Task
 

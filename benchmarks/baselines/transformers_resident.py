@@ -1,4 +1,4 @@
-"""transformers with all weights in memory: what everybody uses while it fits, and the bar for models that do."""
+"""transformers with all weights in memory: the usual choice while a model fits, and so the bar for such models."""
 
 from __future__ import annotations
 

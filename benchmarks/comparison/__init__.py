@@ -1,1 +1,1 @@
-"""What benchmarks/compare.py is made of."""
+"""The parts of benchmarks/compare.py."""

@@ -39,23 +39,23 @@ class Cap(Protocol):
         ...
 
     def lower(self, nbytes: int) -> None:
-        """From now on no more than so much."""
+        """Lowers the cap to so many bytes."""
         ...
 
     @property
     def held(self) -> bool:
-        """Was it there to the end?"""
+        """True if the cap was there to the end."""
         ...
 
     def kill(self) -> None:
-        """Whoever still lives under it."""
+        """Kills every process that still lives under it."""
         ...
 
     def close(self) -> None: ...
 
 
 def open_cap() -> Cap:
-    """The strictest that this machine and this user can have."""
+    """The strictest cap available on this machine to this user."""
     group = ControlGroup.made()
     if group is not None:
         return group
@@ -72,7 +72,7 @@ class ControlGroup:
 
     @classmethod
     def made(cls) -> ControlGroup | None:
-        """Where the machine has its groups, if we may."""
+        """A new group where the machine has its groups, if permitted."""
         return next((group for folder in (GROUPS / "memory", GROUPS) if (group := cls.made_in(folder))), None)
 
     @classmethod
@@ -124,7 +124,7 @@ class ControlGroup:
 
 
 class SystemdScope:
-    """A transient scope of the user's own systemd: for who may not make control groups."""
+    """A transient scope of the user's own systemd, for users who may not make control groups."""
 
     words = "a scope of systemd with MemoryMax, page cache included"
 
@@ -163,8 +163,8 @@ class SystemdScope:
 
 
 class Ballast:
-    """Holds all memory but what is allowed. What exceeds that meets the end of the machine's memory, and is the first that the
-    kernel then kills: the ballast is larger. Swap, where there is any, makes it a weak cap."""
+    """Holds all memory but what is allowed. A process that exceeds it meets the end of the machine's memory, and is killed
+    first, since the cap's processes are marked so. Swap makes it a weak cap."""
 
     words = "a ballast that holds the rest of the memory"
 
@@ -182,7 +182,7 @@ class Ballast:
         pass
 
     def lower(self, nbytes: int) -> None:
-        """What children of ours hold by now is theirs, and counts."""
+        """Memory that our children hold already is theirs, and counts."""
         held = sum(child.memory_info().rss for child in psutil.Process().children(recursive=True))
         surplus = psutil.virtual_memory().available + held - nbytes
         if surplus <= 0 or self._holder is not None:
@@ -201,7 +201,7 @@ class Ballast:
 
 
 class NoCap:
-    """For what is to have the whole machine."""
+    """No limit, for systems that have the whole machine."""
 
     words = "none"
 

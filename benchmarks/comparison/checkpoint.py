@@ -19,7 +19,7 @@ DONE = "model.safetensors.index.json"  # written last
 
 
 def checkpoint_of(model: str, dtype: str, folder: Path) -> Path:
-    """Of a known model's shapes; written once."""
+    """A checkpoint with a known model's shapes, written once."""
     own = folder / f"{model.replace('/', '--')}-{dtype}"
     if not (own / DONE).is_file():
         write_checkpoint(model, dtype, own)

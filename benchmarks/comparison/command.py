@@ -100,7 +100,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def argument_of(read: Callable[[str], T]) -> Callable[[str], T]:
-    """argparse keeps what its own kind of error says, and of others nothing."""
+    """Turns a ValueError into argparse's own error, whose message alone is shown."""
 
     def checked(text: str) -> T:
         try:
@@ -172,7 +172,7 @@ class Comparison:
         )
 
     def calibrated(self) -> Calibration:
-        """In a process of its own, so that this one stays small."""
+        """Measures in a process of its own, so that this one stays small."""
         asked = [self.args.device, self.args.dtype, str(self.checkpoint)]
         command = [sys.executable, "-m", "benchmarks.comparison.calibration", *asked]
         environment = {**os.environ, **self.environment}
@@ -207,7 +207,7 @@ class Comparison:
         return point
 
     def repeat(self, searches: Mapping[Contender, Search[Point]], finalists: Mapping[Contender, int]) -> None:
-        """The best of each once more, in turns, because machines drift."""
+        """Runs the best of each once more, in turns, because machines drift."""
         for _, (contender, rows) in product(range(1, self.args.repeats), finalists.items()):
             try:
                 again = self.measured(contender, rows)
@@ -248,7 +248,7 @@ def cap_words() -> str:
 
 
 def commit() -> str:
-    """Of the code that was measured; with a + where it is not what was committed."""
+    """The commit of the measured code, with a + if there are uncommitted changes."""
     asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+"]
     done = subprocess.run(asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     return done.stdout.strip() or "unknown"

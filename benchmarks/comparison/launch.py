@@ -25,7 +25,7 @@ ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|DoesNotFit)\b")
 
 
 class Failed(Exception):
-    """A system did not come to its end. Says why, in a line."""
+    """A system did not finish; the message says why, in a line."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Launcher:
     environment: Mapping[str, str]  # beside our own
 
     def most_rows(self, request: Request) -> int:
-        """What the system's own planner says that fits."""
+        """The number of rows that fit, according to the system's own planner."""
         return int(self._last_line(request, MOST))
 
     def run(self, request: Request, loads_within_cap: bool) -> Answer:
@@ -83,7 +83,7 @@ class Launcher:
 
 
 class _Watched:
-    """A process that is ended with all that it started, whatever happens."""
+    """A process that is ended with everything that it started, whatever happens."""
 
     def __init__(self, process: subprocess.Popen[str], timeout: float, cap: Cap) -> None:
         self._process, self._cap = process, cap
@@ -124,7 +124,7 @@ class _Watched:
             self._process.stdin.flush()
 
     def output(self) -> list[str]:
-        """Its lines, once it has ended well."""
+        """Its lines, once it has ended without an error."""
         self.reads_until("")
         status = self._process.wait()
         if self._is_late:
@@ -152,14 +152,14 @@ class _Watched:
 
 
 def reason_in(lines: Sequence[str]) -> str:
-    """The last line that names an error, for warnings may come behind it; else the last."""
+    """The last line that names an error, since warnings may follow it; otherwise the last line."""
     told = [line for line in lines if line]
     errors = [line for line in told if ERROR.match(line)]
     return (errors or told or [""])[-1][:200]
 
 
 def forget_pages(folder: Path) -> None:
-    """What earlier readers left in the page cache would be there for free."""
+    """Drops what earlier readers left in the page cache, where it would be free to read."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in folder.rglob("*"):

@@ -17,9 +17,9 @@ from h2o_flexgen.cli.why import Why
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.predict import Prediction
 from h2o_flexgen.planning.search import NEAR, Candidate, Found, Problem
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import PLAIN
 
 HEAD = ("block", "percent", "weights, KV as", "prefill s", "s/step", "tokens/s", "latency s")

@@ -12,9 +12,11 @@ from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.footprint import Budgets, Footprint, WorkloadPlan
-from h2o_flexgen.planning.placement import Placement, image_bytes
+from h2o_flexgen.planning.budgets import Budgets
+from h2o_flexgen.planning.footprint import Footprint
+from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.schedule import Schedule
 
@@ -161,7 +163,7 @@ def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:
 
 def _kv(planned: BlockPlan, placement: Placement) -> Iterable[tuple[str, int]]:
     for (_, batch), tier in placement.kv.items():
-        yield tier, image_bytes(planned.spec, planned.slots[batch])
+        yield tier, planned.slots[batch].layout(planned.spec).image_bytes
 
 
 def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from h2o_flexgen.cli.page import page_width, table
 from h2o_flexgen.cli.plan_report import NAMES
 from h2o_flexgen.core.tiers import HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.planning.footprint import Budgets
+from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.predict import Prediction
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from h2o_flexgen.cli.plan_report import NAMES
 from h2o_flexgen.core.tiers import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.footprint import Budgets, Footprint
+from h2o_flexgen.planning.budgets import Budgets
+from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.predict import sampled_steps, sum_of_steps
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
 from h2o_flexgen.planning.search import Candidate, NoPlan, Problem, search

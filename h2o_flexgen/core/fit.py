@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
-    """Of rows, or of whatever a larger number of needs more room; 0 if not even one does. Doubled until it does not fit, then
-    halved in."""
+    """The largest number that fits, of rows or of anything else of which more needs more memory; 0 if not even one does. It
+    doubles the number until it does not fit, then bisects."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high

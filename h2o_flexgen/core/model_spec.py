@@ -108,10 +108,6 @@ class LayerSpec:
             return whole
         return (*whole, replace(packed, shape=(self.logit_parts[0].stop, *packed.shape[1:])))
 
-    @property
-    def decoded_nbytes(self) -> int:
-        return sum(tensor.decoded_nbytes for tensor in self.decoded)
-
     @cached_property
     def multiplied(self) -> tuple[tuple[TensorSpec, float], ...]:
         """The matrices of its products, and the share of a visit's tokens that each is multiplied with."""

@@ -15,7 +15,7 @@ DEMO_MODELS = {DEMO: HERE / ARCHITECTURES[0]} | {f"{DEMO}-{name}": HERE / name f
 
 
 def demo_folder(name: str) -> Path | None:
-    """Of `demo`, `demo-llama`, `demo-opt`, `demo-neox`; None for other names."""
+    """The folder of `demo`, `demo-llama`, `demo-opt` or `demo-neox`; None for other names."""
     return DEMO_MODELS.get(name)
 
 

@@ -18,7 +18,7 @@ from h2o_flexgen.core.workload import Batch, Block, Workload
 from h2o_flexgen.engine.engine import BlockRun, Engine
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.row_state import RowState
-from h2o_flexgen.planning.footprint import WorkloadPlan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams, one_params

@@ -12,8 +12,8 @@ from h2o_flexgen.engine.head import AtHead
 from h2o_flexgen.engine.row_state import RowState, completions_of
 from h2o_flexgen.engine.shrink import OnShrink, Shrink, run_blocks
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.sampling.output import Completion
 
 

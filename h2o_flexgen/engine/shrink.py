@@ -12,7 +12,7 @@ from h2o_flexgen.engine.executor import shortage_in
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.memory.shortage import Shortage
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
-from h2o_flexgen.planning.footprint import WorkloadPlan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@
    A (row, KV head) is worked on by one thread from its first slot to its last, so a row's outcome depends on nothing but the row. */
 
 #include "group_values.h"
+#include "sizes.h"
 #include "slots.h"
 
-#define MOST_VALUES 1024 /* of a head in a slot */
-#define TOGETHER 4       /* slots: what is summed up is loaded and stored less often */
+#define TOGETHER 4 /* slots: what is summed up is loaded and stored less often */
 
 /* The sums of four registers. */
 static ALWAYS_INLINE void sums_of(const floats *of, float *out)
@@ -109,7 +109,7 @@ static ALWAYS_INLINE void score_slots(const floats *q, const slots *keys, long r
                                       long capacity, long group, long dim, long registers, float scale, int key_kind)
 {
     floats wide[registers + GROUP / LANES], scores[group * TOGETHER];
-    char room[4 * (MOST_VALUES + LANES)];
+    char room[4 * (STEP_HEAD_VALUES + LANES)];
     for (long first = 0; first < held; first += TOGETHER) {
         const long count = held - first < TOGETHER ? held - first : TOGETHER;
         for (long next = 0; next < count; next++) {
@@ -142,7 +142,7 @@ static ALWAYS_INLINE void sum_values(const float *shares, const slots *values, l
 {
     const long room_of = registers + GROUP / LANES;
     floats wide[TOGETHER * room_of];
-    char room[4 * (MOST_VALUES + LANES)];
+    char room[4 * (STEP_HEAD_VALUES + LANES)];
     memset(out, 0, group * registers * sizeof *out);
     if (group == 1) { /* the sums stay in registers */
         for (long slot = 0; slot < held; slot++) {

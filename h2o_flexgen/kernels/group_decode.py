@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.sizes import TWIN_VALUES
 from h2o_flexgen.quant.grouped import GROUP, Grouped, groups_of
-
-TWIN_VALUES = 1 << 20  # at once: what torch holds in passing stays small
 
 
 def group_decode(codec: Grouped, data: Tensor, out: Tensor) -> None:

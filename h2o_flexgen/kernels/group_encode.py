@@ -9,9 +9,8 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.group_decode import group_parts
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.sizes import TWIN_VALUES
 from h2o_flexgen.quant.grouped import GROUP, Grouped
-
-TWIN_VALUES = 1 << 20  # at once: what torch holds in passing stays small
 
 
 def group_encode(codec: Grouped, values: Tensor, out: Tensor) -> None:

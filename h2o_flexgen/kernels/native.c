@@ -1,7 +1,6 @@
-/* What this library promises to Python: counted up when a function's arguments change, so that one that was built from older sources
-   is not called. */
+#include "sizes.h"
 
 int kernels_version(void)
 {
-    return 3;
+    return KERNELS_VERSION;
 }

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.sizes import DTYPES, shared
 from h2o_flexgen.kernels.table import LIBRARIES, TORCH, Processor
 
 SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" does without the library; the name of a variant takes that one
-VERSION = 3  # of what native.c promises
-KINDS = {torch.bfloat16: 0, torch.float32: 1}  # of values, as C counts them
+KINDS: Mapping[torch.dtype, int] = {getattr(torch, name): kind for kind, name in enumerate(DTYPES)}  # as C counts them
 NO_KIND = -1  # of bytes that are only moved
 RUNS: Mapping[str, Sequence[str]] = {"AVX512": LIBRARIES, "AVX2": LIBRARIES[1:]}
 
@@ -67,7 +67,7 @@ def _load(file: Path) -> ctypes.CDLL | None:
     """Not what lacks a library of its own, nor what was built from older sources."""
     try:
         native = ctypes.CDLL(str(file))
-        return native if native.kernels_version() == VERSION else None
+        return native if native.kernels_version() == shared().kernels_version else None
     except (OSError, AttributeError):
         return None
 

@@ -93,15 +93,12 @@ def _plain(kept: Kept, like: Tensor) -> Kept:
     return Kept(values)
 
 
-def prompt_attention(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, scored_bytes: int
-) -> tuple[Tensor, Tensor | None]:
+def prompt_attention(q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """q (rows, heads, tokens, dim), k and v (rows, kv_heads, keys, dim); keys that are more than the queries stand before them
     all, and of those each row has the first `before` (rows,). weights (rows, tokens), fp32: how much queries count in the sums.
 
-    -> (rows, tokens, heads * dim), and sums (rows, kv_heads, keys) in fp32 where there are weights. `scored_bytes`: so much
-    attention torch looks at together to sum it up."""
-    out, sums = _required(PROMPT_ATTENTION, PLAIN, q)(q, k, v, before, weights, scored_bytes)
+    -> (rows, tokens, heads * dim), and sums (rows, kv_heads, keys) in fp32 where there are weights."""
+    out, sums = _required(PROMPT_ATTENTION, PLAIN, q)(q, k, v, before, weights)
     return out, sums
 
 

@@ -6,6 +6,7 @@
    so a row's outcome depends on nothing but the row, and on how many keys are before the new ones in the row that has most. All sums
    are in float32. */
 
+#include "sizes.h"
 #include "slots.h"
 #include "vectors.h"
 #include <math.h>
@@ -19,9 +20,19 @@
 #define TILE_WIDTH 2 /* there are 16 registers */
 #endif
 #define PANEL (TILE_WIDTH * LANES) /* columns of a tile */
-#define BLOCK (8 * TILE_ROWS)      /* queries */
 #define AHEAD 16                   /* tokens, in reading */
 #define NEAR 64                    /* keys whose values stay in the nearest cache for a block of queries */
+
+_Static_assert(PROMPT_KEYS % PANEL == 0 && PROMPT_KEYS % (4 * LANES) == 0 && REGISTER_VALUES % LANES == 0 &&
+                   PROMPT_QUERIES % TILE_ROWS == 0,
+               "whole tiles");
+
+/* How a thread's room is laid out, in values: widths of what lies there, where each part begins behind the keys, and its end. Python
+   works them out (PromptRoom in sizes.py). */
+typedef struct {
+    long keys, dim, stride;
+    long values_at, sums_at, scores_at, queries_at, out_at, end;
+} prompt_room;
 
 typedef struct {
     slots q, keys, values;  /* (rows, heads or kv_heads, new or all tokens, dim); of one kind, which the outcome has too */
@@ -29,7 +40,8 @@ typedef struct {
     const float *weights;   /* (rows, new_tokens): of queries, in the sums; NULL: no sums */
     char *out;              /* (rows, new_tokens, heads, dim) */
     float *sums;            /* (rows, kv_heads, all_tokens) */
-    float *room;            /* of every thread prompt_attention_room() values */
+    float *room;            /* of all threads, one behind the other */
+    prompt_room wide;       /* how each of these lies */
     long rows, heads, kv_heads, new_tokens, all_tokens, dim;
     float scale;
 } prompt;
@@ -170,9 +182,9 @@ static ALWAYS_INLINE void transpose(floats *block)
 /* The keys of a head as panels of columns, (panels, dim, PANEL); zeros behind the last key. */
 static ALWAYS_INLINE void lay_keys(const prompt *p, long row, long head, float *out, int kind)
 {
-    const long itemsize = kind == BF16 ? 2 : 4, dim_wide = rounded_up(p->dim, LANES);
+    const long itemsize = kind == BF16 ? 2 : 4;
     for (long first = 0; first < rounded_up(p->all_tokens, PANEL); first += LANES) {
-        float *panel = out + first / PANEL * PANEL * dim_wide + first % PANEL;
+        float *panel = out + first / PANEL * PANEL * p->wide.dim + first % PANEL;
         for (long at = 0; at < p->dim; at += LANES) {
             floats block[LANES];
 #pragma GCC unroll 16
@@ -242,32 +254,15 @@ static ALWAYS_INLINE void add_columns(const float *shares, long stride, const fl
 /* -- a head ---------------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    long keys, stride, dim; /* as they lie: whole registers; scores lie a register further apart than keys, or all rows of a
-                               block would want the same place of the cache */
-} widths;
-
-static ALWAYS_INLINE widths widths_of(const prompt *p)
-{
-    const long keys = rounded_up(p->all_tokens, 4 * PANEL);
-    const widths found = {keys, keys + 16, rounded_up(p->dim, LANES)};
-    return found;
-}
-
-long prompt_attention_room(const prompt *p)
-{
-    const widths wide = widths_of(p);
-    return rounded_up(wide.keys * (2 * wide.dim + 1) + BLOCK * (wide.stride + 2 * wide.dim), 16);
-}
-
-typedef struct {
     float *keys, *values, *sums, *scores, *q, *out;
 } rooms;
 
 /* Queries of one head from `first` on; their outcome is written, and added to what the keys get. */
 static ALWAYS_INLINE void attend_block(const prompt *p, long row, long head, long first, rooms room, int kind)
 {
-    const widths wide = widths_of(p);
-    const long held = p->all_tokens - p->new_tokens, left = p->new_tokens - first, queries = left < BLOCK ? left : BLOCK;
+    const prompt_room wide = p->wide;
+    const long held = p->all_tokens - p->new_tokens, left = p->new_tokens - first;
+    const long queries = left < PROMPT_QUERIES ? left : PROMPT_QUERIES;
     const long tiles_here = (queries + TILE_ROWS - 1) / TILE_ROWS, end = held + first + queries;
     for (long query = 0; query < queries; query++) {
         foresee(&p->q, row, head, first + query + AHEAD, p->new_tokens, p->dim);
@@ -283,7 +278,7 @@ static ALWAYS_INLINE void attend_block(const prompt *p, long row, long head, lon
                                        room.scores + at * TILE_ROWS * wide.stride + key, wide.stride, p->dim);
         }
 
-    float parts[BLOCK], factors[BLOCK], any = 0.0f;
+    float parts[PROMPT_QUERIES], factors[PROMPT_QUERIES], any = 0.0f;
     for (long query = 0; query < queries; query++) {
         float *scores = room.scores + query * wide.stride;
         parts[query] = 1.0f / exponentials(scores, p->before[row], held, held + first + query + 1, rounded_up(end, 4 * LANES));
@@ -311,13 +306,14 @@ static ALWAYS_INLINE void attend_block(const prompt *p, long row, long head, lon
 
 static ALWAYS_INLINE void attend(const prompt *p, long row, long kv_head, float *from, int kind)
 {
-    const widths wide = widths_of(p);
+    const prompt_room wide = p->wide;
     const long group = p->heads / p->kv_heads;
-    rooms room = {.keys = from, .values = from + wide.keys * wide.dim};
-    room.sums = room.values + wide.keys * wide.dim;
-    room.scores = room.sums + wide.keys;
-    room.q = room.scores + BLOCK * wide.stride;
-    room.out = room.q + BLOCK * wide.dim;
+    const rooms room = {from,
+                        from + wide.values_at,
+                        from + wide.sums_at,
+                        from + wide.scores_at,
+                        from + wide.queries_at,
+                        from + wide.out_at};
     lay_keys(p, row, kv_head, room.keys, kind);
     for (long key = 0; key < p->all_tokens; key++) {
         foresee(&p->values, row, kv_head, key + AHEAD, p->all_tokens, p->dim);
@@ -325,7 +321,7 @@ static ALWAYS_INLINE void attend(const prompt *p, long row, long kv_head, float 
     }
     memset(room.sums, 0, wide.keys * sizeof(float));
     for (long head = kv_head * group; head < (kv_head + 1) * group; head++)
-        for (long first = 0; first < p->new_tokens; first += BLOCK)
+        for (long first = 0; first < p->new_tokens; first += PROMPT_QUERIES)
             attend_block(p, row, head, first, room, kind);
     if (p->weights)
         memcpy(p->sums + (row * p->kv_heads + kv_head) * p->all_tokens, room.sums, p->all_tokens * sizeof(float));
@@ -339,9 +335,8 @@ static void attend_float(const prompt *p, long row, long kv_head, float *room) {
 void prompt_attention(const prompt *p, int threads)
 {
     const head_action action = p->q.kind == BF16 ? attend_bf16 : attend_float;
-    const long room = prompt_attention_room(p);
 #pragma omp parallel for collapse(2) num_threads(threads) schedule(dynamic, 1)
     for (long row = 0; row < p->rows; row++)
         for (long kv_head = 0; kv_head < p->kv_heads; kv_head++)
-            action(p, row, kv_head, p->room + omp_get_thread_num() * room);
+            action(p, row, kv_head, p->room + omp_get_thread_num() * p->wide.end);
 }

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.column_sums import column_sums
 from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
+from h2o_flexgen.kernels.sizes import SCORED_BYTES, PromptRoom, prompt_threads
 
 
-def prompt_attention(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, scored_bytes: int
-) -> tuple[Tensor, Tensor | None]:
+def prompt_attention(q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     assert k.dtype == v.dtype == q.dtype
     rows, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
@@ -27,28 +26,27 @@ def prompt_attention(
     out = torch.empty(rows, tokens, heads * dim, dtype=q.dtype)
     sums = None if weights is None else torch.empty(rows, kv_heads, keys, dtype=torch.float32)
     weights = None if weights is None else weights.float().contiguous()
-    native, threads = native_library(), min(torch.get_num_threads(), rows * kv_heads)
+    threads, laid = prompt_threads(rows, kv_heads, torch.get_num_threads()), PromptRoom.of(keys, dim)
+    room = torch.empty(threads, laid.end, dtype=torch.float32)
     given = _Prompt(
         *(Places.of(x, KINDS[x.dtype]) for x in (q, k, v)),
         pointer(before),
         *(None if x is None else pointer(x) for x in (weights, out, sums)),
-        None,
+        pointer(room),
+        *laid,
         *(rows, heads, kv_heads, tokens, keys, dim),
         dim**-0.5,
     )
-    native.prompt_attention_room.restype = ctypes.c_long
-    room = torch.empty(threads, native.prompt_attention_room(ctypes.byref(given)), dtype=torch.float32)
-    given.room = pointer(room)
-    native.prompt_attention(ctypes.byref(given), ctypes.c_int(threads))
+    native_library().prompt_attention(ctypes.byref(given), ctypes.c_int(threads))
     return out, sums
 
 
 def prompt_attention_twin(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, scored_bytes: int
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     held = k.shape[2] - q.shape[2]
     is_held = torch.arange(held, device=k.device) < before[:, None, None] if held else None  # (rows, 1, held)
-    sums = None if weights is None else column_sums(q, k, weights, is_held, scored_bytes)
+    sums = None if weights is None else column_sums(q, k, weights, is_held, SCORED_BYTES)
     return _attend_causally(q, k, v) if is_held is None else _attend_seen(q, k, v, is_held), sums
 
 
@@ -81,6 +79,7 @@ class _Prompt(ctypes.Structure):
     _fields_ = (
         *((name, Places) for name in ("q", "keys", "values")),
         *((name, ctypes.c_void_p) for name in ("before", "weights", "out", "sums", "room")),
+        *((f"wide_{name}", ctypes.c_long) for name in PromptRoom._fields),
         *((name, ctypes.c_long) for name in ("rows", "heads", "kv_heads", "new_tokens", "all_tokens", "dim")),
         ("scale", ctypes.c_float),
     )

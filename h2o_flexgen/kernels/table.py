@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import inf
 
+from h2o_flexgen.kernels.sizes import DTYPES, shared
 from h2o_flexgen.quant.codec import GROUPED, PLAIN
 
 ENCODE, DECODE, PRODUCT = "encode", "decode", "product"
@@ -19,9 +21,7 @@ LOWEST_SLOT, TAKE_SLOTS = "lowest slot", "take slots"
 CPU = "cpu"
 TORCH = "torch"  # no library of kernels is loaded
 LIBRARIES = ("avx512", "avx2", "baseline")  # of kernels in C, by the instructions they were built for, the best first
-IN_C = ("float32", "bfloat16")  # dtypes of values that C reads and writes
 FEW_ROWS = 16  # up to here products on packed bytes were measured to be faster: 8 times with one row, 2.2 with 8, 1.2 with 16
-WIDEST_HEAD = 1024  # values of a head in a slot that decode attention in C has room for
 
 
 @dataclass(frozen=True)
@@ -61,35 +61,38 @@ class Processor:
 
 def choose(op: str, form: str, dtype: str, runs: Callable[[Kernel], bool], rows: float = 1, width: int = 1) -> Kernel | None:
     """The first kernel of the table that does this. None for a product or an attention: the bytes are decoded before it."""
-    fitting = (kernel for kernel in KERNELS if (kernel.op, kernel.form) == (op, form) and kernel.takes(dtype, rows, width))
+    fitting = (kernel for kernel in kernels() if (kernel.op, kernel.form) == (op, form) and kernel.takes(dtype, rows, width))
     return next(filter(runs, fitting), None)
 
 
 def prices(op: str) -> tuple[str, ...]:
     """The names of rates that packed forms can have in a profile."""
-    return tuple(dict.fromkeys(kernel.price for kernel in KERNELS if kernel.op == op and kernel.form != PLAIN))
+    return tuple(dict.fromkeys(kernel.price for kernel in kernels() if kernel.op == op and kernel.form != PLAIN))
 
 
 def _of_groups(form: str) -> Iterator[Kernel]:
-    yield Kernel(PRODUCT, form, "group_product", CPU, LIBRARIES, IN_C, most_rows=FEW_ROWS)
-    yield Kernel(ENCODE, form, "group_encode", CPU, LIBRARIES, IN_C)
+    yield Kernel(PRODUCT, form, "group_product", CPU, LIBRARIES, DTYPES, most_rows=FEW_ROWS)
+    yield Kernel(ENCODE, form, "group_encode", CPU, LIBRARIES, DTYPES)
     yield Kernel(ENCODE, form, "group_encode_twin")
-    yield Kernel(DECODE, form, "group_decode", CPU, LIBRARIES, IN_C)
+    yield Kernel(DECODE, form, "group_decode", CPU, LIBRARIES, DTYPES)
     yield Kernel(DECODE, form, "group_decode_twin")
-    yield Kernel(DECODE_ATTENTION, form, "decode_attention", CPU, LIBRARIES, most_width=WIDEST_HEAD)
+    yield Kernel(DECODE_ATTENTION, form, "decode_attention", CPU, LIBRARIES, most_width=shared().step_head_values)
 
 
-KERNELS: tuple[Kernel, ...] = (  # of those that fit, the first is taken: so each twin in torch stands behind its kernel
-    Kernel(PRODUCT, PLAIN, "plain_product"),
-    Kernel(ENCODE, PLAIN, "plain_encode"),
-    Kernel(DECODE, PLAIN, "plain_decode"),
-    Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CPU, LIBRARIES, IN_C, most_width=WIDEST_HEAD),
-    Kernel(DECODE_ATTENTION, PLAIN, "decode_attention_twin"),
-    Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CPU, LIBRARIES, IN_C),
-    Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention_twin"),
-    Kernel(LOWEST_SLOT, PLAIN, "lowest_slot", CPU, LIBRARIES),
-    Kernel(LOWEST_SLOT, PLAIN, "lowest_slot_twin"),
-    Kernel(TAKE_SLOTS, PLAIN, "take_slots", CPU, LIBRARIES),
-    Kernel(TAKE_SLOTS, PLAIN, "take_slots_twin"),
-    *(kernel for codec in GROUPED for kernel in _of_groups(codec.name)),
-)
+@cache
+def kernels() -> tuple[Kernel, ...]:
+    """The first that fits is taken, so each twin in torch stands behind its kernel."""
+    return (
+        Kernel(PRODUCT, PLAIN, "plain_product"),
+        Kernel(ENCODE, PLAIN, "plain_encode"),
+        Kernel(DECODE, PLAIN, "plain_decode"),
+        Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values),
+        Kernel(DECODE_ATTENTION, PLAIN, "decode_attention_twin"),
+        Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CPU, LIBRARIES, DTYPES),
+        Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention_twin"),
+        Kernel(LOWEST_SLOT, PLAIN, "lowest_slot", CPU, LIBRARIES),
+        Kernel(LOWEST_SLOT, PLAIN, "lowest_slot_twin"),
+        Kernel(TAKE_SLOTS, PLAIN, "take_slots", CPU, LIBRARIES),
+        Kernel(TAKE_SLOTS, PLAIN, "take_slots_twin"),
+        *(kernel for codec in GROUPED for kernel in _of_groups(codec.name)),
+    )

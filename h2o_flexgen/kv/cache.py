@@ -18,7 +18,6 @@ from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Rotate
-from h2o_flexgen.policies.policy import SCORED_BYTES
 from h2o_flexgen.quant.codec import PLAIN
 
 
@@ -69,7 +68,7 @@ class KVCache:
                 old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotate)
             k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
         weights = None if scores is None else scores.weights(now)
-        out, sums = prompt_attention(q, k, v, now.counts, weights, SCORED_BYTES)
+        out, sums = prompt_attention(q, k, v, now.counts, weights)
         self._store(now, now.places_if_all_stay if scores is None else scores.keep_best(now, sums), kept_k, kept_v)
         return out
 

@@ -7,6 +7,7 @@ tokens are kept, and whose slot the newest token takes over in decode.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.nn.functional as functional
@@ -15,7 +16,7 @@ from torch import Tensor
 from h2o_flexgen.kernels.lowest_slot import LAST
 from h2o_flexgen.kernels.operations import lowest_slot
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.policies.policy import AGE, ATTENTION, KVPolicy
+from h2o_flexgen.policies.policy import AGE, KVPolicy
 
 NOBODY = -1  # position of a slot that was never filled
 WORD = (1 << 32) - 1
@@ -29,12 +30,9 @@ class SlotScores:
 
     @classmethod
     def over(cls, region: Tensor, policy: KVPolicy, shape: tuple[int, int, int]) -> SlotScores:
-        """Lays them over a region of memory; `shape` is (rows, kv_heads, slots)."""
-        count = shape[0] * shape[1] * shape[2]
-        positions = region[: 4 * count].view(torch.int32).view(shape)
-        has_scores = policy.ranks_by == ATTENTION
-        scores = region[4 * count : 8 * count].view(torch.float32).view(shape) if has_scores else None
-        return cls(policy, positions, scores)
+        """Lays them over a region of memory; `shape` is (rows, kv_heads, slots). All positions stand before all scores."""
+        positions, *scores = region[: policy.note_bytes * prod(shape)].view(torch.int32).view(policy.notes, *shape)
+        return cls(policy, positions, scores[0].view(torch.float32) if scores else None)
 
     def part(self, rows: slice) -> SlotScores:
         return SlotScores(self.policy, self.positions[rows], None if self.scores is None else self.scores[rows])

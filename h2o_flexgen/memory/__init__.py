@@ -1,2 +1,2 @@
-"""Where bytes live: tiers (device, host, disk), one file each, and Pack, the buffer with named views that is moved between
+"""Memory: tiers (device, host, disk), one file each, and Pack, the buffer with named views that is moved between
 them."""

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.byte_check import Check
+from h2o_flexgen.core.layout import ALIGNMENT, CHUNK_BYTES, READERS, aligned, disk_buffer_bytes
 from h2o_flexgen.memory.threads import started_pool
-from h2o_flexgen.memory.tier import ALIGNMENT, Meter, aligned
+from h2o_flexgen.memory.tier import Meter
 
-READERS = 6
-CHUNK_BYTES = 4 << 20
 COPY_VALUES = 1 << 15  # torch copies fewer values than this in the calling thread, as a reader wants
 
 
@@ -119,9 +118,7 @@ class Files:
         """Aligned scratch memory of the calling thread, grown when needed and kept."""
         pages = getattr(self._buffers, "pages", None)
         if pages is None or len(pages) < nbytes:
-            pages = mmap.mmap(
-                -1, aligned(max(nbytes, CHUNK_BYTES + 2 * ALIGNMENT)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
+            pages = mmap.mmap(-1, disk_buffer_bytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with suppress(OSError, AttributeError):  # where there are huge pages: reads into small ones take twice as long
                 pages.madvise(mmap.MADV_HUGEPAGE)
             self._buffers.pages = pages

@@ -16,7 +16,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from h2o_flexgen.memory.tier import Meter, aligned
+from h2o_flexgen.core.layout import region_bytes
+from h2o_flexgen.memory.tier import Meter
 
 CODE_BYTES = 16 << 20
 
@@ -35,7 +36,7 @@ class HostTier:
 
     def alloc(self, nbytes: int) -> Tensor:
         """Page-aligned bytes: of what was freed the smallest that is large enough, else new ones."""
-        size = max(aligned(nbytes), mmap.PAGESIZE)
+        size = region_bytes(nbytes)
         fitting = [region for region in self._spare if region.nbytes >= size]
         if not fitting:
             return self._map(size)

@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.layout import ALIGNMENT, Arena
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.operations import decode
-from h2o_flexgen.memory.tier import ALIGNMENT, aligned
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
-VIEW_ALIGNMENT = 64  # of every tensor: with less, the same product may come out with other last bits (measured with one row)
-PAGE_ALIGNED_FROM = 16 * ALIGNMENT  # larger tensors start at a page, so that disk reads can go straight to their place
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -41,12 +39,9 @@ class Layout:
     @classmethod
     def pack(cls, tensors: Mapping[str, Entry]) -> Layout:
         """One tensor behind the other, wherever the entries said that they lie."""
-        entries, end = {}, 0
-        for name, entry in tensors.items():
-            start = aligned(end, ALIGNMENT if entry.nbytes >= PAGE_ALIGNED_FROM else VIEW_ALIGNMENT)
-            entries[name] = replace(entry, offset=start)
-            end = start + entry.nbytes
-        return cls(entries, aligned(end, ALIGNMENT))
+        arena = Arena.of(entry.nbytes for entry in tensors.values())
+        placed = zip(tensors.items(), arena.starts)
+        return cls({name: replace(entry, offset=start) for (name, entry), start in placed}, arena.nbytes)
 
 
 @dataclass(frozen=True)

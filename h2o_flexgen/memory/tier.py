@@ -1,15 +1,9 @@
-"""What the tiers share: an alignment, and a meter of what each holds. Every kind of memory is a file beside this one, with
-`alloc`, `free` and a meter; how data comes to it and goes from it is with the stores that put it there, because each kind of
-data lies there in its own way.
+"""What the tiers share: a meter of what each holds. Every kind of memory is a file beside this one, with `alloc`, `free` and a
+meter; how data comes to it and goes from it is with the stores that put it there, because each kind of data lies there in its
+own way.
 """
 
 from __future__ import annotations
-
-ALIGNMENT = 4096  # of everything that is allocated or lies in a file of ours: what direct disk access asks for
-
-
-def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
-    return -(-nbytes // alignment) * alignment
 
 
 class Meter:

@@ -45,7 +45,7 @@ def create_model(config: Config, dtype: str, sep_layer: bool = True, name: str =
 
 
 def load_config(name_or_path: str) -> Config:
-    """Of a local folder, or by its name from the hub."""
+    """The config in a local folder, or by its name from the hub."""
     name = name_or_path if Path(name_or_path).is_dir() else hub_name(name_or_path) or name_or_path
     try:
         folder = resolve_model(name, with_weights=False)

@@ -28,7 +28,7 @@ class WeightSource(Protocol):
         """Bytes of a value on disk, needed before anything is placed."""
 
     def locate(self, tensors: Iterable[TensorSpec]) -> dict[str, StoredTensor]:
-        """Where these tensors can be read on disk, by their names in the spec. It is called once."""
+        """The places of these tensors on disk, by their names in the spec. It is called once."""
 
     def fill(self, tensor: TensorSpec, out: torch.Tensor) -> bool:
         """Makes the tensor in `out`: its values, or the codec's bytes if it is not plain. Returns False if the source's tensors

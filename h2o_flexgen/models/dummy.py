@@ -22,10 +22,11 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.core.hints import reason
+from h2o_flexgen.core.layout import aligned
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, TensorSpec
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.models.derived import alone_in
-from h2o_flexgen.models.files import Progress, align_up, flush_to_disk, require_free_space
+from h2o_flexgen.models.files import Progress, flush_to_disk, require_free_space
 from h2o_flexgen.models.leftovers import WEIGHTS_PREFIX, WEIGHTS_SUFFIX, writer
 from h2o_flexgen.models.safetensors_format import StoredTensor, tensor_bytes
 from h2o_flexgen.quant.codec import CODECS, PLAIN
@@ -110,7 +111,7 @@ class DummySource:
         return located
 
     def _room(self, tensor: TensorSpec) -> int:
-        return align_up(self._nbytes(tensor))
+        return aligned(self._nbytes(tensor))
 
     def _nbytes(self, tensor: TensorSpec) -> int:
         return CODECS[tensor.codec].nbytes(tensor.shape, DTYPE_BYTES[self.dtype])

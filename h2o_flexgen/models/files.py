@@ -15,7 +15,6 @@ from h2o_flexgen.models.json_file import read_object
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
-ALIGNMENT = 4096  # required of offsets by O_DIRECT
 AGAIN = "download the model again"
 LFS_POINTER = b"version https://git-lfs"
 
@@ -108,7 +107,3 @@ def flush_to_disk(file: BufferedWriter) -> None:
     os.fsync(file.fileno())
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def align_up(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""From parameters to LayerSpecs: what the architectures share when they say which layers they consist of.
+"""LayerSpecs from parameters: what architectures share when they say which layers they consist of.
 
 Inside a layer a tensor goes by its name in the checkpoint less the prefix of its block, so attention and mlp never collide. A
 new kind of layer is one more function here, beside `attention` and `mlp`.
@@ -53,7 +53,7 @@ def joined(*parts: Parameters) -> Parameters:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a layer finds its tensors: under the prefix and their own names, unless `stored_as` has another name."""
+    """The names of a layer's tensors in a checkpoint: prefix and own name, unless `stored_as` has another one."""
 
     dtype: str
     prefix: str

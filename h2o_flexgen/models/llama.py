@@ -16,7 +16,7 @@ from h2o_flexgen.models.rotary import Rope
 
 @dataclass(frozen=True)
 class Traits:
-    """What some relatives have and others lack."""
+    """The features that some relatives of LLaMA have and others lack."""
 
     qkv_bias: bool = False
     out_bias: bool = False

@@ -13,7 +13,7 @@ from h2o_flexgen.models.rotary import Rope
 
 
 class NeoX:
-    """With the parallel residual the mlp works on what the attention was given, so attention hands on that and its result."""
+    """A parallel residual feeds the mlp the attention's input, so attention hands on that and its result."""
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self.spec = _spec(config, dtype, sep_layer, name)

@@ -32,7 +32,7 @@ def layer_norm(x: Tensor, weights: Weights, name: str, eps: float = 1e-5) -> Ten
 
 
 def rms_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
-    """In fp32, and rounded before the weight is applied: the order that these models were trained with."""
+    """Computes in fp32 and rounds before the weight is applied: the order that these models were trained with."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     weight = _plain(weights, f"{name}.weight")

@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.core.hints import reason
+from h2o_flexgen.core.layout import aligned
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.models.checkpoint import Checkpoint
 from h2o_flexgen.models.derived import DerivedFolder, cache_folder, fingerprint, model_name
-from h2o_flexgen.models.files import Progress, align_up, require_free_space
+from h2o_flexgen.models.files import Progress, require_free_space
 from h2o_flexgen.models.safetensors_format import StoredTensor, TensorForm, write_safetensors
 from h2o_flexgen.models.sums import STRETCH_BYTES, Sums
 from h2o_flexgen.quant.codec import CODECS, PLAIN
@@ -53,7 +54,7 @@ class PackedCheckpoint:
 
     @property
     def _nbytes(self) -> int:
-        return sum(align_up(tensor.nbytes) for tensor in self._tensors.values())
+        return sum(aligned(tensor.nbytes) for tensor in self._tensors.values())
 
     # -- a source of weights -----------------------------------------------------------------------------------------------
 
@@ -84,7 +85,7 @@ class PackedCheckpoint:
         located, advance = self._checkpoint.locate(self._tensors.values()), self._advancing()
         for number, tensors in enumerate(_in_files(self._tensors.values())):
             # as whole pages, so that each starts where direct reads can
-            forms = [TensorForm(tensor.name, torch.uint8, (align_up(tensor.nbytes),)) for tensor in tensors]
+            forms = [TensorForm(tensor.name, torch.uint8, (aligned(tensor.nbytes),)) for tensor in tensors]
             value = partial(self._encoded, located, advance)
             name = f"packed-{number:05d}.safetensors"
             sums[name] = write_safetensors(folder / name, forms, value)
@@ -104,7 +105,7 @@ class PackedCheckpoint:
     def _encoded(self, located: Mapping[str, StoredTensor], advance: Callable[[int], None], name: str) -> torch.Tensor:
         tensor, stored = self._tensors[name], located[name]
         codec, columns = CODECS[tensor.codec], tensor.shape[-1]
-        out = torch.zeros(align_up(tensor.nbytes), dtype=torch.uint8)
+        out = torch.zeros(aligned(tensor.nbytes), dtype=torch.uint8)
         start = 0
         for values in _parts(stored, columns):
             end = start + codec.nbytes(tuple(values.shape), values.itemsize)

@@ -18,7 +18,8 @@ import torch
 from h2o_flexgen.core.byte_check import Check
 from h2o_flexgen.core.documents import NotADocument, parse_json
 from h2o_flexgen.core.hints import reason
-from h2o_flexgen.models.files import align_up, flush_to_disk, refuse_pointer
+from h2o_flexgen.core.layout import aligned
+from h2o_flexgen.models.files import flush_to_disk, refuse_pointer
 from h2o_flexgen.models.sums import Sums
 
 LENGTH_BYTES = 8
@@ -51,7 +52,7 @@ CODES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where the bytes of one tensor lie."""
+    """The place of one tensor's bytes."""
 
     name: str
     file: Path
@@ -185,7 +186,7 @@ def _header_bytes(forms: list[TensorForm]) -> bytes:
         begin, end = end, end + form.nbytes
         header[form.name] = {"dtype": CODES[form.dtype], "shape": list(form.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    length = align_up(LENGTH_BYTES + len(text)) - LENGTH_BYTES
+    length = aligned(LENGTH_BYTES + len(text)) - LENGTH_BYTES
     return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
 
 

@@ -15,7 +15,7 @@ from hashlib import blake2b, shake_256
 
 import numpy
 
-from h2o_flexgen.models.files import ALIGNMENT, align_up
+from h2o_flexgen.core.layout import ALIGNMENT, aligned
 
 STRETCH_BYTES = 1 << 20  # a reader of a part of a tensor reads whole stretches
 WORDS = ALIGNMENT // 8  # of a page
@@ -37,7 +37,7 @@ class Sums:
 
     def are_of(self, data: Buffer, start: int, nbytes: int) -> bool:
         """True if the sums are those of `data`, a part of a tensor of `nbytes` bytes that begins at byte `start`."""
-        is_whole = len(data) % STRETCH_BYTES == 0 or align_up(start + len(data)) == align_up(nbytes)
+        is_whole = len(data) % STRETCH_BYTES == 0 or aligned(start + len(data)) == aligned(nbytes)
         assert start % STRETCH_BYTES == 0 and is_whole, (start, len(data), nbytes)
         digits = 2 * DIGEST_BYTES
         first = start // STRETCH_BYTES

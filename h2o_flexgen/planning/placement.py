@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from h2o_flexgen.core.layout import hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.plan import Plan, Shares
-from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.schedule.traffic import Traffic
 
 
@@ -91,17 +91,12 @@ def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, acc
 
 
 def _kv_sizes(spec: ModelSpec, plan: Plan, block: Block) -> dict[tuple[int, int], int]:
-    batches = [image_bytes(spec, plan.policy.slots(batch, block.gen_len)) for batch in block.batches]
+    batches = [plan.policy.slots(batch, block.gen_len).layout(spec).image_bytes for batch in block.batches]
     return {(layer, batch): size for layer in spec.kv_layers for batch, size in enumerate(batches)}
 
 
-def image_bytes(spec: ModelSpec, slots: Occupancy) -> int:
-    """Keys and values of a batch in one layer."""
-    return slots.batch.size * slots.capacity * spec.kv_bytes_per_slot
-
-
 def _hidden_sizes(spec: ModelSpec, block: Block) -> list[int]:
-    return [batch.size * batch.prompt_len * spec.widest * spec.itemsize for batch in block.batches]
+    return [hidden_bytes(spec, batch) for batch in block.batches]
 
 
 # -- what came of it -----------------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from itertools import pairwise
 
 from h2o_flexgen.core.tiers import TIERS
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.pricing import Pricing
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.schedule.ops import COMPUTE_LANE
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate

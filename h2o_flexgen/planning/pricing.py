@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 
+from h2o_flexgen.core.layout import part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, numbered
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import Batch
@@ -145,12 +146,10 @@ class Pricing:
         return CODECS[codec].nbytes((LONG_ROW,), self.spec.itemsize) / LONG_ROW + self.spec.itemsize
 
     def _share_decoded_again(self, layer: LayerSpec) -> float:
-        parts, rooms = len(layer.logit_parts), max(1, self._room_bytes // max(1, layer.decoded_nbytes))
+        if not layer.logit_parts:
+            return 0.0
+        parts, rooms = len(layer.logit_parts), len(part_starts(self.spec, layer))
         return (parts - rooms + 1) / parts if parts > rooms else 0.0
-
-    @cached_property
-    def _room_bytes(self) -> int:
-        return max(layer.decoded_nbytes for layer in self.spec.layers)
 
     def _values(self, layer: LayerSpec) -> float:
         """Values of one token that norms, activations and additions pass over; there are none behind logits."""

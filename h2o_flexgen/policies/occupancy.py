@@ -12,6 +12,8 @@ from functools import cached_property
 from math import isqrt
 from statistics import fmean
 
+from h2o_flexgen.core.layout import KVLayout
+from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch
 
 
@@ -39,6 +41,10 @@ class Occupancy:
         if self.batch.context is not None:
             return max(min(self.batch.context, budget.slots + 1) for budget in self.budgets)
         return max(self.held(1), self.held(self.gen_len - 1) + 1 if self.gen_len > 1 else 0)
+
+    def layout(self, spec: ModelSpec) -> KVLayout:
+        """How keys and values of the batch lie in one layer."""
+        return KVLayout(self.batch.size, spec.kv_heads, self.capacity, self.journal_capacity, spec.kv_bytes_per_slot)
 
     @property
     def evicts(self) -> bool:

@@ -14,7 +14,7 @@ from h2o_flexgen.policies.occupancy import Budget, Occupancy
 from h2o_flexgen.policies.options import ROLLING, KVOptions, row_of
 
 NONE, ATTENTION, AGE, CHANCE = "none", "attention", "age", "chance"  # what tokens are ranked by
-SCORED_BYTES = 16 << 20  # of a prompt's attention scored at once by torch
+NOTE_BYTES = 4  # of a position, and of a score
 SHARES = ("hh_ratio", "kv_budget")
 BUDGETS = ("heavy", "recent", *SHARES)
 PROTECTION = ("sinks", "grace")
@@ -60,9 +60,14 @@ class KVPolicy(ABC):
         return self.ranks_by == NONE
 
     @property
+    def notes(self) -> int:
+        """What is noted of each slot of a KV head, beside key and value: its position, and its score where one is kept."""
+        return 0 if self.keeps_all else 2 if self.ranks_by == ATTENTION else 1
+
+    @property
     def note_bytes(self) -> int:
-        """Bytes kept for a slot of a KV head beside key and value: its position and, if the policy ranks by it, its score."""
-        return 0 if self.keeps_all else 8 if self.ranks_by == ATTENTION else 4
+        """Bytes kept for a slot of a KV head beside key and value."""
+        return self.notes * NOTE_BYTES
 
     def slots(self, batch: Batch, gen_len: int) -> Occupancy:
         """The slots of every row at every step. A batch that lives on has its share of the context that it may grow to."""

@@ -48,7 +48,7 @@ def profile_apart(
     on_subject: OnSubject | None = None,
     partial: Path | None = None,
 ) -> Machine:
-    """Does the work of `profile` in another process, which ends when this call does, however that is."""
+    """Profiles in another process, which ends when this call does, however that is."""
     asked = {
         "path": sys.path,
         "device": str(device.torch_device),

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.core.cores import cores
+from h2o_flexgen.core.layout import ALIGNMENT, CHUNK_BYTES
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.memory.device import Device
-from h2o_flexgen.memory.disk import CHUNK_BYTES, DiskTier, Files, OffloadFolder, Piece
+from h2o_flexgen.memory.disk import DiskTier, Files, OffloadFolder, Piece
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
-from h2o_flexgen.memory.tier import ALIGNMENT
-from h2o_flexgen.planning.footprint import Budgets
+from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Curve, Machine
 
 SECONDS = 0.25  # for one rate

@@ -14,12 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.layout import ALIGNMENT, CHUNK_BYTES
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.memory.device import Device
-from h2o_flexgen.memory.disk import CHUNK_BYTES
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
-from h2o_flexgen.memory.tier import ALIGNMENT
 from h2o_flexgen.profiling.sizes import Sizes
 from h2o_flexgen.profiling.subject import Clock, Figures, Subject, Watch
 from h2o_flexgen.schedule import ops

@@ -53,7 +53,7 @@ def _plain_product(clock: Clock, dtype: str, weights: itertools.cycle[Tensor], r
 
 
 def packed_products(clock: Clock, dtype: str, sizes: Sizes) -> list[Subject]:
-    """Where weights are multiplied with as they lie packed, and how fast they are decoded where they are not."""
+    """Products with weights as they lie packed, if a kernel takes them so, and the decoding rate of every codec."""
     here, subjects = processor(clock.device.torch_device.type), list[Subject]()
     for codec in PACKED:
         packed = itertools.cycle(_packed(clock, codec, sizes))

@@ -11,8 +11,8 @@ from h2o_flexgen.schedule.task import Key, Task, Visit
 
 
 class Issuer:
-    """Serves one run of a schedule, and remembers for each buffer the tasks that must be over before it is used again. Visits
-    are named by their numbers; there is nothing to issue behind the last."""
+    """Serves one run of a schedule, and remembers for each buffer the tasks that must end before it is used again. Visits are
+    named by their numbers; nothing is issued behind the last."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -29,7 +29,7 @@ class Issuer:
                     yield self._moved(link, number, visit)
 
     def sliced(self, op: Op, number: int, slices: Iterable[int]) -> Iterator[Task]:
-        """These slices of the weights that come with a visit."""
+        """Issues these slices of the weights that come with a visit."""
         if number < self._visits:
             visit = self._schedule.visit(number)
             for link in self._chains(visit).fetches[op.data]:
@@ -53,7 +53,7 @@ class Issuer:
     def _moved(self, link: Link, number: int, visit: Visit, part: int = 0) -> Task:
         op, (step, layer, batch) = link.op, visit
         source: tuple[Key, ...] = ()
-        if link.source is not None and step >= link.ago[0]:  # what is there before the first step was stored long ago
+        if link.source is not None and step >= link.ago[0]:  # data from before the first step was stored long ago
             source = (Key(link.source, step - link.ago[0], layer - link.ago[1], batch + part),)
         freed = self._freed(link, number, visit)
         if link.leaves and part == self._schedule.parts(op) - 1:
@@ -61,7 +61,7 @@ class Issuer:
         return Task(op, step, layer, batch + part, freed + source if op.fetches else source + freed)
 
     def _computed_before(self, visit: Visit) -> tuple[Key, ...]:
-        """The COMPUTE that this one goes on from: of the layer before, or of the step before."""
+        """The COMPUTE that this one continues: that of the layer before, or of the step before."""
         step, layer, batch = visit
         if layer > 0:
             return (Key(Op.COMPUTE, step, layer - 1, batch),)
@@ -85,7 +85,7 @@ class Issuer:
         return number % self._buffers
 
     def _chains(self, visit: Visit) -> Chains:
-        """Those of a layer and batch are the same in all steps but the first and the last."""
+        """The transfers of a visit, which for a layer and batch are the same in all steps but the first and the last."""
         step, layer, batch = visit
         kind = step > 0, step == self._traffic.steps - 1, layer, batch
         if kind not in self._known:

@@ -1,4 +1,4 @@
-"""What tasks do: one row of facts for each op. Whoever has to know something of an op asks its row."""
+"""Ops, the kinds of tasks, each with its facts in one row, which everybody asks who must know something of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOME = "home"  # the tier where the placement has put the data
 
 
 class Data(Enum):
-    """What is moved, in words for people, with its letter and its colour in timelines (colour-blind eyes tell them apart)."""
+    """The kinds of data, each with its name for people, and its letter and its colour-blind safe colour in timelines."""
 
     WEIGHTS = "weights", "W", "#e69f00"
     KV = "KV", "K", "#0072b2"
@@ -37,7 +37,7 @@ MOVED: tuple[Data, ...] = tuple(data for data in Data if data is not Data.NOTHIN
 
 
 def ring(data: Data, place: str) -> str:
-    """The name of the buffers at this place, which data of this kind takes turns in."""
+    """The name of the ring of buffers that this kind of data uses at this place."""
     return f"{data}.{place}"
 
 
@@ -74,7 +74,7 @@ class Op(Enum):
         return next((op for op in Op if op.stores and op.data is self.data and op.places == self.places[::-1]), None)
 
     def works_in(self, rings: Sequence[str]) -> list[str]:
-        """Of the rings that its data passes through to where it is computed with: a transfer works at both its ends."""
+        """Those of the rings on the way to the computation that it works in: a transfer works at both ends."""
         if self is Op.COMPUTE:
             return list(rings[-1:])
         return [name for name in rings if name in (ring(self.data, self.places[0]), ring(self.data, self.places[1]))]

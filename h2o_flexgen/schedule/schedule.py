@@ -21,7 +21,7 @@ from h2o_flexgen.schedule.traffic import Traffic
 
 
 class Touch(NamedTuple):
-    """A task works in this buffer of this ring, on behalf of this user: a visit's number, or that of a pass over weights."""
+    """A task's use of one buffer of a ring, on behalf of a user: the number of a visit, or of a pass over weights."""
 
     ring: str
     buffer: int
@@ -35,7 +35,7 @@ class Schedule(ABC):
     traffic: Traffic
 
     name = ""
-    cuts_layers = False  # are a layer's weights fetched in slices, one per batch
+    cuts_layers = False  # True if a layer's weights are fetched in slices, one per batch
 
     # -- numbering ---------------------------------------------------------------------------------------------------
 
@@ -47,7 +47,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def weight_number(self, step: int, layer: int, batch: int) -> int:
-        """Number of the pass over a layer's weights that this visit belongs to."""
+        """The number of the pass over a layer's weights to which this visit belongs."""
 
     @abstractmethod
     def weight_batch(self, batch: int) -> int:
@@ -55,7 +55,7 @@ class Schedule(ABC):
 
     @property
     def buffers(self) -> int:
-        """Of KV and of hidden states."""
+        """Buffers for KV, and for hidden states."""
         return self.traffic.slots
 
     @property
@@ -64,8 +64,8 @@ class Schedule(ABC):
 
     @property
     def ahead(self) -> int:
-        """Visits whose tasks may be issued before an earlier COMPUTE is over. Needs, not the issue order, should be what a
-        transfer waits for; with one slot nothing is to overlap."""
+        """Visits whose tasks may be issued before an earlier COMPUTE is over: a transfer should wait for its needs, not for
+        the issue order. With one buffer nothing overlaps."""
         return self.traffic.slots - 1
 
     # -- tasks -------------------------------------------------------------------------------------------------------
@@ -74,11 +74,11 @@ class Schedule(ABC):
     def tasks(self) -> Iterator[Task]: ...
 
     def begins_pass(self, batch: int) -> bool:
-        """Do visits of this batch bring the weights, for themselves and for the batches that use them next?"""
+        """True if visits of this batch bring the weights, for themselves and for the next batches that use them."""
         return self.weight_batch(batch) == batch
 
     def transfers(self, visit: Visit) -> tuple[Op, ...]:
-        """What is moved for a visit; weights with the first visit that uses them."""
+        """The transfers of a visit; weights come with the first visit that uses them."""
         return self.traffic.transfers(visit, self.begins_pass(visit.batch))
 
     def in_step(self, step: int) -> Iterator[Key]:
@@ -94,7 +94,7 @@ class Schedule(ABC):
         return self.traffic.batches if self.cuts_layers else 1
 
     def parts(self, op: Op) -> int:
-        """Tasks that do one transfer."""
+        """The number of tasks that do one transfer."""
         return self.slices if op.data is Data.WEIGHTS else 1
 
     def keys(self, op: Op, visit: Visit) -> tuple[Key, ...]:

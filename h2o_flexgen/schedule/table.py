@@ -1,4 +1,4 @@
-"""The table of schedules. A new one is a file beside this and a line here."""
+"""The table of schedules. A new schedule is a file beside this one and a line here."""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ class Span(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """One character, for where the label does not fit."""
+        """One character, used when the label does not fit."""
         return self.key.op.data.letter or str(self.key.layer % 10)
 
 
 @dataclass(frozen=True)
 class Trace:
     spans: tuple[Span, ...]
-    earlier: Mapping[str, tuple[float, int]] = field(default_factory=dict)  # lane -> busy seconds and bytes of spans let go
+    earlier: Mapping[str, tuple[float, int]] = field(default_factory=dict)  # lane -> busy seconds and bytes of dropped spans
 
     @property
     def makespan(self) -> float:
@@ -44,7 +44,7 @@ class Trace:
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """Those that did something, in the order in which data passes through them."""
+        """The lanes that did something, in the order in which data passes through them."""
         used = {span.lane for span in self.spans} | set(self.earlier)
         return tuple(sorted(used, key=lambda lane: (LANES.index(lane) if lane in LANES else len(LANES), lane)))
 
@@ -64,7 +64,7 @@ class Trace:
         return self.earlier.get(lane, (0.0, 0))[1] + sum(span.bytes for span in self.spans if span.lane == lane)
 
     def with_latest(self, count: int) -> Trace:
-        """Only the latest spans, with what the lanes did before as sums: a long job has more spans than one would keep."""
+        """Only the latest spans, with sums for each lane's earlier ones: a long job has more spans than should be kept."""
         gone = Trace(self.spans[:-count], self.earlier)
         return Trace(self.spans[-count:], {lane: (gone.busy_seconds(lane), gone.moved_bytes(lane)) for lane in gone.lanes})
 
@@ -92,7 +92,7 @@ class Trace:
         return "\n".join(lines)
 
     def to_chrome(self) -> dict[str, object]:
-        """For chrome://tracing or ui.perfetto.dev. Tasks of one lane that overlap get rows of their own."""
+        """A trace for chrome://tracing or ui.perfetto.dev. Tasks of one lane that overlap get rows of their own."""
         events: list[dict[str, object]] = [_metadata("process_name", 0, "h2o_flexgen")]
         row = 0
         for lane in self.lanes:
@@ -113,7 +113,7 @@ def _clip(span: Span, start: float, end: float) -> Span:
 
 
 def _scale(seconds: float, width: int, every: int = 20) -> str:
-    """Times, each at the place where it is."""
+    """Times, each written at its place."""
     line = ""
     for column in range(0, width, every):
         line += f"{seconds * column / width:.3g}s".ljust(every)
@@ -148,7 +148,7 @@ def _fill(span: Span | None, width: int) -> str:
 
 
 def _tracks(spans: Iterable[Span]) -> list[list[Span]]:
-    """Divided so that no two spans of a track overlap: each goes to the first track that is free."""
+    """Tracks without overlapping spans: each span goes to the first track that is free."""
     tracks: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         free = next((track for track in tracks if track[-1].end <= span.start), None)

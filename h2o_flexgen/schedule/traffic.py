@@ -1,4 +1,4 @@
-"""Traffic: what a plan moves in one block, and so which transfers each visit has."""
+"""Traffic: what a plan moves in one block, and so the transfers of each visit."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from h2o_flexgen.schedule.task import Visit
 
 @dataclass(frozen=True)
 class Traffic:
-    """All that a schedule must know of a plan."""
+    """Everything that a schedule must know of a plan."""
 
     steps: int
     layers: int
     batches: int
     slots: int = 2
-    accelerator: bool = False  # is there a device whose memory is not the host's
-    weights_on_disk: frozenset[int] = frozenset()  # layers that have some
+    accelerator: bool = False  # a device with its own memory
+    weights_on_disk: frozenset[int] = frozenset()  # layers with some of their weights there
     weights_on_host: frozenset[int] = frozenset()
     kv: Mapping[tuple[int, int], str] = field(default_factory=dict)  # (layer, batch) -> tier, for layers that have KV
     hidden: tuple[str, ...] = ()  # tier of each batch's activations
-    kv_before: bool = False  # is there KV of an earlier block before the first step
-    kv_after: bool = False  # is it wanted when the last step is over
-    attends_on_host: bool = False  # KV in host memory is attended there, and not fetched to the accelerator
+    kv_before: bool = False  # KV of an earlier block exists before the first step
+    kv_after: bool = False  # KV is kept after the last step
+    attends_on_host: bool = False  # KV in host memory is attended to there instead of being fetched
 
     def __post_init__(self) -> None:
         if min(self.steps, self.layers, self.batches, self.slots) < 1:
@@ -38,7 +38,7 @@ class Traffic:
     # -- which transfers there are -----------------------------------------------------------------------------------
 
     def transfers(self, visit: Visit, brings_weights: bool) -> tuple[Op, ...]:
-        """What is moved for a visit, kind by kind, from its home and back. Nobody else says which transfers there are."""
+        """The transfers of a visit, kind by kind, from home and back. They are enumerated nowhere else."""
         _, layer, batch = visit
         fetches_kv, stores_kv, on_disk = self.fetches_kv(visit), self.stores_kv(visit), self.kv_on_disk(layer, batch)
         is_moved = {
@@ -55,7 +55,7 @@ class Traffic:
 
     @property
     def phases(self) -> tuple[range, ...]:
-        """The steps, together those whose visits have the same transfers: the first, all between, and the last."""
+        """Ranges of steps whose visits have the same transfers: the first step, those between, and the last."""
         cuts = sorted({0, 1, max(1, self.steps - 1), self.steps})
         return tuple(map(range, cuts, cuts[1:]))
 
@@ -69,7 +69,7 @@ class Traffic:
 
     @property
     def links_kv(self) -> bool:
-        """Does KV that is not on the accelerator cross the link to be computed with?"""
+        """True if KV outside the accelerator crosses the link to be computed with."""
         return self.accelerator and not self.attends_on_host
 
     def moves_kv(self, layer: int, batch: int) -> bool:
@@ -77,11 +77,11 @@ class Traffic:
         return tier == DISK or (self.links_kv and tier == HOST)
 
     def fetches_kv(self, visit: Visit) -> bool:
-        """Must KV be brought to where the visit computes?"""
+        """True if KV must be brought to the place of computation."""
         return self.moves_kv(visit.layer, visit.batch) and (visit.step > 0 or self.kv_before)
 
     def stores_kv(self, visit: Visit) -> bool:
-        """Must KV be brought home? Nobody reads that of the last step, unless it lives on."""
+        """True if KV must be brought home. Nobody reads that of the last step, unless it lives on."""
         return self.moves_kv(visit.layer, visit.batch) and (visit.step < self.steps - 1 or self.kv_after)
 
     def kv_on_disk(self, layer: int, batch: int) -> bool:
@@ -104,5 +104,5 @@ class Traffic:
         return (ring(data, HOST),) * on_host + (ring(data, DEVICE),) * on_device
 
     def uses_disk(self, op: Op) -> bool:
-        """May tasks of this op read or write the disk?"""
+        """True if tasks of this op may read or write the disk."""
         return DISK in self.hidden if op.data is Data.HIDDEN else op.uses_disk

@@ -18,12 +18,12 @@ class Zigzag(BlockOrder):
 
     @property
     def buffers(self) -> int:
-        """With overlap one more than for weights: what was computed is still being stored while the next is fetched."""
+        """One more than for weights if transfers overlap: one result is still being stored while the next is fetched."""
         return self.traffic.slots + 1 if self.traffic.slots > 1 else 1
 
     @property
     def ahead(self) -> int:
-        """A whole layer: or a short fetch behind a long compute would be issued too late to keep its lane busy."""
+        """A whole layer; otherwise a short fetch behind a long compute would be issued too late to keep its lane busy."""
         return self.load_ahead * self.traffic.batches
 
     @property
@@ -33,12 +33,12 @@ class Zigzag(BlockOrder):
 
     @property
     def read_ahead(self) -> int:
-        """With an accelerator the disk runs one layer before the link, so that no load waits for a read issued with it."""
+        """One layer more with an accelerator: the disk runs ahead of the link, so that no load waits for its read."""
         return self.load_ahead + (1 if self.traffic.accelerator and self.load_ahead else 0)
 
     def tasks(self) -> Iterator[Task]:
         batches, issue = self.traffic.batches, Issuer(self)
-        # any further and a fetch of KV would overtake its own store
+        # any further, a fetch of KV would overtake its own store
         kv_ahead = min(self.traffic.slots, self.traffic.layers * batches) - 1
         hidden_ahead = min(self.traffic.slots, batches) - 1
         every = tuple(range(batches))

@@ -12,8 +12,8 @@ from hypothesis import strategies as draw
 
 from h2o_flexgen.core.workload import MOST_PROMPTS, Batch, Block, BlockSize, Workload
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
-from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from tests.planning.worlds import tiny_spec
 
 LENGTHS = draw.lists(draw.integers(1, 40), min_size=1, max_size=12)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core import layout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.engine.stores.kv import KVStore
@@ -133,9 +134,7 @@ def test_only_what_changed_is_stored_and_all_that_is_held_is_fetched(any_device:
 
 
 def test_large_ranges_are_cut_for_the_disk_threads(offload: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from h2o_flexgen.engine.stores import kv as kvstore
-
-    monkeypatch.setattr(kvstore, "CHUNK_BYTES", 2 * 4096)  # two slots
+    monkeypatch.setattr(layout, "CHUNK_BYTES", 2 * 4096)  # two slots
     with opened_store(ON_DISK, "cpu", offload) as (store, made, _, block, memories), torch.inference_mode():
         counts: list[int] = []
         each = memories.files.each

@@ -19,7 +19,6 @@ SHAPES = [  # rows, kv_heads, group, held, tokens, dim
 ]  # fmt: skip
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}  # of an outcome: of bfloat16 the twin rounds shares, and both it
 SUMS = 1e-5  # of the largest sum, whatever the dtype: scores and shares are in float32 everywhere
-BYTES = 1 << 24
 
 
 class Drawn(NamedTuple):
@@ -33,7 +32,7 @@ class Drawn(NamedTuple):
         return Drawn(*(tensor[rows] for tensor in self))
 
     def attended(self) -> tuple[Tensor, Tensor]:
-        out, sums = prompt_attention(*self, BYTES)
+        out, sums = prompt_attention(*self)
         assert sums is not None
         return out, sums
 
@@ -81,7 +80,7 @@ def test_c_is_as_near_to_float64_as_torch(
     monkeypatch.setitem(FUNCTIONS, "prompt_attention_twin", never)
     with used(variant):
         out, sums = given.attended()
-    twin, twin_sums = prompt_attention_twin(*given, BYTES)
+    twin, twin_sums = prompt_attention_twin(*given)
     expected, expected_sums = exact(given)
     assert twin_sums is not None and out.dtype == twin.dtype == dtype and sums.dtype == twin_sums.dtype == torch.float32
     for (ours, theirs, wanted), tolerance in (
@@ -101,7 +100,7 @@ def test_the_outcome_does_not_depend_on_whether_sums_are_asked(
 ) -> None:
     given = drawn(shape, dtype)
     with used(variant):
-        alone, nothing = prompt_attention(*given[:4], None, BYTES)
+        alone, nothing = prompt_attention(*given[:4], None)
         assert nothing is None and torch.equal(alone, given.attended()[0])
 
 
@@ -152,4 +151,4 @@ def test_what_a_row_does_not_hold_changes_nothing(variant: str, dtype: torch.dty
 def test_float16_is_attended_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FUNCTIONS, "prompt_attention_twin", lambda *_: ("twin", None))
     given = drawn((1, 2, 1, 0, 7, 64), torch.float16)
-    assert prompt_attention(*given, BYTES)[0] == "twin"
+    assert prompt_attention(*given)[0] == "twin"

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 from h2o_flexgen.cli.errors import one_line
-from h2o_flexgen.memory.disk import CHUNK_BYTES, Checked, DiskRegion, DiskTier, Files, OffloadFolder, Piece
+from h2o_flexgen.core.layout import ALIGNMENT, CHUNK_BYTES
+from h2o_flexgen.memory.disk import Checked, DiskRegion, DiskTier, Files, OffloadFolder, Piece
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.memory.tier import ALIGNMENT
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 NAMES = ("float32", "float16", "bfloat16")

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as draw
 
+from h2o_flexgen.core.layout import ALIGNMENT
 from h2o_flexgen.memory import host
 from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
-from h2o_flexgen.memory.tier import ALIGNMENT
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 1 << 20])

@@ -9,7 +9,6 @@ import pytest
 
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import (
     SAMPLED_BLOCKS,
@@ -21,6 +20,7 @@ from h2o_flexgen.planning.predict import (
     sum_of_steps,
 )
 from h2o_flexgen.planning.pricing import Pricing
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.schedule.table import SCHEDULES
 from tests.planning.test_pricing import MACHINE, on
 from tests.planning.worlds import block_of, tiny_spec

@@ -10,10 +10,11 @@ import pytest
 
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.planning.footprint import Budgets, DoesNotFit, WorkloadPlan
+from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
+from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
 from h2o_flexgen.schedule.ops import COMPUTE_LANE
 from tests.scripts.loading import PROJECT, load_script
 

@@ -15,7 +15,7 @@ from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning import search as search_module
-from h2o_flexgen.planning.footprint import Budgets
+from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.search import LATENCY, NEAR, Found, NoPlan, Problem, nearest_miss, search
 from tests.planning.test_linear import SLOW
@@ -149,7 +149,7 @@ def test_what_is_lacking_is_named_and_with_so_much_more_it_fits(accelerator: boo
     line = str(refused.value)
     match = re.search(r"no plan fits: even one row .* on host, and the budget is 31.46 MB; give (.* MB) more on host$", line)
     assert match and "\n" not in line, line
-    more = parse_bytes(match[1].replace(" ", "")) + 10_000  # two decimals are shown
+    more = parse_bytes(match[1].replace(" ", "")) + 20_000  # two decimals are shown, and shares are whole per cents
     assert search(replace(asked, budgets=replace(budgets, host=budgets.host + more))).best  # type: ignore[operator]
 
 

@@ -17,9 +17,9 @@ from h2o_flexgen.cli.arguments import parse
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
-from h2o_flexgen.planning.footprint import WorkloadPlan
 from h2o_flexgen.planning.machines import SUFFIXES
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from tests.patience import PATIENCE_SECONDS
 from tests.scripts.loading import load_script
 

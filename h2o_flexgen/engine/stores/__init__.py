@@ -1,1 +1,1 @@
-"""Where the data of a run lives: weights, KV and hidden states."""
+"""Stores of a run's data: weights, KV and hidden states."""

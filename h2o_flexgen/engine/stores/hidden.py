@@ -8,14 +8,14 @@ import numpy
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.layout import aligned, hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DISK
-from h2o_flexgen.core.workload import Batch, Block
+from h2o_flexgen.core.workload import Block
 from h2o_flexgen.memory.disk import DiskRegion, numpy_of
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.memory.ring import Ring
-from h2o_flexgen.memory.tier import aligned
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Task
 
@@ -30,7 +30,9 @@ class HiddenStore:
         self._on_host: dict[int, Tensor] = {}
         self._on_disk: dict[int, DiskRegion] = {}
         sizes = {
-            place: _bytes(spec, batch) for place, batch in enumerate(block.batches) if schedule.traffic.moves_hidden(place)
+            place: hidden_bytes(spec, batch)
+            for place, batch in enumerate(block.batches)
+            if schedule.traffic.moves_hidden(place)
         }
         with ExitStack() as held:  # when the disk is full, for one, what was reserved so far goes back
             self._allocate(held, sizes)
@@ -98,7 +100,3 @@ class HiddenStore:
 
     def _view(self, region: Tensor, shape: torch.Size) -> Tensor:
         return region[: shape.numel() * self._dtype.itemsize].view(self._dtype).view(shape)
-
-
-def _bytes(spec: ModelSpec, batch: Batch) -> int:
-    return batch.size * batch.prompt_len * spec.widest * spec.itemsize

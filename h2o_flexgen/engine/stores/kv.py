@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.layout import KVLayout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.core.workload import Batch, Block
@@ -24,20 +25,18 @@ from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.memory.device import DeviceTier
-from h2o_flexgen.memory.disk import CHUNK_BYTES, DiskRegion, numpy_of
+from h2o_flexgen.memory.disk import DiskRegion, numpy_of
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.memory.ring import Ring
-from h2o_flexgen.memory.tier import aligned
-from h2o_flexgen.planning.placement import image_bytes
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Task
 
 Index = tuple[slice, numpy.ndarray, numpy.ndarray, numpy.ndarray]
-SlotAction = Callable[[DiskRegion, numpy.ndarray, int, int], None]
+SlotAction = Callable[[DiskRegion, KVLayout, numpy.ndarray, int, int], None]
 
 
 @dataclass
@@ -75,6 +74,7 @@ class KVStore:
     def prepare(self, block: Block, schedule: Schedule) -> None:
         """For the next block of texts that live on: rows, capacity and slots are those of the first."""
         self._block, self._schedule = block, schedule
+        self._layouts = [self._slots(batch).layout(self._spec) for batch in block.batches]
         for place in schedule.traffic.kv:
             batch, before = block.batches[place[1]], self._units.get(place)
             self._units[place] = Unit(batch, journaled=before.journaled if before is not None and any(batch.seen) else [])
@@ -82,29 +82,29 @@ class KVStore:
     def _allocate(self, held: ExitStack) -> None:
         traffic, memories = self._schedule.traffic, self._memories
         for place, tier in traffic.kv.items():
-            batch = self._block.batches[place[1]]
+            layout = self._layouts[place[1]]
             if tier == DISK:
-                self._on_disk[place] = memories.disk.alloc(self._slots_on_disk(batch) * self._row_bytes(batch.size))
+                self._on_disk[place] = memories.disk.alloc(layout.disk_bytes)
                 held.callback(memories.disk.free, self._on_disk[place])
             else:
                 memory = memories.host if tier == HOST else memories.compute
-                self._in_memory[place] = memory.alloc(self._image_bytes(batch))
+                self._in_memory[place] = memory.alloc(layout.image_bytes)
                 held.callback(memory.free, self._in_memory[place])
             if self._policy.note_bytes:
-                self._notes[place] = self._blank_notes(held, batch)
+                self._notes[place] = self._blank_notes(held, layout)
         self._host_ring = self._ring(held, memories.host, bool(self._on_disk))
         moved = any(traffic.moves_kv(*place) for place in self._units)
         self._device_ring = self._ring(held, memories.compute, moved and self._accelerator)
 
-    def _blank_notes(self, held: ExitStack, batch: Batch) -> SlotScores:
-        shape = (batch.size, self._spec.kv_heads, self._slots(batch).capacity)
-        region = self._memories.compute.alloc(prod(shape) * self._policy.note_bytes)
+    def _blank_notes(self, held: ExitStack, layout: KVLayout) -> SlotScores:
+        region = self._memories.compute.alloc(layout.note_bytes(self._policy.note_bytes))
         held.callback(self._memories.compute.free, region)
-        return SlotScores.over(region, self._policy, shape)
+        return SlotScores.over(region, self._policy, layout.shape)
 
     def _ring(self, held: ExitStack, memory: HostTier | DeviceTier, needed: bool) -> Ring:
         """Zeroed: slots that a row does not fill are masked, but 0 * NaN of an earlier user would still be NaN."""
-        ring = Ring(memory, self._schedule.buffers, max(map(self._image_bytes, self._block.batches)) if needed else 0)
+        largest = max(layout.image_bytes for layout in self._layouts)
+        ring = Ring(memory, self._schedule.buffers, largest if needed else 0)
         held.callback(ring.free)
         ring.zero()
         return ring
@@ -114,27 +114,12 @@ class KVStore:
         for places in (self._units, self._in_memory, self._on_disk, self._notes):
             places.clear()  # whoever still holds the store does not hold its memory
 
-    # -- sizes ---------------------------------------------------------------------------------------------------------
-
     def _slots(self, batch: Batch) -> Occupancy:
         return self._policy.slots(batch, self._block.gen_len)
 
-    def _slots_on_disk(self, batch: Batch) -> int:
-        slots = self._slots(batch)
-        return slots.capacity + slots.journal_capacity
-
-    def _image_bytes(self, batch: Batch) -> int:
-        return image_bytes(self._spec, self._slots(batch))
-
-    def _row_bytes(self, rows: int) -> int:
-        """One slot of all rows, as it lies on disk: padded, so that any range of slots can be read and written directly."""
-        return aligned(rows * self._spec.kv_bytes_per_slot)
-
     def _image(self, region: Tensor, batch: int) -> Tensor:
         """(2, rows, kv_heads, slots, width) over the bytes of a region."""
-        rows, slots = self._block.batches[batch].size, self._slots(self._block.batches[batch]).capacity
-        shape = (rows, self._spec.kv_heads, slots)
-        return image_over(region, shape, self._coding, self._accelerator)
+        return image_over(region, self._layouts[batch].shape, self._coding, self._accelerator)
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
@@ -179,7 +164,7 @@ class KVStore:
 
     def _transfer(self, task: Task, first: int, last: int, to_device: bool) -> int:
         host, device = self._both_regions(task)
-        per_slot = self._block.batches[task.batch].size * self._spec.kv_bytes_per_slot
+        per_slot = self._layouts[task.batch].slot_bytes
         source, target = (host, device) if to_device else (device, host)
         part = slice(first * per_slot, last * per_slot)
         target[part].copy_(source[part], non_blocking=True)
@@ -196,7 +181,7 @@ class KVStore:
     def write(self, task: Task) -> int:
         """Host -> disk: what the step changed. Slots here and there go into the journal until it is full."""
         unit = self._units[task.layer, task.batch]
-        if unit.replaced is not None and len(unit.journaled) < self._slots(self._block.batches[task.batch]).journal_capacity:
+        if unit.replaced is not None and len(unit.journaled) < self._layouts[task.batch].journal:
             unit.journaled.append(unit.replaced.cpu())
             return self._append_journaled(task, len(unit.journaled) - 1, unit.journaled[-1])
         unit.journaled.clear()
@@ -219,30 +204,27 @@ class KVStore:
         """The image and where in it the slots (rows, kv_heads) are; the entry's offset on disk, and a buffer for it."""
         image = numpy_of(self._image(self._host_ring[self._schedule.buffer(task.visit)], task.batch))
         at = (slice(None), numpy.arange(len(slots))[:, None], numpy.arange(self._spec.kv_heads), slots.numpy())
-        stride = self._row_bytes(len(slots))
-        capacity = self._slots(self._block.batches[task.batch]).capacity
-        return image, at, (capacity + place) * stride, self._memories.disk.scratch(stride)
+        layout = self._layouts[task.batch].of_rows(len(slots))
+        return image, at, layout.journal_start(place), self._memories.disk.scratch(layout.padded_slot_bytes)
 
     def _disk_slots(self, task: Task, unit: Unit, first: int, last: int, action: SlotAction) -> int:
         """Cuts a range of slots into chunks that the disk threads work on side by side."""
         home, region = self._on_disk[task.layer, task.batch], self._host_ring[self._schedule.buffer(task.visit)]
-        image = numpy_of(self._image(region, task.batch))[:, : unit.batch.size]
-        chunk = max(1, CHUNK_BYTES // self._row_bytes(unit.batch.size))
-        cuts = [(home, image, start, min(start + chunk, last)) for start in range(first, last, chunk)]
+        layout = self._layouts[task.batch].of_rows(unit.batch.size)
+        image, chunk = numpy_of(self._image(region, task.batch))[:, : layout.rows], layout.slots_at_once
+        cuts = [(home, layout, image, start, min(start + chunk, last)) for start in range(first, last, chunk)]
         self._memories.files.each(lambda cut: action(*cut), cuts)
-        return (last - first) * unit.batch.size * self._spec.kv_bytes_per_slot
+        return (last - first) * layout.slot_bytes
 
-    def _read_slots(self, home: DiskRegion, image: numpy.ndarray, first: int, last: int) -> None:
-        rows, stride = image.shape[1], self._row_bytes(image.shape[1])
-        scratch = self._memories.disk.scratch((last - first) * stride)
-        self._memories.disk.read_into(home, first * stride, scratch)
-        numpy.copyto(image[:, :, :, first:last], self._slots_of(scratch, rows, last - first))
+    def _read_slots(self, home: DiskRegion, layout: KVLayout, image: numpy.ndarray, first: int, last: int) -> None:
+        scratch = self._memories.disk.scratch((last - first) * layout.padded_slot_bytes)
+        self._memories.disk.read_into(home, first * layout.padded_slot_bytes, scratch)
+        numpy.copyto(image[:, :, :, first:last], self._slots_of(scratch, layout.rows, last - first))
 
-    def _write_slots(self, home: DiskRegion, image: numpy.ndarray, first: int, last: int) -> None:
-        rows, stride = image.shape[1], self._row_bytes(image.shape[1])
-        scratch = self._memories.disk.scratch((last - first) * stride)
-        numpy.copyto(self._slots_of(scratch, rows, last - first), image[:, :, :, first:last])
-        self._memories.disk.write_from(home, first * stride, scratch)
+    def _write_slots(self, home: DiskRegion, layout: KVLayout, image: numpy.ndarray, first: int, last: int) -> None:
+        scratch = self._memories.disk.scratch((last - first) * layout.padded_slot_bytes)
+        numpy.copyto(self._slots_of(scratch, layout.rows, last - first), image[:, :, :, first:last])
+        self._memories.disk.write_from(home, first * layout.padded_slot_bytes, scratch)
 
     def _slots_of(self, scratch: Tensor, rows: int, slots: int) -> numpy.ndarray:
         """Bytes as they lie on disk, seen as an image: (2, rows, kv_heads, slots, width)."""

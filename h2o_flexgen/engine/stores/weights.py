@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.layout import decoded_bytes, part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
@@ -26,7 +27,6 @@ from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES, Entry, Layout, Pack, Range, slices
 from h2o_flexgen.memory.ring import Ring
-from h2o_flexgen.memory.tier import aligned
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
 from h2o_flexgen.quant.codec import PLAIN
@@ -49,7 +49,7 @@ class WeightStore:
         self._resident = self._fill(source, self._on(*self._stays_in), memories.compute)
         self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.host)
         self._host_ring = self._device_ring = Ring(memories.host, slots=0, nbytes=0)
-        decoded = _largest(map(self._decoded_layout, spec.layers))
+        decoded = decoded_bytes(spec)
         self._decoded = memories.compute.alloc(decoded) if decoded else None
 
     @property
@@ -218,9 +218,9 @@ class WeightStore:
     def _rooms_for_parts(self, layer: LayerSpec, matrix: TensorSpec) -> list[DecodeBuffer]:
         """All that the layer's other weights leave of the room of the largest layer."""
         assert self._decoded is not None
-        part = self._decoded_layout(layer).entries[matrix.name]
-        starts = range(part.offset, len(self._decoded) - part.nbytes + 1, aligned(part.nbytes))
-        return [DecodeBuffer(self._decoded[start : start + part.nbytes].view(self._dtype).view(part.shape)) for start in starts]
+        part, room = self._decoded_layout(layer).entries[matrix.name], self._decoded
+        starts = part_starts(self._spec, layer)
+        return [DecodeBuffer(room[start : start + part.nbytes].view(self._dtype).view(part.shape)) for start in starts]
 
     def _pack_of(self, tensor: TensorSpec, layer: int, slot: int) -> Pack:
         """Where the bytes of a tensor are when its layer is computed with."""

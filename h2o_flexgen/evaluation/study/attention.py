@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from h2o_flexgen.kernels.column_sums import probabilities
-from h2o_flexgen.policies.policy import SCORED_BYTES
+from h2o_flexgen.kernels.sizes import SCORED_BYTES
 
 
 class Attention(NamedTuple):

@@ -15,7 +15,6 @@ from h2o_flexgen.evaluation.study.kept import Keeper
 from h2o_flexgen.evaluation.study.sparsity import negligible_entries, visible_entries
 from h2o_flexgen.kernels.operations import prompt_attention
 from h2o_flexgen.models.base import Rotate
-from h2o_flexgen.policies.policy import SCORED_BYTES
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Onlooker:
             q, k = rotate(q, positions), rotate(k, positions)
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         nothing, every_query = torch.zeros(1, dtype=torch.int64, device=q.device), torch.ones(1, tokens, device=q.device)
-        out, sums = prompt_attention(q, k, v, nothing, every_query, SCORED_BYTES)
+        out, sums = prompt_attention(q, k, v, nothing, every_query)
         assert sums is not None
         self.by_layer.append(self._seen(q[0], k[0], sums[0]))
         return out

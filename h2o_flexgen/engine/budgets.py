@@ -11,7 +11,7 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import available_bytes, bytes_to_begin_with, give_back_freed
-from h2o_flexgen.planning.footprint import Budgets
+from h2o_flexgen.planning.budgets import Budgets
 
 Packing = tuple[Path, int]  # the folder that packed weights are kept in, and the bytes to write there first
 

@@ -1,0 +1,121 @@
+"""Layout: the bytes of everything that is allocated or written to disk, and where in it each part begins.
+
+Allocators and stores lay data out by these functions, and the footprint adds up what they say. The room of kernels in C is in
+kernels/sizes.py, beside the header that they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple
+
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.core.workload import Batch
+
+ALIGNMENT = 4096  # of everything that is allocated or lies in a file of ours: what direct disk access asks for
+VIEW_ALIGNMENT = 64  # of every tensor: with less, the same product may come out with other last bits (measured with one row)
+PAGE_ALIGNED_FROM = 16 * ALIGNMENT  # larger tensors start at a page, so that disk reads can go straight to their place
+READERS = 6  # threads that read and write files
+CHUNK_BYTES = 4 << 20  # of a file that one of them takes at once
+
+
+def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
+    return -(-nbytes // alignment) * alignment
+
+
+def region_bytes(nbytes: int) -> int:
+    """Host memory is allocated in whole pages, one at least."""
+    return aligned(max(nbytes, 1))
+
+
+def disk_buffer_bytes(nbytes: int) -> int:
+    """The buffer of a thread that reads or writes so many bytes at once: a chunk that begins and ends inside of pages fits."""
+    return aligned(max(nbytes, CHUNK_BYTES + 2 * ALIGNMENT))
+
+
+class Arena(NamedTuple):
+    starts: tuple[int, ...]  # of each tensor
+    nbytes: int
+
+    @classmethod
+    def of(cls, sizes: Iterable[int]) -> Arena:
+        """Tensors of these sizes one behind the other: large ones start at a page, the others at a line."""
+        starts, end = [], 0
+        for nbytes in sizes:
+            starts.append(aligned(end, ALIGNMENT if nbytes >= PAGE_ALIGNED_FROM else VIEW_ALIGNMENT))
+            end = starts[-1] + nbytes
+        return cls(tuple(starts), aligned(end))
+
+
+def decoded_arena(layer: LayerSpec) -> Arena:
+    """What of a layer is held as values beside its bytes while it is computed with; the part of a head's table comes last."""
+    return Arena.of(tensor.decoded_nbytes for tensor in layer.decoded)
+
+
+def decoded_bytes(spec: ModelSpec) -> int:
+    """The room for such values, which all layers share."""
+    return max(decoded_arena(layer).nbytes for layer in spec.layers)
+
+
+def part_starts(spec: ModelSpec, head: LayerSpec) -> range:
+    """Where in that room parts of the head's packed table can stand at once: behind its other weights, up to the end."""
+    part = head.decoded[-1].decoded_nbytes
+    return range(decoded_arena(head).starts[-1], decoded_bytes(spec) - part + 1, aligned(part))
+
+
+def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
+    """The hidden states of a batch between two layers, at their widest."""
+    return batch.size * batch.prompt_len * spec.widest * spec.itemsize
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The KV of one batch in one layer. In memory it is an image of all slots. On disk slots stand in a row, padded so
+    that any range can be read and written directly; behind them is a journal of slots that changed one by one."""
+
+    rows: int
+    heads: int
+    slots: int  # of each row
+    journal: int  # slots that the journal takes
+    row_bytes: int  # of a row's keys and values in one slot
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.rows, self.heads, self.slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """One slot of all rows."""
+        return self.rows * self.row_bytes
+
+    @property
+    def image_bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+    def note_bytes(self, of_a_slot: int) -> int:
+        """What a policy notes of every slot of a head lies beside the image."""
+        return prod(self.shape) * of_a_slot
+
+    # -- on disk -------------------------------------------------------------------------------------------------------
+
+    @property
+    def padded_slot_bytes(self) -> int:
+        return aligned(self.slot_bytes)
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.journal_start(self.journal)
+
+    def journal_start(self, entry: int) -> int:
+        return (self.slots + entry) * self.padded_slot_bytes
+
+    @property
+    def slots_at_once(self) -> int:
+        """Slots that a disk thread takes at once."""
+        return max(1, CHUNK_BYTES // self.padded_slot_bytes)
+
+    def of_rows(self, rows: int) -> KVLayout:
+        """The same when only so many rows are left."""
+        return replace(self, rows=rows)

@@ -1,0 +1,65 @@
+"""Sizes of kernels, without torch: the numbers that C and Python share, and the room that attention of prompts works in.
+
+The numbers stand in sizes.h, which C includes and this file reads. Where the parts of a room lie is worked out here: C is told.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+FLOAT_BYTES = 4
+DTYPES = ("bfloat16", "float32")  # of values that kernels read, in the order in which C counts them
+TWIN_VALUES = 1 << 20  # that twins encode or decode at once: what torch holds in passing stays small
+SCORED_BYTES = 16 << 20  # of a prompt's attention that torch looks at together
+
+
+class Shared(NamedTuple):
+    """The numbers of sizes.h."""
+
+    kernels_version: int
+    step_head_values: int
+    register_values: int
+    prompt_keys: int
+    prompt_queries: int
+
+
+@cache
+def shared() -> Shared:
+    header = Path(__file__).with_suffix(".h").read_text(encoding="ascii")
+    return Shared(**{name.lower(): int(number) for name, number in re.findall(r"^#define (\w+) (\d+)", header, re.MULTILINE)})
+
+
+class PromptRoom(NamedTuple):
+    """A thread's room to attend prompts in, in float32 values: the keys of a head (from 0 on), its values, what each key got,
+    and of a block of queries their scores, themselves and their outcome. C has the same fields in this order."""
+
+    keys: int  # with what fills their last tiles
+    dim: int  # of a head, in whole registers
+    stride: int  # of the scores of a query: a register more than keys, or all would want the same place of the cache
+    values_at: int
+    sums_at: int
+    scores_at: int
+    queries_at: int
+    out_at: int
+    end: int
+
+    @classmethod
+    def of(cls, keys: int, dim: int) -> PromptRoom:
+        sizes = shared()
+        keys, dim = _rounded_up(keys, sizes.prompt_keys), _rounded_up(dim, sizes.register_values)
+        stride, queries = keys + sizes.register_values, sizes.prompt_queries
+        parts = (keys * dim, keys * dim, keys, queries * stride, queries * dim, queries * dim)
+        return cls(keys, dim, stride, *accumulate(parts))
+
+
+def prompt_threads(rows: int, kv_heads: int, threads: int) -> int:
+    """Threads that attend prompts, each in a room of its own: one works on a whole KV head of a row."""
+    return min(threads, rows * kv_heads)
+
+
+def _rounded_up(count: int, to: int) -> int:
+    return -(-count // to) * to

@@ -1,0 +1,147 @@
+"""WorkloadPlan: a workload under a plan, from its blocks to what they hold; and what would fit where that is too much.
+
+A budget is a promise: a plan that needs more is refused before anything is loaded, with the tier, the need, the budget and what
+would fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.core.workload import Block, BlockSize, Workload
+from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
+from h2o_flexgen.planning.budgets import Budgets
+from h2o_flexgen.planning.footprint import Footprint, footprint
+from h2o_flexgen.planning.plan import Plan, Shares
+
+
+@dataclass(frozen=True)
+class WorkloadPlan:
+    """A workload under a plan: its blocks, each planned, and what they hold. Report, prediction and run start from this one
+    object; it is also all that decides whether a plan fits."""
+
+    spec: ModelSpec
+    plan: Plan
+    workload: Workload
+    accelerator: bool
+    writes_weights: bool = False
+    kernel_threads: int = 0  # of the kernels for the CPU
+    scored_at_once: int = 0  # positions of prompts that logits are made for together
+
+    @cached_property
+    def blocks(self) -> BlockPlans:
+        return BlockPlans.of(self.spec, self.plan, self.workload, self.accelerator)
+
+    def blocks_of(self, rows: Sequence[int], size: BlockSize) -> BlockPlans:
+        """Those of the rows that are left, where memory has run out in larger ones."""
+        return BlockPlans.of(self.spec, self.plan, self.workload, self.accelerator, size, rows)
+
+    def planned(self, block: Block) -> BlockPlan:
+        """Another block under the same plan."""
+        return BlockPlan.of(self.spec, self.plan, block, self.accelerator, self.blocks.first.placement.weights)
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        each = (
+            footprint(block, self.writes_weights, self.kernel_threads, self.scored_at_once) for block, _ in self.blocks.alike
+        )
+        return reduce(Footprint.__or__, each)
+
+    def fits(self, budgets: Budgets) -> bool:
+        return budgets.first_exceeded(self.footprint) is None
+
+    def refuse_what_does_not_fit(self, budgets: Budgets) -> None:
+        tier = budgets.first_exceeded(self.footprint)
+        if tier is None:
+            return
+        budget = budgets.of(tier)
+        assert budget is not None
+        held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.footprint.parts[tier].items() if nbytes)
+        if tier == HOST and budgets.host_base:
+            held += f", process {format_bytes(budgets.host_base)}"
+        raise DoesNotFit(
+            f"plan needs {format_bytes(budgets.needs(self.footprint, tier))} on {tier} ({held}), "
+            f"the budget is {format_bytes(budget)}; {what_would_fit(self, budgets)}"
+        )
+
+
+class DoesNotFit(ValueError):
+    """A plan that needs more than may be held."""
+
+
+def what_would_fit(asked: WorkloadPlan, budgets: Budgets) -> str:
+    """The nearest plans that fit: a smaller batch, or less of the weights and KV in memory."""
+    found = []
+    for size in _halves(asked.plan.gpu_batch_size):
+        plan = replace(asked.plan, gpu_batch_size=size)
+        if replace(asked, plan=plan).fits(budgets):
+            found.append(f"gpu_batch_size {size}")
+            break
+    tier = budgets.first_exceeded(asked.footprint)
+    with_less = (plan for kept in (0.75, 0.5, 0.25, 0.1, 0.0) for plan in _with_less(asked.plan, tier, kept))
+    for plan in with_less:
+        if replace(asked, plan=plan).fits(budgets):
+            found.append("percent " + " ".join(f"{value:g}" for value in plan.percent))
+            break
+    if not found:
+        found = [_smaller_with_less(asked, budgets, tier)]
+    return "would fit: " + " or ".join(found) if any(found) else f"no smaller batch or share fits: {MORE[tier or HOST]}"
+
+
+MORE = {
+    DEVICE: "give more memory of the device, or a smaller model",
+    HOST: "give more memory",
+    DISK: "free some space on the disk, or give an --offload-dir on a larger one",
+}
+
+
+def _smaller_with_less(asked: WorkloadPlan, budgets: Budgets, tier: str | None) -> str:
+    """Both at once, where neither alone is enough; nothing if that is not enough either."""
+    for size in _halves(asked.plan.gpu_batch_size) or [1]:
+        for kept in (0.5, 0.0):
+            for plan in _with_less(replace(asked.plan, gpu_batch_size=size), tier, kept):
+                if replace(asked, plan=plan).fits(budgets):
+                    return f"gpu_batch_size {size} with percent " + " ".join(f"{value:g}" for value in plan.percent)
+    return ""
+
+
+def _halves(size: int) -> list[int]:
+    halves = []
+    while size > 1:
+        size //= 2
+        halves.append(size)
+    return halves
+
+
+def _with_less(plan: Plan, tier: str | None, kept: float) -> Iterator[Plan]:
+    """Plans that keep only a part of the weights and KV on a tier. What leaves a device goes to the host, or else to disk; what
+    leaves the disk goes to the host."""
+
+    def scaled(device_kept: float, host_kept: float, to_host: bool) -> Plan:
+        def less(shares: Shares) -> Shares:
+            device = round(shares.device * device_kept, 2)
+            host = shares.host * host_kept + (shares.device - device if to_host else 0.0)
+            return Shares(device, min(round(host, 2), 1.0 - device))
+
+        return replace(plan, weights=less(plan.weights), kv=less(plan.kv))
+
+    if tier == DEVICE:
+        yield scaled(kept, 1.0, to_host=True)
+        yield scaled(kept, 1.0, to_host=False)
+        yield scaled(kept, kept, to_host=False)
+    elif tier == HOST:
+        yield scaled(1.0, kept, to_host=False)
+    else:
+        yield replace(
+            plan, weights=_off_disk(plan.weights, kept), kv=_off_disk(plan.kv, kept), hidden=_off_disk(plan.hidden, kept)
+        )
+
+
+def _off_disk(shares: Shares, kept: float) -> Shares:
+    """Only a part of what was meant for the disk stays there; the rest goes to host memory."""
+    return Shares(shares.device, min(1.0 - shares.device, round(shares.host + (1.0 - kept) * shares.disk, 2)))
