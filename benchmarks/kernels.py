@@ -29,10 +29,10 @@ from torch.nn import functional
 
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
-from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
-from h2o_flexgen.kernels.group_product import group_product
+from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
+from h2o_flexgen.kernels.group_decode import group_decode_twin
 from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.kernels.operations import decode, decode_attention, encode, packed_product
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
@@ -136,8 +136,7 @@ def attention(
     name: str, rows: int, kv_heads: int, group: int, dim: int, slots: int, dtype: torch.dtype, codec: str = PLAIN
 ) -> Subject:
     coding = Coding(codec, dtype, dim)
-    drawn = (coding.encode(torch.randn(rows, kv_heads, slots, dim).to(dtype)) for _ in range(2))
-    keys, values = map(coding.attendable, drawn)
+    keys, values = (Kept(coding.encode(torch.randn(rows, kv_heads, slots, dim).to(dtype)), codec) for _ in range(2))
     q, held = torch.randn(rows, kv_heads, group, dim).to(dtype), torch.full((rows,), slots)
     mask = torch.zeros(rows, 1, 1, slots)
     return Subject(
@@ -146,22 +145,22 @@ def attention(
         READ,
         0.6,
         lambda: decode_attention(q, keys, values, held, mask),
-        lambda: decode_attention_twin(q, keys.values(dim, dtype), values.values(dim, dtype), mask),
+        lambda: decode_attention_twin(q, *(Kept(coding.decode(kept.data)) for kept in (keys, values)), held, mask),
     )
 
 
 def decoding(bits: int, dtype: torch.dtype, scale: float) -> Subject:
-    shape = (max(1, round(4096 * scale)), 11008)
-    data = torch.empty(Grouped(bits).nbytes(shape, 2), dtype=torch.uint8)
-    Grouped(bits).encode(torch.randn(shape), data)
+    shape, codec = (max(1, round(4096 * scale)), 11008), Grouped(bits)
+    data = torch.empty(codec.nbytes(shape, 2), dtype=torch.uint8)
+    encode(codec.name, torch.randn(shape), data)
     out, rows = torch.empty(shape, dtype=dtype), data.view(shape[0], -1)
     return Subject(
         f"{bits}-bit weights to bf16, bytes that come out",
         out.nbytes,
         COPY,
         0.5,
-        lambda: group_decode(rows, out, bits),
-        lambda: group_decode_twin(rows, out, bits),
+        lambda: decode(codec.name, rows, out),
+        lambda: group_decode_twin(codec, rows, out),
     )
 
 
@@ -237,13 +236,13 @@ def product(bits: int, rows: int, scale: float) -> Subject:
     matrices = []
     for _ in range(8):
         data = torch.empty(shape[0], codec.nbytes((1, shape[1]), 2), dtype=torch.uint8)
-        codec.encode(torch.randn(shape), data.view(-1))
+        encode(codec.name, torch.randn(shape), data)
         matrices.append(data)
     x, values = torch.randn(rows, shape[1]).bfloat16(), torch.empty(shape, dtype=torch.bfloat16)
 
     def decoded_first() -> None:
         for data in matrices:
-            group_decode(data, values, bits)
+            decode(codec.name, data, values)
             functional.linear(x, values)
 
     return Subject(
@@ -251,7 +250,7 @@ def product(bits: int, rows: int, scale: float) -> Subject:
         sum(data.nbytes for data in matrices),
         READ,
         0.5,
-        lambda: [group_product(x, data, None, bits) for data in matrices],
+        lambda: [packed_product(codec.name, x, data, None) for data in matrices],
         decoded_first,
     )
 

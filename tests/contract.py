@@ -17,13 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
+from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Model, Weights
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.quant.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
@@ -169,7 +170,7 @@ class Checkpoints:
                 for name, tensor in layer.tensors:
                     if tensor.codec != PLAIN and name != layer.token_table:
                         data = encoded[tensor.name].view(tensor.shape[0], -1).to(device)
-                        own[name] = PackedMatrix(data, CODECS[codec], DecodeBuffer(torch.empty_like(own[name])))
+                        own[name] = PackedMatrix(data, codec, DecodeBuffer(torch.empty_like(own[name])))
         return model, weights
 
     def resident_logits(self, case: Case, rows: Sequence[int]) -> list[Tensor]:
@@ -199,13 +200,13 @@ class Checkpoints:
 
 def encoded_with(codec: str, values: Tensor) -> Tensor:
     data = torch.empty(CODECS[codec].nbytes(tuple(values.shape), values.itemsize), dtype=torch.uint8)
-    CODECS[codec].encode(values, data)
+    encode(codec, values, data)
     return data
 
 
 def decoded_with(codec: str, data: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     out = torch.empty(shape, dtype=dtype)
-    CODECS[codec].decode(data, out)
+    decode(codec, data, out)
     return out
 
 

@@ -1,5 +1,6 @@
 """A codec for tests: every bit turned round, and a trailer behind each row. It loses nothing, so what is computed with it is
-bit-identical; but its bytes are of odd numbers, are no values, and decoding them takes memory of its own."""
+bit-identical; but its bytes are of odd numbers, are no values, and decoding them takes memory of its own. This file is all that
+a codec with a product of its own takes: its form, its kernels, and their rows in the table."""
 
 from __future__ import annotations
 
@@ -12,8 +13,13 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
+from h2o_flexgen.kernels import table
+from h2o_flexgen.kernels.functions import FUNCTIONS
+from h2o_flexgen.kernels.operations import encode
+from h2o_flexgen.kernels.table import DECODE, ENCODE, PRODUCT, Kernel
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.checkpoint import StoredTensor, open_checkpoint
 from h2o_flexgen.quant.codec import CODECS, PLAIN
@@ -26,31 +32,48 @@ ODD_OFFSET = 13  # of the first tensor in a packed file
 @dataclass
 class Inverted:
     name: str = "inverted"
+    few_rows: int = 0  # are multiplied with the bytes
     decoded: int = 0  # values
+    multiplied: int = 0  # times with the bytes
 
     def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         return prod(shape[:-1]) * (shape[-1] * itemsize + len(TRAILER))
 
     def encode(self, values: Tensor, out: Tensor) -> None:
         assert out.nbytes == self.nbytes(tuple(values.shape), values.dtype.itemsize)
-        rows = prod(values.shape[:-1])
-        turned = ~values.contiguous().view(rows, -1).view(torch.uint8)
-        out.view(rows, -1).copy_(torch.cat([turned, TRAILER.expand(rows, -1)], dim=1))
+        turned = ~values.contiguous().view(torch.uint8)
+        out.copy_(torch.cat([turned, TRAILER.expand(len(values), -1)], dim=1))
 
     def decode(self, data: Tensor, out: Tensor) -> None:
-        assert data.nbytes == self.nbytes(tuple(out.shape), out.itemsize)
-        turned, trailers = data.view(prod(out.shape[:-1]), -1).tensor_split([-len(TRAILER)], dim=1)
-        assert (trailers.cpu() == TRAILER).all(), "these bytes were never encoded, or not all have come"
         self.decoded += out.numel()
-        out.copy_((~turned).view(out.dtype).view(out.shape))
+        out.copy_(self._values(data, out.dtype))
 
-    def product(self, x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor | None:
-        return None
+    def product(self, x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor:
+        self.multiplied += 1
+        return functional.linear(x, self._values(data, x.dtype), bias)
+
+    def _values(self, data: Tensor, dtype: torch.dtype) -> Tensor:
+        turned, trailers = data.tensor_split([-len(TRAILER)], dim=1)
+        assert (trailers.cpu() == TRAILER).all(), "these bytes were never encoded, or not all have come"
+        return (~turned).view(dtype)
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        return (
+            Kernel(ENCODE, self.name, "inverted_encode"),
+            Kernel(DECODE, self.name, "inverted_decode"),
+            Kernel(PRODUCT, self.name, "inverted_product", most_rows=self.few_rows),
+        )
+
+
+KERNELS_OF_IT = {"inverted_encode": Inverted.encode, "inverted_decode": Inverted.decode, "inverted_product": Inverted.product}
 
 
 @contextmanager
 def registered(codec: Inverted) -> Iterator[Inverted]:
-    with patch.dict(CODECS, {codec.name: codec}):
+    known = table.kernels()
+    rows = patch.object(table, "kernels", lambda: (*codec.kernels, *known))
+    with patch.dict(CODECS, {codec.name: codec}), patch.dict(FUNCTIONS, KERNELS_OF_IT), rows:
         yield codec
 
 
@@ -67,7 +90,7 @@ class InvertedCheckpoint:
         for tensor in spec.tensors.values():
             if tensor.codec != PLAIN:
                 data = torch.empty(tensor.nbytes, dtype=torch.uint8)
-                CODECS[tensor.codec].encode(values[tensor.name], data)
+                encode(tensor.codec, values[tensor.name], data)
                 at = len(content)
                 self._packed[tensor.name] = StoredTensor(tensor.name, file, at, data.nbytes, "U8", tensor.shape)
                 content += data.numpy().tobytes()

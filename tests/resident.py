@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
@@ -19,7 +20,6 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.quant.matrix import DecodeBuffer, PackedMatrix
 
 
 @torch.inference_mode()

@@ -13,10 +13,13 @@ from h2o_flexgen.core.layout import part_starts
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.cost import predicted_bytes
+from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule.schedule import Key, Op
 from tests.contract import Case, Checkpoints, compare, generate_with
 from tests.inverted import TRAILER, Inverted, opened_inverted
 from tests.pairwise import on_devices
+from tests.planning.test_machine import SMALL
 from tests.test_contract import CHOICES, EQUAL, MANY, MIXES, RAGGED
 
 ON_DISK, IN_MEMORY = (MIXES[2], MIXES[3], MIXES[6]), ((100, 0, 0, 0, 0, 0), (0, 100, 0, 50, 0, 50), (40, 60, 100, 0, 100, 0))
@@ -89,6 +92,28 @@ def test_of_a_head_as_much_as_fits_is_decoded_once_for_all_batches(
         looked_up = llm.spec.width * sum(length + case.gen_len - 1 for length in padded(case))
     decoded_rows = sum(rows) + 2 * sum(rows[held:])
     assert codec.decoded == case.gen_len * (matrices + llm.spec.width * decoded_rows) + looked_up
+
+
+def test_a_codec_multiplies_few_rows_with_its_bytes_and_is_priced_so(
+    any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    """Steps have two rows at most, prompts more. What computes and what predicts take the same kernel."""
+    case, codec = Case("opt", lengths=EQUAL, device=any_device), Inverted(few_rows=2)
+    machine = replace(SMALL, flops_per_s={"float32": ((1, 1e9),)}, packed_flops_per_s={codec.name: ((1, 7e9),)})
+    with opened_inverted(case, checkpoints, offload, codec=codec) as llm:
+        completions, logits = generate_with(llm, case)
+        decoded, multiplied = codec.decoded, codec.multiplied
+        compare(replace(case, weight_codec=codec.name), checkpoints, completions, logits)
+        inner, head, batches = llm.spec.layers[1:-1], llm.spec.layers[-1], case.batches()
+        matrices, values = sum(len(one.matrices) for one in inner), sum(one.numel for layer in inner for one in layer.matrices)
+        (block,) = llm.planned(Workload(case.lengths, case.gen_len)).blocks
+        prompt, step = (Pricing(block, machine).compute_parts(Key(Op.COMPUTE, step, 1, 0)) for step in (0, 1))
+        looked_up = llm.spec.width * sum(length + case.gen_len - 1 for length in padded(case))
+        assert step["products"] == pytest.approx(2 * block.block.batches[0].size * inner[0].matmul_values / 7e9)
+    steps = case.gen_len - 1
+    assert multiplied == len(batches) * (steps * matrices + case.gen_len * max(1, len(head.logit_parts)))
+    assert decoded == values + looked_up
+    assert prompt["decoding"] > 0 == step["decoding"]
 
 
 def padded(case: Case) -> list[int]:

@@ -25,9 +25,11 @@ from torch import Tensor
 from h2o_flexgen.kernels import native
 from h2o_flexgen.kernels.group_encode import group_encode_twin
 from h2o_flexgen.kernels.lowest_slot import lowest_slot_twin
-from h2o_flexgen.kv.coding import BITS, Coding
+from h2o_flexgen.kernels.table import TORCH
+from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.quant.codec import CODECS
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from tests.contract import POLICIES, Case, Checkpoints
@@ -56,7 +58,7 @@ def of_encoding(decisions: list[Decision], encode: Callable[..., Tensor]) -> Cal
     def encoding(self: Coding, values: Tensor) -> Tensor:
         kept = encode(self, values)
         twin = torch.empty_like(kept).view(-1, kept.shape[-1])
-        group_encode_twin(values.reshape(-1, values.shape[-1]), twin, BITS[self.codec])
+        group_encode_twin(CODECS[self.codec], values.reshape(-1, values.shape[-1]), twin)  # type: ignore[arg-type]
         decisions.append(Decision("encoding", values.float().clone(), kept.clone(), twin.view_as(kept)))
         return kept
 
@@ -144,7 +146,7 @@ def hold(seed: int, checkpoints: Checkpoints, offload: Path) -> str | None:
     return f"{one.what}, {'the same' if tokens == twin_tokens else 'other'} tokens"
 
 
-needs_kernels = pytest.mark.skipif(native.native_library() is None, reason="no kernels were built")
+needs_kernels = pytest.mark.skipif(native.in_use() == TORCH, reason="no kernels were built")
 
 
 @needs_kernels

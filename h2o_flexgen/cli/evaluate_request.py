@@ -49,7 +49,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.policies.table import POLICIES
-from h2o_flexgen.quant.codec import PACKED, PLAIN
+from h2o_flexgen.quant.codec import BY_BITS, PLAIN
 
 PROGRAM = "python -m h2o_flexgen.evaluate"
 USUAL_POLICIES = "full,h2o,local,streaming,heavy,snapkv,tova,random"
@@ -216,7 +216,7 @@ def _size(word: str) -> Size:
 
 
 def _codecs(flag: str, text: str) -> tuple[str, ...]:
-    known = {AS_IT_IS: PLAIN} | {str(bits): codec for bits, codec in PACKED.items()}
+    known = {AS_IT_IS: PLAIN} | {str(bits): codec for bits, codec in BY_BITS.items()}
     return tuple(known[word] for word in _names(flag, text, known))
 
 
@@ -313,7 +313,7 @@ def _add_grid(parser: argparse.ArgumentParser) -> None:
     add("--budgets", metavar="PERCENT", help=f"{shares} (default: {USUAL_BUDGETS})")
     slots = f"slots kept of each text, half heavy, half recent, instead of budgets ({', '.join(OF_SIZES)}: {USUAL_SIZES})"
     add("--kv-sizes", metavar="SLOTS", help=slots)
-    kinds = "|".join([AS_IT_IS, *map(str, PACKED)])
+    kinds = "|".join([AS_IT_IS, *map(str, BY_BITS)])
     several = f"one or more of {kinds}, with commas"
     add("--kv-bits", default=AS_IT_IS, metavar="BITS", help=f"that keys and values take: {several}")
     add("--weight-bits", default=AS_IT_IS, metavar="BITS", help=f"that matrices take: {several}")

@@ -25,7 +25,7 @@ from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.options import DEFAULT_KEPT, POSITIONS
 from h2o_flexgen.policies.streaming import SINKS
 from h2o_flexgen.policies.table import POLICIES
-from h2o_flexgen.quant.codec import PACKED
+from h2o_flexgen.quant.codec import BY_BITS
 from h2o_flexgen.sampling.params import LARGEST_PENALTY, LARGEST_SHIFT, LEAST_PENALTY, SEED_LIMIT, SamplingParams
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import BYTES
@@ -89,10 +89,10 @@ def threads(text: str) -> int:
 
 
 def _codec(bits: str) -> str:
-    for known, codec in PACKED.items():
+    for known, codec in BY_BITS.items():
         if bits == str(known):
             return codec
-    raise ArgumentTypeError(f"{shown(bits)} bits are not known; known: {', '.join(map(str, PACKED))}")
+    raise ArgumentTypeError(f"{shown(bits)} bits are not known; known: {', '.join(map(str, BY_BITS))}")
 
 
 def _switch(text: str) -> bool:
@@ -261,7 +261,7 @@ def add_placement(group: argparse._ArgumentGroup, may_be_found: bool = False) ->
 
 
 def _add_codec(group: argparse._ArgumentGroup, flag: str, option: str, text: str) -> None:
-    kinds, default = "|".join(map(str, PACKED)), argparse.SUPPRESS
+    kinds, default = "|".join(map(str, BY_BITS)), argparse.SUPPRESS
     group.add_argument(flag, dest=option, type=_codec, nargs="?", const="4", default=default, metavar=kinds, help=text)
 
 

@@ -41,7 +41,7 @@ from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.options import KVOptions
-from h2o_flexgen.quant.codec import PACKED, PLAIN
+from h2o_flexgen.quant.codec import BY_BITS, PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.made_up import DEFAULT_TOKENS
 
@@ -149,7 +149,7 @@ def _placement(plan: Plan) -> Iterator[str]:
             yield from (flag, str(int(kept)))
     if plan.prefill_tokens != Plan.prefill_tokens:
         yield from ("--prefill-tokens", str(plan.prefill_tokens))
-    bits = {codec: str(number) for number, codec in PACKED.items()}
+    bits = {codec: str(number) for number, codec in BY_BITS.items()}
     for flag, codec in (("--compress-weight", plan.weight_codec), ("--compress-cache", plan.kv_codec)):
         if codec != PLAIN:
             yield from (flag, bits[codec])

@@ -19,7 +19,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.search import THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.options import KVOptions
-from h2o_flexgen.quant.codec import PACKED
+from h2o_flexgen.quant.codec import BY_BITS
 from h2o_flexgen.sampling.params import SamplingParams
 
 DEMO_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 0}  # of the model of the package, where nothing else is asked
@@ -140,7 +140,7 @@ def _policy_name(flags: Namespace) -> str:
 
 def asked_of(flags: Namespace, plan: Plan) -> Asked:
     """What is asked of a search: sizes that are given are all that it may take, and it may take any where none is given."""
-    packed = PACKED[BITS]
+    packed = BY_BITS[BITS]
     four_bits = (packed, plan.kv_codec), (plan.weight_codec, packed), (packed, packed)
     return Asked(
         plan=plan,

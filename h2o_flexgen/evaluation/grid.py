@@ -12,11 +12,11 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.policies.table import POLICIES
-from h2o_flexgen.quant.codec import PACKED, PLAIN
+from h2o_flexgen.quant.codec import BY_BITS, PLAIN
 
 WHOLE_TEXT = 100.0
 Beside = tuple[tuple[str, object], ...]  # names and values of KVOptions
-BITS = {codec: f"{bits} bits" for bits, codec in PACKED.items()}
+BITS = {codec: f"{bits} bits" for bits, codec in BY_BITS.items()}
 
 
 class Amount(Protocol):

@@ -1,4 +1,4 @@
-"""Values of a group codec, decoded: in C on CPUs where the library is, else in torch, to the same bits."""
+"""Values of a group codec, decoded. C and torch give the same bits."""
 
 from __future__ import annotations
 
@@ -9,25 +9,20 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 from h2o_flexgen.kernels.sizes import TWIN_VALUES
+from h2o_flexgen.quant.grouped import GROUP, Grouped, groups_of
 
-GROUP = 64
 
-
-def group_decode(data: Tensor, out: Tensor, bits: int) -> None:
+def group_decode(codec: Grouped, data: Tensor, out: Tensor) -> None:
     """data (rows, bytes of a row) -> out (rows, columns)."""
-    native = native_library()
-    if native is None or out.dtype not in KINDS or out.device.type != "cpu":
-        group_decode_twin(data, out, bits)
-        return
     rows, columns = out.shape
     sizes = (ctypes.c_long(rows), ctypes.c_long(columns))
-    kind = (ctypes.c_int(bits), ctypes.c_int(KINDS[out.dtype]), ctypes.c_int(torch.get_num_threads()))
-    native.group_decode(pointer(data), pointer(out), *sizes, *kind)
+    kind = (ctypes.c_int(codec.bits), ctypes.c_int(KINDS[out.dtype]), ctypes.c_int(torch.get_num_threads()))
+    native_library().group_decode(pointer(data), pointer(out), *sizes, *kind)
 
 
-def group_decode_twin(data: Tensor, out: Tensor, bits: int) -> None:
+def group_decode_twin(codec: Grouped, data: Tensor, out: Tensor) -> None:
     rows, columns = out.shape
-    codes, scales, minima = group_parts(data, bits)
+    codes, scales, minima = group_parts(codec, data, columns)
     step = max(1, TWIN_VALUES // max(1, columns))
     for row in range(0, rows, step):
         part = slice(row, row + step)
@@ -36,12 +31,11 @@ def group_decode_twin(data: Tensor, out: Tensor, bits: int) -> None:
         out[part] = values.flatten(1)[:, :columns]
 
 
-def group_parts(data: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+def group_parts(codec: Grouped, data: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each row its codes (rows, groups, bytes of a group), then its scales, then its minima (rows, groups), as bfloat16."""
-    code_bytes = GROUP * bits // 8
-    groups = data.shape[1] // (code_bytes + 4)
-    codes, scales, minima = data.split((groups * code_bytes, 2 * groups, 2 * groups), dim=1)
-    return codes.unflatten(1, (groups, code_bytes)), scales.view(torch.bfloat16), minima.view(torch.bfloat16)
+    groups = groups_of(columns)
+    codes, scales, minima = data.split((groups * codec.code_bytes, 2 * groups, 2 * groups), dim=1)
+    return codes.unflatten(1, (groups, codec.code_bytes)), scales.view(torch.bfloat16), minima.view(torch.bfloat16)
 
 
 def _unpacked(codes: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Values into a group codec: in C on CPUs where the library is, else in torch, to the same bits."""
+"""Values into a group codec. C and torch give the same bits."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ import ctypes
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.group_decode import GROUP, group_parts
+from h2o_flexgen.kernels.group_decode import group_parts
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
 from h2o_flexgen.kernels.sizes import TWIN_VALUES
+from h2o_flexgen.quant.grouped import GROUP, Grouped
 
 
-def group_encode(values: Tensor, out: Tensor, bits: int) -> None:
+def group_encode(codec: Grouped, values: Tensor, out: Tensor) -> None:
     """values (rows, columns) -> out (rows, bytes of a row)."""
-    native = native_library()
-    if native is None or values.dtype not in KINDS or values.device.type != "cpu":
-        group_encode_twin(values, out, bits)
-        return
     values = values.contiguous()  # and held until C is done
     rows, columns = values.shape
     sizes = (ctypes.c_long(rows), ctypes.c_long(columns))
-    kind = (ctypes.c_int(bits), ctypes.c_int(KINDS[values.dtype]), ctypes.c_int(torch.get_num_threads()))
-    native.group_encode(pointer(values), pointer(out), *sizes, *kind)
+    kind = (ctypes.c_int(codec.bits), ctypes.c_int(KINDS[values.dtype]), ctypes.c_int(torch.get_num_threads()))
+    native_library().group_encode(pointer(values), pointer(out), *sizes, *kind)
 
 
-def group_encode_twin(values: Tensor, out: Tensor, bits: int) -> None:
-    codes, scales, minima = group_parts(out, bits)
-    most, step = 2**bits - 1, max(1, TWIN_VALUES // (codes.shape[1] * GROUP))
+def group_encode_twin(codec: Grouped, values: Tensor, out: Tensor) -> None:
+    codes, scales, minima = group_parts(codec, out, values.shape[1])
+    most, step = 2**codec.bits - 1, max(1, TWIN_VALUES // (codes.shape[1] * GROUP))
     for row in range(0, len(values), step):
         part = slice(row, row + step)
         here = _in_groups(values[part].float(), codes.shape[1])
@@ -39,7 +36,7 @@ def group_encode_twin(values: Tensor, out: Tensor, bits: int) -> None:
         here.masked_fill_(lost.unsqueeze(-1), 0.0)
         here.div_(torch.where(scale > 0, scale, 1).float().unsqueeze(-1))  # a constant group has codes of 0
         code = here.round_().clamp_(0, most).byte()
-        codes[part] = code if bits == 8 else code[..., : GROUP // 2] | code[..., GROUP // 2 :] << 4
+        codes[part] = code if codec.bits == 8 else code[..., : GROUP // 2] | code[..., GROUP // 2 :] << 4
         scales[part], minima[part] = scale, minimum
 
 

@@ -1,6 +1,6 @@
 """Of the slots of each head the one that is ranked lowest among those that may go, and of equals the oldest token's.
 
-In C on CPUs where the library is, else in torch, with the same outcome.
+C and torch have the same outcome.
 """
 
 from __future__ import annotations
@@ -16,12 +16,6 @@ LAST = torch.iinfo(torch.int32).max
 
 
 def lowest_slot(positions: Tensor, ranks: Tensor | None, held: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    """positions (rows, heads, slots), int32, and ranks the same, fp32, or None where positions rank; of a row's slots the first
-    `held` (rows,) count, and of these may go whose position is from `start` (rows, 1, 1) on and before `end`; where nobody
-    may, the last -> (rows, heads)"""
-    native = native_library()
-    if native is None or positions.device.type != "cpu":
-        return lowest_slot_twin(positions, ranks, held, start, end)
     rows = len(positions)
     assert positions.dtype == torch.int32 and (ranks is None or (ranks.dtype, ranks.shape) == (torch.float32, positions.shape))
     assert held.shape == (rows,) and start.shape == end.shape == (rows, 1, 1)
@@ -29,7 +23,7 @@ def lowest_slot(positions: Tensor, ranks: Tensor | None, held: Tensor, start: Te
     out = torch.empty(positions.shape[:2], dtype=torch.int64)
     places = (positions, ranks, held, start, end, out)
     given = _Ranking(*(None if place is None else pointer(place) for place in places), *positions.shape)
-    native.lowest_slot(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
+    native_library().lowest_slot(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
     return out
 
 

@@ -16,32 +16,39 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.sizes import DTYPES, shared
+from h2o_flexgen.kernels.table import LIBRARIES, TORCH, Processor
 
 SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" does without the library; the name of a variant takes that one
-TORCH = "torch"
 KINDS: Mapping[torch.dtype, int] = {getattr(torch, name): kind for kind, name in enumerate(DTYPES)}  # as C counts them
 NO_KIND = -1  # of bytes that are only moved
-RUNS: Mapping[str, Sequence[str]] = {"AVX512": ("avx512", "avx2", "baseline"), "AVX2": ("avx2", "baseline")}
+RUNS: Mapping[str, Sequence[str]] = {"AVX512": LIBRARIES, "AVX2": LIBRARIES[1:]}
 
 
-def native_library() -> ctypes.CDLL | None:
-    """None where nothing was built, or nothing that can be loaded: then torch does the work."""
-    return _loaded()[1]
+def native_library() -> ctypes.CDLL:
+    """Only kernels that were chosen for it ask for the library."""
+    native = _loaded()[1]
+    assert native is not None
+    return native
+
+
+def processor(device: str) -> Processor:
+    """A kind of device, with the library that is loaded here: none where nothing was built, or nothing that can be loaded."""
+    return Processor(device, _loaded()[0])
 
 
 def kernel_threads() -> int:
-    """That kernels run in: 0 where torch does their work."""
-    return 0 if native_library() is None else torch.get_num_threads()
+    """Threads that the kernels run in: 0 where torch does their work."""
+    return 0 if _loaded()[0] == TORCH else torch.get_num_threads()
 
 
 def in_use() -> str:
-    """For reports."""
-    name, native = _loaded()
-    return TORCH if native is None else f"C ({name})"
+    """The library that is loaded, for reports."""
+    name = _loaded()[0]
+    return TORCH if name == TORCH else f"C ({name})"
 
 
 def variants() -> list[str]:
-    """That were built and that this processor runs, the best first."""
+    """The libraries that were built and that this processor runs, the best first."""
     return list(_files())
 
 
@@ -67,7 +74,7 @@ def _load(file: Path) -> ctypes.CDLL | None:
 
 def _files() -> dict[str, Path]:
     """What torch says of the processor decides: the library must not need more than torch has found."""
-    fitting = RUNS.get(torch.backends.cpu.get_cpu_capability(), ("baseline",))
+    fitting = RUNS.get(torch.backends.cpu.get_cpu_capability(), LIBRARIES[2:])
     folder = Path(__file__).parent
     places = ((variant, folder / f"_{variant}{suffix}") for variant in fitting for suffix in EXTENSION_SUFFIXES)
     return {variant: file for variant, file in places if file.is_file()}

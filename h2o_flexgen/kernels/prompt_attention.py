@@ -1,4 +1,4 @@
-"""Attention of the tokens of a prompt, and what each key got from them: in C on CPUs where the library is, else in torch.
+"""Attention of the tokens of a prompt, and what each key got from them, in C and in torch.
 
 The two differ in the last bits: C sums in another order, and keeps scores and shares in float32. In C a row's outcome depends
 on nothing but the row, and on how many keys the row of its batch that has most holds before.
@@ -18,13 +18,7 @@ from h2o_flexgen.kernels.sizes import SCORED_BYTES, PromptRoom, prompt_threads
 
 
 def prompt_attention(q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """q (rows, heads, tokens, dim), k and v (rows, kv_heads, keys, dim); keys that are more than the queries stand before them
-    all, and of those each row has the first `before` (rows,). weights (rows, tokens), fp32: how much queries count in the sums.
-
-    -> (rows, tokens, heads * dim), and sums (rows, kv_heads, keys) in fp32 where there are weights."""
-    native = native_library()
-    if native is None or any(_kind(x) is None or x.dtype != q.dtype for x in (q, k, v)):
-        return prompt_attention_twin(q, k, v, before, weights)
+    assert k.dtype == v.dtype == q.dtype
     rows, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
     assert v.shape == k.shape == (rows, kv_heads, keys, dim) and (before.shape, before.dtype) == ((rows,), torch.int64)
@@ -43,13 +37,8 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: T
         *(rows, heads, kv_heads, tokens, keys, dim),
         dim**-0.5,
     )
-    native.prompt_attention(ctypes.byref(given), ctypes.c_int(threads))
+    native_library().prompt_attention(ctypes.byref(given), ctypes.c_int(threads))
     return out, sums
-
-
-def _kind(x: Tensor) -> int | None:
-    """None where C cannot read it."""
-    return KINDS.get(x.dtype) if x.device.type == "cpu" and x.stride(3) == 1 else None
 
 
 def prompt_attention_twin(

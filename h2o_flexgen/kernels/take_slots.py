@@ -1,4 +1,4 @@
-"""Slots of heads, each of its own choice, to another place: in C on CPUs where the library is, else in torch, to the same bits.
+"""Slots of heads, each of its own choice, to another place. C and torch give the same bits.
 
 Torch wants an index for every value of a slot: eight bytes of index to move two."""
 
@@ -13,21 +13,16 @@ from h2o_flexgen.kernels.native import Places, native_library, pointer
 
 
 def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
-    """source (rows, heads, slots, width), index (rows, heads or 1, count) -> out (rows, heads, count, width), which lies
-    elsewhere."""
-    native = native_library()
-    if native is None or source.device.type != "cpu" or source.stride(3) != 1 or out.stride(3) != 1:
-        take_slots_twin(source, index, out)
-        return
     rows, heads, count, width = out.shape
-    index = index.contiguous()  # and held until C is done
+    source = source if source.stride(3) == 1 else source.contiguous()  # C reads the values of a slot side by side
+    index = index.contiguous()  # both are held until C is done
     assert source.dtype == out.dtype and (*source.shape[:2], source.shape[3]) == (rows, heads, width)
     assert index.dtype == torch.int64 and index.shape in ((rows, heads, count), (rows, 1, count))
     strides = (index.stride(0), index.stride(1) if index.shape[1] > 1 else 0)
     given = _Taking(
         *(Places.of(x) for x in (source, out)), pointer(index), *strides, *(rows, heads, count, width * out.itemsize)
     )
-    native.take_slots(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
+    native_library().take_slots(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
 
 
 def take_slots_twin(source: Tensor, index: Tensor, out: Tensor) -> None:

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import Kept, decode_attention
-from h2o_flexgen.kernels.prompt_attention import prompt_attention
-from h2o_flexgen.kernels.take_slots import take_slots
+from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.operations import decode_attention, prompt_attention, take_slots
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
@@ -111,9 +110,9 @@ class KVCache:
             q, rolled = rotate(q, now.new_order), _rolled(self._coding.decode(keys), scores.order(now), rotate)
             attended = Kept(rolled)
         else:
-            attended = self._coding.attendable(keys)
+            attended = Kept(keys, self._coding.codec)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # a group's query heads take the place of queries
-        out, sums = decode_attention(q, attended, self._coding.attendable(values), now.with_newest, now.mask)
+        out, sums = decode_attention(q, attended, Kept(values, self._coding.codec), now.with_newest, now.mask)
         if scores is not None:
             scores.add(sums)
             if now.evicts:

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import Kept
-from h2o_flexgen.quant.codec import CODECS, PACKED, PLAIN
-
-BITS = {codec: bits for bits, codec in PACKED.items()}  # bits per value of codecs that store groups
+from h2o_flexgen.kernels import operations
+from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Coding:
         if self.is_plain:
             return values
         kept = torch.empty(*values.shape[:-1], self.width, dtype=torch.uint8, device=values.device)
-        CODECS[self.codec].encode(values, kept.view(-1))
+        operations.encode(self.codec, values, kept)
         return kept
 
     def decode(self, kept: Tensor) -> Tensor:
@@ -46,11 +44,5 @@ class Coding:
         if self.is_plain:
             return kept
         values = torch.empty(*kept.shape[:-1], self.head_dim, dtype=self.dtype, device=kept.device)
-        CODECS[self.codec].decode(kept.contiguous().view(-1), values)
+        operations.decode(self.codec, kept.contiguous(), values)
         return values
-
-    def attendable(self, kept: Tensor) -> Kept:
-        """Prepares (rows, kv_heads, slots, width) for decode attention, which reads plain values and packed groups in place."""
-        if self.is_plain or self.codec in BITS:
-            return Kept(kept, BITS.get(self.codec))
-        return Kept(self.decode(kept))

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from h2o_flexgen.kernels.lowest_slot import LAST, lowest_slot
+from h2o_flexgen.kernels.lowest_slot import LAST
+from h2o_flexgen.kernels.operations import lowest_slot
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.policies.policy import AGE, KVPolicy
 

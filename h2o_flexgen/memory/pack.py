@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.layout import ALIGNMENT, Arena
+from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
+from h2o_flexgen.kernels.operations import decode
 from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.quant.matrix import DecodeBuffer, PackedMatrix
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -92,8 +93,8 @@ class Pack:
         return self.bytes(name).view(self.layout.entries[name].shape[0], -1)
 
     def matrix(self, name: str, room: DecodeBuffer) -> PackedMatrix:
-        return PackedMatrix(self.rows(name), CODECS[self.layout.entries[name].codec], room)
+        return PackedMatrix(self.rows(name), self.layout.entries[name].codec, room)
 
     def decode_rows(self, name: str, rows: Tensor, out: Tensor) -> None:
         """The values of some rows of a tensor: the same as if all were decoded and these taken."""
-        CODECS[self.layout.entries[name].codec].decode(self.rows(name)[rows].view(-1), out)
+        decode(self.layout.entries[name].codec, self.rows(name)[rows], out)

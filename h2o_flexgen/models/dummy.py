@@ -24,6 +24,7 @@ import torch
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.core.layout import aligned
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, TensorSpec
+from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.models.derived import alone_in
 from h2o_flexgen.models.files import Progress, flush_to_disk, require_free_space
 from h2o_flexgen.models.leftovers import WEIGHTS_PREFIX, WEIGHTS_SUFFIX, writer
@@ -129,7 +130,7 @@ class DummySource:
         for row in range(0, rows, step):
             part = values[: rows - row]
             self._fill_values(tensor, part.view(-1), row * columns)
-            CODECS[tensor.codec].encode(part, own[row : row + step].view(-1))
+            encode(tensor.codec, part, own[row : row + step])
 
     def _fill_values(self, tensor: TensorSpec, flat: torch.Tensor, first: int = 0) -> None:
         start = 0

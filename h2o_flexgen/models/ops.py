@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.kernels.operations import plain_product
 from h2o_flexgen.models.base import Weights
 
 Activation = Callable[[Tensor], Tensor]
@@ -17,7 +18,7 @@ Activation = Callable[[Tensor], Tensor]
 
 def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
     matrix, bias = weights[f"{name}.weight"], _plain(weights, f"{name}.bias")
-    return functional.linear(x, matrix, bias) if isinstance(matrix, Tensor) else matrix.linear(x, bias)
+    return plain_product(x, matrix, bias) if isinstance(matrix, Tensor) else matrix.linear(x, bias)
 
 
 def embedding(rows: Tensor, weights: Weights, name: str) -> Tensor:

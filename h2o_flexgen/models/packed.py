@@ -15,6 +15,7 @@ import torch
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.core.layout import aligned
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
+from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.models.checkpoint import Checkpoint
 from h2o_flexgen.models.derived import DerivedFolder, cache_folder, fingerprint, model_name
 from h2o_flexgen.models.files import Progress, require_free_space
@@ -112,7 +113,7 @@ class PackedCheckpoint:
             if not float(values.abs().amax()) < LARGEST:  # false for NaN too
                 problem = "holds NaN, infinity or a value beyond 1e38, which cannot be packed; give another checkpoint"
                 raise ValueError(f"tensor {name} in {stored.file} {problem}")
-            codec.encode(values, out[start:end])
+            encode(tensor.codec, values, out[start:end])
             start = end
         advance(len(out))
         return out

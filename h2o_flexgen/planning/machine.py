@@ -22,7 +22,8 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, MLP_VISIT
 from h2o_flexgen.core.numbers import decimal_number
 from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.quant.codec import PACKED
+from h2o_flexgen.kernels.table import PRODUCT, Kernel, prices
+from h2o_flexgen.quant.codec import PACKED, PLAIN
 from h2o_flexgen.schedule.ops import LOAD, READ, STORE, WRITE
 
 DEVICES = ("cpu", "cuda")
@@ -54,7 +55,7 @@ class Machine:
     host_read_per_s: float = inf
     unpinned_to_device_per_s: float = inf  # of memory that is not page-locked
     unpinned_to_host_per_s: float = inf
-    packed_flops_per_s: Mapping[str, Curve] = field(default_factory=dict)  # codec -> of few rows times packed bytes
+    packed_flops_per_s: Mapping[str, Curve] = field(default_factory=dict)  # price of a kernel -> of rows times packed bytes
     decoded_values_per_s: Mapping[str, float] = field(default_factory=dict)  # codec -> packed weights made values
     attention_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # how KV is kept -> of decode attention
     unpacked_values_per_s: Mapping[str, float] = field(default_factory=dict)  # codec -> packed KV made values to attend to
@@ -73,10 +74,28 @@ class Machine:
             raise ValueError(f"machine {self.name!r} has no flops_per_s for {dtype}; it has {', '.join(self.flops_per_s)}")
         return at_rows(self.flops_per_s[dtype], rows)
 
-    def packed_flop_rate(self, codec: str, rows: float) -> float | None:
-        """Of few rows with packed weights as they are; None where these are decoded first."""
-        curve = self.packed_flops_per_s.get(codec)
-        return at_rows(curve, rows) if curve and rows <= curve[-1][0] else None
+    def runs(self, kernel: Kernel) -> bool:
+        """Whether it is a kernel of this machine: those whose products were measured are there, and no others."""
+        fits = kernel.device in (None, self.device)
+        return fits and (kernel.form == PLAIN or kernel.price in self.packed_flops_per_s)
+
+    def packed_flop_rate(self, kernel: Kernel, rows: float) -> float:
+        """Of a product on packed bytes."""
+        return at_rows(self.packed_flops_per_s[kernel.price], rows)
+
+    def decoding_rate(self, codec: str, value_bytes: float) -> float:
+        """Packed weights made values, per second. A codec that was not measured is as slow as the slowest that was. Where none
+        was, a value takes as long as attention takes to read `value_bytes`, what is read and written for a value, in the memory
+        that is computed in."""
+        tier, measured = DEVICE if self.has_accelerator else HOST, self.decoded_values_per_s
+        in_memory = self.attention_bytes_per_s.get(tier, self.host_copy_per_s) / value_bytes
+        return measured.get(codec) or min(measured.values(), default=in_memory)
+
+    def unpacking_rate(self, codec: str, value_bytes: float) -> float:
+        """Packed KV made values to attend to, per second: as weights, where neither this nor its attention was measured. Where
+        only its attention was, the unpacking is in that."""
+        unmeasured = inf if codec in self.attention_flops_per_s else self.decoding_rate(codec, value_bytes)
+        return self.unpacked_values_per_s.get(codec, unmeasured)
 
     def bandwidth(self, lane: str, pinned: bool = True) -> float:
         """Bytes per second of a lane that moves data. Without an accelerator "load" and "store" lead to the disk only."""
@@ -270,7 +289,7 @@ def _curve(name: str, value: object) -> Curve:
 
 
 def _packed_curves(name: str, value: object) -> dict[str, Curve]:
-    return {codec: _curve(f"{name}.{codec}", points) for codec, points in _mapping(name, value, PACKED.values(), True).items()}
+    return {price: _curve(f"{name}.{price}", points) for price, points in _mapping(name, value, prices(PRODUCT), True).items()}
 
 
 def _rates_of(*kinds: str) -> Callable[[str, object], dict[str, float]]:
@@ -278,7 +297,7 @@ def _rates_of(*kinds: str) -> Callable[[str, object], dict[str, float]]:
 
 
 def _packed_rates(name: str, value: object) -> dict[str, float]:
-    return {codec: _rate(f"{name}.{codec}", rate) for codec, rate in _mapping(name, value, PACKED.values(), True).items()}
+    return {codec: _rate(f"{name}.{codec}", rate) for codec, rate in _mapping(name, value, PACKED, True).items()}
 
 
 def _visits(name: str, value: object) -> dict[str, float]:
@@ -303,7 +322,7 @@ _READERS: Mapping[str, Any] = {
     "disk_both": _both,
     "packed_flops_per_s": _packed_curves,
     "decoded_values_per_s": _packed_rates,
-    "attention_flops_per_s": _rates_of(*DTYPE_BYTES, *PACKED.values()),
+    "attention_flops_per_s": _rates_of(*DTYPE_BYTES, *PACKED),
     "unpacked_values_per_s": _packed_rates,
     "head_seconds": _seconds,
     "prompt_flops_per_s": _rates_of(PLAIN_SCORES, WITH_SCORES),

@@ -17,17 +17,19 @@ from h2o_flexgen.core.layout import part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, numbered
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.kernels.table import PRODUCT, Kernel, choose
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
 from h2o_flexgen.policies.policy import ATTENTION
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.schedule.ops import READ, WRITE, Data, Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
 from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 
+LONG_ROW = 1 << 12  # values, over which the bytes of a packed row are spread
 SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # beside the lanes, where bounds are named
 
 
@@ -119,23 +121,29 @@ class Pricing:
     def _products(self, layer: LayerSpec, rows: int) -> float:
         total = 0.0
         for (codec, share), values in layer.multiplied_values.items():
-            own = rows * share
-            rate = self._packed_rate(codec, own) or self.machine.flop_rate(self.spec.dtype, own)
+            own, machine = rows * share, self.machine
+            kernel = self._packed_product(codec, own)
+            rate = machine.packed_flop_rate(kernel, own) if kernel else machine.flop_rate(self.spec.dtype, own)
             total += 2.0 * values * own / rate
         return total
 
-    def _packed_rate(self, codec: str, rows: float) -> float | None:
-        return None if codec == PLAIN else self.machine.packed_flop_rate(codec, rows)
+    def _packed_product(self, codec: str, rows: float) -> Kernel | None:
+        """The kernel that multiplies packed bytes as they are; None where they are decoded first."""
+        return None if codec == PLAIN else choose(PRODUCT, codec, self.spec.dtype, self.machine.runs, rows)
 
     def _decoding(self, layer: LayerSpec, rows: Iterable[int], first: bool) -> float:
         """Once for a pass over the layer's weights; parts of a logit matrix that there is no room for, once for a batch."""
         total = 0.0
         for (codec, share), values in layer.multiplied_values.items():
-            if codec == PLAIN or all(self._packed_rate(codec, each * share) for each in rows):
+            if codec == PLAIN or all(self._packed_product(codec, each * share) for each in rows):
                 continue
             again = 1.0 if first else self._share_decoded_again(layer)
-            total += again * values / self.machine.decoded_values_per_s.get(codec, inf)
+            total += again * values / self.machine.decoding_rate(codec, self._bytes_to_decode(codec))
         return total
+
+    def _bytes_to_decode(self, codec: str) -> float:
+        """Read and written for a value."""
+        return CODECS[codec].nbytes((LONG_ROW,), self.spec.itemsize) / LONG_ROW + self.spec.itemsize
 
     def _share_decoded_again(self, layer: LayerSpec) -> float:
         if not layer.logit_parts:
@@ -176,11 +184,11 @@ class Pricing:
         reading = slots * spec.kv_bytes_per_slot / machine.attention_bytes_per_s.get(tier, inf)
         if on_host:
             return reading + self._to_host_and_back(rows)
-        kept = spec.dtype if spec.kv_codec == PLAIN else spec.kv_codec
+        is_plain = spec.kv_codec == PLAIN
         flops = 4.0 * spec.heads * spec.head_dim * slots
-        values = 2.0 * spec.kv_heads * spec.head_dim * slots
-        computing = flops / machine.attention_flops_per_s.get(kept, inf)
-        unpacking = values / machine.unpacked_values_per_s.get(kept, inf)
+        values = 0.0 if is_plain else 2.0 * spec.kv_heads * spec.head_dim * slots  # to unpack
+        computing = flops / machine.attention_flops_per_s.get(spec.dtype if is_plain else spec.kv_codec, inf)
+        unpacking = values / machine.unpacking_rate(spec.kv_codec, self._bytes_to_decode(spec.kv_codec))
         return max(reading, computing + unpacking) + rows * spec.kv_heads * machine.head_seconds
 
     def _attends_on_host(self, layer: int, batch: int) -> bool:

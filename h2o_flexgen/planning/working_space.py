@@ -9,6 +9,7 @@ from __future__ import annotations
 from h2o_flexgen.core.layout import hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.kernels.sizes import DTYPES, FLOAT_BYTES, SCORED_BYTES, TWIN_VALUES, PromptRoom, prompt_threads
+from h2o_flexgen.kernels.table import DECODE_ATTENTION, LIBRARIES, TORCH, Processor, choose
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
@@ -39,7 +40,8 @@ def working_bytes(spec: ModelSpec, plan: Plan, slots: Occupancy, kernel_threads:
     parts = (policy.slots(part, slots.gen_len) for part in batch.kinds_of_parts(plan.prefill_tokens))
     prefill = max(_prefill_bytes(spec, policy, part, kernel_threads) for part in parts)
     decode = batch.size * spec.heads * slots.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, slots)
-    decode += batch.size * slots.capacity * _decoding_bytes_per_slot(spec, policy, kernel_threads > 0)
+    processor = Processor(library=LIBRARIES[0] if kernel_threads else TORCH)
+    decode += batch.size * slots.capacity * _decoding_bytes_per_slot(spec, policy, processor)
     scored = min(scored_at_once, batch.size * batch.prompt_len)
     head = max(batch.size, scored) * spec.vocab * (3 * 4 + spec.itemsize) + scored * _normed_bytes(spec)
     return max(prefill, decode, head) + hidden_bytes(spec, batch)
@@ -99,10 +101,11 @@ def _extending_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, kernel
     return slots.batch.size * (copies + mask)
 
 
-def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, reads_packed: bool) -> int:
+def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, processor: Processor) -> int:
     """What of packed KV is decoded before it is attended, and its bytes side by side."""
     if spec.kv_codec == PLAIN:
         return 0
+    reads_packed = choose(DECODE_ATTENTION, spec.kv_codec, spec.dtype, processor.runs, width=spec.head_dim)
     if reads_packed:  # but for keys that are to be rotated
         return (spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot) // 2 if policy.rolls else 0
     return spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot

@@ -57,7 +57,7 @@ def decode_computing(clock: Clock, dtypes: tuple[str, ...], dtype: str, sizes: S
     """Several queries per key, to compute as much as possible for what is read. `dtypes` are those of plain KV."""
     return [
         *(_plain_computing(clock, name, sizes) for name in dtypes),
-        *(_packed_computing(clock, codec, dtype, sizes) for codec in PACKED.values()),
+        *(_packed_computing(clock, codec, dtype, sizes) for codec in PACKED),
     ]
 
 

@@ -12,6 +12,7 @@ import torch
 
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, usual_dtype
 from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.kernels.table import PRODUCT, prices
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import available_bytes, give_back_freed
 from h2o_flexgen.memory.memories import Memories
@@ -92,10 +93,10 @@ def _machine(name: str, device: Device, free: tuple[int, int, int], figures: Map
         disk_both=min(2.0, max(1.0, figures[moving.BOTH])),
         **{name: figures[name] for name in visits.KV},
         host_read_per_s=figures[moving.SUM],
-        packed_flops_per_s=_curves(figures, products.PACKED_PRODUCTS, PACKED.values()),
-        decoded_values_per_s=_rates(figures, products.DECODING, PACKED.values()),
-        attention_flops_per_s=_rates(figures, attention.COMPUTING, (*DTYPE_BYTES, *PACKED.values())),
-        unpacked_values_per_s=_rates(figures, attention.UNPACKING, PACKED.values()),
+        packed_flops_per_s=_curves(figures, products.PACKED_PRODUCTS, prices(PRODUCT)),
+        decoded_values_per_s=_rates(figures, products.DECODING, PACKED),
+        attention_flops_per_s=_rates(figures, attention.COMPUTING, (*DTYPE_BYTES, *PACKED)),
+        unpacked_values_per_s=_rates(figures, attention.UNPACKING, PACKED),
         head_seconds=figures[attention.HEAD],
         prompt_flops_per_s=_rates(figures, attention.PROMPTS, (PLAIN_SCORES, WITH_SCORES)),
         values_per_s=figures.get(products.VALUES, inf),

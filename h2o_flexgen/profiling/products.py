@@ -10,17 +10,17 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from h2o_flexgen.kernels.group_product import FEW_ROWS
-from h2o_flexgen.kernels.native import KINDS, native_library
+from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.kernels.operations import decode, encode, packed_product, plain_product
+from h2o_flexgen.kernels.table import PRODUCT, Kernel, choose
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.models.base import Given, Model, Rotate, computed
 from h2o_flexgen.profiling.sizes import Sizes
 from h2o_flexgen.profiling.subject import Clock, Figures, Subject
-from h2o_flexgen.quant.codec import CODECS, PACKED, Codec
+from h2o_flexgen.quant.codec import CODECS, PACKED
 
 PRODUCTS, PACKED_PRODUCTS, DECODING, VALUES = "products", "packed products", "decoding", "values"
 OPT = "facebook/opt-125m"
@@ -47,40 +47,39 @@ def _plain_product(clock: Clock, dtype: str, weights: itertools.cycle[Tensor], r
     flops = 2.0 * rows * side * side
 
     def measure() -> Figures:
-        return {point(PRODUCTS, dtype, rows): flops / clock.of(lambda: functional.linear(x, next(weights)))}
+        return {point(PRODUCTS, dtype, rows): flops / clock.of(lambda: plain_product(x, next(weights), None))}
 
     return Subject(f"products, {dtype}, {rows} row{'s' * (rows > 1)}", measure)
 
 
 def packed_products(clock: Clock, dtype: str, sizes: Sizes) -> list[Subject]:
     """Products with weights as they lie packed, if a kernel takes them so, and the decoding rate of every codec."""
-    if clock.device.accelerator or native_library() is None or DTYPES[dtype] not in KINDS:
-        rows: list[int] = []
-    else:
-        rows = [each for each in sizes.rows if each <= FEW_ROWS]
-    subjects = []
-    for name in PACKED.values():
-        packed = itertools.cycle(_packed(clock, CODECS[name], sizes))
-        subjects += [_packed_product(clock, dtype, name, packed, each, sizes.side) for each in rows]
-        subjects.append(_decoding(clock, dtype, name, packed, sizes.side))
+    here, subjects = processor(clock.device.torch_device.type), list[Subject]()
+    for codec in PACKED:
+        packed = itertools.cycle(_packed(clock, codec, sizes))
+        for rows in sizes.rows:
+            if kernel := choose(PRODUCT, codec, dtype, here.runs, rows):
+                subjects.append(_packed_product(clock, dtype, kernel, packed, rows, sizes.side))
+        subjects.append(_decoding(clock, dtype, codec, packed, sizes.side))
     return subjects
 
 
-def _packed_product(clock: Clock, dtype: str, codec: str, packed: itertools.cycle[Tensor], rows: int, side: int) -> Subject:
-    x, flops = torch.full((rows, side), 0.5, dtype=DTYPES[dtype]), 2.0 * rows * side * side
+def _packed_product(clock: Clock, dtype: str, kernel: Kernel, packed: itertools.cycle[Tensor], rows: int, side: int) -> Subject:
+    x = torch.full((rows, side), 0.5, dtype=DTYPES[dtype], device=clock.device.torch_device)
+    flops = 2.0 * rows * side * side
 
     def measure() -> Figures:
-        taken = clock.of(lambda: CODECS[codec].product(x, next(packed), None))
-        return {point(PACKED_PRODUCTS, codec, rows): flops / taken}
+        taken = clock.of(lambda: packed_product(kernel.form, x, next(packed), None))
+        return {point(PACKED_PRODUCTS, kernel.price, rows): flops / taken}
 
-    return Subject(f"products, {codec}, {rows} row{'s' * (rows > 1)}", measure)
+    return Subject(f"products, {kernel.price}, {rows} row{'s' * (rows > 1)}", measure)
 
 
 def _decoding(clock: Clock, dtype: str, codec: str, packed: itertools.cycle[Tensor], side: int) -> Subject:
     values = torch.empty(side, side, dtype=DTYPES[dtype], device=clock.device.torch_device)
 
     def measure() -> Figures:
-        taken = clock.of(lambda: CODECS[codec].decode(next(packed).view(-1), values))
+        taken = clock.of(lambda: decode(codec, next(packed), values))
         return {f"{DECODING} {codec}": values.numel() / taken}
 
     return Subject(f"decoding {codec}", measure)
@@ -94,12 +93,12 @@ def _weights(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
     return [place.view(dtype).view(shape).copy_(one) for place in places]
 
 
-def _packed(clock: Clock, codec: Codec, sizes: Sizes) -> list[Tensor]:
+def _packed(clock: Clock, codec: str, sizes: Sizes) -> list[Tensor]:
     """(outputs, bytes of a row) each"""
     memory, side = clock.device.memory(HostTier()), sizes.side
-    nbytes = codec.nbytes((side, side), 4)
+    nbytes = CODECS[codec].nbytes((side, side), 4)
     one = torch.empty(nbytes, dtype=torch.uint8, device=clock.device.torch_device)
-    codec.encode(torch.rand(side, side, device=clock.device.torch_device).sub_(0.5), one)
+    encode(codec, torch.rand(side, side, device=clock.device.torch_device).sub_(0.5), one)
     places = [memory.alloc(nbytes)[:nbytes] for _ in range(max(2, sizes.cold_bytes // 2 // nbytes))]
     return [place.copy_(one).view(side, -1) for place in places]
 

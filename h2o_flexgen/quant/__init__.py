@@ -1,1 +1,1 @@
-"""How values are stored: codecs, one file each."""
+"""How values are stored: the forms, one file each, without anything that computes."""

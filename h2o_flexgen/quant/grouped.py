@@ -9,10 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 GROUP = 64
 SHARED_BYTES = 2 + 2  # of a scale and a minimum
@@ -26,23 +22,15 @@ class Grouped:
     def name(self) -> str:
         return f"group{self.bits}"
 
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes of one group."""
+        return GROUP * self.bits // 8
+
     def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        groups = -(-shape[-1] // GROUP)
-        return prod(shape[:-1]) * groups * (GROUP * self.bits // 8 + SHARED_BYTES)
+        return prod(shape[:-1]) * groups_of(shape[-1]) * (self.code_bytes + SHARED_BYTES)
 
-    def encode(self, values: Tensor, out: Tensor) -> None:
-        from h2o_flexgen.kernels.group_encode import group_encode
 
-        rows = prod(values.shape[:-1])
-        group_encode(values.reshape(rows, -1), out.view(rows, -1), self.bits)
-
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        from h2o_flexgen.kernels.group_decode import group_decode
-
-        rows = prod(out.shape[:-1])
-        group_decode(data.view(rows, -1), out.view(rows, -1), self.bits)
-
-    def product(self, x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor | None:
-        from h2o_flexgen.kernels.group_product import group_product
-
-        return group_product(x, data, bias, self.bits)
+def groups_of(columns: int) -> int:
+    """Groups of a row; the last may have values that do not count."""
+    return -(-columns // GROUP)

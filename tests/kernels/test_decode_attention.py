@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.decode_attention import Kept, decode_attention, decode_attention_twin
+from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
+from h2o_flexgen.kernels.operations import decode_attention
 from h2o_flexgen.kv.coding import Coding
 from tests.kernels.variants import VARIANTS, used
 
@@ -41,7 +42,7 @@ def test_c_is_as_near_to_float64_as_torch(variant: str, dtype: torch.dtype, shap
     q, keys, values, held, mask = drawn(shape, dtype, scale)
     with used(variant):
         out, sums = decode_attention(q, Kept(keys), Kept(values), held, mask)
-    twin, twin_sums = decode_attention_twin(q, keys, values, mask)
+    twin, twin_sums = decode_attention_twin(q, Kept(keys), Kept(values), held, mask)
     expected, expected_sums = exact(q, keys, values, mask)
     assert out.dtype == twin.dtype == dtype and sums.dtype == twin_sums.dtype == torch.float32
     tolerance = TOLERANCES[dtype]
@@ -100,8 +101,7 @@ def test_packed_slots_are_attended_as_what_they_decode_to(
     """Also where keys were unpacked before, to be rotated, and values were not."""
     q, keys, values, held, mask = drawn(shape, dtype)
     coding = Coding(f"group{bits}", dtype, shape[4])
-    kept = [coding.attendable(coding.encode(tensor)) for tensor in (keys, values)]
-    assert [one.bits for one in kept] == [bits, bits]
+    kept = [Kept(coding.encode(tensor), coding.codec) for tensor in (keys, values)]
     unpacked = [coding.decode(one.data) for one in kept]
     expected, expected_sums = exact(q, *unpacked, mask)
     with used(variant):

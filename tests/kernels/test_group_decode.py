@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
+from h2o_flexgen.kernels.group_decode import group_decode_twin
+from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.quant.grouped import Grouped
 from tests.kernels.variants import VARIANTS, used
 
@@ -18,8 +19,8 @@ def test_c_gives_the_bits_of_torch(variant: str, bits: int, dtype: torch.dtype, 
     data = packed(torch.randn(shape) * torch.logspace(-8, 8, shape[0])[:, None], bits)
     ours, twin = (torch.full(shape, 7.0, dtype=dtype) for _ in range(2))
     with used(variant):
-        group_decode(data, ours, bits)
-    group_decode_twin(data, twin, bits)
+        decode(Grouped(bits).name, data, ours)
+    group_decode_twin(Grouped(bits), data, twin)
     assert torch.equal(ours.view(torch.uint8), twin.view(torch.uint8))
 
 
@@ -27,12 +28,12 @@ def test_c_gives_the_bits_of_torch(variant: str, bits: int, dtype: torch.dtype, 
 def test_nothing_is_written_behind_the_last_value(variant: str) -> None:
     room = torch.full((3 * 70 + 64,), 7.0)
     with used(variant):
-        group_decode(packed(torch.randn(3, 70), 4), room[: 3 * 70].view(3, 70), 4)
+        decode("group4", packed(torch.randn(3, 70), 4), room[: 3 * 70].view(3, 70))
     assert (room[3 * 70 :] == 7.0).all() and (room[: 3 * 70] != 7.0).all()
 
 
 def packed(values: torch.Tensor, bits: int) -> torch.Tensor:
     """(rows, bytes of a row)"""
     data = torch.empty(Grouped(bits).nbytes(tuple(values.shape), 4), dtype=torch.uint8)
-    Grouped(bits).encode(values, data)
+    encode(Grouped(bits).name, values, data)
     return data.view(len(values), -1)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from h2o_flexgen.kernels import group_encode as module
-from h2o_flexgen.kernels.group_encode import group_encode, group_encode_twin
+from h2o_flexgen.kernels.group_encode import group_encode_twin
+from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.quant.grouped import Grouped
 from tests.kernels.variants import VARIANTS, used
 
@@ -23,9 +24,17 @@ SPREADS = {
 }
 
 
-def encoded(values: torch.Tensor, bits: int, how: object) -> torch.Tensor:
-    out = torch.full((len(values), Grouped(bits).nbytes((1, values.shape[1]), 4)), 77, dtype=torch.uint8)
-    how(values, out, bits)  # type: ignore[operator]
+def room(values: torch.Tensor, bits: int) -> torch.Tensor:
+    return torch.full((len(values), Grouped(bits).nbytes((1, values.shape[1]), 4)), 77, dtype=torch.uint8)
+
+
+def encoded(values: torch.Tensor, bits: int) -> torch.Tensor:
+    encode(Grouped(bits).name, values, out := room(values, bits))
+    return out
+
+
+def by_the_twin(values: torch.Tensor, bits: int) -> torch.Tensor:
+    group_encode_twin(Grouped(bits), values, out := room(values, bits))
     return out
 
 
@@ -38,20 +47,20 @@ def test_c_gives_the_bytes_of_torch(variant: str, bits: int, dtype: torch.dtype,
     for shape in SHAPES:
         values = SPREADS[spread](shape).to(dtype)
         with used(variant):
-            ours = encoded(values, bits, group_encode)
-        assert torch.equal(ours, encoded(values, bits, group_encode_twin)), shape
+            ours = encoded(values, bits)
+        assert torch.equal(ours, by_the_twin(values, bits)), shape
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_parts_of_large_tensors_meet(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(50, 200)
-    at_once = encoded(values, bits, group_encode_twin)
+    at_once = by_the_twin(values, bits)
     monkeypatch.setattr(module, "TWIN_VALUES", 700)
-    assert torch.equal(encoded(values, bits, group_encode_twin), at_once)
+    assert torch.equal(by_the_twin(values, bits), at_once)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_strided_values_are_encoded_as_they_are_seen(variant: str) -> None:
     values = torch.randn(64, 30).T
     with used(variant):
-        assert torch.equal(encoded(values, 4, group_encode), encoded(values.contiguous(), 4, group_encode_twin))
+        assert torch.equal(encoded(values, 4), by_the_twin(values.contiguous(), 4))

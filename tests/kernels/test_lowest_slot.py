@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.kernels import lowest_slot as kernel
-from h2o_flexgen.kernels.lowest_slot import lowest_slot, lowest_slot_twin
+from h2o_flexgen.kernels.functions import FUNCTIONS
+from h2o_flexgen.kernels.lowest_slot import lowest_slot_twin
+from h2o_flexgen.kernels.operations import lowest_slot
 from tests.kernels.variants import VARIANTS, never, used
 
 
@@ -27,7 +28,7 @@ def test_c_and_torch_let_the_oldest_of_the_lowest_go(
     free = (positions >= 5 + slots // 2) & (positions < 5 + 2 * slots - slots // 2)
     some = free.any(-1).all(-1)[:, None, None]
     start, end = torch.where(some, 5 + slots // 2, -3), torch.where(some, 5 + 2 * slots - slots // 2, 2 * slots + 5)
-    monkeypatch.setattr(kernel, "lowest_slot_twin", never)
+    monkeypatch.setitem(FUNCTIONS, "lowest_slot_twin", never)
     with used(variant):
         found = lowest_slot(positions, ranks, held, start, end)
     assert torch.equal(found, lowest_slot_twin(positions, ranks, held, start, end))

@@ -7,29 +7,30 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.kernels import native as kernels
+from h2o_flexgen.kernels.table import CPU, TORCH
 from tests.kernels.variants import VARIANTS, used
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_can_be_asked_for(variant: str) -> None:
     with used(variant):
-        assert kernels.native_library() is not None and kernels.in_use() == f"C ({variant})"
+        assert kernels.processor(CPU).library == variant and kernels.in_use() == f"C ({variant})"
 
 
 def test_unless_asked_the_best_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(kernels.SWITCH, raising=False)
     best = next(iter(kernels.variants()), None)
-    assert kernels.in_use() == (f"C ({best})" if best else kernels.TORCH)
+    assert kernels.in_use() == (f"C ({best})" if best else TORCH)
 
 
 def test_the_library_can_be_switched_off() -> None:
-    with used(kernels.TORCH):
-        assert kernels.native_library() is None and kernels.in_use() == kernels.TORCH
+    with used(TORCH):
+        assert kernels.processor(CPU).library == kernels.in_use() == TORCH
 
 
 def test_one_that_is_not_there_is_refused_with_those_that_are() -> None:
     with used("avx1024"), pytest.raises(ValueError, match=r"^H2O_FLEXGEN_KERNELS is 'avx1024'; known here: torch"):
-        kernels.native_library()
+        kernels.in_use()
 
 
 def test_sources_and_libraries_lie_in_one_folder() -> None:

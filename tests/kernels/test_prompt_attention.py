@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels import prompt_attention as kernel
-from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attention_twin
+from h2o_flexgen.kernels.functions import FUNCTIONS
+from h2o_flexgen.kernels.operations import prompt_attention
+from h2o_flexgen.kernels.prompt_attention import prompt_attention_twin
 from tests.kernels.variants import VARIANTS, never, used
 
 SHAPES = [  # rows, kv_heads, group, held, tokens, dim
@@ -76,7 +77,7 @@ def test_c_is_as_near_to_float64_as_torch(
     variant: str, dtype: torch.dtype, shape: tuple[int, ...], scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = drawn(shape, dtype, scale)
-    monkeypatch.setattr(kernel, "prompt_attention_twin", never)
+    monkeypatch.setitem(FUNCTIONS, "prompt_attention_twin", never)
     with used(variant):
         out, sums = given.attended()
     twin, twin_sums = prompt_attention_twin(*given)
@@ -148,6 +149,6 @@ def test_what_a_row_does_not_hold_changes_nothing(variant: str, dtype: torch.dty
 
 
 def test_float16_is_attended_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "prompt_attention_twin", lambda *_: ("twin", None))
+    monkeypatch.setitem(FUNCTIONS, "prompt_attention_twin", lambda *_: ("twin", None))
     given = drawn((1, 2, 1, 0, 7, 64), torch.float16)
     assert prompt_attention(*given)[0] == "twin"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.kernels import take_slots as kernel
-from h2o_flexgen.kernels.take_slots import take_slots, take_slots_twin
+from h2o_flexgen.kernels.functions import FUNCTIONS
+from h2o_flexgen.kernels.operations import take_slots
+from h2o_flexgen.kernels.take_slots import take_slots_twin
 from tests.kernels.variants import VARIANTS, never, used
 
 
@@ -22,17 +23,17 @@ def test_c_takes_what_torch_takes_and_nothing_else(
     source = torch.randint(0, 200, (rows, slots, heads, width), generator=draw).to(dtype).transpose(1, 2)
     index = torch.randint(0, slots, (rows, heads if index_heads == "each" else 1, count + 2), generator=draw)[..., 2:]
     room, expected = (torch.full((rows, heads, count + 3, width), 7).to(dtype) for _ in range(2))
-    monkeypatch.setattr(kernel, "take_slots_twin", never)
+    monkeypatch.setitem(FUNCTIONS, "take_slots_twin", never)
     with used(variant):
         take_slots(source, index, room[:, :, 1 : count + 1])
     take_slots_twin(source, index, expected[:, :, 1 : count + 1])
     assert torch.equal(room, expected)
 
 
-def test_values_that_lie_apart_are_taken_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_values_that_lie_apart_are_taken_as_well(variant: str) -> None:
     """C reads those of a slot side by side."""
-    called = []
-    monkeypatch.setattr(kernel, "take_slots_twin", lambda *_: called.append("twin"))
-    apart = torch.zeros(1, 1, 8, 4).transpose(2, 3)
-    take_slots(apart, torch.zeros(1, 1, 2, dtype=torch.int64), torch.empty(1, 1, 2, 8))
-    assert called == ["twin"]
+    apart, out = torch.randn(1, 1, 8, 4).transpose(2, 3), torch.empty(1, 1, 2, 8)
+    with used(variant):
+        take_slots(apart, torch.tensor([[[3, 0]]]), out)
+    assert torch.equal(out, apart[:, :, [3, 0]])

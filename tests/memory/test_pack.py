@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from h2o_flexgen.core.layout import ALIGNMENT, PAGE_ALIGNED_FROM
+from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.memory.pack import Entry, Layout, Pack, Range, slices
-from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.quant.codec import PLAIN
 from tests.inverted import Inverted, registered
 
 SHAPES = draw.lists(draw.lists(draw.integers(1, 60), min_size=1, max_size=3).map(tuple), max_size=8)
@@ -55,10 +56,10 @@ def test_what_is_encoded_into_its_bytes_is_decoded_beside_them(
         pack = Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout)
         values = [torch.randn(shape).to(dtype) for shape, _ in shapes]
         for at, value in enumerate(values):
-            CODECS[names[at]].encode(value, pack.bytes(str(at)))
+            encode(names[at], value, pack.bytes(str(at)))
         for at, value in enumerate(values):
             decoded = torch.empty_like(value)
-            CODECS[names[at]].decode(pack.bytes(str(at)), decoded)
+            decode(names[at], pack.bytes(str(at)), decoded)
             assert torch.equal(decoded, value)
             assert names[at] != PLAIN or torch.equal(pack.view(str(at)), value)
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, TensorSpec
+from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.models import dummy as dummy_module
 from h2o_flexgen.models.checkpoint import WeightSource
 from h2o_flexgen.models.dummy import DummySource
-from h2o_flexgen.quant.codec import CODECS
 
 MATRIX = "model.layers.3.mlp.up_proj.weight"
 NORM = "model.layers.3.input_layernorm.weight"
@@ -100,7 +100,7 @@ def test_packed_weights_are_what_the_codec_makes_of_the_plain_ones(
     weights, plain = source(tmp_path, dtype=dtype), spec(MATRIX, 300, 101)
     packed = replace(plain, codec="group4")
     expected, out = (torch.empty(packed.nbytes, dtype=torch.uint8) for _ in range(2))
-    CODECS["group4"].encode(filled(weights, plain, dtype), expected)
+    encode("group4", filled(weights, plain, dtype), expected)
     assert weights.fill(packed, out) and torch.equal(out, expected)
     stored = weights.locate([packed])[MATRIX]
     assert stored.file.read_bytes()[stored.offset :][: packed.nbytes] == expected.numpy().tobytes()

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models import packed as packed_module
@@ -19,7 +20,7 @@ from h2o_flexgen.models.checkpoint import open_checkpoint
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.models.safetensors_format import StoredTensor
 from h2o_flexgen.models.sums import STRETCH_BYTES
-from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.quant.codec import PLAIN
 from tests.contract import Checkpoints
 from tests.tiny import save_tiny
 
@@ -57,7 +58,7 @@ def test_what_is_packed_is_what_the_codec_makes_of_the_stored_values(codec: str,
     assert len(packed) >= 10
     for tensor in packed:
         expected = torch.empty(tensor.nbytes, dtype=torch.uint8)
-        CODECS[codec].encode(values[tensor.name], expected)
+        encode(codec, values[tensor.name], expected)
         stored = located[tensor.name]
         assert stored.offset % 4096 == 0, "direct reads start at pages"
         assert stored.file.read_bytes()[stored.offset :][: tensor.nbytes] == expected.numpy().tobytes()
@@ -93,7 +94,7 @@ def test_every_matrix_is_packed_and_every_table_of_tokens_tied_or_not(
     source, values = opened(folder, tmp_path / "cache"), stored_values(folder)
     for table in filter(None, tables):
         expected = torch.empty(table.nbytes, dtype=torch.uint8)
-        CODECS[CODEC].encode(values[table.name], expected)
+        encode(CODEC, values[table.name], expected)
         stored = source.locate([table])[table.name]
         assert stored.file.read_bytes()[stored.offset :][: table.nbytes] == expected.numpy().tobytes()
 

@@ -23,7 +23,8 @@ from h2o_flexgen.engine.prompt_logprobs import read_prompts
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.scoring import Scorer
-from h2o_flexgen.kernels.native import TORCH, kernel_threads
+from h2o_flexgen.kernels.native import kernel_threads
+from h2o_flexgen.kernels.table import LIBRARIES, TORCH, Processor
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
@@ -406,10 +407,11 @@ def test_packed_slots_that_are_read_where_they_lie_are_not_decoded() -> None:
     plain, evicting = Plan().policy, Plan.create(kv_policy="h2o", heavy=3, recent=3, positions="rolling").policy
     both = spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
     assert spec.kv_bytes_per_slot == 2 * spec.kv_heads * 36
-    assert _decoding_bytes_per_slot(spec, plain, False) == _decoding_bytes_per_slot(spec, evicting, False) == both
-    assert _decoding_bytes_per_slot(spec, plain, True) == 0
-    assert _decoding_bytes_per_slot(spec, evicting, True) == both // 2
-    assert _decoding_bytes_per_slot(tiny_spec(), plain, False) == 0
+    in_torch, in_c = Processor(), Processor(library=LIBRARIES[-1])
+    assert _decoding_bytes_per_slot(spec, plain, in_torch) == _decoding_bytes_per_slot(spec, evicting, in_torch) == both
+    assert _decoding_bytes_per_slot(spec, plain, in_c) == 0
+    assert _decoding_bytes_per_slot(spec, evicting, in_c) == both // 2
+    assert _decoding_bytes_per_slot(tiny_spec(), plain, in_torch) == 0
 
 
 def test_where_neither_is_enough_a_smaller_batch_with_a_smaller_share_is_offered() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from math import log
 
 import pytest
 
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.core.workload import Block
+from h2o_flexgen.kernels.table import FEW_ROWS
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -142,11 +142,22 @@ def test_a_visit_that_evicts_costs_more_than_one_that_does_not() -> None:
 def test_packed_weights_are_multiplied_as_they_are_by_few_rows_and_decoded_once_for_more() -> None:
     few = parts_of(planned(block_of([[4, 2]]), False, packed=True), 1, "mlp")
     assert few["decoding"] == 0.0 and few["products"] == pytest.approx(2 * 2 * 8 * 32 * 2 / 4e9)
-    of = planned(block_of([[4, 2, 1], [3, 3, 3]]), False, packed=True)
+    rows = FEW_ROWS + 1
+    of = planned(block_of([[4] * rows, [3] * rows]), False, packed=True)
     first, second = (parts_of(of, 1, "mlp", batch) for batch in (0, 1))
     assert first["decoding"] == pytest.approx(2 * 8 * 32 / 5e8) and second["decoding"] == 0.0
-    rate = 7e9 + 2e9 * log(1.5) / log(2)  # of three rows, between those of two and of four
-    assert first["products"] == second["products"] == pytest.approx(2 * 2 * 8 * 32 * 3 / rate)
+    assert first["products"] == second["products"] == pytest.approx(2 * 2 * 8 * 32 * rows / 9e9)
+
+
+@pytest.mark.parametrize("measured", [{"group8": 3e8, "group4": 5e8}, {"group8": 3e8}, {}])
+def test_a_codec_that_was_not_profiled_is_not_decoded_for_nothing(measured: dict[str, float]) -> None:
+    """It is as slow as the slowest that was, or else as its bytes are read and its values written in memory."""
+    machine = replace(SMALL, flops_per_s=MACHINE.flops_per_s, decoded_values_per_s=measured, unpacked_values_per_s=measured)
+    rate = measured.get("group4") or measured.get("group8") or 20e9 / (36 / 64 + 4)
+    of = planned(block_of([[4, 2]]), False, packed=True, kv_codec="group4")
+    mlp, attention = (Pricing(of, on(machine, False)).compute_parts(Key(Op.COMPUTE, 1, layer, 0)) for layer in (2, 1))
+    assert mlp["decoding"] == pytest.approx(2 * 8 * 32 / rate)
+    assert attention["attention"] >= 2 * 5 * 2 * 2 * 4 / rate
 
 
 def test_attention_beside_the_data_moves_no_kv_over_the_link_but_what_is_new() -> None:

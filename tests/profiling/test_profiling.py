@@ -17,8 +17,8 @@ import torch
 
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.kernels.group_product import FEW_ROWS
-from h2o_flexgen.kernels.native import native_library
+from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.kernels.table import CPU, FEW_ROWS, TORCH, Processor
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
@@ -96,7 +96,7 @@ def test_curves_have_the_rows_that_they_are_asked_for(found: tuple[Machine, obje
     assert (set(machine.prompt_flops_per_s), set(machine.attention_bytes_per_s)) == ({"plain", "scored"}, {"host"})
     assert (set(machine.visit_seconds), set(machine.decoded_values_per_s)) == ({"attention", "mlp"}, {"group4", "group8"})
     packed = {codec: [rows for rows, _ in curve] for codec, curve in machine.packed_flops_per_s.items()}
-    assert packed == ({} if native_library() is None else {"group4": [1, 8], "group8": [1, 8]})
+    assert packed == ({} if in_use() == TORCH else {"group4": [1, 8], "group8": [1, 8]})
 
 
 def test_a_profile_is_kept_and_loaded_as_it_is(found: tuple[Machine, object, object], tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_another_type_can_be_measured_in(tmp_path: Path, dtype: str) -> None:
 def test_an_accelerator_has_links_and_attends_in_two_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moving, "HostTier", lambda pinned=False: HostTier())  # nobody can page-lock memory for it
     machine = profile(PretendedDevice(), tmp_path, "pretended", "float32", TINY)
-    assert set(machine.attention_bytes_per_s) == {"host", "device"} and machine.packed_flops_per_s == {}
+    assert set(machine.attention_bytes_per_s) == {"host", "device"}
     rates = [getattr(machine, name) for pair in moving.LINKS.values() for name in pair]
     assert all(0 < rate < math.inf and rate != machine.host_copy_per_s for rate in rates)
 
@@ -160,7 +160,7 @@ def test_an_accelerator_has_links_and_attends_in_two_places(tmp_path: Path, monk
 @pytest.mark.cuda
 def test_a_gpu_can_be_measured(tmp_path: Path) -> None:
     machine = profile(open_device(), tmp_path, "gpu", sizes=replace(TINY, copied_bytes=16 << 20))
-    assert machine.has_accelerator and machine.device_bytes > 0
+    assert machine.has_accelerator and machine.device_bytes > 0 and machine.packed_flops_per_s == {}
     assert [len(curve) for curve in machine.flops_per_s.values()] == [3, 3, 3]
 
 
@@ -178,7 +178,7 @@ def test_weights_take_turns_over_more_than_a_cache_holds() -> None:
     assert len(places) == 8 and sum(weight.nbytes for weight in weights) == TINY.cold_bytes
 
 
-@pytest.mark.skipif(native_library() is None, reason="packed weights are multiplied with by the kernels in C")
+@pytest.mark.skipif(in_use() == TORCH, reason="packed weights are multiplied with by the kernels in C")
 def test_packed_products_are_those_of_few_rows() -> None:
     found = figures(*products.packed_products(CLOCK, "bfloat16", replace(TINY, rows=(1, FEW_ROWS, FEW_ROWS + 1))))
     flops = 2 * 64 * 64
@@ -194,7 +194,7 @@ def test_packed_products_are_those_of_few_rows() -> None:
 
 
 def test_without_kernels_there_are_no_packed_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "native_library", lambda: None)
+    monkeypatch.setattr(products, "processor", lambda device: Processor(CPU, TORCH))
     assert set(figures(*products.packed_products(CLOCK, "bfloat16", TINY))) == {"decoding group4", "decoding group8"}
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from h2o_flexgen.core.layout import decoded_bytes, part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import Checked, Piece
 from h2o_flexgen.memory.host import HostTier
@@ -28,8 +29,7 @@ from h2o_flexgen.memory.pack import DTYPES, Entry, Layout, Pack, Range, slices
 from h2o_flexgen.memory.ring import Ring
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
-from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.quant.matrix import DecodeBuffer, PackedMatrix
+from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Task, Visit
 
@@ -208,7 +208,7 @@ class WeightStore:
         if place not in self._parts:
             whole, rooms = self._pack_of(matrix, *place).rows(matrix.name), self._rooms_for_parts(layer, matrix)
             self._parts[place] = [
-                PackedMatrix(whole[rows], CODECS[matrix.codec], rooms[min(number, len(rooms) - 1)])
+                PackedMatrix(whole[rows], matrix.codec, rooms[min(number, len(rooms) - 1)])
                 for number, rows in enumerate(layer.logit_parts)
             ]
         views = self.views(visit)

@@ -13,7 +13,7 @@ from h2o_flexgen.evaluation.study.attention import attention_in_blocks
 from h2o_flexgen.evaluation.study.captured import captured
 from h2o_flexgen.evaluation.study.kept import Keeper
 from h2o_flexgen.evaluation.study.sparsity import negligible_entries, visible_entries
-from h2o_flexgen.kernels.prompt_attention import prompt_attention
+from h2o_flexgen.kernels.operations import prompt_attention
 from h2o_flexgen.models.base import Rotate
 
 

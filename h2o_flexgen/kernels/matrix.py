@@ -1,14 +1,13 @@
-"""PackedMatrix: a matrix of a layer in the bytes of its codec. Few rows are multiplied with the bytes, where the codec can; for
-more it is decoded first, once for all that follow."""
+"""PackedMatrix: a matrix of a layer in the bytes of its codec. It is multiplied as it lies where a kernel does that; otherwise
+it is decoded first, once for all products that follow."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn import functional
 
-from h2o_flexgen.quant.codec import Codec
+from h2o_flexgen.kernels.operations import decode, packed_product, plain_product
 
 
 @dataclass(eq=False)
@@ -22,22 +21,22 @@ class DecodeBuffer:
 @dataclass(frozen=True, eq=False)
 class PackedMatrix:
     data: Tensor  # (outputs, bytes of a row)
-    codec: Codec
+    codec: str
     room: DecodeBuffer
 
     def values(self) -> Tensor:
-        """(outputs, inputs). Good until somebody else takes the room."""
+        """(outputs, inputs). They are good until somebody else takes the buffer."""
         values = self.room.values[: len(self.data)]
         if self.room.holder is not self:
-            self.codec.decode(self.data.view(-1), values)
+            decode(self.codec, self.data, values)
             self.room.holder = self
         return values
 
     def renew(self) -> None:
-        """The bytes are others now, or the room was used for something else."""
+        """The bytes are others now, or the buffer was used for something else."""
         self.room.holder = None
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """As torch's, of the values."""
-        out = self.codec.product(x, self.data, bias)
-        return functional.linear(x, self.values(), bias) if out is None else out
+        out = packed_product(self.codec, x, self.data, bias)
+        return plain_product(x, self.values(), bias) if out is None else out

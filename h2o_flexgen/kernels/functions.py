@@ -1,0 +1,27 @@
+"""Every kernel by the name that kernels/table.py knows it by: those in C, and their twins in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
+from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
+from h2o_flexgen.kernels.group_encode import group_encode, group_encode_twin
+from h2o_flexgen.kernels.group_product import group_product
+from h2o_flexgen.kernels.lowest_slot import lowest_slot, lowest_slot_twin
+from h2o_flexgen.kernels.plain import plain_decode, plain_encode, plain_product
+from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attention_twin
+from h2o_flexgen.kernels.take_slots import take_slots, take_slots_twin
+
+Function = Callable[..., Any]  # kernels of one operation take the same arguments
+
+FUNCTIONS: Mapping[str, Function] = {
+    function.__name__: function
+    for function in (
+        *(plain_encode, plain_decode, plain_product),
+        *(group_encode, group_encode_twin, group_decode, group_decode_twin, group_product),
+        *(decode_attention, decode_attention_twin, prompt_attention, prompt_attention_twin),
+        *(lowest_slot, lowest_slot_twin, take_slots, take_slots_twin),
+    )
+}

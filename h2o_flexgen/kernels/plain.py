@@ -1,0 +1,20 @@
+"""Plain values: encoding and decoding are copies, and a product is torch's."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.quant.plain import Plain
+
+
+def plain_encode(codec: Plain, values: Tensor, out: Tensor) -> None:
+    out.view(values.dtype).view(values.shape).copy_(values)
+
+
+def plain_decode(codec: Plain, data: Tensor, out: Tensor) -> None:
+    out.copy_(data.view(out.dtype).view(out.shape))
+
+
+def plain_product(codec: Plain, x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(x, data, bias)

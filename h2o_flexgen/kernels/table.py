@@ -1,0 +1,98 @@
+"""Which kernel does an operation: one table of all kernels, and one rule that picks from it.
+
+What computes and what predicts ask the same rule, so neither can have another kernel in mind than the other. A kernel is a row
+here and a function of that name in kernels/functions.py; what it costs is named here and measured by a profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+
+from h2o_flexgen.kernels.sizes import DTYPES, shared
+from h2o_flexgen.quant.codec import GROUPED, PLAIN
+
+ENCODE, DECODE, PRODUCT = "encode", "decode", "product"
+DECODE_ATTENTION, PROMPT_ATTENTION = "decode attention", "prompt attention"
+LOWEST_SLOT, TAKE_SLOTS = "lowest slot", "take slots"
+
+CPU = "cpu"
+TORCH = "torch"  # no library of kernels is loaded
+LIBRARIES = ("avx512", "avx2", "baseline")  # of kernels in C, by the instructions they were built for, the best first
+FEW_ROWS = 16  # up to here products on packed bytes were measured to be faster: 8 times with one row, 2.2 with 8, 1.2 with 16
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to do an operation. What is left out does not matter to it."""
+
+    op: str
+    form: str  # codec of the bytes that it reads or writes
+    function: str  # its name in kernels/functions.py
+    device: str | None = None  # kind
+    libraries: tuple[str, ...] = ()  # one of these must be loaded
+    dtypes: tuple[str, ...] = ()  # of the values that are computed with
+    most_rows: float = inf
+    most_width: float = inf  # values side by side
+    priced_as: str = ""  # where one form has kernels of several prices
+
+    def takes(self, dtype: str, rows: float, width: int) -> bool:
+        return dtype in (self.dtypes or (dtype,)) and 0 < rows <= self.most_rows and width <= self.most_width
+
+    @property
+    def price(self) -> str:
+        """The name of its rate in a profile, among those of its operation. Plain values are priced by their dtype instead."""
+        return self.priced_as or self.form
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What computes: a kind of device, and the library of kernels that is loaded."""
+
+    device: str = CPU
+    library: str = TORCH
+
+    def runs(self, kernel: Kernel) -> bool:
+        fits = kernel.device in (None, self.device)
+        return fits and (not kernel.libraries or self.library in kernel.libraries)
+
+
+def choose(op: str, form: str, dtype: str, runs: Callable[[Kernel], bool], rows: float = 1, width: int = 1) -> Kernel | None:
+    """The first kernel of the table that does this. None for a product or an attention: the bytes are decoded before it."""
+    fitting = (kernel for kernel in kernels() if (kernel.op, kernel.form) == (op, form) and kernel.takes(dtype, rows, width))
+    return next(filter(runs, fitting), None)
+
+
+def prices(op: str) -> tuple[str, ...]:
+    """The names of rates that packed forms can have in a profile."""
+    return tuple(dict.fromkeys(kernel.price for kernel in kernels() if kernel.op == op and kernel.form != PLAIN))
+
+
+def _of_groups(form: str) -> Iterator[Kernel]:
+    yield Kernel(PRODUCT, form, "group_product", CPU, LIBRARIES, DTYPES, most_rows=FEW_ROWS)
+    yield Kernel(ENCODE, form, "group_encode", CPU, LIBRARIES, DTYPES)
+    yield Kernel(ENCODE, form, "group_encode_twin")
+    yield Kernel(DECODE, form, "group_decode", CPU, LIBRARIES, DTYPES)
+    yield Kernel(DECODE, form, "group_decode_twin")
+    yield Kernel(DECODE_ATTENTION, form, "decode_attention", CPU, LIBRARIES, most_width=shared().step_head_values)
+
+
+@cache
+def kernels() -> tuple[Kernel, ...]:
+    """The first that fits is taken, so each twin in torch stands behind its kernel."""
+    return (
+        Kernel(PRODUCT, PLAIN, "plain_product"),
+        Kernel(ENCODE, PLAIN, "plain_encode"),
+        Kernel(DECODE, PLAIN, "plain_decode"),
+        Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values),
+        Kernel(DECODE_ATTENTION, PLAIN, "decode_attention_twin"),
+        Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CPU, LIBRARIES, DTYPES),
+        Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention_twin"),
+        Kernel(LOWEST_SLOT, PLAIN, "lowest_slot", CPU, LIBRARIES),
+        Kernel(LOWEST_SLOT, PLAIN, "lowest_slot_twin"),
+        Kernel(TAKE_SLOTS, PLAIN, "take_slots", CPU, LIBRARIES),
+        Kernel(TAKE_SLOTS, PLAIN, "take_slots_twin"),
+        *(kernel for codec in GROUPED for kernel in _of_groups(codec.name)),
+    )
