@@ -93,7 +93,7 @@ def asked_of(args: Namespace) -> Asked:
 
 def problem_of(args: Namespace, chosen: ChosenModel, machine: Machine) -> Problem:
     """The problem that the plan command is asked to solve. Shapes say all: no weights are fetched or converted for it."""
-    from h2o_flexgen.kernels.native import kernel_threads  # as above
+    from h2o_flexgen.memory.site import site_of  # as above
     from h2o_flexgen.open import OpenedModel
 
     accelerator, seen = machine.has_accelerator, chosen.without_weights()
@@ -104,8 +104,7 @@ def problem_of(args: Namespace, chosen: ChosenModel, machine: Machine) -> Proble
         prompt_len=args.prompt_len,
         gen_len=args.gen_len,
         budgets=_budgets(args, machine),
-        writes_weights=chosen.dummy_weights,
-        kernel_threads=0 if accelerator else kernel_threads(),
+        site=site_of(machine.device, accelerator, chosen.dummy_weights),
     )
 
 
