@@ -18,7 +18,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from h2o_flexgen.cli.made_up import made_up_prompts
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.folders import default_offload_folder
@@ -33,6 +32,7 @@ from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, memory_read_rate
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.made_up import made_up_prompts
 
 FULL = 1.0
 AIM = 3.0  # times the tokens per second, at 20 %

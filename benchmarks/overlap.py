@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.cli.made_up import made_up_prompts
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.units import format_bytes, parse_bytes
@@ -36,6 +35,7 @@ from h2o_flexgen.profiling.kept import profiled
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.table import SCHEDULES
+from h2o_flexgen.text.made_up import made_up_prompts
 
 MEASURING = {"repetitions": 3, "seconds": 0.7}
 

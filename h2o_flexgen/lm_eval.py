@@ -14,6 +14,7 @@ from argparse import Namespace
 
 from h2o_flexgen.cli.errors import exit_status
 from h2o_flexgen.cli.flags import TRACEBACK
+from h2o_flexgen.cli.main import working_half
 
 NAME, CLASS = "h2o_flexgen", "h2o_flexgen.lm_eval_model:LmEvalModel"
 MISSING = "lm-evaluation-harness is not installed; it comes with the extra [eval]: pip install -e '.[eval]'"
@@ -33,7 +34,8 @@ def _evaluate(_: Namespace) -> None:
     register()
     from lm_eval.__main__ import cli_evaluate  # reads the arguments of the process
 
-    cli_evaluate()
+    with working_half("failures").told_in_one_line():
+        cli_evaluate()
 
 
 def main() -> int:

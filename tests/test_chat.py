@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import chat
-from h2o_flexgen.cli import arguments, chat_arguments
+from h2o_flexgen.cli import chat_request, chat_work, run_request
 from h2o_flexgen.cli.page import printable
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
@@ -149,13 +150,13 @@ def test_a_context_that_was_asked_for_is_named_as_the_limit(talk: Any) -> None:
 
 
 def test_without_a_model_it_talks_to_the_one_of_the_package() -> None:
-    args = chat_arguments.parse(["--gen-len", "3"])
-    run_args = arguments.parse([])
-    assert (args.model, args.gen_len) == (run_args.model, 3) == ("demo", 3)
-    assert (args.temperature, args.top_p, args.seed) == (run_args.temperature, run_args.top_p, run_args.seed)
-    assert chat_arguments.parse(["--temperature", "0"]).temperature == 0
+    asked = chat_request.request_of(chat_request.parse(["--gen-len", "3"]))
+    of_run = run_request.request_of(run_request.parse([]))
+    assert (asked.model.name, asked.sampling.max_tokens) == (of_run.model.name, 3) == ("demo", 3)
+    assert (replace(asked.sampling, max_tokens=of_run.gen_len), asked.seed) == (of_run.sampling, of_run.seed)
+    assert chat_request.parse(["--temperature", "0"]).temperature == 0
     with pytest.raises(ValueError, match="random weights is missing; give --model"):
-        chat_arguments.parse(["--dummy-weights"])
+        chat_request.parse(["--dummy-weights"])
 
 
 def test_nothing_that_a_terminal_would_obey_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +168,7 @@ def test_nothing_that_a_terminal_would_obey_is_shown(capsys: pytest.CaptureFixtu
             return SimpleNamespace(completion=done, tokens_read=1, prompt_seconds=0, decode_seconds=0, fills_context=False)
 
     style = SimpleNamespace(turn=lambda text, before: text)
-    chat.Chat(Talk(), style, SamplingParams(), is_typed=False).run(["hello\x1b[31m"])  # type: ignore[arg-type]
+    chat_work.Chat(Talk(), style, SamplingParams(), is_typed=False).run(["hello\x1b[31m"])  # type: ignore[arg-type]
     expected = "> hello\\x1b[31m\nso\n\tit was\\x1b]52;c;aGk=\\x07\\r\\x9b2J\n"
     assert capsys.readouterr().out == expected
 

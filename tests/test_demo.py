@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.cli.arguments import DEMO_PROMPTS
+from h2o_flexgen.cli.run_request import DEMO_PROMPTS
 from h2o_flexgen.demo import ARCHITECTURES, DEMO, demo_folder, held_out_prose
 from h2o_flexgen.models.hub import resolve_model
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import evaluate
-from h2o_flexgen.cli import evaluation_report
+from h2o_flexgen.cli import evaluate_work
 from h2o_flexgen.evaluation.cells import FILE, Cells
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity
 from h2o_flexgen.llm import LLM
@@ -125,7 +125,7 @@ def test_a_folder_gets_results_tables_and_a_picture(command: Any, tmp_path: Path
 
 
 def test_without_matplotlib_only_the_picture_is_missing(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation_report, "find_spec", lambda name: None)
+    monkeypatch.setattr(evaluate_work, "find_spec", lambda name: None)
     result = command(*GRID, *SMALL, "--tasks", "perplexity", "--output", tmp_path)
     assert result.said[-1] == "no picture.png: it needs matplotlib; install it, or the extra [plot]"
     assert {file.name for file in tmp_path.iterdir()} == {FILE, "results.json", "table.md"}
@@ -286,7 +286,7 @@ def test_bad_input_is_one_line_before_anything_is_opened(
     def opened(*arguments: object) -> None:
         raise AssertionError("a model was opened")
 
-    monkeypatch.setattr(evaluate, "open_llm", opened)
+    monkeypatch.setattr(evaluate_work, "open_llm", opened)
     if "xsum" in flags:
         pytest.importorskip("rouge_score")
     assert problem in command(*(flag.format(text=text) for flag in flags)).error

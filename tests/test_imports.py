@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "h2o_flexgen"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ROOT = "h2o_flexgen"
-SPELL_CUDA = ("memory/device.py", "memory/host.py", "engine/executor.py", "planning/machine.py", "run.py")
+SPELL_CUDA = ("memory/device.py", "memory/host.py", "engine/executor.py", "planning/machine.py")
 SPELL_CUDA_FOLDERS = ("kernels/",)
 
 # Each room may import from those in its line, and they stand above it: so there is no way back up.
@@ -40,6 +40,20 @@ PREDICTING = [
 ] + [f"{ROOT}.schedule.simulate"]
 
 
+# Imports of the package's own that wait until a function is called, and why.
+LAZY = {
+    f"{ROOT} -> import_module",  # public names cost nothing before they are used
+    f"{ROOT}.cli.main -> import_module",  # a command's flags are answered without torch; what works imports it
+}
+LAZY_STILL = {  # none of these has to be; the list is there to shrink
+    f"{ROOT}.evaluation.tasks.agreement -> {ROOT}.evaluation.tasks.full_cache",
+    f"{ROOT}.models -> import_module",
+    f"{ROOT}.quant.grouped -> {ROOT}.kernels.group_decode",
+    f"{ROOT}.quant.grouped -> {ROOT}.kernels.group_encode",
+    f"{ROOT}.quant.grouped -> {ROOT}.kernels.group_product",
+}
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -54,6 +68,18 @@ def imports(tree: ast.AST) -> Iterator[str]:
             assert node.level == 0, "imports are absolute, so that this test can read them"
             yield str(node.module)
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def lazy_imports(tree: ast.AST) -> Iterator[str]:
+    """What functions import of the package, by statement, or by a name that they look up."""
+    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "import_module":
+                yield "import_module"
+            elif isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names if below(alias.name, ROOT))
+            elif isinstance(node, ast.ImportFrom) and below(str(node.module), ROOT):
+                yield str(node.module)
 
 
 def words(tree: ast.AST) -> Iterator[str]:
@@ -138,6 +164,19 @@ def test_cuda_is_spelled_only_where_devices_are_handled(path: Path) -> None:
         assert [word for word in words(tree) if "cuda" in word] == []
 
 
+def test_no_import_of_the_package_waits_but_those_that_have_to() -> None:
+    trees = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+    found = {f"{module} -> {name}" for module, tree in trees.items() for name in lazy_imports(tree)}
+    assert found >= LAZY and found - LAZY - LAZY_STILL == set()
+
+
+@pytest.mark.parametrize("door", ["run", "plan", "profile", "chat", "evaluate", "lm_eval", "cli.main"])
+def test_doors_open_without_torch(door: str) -> None:
+    code = f"import sys, {ROOT}.{door} as door\nprint('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
+    assert run.stdout == "False\n"
+
+
 def test_what_plans_and_the_package_itself_are_imported_without_torch() -> None:
     modules = [ROOT, *map(module_name, files_in(*WITHOUT_TORCH))]
     code = "import sys, importlib\nfor name in sys.argv[1:]: importlib.import_module(name)\nprint('torch' in sys.modules)"
@@ -154,9 +193,13 @@ from h2o_flexgen import planning
 def device(cuda_index: int) -> str:
     """So may this one: cuda."""
     from a.b import c
+    from h2o_flexgen.d import e
+    import_module(c)
     return f"cuda:{cuda_index}" + x.cuda() + CudaDevice
 '''
     tree = ast.parse(source)
-    assert set(imports(tree)) == {"torch.cuda", "h2o_flexgen", "h2o_flexgen.planning", "a.b", "a.b.c"}
+    of_functions = {"a.b", "a.b.c", "h2o_flexgen.d", "h2o_flexgen.d.e"}
+    assert set(imports(tree)) == {"torch.cuda", "h2o_flexgen", "h2o_flexgen.planning", *of_functions}
+    assert list(lazy_imports(tree)) == ["h2o_flexgen.d", "import_module"]
     found = sorted(word for word in words(tree) if "cuda" in word)
     assert found == ["cuda", "cuda:", "cuda_index", "cuda_index", "cudadevice", "torch.cuda"]

@@ -12,13 +12,13 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model
-from h2o_flexgen.planning.block_plan import BlockPlan, plan_blocks
+from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.cost import predicted_bytes
-from h2o_flexgen.planning.footprint import Request
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.working_space import SLACK
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Key
 from tests.contract import Case, compare, generate_with
@@ -59,7 +59,7 @@ def test_it_is_computed_as_in_a_plain_loop_and_moves_the_bytes_that_are_foreseen
     with case.open(own_checkpoints, offload) as llm:
         assert any("chosen" in layer.functions for layer in llm.spec.layers)
         compare(case, own_checkpoints, *generate_with(llm, case))
-        foreseen = predicted_bytes(plan_blocks(llm.spec, llm.plan, Workload(case.lengths, case.gen_len), False))
+        foreseen = predicted_bytes(BlockPlans.of(llm.spec, llm.plan, Workload(case.lengths, case.gen_len), False))
         assert {lane: nbytes for lane, nbytes in llm.stats.moved_bytes.items() if nbytes} == foreseen
 
 
@@ -81,7 +81,8 @@ def test_its_room_and_its_packed_matrices_are_counted(sep_layer: bool) -> None:
     spec, workload = spec_of(sep_layer), Workload.uniform(2, 40, 2)
     wider = replace(spec, layers=tuple(replace(one, passing_width=one.passing_width + 10_000) for one in spec.layers))
     less, more = (
-        Request(one, Plan(gpu_batch_size=2), workload, False).footprint().parts[HOST]["working space"] for one in (spec, wider)
+        WorkloadPlan(one, Plan(gpu_batch_size=2), workload, False).footprint.parts[HOST]["working space"]
+        for one in (spec, wider)
     )
     assert more - less > 0.9 * SLACK * 80 * 10_000 * 4
     codecs = {name: tensor.codec for name, tensor in spec.packed("group4").tensors.items() if ".layers.0." in name}

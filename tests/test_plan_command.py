@@ -16,11 +16,8 @@ import pytest
 import torch
 
 from h2o_flexgen import plan
-from h2o_flexgen.cli import asked_problem
-from h2o_flexgen.cli.arguments import parse as parse_run
-from h2o_flexgen.cli.plan_arguments import parse
-from h2o_flexgen.cli.plan_flags import run_flags
-from h2o_flexgen.cli.timeline_picture import draw_timelines, two_steps
+from h2o_flexgen.cli import asked_problem, plan_request, plan_work, run_request
+from h2o_flexgen.cli.pictures import draw_timelines, two_steps
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling import kept
@@ -96,7 +93,13 @@ def command(capfd: pytest.CaptureFixture[str], opt: Path, machines: dict[str, Pa
 
 def plan_in(document: dict[str, Any]) -> Plan:
     """As the run command takes the flags that were printed."""
-    return parse_run(document["flags"]).plan
+    found = as_run(document["flags"]).plan
+    assert isinstance(found, Plan)
+    return found
+
+
+def as_run(flags: list[str]) -> run_request.RunRequest:
+    return run_request.request_of(run_request.parse(flags))
 
 
 # -- what it says --------------------------------------------------------------------------------------------------------
@@ -123,8 +126,8 @@ def test_its_flags_make_the_run_command_take_the_plan_that_was_found(
     assert json.loads(json.dumps(asdict(asked))) == result.json["plan"]
     line = next(line for line in result.out if line.startswith("run "))
     assert shlex.split(line.partition("h2o_flexgen.run ")[2]) == result.json["flags"]
-    args = parse_run(result.json["flags"])
-    assert (args.prompt_len, args.gen_len, args.num_prompts) == (24, 6, 12)
+    asked_again = as_run(result.json["flags"])
+    assert (asked_again.prompts, asked_again.gen_len) == (run_request.MadeUp(12, 24), 6)
 
 
 def test_the_last_line_is_json_with_every_promised_key(command: Any) -> None:
@@ -317,12 +320,12 @@ def test_threads_are_those_of_this_machine_and_count_from_the_beginning(
     command: Any, opt: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "--threads 1 is for plans for this machine, and --machine" in command(*WORK, "--threads", 1).error
-    args = parse(["--model", "m", "--threads", "1"])
-    assert parse_run(run_flags(args.plan, args)).threads == 1
+    asked = plan_request.request_of(plan_request.parse(["--model", "m", "--threads", "1"]))
+    assert as_run(asked.run_flags(Plan())).site.threads == 1
     before = torch.get_num_threads()
     seen: list[int] = []
-    monkeypatch.setattr(plan, "problem_of", lambda *_: seen.append(torch.get_num_threads()) or pytest.fail("asked"))
-    monkeypatch.setattr(plan, "machine_before_measuring", lambda *_: MACHINE)
+    monkeypatch.setattr(plan_work, "problem_of", lambda *_: seen.append(torch.get_num_threads()) or pytest.fail("asked"))
+    monkeypatch.setattr(plan_work, "machine_before_measuring", lambda *_: MACHINE)
     torch.set_num_threads(2)
     try:
         with pytest.raises(pytest.fail.Exception):
@@ -353,8 +356,8 @@ def test_what_no_machine_could_do_is_refused_before_one_is_measured(
 def test_memory_that_is_free_now_is_not_held_against_a_plan_for_a_profile_that_is_kept(
     opt: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "has_profile", lambda args: True)
-    monkeypatch.setattr(plan, "machine_before_measuring", lambda args: pytest.fail("nobody waits for a profile"))
+    monkeypatch.setattr(plan_work, "has_profile", lambda *_: True)
+    monkeypatch.setattr(plan_work, "machine_before_measuring", lambda args: pytest.fail("nobody waits for a profile"))
     monkeypatch.setattr(kept, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
     flags = ("--evaluate", "--percent", *("0", "100") * 3, "--prompt-len", "4", "--gen-len", "2", "--dtype", "float32")
     assert plan.main(["--model", str(opt), "--device", "cpu", *flags]) == 0, capfd.readouterr().err

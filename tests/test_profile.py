@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import profile
+from h2o_flexgen.cli import profile_work
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.profiling import machine as profiling
-from h2o_flexgen.profiling import others, sizes
+from h2o_flexgen.profiling import others
 from tests.profiling.profiles import TINY
 
 
@@ -20,7 +20,7 @@ from tests.profiling.profiles import TINY
 def measure(offload: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
     """Runs the command: status, lines, errors."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(sizes, "QUICK", TINY)
+    monkeypatch.setattr(profile_work, "QUICK", TINY)
     monkeypatch.setattr(others, "_busy_seconds", others._own_seconds)  # nobody else works
 
     def run(*flags: str) -> tuple[int, list[str], str]:
@@ -85,7 +85,7 @@ def test_what_is_in_the_table_is_what_was_found(measure: Any) -> None:
 def test_what_cannot_be_done_is_one_line_before_anything_is_measured(
     measure: Any, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.setattr(profiling, "profile", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(profile_work, "profile", lambda *_: pytest.fail("measured"))
     status, lines, err = measure(*flags)
     assert (status, lines) == (2, []) and err.splitlines()[-1] == f"error: {message}"
 

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams, run
-from h2o_flexgen.cli.report import INDENT
+from h2o_flexgen.cli import run_report, run_work
+from h2o_flexgen.cli.summary import INDENT
 from h2o_flexgen.cli.watch import Watch
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.finding import Wish
@@ -73,7 +74,7 @@ class Result:
 
 @pytest.fixture(autouse=True)
 def quick_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "measure", partial(measure.measure, seconds=0.005))
+    monkeypatch.setattr(run_report, "measure", partial(measure.measure, seconds=0.005))
 
 
 @pytest.fixture(autouse=True)
@@ -352,7 +353,7 @@ def test_penalties_change_what_is_said(command: Any, opt: Path) -> None:
 def test_sampling_that_cannot_be_is_refused_before_the_machine_is_measured(
     flags: tuple[object, ...], message: str, command: Any, opt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("h2o_flexgen.run.machine_of", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("h2o_flexgen.cli.run_work.machine_of", lambda *_: pytest.fail("measured"))
     result = command("--model", opt, *BYTES, "--prompt", "hello", "--gen-len", 4, "--percent", "auto", *flags)
     assert result.error.startswith(message)
 
@@ -417,7 +418,7 @@ def test_a_run_that_is_ended_early_keeps_the_texts_that_were_done(
 def test_an_output_file_that_cannot_be_written_is_refused_before_a_model_is_opened(
     command: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(run, "open_llm", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr(run_work, "open_llm", lambda *_: pytest.fail("opened"))
     for place in (tmp_path, tmp_path / "none" / "a.jsonl"):
         assert f"--output {place} cannot be written" in command("--model", "x", "--output", place).error
     long = tmp_path / ("a" * 250)  # and .partial makes it too long
@@ -593,7 +594,7 @@ def test_what_fits_with_room_to_spare_needs_no_search_and_no_machine(
     if not flags:  # it has a plan of its own, over every tier
         assert result.json["requested_percent"] == [20, 30, 20, 30, 100, 0]
         return
-    assert result.out[0] == f"plan      {run.WITH_ROOM}" and result.json["requested_percent"] == [100, 0] * 3
+    assert result.out[0] == f"plan      {run_work.WITH_ROOM}" and result.json["requested_percent"] == [100, 0] * 3
     plan, rows = result.json["plan"], result.json["num_prompts"]
     size = 2 if "--gpu-batch-size" in flags else plan["gpu_batch_size"] if "demo" in flags else rows
     assert (plan["gpu_batch_size"], plan["num_gpu_batches"]) == (size, -(-rows // size))
@@ -707,7 +708,7 @@ def test_a_plan_that_cannot_be_found_gets_one_line(
 def test_a_machine_that_is_not_there_is_told_of_before_a_model_is_opened(
     command: Any, opt: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(run, "open_llm", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr(run_work, "open_llm", lambda *_: pytest.fail("opened"))
     damaged = tmp_path / "damaged.yaml"
     damaged.write_text("name: half\ndevice: cpu\n")
     for machine, words in (("nowhere", "'nowhere' is unknown"), (damaged, str(damaged)), (tmp_path / "no.yaml", "no.yaml")):

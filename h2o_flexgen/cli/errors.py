@@ -22,8 +22,13 @@ FAILED, INTERRUPTED = 2, 130
 BY_SIGNAL = 128  # the status of a process that a signal has ended is this more than its number
 _Handler: TypeAlias = Any  # what `signal` takes and returns
 UNREAD = 141  # of a command whose output nobody reads any more: as if SIGPIPE had ended it
-USERS = (ValueError, MemoryError, OSError)
 
+
+class Mendable(RuntimeError):
+    """What failed can be mended from outside; the line says how."""
+
+
+USERS = (ValueError, MemoryError, OSError, Mendable)
 
 # the terminal has gone, or somebody else ends the process
 ENDING = {name: word for name, word in (("SIGTERM", "terminated"), ("SIGHUP", "hung up")) if hasattr(signal, name)}
@@ -93,7 +98,7 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
         if _is_about_output(error):
             _is_unread()
             return UNREAD
-        line = one_line(error)
+        line = line_of(error)
         if line is None:
             raise
         if level >= TRACEBACK:
@@ -127,9 +132,11 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _is_about_output(error: Exception) -> bool:
+def _is_about_output(error: BaseException) -> bool:
     """Whoever was reading has gone, as `head` does after its lines; a task may have written what was not read."""
-    return isinstance(error, BrokenPipeError) or isinstance(getattr(error, "cause", None), BrokenPipeError)
+    while not isinstance(error, BrokenPipeError) and error.__cause__ is not None:
+        error = error.__cause__
+    return isinstance(error, BrokenPipeError)
 
 
 def _is_unread() -> bool:
@@ -144,21 +151,14 @@ def _is_unread() -> bool:
     return False
 
 
-def one_line(error: Exception) -> str | None:
+def line_of(error: BaseException) -> str | None:
     """None for an error that is no user's."""
-    if isinstance(error, USERS):
-        return _text(error)
-    from h2o_flexgen.engine.executor import TaskFailed
-    from h2o_flexgen.memory.shortage import shortage_of  # imports torch, which an early error must not wait for
-
-    if isinstance(error, RuntimeError) and (shortage := shortage_of(error)) is not None:
-        return shortage.reason
-    if isinstance(error, TaskFailed) and isinstance(error.cause, USERS):
-        return f"{_text(error.cause)} (while running {error.doing})"
-    return None
+    if isinstance(error, Mendable):
+        return str(error)
+    return _text(error) if isinstance(error, USERS) else None
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return shortened(" ".join(f"{error.strerror}{f': {error.filename}' if error.filename else ''}".split()))
     return shortened(" ".join(str(error).split())) or type(error).__name__

@@ -1,5 +1,5 @@
-"""Flags that commands share: model, placement, sizes, search, KV cache, sampling; the parser, and what the flags ask for as a
-Plan and SamplingParams. Parsing them imports no torch.
+"""Flags that commands share: model, placement, sizes, search, KV cache, sampling; their types, and the parser. Parsing them
+imports no torch.
 
 A default that has a meaning in Python too is read from where it is written there: Plan and SamplingParams.
 """
@@ -7,39 +7,133 @@ A default that has a meaning in Python too is read from where it is written ther
 from __future__ import annotations
 
 import argparse
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import NoReturn
 
-from h2o_flexgen.cli.argument_types import SEED, SHARE, SLOTS, TOKENS, memory_size, number, threads, whole
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.hints import did_you_mean, shortened, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
-from h2o_flexgen.core.numbers import whole_number
+from h2o_flexgen.core.numbers import decimal_number, whole_number
+from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS
 from h2o_flexgen.planning.machine import DEVICES
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
-from h2o_flexgen.policies.options import DEFAULT_KEPT, POSITIONS, KVOptions
+from h2o_flexgen.policies.options import DEFAULT_KEPT, POSITIONS
 from h2o_flexgen.policies.streaming import SINKS
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import BY_BITS
-from h2o_flexgen.sampling.params import LARGEST_PENALTY, LARGEST_SHIFT, LEAST_PENALTY, SamplingParams
+from h2o_flexgen.sampling.params import LARGEST_PENALTY, LARGEST_SHIFT, LEAST_PENALTY, SEED_LIMIT, SamplingParams
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import BYTES
 
-AUTO = "auto"
 BESIDE_BUDGET = ("hh_prompt_only", "sinks", "score_decay", "grace", "positions")  # beside a budget
 DUMMY_PATH = "_DUMMY_"
 TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 TRACEBACK = 3  # the level of --verbose that shows where an error comes from
+MOST = 1e9  # of numbers that nothing else bounds
 REPEATABLE = "may be given several times"
 MOST_IDS = 2**31 - 1  # of tokens: no vocabulary is larger
 MOST_SLOTS = 1000  # of a schedule: visits at once
 
 
+# -- the types of flags: every number has bounds, and its message names the value and what is allowed -----------------------
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        try:
+            number = whole_number(text)
+        except ValueError:
+            number = least - 1
+        if not least <= number <= most:
+            raise ArgumentTypeError(f"{shown(text)} is not allowed; give a whole number from {least} to {most}")
+        return number
+
+    return read
+
+
+def number(least: float, most: float = MOST, above: bool = False) -> Callable[[str], float]:
+    """`above`: more than `least`, which is not allowed itself."""
+
+    def read(text: str) -> float:
+        try:
+            value = decimal_number(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most or (above and value == least):
+            allowed = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
+            raise ArgumentTypeError(f"{shown(text)} is not allowed; give a number {allowed}")
+        return value
+
+    return read
+
+
+def memory_size(text: str) -> str:
+    """A size in bytes, as it was written: it is repeated in messages and in flags that are printed."""
+    try:
+        parse_bytes(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
+    return text
+
+
+def threads(text: str) -> int:
+    try:
+        return whole(1, cores())(text)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}, the cores that this process may use") from None
+
+
+def _codec(bits: str) -> str:
+    for known, codec in BY_BITS.items():
+        if bits == str(known):
+            return codec
+    raise ArgumentTypeError(f"{shown(bits)} bits are not known; known: {', '.join(map(str, BY_BITS))}")
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in (*TRUE, *FALSE):
+        raise ArgumentTypeError(f"{shown(text)} is neither 0 nor 1")
+    return text.lower() in TRUE
+
+
+SHARE = number(0, 1, above=True)
+SEED = whole(0, SEED_LIMIT - 1)
+TOKENS = whole(1, MOST_TOKENS)  # of a text
+SLOTS = whole(0, MOST_TOKENS)  # of a KV cache, which never holds more than the tokens of a text
+
+
+# -- the parser ---------------------------------------------------------------------------------------------------------
+
+
+class Version(argparse.Action):
+    """Looked up when it is asked for: that takes as long as the flags of a command do."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import PackageNotFoundError, version
+
+        told = []
+        for package in ("h2o_flexgen", "torch"):
+            try:
+                told.append(f"{package} {version(package)}")
+            except PackageNotFoundError:
+                told.append(f"{package} (not installed)")
+        print(", ".join(told))
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line; --help is there for whoever wants the rest."""
+
+    def __init__(self, program: str, description: str, usage: str | None = None, epilog: str | None = None) -> None:
+        super().__init__(program, usage, description, epilog, formatter_class=Help)
+        self.add_argument(
+            "--version", action=Version, nargs=0, default=argparse.SUPPRESS, help="the versions of this package and of torch"
+        )
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
         args, unknown = self.parse_known_args(argv)
@@ -183,14 +277,6 @@ def add_sizes(group: argparse._ArgumentGroup, found: str = "") -> None:
     add("--schedule", default=Plan.schedule, metavar="NAME", help=orders)
 
 
-def take_sizes(args: argparse.Namespace) -> None:
-    """Adds `batch_sizes` and `batches`, which a search may choose of; empty: any. Until it has chosen, sizes are as usual."""
-    args.batch_sizes, args.batches = (() if size is None else (size,) for size in (args.gpu_batch_size, args.num_gpu_batches))
-    for name in ("gpu_batch_size", "num_gpu_batches"):
-        if getattr(args, name) is None:
-            setattr(args, name, getattr(Plan, name))
-
-
 def add_search(parser: argparse.ArgumentParser, title: str, machine: str) -> argparse._ArgumentGroup:
     """What is asked of a plan that is to be found. `machine` says what else the machine is for."""
     group = parser.add_argument_group(title)
@@ -204,15 +290,6 @@ def add_search(parser: argparse.ArgumentParser, title: str, machine: str) -> arg
     wish = "what is best: most tokens per second, or the block that is over soonest"
     add("--prefer", choices=PREFERENCES, default=THROUGHPUT, help=wish)
     return group
-
-
-def check_search(args: argparse.Namespace, is_searched: bool, otherwise: str) -> None:
-    """Nothing that is asked of a search is dropped in silence where there is none; `otherwise` says how to have one."""
-    is_limited, is_preferred = args.latency_limit is not None, args.prefer != THROUGHPUT
-    asked = {"--allow-4bit": args.allow_4bit, "--latency-limit": is_limited, "--prefer": is_preferred}
-    found = next((flag for flag, is_given in asked.items() if is_given), None)
-    if found is not None and not is_searched:
-        raise ValueError(f"{found} is for a search, and this plan is given; leave it out, or {otherwise}")
 
 
 def add_kv(parser: argparse.ArgumentParser) -> None:
@@ -260,19 +337,6 @@ def add_switch(group: argparse._ArgumentGroup, flag: str, default: bool, text: s
     group.add_argument(flag, type=_switch, nargs="?", const=True, default=default, metavar="0|1", help=text)
 
 
-def _codec(bits: str) -> str:
-    for known, codec in BY_BITS.items():
-        if bits == str(known):
-            return codec
-    raise argparse.ArgumentTypeError(f"{shown(bits)} bits are not known; known: {', '.join(map(str, BY_BITS))}")
-
-
-def _switch(text: str) -> bool:
-    if text.lower() not in (*TRUE, *FALSE):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is neither 0 nor 1")
-    return text.lower() in TRUE
-
-
 def add_sampling(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     group = parser.add_argument_group("sampling")
     add = group.add_argument
@@ -298,44 +362,3 @@ def add_sampling(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     add("--min-tokens", type=whole(0, MOST_TOKENS), default=SamplingParams.min_tokens, metavar="N", help=least)
     add("--ignore-eos", action="store_true", help="go on to --gen-len behind the end of the text")
     return group
-
-
-def plan_of(args: argparse.Namespace) -> Plan:
-    """The plan that the flags ask for; what a command has no flag for is as a plan has it."""
-    if args.hh_all and args.hh_prompt_only:
-        raise ValueError("--hh-all evicts generated tokens and --hh-prompt-only keeps them; give one of them")
-    asked = {name: getattr(args, name) for name in Plan.option_names() if hasattr(args, name)}
-    plan = Plan.create(**{**asked, "kv_policy": _policy_name(args)})
-    plan = plan if args.percent == AUTO else plan.with_percent(args.percent)
-    if plan.has_own_slots and args.slots != Plan.slots:
-        raise ValueError(f"--slots {args.slots} changes nothing: schedule {plan.schedule} has slots of its own; leave it out")
-    return plan if args.overlap else plan.without_overlap()
-
-
-def _policy_name(args: argparse.Namespace) -> str:
-    """Published commands of H2O say no more than --hh-ratio 0.1 --hh-all."""
-    if args.kv_policy is not None:
-        return str(args.kv_policy)
-    given = args.hh_all or any(getattr(args, field.name) is not field.default for field in fields(KVOptions))
-    return H2O.name if given else Plan.kv_policy
-
-
-def sampling_of(args: argparse.Namespace) -> SamplingParams:
-    """The seed is the whole call's."""
-    if args.min_tokens > args.gen_len:
-        generated = f"--gen-len has {args.gen_len} generated"
-        raise ValueError(f"--min-tokens {args.min_tokens} cannot be reached: {generated}; give {args.gen_len} or fewer")
-    return SamplingParams(
-        max_tokens=args.gen_len,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty,
-        stop=args.stop,
-        stop_token_ids=args.stop_token_id,
-        ignore_eos=args.ignore_eos,
-        min_tokens=args.min_tokens,
-    )

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from h2o_flexgen.cli.asked_problem import system_share
-from h2o_flexgen.cli.choose_model import ChosenModel
 from h2o_flexgen.cli.page import page_width, table
-from h2o_flexgen.cli.plan_flags import as_line, run_flags
-from h2o_flexgen.cli.plan_report import NAMES, PlanReport
-from h2o_flexgen.cli.predicted import Predicted
-from h2o_flexgen.cli.why import Why
-from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.cli.plan_report import NAMES, PlanReport, Predicted
+from h2o_flexgen.cli.plan_request import PlanRequest
+from h2o_flexgen.core.tiers import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.predict import Prediction
-from h2o_flexgen.planning.search import NEAR, Candidate, Found, Problem
+from h2o_flexgen.planning.budgets import Budgets
+from h2o_flexgen.planning.footprint import Footprint
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.predict import Prediction, sampled_steps, sum_of_steps
+from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
+from h2o_flexgen.planning.search import NEAR, Candidate, Found, NoPlan, Problem, search
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import PLAIN
 
 HEAD = ("block", "percent", "weights, KV as", "prefill s", "s/step", "tokens/s", "latency s")
+SHARED = {SHARED_DISK: "reads and writes share the disk", SHARED_MEMORY: "all that moves shares the memory of the host"}
+BINDS = 0.9  # of a budget: below it something else than memory is what holds a plan back
+MORE = 0.1  # memory, to see what it would change
+WORTH_SAYING = 0.005
 RUN = "python -m h2o_flexgen.run"
 
 
@@ -30,8 +37,7 @@ RUN = "python -m h2o_flexgen.run"
 class FoundReport:
     problem: Problem
     found: Found
-    args: Namespace
-    chosen: ChosenModel
+    request: PlanRequest
     search_seconds: float
 
     @property
@@ -41,7 +47,13 @@ class FoundReport:
     @property
     def title(self) -> str:
         problem = self.problem
-        return f"{self.chosen.name} on {problem.machine.name}: prompts of {problem.prompt_len}, {problem.gen_len} generated"
+        return (
+            f"{self.request.model.name} on {problem.machine.name}: prompts of {problem.prompt_len}, {problem.gen_len} generated"
+        )
+
+    @property
+    def is_searched(self) -> bool:
+        return isinstance(self.request.plan, Asked)
 
     @cached_property
     def planned(self) -> WorkloadPlan:
@@ -53,15 +65,13 @@ class FoundReport:
 
     @cached_property
     def plan_report(self) -> PlanReport:
-        from h2o_flexgen.kernels.native import in_use  # imports torch, which is there by now
-
-        problem = self.problem
+        request = self.request
         return PlanReport(
-            model=self.chosen.name,
-            dummy_weights=self.chosen.dummy_weights,
-            requested=self.args.plan if self.args.evaluate else self.best.plan,
+            model=request.model.name,
+            dummy_weights=request.model.dummy_weights,
+            requested=request.plan if isinstance(request.plan, Plan) else self.best.plan,
             planned=self.planned,
-            budgets=problem.budgets,
+            budgets=self.problem.budgets,
             kernels=in_use(),
         )
 
@@ -71,7 +81,7 @@ class FoundReport:
 
     @cached_property
     def flags(self) -> list[str]:
-        return run_flags(self.best.plan, self.args)
+        return self.request.run_flags(self.best.plan)
 
     # -- lines ---------------------------------------------------------------------------------------------------------
 
@@ -79,23 +89,23 @@ class FoundReport:
         return [self._machine(), *self.plan_report.lines(), "", *self._expected(), *self._others()]
 
     def _machine(self) -> str:
-        left = system_share(self.args, self.problem.machine)
+        left = system_share(self.request.machine, self.request.site)
         shares = " and ".join(f"{format_bytes(nbytes)} of {NAMES[tier]} memory" for tier, nbytes in left.items())
         return f"machine   {self.problem.machine.name}" + (f"; {shares} left to its system" if shares else "")
 
     def _expected(self) -> Iterator[str]:
         one, prediction = self.best, self.best.prediction
-        yield from self.why.lines(with_more=not self.args.evaluate)
+        yield from self.why.lines(with_more=self.is_searched)
         yield (
             f"expected  prefill {prediction.prefill_seconds:.3f} s, {prediction.step_seconds:.4f} s a decode step, "
             f"{one.tokens_per_second:.3f} tokens/s, {one.block_seconds:.3f} s until a block is over"
         )
-        yield f"run       {RUN} {as_line(self.flags)}"
+        yield f"run       {RUN} {shlex.join(self.flags)}"
         if one.plan.attend_on == HOST:
             yield "          with --cpu-cache-compute, which can be priced, but which the run command refuses"
 
     def _others(self) -> Iterator[str]:
-        if self.args.evaluate:
+        if not self.is_searched:
             return
         yield f"searched  {self.found.cases} sizes and codecs in {self.search_seconds:.1f} s"
         if self.found.runners_up:
@@ -117,7 +127,7 @@ class FoundReport:
             "front": [candidate_json(one) for one in self.found.front],
             "flags": self.flags,
             "machine": self.problem.machine.name,
-            "left_to_system_bytes": dict(system_share(self.args, self.problem.machine)),
+            "left_to_system_bytes": dict(system_share(self.request.machine, self.request.site)),
             "cases": self.found.cases,
             "search_seconds": self.search_seconds,
         }
@@ -169,3 +179,122 @@ def candidate_json(one: Candidate) -> dict[str, object]:
         "tokens_per_second": round(one.tokens_per_second, 3),
         "block_seconds": round(one.block_seconds, 6),
     }
+
+
+# -- why ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Why:
+    """Why a plan is as fast as it is: the lane that is busiest in a step, and the tier whose memory is nearest to its end."""
+
+    problem: Problem
+    best: Candidate
+    first: BlockPlan
+    needed: Footprint
+
+    # -- lanes ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def pricing(self) -> Pricing:
+        return Pricing(self.first, self.problem.machine, averaged=True)
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Decode steps that stand for all of them; the prompts, where nothing more is generated."""
+        return sampled_steps(self.first) or [0]
+
+    @property
+    def step_seconds(self) -> float:
+        return self.best.prediction.step_seconds or self.best.block_seconds
+
+    @cached_property
+    def lane_seconds(self) -> Mapping[str, float]:
+        """In a step, on average."""
+        each = [self.pricing.lane_seconds(step) for step in self.steps]
+        return {
+            lane: self._mean([one.get(lane, 0.0) for one in each])
+            for lane in dict.fromkeys(lane for one in each for lane in one)
+        }
+
+    def _mean(self, seconds: list[float]) -> float:
+        return sum_of_steps(self.steps, seconds) / sum_of_steps(self.steps, [1.0] * len(seconds))
+
+    @property
+    def busiest_lane(self) -> str:
+        return max(self.lane_seconds, key=lambda lane: self.lane_seconds[lane])
+
+    @property
+    def shared(self) -> str | None:
+        """What several lanes share, where it takes longer than any of them alone."""
+        bounds = [self.pricing.bounds(step) for step in self.steps]
+        seconds = {name: self._mean([one[name] for one in bounds]) for name in SHARED}
+        name = max(seconds, key=lambda name: seconds[name])
+        return name if seconds[name] > 1.001 * max(self.lane_seconds.values()) else None
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    @property
+    def budgets(self) -> Budgets:
+        return self.problem.budgets
+
+    @cached_property
+    def fullness(self) -> Mapping[str, float]:
+        """tier -> the share of its budget that is needed."""
+        budgets = {tier: budget for tier in TIERS if (budget := self.budgets.of(tier))}
+        return {tier: self.budgets.needs(self.needed, tier) / budget for tier, budget in budgets.items()}
+
+    @property
+    def binding_tier(self) -> str | None:
+        return max(self.fullness, key=lambda tier: self.fullness[tier], default=None)
+
+    @property
+    def nothing_is_offloaded(self) -> bool:
+        fastest, plan = DEVICE if self.problem.accelerator else HOST, self.best.plan
+        return all(shares.of(fastest) == 1 for shares in (plan.weights, plan.kv, plan.hidden))
+
+    @cached_property
+    def with_more(self) -> float | None:
+        """Tokens per second with more memory on the tier that binds: of blocks with as many batches, and the same codecs."""
+        tier = self.binding_tier
+        if tier is None or self.fullness[tier] < BINDS:
+            return None
+        budget = self.budgets.of(tier)
+        assert budget is not None
+        more = replace(self.budgets, **{tier: int((1 + MORE) * budget)})
+        batches = (self.best.plan.num_gpu_batches,)
+        plan, attend_on = self.best.plan, (self.best.plan.attend_on,)
+        try:
+            found = search(replace(self.problem, budgets=more, plan=plan, codecs=(), batches=batches, attend_on=attend_on))
+        except NoPlan:
+            return None
+        return max(found.best.tokens_per_second, self.best.tokens_per_second)
+
+    # -- in words ------------------------------------------------------------------------------------------------------
+
+    def lines(self, with_more: bool) -> Iterator[str]:
+        yield f"why       {self._lane_line()}"
+        yield f"          {self._memory_line(with_more)}"
+
+    def _lane_line(self) -> str:
+        lane, step = self.busiest_lane, "decode step" if self.steps != [0] else "prefill"
+        seconds = self.lane_seconds[lane]
+        share = f"{100 * min(1.0, seconds / self.step_seconds):.0f} %"
+        busy = f"{lane} is the busiest lane: {seconds:.3g} s of a {step}'s {self.step_seconds:.3g} s ({share})"
+        return busy if self.shared is None else f"{busy}; {SHARED[self.shared]}"
+
+    def _memory_line(self, with_more: bool) -> str:
+        tier = self.binding_tier
+        if tier is None:
+            return "no memory has a limit"
+        need, budget = self.budgets.needs(self.needed, tier), self.budgets.of(tier) or 0
+        used = f"{NAMES[tier]} memory" if tier != "disk" else "the disk"
+        used = f"{used} is fullest: {format_bytes(need)} of {format_bytes(budget)} ({100 * self.fullness[tier]:.0f} %)"
+        if self.nothing_is_offloaded:
+            return f"everything fits, nothing is offloaded; {used}"
+        if not with_more or self.with_more is None:
+            return used
+        rate, now = self.with_more, self.best.tokens_per_second
+        if rate < (1 + WORTH_SAYING) * now:
+            return f"{used}; {100 * MORE:g} % more would change little"
+        return f"{used}; with {100 * MORE:g} % more: {rate:.4g} tokens/s instead of {now:.4g}"

@@ -28,6 +28,11 @@ def printable(text: str) -> str:
     return "".join(one if one in "\n\t" or category(one) not in ("Cc", "Cs") else ascii(one)[1:-1] for one in text)
 
 
+def say(lines: Iterable[str]) -> None:
+    for line in wrapped(lines, page_width()):
+        print(line, flush=True)
+
+
 def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
     for line in lines:
         if width is None or width < NARROWEST or len(line.expandtabs()) <= width:

@@ -1,23 +1,158 @@
-"""Whether a picture can be drawn: said before the work and not behind it."""
+"""Pictures of plans and runs: what each lane did and when, one trace or two below each other on the same scale; and what a
+search has found, how soon a block is over against how many tokens come per second."""
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from h2o_flexgen.cli.report import check_writable
+from h2o_flexgen.planning.search import Candidate, Found
+from h2o_flexgen.schedule.ops import COMPUTE_LANE, Data
+from h2o_flexgen.schedule.trace import Span, Trace
 
-KINDS = (".png", ".svg", ".pdf")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+STEPS = 2
+MOST_VISITS = 120  # of more, single tasks are too narrow to be seen
+WIDTH, LANE_HEIGHT, OTHER_HEIGHT = 12.0, 0.42, 0.9  # of the picture, in inches
+NARROW = 1 / 1200  # of the width: no bar is narrower, and such that touch are drawn as one
+EDGED = 1 / 200  # bars that are wider have an edge
+GREY, BLUE, RED = "#7f7f7f", "#0072b2", "#d55e00"  # told apart by colour-blind eyes too
+LABEL = (0.08, 0.06)  # the room that a label takes, of the picture's width and height
+SPREAD = 8  # from so many times as long on, seconds are on a logarithmic axis
+UNITS = ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "µs", 1e6))
 
 
-def check_picture(file: str | None, flag: str) -> None:
-    if file is None:
-        return
-    try:
-        import_module("matplotlib.figure")  # now, so that what it takes in memory is counted before a plan is held against it
-    except ImportError as error:
-        advice = "install it, or the extra [plot] from a checkout: pip install -e '.[plot]'"
-        raise ValueError(f"{flag} needs matplotlib; {advice}") from error
-    check_writable(file, flag)
-    if Path(file).suffix.lower() not in KINDS:
-        raise ValueError(f"{flag} {file} is no kind of picture that is known; end it in {', '.join(KINDS)}")
+def draw_timelines(traces: Mapping[str, Trace], file: Path, title: str = "") -> None:
+    """Each trace under its name ("predicted", "measured")."""
+    from matplotlib.figure import Figure  # the extra [plot]; without pyplot no display is asked for
+
+    heights = [max(1, len(trace.lanes)) * LANE_HEIGHT + OTHER_HEIGHT for trace in traces.values()]
+    figure = Figure(figsize=(WIDTH, sum(heights) + 0.6), layout="constrained")
+    seconds = max((trace.makespan for trace in traces.values()), default=0.0) or 1.0
+    unit, factor = next((unit, factor) for least, unit, factor in UNITS if seconds >= least)
+    panels = figure.subplots(len(traces), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, trace) in zip(panels, traces.items()):
+        _draw(axes, trace, factor, seconds * factor)
+        axes.set_title(f"{name}, {trace.makespan * factor:.3g} {unit} of it", loc="left", fontsize="medium")
+    panels[-1].set_xlabel(unit)
+    panels[-1].set_xlim(0, seconds * factor)
+    drawn = {span.key.op.data for trace in traces.values() for span in trace.spans}
+    _legend(figure, [data for data in Data if data in drawn])
+    if title:
+        figure.suptitle(title)
+    figure.savefig(file, dpi=130)
+
+
+def two_steps(trace: Trace) -> Trace:
+    """Two decode steps from the middle of the work: the last has nothing more to store, and so is like no other. Of large
+    models and blocks as many visits as can be told apart."""
+    visits = sorted((span for span in trace.spans if span.lane == COMPUTE_LANE), key=lambda span: span.end)
+    steps = len({span.key.step for span in visits})
+    if not visits:
+        return trace
+    a_step = len(visits) // steps
+    first = max(0, len(visits) - (STEPS + 1) * a_step)
+    last = min(first + MOST_VISITS, max(first + a_step, len(visits) - a_step)) - 1
+    start = visits[first - 1].end if first else 0.0
+    return trace.between(start, visits[last].end)
+
+
+def _draw(axes: Axes, trace: Trace, factor: float, width: float) -> None:
+    lanes = trace.lanes
+    for place, lane in enumerate(lanes):
+        for data in Data:
+            spans = [span for span in trace.spans if span.lane == lane and span.key.op.data is data]
+            wide, narrow = _bars(spans, factor, width)
+            axes.broken_barh(wide, (place - 0.36, 0.72), facecolors=data.colour, edgecolors="white", linewidth=0.6)
+            axes.broken_barh(narrow, (place - 0.36, 0.72), facecolors=data.colour, linewidth=0)
+    shares = trace.busy_shares()
+    axes.set_yticks(range(len(lanes)), [f"{lane}  {shares[lane]:.0%}" for lane in lanes])
+    axes.set_ylim(len(lanes) - 0.5, -0.5)
+    axes.grid(visible=True, axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+
+
+def _bars(spans: Sequence[Span], factor: float, width: float) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """(start, length) of those that are wide enough for an edge, and of the others, joined where they touch."""
+    wide: list[tuple[float, float]] = []
+    narrow: list[tuple[float, float]] = []
+    for span in spans:
+        start, length = span.start * factor, (span.end - span.start) * factor
+        if length > EDGED * width:
+            wide.append((start, length))
+        else:
+            narrow.append((start, max(length, NARROW * width)))  # or else it is not seen at all
+    return wide, list(_joined(sorted(narrow), NARROW * width))
+
+
+def _joined(bars: Iterable[tuple[float, float]], gap: float) -> Iterable[tuple[float, float]]:
+    start = end = None
+    for begin, length in bars:
+        if end is not None and start is not None and begin <= end + gap:
+            end = max(end, begin + length)
+            continue
+        if end is not None and start is not None:
+            yield start, end - start
+        start, end = begin, begin + length
+    if end is not None and start is not None:
+        yield start, end - start
+
+
+def _legend(figure: Figure, kinds: Sequence[Data]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=data.colour, label=data.words) for data in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(kinds), frameon=False, fontsize="small")
+
+
+# -- the front of a search ---------------------------------------------------------------------------------------------
+
+
+def draw_front(found: Found, file: Path, title: str) -> None:
+    from matplotlib.figure import Figure  # the extra [plot]; without pyplot no display is asked for
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    everything = list({one.plan: one for one in (*found.all, *found.front)}.values())
+    _points(axes, everything, marker="o", s=28, color=GREY, label="simulated", zorder=2)
+    seconds, rates = _coordinates(found.front)
+    axes.plot(seconds, rates, "-o", color=BLUE, markersize=6, label="nothing is both sooner and faster", zorder=3)
+    _points(axes, [found.best], marker="*", s=260, color=RED, edgecolors="white", label="chosen", zorder=4)
+    axes.set(xlabel="latency: seconds until a block is over", ylabel="tokens per second")
+    axes.set_title(title, fontsize="small", loc="left", wrap=True)
+    for scale, values in ((axes.set_xscale, [one.block_seconds for one in everything]), (axes.set_yscale, rates)):
+        if max(values) > SPREAD * min(values):
+            scale("log")
+    axes.margins(0.12)
+    axes.grid(visible=True, which="both", alpha=0.25)
+    axes.autoscale_view()
+    _label(axes, [found.best, *found.front, *everything])
+    axes.legend(loc="lower right", fontsize="small")
+    figure.savefig(file, dpi=130)
+
+
+def _coordinates(candidates: Sequence[Candidate]) -> tuple[list[float], list[float]]:
+    return [one.block_seconds for one in candidates], [one.tokens_per_second for one in candidates]
+
+
+def _points(axes: Axes, candidates: list[Candidate], **style: Any) -> None:
+    axes.scatter(*_coordinates(candidates), **style)
+
+
+def _label(axes: Axes, candidates: list[Candidate]) -> None:
+    """Rows x batches, where there is room for it: to the upper left, where the front, which rises, does not pass."""
+    taken: list[tuple[float, float]] = []
+    for one in candidates:
+        at = (one.block_seconds, one.tokens_per_second)
+        across, up = axes.transAxes.inverted().transform(axes.transData.transform(at))
+        if any(abs(across - other) < LABEL[0] and abs(up - height) < LABEL[1] for other, height in taken):
+            continue
+        taken.append((across, up))
+        text = f"{one.plan.gpu_batch_size} x {one.plan.num_gpu_batches}"
+        axes.annotate(text, at, xytext=(-7, 6), textcoords="offset points", ha="right", fontsize="small")

@@ -1,22 +1,29 @@
-"""The plan on paper: what was asked for beside what was really placed, in shares and bytes, and what each tier must hold."""
+"""The plan on paper: what was asked for beside what was really placed, in shares and bytes; what each tier must hold, what the
+KV policy keeps, and what is predicted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
-from h2o_flexgen.cli.kept import Kept
 from h2o_flexgen.cli.page import page_width, table
+from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.predict import Prediction
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.occupancy import Occupancy
+from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.schedule import Schedule
 
@@ -183,3 +190,166 @@ def _slots(schedule: Schedule) -> str:
 def _three(device_percent: float, host_percent: float) -> tuple[str, str, str]:
     disk_percent = max(0.0, round(100 - device_percent - host_percent, 4))
     return f"{device_percent:.4g}", f"{host_percent:.4g}", f"{disk_percent:.4g}"
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a KV policy keeps: what was asked for, and what it means in slots and in rows that fit the same memory."""
+
+    planned: WorkloadPlan
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.planned.spec
+
+    @property
+    def policy(self) -> KVPolicy:
+        return self.planned.plan.policy
+
+    def line(self) -> str:
+        asked = ", ".join(f"{name} {value}" for name, value in self._asked.items())
+        named = f"{self.policy.name} ({asked})" if asked else self.policy.name
+        if not self.evicts:
+            return f"{named} keeps all {_range(*self._held_range)} tokens of a row"
+        total, kept = (format_bytes(slots * self._row_bytes) for slots in (self._capacity(Full()), self._capacity(self.policy)))
+        rows = f"{self.rows_in_same_memory:.1f} times as many rows in the same memory"
+        tokens = f"{_range(*self._held_range)} of {_range(*self._length_range)} tokens of a row ({100 * self.share:.1f} %)"
+        return f"{named} keeps {tokens}; a row takes {kept} instead of {total}: {rows}"
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "policy": self.policy.name,
+            "asked": self._asked,
+            "slots": list(self._held_range),
+            "share": round(self.share, 4),
+            "evicts": self.evicts,
+            "rows_in_same_memory": round(self.rows_in_same_memory, 3),
+        }
+
+    @property
+    def evicts(self) -> bool:
+        return any(slots.evicts for slots, _ in self._slots)
+
+    @property
+    def share(self) -> float:
+        """The share of all tokens that is held at the end."""
+        held, totals = (sum(count * sum(each(slots)) for slots, count in self._slots) for each in (_held, _totals))
+        return held / totals
+
+    @property
+    def rows_in_same_memory(self) -> float:
+        """Memory of a row of the full cache over that of a row of this one, notes included."""
+        noted = self.spec.kv_heads * self.policy.note_bytes * len(self.spec.kv_layers)
+        return self._capacity(Full()) * self._row_bytes / (self._capacity(self.policy) * (self._row_bytes + noted))
+
+    @property
+    def _asked(self) -> dict[str, object]:
+        return {name: getattr(self.policy.options, name) for name in self.policy.options.given}
+
+    @cached_property
+    def _slots(self) -> tuple[tuple[Occupancy, int], ...]:
+        """Of the batches of a block of each shape, and how many such blocks there are."""
+        return tuple((slots, count) for block, count in self.planned.blocks.alike for slots in block.slots)
+
+    @property
+    def _held_range(self) -> tuple[int, int]:
+        return _least_and_most(_held(slots) for slots, _ in self._slots)
+
+    @property
+    def _length_range(self) -> tuple[int, int]:
+        return _least_and_most(_totals(slots) for slots, _ in self._slots)
+
+    @property
+    def _row_bytes(self) -> int:
+        """Of one slot of one row, over all layers."""
+        return self.spec.kv_bytes_per_slot * len(self.spec.kv_layers)
+
+    def _capacity(self, policy: KVPolicy) -> int:
+        """Slots of a row of the first batch, whose rows are the longest."""
+        block = self.planned.blocks.first.block
+        return policy.slots(block.batches[0], block.gen_len).capacity
+
+
+def _held(slots: Occupancy) -> Sequence[int]:
+    """When the last token is generated, which is never stored."""
+    return slots.counts(slots.gen_len)
+
+
+def _totals(slots: Occupancy) -> Sequence[int]:
+    return [total + slots.gen_len - 1 for total in slots.taken_in]
+
+
+def _least_and_most(each: Iterable[Sequence[int]]) -> tuple[int, int]:
+    counts = [count for one in each for count in one]
+    return min(counts), max(counts)
+
+
+def _range(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low} to {high}"
+
+
+# -- what is predicted -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What was predicted of a run, and beside it what was measured: seconds, lanes, and what each tier held."""
+
+    prediction: Prediction
+    machine: str  # that it is a prediction for
+    budgets: Budgets
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """With what the process holds by itself."""
+        base = {tier: self.budgets.host_base if tier == HOST else 0 for tier in TIERS}
+        return {tier: nbytes + base[tier] for tier, nbytes in self.prediction.peak_bytes.items()}
+
+    def as_json(self) -> dict[str, object]:
+        """Under the names that a run's own figures have."""
+        one = self.prediction
+        return {
+            "machine": self.machine,
+            "prefill_seconds": round(one.prefill_seconds, 6),
+            "decode_seconds": round(one.decode_seconds, 6),
+            "total_seconds": round(one.total_seconds, 6),
+            "tokens_per_second": round(one.tokens_per_second, 3),
+            "step_seconds_mean": round(one.step_seconds, 6),
+            "busy_seconds": {lane: round(seconds, 6) for lane, seconds in one.lane_seconds.items()},
+            "peak_bytes": self.peak_bytes,
+        }
+
+    def line(self) -> str:
+        """Before the run."""
+        one = self.prediction
+        return (
+            f"predicted prefill {one.prefill_seconds:.3g} s, {one.step_seconds:.3g} s a step, "
+            f"{one.tokens_per_second:.3g} tokens/s; {one.busiest_lane} is busiest"
+        )
+
+    def lines(self, stats: Stats) -> Iterator[str]:
+        """Beside what a run has left."""
+        rows = [["", "predicted", "measured", "predicted / measured"]]
+        one, steps = self.prediction, len(stats.step_seconds)
+        rows.append(_seconds("prefill", one.prefill_seconds, stats.prefill_seconds))
+        if steps:
+            rows.append(_seconds("a decode step, mean", one.step_seconds, stats.decode_seconds / steps))
+        rows.append(_seconds("all", one.total_seconds, stats.total_seconds))
+        for lane in dict.fromkeys([*one.lane_seconds, *stats.busy_seconds]):
+            rows.append(_seconds(f"{lane}, busy", one.lane_seconds.get(lane, 0.0), stats.busy_seconds.get(lane, 0.0)))
+        for tier, nbytes in self.peak_bytes.items():
+            if nbytes or stats.peak_bytes[tier]:
+                ratio = _ratio(nbytes, stats.peak_bytes[tier])
+                rows.append([f"peak on {NAMES[tier]}", format_bytes(nbytes), format_bytes(stats.peak_bytes[tier]), ratio])
+        yield from table(rows, page_width())
+
+
+def _seconds(name: str, predicted: float, measured: float) -> list[str]:
+    return [name, f"{predicted:.3g} s", f"{measured:.3g} s", _ratio(predicted, measured)]
+
+
+def _ratio(predicted: float, measured: float) -> str:
+    return f"{predicted / measured:.2f}" if measured else ""

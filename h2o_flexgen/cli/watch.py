@@ -1,21 +1,69 @@
-"""Watch: looks on while a run computes. It feeds the progress line, adds up the work that was really done, and notes the times
-from which a run that was cut short can be projected."""
+"""What looks on while a command works, and feeds the progress line: Opening while a model is opened, Watch while a run
+computes, EvaluationWatch while cells are measured."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 
-from h2o_flexgen.cli.stages import show_stage
+from h2o_flexgen.cli.page import say
+from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.engine.stage import Stage, damaged_copy, how_far
+from h2o_flexgen.engine.threads import make_room_for_others
+from h2o_flexgen.models.derived import cache_folder
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.cost import Cost
+from h2o_flexgen.profiling.others import Others
 from h2o_flexgen.schedule.task import Task
+
+COPIES = {  # what is done to make them, and where in the cache they are kept
+    Stage.CONVERTING: ("the checkpoint's .bin files are converted to safetensors", "converted"),
+    Stage.PACKING: ("the checkpoint's matrices are packed", "packed"),
+}
+
+
+# -- while a model is opened -------------------------------------------------------------------------------------------
+
+
+def show_stage(progress: Progress, stage: Stage, done_bytes: int, total_bytes: int) -> None:
+    if stage is Stage.MENDING:
+        progress.note(damaged_copy(cache_folder("")))
+    progress.stage(str(stage), how_far(done_bytes, total_bytes))
+
+
+class Opening:
+    """Tells once that a copy of the weights is made and kept, and that one was damaged."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._noted: set[Stage] = set()
+
+    def stage(self, stage: Stage, done_bytes: int, total_bytes: int) -> None:
+        if stage in COPIES and stage not in self._noted:
+            self._noted.add(stage)
+            self._progress.note(_copy(stage, total_bytes))
+        show_stage(self._progress, stage, done_bytes, total_bytes)
+
+
+def _copy(stage: Stage, total_bytes: int) -> str:
+    what, kind = COPIES[stage]
+    return f"{what}, once: a copy of {format_bytes(total_bytes)}, which is kept in {cache_folder(kind)}"
+
+
+def say_threads(others: Others, asked: int | None) -> None:
+    """Fewer threads where others are busy, and a line that says so. `others` were looked at from the command's start on, which
+    has cost nothing. Before this, plans and profiles are of the machine as it is when nobody disturbs it."""
+    line = make_room_for_others(others.cores(), asked)
+    say([] if line is None else [f"threads   {line}"])
+
+
+# -- while a run computes ----------------------------------------------------------------------------------------------
 
 
 class Watch:
-    """`blocks` are those that the run consists of, as planned; where memory runs out, those that took their place."""
+    """Adds up the work that was really done, and notes the times from which a run that was cut short can be projected. `blocks`
+    are those that the run consists of, as planned; where memory runs out, those that took their place."""
 
     def __init__(self, blocks: BlockPlans, progress: Progress) -> None:
         self.flops: Counter[int] = Counter()  # rows of a matrix product -> flops done with so many
@@ -110,3 +158,30 @@ def clock(seconds: float) -> str:
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+# -- while cells are measured ------------------------------------------------------------------------------------------
+
+
+class EvaluationWatch:
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._opening = Opening(progress)
+        self._doing, self._done = "", 0
+
+    def begin(self, doing: str) -> None:
+        self._doing = doing
+        self._progress.stage(doing)
+        self.advance(0)
+
+    def advance(self, tokens: int) -> None:
+        self._done += tokens
+        self._progress.update("tokens", self._done)
+
+    def stage(self, stage: Stage, done_bytes: int, total_bytes: int) -> None:
+        """Shows the stages of opening a model that take long, which are those with bytes. A damaged copy
+        leaves a line. During all others the progress of the evaluation is shown."""
+        if total_bytes or stage is Stage.MENDING:
+            self._opening.stage(stage, done_bytes, total_bytes)
+        else:
+            self.begin(self._doing)

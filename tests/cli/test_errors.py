@@ -14,9 +14,9 @@ from types import ModuleType
 import pytest
 
 from h2o_flexgen import chat, evaluate, plan, profile, run
+from h2o_flexgen.cli.chat_work import typed_turns
 from h2o_flexgen.cli.errors import UNREAD, Ended, exit_status
-from h2o_flexgen.cli.report import say
-from h2o_flexgen.cli.turns import typed
+from h2o_flexgen.cli.page import say
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.schedule.ops import Op
@@ -116,7 +116,7 @@ def test_further_signals_do_not_disturb_the_cleaning_up() -> None:
 
 def test_whoever_waits_for_a_turn_to_be_typed_is_ended_by_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.input", lambda _: signal.raise_signal(signal.SIGTERM))
-    assert exit_status(_args, lambda _: print(next(typed()))) == 128 + signal.SIGTERM
+    assert exit_status(_args, lambda _: print(next(typed_turns()))) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(("name", "mode"), [("stdin", "r"), ("stdout", "w"), ("stderr", "w")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from h2o_flexgen.cli.evaluation_watch import EvaluationWatch
+from h2o_flexgen.cli.watch import EvaluationWatch
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import Stage
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.cli.errors import one_line
-from h2o_flexgen.cli.lanes import compute_bound
+from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.page import table
-from h2o_flexgen.cli.report import FIRST, INDENT, completion_lines, log_name
+from h2o_flexgen.cli.run_report import compute_bound
+from h2o_flexgen.cli.summary import FIRST, INDENT, completion_lines, log_name
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as draw
 
-from h2o_flexgen.cli.errors import one_line
+from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.core.layout import ALIGNMENT, CHUNK_BYTES
 from h2o_flexgen.memory.disk import Checked, DiskRegion, DiskTier, Files, OffloadFolder, Piece
 from h2o_flexgen.memory.host import HostTier

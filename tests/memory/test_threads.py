@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.cli.errors import one_line
+from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.memory.shortage import Shortage, shortage_of
 from h2o_flexgen.memory.threads import ADVICE, started_pool
@@ -22,7 +22,7 @@ NO_ROOM = RuntimeError("can't start new thread")
 LIMITED = """
 import json, os, resource, sys
 from h2o_flexgen import run
-import h2o_flexgen.llm, torch
+import h2o_flexgen.cli.failures, h2o_flexgen.cli.run_work, torch
 torch.set_num_threads(2)
 argv, extra = json.loads(sys.argv[1])
 mapped = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_flexgen.cli.stages import Opening
+from h2o_flexgen.cli.watch import Opening
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.llm import LLM

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 
 from h2o_flexgen.cli.asked_problem import system_share
+from h2o_flexgen.cli.requests import SiteRequest
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.planning.machines import find_machine, known_machines
 from h2o_flexgen.planning.reserve import HOST_LEAST, HOST_MOST, left_to_system
@@ -35,7 +35,7 @@ def test_what_somebody_has_asked_for_and_what_was_measured_as_free_are_planned_w
     machine = find_machine("t4-gcp")
 
     def left(name: str | None, gpu: str | None, cpu: str | None) -> set[str]:
-        return set(system_share(Namespace(machine=name, gpu_mem=gpu, cpu_mem=cpu), machine))
+        return set(system_share(machine if name else None, SiteRequest(gpu_mem=gpu, cpu_mem=cpu)))
 
     assert left("t4-gcp", None, None) == {DEVICE, HOST}
     assert left("t4-gcp", "16GB", None) == {HOST} and left("t4-gcp", None, "64GB") == {DEVICE}

@@ -12,8 +12,9 @@ import psutil
 import pytest
 import torch
 
-from h2o_flexgen import profile, run
-from h2o_flexgen.cli.arguments import parse
+from h2o_flexgen import run
+from h2o_flexgen.cli import profile_request
+from h2o_flexgen.cli.run_request import parse
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
@@ -178,6 +179,6 @@ def test_without_a_gpu_or_torch_it_says_so_in_one_line_and_writes_nothing(
 
 def test_runs_are_predicted_for_the_machine_that_was_profiled_before(tmp_path: Path) -> None:
     planned = {stage.name: stage.command for stage in SCRIPT.stages(tmp_path)}
-    file = profile.parse(planned["machine"][3:]).output
+    file = profile_request.parse(planned["machine"][3:]).output
     assert Path(file).suffix in SUFFIXES
     assert [parse(planned[model][3:]).machine for model in MODELS] == [file] * len(MODELS)

@@ -1,8 +1,9 @@
-"""The file of --output: whole texts and token ids, one JSON object per line and prompt, in the order of the prompts.
+"""The files that commands write: looked at before the work and not behind it, and the file of --output.
 
-While a run goes on, what is done is appended line by line to a neighbour, FILE.partial; at the end FILE takes its place, whole
-and in order. So FILE is never half-written, and who ends a long run early keeps what it had. A later run leaves that as it is
-and appends to FILE.partial.1, or to the first number that is free.
+That file has whole texts and token ids, one JSON object per line and prompt, in the order of the prompts. While a run goes on,
+what is done is appended line by line to a neighbour, FILE.partial; at the end FILE takes its place, whole and in order. So FILE
+is never half-written, and who ends a long run early keeps what it had. A later run leaves that as it is and appends to
+FILE.partial.1, or to the first number that is free.
 """
 
 from __future__ import annotations
@@ -15,33 +16,83 @@ from io import FileIO
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
-from h2o_flexgen.cli.report import check_writable
 from h2o_flexgen.core.files import write_text
+from h2o_flexgen.sampling.output import Completion, StepLogprobs, TokenLogprob
 
-if TYPE_CHECKING:
-    from h2o_flexgen.sampling.output import Completion, StepLogprobs, TokenLogprob
+PICTURES = (".png", ".svg", ".pdf")
+OUTPUT = "--output"
 
-FLAG = "--output"
+
+# -- before the work -------------------------------------------------------------------------------------------------------
+
+
+def check_writable(file: str | None, flag: str) -> None:
+    if file is None:
+        return
+    path = Path(file).expanduser()
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"{flag} {file} cannot be written: give a file in a folder that exists")
+
+
+def check_output_file(file: str | None) -> None:
+    check_writable(file, OUTPUT)
+    given = Path(file or "").expanduser()
+    try:
+        is_other = given.exists() and not given.is_file()
+    except OSError as error:
+        raise _unwritable(file, error) from error
+    if file is not None and is_other:
+        raise ValueError(f"{OUTPUT} {file} is a device or a pipe, whose place no file takes; give a plain file")
+
+
+def _unwritable(file: str | None, error: OSError) -> ValueError:
+    return ValueError(f"{OUTPUT} {file} cannot be written ({error.strerror}); give another file")
+
+
+def check_picture(file: str | None, flag: str) -> None:
+    if file is None:
+        return
+    try:
+        import matplotlib.figure  # noqa: F401  # now: what it takes in memory is counted before a plan is held against it
+    except ImportError as error:
+        advice = "install it, or the extra [plot] from a checkout: pip install -e '.[plot]'"
+        raise ValueError(f"{flag} needs matplotlib; {advice}") from error
+    check_writable(file, flag)
+    if Path(file).suffix.lower() not in PICTURES:
+        raise ValueError(f"{flag} {file} is no kind of picture that is known; end it in {', '.join(PICTURES)}")
+
+
+def open_output_folder(folder: str | None) -> Path | None:
+    """The folder for several files: made, and seen to be writable."""
+    if folder is None:
+        return None
+    path = Path(folder).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(path, os.W_OK | os.X_OK) else "nothing may be written there"
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
+        raise ValueError(f"{OUTPUT} {folder} cannot be written ({reason}); give another folder")
+    return path
+
+
+# -- completions -----------------------------------------------------------------------------------------------------------
 
 
 class CompletionsFile:
     """`with CompletionsFile(file) as output`: `add` what is done, and `finish` with all of it."""
 
     def __init__(self, file: str) -> None:
-        check_writable(file, FLAG)
         self.file = Path(os.path.realpath(Path(file).expanduser()))
         self._count = 0
         self._stream: FileIO | None = None  # from the first text on: a process that is killed before leaves nothing
-        given = Path(file).expanduser()
         try:
-            if given.exists() and not given.is_file():
-                raise ValueError(f"{FLAG} {file} is a device or a pipe, whose place no file takes; give a plain file")
             self._open_partial().close()
             self.partial.unlink()
         except OSError as error:
-            raise ValueError(f"{FLAG} {file} cannot be written ({error.strerror}); give another file") from error
+            raise _unwritable(file, error) from error
         first = self._partial(0)
         if self.partial != first:
             print(f"{first} is there already, from another run, and is left as it is", file=sys.stderr)

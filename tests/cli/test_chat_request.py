@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.cli.turns import in_file
+from h2o_flexgen.cli.chat_request import turns_in
 
 
 def test_a_line_is_a_turn_and_a_json_line_one_or_several(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello\n/reset\nwhat now?\n\n")
-    assert in_file(str(tmp_path / "a.txt")) == ["hello", "/reset", "what now?"]
+    assert turns_in(str(tmp_path / "a.txt")) == ["hello", "/reset", "what now?"]
     (tmp_path / "a.jsonl").write_text('{"prompt": "hello"}\n{"turns": ["one", "two"], "category": "x"}\n')
-    assert in_file(str(tmp_path / "a.jsonl")) == ["hello", "one", "two"]
+    assert turns_in(str(tmp_path / "a.jsonl")) == ["hello", "one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,9 @@ def test_a_line_is_a_turn_and_a_json_line_one_or_several(tmp_path: Path) -> None
 def test_a_line_that_is_no_turn_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"prompt": "hello"}}\n{line}\n{{"prompt": "x"}}\n')
     with pytest.raises(ValueError, match=r"a.jsonl, line 2 is neither .*; mend or remove it"):
-        in_file(str(tmp_path / "a.jsonl"))
+        turns_in(str(tmp_path / "a.jsonl"))
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"input .*none.jsonl cannot be read"):
-        in_file(str(tmp_path / "none.jsonl"))
+        turns_in(str(tmp_path / "none.jsonl"))

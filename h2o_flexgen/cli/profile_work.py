@@ -1,15 +1,56 @@
-"""A machine in lines for people: what it holds, moves and computes, each with its unit."""
+"""The work of the profile command: this machine is measured, kept, and told of in lines, each figure with its unit."""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from math import isfinite
+from pathlib import Path
 
+from h2o_flexgen.cli.page import say
+from h2o_flexgen.cli.profile_request import ProfileRequest
+from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.engine.threads import set_threads
+from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.planning.machine import PLAIN_SCORES, WITH_SCORES, Curve, Machine
+from h2o_flexgen.profiling.kept import about, fingerprint_of, keep, note_partial, partial_file
+from h2o_flexgen.profiling.machine import profile
+from h2o_flexgen.profiling.others import Others
+from h2o_flexgen.profiling.sizes import FULL, QUICK
 
 WIDTH = 46
 SCORES = {PLAIN_SCORES: "all kept", WITH_SCORES: "scored, to evict"}
+
+
+def work(request: ProfileRequest) -> None:
+    with Progress(0, "profile") as progress:
+        set_threads(request.site.threads)
+        folder = Path(request.site.offload_dir or default_offload_folder()).expanduser()
+        device, dtype, file = open_device(request.site.device), request.dtype, request.file
+        mark, begun, others = fingerprint_of(device, folder, dtype), time.perf_counter(), Others()
+        note_partial(mark, progress.note)
+        machine = profile(
+            device,
+            folder,
+            mark.name,
+            dtype,
+            QUICK if request.quick else FULL,
+            lambda title, done, total: progress.stage(title, f"{done}/{total}" if total else ""),
+            partial_file(mark),
+        )
+        seconds, warning = time.perf_counter() - begun, others.warning()
+        kept = keep(machine, mark, warning)
+        if file is not None:
+            machine = replace(machine, name=file.stem)
+            machine.save(file, about(mark, warning))
+    say(machine_lines(machine))
+    say(["", f"measured in {seconds:.0f} s and kept in {kept}" + (f", and written to {file}" if file else "")])
+    say([warning] if warning else [])
+    print(json.dumps({"profile": asdict(machine), "seconds": round(seconds, 1), "kept": str(kept)}), flush=True)
 
 
 def machine_lines(machine: Machine) -> Iterator[str]:

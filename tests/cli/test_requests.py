@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.cli.choose_model import ChosenModel, choose_model
+from h2o_flexgen.cli.requests import ModelRequest, choose_model
 
 
 @pytest.fixture
@@ -19,20 +19,20 @@ def weights(tmp_path: Path) -> Path:
 
 
 def test_a_name_alone_is_left_to_the_hub() -> None:
-    assert choose_model("owner/model", None, False) == ChosenModel("owner/model", "owner/model", False)
+    assert choose_model("owner/model", None, False) == ModelRequest("owner/model", "owner/model", False)
 
 
 @pytest.mark.parametrize(("path", "dummy"), [("_DUMMY_", False), (None, True), ("/anything", True)])
 def test_random_weights_need_no_folder(path: str | None, dummy: bool) -> None:
-    assert choose_model("owner/model", path, dummy) == ChosenModel("owner/model", "owner/model", True)
+    assert choose_model("owner/model", path, dummy) == ModelRequest("owner/model", "owner/model", True)
 
 
 def test_the_model_is_found_in_the_folder_of_weights(weights: Path) -> None:
     found = str(weights / "owner" / "model")
-    assert choose_model("owner/model", str(weights), False) == ChosenModel("owner/model", found, False)
+    assert choose_model("owner/model", str(weights), False) == ModelRequest("owner/model", found, False)
     assert choose_model("other/model", str(weights / "owner"), False).source == found
     assert choose_model("any", found, False).source == found
-    assert choose_model(None, found, False) == ChosenModel("model", found, False)
+    assert choose_model(None, found, False) == ModelRequest("model", found, False)
 
 
 def test_a_folder_without_the_model_is_refused_with_the_places_looked_at(weights: Path) -> None:

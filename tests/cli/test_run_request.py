@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.cli import arguments, plan_arguments
-from h2o_flexgen.cli.arguments import DEMO_PROMPTS, parse
-from h2o_flexgen.cli.flags import plan_of
+from h2o_flexgen.cli import plan_request, run_request
+from h2o_flexgen.cli.requests import plan_of
+from h2o_flexgen.cli.run_request import DEMO_PROMPTS, MadeUp, RunRequest, parse, request_of
+from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
+
+
+def asked(*words: str) -> RunRequest:
+    return request_of(parse(words))
 
 
 def test_a_published_command_parses_with_flexgens_meaning() -> None:
@@ -26,8 +33,8 @@ def test_a_published_command_parses_with_flexgens_meaning() -> None:
 
 def test_the_published_abbreviation_of_cpu_cache_compute_is_still_one() -> None:
     with pytest.raises(ValueError, match="--cpu-cache-compute is not supported"):
-        parse(["--model", "m", "--cpu"])
-    assert parse(["--model", "m", "--cpu-mem", "8GB"]).cpu_mem == "8GB"
+        asked("--model", "m", "--cpu")
+    assert asked("--model", "m", "--cpu-mem", "8GB").site.cpu_mem == "8GB"
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("true", True), ("True", True), ("0", False), ("false", False)])
@@ -61,24 +68,25 @@ def test_a_switch_without_a_word_is_on() -> None:
 
 
 def test_without_a_model_the_one_of_the_package_continues_texts_and_its_defaults_can_be_overruled() -> None:
-    args = parse(["--gen-len", "3"])
-    assert (args.demo, args.model, args.dummy_weights, args.gen_len) == (True, "demo", False, 3)
-    assert args.prompt == list(DEMO_PROMPTS) and len(args.prompt) == args.plan.block_size
-    assert args.plan.kv_policy == "h2o" and parse(["--kv-policy", "full"]).plan.kv_policy == "full"
-    assert all(device + host <= 100 for device, host in zip(args.percent[::2], args.percent[1::2]))
-    assert args.percent[0] + args.percent[1] < 100 and args.percent[2] + args.percent[3] < 100  # the disk has a share
+    request = asked("--gen-len", "3")
+    plan = request.first_plan
+    assert (request.model.name, request.model.dummy_weights, request.gen_len) == ("demo", False, 3)
+    assert request.prompts == DEMO_PROMPTS and len(DEMO_PROMPTS) == plan.block_size
+    assert plan.kv_policy == "h2o" and asked("--kv-policy", "full").first_plan.kv_policy == "full"
+    assert plan.weights.disk > 0 and plan.kv.disk > 0
 
 
 def test_random_weights_without_a_model_are_those_of_a_small_opt() -> None:
-    args = parse(["--dummy-weights"])
-    assert (args.demo, args.model, args.prompt, args.prompt_len) == (True, "facebook/opt-125m", None, 64)
+    request = asked("--dummy-weights")
+    assert (request.model.name, request.model.dummy_weights) == ("facebook/opt-125m", True)
+    assert request.prompts == MadeUp(None, 64)
 
 
-@pytest.mark.parametrize(
-    "words", [("--prompt", "Hello"), ("--prompt-len", "9"), ("--num-prompts", "3"), ("--prompt-file", "f")]
-)
-def test_the_demo_has_no_texts_of_its_own_where_others_are_asked_for(words: tuple[str, ...]) -> None:
-    assert parse([*words]).prompt != list(DEMO_PROMPTS)
+@pytest.mark.parametrize("words", ["--prompt Hello", "--prompt-len 9", "--num-prompts 3", "--prompt-file {file}"])
+def test_the_demo_has_no_texts_of_its_own_where_others_are_asked_for(words: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("Hello")
+    prompts = asked(*words.format(file=tmp_path / "file").split()).prompts
+    assert prompts == ("Hello",) or isinstance(prompts, MadeUp)
 
 
 def test_a_path_without_a_model_is_no_demo() -> None:
@@ -87,24 +95,22 @@ def test_a_path_without_a_model_is_no_demo() -> None:
 
 
 def test_defaults_are_those_of_plan_and_sampling_params() -> None:
-    args = parse(["--model", "m"])
-    assert args.plan == Plan() == parse(["--model", "m", "--overlap", "1"]).plan
-    assert args.gen_len == SamplingParams.max_tokens
-    shared = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    for name in (*shared, "min_tokens", "ignore_eos", "logprobs", "seed"):
-        assert getattr(args, name) == getattr(SamplingParams, name), name
+    request = asked("--model", "m")
+    assert request.first_plan == Plan() == asked("--model", "m", "--overlap", "1").first_plan
+    assert request.sampling == replace(SamplingParams(), stop=[], stop_token_ids=[]) and request.seed is None
+    assert (request.gen_len, request.steps) == (SamplingParams.max_tokens,) * 2
 
 
 def test_the_plan_is_what_the_flags_ask_for() -> None:
     flags = "--percent 0 50 0 100 0 100 --gpu-batch-size 8 --num-gpu-batches 2 --slots 3 --sep-layer 0 --schedule row_by_row"
-    asked = Plan(8, 2, slots=3, sep_layer=False, schedule="row_by_row").with_percent((0, 50, 0, 100, 0, 100))
-    assert parse(["--model", "m", *flags.split()]).plan == asked
+    plan = Plan(8, 2, slots=3, sep_layer=False, schedule="row_by_row").with_percent((0, 50, 0, 100, 0, 100))
+    assert asked("--model", "m", *flags.split()).plan == plan
     for without in (["--overlap", "0"], ["--debug-mode", "breakdown"]):
-        assert parse(["--model", "m", *flags.split(), *without]).plan == asked.without_overlap()
+        assert asked("--model", "m", *flags.split(), *without).plan == plan.without_overlap()
 
 
 def test_every_flag_has_help_and_every_default_is_shown() -> None:
-    parser = arguments._parser()
+    parser = run_request.make_parser()
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     assert len(shown) > 35 and [action.dest for action in shown if len(action.help or "") < 10] == []
     text = " ".join(parser.format_help().split())
@@ -124,7 +130,7 @@ def test_what_the_run_and_the_plan_command_both_ask_is_asked_in_the_same_words()
     def texts(parser: argparse.ArgumentParser) -> dict[str, str]:
         return {flag: action.help or "" for action in parser._actions for flag in action.option_strings}
 
-    run, plan = texts(arguments._parser()), texts(plan_arguments._parser())
+    run, plan = texts(run_request.make_parser()), texts(plan_request.make_parser())
     for flag in ("--allow-4bit", "--latency-limit", "--prefer", "--schedule", "--device", "--hh-ratio"):
         assert run[flag] == plan[flag] != "", flag
     for flag in ("--machine", "--gpu-batch-size", "--num-gpu-batches"):  # but for what else it is, or where it is found
@@ -132,13 +138,13 @@ def test_what_the_run_and_the_plan_command_both_ask_is_asked_in_the_same_words()
 
 
 def test_sizes_that_are_given_are_all_that_a_search_may_take() -> None:
-    args = parse(["--model", "m", "--gpu-batch-size", "5"])
-    assert (args.batch_sizes, args.batches) == ((5,), ())
-    assert (args.plan.gpu_batch_size, args.plan.num_gpu_batches) == (5, Plan.num_gpu_batches)
+    search = asked("--model", "m", "--gpu-batch-size", "5").plan
+    assert isinstance(search, Asked) and (search.batch_sizes, search.batches) == ((5,), ())
+    assert (search.plan.gpu_batch_size, search.plan.num_gpu_batches) == (5, Plan.num_gpu_batches)
 
 
 def test_help_ends_with_an_example_that_parses() -> None:
-    commands = [line.split(None, 3)[3] for line in arguments.EPILOG.splitlines() if line.startswith("  python")]
+    commands = [line.split(None, 3)[3] for line in run_request.EPILOG.splitlines() if line.startswith("  python")]
     assert len(commands) == 2
     for command in commands:
         assert parse(shlex.split(command)).model == "facebook/opt-1.3b"
@@ -155,4 +161,4 @@ def test_help_ends_with_an_example_that_parses() -> None:
 )
 def test_flags_that_do_not_go_together_are_refused(flags: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse(["--model", "m", *flags])
+        asked("--model", "m", *flags)

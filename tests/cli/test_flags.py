@@ -6,11 +6,12 @@ import argparse
 
 import pytest
 
-from h2o_flexgen import profile
-from h2o_flexgen.cli import arguments, chat_arguments, evaluate_arguments, plan_arguments
-from h2o_flexgen.cli.argument_types import memory_size, number, whole
+from h2o_flexgen.cli import chat_request, evaluate_request, plan_request, profile_request, run_request
+from h2o_flexgen.cli.flags import memory_size, number, whole
+from h2o_flexgen.cli.run_request import parse, request_of
 
-PARSERS = {one.PROGRAM: one._parser() for one in (arguments, plan_arguments, chat_arguments, evaluate_arguments, profile)}
+REQUESTS = (run_request, plan_request, chat_request, evaluate_request, profile_request)
+PARSERS = {one.PROGRAM: one.make_parser() for one in REQUESTS}
 TYPED = [
     pytest.param(action, id=f"{program.rpartition('.')[2]} {action.option_strings[0]}")
     for program, parser in PARSERS.items()
@@ -40,7 +41,7 @@ def test_every_flag_that_has_a_number_for_a_default_reads_it_with_a_type() -> No
 @pytest.mark.parametrize("percent", ["\u0665 0 0 0 0 0", "1_0 0 0 0 0 0", "5.5 0 0 0 0 0"])
 def test_percent_takes_plain_digits(percent: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        arguments.parse(["--model", "m", "--percent", *percent.split()])
+        parse(["--model", "m", "--percent", *percent.split()])
     assert "takes six whole numbers, or auto; got" in capsys.readouterr().err
 
 
@@ -56,7 +57,7 @@ def test_percent_takes_plain_digits(percent: str, capsys: pytest.CaptureFixture[
 )
 def test_a_message_names_flag_value_and_range(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        arguments.parse(["--model", "m", *words])
+        parse(["--model", "m", *words])
     assert caught.value.code == 2
     assert capsys.readouterr().err == f"error: {message}\n"
 
@@ -68,7 +69,7 @@ def test_a_message_names_flag_value_and_range(words: list[str], message: str, ca
 def test_a_long_value_is_shortened_in_the_message(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = [value, "--gen-len", "zero"] if flag == "--model" else ["m", flag, value]
     try:
-        arguments.parse(["--model", *words])
+        request_of(parse(["--model", *words]))
     except SystemExit:
         message = capsys.readouterr().err
     except ValueError as error:
@@ -82,9 +83,9 @@ def test_types_read_what_people_write() -> None:
 
 
 def test_a_million_prompts_are_allowed_and_twenty_digits_are_not(capsys: pytest.CaptureFixture[str]) -> None:
-    assert arguments.parse(["--model", "m", "--num-prompts", "1000000"]).num_prompts == 1_000_000
+    assert parse(["--model", "m", "--num-prompts", "1000000"]).num_prompts == 1_000_000
     with pytest.raises(ValueError, match=r"10000000000 prompts are more than one run takes"):
-        arguments.parse(["--model", "m", "--gpu-batch-size", "1000000", "--num-gpu-batches", "10000"])
+        request_of(parse(["--model", "m", "--gpu-batch-size", "1000000", "--num-gpu-batches", "10000"]))
     with pytest.raises(SystemExit):
-        arguments.parse(["--model", "m", "--num-prompts", "9" * 20])
+        parse(["--model", "m", "--num-prompts", "9" * 20])
     assert "give a whole number from 1 to 1000000\n" in capsys.readouterr().err

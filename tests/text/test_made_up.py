@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_flexgen.cli.made_up import check_room, made_up_prompts
+from h2o_flexgen.text.made_up import check_room, made_up_prompts
 from h2o_flexgen.text.tokenizer import ByteTokenizer, Tokenizer
 from tests.real_tokenizers import VOCABS
 

@@ -1,0 +1,147 @@
+"""The chat command's flags, the request that is made of them, and the turns that a file has. None of it imports torch."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from h2o_flexgen.cli.flags import (
+    DUMMY_PATH,
+    TOKENS,
+    TRACEBACK,
+    Parser,
+    add_kv,
+    add_model,
+    add_placement,
+    add_sampling,
+    add_tokenizer,
+)
+from h2o_flexgen.cli.requests import DEMO_SAMPLING, ModelRequest, SiteRequest, model_of, plan_of, sampling_of, site_of
+from h2o_flexgen.core.documents import parse_json
+from h2o_flexgen.demo import DEMO
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.profiling.others import Others
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.dialogue import AUTO, STYLES
+from h2o_flexgen.text.prompt_file import read_lines
+
+PROGRAM = "python -m h2o_flexgen.chat"
+GEN_LEN = 256
+
+RESET, STATS, HELP, QUIT = "/reset", "/stats", "/help", "/quit"
+COMMANDS = {
+    RESET: "forgets all that was said",
+    STATS: "tells of tokens and memory",
+    HELP: "names these commands",
+    QUIT: "(or Ctrl-D) leaves",
+}
+
+DESCRIPTION = """\
+Talk with a model whose weights may be larger than the memory. What was said stays in the KV cache.
+Without --model: a small one that travels with the package; nothing is downloaded."""
+
+EPILOG = f"""\
+With a policy that evicts and rolling positions the talk has no end, in constant memory:
+
+  {PROGRAM} --model Qwen/Qwen3-8B --kv-policy h2o --heavy 512 --recent 512 --positions rolling
+
+While you talk: {", ".join(f"{word} {meaning}" for word, meaning in COMMANDS.items())}; Ctrl-C stops a reply.
+"""
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """All that is asked of one talk."""
+
+    model: ModelRequest
+    site: SiteRequest
+    plan: Plan  # of one row
+    turns: tuple[str, ...] | None  # None: typed, or read from standard input
+    style: str
+    system: str
+    context_len: int | None  # None: the model's positions
+    sampling: SamplingParams
+    seed: int | None
+    verbose: int
+    others: Others = field(default_factory=Others, compare=False, repr=False)  # who else was busy from the beginning on
+
+
+def parse(argv: Sequence[str] | None = None, program: str = PROGRAM) -> Namespace:
+    parser = make_parser(program)
+    flags = parser.parse(argv)
+    if flags.model is None and flags.path in (None, DUMMY_PATH):
+        if flags.dummy_weights or flags.path is not None:
+            raise ValueError("the model that is to have random weights is missing; give --model with its name")
+        parser.set_defaults(model=DEMO, **DEMO_SAMPLING)
+        flags = parser.parse(argv)
+    return flags
+
+
+def request_of(flags: Namespace) -> ChatRequest:
+    plan = replace(plan_of(flags), gpu_batch_size=1)
+    turns = None if flags.input is None else tuple(turns_in(flags.input))
+    return ChatRequest(
+        model=model_of(flags),
+        site=site_of(flags),
+        plan=plan,
+        turns=turns,
+        style=flags.style,
+        system=flags.system,
+        context_len=flags.context_len,
+        sampling=sampling_of(flags),
+        seed=flags.seed,
+        verbose=flags.verbose,
+    )
+
+
+# -- turns in a file -------------------------------------------------------------------------------------------------------
+
+
+def turns_in(name: str) -> list[str]:
+    file = Path(name).expanduser()
+    lines = read_lines(file, "input", "a turn")
+    if file.suffix != ".jsonl":
+        return lines
+    return [turn for number, line in enumerate(lines, start=1) for turn in _of_json(line, f"input {file}, line {number}")]
+
+
+def _of_json(line: str, where: str) -> list[str]:
+    try:
+        found = parse_json(line)
+        turns = [found["prompt"]] if "prompt" in found else found["turns"]
+        if not isinstance(turns, list) or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+            raise TypeError(turns)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f'{where} is neither {{"prompt": "..."}} nor {{"turns": ["...", ...]}}; mend or remove it') from error
+    return turns
+
+
+# -- flags -----------------------------------------------------------------------------------------------------------------
+
+
+def make_parser(program: str = PROGRAM) -> Parser:
+    usage = f"{program} [--model NAME] [--input turns.jsonl] [--kv-policy NAME] [--percent W W KV KV A A] [options]"
+    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
+    add_model(parser)
+    add_tokenizer(parser)
+    _add_turns(parser)
+    add_placement(parser.add_argument_group("plan"))
+    add_kv(parser)
+    add_sampling(parser)
+    return parser
+
+
+def _add_turns(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("talk").add_argument
+    given = 'turns, all of one talk: one per line, or (.jsonl) {"prompt": ...} or {"turns": [...]} per line'
+    add("--input", metavar="FILE", help=given)
+    styles = "how turns become text: the model's chat template, a script of User: and Assistant:, or plain continuing"
+    add("--style", choices=(AUTO, *STYLES), default=AUTO, help=f"{styles}; auto: the template, or a script where there is none")
+    add("--system", metavar="TEXT", default="", help="what the model is told before the first turn")
+    add("--gen-len", type=TOKENS, default=GEN_LEN, metavar="TOKENS", help="of a reply, at most")
+    room = "tokens that the text may grow to; of this a --kv-budget or --hh-ratio is a share (default: the model's positions)"
+    add("--context-len", type=TOKENS, metavar="TOKENS", help=room)
+    add("--verbose", action="store_const", const=TRACEBACK, default=0, help="show where errors come from")

@@ -1,0 +1,220 @@
+"""The work of the chat command: turns are answered one by one, over a KV cache that lives on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from types import FrameType
+
+from h2o_flexgen.cli.chat_request import COMMANDS, HELP, QUIT, RESET, STATS, ChatRequest
+from h2o_flexgen.cli.errors import Ended, line_of
+from h2o_flexgen.cli.open_llm import open_llm
+from h2o_flexgen.cli.page import printable, say
+from h2o_flexgen.cli.watch import Opening, say_threads
+from h2o_flexgen.core.hints import did_you_mean
+from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.engine.conversation import ContextFull, Conversation, Reply
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.memory.host import peak_resident_bytes
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.dialogue import Style, choose_style
+
+PROMPT = "> "
+
+
+def work(request: ChatRequest) -> None:
+    is_typed = request.turns is None and sys.stdin.isatty()
+    turns = request.turns if request.turns is not None else typed_turns() if is_typed else piped_turns()
+    params = request.sampling
+    with open_llm(request.model, request.site, request.plan) as llm:
+        params.check_vocabulary(llm.spec.vocab, llm.name)
+        if not llm.tokenizer.reads_texts:
+            llm.tokenizer.encode("")  # says what is missing, before anything is loaded
+        say_threads(request.others, request.site.threads)
+        style = choose_style(request.style, llm.tokenizer, request.system)
+        params = replace(params, stop=(*params.stop_strings, *style.stops))
+        with _opened(request, llm) as talk:
+            chat = Chat(talk, style, params, is_typed)
+            say(chat.greeting(llm))
+            chat.run(turns)
+            if not is_typed:
+                print(json.dumps(chat.as_json(llm)), flush=True)
+
+
+def _opened(request: ChatRequest, llm: LLM) -> Conversation:
+    with Progress(0, f"loading {llm.name}", late=True) as progress:
+        return llm.converse(request.context_len, seed=request.seed, on_stage=Opening(progress).stage)
+
+
+def typed_turns() -> Iterator[str]:
+    import readline  # noqa: F401  # arrow keys and what was typed before
+
+    while True:
+        try:
+            yield input(PROMPT)
+        except EOFError:
+            print()
+            return
+        except Ended:
+            raise
+        except KeyboardInterrupt:
+            print(f"\n{QUIT} {COMMANDS[QUIT]}")
+
+
+def piped_turns() -> Iterator[str]:
+    return (line.rstrip("\n") for line in sys.stdin)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is kept of a turn that was answered: a talk without end must not keep every token."""
+
+    turn: str
+    reply: str
+    tokens: int
+    finish_reason: str
+    tokens_read: int
+    prompt_seconds: float
+    decode_seconds: float
+
+    @classmethod
+    def of(cls, turn: str, reply: Reply) -> Turn:
+        done = reply.completion
+        seconds = (round(reply.prompt_seconds, 6), round(reply.decode_seconds, 6))
+        return cls(turn, done.text, len(done.token_ids), done.finish_reason, reply.tokens_read, *seconds)
+
+
+@dataclass
+class Chat:
+    talk: Conversation
+    style: Style
+    params: SamplingParams
+    is_typed: bool
+    before: Completion | None = None  # the reply that a turn goes behind
+    answered: list[Turn] = field(default_factory=list)
+    forgotten: int = 0  # of the turns that were answered, those before the last reset
+
+    # -- turns -----------------------------------------------------------------------------------------------------------
+
+    def run(self, turns: Iterable[str]) -> None:
+        answers: dict[str, Callable[[], Iterable[str]]] = {RESET: self._reset, STATS: self.stats, HELP: self._help}
+        for turn in turns:
+            word = turn.strip()
+            if not self.is_typed and word:
+                say([printable(f"{PROMPT}{turn}")])
+            if word == QUIT:
+                return
+            if word in answers:
+                say(answers[word]())
+            elif self.is_typed and word.startswith("/") and (hint := did_you_mean(word, COMMANDS)):
+                say([f"{word} is no command{hint}"])
+            elif word:
+                self._answer(turn)
+
+    def _answer(self, turn: str) -> None:
+        try:
+            self.reply(turn)
+        except ValueError as error:  # one line; whoever types can go on
+            told = ValueError(f"{error} ({self._ways_on()})") if isinstance(error, ContextFull) else error
+            if not self.is_typed:
+                raise told from error
+            print(f"error: {line_of(told)}", file=sys.stderr)
+
+    def reply(self, turn: str) -> None:
+        with ExitStack() as waiting, _stoppable() as stop:
+            waiting.enter_context(Progress(0, "reading", late=True))
+
+            def show(piece: str) -> None:
+                waiting.close()
+                print(printable(piece), end="", flush=True)
+
+            reply = self.talk.reply(self.style.turn(turn, self.before), self.params, show, stop)
+        print(flush=True)
+        self.before = reply.completion
+        self.answered.append(Turn.of(turn, reply))
+        if reply.fills_context:
+            say([f"({self._end()})"])
+
+    def _end(self) -> str:
+        return f"the text has {self.talk.seen + 1} tokens, and the limit is {self.talk.extent.limit}; {self._ways_on()}"
+
+    def _ways_on(self) -> str:
+        more = "; --context-len sets the limit" if self.talk.extent.is_asked else ""
+        return f"{RESET} begins anew{more}"
+
+    # -- commands --------------------------------------------------------------------------------------------------------
+
+    def _reset(self) -> Iterator[str]:
+        self.talk.reset()
+        self.before, self.forgotten = None, len(self.answered)
+        yield "all that was said is forgotten"
+
+    def _help(self) -> Iterator[str]:
+        yield from (f"{word:7} {meaning}" for word, meaning in COMMANDS.items())
+        yield "Ctrl-C  stops a reply"
+
+    def stats(self) -> Iterator[str]:
+        talk, answered = self.talk, self.answered[self.forgotten :]
+        limit = "no limit" if talk.extent.is_endless else f"the limit is {talk.extent.context}"
+        yield f"text: {talk.seen} tokens in {len(answered)} turn{'s' * (len(answered) != 1)} ({limit})"
+        yield f"KV cache: {talk.held} of {talk.extent.slots} slots a head, {format_bytes(talk.kv_bytes)}"
+        decoded = sum(turn.tokens - 1 for turn in answered)  # the first token comes with the prompt
+        yield f"read: {_rate(sum(turn.tokens_read for turn in answered), sum(turn.prompt_seconds for turn in answered))}"
+        yield f"generated: {_rate(decoded, sum(turn.decode_seconds for turn in answered))}"
+        yield f"memory: {format_bytes(peak_resident_bytes())} at most"
+
+    # -- what is told ----------------------------------------------------------------------------------------------------
+
+    def greeting(self, llm: LLM) -> Iterator[str]:
+        talk, policy = self.talk, llm.plan.policy
+        ends = "no limit" if talk.extent.is_endless else f"up to {talk.extent.context} tokens of text"
+        yield f"{llm.name}: KV policy {policy.name}, {talk.extent.slots} slots a head, {ends}; weights {_placed(llm)}"
+        if llm.tokenizer.note:
+            yield f"tokens: {llm.tokenizer.note}"
+        if self.is_typed:
+            yield from self._help()
+
+    def as_json(self, llm: LLM) -> dict[str, object]:
+        return {
+            "model": llm.name,
+            "percent": list(llm.plan.percent),
+            "kept": {"policy": llm.plan.policy.name, "slots": self.talk.extent.slots, "context": self.talk.extent.context},
+            "endless": self.talk.extent.is_endless,
+            "turns": [asdict(turn) for turn in self.answered],
+            "seen": self.talk.seen,
+            "held": self.talk.held,
+            "kv_bytes": self.talk.kv_bytes,
+            "peak_host_bytes": peak_resident_bytes(),
+        }
+
+
+def _placed(llm: LLM) -> str:
+    shares = llm.plan.weights
+    return ", ".join(f"{100 * shares.of(tier):g} % on {tier}" for tier in ("device", "host", "disk") if shares.of(tier) > 0)
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens} tokens in {seconds:.1f} s" + (f", {tokens / seconds:.2f} tokens/s" if seconds > 0 else "")
+
+
+@contextmanager
+def _stoppable() -> Iterator[Callable[[], bool]]:
+    """Inside, Ctrl-C asks to stop when the token under way is done; a second one interrupts."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,356 @@
+"""The evaluate command's flags, and the request that is made of them. Neither imports torch."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from h2o_flexgen.cli.files import open_output_folder
+from h2o_flexgen.cli.flags import (
+    BESIDE_BUDGET,
+    DUMMY_PATH,
+    SEED,
+    TOKENS,
+    TRACEBACK,
+    Parser,
+    add_model,
+    add_placement,
+    add_protection,
+    add_sizes,
+    add_tokenizer,
+    add_verbose,
+    whole,
+)
+from h2o_flexgen.cli.requests import ModelRequest, SiteRequest, model_of, plan_of, site_of
+from h2o_flexgen.core.hints import did_you_mean, shown
+from h2o_flexgen.core.numbers import decimal_number, whole_number
+from h2o_flexgen.core.workload import MOST_TOKENS
+from h2o_flexgen.demo import DEMO
+from h2o_flexgen.evaluation.grid import WHOLE_TEXT, Amount, Grid, Share, Size
+from h2o_flexgen.evaluation.tasks.task import (
+    EXAMPLES,
+    GEN_LEN,
+    MENTIONS,
+    MOST_EXAMPLES,
+    MOST_MENTIONS,
+    QUESTIONS,
+    WINDOW,
+    Asked,
+    Task,
+)
+from h2o_flexgen.evaluation.tasks.tasks import TASKS
+from h2o_flexgen.evaluation.tasks.xsum import XSum
+from h2o_flexgen.evaluation.texts import Text
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.options import KVOptions
+from h2o_flexgen.policies.table import POLICIES
+from h2o_flexgen.quant.codec import BY_BITS, PLAIN
+
+PROGRAM = "python -m h2o_flexgen.evaluate"
+USUAL_POLICIES = "full,h2o,local,streaming,heavy,snapkv,tova,random"
+USUAL_BUDGETS, USUAL_SIZES, ALL_SLOTS = "100,50,20,10,5", "64,128,256,512,1024,full", "full"
+USUAL_TASKS = "perplexity,recall,agreement"
+OF_SIZES = (XSum.name,)  # tasks whose usual grid is of KV sizes
+BOTH = "both"
+DEMO_BATCH = 16  # rows of a small model that are computed at once
+# what a study has no use for, as it is where nobody gives it
+OF_TASKS: Mapping[str, object] = {
+    "articles": None,
+    "examples": None,
+    "gen_len": GEN_LEN,
+    "question": BOTH,
+    "lengths": None,
+    "depths": None,
+    "mentions": MENTIONS,
+    "seed": 0,
+}
+STUDIES, STUDY_BUDGET = ("heavy-hitters",), Share(20)
+AS_IT_IS = "plain"
+
+DESCRIPTION = """\
+How good the text is under each policy and budget, measured through the real cache.
+Without --model: a small one that travels with the package; nothing is downloaded."""
+
+EPILOG = f"""\
+With --output every cell of the grid is kept as soon as it is finished: the same command goes on where it was interrupted.
+
+  {PROGRAM} --policies full,h2o,local --budgets 100,20 --tasks perplexity,recall --output quality
+  {PROGRAM} --model huggyllama/llama-7b --tasks xsum --articles xsum_0shot.jsonl --kv-sizes {USUAL_SIZES}
+"""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Tasks under every setting of a grid."""
+
+    grid: Grid
+    tasks: Mapping[str, Task]
+    fresh: bool  # forget the cells that are there
+
+
+@dataclass(frozen=True)
+class Study:
+    """Where attention goes over the first window of the texts, and what policies keep of it."""
+
+    texts: tuple[Text, ...]
+    window: int | None  # None: as the model has it
+    policies: tuple[str, ...]
+    budget: float  # a share
+
+
+@dataclass(frozen=True)
+class EvaluateRequest:
+    """All that is asked of one evaluation."""
+
+    model: ModelRequest
+    site: SiteRequest
+    plan: Plan  # a grid changes its policy and codecs
+    work: Quality | Study
+    output: Path | None  # a folder that is there
+    verbose: int
+    command: tuple[str, ...]  # as it was typed
+
+
+def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
+    parser = make_parser(program)
+    parser.set_defaults(command=(*program.split(), *argv))
+    flags = parser.parse(argv)
+    if flags.model is None and flags.path in (None, DUMMY_PATH):
+        if flags.dummy_weights or flags.path is not None:
+            raise ValueError("the model that is to have random weights is missing; give --model with its name")
+        parser.set_defaults(model=DEMO, gpu_batch_size=DEMO_BATCH)
+        flags = parser.parse(argv)
+    return flags
+
+
+def request_of(flags: Namespace) -> EvaluateRequest:
+    names = _task_names(flags)
+    for flag, codec, here in (("cache", flags.kv_codec, "--kv-bits"), ("weight", flags.weight_codec, "--weight-bits")):
+        if codec != PLAIN:
+            raise ValueError(f"--compress-{flag} is a part of the grid here; say {here}, also for several side by side")
+    grid = _grid(flags, names)
+    plan = plan_of(flags, without=BESIDE_BUDGET)  # these are in the grid
+    work: Quality | Study
+    if flags.study is not None:
+        plan = replace(plan, kv_codec=grid.kv_codecs[0], weight_codec=grid.weight_codecs[0])
+        work = _study(flags, grid)
+    else:
+        asked = _asked(flags, names)
+        work = Quality(grid, {name: TASKS[name].of(asked) for name in names}, flags.fresh)
+    return EvaluateRequest(
+        output=open_output_folder(flags.output),
+        model=model_of(flags),
+        site=site_of(flags),
+        plan=plan,
+        work=work,
+        verbose=flags.verbose,
+        command=flags.command,
+    )
+
+
+# -- tasks -----------------------------------------------------------------------------------------------------------------
+
+
+def _task_names(flags: Namespace) -> tuple[str, ...]:
+    usual = USUAL_TASKS if flags.articles is None else XSum.name
+    names = _names("--tasks", usual if flags.tasks is None else flags.tasks, TASKS)
+    if flags.articles is not None and XSum.name not in names:
+        raise ValueError(f"--articles is about {XSum.name}, and --tasks has {', '.join(names)}; add it, or leave one out")
+    return names
+
+
+def _asked(flags: Namespace, names: Sequence[str]) -> Asked:
+    lengths = None if flags.lengths is None else _numbers("--lengths", flags.lengths, whole_number, 1, MOST_TOKENS)
+    depths = None if flags.depths is None else _depths(flags.depths)
+    if flags.fresh and flags.output is None:
+        raise ValueError("--fresh is about the cells that --output keeps; give --output, or leave it out")
+    unchanged = {name: getattr(flags, name) for name in ("articles", "window", "examples", "gen_len", "mentions", "seed")}
+    texts = _texts(flags, is_read=any(TASKS[name].reads_texts for name in names))
+    questions = QUESTIONS if flags.question == BOTH else (flags.question,)
+    return Asked(texts=texts, questions=questions, lengths=lengths, depths=depths, **unchanged)
+
+
+def _texts(flags: Namespace, is_read: bool) -> tuple[Text, ...]:
+    if flags.text is not None:
+        return tuple(map(Text.read, flags.text))
+    return (Text.held_out(),) if is_read else ()
+
+
+def _depths(text: str) -> tuple[float, ...]:
+    return tuple(percent / 100 for percent in _numbers("--depths", text, _percent, 0, 100))
+
+
+# -- the grid --------------------------------------------------------------------------------------------------------------
+
+
+def _grid(flags: Namespace, tasks: Collection[str]) -> Grid:
+    unset = KVOptions()
+    asked = {name: getattr(flags, name) for name in BESIDE_BUDGET}
+    beside = tuple((name, value) for name, value in asked.items() if value != getattr(unset, name))
+    policies = _names("--policies", flags.policies, POLICIES)
+    for name, _ in beside:
+        if not any(name in POLICIES[policy].accepts for policy in policies):
+            raise ValueError(f"--{name.replace('_', '-')} is taken by none of the policies {', '.join(policies)}; leave it out")
+    KVOptions(**dict(beside))  # refuses values that are none
+    kv_codecs, weight_codecs = _codecs("--kv-bits", flags.kv_bits), _codecs("--weight-bits", flags.weight_bits)
+    return Grid(policies, _amounts(flags, tasks), kv_codecs, weight_codecs, beside)
+
+
+def _amounts(flags: Namespace, tasks: Collection[str]) -> tuple[Amount, ...]:
+    if flags.budgets is not None and flags.kv_sizes is not None:
+        raise ValueError("--budgets and --kv-sizes both say how much is kept; give one of them")
+    if flags.kv_sizes is not None or (flags.budgets is None and set(tasks) <= set(OF_SIZES)):
+        return tuple(map(_size, _words("--kv-sizes", flags.kv_sizes or USUAL_SIZES)))
+    return tuple(map(Share, _numbers("--budgets", flags.budgets or USUAL_BUDGETS, _percent, None, None)))
+
+
+def _size(word: str) -> Size:
+    return Size(None) if word == ALL_SLOTS else Size(_number("--kv-sizes", word, whole_number))
+
+
+def _codecs(flag: str, text: str) -> tuple[str, ...]:
+    known = {AS_IT_IS: PLAIN} | {str(bits): codec for bits, codec in BY_BITS.items()}
+    return tuple(known[word] for word in _names(flag, text, known))
+
+
+# -- a study ---------------------------------------------------------------------------------------------------------------
+
+
+def _study(flags: Namespace, grid: Grid) -> Study:
+    """A study is of one setting of the rest, and of all policies that evict."""
+    asked = [STUDY_BUDGET] if flags.budgets is None else [one for one in grid.amounts if isinstance(one, Share)]
+    budgets = [one for one in asked if not one.keeps_all]
+    for flag, count in (
+        ("budget below 100", len(budgets)),
+        ("--kv-bits", len(grid.kv_codecs)),
+        ("--weight-bits", len(grid.weight_codecs)),
+    ):
+        if count != 1:
+            raise ValueError(f"--study takes one {flag}, and {count} are given; give one")
+    unused = {"--tasks": flags.tasks is not None, "--kv-sizes": flags.kv_sizes is not None, "--fresh": flags.fresh}
+    unused |= {f"--{name.replace('_', '-')}": True for name, _ in grid.beside}
+    unused |= {f"--{name.replace('_', '-')}": getattr(flags, name) != usual for name, usual in OF_TASKS.items()}
+    if found := next((flag for flag, is_given in unused.items() if is_given), None):
+        raise ValueError(f"--study takes no {found}; leave it out")
+    policies = tuple(policy for policy in grid.policies if policy != Full.name)
+    return Study(_texts(flags, is_read=True), flags.window, policies, budgets[0].percent / WHOLE_TEXT)
+
+
+# -- lists with commas -----------------------------------------------------------------------------------------------------
+
+
+def _words(flag: str, text: str) -> tuple[str, ...]:
+    """Each once."""
+    words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not words:
+        raise ValueError(f"{flag} is empty; give one or more, with commas between them")
+    return words
+
+
+def _names(flag: str, text: str, known: Mapping[str, object]) -> tuple[str, ...]:
+    words = _words(flag, text)
+    for word in words:
+        if word not in known:
+            raise ValueError(
+                f"{flag} has {shown(word)}, which is unknown; known: {', '.join(known)}{did_you_mean(word, known)}"
+            )
+    return words
+
+
+def _number(flag: str, word: str, kind: Callable[[str], T]) -> T:
+    try:
+        return kind(word)
+    except ValueError as error:
+        raise ValueError(f"{flag} has {shown(word)}, which is no number; give numbers with commas between them") from error
+
+
+def _percent(word: str) -> float:
+    return decimal_number(word.removesuffix("%"))
+
+
+def _numbers(flag: str, text: str, kind: Callable[[str], T], least: float | None, most: float | None) -> tuple[T, ...]:
+    numbers = tuple(dict.fromkeys(_number(flag, word, kind) for word in _words(flag, text)))
+    for number in numbers:
+        # asked in this way, what is no number (nan) is refused too
+        if not ((least is None or number >= least) and (most is None or number <= most)):  # type: ignore[operator]
+            limit = f"{least:g} or more" if most is None else f"{least:.0f} to {most:.0f}"
+            raise ValueError(f"{flag} has {number:g}; give {limit}")
+    return numbers
+
+
+# -- flags -----------------------------------------------------------------------------------------------------------------
+
+
+def make_parser(program: str = PROGRAM) -> Parser:
+    usage = f"{program} [--model NAME] [--policies A,B] [--budgets 100,20] [--tasks A,B] [--output FOLDER] [options]"
+    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
+    # what a plan has beside, and the grid says
+    unasked = dict.fromkeys(("heavy", "recent", "hh_ratio", "kv_budget"))
+    parser.set_defaults(hh_all=False, kv_policy=Full.name, weight_codec=PLAIN, kv_codec=PLAIN, **unasked)
+    add_model(parser)
+    add_tokenizer(parser)
+    _add_grid(parser)
+    _add_tasks(parser)
+    group = parser.add_argument_group("plan")
+    add_placement(group)
+    add_sizes(group)
+    _add_output(parser)
+    return parser
+
+
+def _add_grid(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("grid", "what is compared: every policy at every budget")
+    add = group.add_argument
+    add("--policies", default=USUAL_POLICIES, metavar="NAMES", help=f"of {', '.join(POLICIES)}")
+    shares = "per cent of each text that is kept; 100 is the full cache, for all policies"
+    add("--budgets", metavar="PERCENT", help=f"{shares} (default: {USUAL_BUDGETS})")
+    slots = f"slots kept of each text, half heavy, half recent, instead of budgets ({', '.join(OF_SIZES)}: {USUAL_SIZES})"
+    add("--kv-sizes", metavar="SLOTS", help=slots)
+    kinds = "|".join([AS_IT_IS, *map(str, BY_BITS)])
+    several = f"one or more of {kinds}, with commas"
+    add("--kv-bits", default=AS_IT_IS, metavar="BITS", help=f"that keys and values take: {several}")
+    add("--weight-bits", default=AS_IT_IS, metavar="BITS", help=f"that matrices take: {several}")
+    add_protection(add)
+
+
+def _add_tasks(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("tasks").add_argument
+    add("--tasks", metavar="NAMES", help=f"of {', '.join(TASKS)} (default: {USUAL_TASKS}; with --articles: {XSum.name})")
+    add(
+        "--text",
+        nargs="+",
+        metavar="FILE",
+        help="for perplexity and agreement, and the prose of recall (default: prose of the package)",
+    )
+    articles = 'for xsum, a line each: {"article": ..., "summary_gt": ...}; an article says what is to be done with it'
+    add("--articles", metavar="FILE", help=articles)
+    add("--window", type=TOKENS, metavar="TOKENS", help=f"of a text at once (default: {WINDOW}, or the model's positions)")
+    each = f"windows of text (default: {EXAMPLES}), articles (100), or questions of each kind, length and depth (4)"
+    add("--examples", type=whole(1, MOST_EXAMPLES), metavar="N", help=each)
+    add("--gen-len", type=TOKENS, default=GEN_LEN, metavar="TOKENS", help="generated for each summary, or to be agreed on")
+    seen = "recall: is the question there when tokens of the prompt are evicted, or does it come behind"
+    add("--question", choices=(*QUESTIONS, BOTH), default=BOTH, help=seen)
+    lengths = "recall: of texts, with commas (default: 256,512,1024, as far as the model has positions)"
+    add("--lengths", metavar="TOKENS", help=lengths)
+    add("--depths", metavar="PERCENT", help="recall: where the answer stands; 0 is the beginning (default: 0,25,50,75,100)")
+    mentions = "recall: how often a note says its fact; accumulated attention keeps what a text comes back to"
+    add("--mentions", type=whole(1, MOST_MENTIONS), default=MENTIONS, metavar="N", help=mentions)
+    add("--seed", type=SEED, default=0, metavar="N", help="recall: of the questions")
+    share = f"at one budget (default: {STUDY_BUDGET.percent:g})"
+    studies = f"instead of tasks: where attention goes over the first window of the text, and who is kept {share}"
+    add("--study", choices=STUDIES, help=studies)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("output").add_argument
+    kept = "results.json, table.md, picture.png (with the extra [plot]), and every cell as soon as it is finished, go here"
+    add("--output", metavar="FOLDER", help=kept)
+    add("--fresh", action="store_true", help="forget the cells that are there")
+    add_verbose(add, f"{TRACEBACK}: where errors come from")

@@ -1,0 +1,207 @@
+"""The work of the evaluate command: the cells of a grid are measured, or attention is studied; tables, pictures, and one JSON
+document tell of it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from h2o_flexgen.cli.evaluate_request import EvaluateRequest, Quality, Study
+from h2o_flexgen.cli.open_llm import make_llm, open_llm
+from h2o_flexgen.cli.page import say
+from h2o_flexgen.cli.watch import EvaluationWatch
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.evaluation.cells import Cell, Cells
+from h2o_flexgen.evaluation.figures import Figure
+from h2o_flexgen.evaluation.grid import Setting
+from h2o_flexgen.evaluation.model_identity import model_identity
+from h2o_flexgen.evaluation.picture import draw_quality
+from h2o_flexgen.evaluation.run import Evaluation
+from h2o_flexgen.evaluation.study.heavy_hitters import study
+from h2o_flexgen.evaluation.study.pictures import draw
+from h2o_flexgen.evaluation.table import Results, details, tables
+from h2o_flexgen.evaluation.tasks.task import Task, window_of
+from h2o_flexgen.evaluation.texts import windows
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.profiling.measure import describe_machine
+
+PACKAGES = ("h2o_flexgen", "torch", "transformers", "numpy", "rouge_score")
+RESULTS, TABLE, PICTURE = "results.json", "table.md", "picture.png"
+STUDY_RESULT, STUDY_TABLES = "study.json", "study.txt"
+
+
+def work(request: EvaluateRequest) -> None:
+    if isinstance(request.work, Study):
+        _study(request, request.work)
+    else:
+        _measure(request, request.work)
+
+
+def _measure(request: EvaluateRequest, asked: Quality) -> None:
+    evaluation, machine, offload_folder = _bound(request, asked)
+    evaluation.check()
+    if asked.fresh:  # not before: a command that is refused costs nobody his cells
+        evaluation.cells.forget()
+    _announce(evaluation, request.output)
+    _fill(request, evaluation, offload_folder)
+    report = Report(request.model.name, request.command, machine, evaluation, asked.tasks)
+    say(report.lines())
+    if request.output is not None:
+        write_report(report, request.output)
+    print(json.dumps(report.as_json()), flush=True)
+
+
+def _bound(request: EvaluateRequest, asked: Quality) -> tuple[Evaluation, dict[str, object], Path]:
+    """All that is known of the model without its weights."""
+    with open_llm(request.model, request.site, request.plan) as llm:
+        bound = {name: task.bind(llm) for name, task in asked.tasks.items()}
+        cells = Cells(request.output)
+        evaluation = Evaluation(model_identity(llm), asked.grid.settings, bound, request.plan, cells)
+        return evaluation, describe_machine(llm.device), llm.offload_folder
+
+
+def _announce(evaluation: Evaluation, output: Path | None) -> None:
+    there, total = evaluation.num_cells - evaluation.num_missing, evaluation.num_cells
+    words = ["1 cell" if total == 1 else f"{total} cells"]
+    if there:
+        words.append(f"{there} {'is' if there == 1 else 'are'} in {output} already")
+    print("; ".join(words), file=sys.stderr)
+    for name, task in evaluation.tasks.items():
+        for note in task.notes:
+            print(f"{name}: {note}", file=sys.stderr)
+
+
+def _fill(request: EvaluateRequest, evaluation: Evaluation, folder: Path) -> None:
+    with Progress(evaluation.num_tokens, "evaluate", late=True) as progress:
+        watch = EvaluationWatch(progress)
+
+        def opened(plan: Plan) -> LLM:
+            return make_llm(request.model, request.site, plan, watch.stage)
+
+        try:
+            evaluation.run(opened, folder, watch)
+        except KeyboardInterrupt:
+            done = evaluation.num_cells - evaluation.num_missing
+            if request.output is not None and done:
+                progress.note(
+                    f"{done} of {evaluation.num_cells} cells in {request.output}; the same command goes on from there"
+                )
+            raise
+
+
+# -- a study ---------------------------------------------------------------------------------------------------------------
+
+
+def _study(request: EvaluateRequest, asked: Study) -> None:
+    """Statistics of attention over one window of a text, and pictures of them."""
+    name, output = request.model.name, request.output
+    with open_llm(request.model, request.site, request.plan) as llm, Progress(0, f"study of {name}", late=True) as progress:
+
+        def on_layer(done: int, layers: int) -> None:
+            progress.expect(layers)
+            progress.update("layers", done)
+
+        ids = windows(asked.texts, llm.tokenizer, window_of(asked.window, llm), 1).ids[0]
+        found = study(llm, ids, asked.policies, asked.budget, on_layer=on_layer)
+        if output is not None:
+            (output / STUDY_RESULT).write_text(json.dumps(found.as_json(), indent=1) + "\n", encoding="utf-8")
+            (output / STUDY_TABLES).write_text("\n".join(found.lines()) + "\n", encoding="utf-8")
+        if output is not None and find_spec("matplotlib") is not None:
+            progress.stage("pictures")
+            draw(found, output)
+    if output is not None and find_spec("matplotlib") is None:
+        print("no pictures: they need matplotlib; install it, or the extra [plot]", file=sys.stderr)
+    say(found.lines())
+    print(json.dumps(found.as_json()), flush=True)
+
+
+# -- the report ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an evaluation has to say: tables, a picture, and one JSON document."""
+
+    model: str
+    command: tuple[str, ...]
+    machine: Mapping[str, object]
+    evaluation: Evaluation
+    tasks: Mapping[str, Task]
+
+    @cached_property
+    def results(self) -> tuple[Results, ...]:
+        bound = self.evaluation.tasks
+        return tuple(Results(name, task.shown, bound[name], self._cells(name)) for name, task in self.tasks.items())
+
+    def _cells(self, task: str) -> dict[Setting, Cell]:
+        found = ((setting, self.evaluation.find(task, setting)) for setting in self.evaluation.settings)
+        return {setting: cell for setting, cell in found if cell is not None}
+
+    def lines(self) -> Iterator[str]:
+        yield f"# {self.model}: quality under each policy"
+        yield ""
+        yield "Behind ±: the standard error. In brackets: in relation to the full cache, on the same examples."
+        yield ""
+        yield from tables(self.results)
+
+    def page(self) -> str:
+        command = ["```", shlex.join(self.command), "```", ""]
+        heading, *rest = self.lines()
+        return "\n".join([heading, "", *command, *rest[1:], *details(self.results)])
+
+    def as_json(self, everything: bool = False) -> dict[str, object]:
+        """With figures of examples of one kind, at one length, ..., or without them."""
+        return {
+            "model": self.model,
+            "command": list(self.command),
+            "identity": dict(self.evaluation.model),
+            "machine": dict(self.machine),
+            "versions": _versions(),
+            "tasks": {one.name: self._task(one, everything) for one in self.results},
+        }
+
+    def _task(self, results: Results, everything: bool) -> dict[str, object]:
+        cells = [self._cell(results, setting, cell, everything) for setting, cell in results.cells.items()]
+        return {"asked": dict(results.bound.identity), "notes": list(results.bound.notes), "cells": cells}
+
+    def _cell(self, results: Results, setting: Setting, cell: Cell, everything: bool) -> dict[str, object]:
+        figures = [_without_examples(figure) for figure in cell.figures if everything or not figure.by]
+        relations = {
+            f"{shown.name}{f', {panel}' if panel else ''}": {"ratio": found.ratio, "error": found.error}
+            for panel in results.panels
+            for shown in results.shown
+            if (found := results.relation(cell, shown, panel)) is not None
+        }
+        return {**setting.as_json(), "seconds": cell.seconds, "figures": figures, "in_relation_to_full": relations}
+
+
+def _without_examples(figure: Figure) -> dict[str, object]:
+    return {name: value for name, value in figure.as_json().items() if name != "examples"}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:  # an extra that is not there, or a checkout that was never installed
+            continue
+    return versions
+
+
+def write_report(report: Report, folder: Path) -> None:
+    (folder / RESULTS).write_text(json.dumps(report.as_json(everything=True), indent=1) + "\n", encoding="utf-8")
+    (folder / TABLE).write_text(report.page(), encoding="utf-8")
+    if find_spec("matplotlib") is None:
+        print(f"no {PICTURE}: it needs matplotlib; install it, or the extra [plot]", file=sys.stderr)
+        return
+    draw_quality(report.results, folder / PICTURE, f"{report.model}: quality against what is kept")

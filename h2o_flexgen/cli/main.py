@@ -1,0 +1,59 @@
+"""How a command begins: its request is made without torch, so that --help and wrong flags are answered at once, and then handed
+to what works. Here is also the one command that has the others: h2o-flexgen."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
+
+from h2o_flexgen.cli.errors import exit_status
+from h2o_flexgen.cli.flags import Parser
+from h2o_flexgen.core.hints import did_you_mean, shown
+
+PROGRAM = "h2o-flexgen"
+COMMANDS = {
+    "run": "generates text under a plan, and measures",
+    "plan": "finds the fastest plan for a model on a machine",
+    "profile": "measures this machine, for plans to be found",
+    "chat": "talks with a model, turn by turn",
+    "evaluate": "measures how good the text is under each policy and budget",
+}
+
+
+def enter(name: str, parse: Callable[[], Namespace], request_of: Callable[[Namespace], object]) -> int:
+    """The door of a command."""
+
+    def work(flags: Namespace) -> None:
+        request = request_of(flags)
+        with working_half("failures").told_in_one_line():
+            working_half(f"{name}_work").work(request)
+
+    return exit_status(parse, work)
+
+
+def working_half(name: str) -> ModuleType:
+    """Imported here and nowhere else: it imports torch, which takes a while."""
+    return import_module(f"h2o_flexgen.cli.{name}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in COMMANDS:
+        door = import_module(f"h2o_flexgen.{words[0]}")
+        return int(door.main(words[1:], f"{PROGRAM} {words[0]}"))
+    return exit_status(lambda: _parse(words), lambda _: None)
+
+
+def _parse(words: Sequence[str]) -> Namespace:
+    lines = (f"  {name:10}{what}" for name, what in COMMANDS.items())
+    epilog = "\n".join(["commands:", *lines, "", f"{PROGRAM} COMMAND --help tells of its flags."])
+    parser = Parser(PROGRAM, "Large language models in little memory.", f"{PROGRAM} COMMAND [options]", epilog)
+    parser.set_defaults(verbose=0)
+    if not words:
+        parser.error(f"a command is missing; give one of {', '.join(COMMANDS)}")
+    if not words[0].startswith("-"):
+        parser.error(f"unknown command {shown(words[0])}; known: {', '.join(COMMANDS)}{did_you_mean(words[0], COMMANDS)}")
+    return parser.parse(words)

@@ -1,0 +1,219 @@
+"""The plan command's flags, and the request that is made of them; and the plan that was found as flags of the run command.
+None of it imports torch."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from h2o_flexgen.cli.files import check_picture
+from h2o_flexgen.cli.flags import (
+    DUMMY_PATH,
+    TOKENS,
+    TRACEBACK,
+    Parser,
+    add_kv,
+    add_model,
+    add_placement,
+    add_search,
+    add_sizes,
+    add_verbose,
+    memory_size,
+    whole,
+)
+from h2o_flexgen.cli.requests import (
+    ModelRequest,
+    SiteRequest,
+    asked_of,
+    model_of,
+    named_machine,
+    plan_of,
+    refuse_search_options,
+    site_of,
+)
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.core.workload import MOST_PROMPTS
+from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.options import KVOptions
+from h2o_flexgen.quant.codec import BY_BITS, PLAIN
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.made_up import DEFAULT_TOKENS
+
+PROGRAM = "python -m h2o_flexgen.plan"
+EPILOG = f"""\
+The flags that it prints are those of `python -m h2o_flexgen.run`. Without --machine it plans for this one:
+
+  {PROGRAM} --model facebook/opt-6.7b --prompt-len 512 --gen-len 32 --cpu-mem 8GB
+  {PROGRAM} --model facebook/opt-6.7b --cpu-mem 8GB --evaluate --percent 0 10 0 50 0 100 --gpu-batch-size 4
+"""
+SITE_FLAGS = ("dtype", "device", "gpu_mem", "cpu_mem", "threads", "offload_dir")  # passed on where somebody gave them
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """All that is asked of one plan."""
+
+    model: ModelRequest
+    site: SiteRequest
+    plan: Plan | Asked  # the plan to price, or what is asked of one that is to be found
+    machine: Machine | None  # the named one; None stands for this one
+    num_prompts: int | None  # None: as many as make one block
+    prompt_len: int
+    gen_len: int
+    disk: str | None  # the most that is held there; None: what the machine has free
+    plot: Path | None
+    timeline: Path | None
+    verbose: int
+    model_flags: tuple[str, ...]  # as they were typed, for the run command
+    site_flags: tuple[str, ...]
+
+    def run_flags(self, plan: Plan) -> list[str]:
+        """What is as the run command has it anyway is left out. Parsed there, the flags ask for this plan."""
+        number = () if self.num_prompts is None else ("--num-prompts", str(self.num_prompts))
+        work = (*number, "--prompt-len", str(self.prompt_len), "--gen-len", str(self.gen_len))
+        return [*self.model_flags, *work, *_placement(plan), *_kv(plan), *self.site_flags]
+
+
+def parse(argv: Sequence[str] | None = None, program: str = PROGRAM) -> Namespace:
+    parser = make_parser(program)
+    flags = parser.parse(argv)
+    if flags.model is None and flags.path in (None, DUMMY_PATH):
+        parser.error("the model to plan for is missing; give --model with a hub name or a local folder")
+    return flags
+
+
+def request_of(flags: Namespace) -> PlanRequest:
+    _refuse(flags)
+    plan = plan_of(flags)
+    plan = replace(plan, attend_on=HOST) if flags.cpu_cache_compute else plan
+    for flag in ("plot", "timeline"):
+        check_picture(getattr(flags, flag), f"--{flag}")
+    return PlanRequest(
+        model=model_of(flags),
+        site=site_of(flags),
+        plan=plan if flags.evaluate else asked_of(flags, plan),
+        machine=named_machine(flags),
+        num_prompts=flags.num_prompts,
+        prompt_len=flags.prompt_len,
+        gen_len=flags.gen_len,
+        disk=flags.disk,
+        plot=flags.plot and Path(flags.plot).expanduser(),
+        timeline=flags.timeline and Path(flags.timeline).expanduser(),
+        verbose=flags.verbose,
+        model_flags=(*_typed(flags, ("model", "path")), *(("--dummy-weights",) if flags.dummy_weights else ())),
+        site_flags=tuple(_typed(flags, SITE_FLAGS)),
+    )
+
+
+def _typed(flags: Namespace, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        if (value := getattr(flags, name)) not in (None, AUTO):
+            yield from (f"--{name.replace('_', '-')}", str(value))
+
+
+def _refuse(flags: Namespace) -> None:
+    if flags.percent is not None and not flags.evaluate:
+        raise ValueError("--percent is what is searched; leave it out, or give --evaluate to price it")
+    if flags.threads is not None and flags.machine is not None:
+        figures = f"--machine {flags.machine} has figures of its own"
+        raise ValueError(f"--threads {flags.threads} is for plans for this machine, and {figures}; leave one of them out")
+    if flags.evaluate:
+        refuse_search_options(flags, "do without --evaluate")
+    if flags.evaluate and flags.plot is not None:
+        raise ValueError("--plot shows what a search has found; leave it out with --evaluate")
+
+
+# -- a plan as flags -------------------------------------------------------------------------------------------------------
+
+
+def _placement(plan: Plan) -> Iterator[str]:
+    yield from ("--percent", *(f"{share:g}" for share in plan.percent))
+    yield from ("--gpu-batch-size", str(plan.gpu_batch_size), "--num-gpu-batches", str(plan.num_gpu_batches))
+    if plan.schedule != Plan.schedule:
+        yield from ("--schedule", plan.schedule)
+    if plan.slots == 1:
+        yield from ("--overlap", "0")
+    elif plan.slots != Plan.slots:
+        yield from ("--slots", str(plan.slots))
+    for flag, kept, usual in (
+        ("--sep-layer", plan.sep_layer, Plan.sep_layer),
+        ("--pin-weight", plan.pin_weight, Plan.pin_weight),
+    ):
+        if kept != usual:
+            yield from (flag, str(int(kept)))
+    if plan.prefill_tokens != Plan.prefill_tokens:
+        yield from ("--prefill-tokens", str(plan.prefill_tokens))
+    bits = {codec: str(number) for number, codec in BY_BITS.items()}
+    for flag, codec in (("--compress-weight", plan.weight_codec), ("--compress-cache", plan.kv_codec)):
+        if codec != PLAIN:
+            yield from (flag, bits[codec])
+
+
+def _kv(plan: Plan) -> Iterator[str]:
+    if plan.kv_policy == Plan.kv_policy:
+        return
+    yield from ("--kv-policy", plan.kv_policy)
+    for option in fields(KVOptions):
+        value = getattr(plan.kv_options, option.name)
+        if value is True:
+            yield f"--{option.name.replace('_', '-')}"
+        elif value != option.default:
+            yield from (f"--{option.name.replace('_', '-')}", str(value))
+
+
+# -- flags -----------------------------------------------------------------------------------------------------------------
+
+
+def make_parser(program: str = PROGRAM) -> Parser:
+    usage = f"{program} --model NAME [--machine NAME] [--prompt-len P] [--gen-len G] [options]"
+    description = "Find the plan that generates fastest within the memory of a machine, say why, and predict its seconds."
+    parser = Parser(program, description, usage, EPILOG.replace(PROGRAM, program))
+    add_model(parser)
+    _add_workload(parser)
+    _add_plan(parser)
+    _add_search(parser)
+    add_kv(parser)
+    _add_output(parser)
+    return parser
+
+
+def _add_workload(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("work").add_argument
+    add(
+        "--num-prompts",
+        type=whole(1, MOST_PROMPTS),
+        metavar="N",
+        help="how many there are (default: as many as make one block)",
+    )
+    add("--prompt-len", type=TOKENS, default=DEFAULT_TOKENS, metavar="TOKENS", help="of each prompt")
+    add("--gen-len", type=TOKENS, default=SamplingParams.max_tokens, metavar="TOKENS", help="generated for each prompt")
+
+
+def _add_plan(parser: Parser) -> None:
+    group = parser.add_argument_group("plan", "what is named is kept, and the rest of sizes and shares is searched")
+    add_placement(group)
+    parser.set_defaults(percent=None)
+    add_sizes(group, "without --evaluate")
+    beside = "KV in CPU memory is attended by the CPU; priced only: the run command cannot do it"
+    group.add_argument("--cpu-cache-compute", "--cpu", action="store_true", help=beside)
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    add = add_search(parser, "search", "its memory is the limit where no other is given").add_argument
+    room = "no more than this is held on disk (default: what the machine has free)"
+    add("--disk", type=memory_size, metavar="SIZE", help=room)
+    priced = "search nothing: price the plan that --percent, the sizes and the other flags describe"
+    add("--evaluate", action="store_true", help=priced)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("output").add_argument
+    add("--plot", metavar="FILE", help="a picture of latency against throughput (needs the extra [plot])")
+    add("--timeline", metavar="FILE", help="a picture of the lanes over two decode steps (needs the extra [plot])")
+    add_verbose(add, f"{TRACEBACK}: where errors come from")

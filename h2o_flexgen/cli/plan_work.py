@@ -1,0 +1,61 @@
+"""The work of the plan command: the fastest plan is searched for, or one is priced, and told of."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from h2o_flexgen.cli.asked_problem import has_profile, machine_before_measuring, machine_of, problem_of
+from h2o_flexgen.cli.found_report import FoundReport
+from h2o_flexgen.cli.page import say
+from h2o_flexgen.cli.pictures import draw_front, draw_timelines, two_steps
+from h2o_flexgen.cli.plan_request import PlanRequest
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.engine.threads import set_threads
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.predict import BlockPrediction
+from h2o_flexgen.planning.search import Candidate, Found, Problem, refuse_what_never_fits, search
+
+
+def work(request: PlanRequest) -> None:
+    is_given = isinstance(request.plan, Plan)
+    with Progress(0, f"planning for {request.model.name}", late=True) as progress:
+        set_threads(request.site.threads)  # what is measured, and the memory that kernels need, depend on their number
+        _refuse_before_profile(request)
+        problem = problem_of(request, machine_of(request.machine, request.site, request.model.dtype, progress))
+        progress.stage("pricing the plan" if is_given else "searching")
+        begun = time.perf_counter()
+        found = _priced(problem) if is_given else search(problem)
+        seconds = time.perf_counter() - begun
+        progress.stage("reporting")
+        report = FoundReport(problem, found, request, round(seconds, 3))
+        lines, document = report.lines(), report.as_json()
+        _draw(report)
+    say(lines)
+    print(json.dumps(document), flush=True)
+
+
+def _refuse_before_profile(request: PlanRequest) -> None:
+    """Nobody waits for a profile only to hear that what he asks cannot be."""
+    if request.machine is None and not has_profile(request.site, request.model.dtype):
+        before = problem_of(request, machine_before_measuring(request.site))
+        if isinstance(request.plan, Plan):
+            before.largest(before.plan).refuse_what_does_not_fit(before.budgets)
+        else:
+            refuse_what_never_fits(before)
+
+
+def _priced(problem: Problem) -> Found:
+    """The plan as it is asked for, as if it had been found."""
+    problem.largest(problem.plan).refuse_what_does_not_fit(problem.budgets)
+    one = Candidate(problem.plan, problem.predict(problem.plan))
+    return Found(best=one, runners_up=(), front=(one,), cases=0, seconds_at_least=one.block_seconds)
+
+
+def _draw(report: FoundReport) -> None:
+    request = report.request
+    if request.plot is not None:
+        draw_front(report.found, request.plot, report.title)
+    if request.timeline is not None:
+        trace = BlockPrediction.of(report.first, report.problem.machine).trace
+        draw_timelines({"predicted": two_steps(trace)}, request.timeline, report.title)

@@ -1,0 +1,66 @@
+"""The profile command's flags, and the request that is made of them. Neither imports torch."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from h2o_flexgen.cli.files import check_writable
+from h2o_flexgen.cli.flags import TRACEBACK, Parser, add_device, add_threads, add_verbose
+from h2o_flexgen.cli.requests import SiteRequest, site_of
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.model_spec import DTYPE_BYTES
+from h2o_flexgen.planning.machines import SUFFIXES
+
+PROGRAM = "python -m h2o_flexgen.profile"
+DESCRIPTION = """\
+Measure this machine: its disk, its memory, its links and what it computes, each with the means that a run uses. Plans are
+priced with the outcome. It takes a minute or two, and is best done while nothing else runs."""
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """All that is asked of one profile."""
+
+    site: SiteRequest
+    dtype: str | None  # None: the one that runs use
+    quick: bool
+    file: Path | None  # where the profile goes beside the user's cache
+    verbose: int
+
+
+def parse(argv: Sequence[str] | None = None, program: str = PROGRAM) -> Namespace:
+    return make_parser(program).parse(argv)
+
+
+def request_of(flags: Namespace) -> ProfileRequest:
+    dtype = None if flags.dtype == AUTO else flags.dtype
+    return ProfileRequest(site_of(flags), dtype, flags.quick, _output_file(flags.output), flags.verbose)
+
+
+def _output_file(output: str | None) -> Path | None:
+    """Where it can be written; the name has to be one that is taken for a machine's file."""
+    if output is None:
+        return None
+    check_writable(output, "-o")
+    file = Path(output).expanduser()
+    if file.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"-o {output} does not end in {' or '.join(SUFFIXES)}; give it such a name")
+    return file
+
+
+def make_parser(program: str = PROGRAM) -> Parser:
+    parser = Parser(program, DESCRIPTION)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a third of a minute: fewer repetitions, a smaller file")
+    add("-o", "--output", metavar="FILE", help="also write the profile here, as YAML; the machine is named after the file")
+    left = "the disk to measure; left as it was found (default: below ~/.cache/h2o_flexgen)"
+    add("--offload-dir", metavar="FOLDER", help=left)
+    add_device(parser)
+    add_threads(parser)
+    types = "of all but the products, which are measured in every type; auto: the one that runs use"
+    add("--dtype", default=AUTO, choices=(AUTO, *DTYPE_BYTES), help=types)
+    add_verbose(add, f"{TRACEBACK}: where errors come from")
+    return parser

@@ -1,0 +1,174 @@
+"""The parts of a request that commands share: which model, where it runs, which plan, how it samples. Each is read once from
+the flags, and nothing is set afterwards. None of it imports torch."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from h2o_flexgen.cli.flags import DUMMY_PATH
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.demo import demo_folder
+from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.machines import find_machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.search import THROUGHPUT
+from h2o_flexgen.policies.h2o import H2O
+from h2o_flexgen.policies.options import KVOptions
+from h2o_flexgen.quant.codec import BY_BITS
+from h2o_flexgen.sampling.params import SamplingParams
+
+DEMO_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 0}  # of the model of the package, where nothing else is asked
+SAFETENSORS = "*.safetensors"
+BITS = 4  # of the codec that --allow-4bit allows
+
+
+# -- the model -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """A hub name, a local folder, FlexGen's --path with the model in it, or random weights."""
+
+    name: str  # as a person says it: for reports
+    source: str  # hub name or folder, as LLM takes it
+    dummy_weights: bool
+    dtype: str = AUTO
+    tokenizer: str = AUTO
+
+    def without_weights(self) -> ModelRequest:
+        """For a look at the plan: headers of local safetensors are read, but nothing is downloaded or converted for it."""
+        has_headers = self.folder.is_dir() and any(self.folder.glob(SAFETENSORS))
+        return self if has_headers else replace(self, dummy_weights=True)
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies, if it is no name on the hub."""
+        return demo_folder(self.source) or Path(self.source).expanduser()
+
+
+def model_of(flags: Namespace) -> ModelRequest:
+    found = choose_model(flags.model, flags.path, flags.dummy_weights)
+    return replace(found, dtype=flags.dtype, tokenizer=getattr(flags, "tokenizer", AUTO))
+
+
+def choose_model(model: str | None, path: str | None, dummy_weights: bool) -> ModelRequest:
+    dummy_weights = dummy_weights or path == DUMMY_PATH
+    if path is None or dummy_weights:
+        name = model or path or ""
+        return ModelRequest(name, name, dummy_weights)
+    folder = _folder_in(Path(path).expanduser(), model)
+    return ModelRequest(model or folder.name, str(folder), dummy_weights)
+
+
+def _folder_in(path: Path, model: str | None) -> Path:
+    """`<path>/<name>`, also without the owner's name, or `<path>` itself."""
+    inside = [path / model, path / model.rpartition("/")[2]] if model else []
+    for folder in (*inside, path):
+        if (folder / "config.json").is_file():
+            return folder
+    places = " or ".join(str(folder) for folder in dict.fromkeys((*inside, path)))
+    raise ValueError(f"--path {path} has no checkpoint: there is no config.json in {places}")
+
+
+# -- where it runs ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SiteRequest:
+    """What computes, and how much may be held there. Sizes are as they were written, for messages to repeat."""
+
+    device: str = AUTO
+    threads: int | None = None  # None: one for each core that is free
+    gpu_mem: str | None = None  # None: what is free
+    cpu_mem: str | None = None
+    offload_dir: str | None = None  # None: a folder in the user's cache
+
+
+def site_of(flags: Namespace) -> SiteRequest:
+    """A command that has no flag for something leaves it open."""
+    names = [one.name for one in fields(SiteRequest)]
+    return SiteRequest(**{name: getattr(flags, name) for name in names if hasattr(flags, name)})
+
+
+def named_machine(flags: Namespace) -> Machine | None:
+    """The machine of --machine; None stands for this one."""
+    if flags.machine is None:
+        return None
+    machine = find_machine(flags.machine)
+    if flags.device != AUTO:
+        check_device(machine, flags.device)
+    return machine
+
+
+def check_device(machine: Machine, device: str) -> None:
+    """A machine says nothing of a run on something else."""
+    if device.partition(":")[0] != machine.device:
+        raise ValueError(
+            f"machine {machine.name!r} computes on {machine.device}, and not on {device}; "
+            "leave --machine out or choose another --device; `python -m h2o_flexgen.plan` plans for other machines"
+        )
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------------
+
+
+def plan_of(flags: Namespace, without: Collection[str] = ()) -> Plan:
+    """The plan that the flags ask for, `without` some of its options; what nobody has given is as a plan has it."""
+    if flags.hh_all and flags.hh_prompt_only:
+        raise ValueError("--hh-all evicts generated tokens and --hh-prompt-only keeps them; give one of them")
+    names = [name for name in Plan.option_names() if name not in without]
+    given = {name: value for name in names if (value := getattr(flags, name, None)) is not None}
+    plan = Plan.create(**{**given, "kv_policy": _policy_name(flags)})
+    plan = plan if flags.percent in (None, AUTO) else plan.with_percent(flags.percent)
+    if plan.has_own_slots and flags.slots != Plan.slots:
+        raise ValueError(f"--slots {flags.slots} changes nothing: schedule {plan.schedule} has slots of its own; leave it out")
+    return plan if flags.overlap else plan.without_overlap()
+
+
+def _policy_name(flags: Namespace) -> str:
+    """Published commands of H2O say no more than --hh-ratio 0.1 --hh-all."""
+    if flags.kv_policy is not None:
+        return str(flags.kv_policy)
+    given = flags.hh_all or any(getattr(flags, field.name) is not field.default for field in fields(KVOptions))
+    return H2O.name if given else Plan.kv_policy
+
+
+def asked_of(flags: Namespace, plan: Plan) -> Asked:
+    """What is asked of a search: sizes that are given are all that it may take, and it may take any where none is given."""
+    packed = BY_BITS[BITS]
+    four_bits = (packed, plan.kv_codec), (plan.weight_codec, packed), (packed, packed)
+    return Asked(
+        plan=plan,
+        batch_sizes=() if flags.gpu_batch_size is None else (flags.gpu_batch_size,),
+        batches=() if flags.num_gpu_batches is None else (flags.num_gpu_batches,),
+        codecs=four_bits if flags.allow_4bit else (),
+        attend_on=(HOST,) if flags.cpu_cache_compute else (DEVICE,),
+        latency_limit=flags.latency_limit,
+        prefer=flags.prefer,
+    )
+
+
+def refuse_search_options(flags: Namespace, otherwise: str) -> None:
+    """Nothing that is asked of a search is dropped in silence where there is none; `otherwise` says how to have one."""
+    is_limited, is_preferred = flags.latency_limit is not None, flags.prefer != THROUGHPUT
+    asked = {"--allow-4bit": flags.allow_4bit, "--latency-limit": is_limited, "--prefer": is_preferred}
+    if found := next((flag for flag, is_given in asked.items() if is_given), None):
+        raise ValueError(f"{found} is for a search, and this plan is given; leave it out, or {otherwise}")
+
+
+# -- sampling --------------------------------------------------------------------------------------------------------------
+
+
+def sampling_of(flags: Namespace) -> SamplingParams:
+    """The seed is the whole call's."""
+    if flags.min_tokens > flags.gen_len:
+        generated = f"--gen-len has {flags.gen_len} generated"
+        raise ValueError(f"--min-tokens {flags.min_tokens} cannot be reached: {generated}; give {flags.gen_len} or fewer")
+    names = {one.name for one in fields(SamplingParams)} - {"seed"}
+    asked = {name: value for name, value in vars(flags).items() if name in names}
+    return SamplingParams(**asked, max_tokens=flags.gen_len, stop_token_ids=flags.stop_token_id)

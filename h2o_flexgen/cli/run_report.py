@@ -1,0 +1,262 @@
+"""What a run has left: texts, lanes beside their bounds, FlexGen's summary, files, and one JSON document."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from h2o_flexgen.cli.page import NARROWEST, page_width, say, table
+from h2o_flexgen.cli.pictures import draw_timelines, two_steps
+from h2o_flexgen.cli.run_request import NamedByPlan
+from h2o_flexgen.cli.summary import (
+    Timing,
+    append_log,
+    completion_lines,
+    from_first_layers,
+    from_first_steps,
+    log_name,
+    measured,
+    summary_lines,
+    timing_json,
+)
+from h2o_flexgen.cli.watch import Watch
+from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.engine.stats import Stats
+from h2o_flexgen.engine.threads import get_num_threads
+from h2o_flexgen.memory.host import peak_resident_bytes
+from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.block_plan import BlockPlans
+from h2o_flexgen.planning.cost import predicted_bytes
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.predict import BlockPrediction
+from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, room_to_measure
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.schedule.ops import COMPUTE_LANE, Op
+from h2o_flexgen.schedule.trace import Trace
+
+if TYPE_CHECKING:
+    from h2o_flexgen.cli.run_work import Job
+
+TIMELINE, BESIDE_LANES = 100, 21  # columns of the timeline, and what stands beside it
+PHASES = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has left."""
+
+    job: Job
+    blocks: BlockPlans  # that were run to their end
+    stats: Stats
+    completions: list[Completion]
+    watch: Watch
+    seconds: float  # of generating, from the first task to the last
+    seed: int
+
+    def tell(self) -> None:
+        if self.job.output is not None:
+            self.job.output.finish(self.completions)
+        summary = self._summary()
+        say(self._texts())
+        say(self._pictures())
+        if self.job.predicted is not None:
+            say(["", *self.job.predicted.lines(self.stats), *self._missed_limit()])
+        say(["", *summary])
+        rates = self._rates_of_machine()
+        try:
+            self._write_files(summary)
+        finally:  # last, as it tells of the most memory that the process has held; and also where a file cannot be written
+            print(json.dumps(self._json(rates)), flush=True)
+
+    def _write_files(self, summary: Sequence[str]) -> None:
+        files = self.job.request.files
+        if files.log is not None:
+            append_log(self._log_name() if isinstance(files.log, NamedByPlan) else files.log, summary)
+        if files.trace is not None:
+            self.stats.last_block.trace.write_chrome(files.trace)
+        if files.timeline is not None:
+            self._draw_timeline(files.timeline)
+
+    def _missed_limit(self) -> Iterable[str]:
+        asked = self.job.request.plan
+        limit = asked.latency_limit if isinstance(asked, Asked) else None
+        longest = max(run.prefill_seconds + run.decode_seconds for run in self.stats.blocks)
+        if limit is not None and longest > limit:
+            slower = "the machine was slower than its profile says"
+            yield f"a block took {longest:.3g} s, longer than --latency-limit {limit:g}: {slower}"
+
+    def _draw_timeline(self, file: Path) -> None:
+        assert self.job.machine is not None
+        traces = {"measured": two_steps(self.stats.last_block.trace)}
+        if self.job.stop_at is None:
+            last = BlockPrediction.of(self.stats.last_block.planned, self.job.machine).trace
+            traces = {"predicted": two_steps(last), **traces}
+        draw_timelines(traces, file, f"{self.job.request.model.name}: decode steps")
+
+    @cached_property
+    def timing(self) -> Timing:
+        job, stats, gen_len = self.job, self.stats, self.job.request.gen_len
+        if job.stop_at is not None:
+            layers = len(job.llm.spec.layers)
+            return from_first_layers(stats, self.watch.first_decode_ends, layers, gen_len)
+        if job.request.steps < gen_len:
+            return from_first_steps(stats, self.completions, gen_len)
+        return measured(stats)
+
+    # -- lines ---------------------------------------------------------------------------------------------------------
+
+    def _texts(self) -> Iterable[str]:
+        if self.job.request.verbose >= 1 and self.job.stop_at is None:
+            yield ""
+            yield from completion_lines(
+                self.completions, everything=self.job.request.verbose >= 2, as_text=self.job.llm.tokenizer.reads_texts
+            )
+        if self.timing.projected:
+            yield ""
+            yield f"only a part was run: decode and total are projected to {self.job.request.gen_len} tokens for each prompt"
+
+    def _pictures(self) -> Iterable[str]:
+        trace = self.stats.last_block.trace
+        if self.job.request.breaks_down:
+            yield from ("", "the last block without overlap:", *breakdown_lines(trace))
+        if self.job.request.verbose >= 2:
+            yield from ("", "the last block, lane by lane:", *trace.text_timeline(self._timeline_width()).split("\n"))
+
+    def _timeline_width(self) -> int:
+        """The width of the lanes, between their names and how busy they are."""
+        width = page_width()
+        return TIMELINE if width is None else max(NARROWEST, min(TIMELINE, width - BESIDE_LANES))
+
+    def _summary(self) -> list[str]:
+        return summary_lines(self.job.llm.spec, self.job.workload, self.timing, self.stats.peak_bytes["device"])
+
+    def _log_name(self) -> Path:
+        job = self.job
+        longest = max(job.workload.prompt_lens)
+        return Path(log_name(job.request.model.name, job.llm.requested, longest, job.request.gen_len))
+
+    # -- JSON ----------------------------------------------------------------------------------------------------------
+
+    def _json(self, machine: Machine | None) -> dict[str, object]:
+        """`machine`: as it was measured behind the run."""
+        job, stats = self.job, self.stats
+        predicted = predicted_bytes(self.blocks, job.stop_at)
+        lanes = lane_reports(stats, predicted, self.watch.flops, self.seconds, machine, job.llm.spec.dtype)
+        steps = stats.step_seconds
+        return {
+            **job.plan_report.as_json(),
+            **timing_json(self.timing),
+            "load_seconds": round(self.watch.load_seconds, 6),
+            "step_seconds_median": round(statistics.median(steps), 6) if steps else None,
+            "peak_bytes": {**stats.peak_bytes, HOST: peak_resident_bytes()},
+            "shrunk": [list(size) for size in stats.shrunk],
+            "lanes": {lane: asdict(one) for lane, one in lanes.items()},
+            "seed": self.seed,
+            "threads": get_num_threads(),
+            "machine": describe_machine(job.llm.device),
+            "rates": _rates(machine),
+            **self._breakdown(),
+            **self._predicted(),
+        }
+
+    def _predicted(self) -> dict[str, object]:
+        return {} if self.job.predicted is None else {"predicted": self.job.predicted.as_json()}
+
+    def _breakdown(self) -> dict[str, object]:
+        if not self.job.request.breaks_down:
+            return {}
+        return {"breakdown_seconds": breakdown_seconds(self.stats.last_block.trace)}
+
+    def _rates_of_machine(self) -> Machine | None:
+        """Measured behind the run, in memory that the run has given back. A run that is done is told of even if this fails."""
+        llm = self.job.llm
+        files = llm.weight_files
+        llm.unload()
+        try:
+            needs = Needs(
+                dtype=llm.spec.dtype,
+                weight_shape=(llm.spec.ffn, llm.spec.width),
+                rows=tuple(self.watch.flops),
+                read_files=files,
+                offload_folder=llm.offload_folder,
+                offload_bytes=self._offloaded_bytes(),
+                links=llm.device.accelerator,
+                pinned=llm.plan.pin_weight,
+                memory_bytes=room_to_measure(llm.budgets),
+            )
+            return measure(llm.device, needs)
+        except (MemoryError, OSError, RuntimeError) as error:  # torch's want of memory is a RuntimeError
+            print(f"the machine could not be measured, so there are no bounds: {error}", file=sys.stderr)
+            return None
+
+    def _offloaded_bytes(self) -> int:
+        """What KV and activations took on disk: so much can be had again."""
+        written = sum(self.stats.moved_bytes.get(lane, 0) for lane in ("store", "write"))
+        return min(written, self.stats.peak_bytes["disk"])
+
+
+def _rates(machine: Machine | None) -> dict[str, object]:
+    """Those that were measured."""
+    if machine is None:
+        return {}
+    rates = {
+        name: value
+        for name, value in asdict(machine).items()
+        if name.endswith("_per_s") and isinstance(value, float) and isfinite(value)
+    }
+    return {**rates, "flops_per_s": {dtype: list(curve) for dtype, curve in machine.flops_per_s.items()}}
+
+
+# -- lanes and operations -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LaneReport:
+    moved_bytes: int
+    predicted_bytes: int  # of a run in which no row finishes early
+    busy_share: float  # of the seconds from the first task to the last
+    bound_seconds: float | None  # bytes over measured bandwidth, flops over measured rate; None where not measured
+
+
+def lane_reports(
+    stats: Stats, predicted: Mapping[str, int], flops: Mapping[int, float], seconds: float, machine: Machine | None, dtype: str
+) -> dict[str, LaneReport]:
+    """`flops`: by the rows of the product that they were done in, because the rate depends on these."""
+    reports = {}
+    for lane in dict.fromkeys((*predicted, *stats.moved_bytes)):
+        moved = stats.moved_bytes.get(lane, 0)
+        bound = None if machine is None else _bound(lane, moved, flops, machine, dtype)
+        busy = min(1.0, stats.busy_seconds.get(lane, 0.0) / seconds) if seconds else 0.0
+        reports[lane] = LaneReport(moved, predicted.get(lane, 0), round(busy, 4), None if bound is None else round(bound, 6))
+    return reports
+
+
+def _bound(lane: str, moved: int, flops: Mapping[int, float], machine: Machine, dtype: str) -> float:
+    return compute_bound(flops, machine, dtype) if lane == COMPUTE_LANE else moved / machine.bandwidth(lane)
+
+
+def compute_bound(flops: Mapping[int, float], machine: Machine, dtype: str) -> float:
+    return sum(done / machine.flop_rate(dtype, rows) for rows, done in flops.items())
+
+
+def breakdown_seconds(trace: Trace) -> dict[str, dict[str, float]]:
+    """operation -> phase -> seconds."""
+    seconds: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
+    for span in trace.spans:
+        seconds[str(span.key.op)][PHASES[span.key.step > 0]] += span.end - span.start
+    return {str(op): seconds[str(op)] for op in Op if str(op) in seconds}
+
+
+def breakdown_lines(trace: Trace) -> Sequence[str]:
+    rows = [["operation", *(f"{phase} s" for phase in PHASES)]]
+    for op, phases in breakdown_seconds(trace).items():
+        rows.append([op, *(f"{phases[phase]:.3f}" for phase in PHASES)])
+    return table(rows, page_width())

@@ -1,0 +1,303 @@
+"""The run command's flags, FlexGen's with FlexGen's meaning and ours, and the request that is made of them. Neither imports
+torch."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from h2o_flexgen.cli.files import check_output_file, check_picture, check_writable
+from h2o_flexgen.cli.flags import (
+    DUMMY_PATH,
+    MOST_IDS,
+    REPEATABLE,
+    TOKENS,
+    TRACEBACK,
+    Parser,
+    add_kv,
+    add_model,
+    add_placement,
+    add_sampling,
+    add_search,
+    add_sizes,
+    add_tokenizer,
+    add_verbose,
+    number,
+    whole,
+)
+from h2o_flexgen.cli.requests import (
+    DEMO_SAMPLING,
+    ModelRequest,
+    SiteRequest,
+    asked_of,
+    model_of,
+    named_machine,
+    plan_of,
+    refuse_search_options,
+    sampling_of,
+    site_of,
+)
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.workload import MOST_PROMPTS
+from h2o_flexgen.demo import DEMO
+from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.h2o import H2O
+from h2o_flexgen.profiling.others import Others
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.made_up import DEFAULT_TOKENS
+from h2o_flexgen.text.prompt_file import given_prompts
+
+PROGRAM = "python -m h2o_flexgen.run"
+FEWER_BATCH, BREAKDOWN = "fewer_batch", "breakdown"
+AUTO_LOG = "auto"
+WHERE_FOUND = f"where --percent is {AUTO}"
+
+SPREAD = {"demo": True, "gpu_batch_size": 2, "num_gpu_batches": 2, "percent": [20, 30, 20, 30, 100, 0]}  # over every tier
+# without --model: the one that travels with the package, its heavy hitters kept; or a small OPT where weights are to be random
+DEMO_RUN = {**SPREAD, "model": DEMO, "gen_len": 96, "kv_policy": H2O.name, **DEMO_SAMPLING}
+NOISE_RUN = {**SPREAD, "model": "facebook/opt-125m", "dummy_weights": True, "prompt_len": 64, "gen_len": 16}
+DEMO_PROMPTS = (
+    "It was a dark and stormy night, and the captain of the ship",
+    '"My dear," said the old lady, laying down her knitting, "I must tell you',
+    "Alice looked at the door for some time, and then she",
+    "The two brothers had not met for many years. When at last",
+)
+
+DESCRIPTION = """\
+Generate text with a model that is larger than the GPU, or than the memory; measure how fast it goes.
+Without --model: a small one that travels with the package, with h2o, 96 tokens and a share of everything on each tier, where
+nothing else is asked; nothing is downloaded."""
+
+EPILOG = f"""\
+To begin with, --model and --prompt are enough: the machine is measured once, and the plan is found. --dry-run shows what a plan
+needs before anything is loaded:
+
+  {PROGRAM} --model facebook/opt-1.3b --prompt-len 64 --gen-len 64 --dry-run
+  {PROGRAM} --model facebook/opt-1.3b --percent 0 50 0 100 100 0 --prompt "The ferry left the harbour"
+"""
+
+
+@dataclass(frozen=True)
+class MadeUp:
+    """Prompts that are made up."""
+
+    number: int | None  # None: as many as a block takes
+    length: int
+
+
+@dataclass(frozen=True)
+class NamedByPlan:
+    """A log file whose name is made of the plan."""
+
+
+@dataclass(frozen=True)
+class OutputFiles:
+    completions: str | None  # as it was written, for messages
+    trace: Path | None
+    timeline: Path | None
+    log: Path | NamedByPlan | None
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """All that is asked of one run."""
+
+    model: ModelRequest
+    site: SiteRequest
+    plan: Plan | Asked  # the plan itself, or what is asked of one that is to be found
+    machine: Machine | None  # the named one; None stands for this one
+    prompts: tuple[str, ...] | MadeUp
+    gen_len: int
+    steps: int  # tokens of each prompt that are really generated; the time of the rest is projected
+    stops_after_layers: bool  # --debug-mode fewer_batch
+    breaks_down: bool  # --debug-mode breakdown
+    sampling: SamplingParams
+    seed: int | None
+    files: OutputFiles
+    dry_run: bool
+    verbose: int
+    notes: tuple[str, ...]  # what was asked for and is not used
+    others: Others = field(default_factory=Others, compare=False, repr=False)  # who else was busy from the beginning on
+
+    @property
+    def first_plan(self) -> Plan:
+        """The plan that the model is opened under."""
+        return self.plan.plan if isinstance(self.plan, Asked) else self.plan
+
+
+def parse(argv: Sequence[str] | None = None, program: str = PROGRAM) -> Namespace:
+    """A beginning of a flag is enough, as published FlexGen commands have it (`--cpu`, `--debug`)."""
+    parser = make_parser(program)
+    flags = parser.parse(argv)
+    if flags.model is None and flags.path in (None, DUMMY_PATH):
+        parser.set_defaults(**DEMO_RUN if flags.path is None and not flags.dummy_weights else NOISE_RUN)
+        flags = parser.parse_args(argv)
+    return flags
+
+
+def request_of(flags: Namespace) -> RunRequest:
+    """Texts are read, and what can be seen to be wrong is refused, before torch is imported."""
+    plan = plan_of(flags)
+    plan = plan.without_overlap() if flags.debug_mode == BREAKDOWN else plan
+    _refuse(flags, plan)
+    sampling = sampling_of(flags)
+    prompts = _prompts(flags)
+    files, machine, model = _files(flags), named_machine(flags), model_of(flags)
+    return RunRequest(
+        files=files,
+        machine=machine,
+        model=model.without_weights() if flags.dry_run else model,
+        site=site_of(flags),
+        plan=asked_of(flags, plan) if flags.percent == AUTO else plan,
+        prompts=prompts,
+        gen_len=flags.gen_len,
+        steps=flags.gen_len if flags.cut_gen_len is None else flags.cut_gen_len,
+        stops_after_layers=flags.debug_mode == FEWER_BATCH,
+        breaks_down=flags.debug_mode == BREAKDOWN,
+        sampling=sampling,
+        seed=flags.seed,
+        dry_run=flags.dry_run,
+        verbose=flags.verbose,
+        notes=tuple(_unused(flags, prompts)),
+    )
+
+
+def _prompts(flags: Namespace) -> tuple[str, ...] | MadeUp:
+    asked = (flags.prompt, flags.prompt_file, flags.prompt_len, flags.num_prompts)
+    texts = DEMO_PROMPTS if flags.demo and flags.model == DEMO and asked == (None,) * 4 else flags.prompt
+    given = tuple(given_prompts(texts, flags.prompt_file, flags.num_prompts))
+    return given or MadeUp(flags.num_prompts, DEFAULT_TOKENS if flags.prompt_len is None else flags.prompt_len)
+
+
+def _files(flags: Namespace) -> OutputFiles:
+    check_writable(flags.trace, "--trace")
+    check_picture(flags.timeline, "--timeline")
+    if flags.log_file not in (None, AUTO_LOG):
+        check_writable(flags.log_file, "--log-file")
+    check_output_file(flags.output)
+    trace, timeline, log = (name and Path(name).expanduser() for name in (flags.trace, flags.timeline, flags.log_file))
+    log = None if flags.no_log else NamedByPlan() if flags.log_file == AUTO_LOG else log
+    return OutputFiles(flags.output, trace, timeline, log)
+
+
+def _unused(flags: Namespace, prompts: tuple[str, ...] | MadeUp) -> Iterator[str]:
+    if not isinstance(prompts, MadeUp) and flags.prompt_len is not None and not flags.demo:
+        yield f"--prompt-len {flags.prompt_len} is not used: the prompts are given"
+
+
+def _refuse(flags: Namespace, plan: Plan) -> None:
+    switched_on = {
+        "--cpu-cache-compute": flags.cpu_cache_compute,
+        "--attn-sparsity": flags.attn_sparsity != 1.0,
+    }
+    if found := [flag for flag, is_on in switched_on.items() if is_on]:
+        raise ValueError(f"{found[0]} is not supported by this version; leave it out")
+    if flags.percent != AUTO:
+        refuse_search_options(flags, f"say --percent {AUTO}")
+    of_runs = (name for name in ("output", "trace", "timeline") if getattr(flags, name) is not None)
+    if flags.dry_run and (flag := next(of_runs, None)):
+        raise ValueError(f"--{flag} shows what was run, and --dry-run runs nothing; leave one of them out")
+    if flags.cut_gen_len is not None and flags.cut_gen_len < 2:
+        raise ValueError(
+            f"--cut-gen-len is {flags.cut_gen_len}; give 2 or more: a decode step must be measured to be projected"
+        )
+    if flags.output is not None and flags.debug_mode == FEWER_BATCH:
+        raise ValueError(f"--output is for texts, and --debug-mode {FEWER_BATCH} ends before the second token; leave one out")
+    if flags.cut_gen_len is not None and flags.cut_gen_len > flags.gen_len:
+        cut = f"--cut-gen-len {flags.cut_gen_len} cuts nothing: --gen-len has {flags.gen_len} tokens generated"
+        raise ValueError(f"{cut}; give fewer, or leave it out")
+    if flags.cut_gen_len is not None and flags.debug_mode == FEWER_BATCH:
+        raise ValueError(f"--cut-gen-len and --debug-mode {FEWER_BATCH} both cut the run short; give one of them")
+    if flags.debug_mode == FEWER_BATCH and flags.schedule == "row_by_row":
+        raise ValueError(
+            f"--debug-mode {FEWER_BATCH} needs all batches in one decode step; row_by_row has none: use --cut-gen-len"
+        )
+    if flags.cut_gen_len is not None and not plan.policy.keeps_all and plan.kv_options.is_share_of_text:
+        raise ValueError(
+            f"--cut-gen-len {flags.cut_gen_len} would cut the budget of {plan.kv_policy} as well, which is a share of "
+            "prompt and generation; give it as --hh-ratio, or as --heavy and --recent"
+        )
+
+
+# -- flags ------------------------------------------------------------------------------------------------------------------
+
+
+def make_parser(program: str = PROGRAM) -> Parser:
+    usage = f"{program} [--model NAME] [--prompt TEXT] [--percent W W KV KV A A] [options]"
+    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
+    parser.set_defaults(demo=False)
+    add_model(parser)
+    add_tokenizer(parser)
+    _add_prompts(parser)
+    _add_plan(parser)
+    add_search(parser, f"search, {WHERE_FOUND}", "a run with a plan of your own is predicted for it, too")
+    add_kv(parser)
+    _add_sampling(parser)
+    _add_output(parser)
+    _add_later(parser)
+    return parser
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("prompts").add_argument
+    add("--prompt", action="append", metavar="TEXT", help=f"a text to continue; {REPEATABLE}")
+    add("--prompt-file", metavar="FILE", help='a prompt per line, or (.jsonl) a {"prompt": ...} per line')
+    add(
+        "--num-prompts",
+        type=whole(1, MOST_PROMPTS),
+        metavar="N",
+        help="how many made-up prompts (default: one block); of given ones the first N",
+    )
+    add("--prompt-len", type=TOKENS, metavar="TOKENS", help=f"of made-up prompts (default: {DEFAULT_TOKENS})")
+    add(
+        "--gen-len", type=TOKENS, default=SamplingParams.max_tokens, metavar="TOKENS", help="generated for each prompt, at most"
+    )
+    add("--cut-gen-len", type=TOKENS, metavar="TOKENS", help="run only so many and project the time of the rest")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("plan")
+    add_placement(group, may_be_found=True)
+    add_sizes(group, WHERE_FOUND)
+    group.add_argument("--dry-run", action="store_true", help="print the plan and its bytes per tier; no weights are loaded")
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    add = add_sampling(parser).add_argument
+    add(
+        "--logprobs",
+        type=whole(0, MOST_IDS),
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="show those of each token, and of the N likeliest",
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("output").add_argument
+    levels = f"0: no texts; 1: the first texts; 2: all texts and the timeline; {TRACEBACK}: where errors come from"
+    records = "a line of JSON per prompt, in order: whole texts, token ids, finish reasons; until the end as FILE.partial"
+    add("--output", metavar="FILE", help=records)
+    add_verbose(add, levels)
+    timeline = "a picture of decode steps, lane by lane, as predicted above those that were run (needs the extra [plot])"
+    add("--timeline", metavar="FILE", help=timeline)
+    add("--trace", metavar="FILE", help="the last block, task by task, for ui.perfetto.dev or chrome://tracing")
+    log = "append the summary here (no FILE: a name made of the plan)"
+    add("--log-file", nargs="?", const=AUTO_LOG, metavar="FILE", help=log)
+    add("--no-log", action="store_true", help="write no log, whatever --log-file says")
+    modes = f"{FEWER_BATCH}: 20 layers of the first decode step, then project; {BREAKDOWN}: no overlap, seconds per operation"
+    add("--debug-mode", choices=(FEWER_BATCH, BREAKDOWN), help=modes)
+
+
+def _add_later(parser: argparse.ArgumentParser) -> None:
+    """Flags of published FlexGen commands for what this version cannot do: known, so that they can be refused by name."""
+    names = "--cpu-cache-compute, --attn-sparsity below 1"
+    add = parser.add_argument_group("FlexGen's flags that this version refuses when they are on", names).add_argument
+    add("--cpu-cache-compute", "--cpu", action="store_true", help=argparse.SUPPRESS)
+    add("--attn-sparsity", type=number(0, 1), default=1.0, help=argparse.SUPPRESS)

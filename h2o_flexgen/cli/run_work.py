@@ -1,0 +1,227 @@
+"""The work of the run command: a model is opened, its plan found where none is given, and texts are generated under it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from h2o_flexgen.cli.asked_problem import machine_of
+from h2o_flexgen.cli.files import CompletionsFile
+from h2o_flexgen.cli.open_llm import open_llm
+from h2o_flexgen.cli.page import say
+from h2o_flexgen.cli.plan_report import PlanReport, Predicted
+from h2o_flexgen.cli.requests import check_device
+from h2o_flexgen.cli.run_report import Outcome
+from h2o_flexgen.cli.run_request import MadeUp, RunRequest
+from h2o_flexgen.cli.summary import after_first_layers
+from h2o_flexgen.cli.watch import Watch, say_threads
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.finding import Wish
+from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.predict import predict
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.sampling.sampler import resolve_seed
+from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.text.made_up import check_room, made_up_prompts
+from h2o_flexgen.text.prompts import Prompt
+
+WITH_ROOM = "everything in the fastest memory, which has room to spare: nothing is searched, and no machine measured"
+
+
+def work(request: RunRequest) -> None:
+    with ExitStack() as stack:
+        completions = request.files.completions
+        output = None if completions is None else stack.enter_context(CompletionsFile(completions))
+        llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan))
+        request.sampling.check_vocabulary(llm.spec.vocab, llm.name)
+        if not isinstance(request.prompts, MadeUp) and not llm.tokenizer.reads_texts:
+            llm.tokenizer.encode("")  # says what is missing, before a machine is measured
+        job = Job(request, llm, output)
+        job.refuse_impossible()
+        job.find_plan()
+        job.announce()
+        if request.dry_run:
+            print(json.dumps(job.plan_report.as_json()))
+        else:
+            say_threads(request.others, request.site.threads)
+            job.run()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of the command: what it is to generate, and what it tells of that."""
+
+    request: RunRequest
+    llm: LLM
+    output: CompletionsFile | None  # where texts go, beside those that are shown
+
+    # -- what is to be done --------------------------------------------------------------------------------------------
+
+    def refuse_impossible(self) -> None:
+        """What no plan can run, and no machine: before a plan is found, and a machine measured for it."""
+        if self.request.machine is not None:
+            check_device(self.request.machine, self.llm.device.kind)
+        asked = self.request.prompts
+        if isinstance(asked, MadeUp):
+            one = made_up_prompts(1, asked.length, self.llm.tokenizer, self.llm.spec.vocab)  # all of them are as long
+            self.llm.read(one, self.request.sampling)
+            if self._is_counted:
+                self._check_room(asked)
+        else:
+            _ = self._read
+        if self._wish is not None:
+            self._wish.refuse_impossible()
+
+    @property
+    def _is_counted(self) -> bool:
+        """Is it known before a plan is found how many prompts there are?"""
+        request = self.request
+        return isinstance(request.plan, Plan) or not isinstance(request.prompts, MadeUp) or request.prompts.number is not None
+
+    @cached_property
+    def _wish(self) -> Wish | None:
+        """None where a plan is given. Prompts that are made up are as many as a block takes, unless a number is asked for."""
+        request = self.request
+        if isinstance(request.plan, Plan):
+            return None
+        workload = self.workload if self._is_counted else None
+        length = request.prompts.length if isinstance(request.prompts, MadeUp) else max(self.workload.prompt_lens)
+        return Wish(request.plan, self.llm, workload, length, request.gen_len)
+
+    def find_plan(self) -> None:
+        """Where none was given."""
+        if self._wish is None:
+            return
+        if self._plan_with_room is not None:
+            say([f"plan      {WITH_ROOM}"])
+            self.llm.adopt(self._plan_with_room)
+            return
+        assert self.machine is not None
+        say(self._wish.find(self.machine).lines())
+
+    @cached_property
+    def _plan_with_room(self) -> Plan | None:
+        return None if self._wish is None or self.request.machine is not None else self._wish.plan_with_room()
+
+    @cached_property
+    def machine(self) -> Machine | None:
+        """The machine that the run is predicted for. It is None where nobody asks, so that none is measured."""
+        request = self.request
+        is_searched = self._wish is not None and self._plan_with_room is None
+        if not is_searched and request.machine is None and request.files.timeline is None:
+            return None
+        with Progress(0, "this machine", late=True) as progress:
+            machine = machine_of(request.machine, request.site, request.model.dtype, progress)
+        check_device(machine, self.llm.device.kind)
+        return machine
+
+    def _num_made_up(self, asked: MadeUp) -> int:
+        return self.llm.plan.block_size if asked.number is None else asked.number
+
+    @cached_property
+    def _read(self) -> list[Prompt]:
+        """The texts with their tokens; none where prompts are made up."""
+        asked = self.request.prompts
+        return [] if isinstance(asked, MadeUp) else self.llm.read(asked, self.request.sampling)
+
+    @cached_property
+    def prompts(self) -> list[Prompt] | list[list[int]]:
+        asked = self.request.prompts
+        if not isinstance(asked, MadeUp):
+            return self._read
+        self._check_room(asked)
+        return made_up_prompts(self._num_made_up(asked), asked.length, self.llm.tokenizer, self.llm.spec.vocab)
+
+    def _check_room(self, asked: MadeUp) -> None:
+        check_room(self._num_made_up(asked), asked.length, self.llm.budgets.host)
+
+    @cached_property
+    def workload(self) -> Workload:
+        """All of it, also where only a part is run."""
+        asked, gen_len = self.request.prompts, self.request.gen_len
+        if isinstance(asked, MadeUp):  # they need not be made to be counted
+            return Workload.uniform(self._num_made_up(asked), asked.length, gen_len)
+        return Workload(tuple(len(prompt.ids) for prompt in self._read), gen_len)
+
+    @property
+    def stop_at(self) -> Callable[[Task], bool] | None:
+        return after_first_layers if self.request.stops_after_layers else None
+
+    @cached_property
+    def planned(self) -> WorkloadPlan:
+        return self.llm.check(self.workload)
+
+    @cached_property
+    def planned_run(self) -> WorkloadPlan:
+        """What is run of it."""
+        steps = self.request.steps
+        is_whole = steps == self.workload.gen_len
+        return self.planned if is_whole else self.llm.planned(replace(self.workload, gen_len=steps))
+
+    # -- before --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def plan_report(self) -> PlanReport:
+        llm, model = self.llm, self.request.model
+        return PlanReport(
+            model=model.name,
+            dummy_weights=model.dummy_weights,
+            requested=llm.requested,
+            planned=self.planned,
+            budgets=llm.budgets,
+            kernels=in_use(),
+            packing=llm.packing,
+            tokenizer_note=llm.tokenizer.note,
+        )
+
+    @cached_property
+    def predicted(self) -> Predicted | None:
+        """Of the steps that are run; of what ends inside of a step nothing can be said."""
+        if self.machine is None or self.stop_at is not None:
+            return None
+        return Predicted(predict(self.planned_run, self.machine), self.machine.name, self.llm.budgets)
+
+    def announce(self) -> None:
+        say(self.plan_report.lines())
+        say(self.request.notes)
+        if self.predicted is not None:
+            say(["", self.predicted.line()])
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def _listener(self, watch: Watch) -> Callable[[Task, int], None]:
+        if self.stop_at is None:
+            return watch.visit
+
+        def visit_when_done(task: Task, tokens: int) -> None:
+            """Where the time of single layers is what is asked for, launching a layer must not count as its end."""
+            self.llm.device.settle()
+            watch.visit(task, tokens)
+
+        return visit_when_done
+
+    def run(self) -> None:
+        request, blocks, seed = self.request, self.planned_run.blocks, resolve_seed(self.request.seed)
+        prepared = self.llm.prepare(self.prompts, request.sampling.up_to(request.steps), planned=self.planned_run)
+        with Progress(blocks.visits, "run", late=True) as progress:
+            watch = Watch(blocks, progress)
+            completions = self.llm.generate(
+                prepared,
+                seed=seed,
+                on_completion=None if self.output is None else self.output.add,
+                on_stage=watch.stage,
+                on_visit=self._listener(watch),
+                on_shrink=lambda shrink: watch.shrink(shrink.num_ended, shrink.rest, str(shrink)),
+                stop_at=self.stop_at,
+            )
+            seconds = watch.seconds
+        stats = self.llm.stats
+        assert stats is not None
+        Outcome(self, watch.blocks, stats, completions, watch, seconds, seed).tell()

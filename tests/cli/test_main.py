@@ -1,0 +1,48 @@
+"""The one command that has the others, and what every command answers at once."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+
+import pytest
+
+from h2o_flexgen.cli.main import COMMANDS, main
+
+ONE_PROGRAM = [pytest.param(name, f"h2o-flexgen {name}", id=name) for name in COMMANDS]
+
+
+@pytest.mark.parametrize(("name", "program"), ONE_PROGRAM)
+def test_a_command_has_the_same_help_under_both_names(name: str, program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    called = capsys.readouterr().out
+    assert import_module(f"h2o_flexgen.{name}").main(["--help"]) == 0
+    of_module = capsys.readouterr().out
+    assert called.startswith(f"usage: {program} ") and of_module.startswith(f"usage: python -m h2o_flexgen.{name} ")
+    assert called.split() == of_module.replace(f"python -m h2o_flexgen.{name}", program).split()
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=lambda words: " ".join(words))
+def test_the_versions_are_told_at_every_door(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--version"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"torch {version('torch')}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "a command is missing; give one of run, plan, profile, chat, evaluate"),
+        (["plam"], "unknown command 'plam'; known: run, plan, profile, chat, evaluate; did you mean plan?"),
+        (["--models"], "unknown flag --models; --help names those that there are"),
+        (["run", "--gen-len", "0"], "argument --gen-len: '0' is not allowed; give a whole number from 1 to 10000000"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_the_commands_are_told_in_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(f"  {name:10}{what}" in lines for name, what in COMMANDS.items())
