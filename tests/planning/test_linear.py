@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -48,7 +49,9 @@ def case_of(
     block: Block = block_of(lengths or UNIFORM, gen_len)
     plan = Plan.create(**{"gpu_batch_size": 2, "num_gpu_batches": len(block.batches), **options})
     spec = spec or tiny_spec(blocks=5, width=32)
-    return Case(replace(spec, kv_codec=plan.kv_codec), plan, block, on(machine, accelerator), budgets or Budgets())
+    return Case(
+        replace(spec, kv_codec=plan.kv_codec), plan, block, on(machine, accelerator), budgets or Budgets(), Site(accelerator)
+    )
 
 
 def limited(case: Case, share: float, host_share: float | None = None) -> Case:

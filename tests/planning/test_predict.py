@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
@@ -35,7 +36,7 @@ def planned(gen_len: int, accelerator: bool = False, **options: object) -> Block
 
 
 def workload_plan(plan: Plan, lengths: Sequence[int]) -> WorkloadPlan:
-    return WorkloadPlan(tiny_spec(), plan, Workload(tuple(lengths), 4), False)
+    return WorkloadPlan(tiny_spec(), plan, Workload(tuple(lengths), 4), Site())
 
 
 def alone(of: WorkloadPlan) -> list[WorkloadPlan]:

@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
@@ -31,7 +32,9 @@ def sized(spec: ModelSpec = SPEC) -> Callable[[Plan], ModelSpec]:
 
 
 def problem(accelerator: bool = False, budgets: Budgets | None = None, **changes: object) -> Problem:
-    asked = Problem(sized(), None, 20, 10, Plan(), on(SLOW, accelerator), budgets or Budgets(), batches=(1, 2, 3, 4))
+    asked = Problem(
+        sized(), None, 20, 10, Plan(), on(SLOW, accelerator), budgets or Budgets(), Site(accelerator), batches=(1, 2, 3, 4)
+    )
     return replace(asked, **changes)  # type: ignore[arg-type]
 
 
