@@ -1,7 +1,7 @@
-"""Flags that commands share: model, placement, sizes, search, KV cache, sampling; their types, and the parser. Parsing them
-imports no torch.
+"""Flags that commands share: model, placement, sizes, search, KV cache, sampling; their types, and the parser. Nothing here
+imports torch.
 
-A default that has a meaning in Python too is read from where it is written there: Plan and SamplingParams.
+A default that also has a meaning in Python is read from where it is written there: Plan and SamplingParams.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from h2o_flexgen.sampling.params import LARGEST_PENALTY, LARGEST_SHIFT, LEAST_PE
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import BYTES
 
-BESIDE_BUDGET = ("hh_prompt_only", "sinks", "score_decay", "grace", "positions")  # beside a budget
+BESIDE_BUDGET = ("hh_prompt_only", "sinks", "score_decay", "grace", "positions")  # options beside a budget
 DUMMY_PATH = "_DUMMY_"
 TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 TRACEBACK = 3  # the level of --verbose that shows where an error comes from
-MOST = 1e9  # of numbers that nothing else bounds
+MOST = 1e9  # upper bound of numbers that nothing else bounds
 REPEATABLE = "may be given several times"
-MOST_IDS = 2**31 - 1  # of tokens: no vocabulary is larger
-MOST_SLOTS = 1000  # of a schedule: visits at once
+MOST_IDS = 2**31 - 1  # upper bound of token ids: no vocabulary is larger
+MOST_SLOTS = 1000  # upper bound of a schedule's buffers
 
 
 # -- the types of flags: every number has bounds, and its message names the value and what is allowed -----------------------
@@ -57,7 +57,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def number(least: float, most: float = MOST, above: bool = False) -> Callable[[str], float]:
-    """`above`: more than `least`, which is not allowed itself."""
+    """The type of a number with bounds. `above` is a lower bound that is not allowed itself."""
 
     def read(text: str) -> float:
         try:
@@ -73,7 +73,7 @@ def number(least: float, most: float = MOST, above: bool = False) -> Callable[[s
 
 
 def memory_size(text: str) -> str:
-    """A size in bytes, as it was written: it is repeated in messages and in flags that are printed."""
+    """A size in bytes, kept as it was written, since messages and printed flags repeat it."""
     try:
         parse_bytes(text)
     except ValueError as error:
@@ -103,15 +103,15 @@ def _switch(text: str) -> bool:
 
 SHARE = number(0, 1, above=True)
 SEED = whole(0, SEED_LIMIT - 1)
-TOKENS = whole(1, MOST_TOKENS)  # of a text
-SLOTS = whole(0, MOST_TOKENS)  # of a KV cache, which never holds more than the tokens of a text
+TOKENS = whole(1, MOST_TOKENS)  # tokens of a text
+SLOTS = whole(0, MOST_TOKENS)  # slots of a KV cache, which never holds more than the tokens of a text
 
 
 # -- the parser ---------------------------------------------------------------------------------------------------------
 
 
 class Version(argparse.Action):
-    """Looked up when it is asked for: that takes as long as the flags of a command do."""
+    """--version, which looks the version up only when asked: that takes as long as parsing the flags."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib.metadata import PackageNotFoundError, version
@@ -127,7 +127,7 @@ class Version(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; --help is there for whoever wants the rest."""
+    """A parser that says what is wrong in one line; --help has the rest."""
 
     def __init__(self, program: str, description: str, usage: str | None = None, epilog: str | None = None) -> None:
         super().__init__(program, usage, description, epilog, formatter_class=Help)
@@ -153,7 +153,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Shows a default as it would be typed, where there is one."""
+    """Shows a default as it would be typed, if there is one."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -195,7 +195,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tokenizer(parser: argparse.ArgumentParser) -> None:
-    """For commands that read and write texts."""
+    """Adds --tokenizer, for commands that read and write texts."""
     own = f"{AUTO}: that of the model, or {BYTES} for random weights"
     other = f"a hub name or a folder with a tokenizer, or {BYTES}: every byte is a token"
     parser.add_argument_group("texts").add_argument("--tokenizer", default=AUTO, metavar="NAME", help=f"{other}; {own}")
@@ -212,7 +212,7 @@ def add_device(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> Non
 
 
 class Percent(argparse.Action):
-    """Six numbers; with a `const` that is true also the word for a plan that is to be found."""
+    """Takes six numbers; with a true `const` also the word that asks for a plan to be found."""
 
     def __call__(
         self,
@@ -236,7 +236,7 @@ class Percent(argparse.Action):
 
 
 def add_placement(group: argparse._ArgumentGroup, may_be_found: bool = False) -> None:
-    """`may_be_found`: --percent takes `auto`, too, and that is its default."""
+    """Adds where data lies. `may_be_found`: --percent also takes `auto`, which is then the default."""
     add = group.add_argument
     found = f"; {AUTO}: the plan is found for this machine" if may_be_found else ""
     add(
@@ -278,7 +278,7 @@ def add_sizes(group: argparse._ArgumentGroup, found: str = "") -> None:
 
 
 def add_search(parser: argparse.ArgumentParser, title: str, machine: str) -> argparse._ArgumentGroup:
-    """What is asked of a plan that is to be found. `machine` says what else the machine is for."""
+    """Adds what is asked of a plan to be found. `machine` says what else the machine is for."""
     group = parser.add_argument_group(title)
     add = group.add_argument
     named = f"a YAML file, or the name of a machine of the package; {machine}"
@@ -312,7 +312,7 @@ def add_kv(parser: argparse.ArgumentParser) -> None:
 
 
 def add_protection(add: Callable[..., argparse.Action]) -> None:
-    """What may be asked of a policy beside its budget: those in BESIDE_BUDGET."""
+    """Adds what may be asked of a policy beside its budget: the options in BESIDE_BUDGET."""
     add("--hh-prompt-only", action="store_true", help="only the prompt is selected from; all that is generated is kept")
     add("--sinks", type=SLOTS, metavar="N", help=f"the first N tokens are never evicted (streaming: {SINKS} unless given)")
     decay = "multiply the scores so far by D before each step adds to them (default: 1, plain sums)"
@@ -328,7 +328,7 @@ def add_protection(add: Callable[..., argparse.Action]) -> None:
 
 
 def add_verbose(add: Callable[..., argparse.Action], text: str, default: int = 1) -> None:
-    """Without a level: more than usual."""
+    """Adds --verbose; without a level it means more than usual."""
     levels = whole(0, TRACEBACK)
     add("--verbose", type=levels, nargs="?", const=TRACEBACK - 1, default=default, metavar="LEVEL", help=text)
 

@@ -1,5 +1,5 @@
-"""The plan on paper: what was asked for beside what was really placed, in shares and bytes; what each tier must hold, what the
-KV policy keeps, and what is predicted."""
+"""The plan on paper: the shares asked for beside those placed, with bytes; what each tier must hold, what the KV policy keeps,
+and what is predicted."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ KINDS = ("weights", "KV", "activations")
 class PlanReport:
     model: str
     dummy_weights: bool
-    requested: Plan  # as asked for
-    planned: WorkloadPlan  # in force: folded where there is no accelerator
+    requested: Plan  # as it was asked for
+    planned: WorkloadPlan  # in force: folded without an accelerator
     budgets: Budgets
-    kernels: str  # what the CPU works with: C, or torch
-    packing: tuple[Path, int] | None = None  # where packed weights are kept, and the bytes to write there first
+    kernels: str  # what the CPU computes with: C, or torch
+    packing: tuple[Path, int] | None = None  # the folder of packed weights, and the bytes to write there first
     tokenizer_note: str = ""
 
     @property
@@ -135,7 +135,7 @@ class PlanReport:
 
     @property
     def _is_folded(self) -> bool:
-        """Something was meant for a GPU that is not there."""
+        """Whether something was meant for a GPU that is not there."""
         return not self.accelerator and self.requested != self.plan
 
     def _needs(self) -> list[str]:
@@ -155,7 +155,7 @@ class PlanReport:
 
 
 def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:
-    """kind -> tier -> bytes."""
+    """Bytes by kind of data and tier."""
     placement, spec = planned.placement, planned.spec
     weights = ((placement.weights[name], tensor.nbytes) for name, tensor in planned.spec.tensors.items())
     return {
@@ -197,7 +197,7 @@ def _three(device_percent: float, host_percent: float) -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a KV policy keeps: what was asked for, and what it means in slots and in rows that fit the same memory."""
+    """What a KV policy keeps: what was asked for, in slots, and in rows that fit the same memory."""
 
     planned: WorkloadPlan
 
@@ -241,7 +241,7 @@ class Kept:
 
     @property
     def rows_in_same_memory(self) -> float:
-        """Memory of a row of the full cache over that of a row of this one, notes included."""
+        """Memory of a full-cache row over that of a row under this policy, scores included."""
         noted = self.spec.kv_heads * self.policy.note_bytes * len(self.spec.kv_layers)
         return self._capacity(Full()) * self._row_bytes / (self._capacity(self.policy) * (self._row_bytes + noted))
 
@@ -251,7 +251,7 @@ class Kept:
 
     @cached_property
     def _slots(self) -> tuple[tuple[Occupancy, int], ...]:
-        """Of the batches of a block of each shape, and how many such blocks there are."""
+        """The occupancy of the batches of one block of each shape, and how many blocks have that shape."""
         return tuple((slots, count) for block, count in self.planned.blocks.alike for slots in block.slots)
 
     @property
@@ -264,7 +264,7 @@ class Kept:
 
     @property
     def _row_bytes(self) -> int:
-        """Of one slot of one row, over all layers."""
+        """Bytes of one slot of one row, over all layers."""
         return self.spec.kv_bytes_per_slot * len(self.spec.kv_layers)
 
     def _capacity(self, policy: KVPolicy) -> int:
@@ -274,7 +274,7 @@ class Kept:
 
 
 def _held(slots: Occupancy) -> Sequence[int]:
-    """When the last token is generated, which is never stored."""
+    """Slots held when the last token is generated, which is never stored itself."""
     return slots.counts(slots.gen_len)
 
 
@@ -296,20 +296,20 @@ def _range(low: int, high: int) -> str:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What was predicted of a run, and beside it what was measured: seconds, lanes, and what each tier held."""
+    """What was predicted of a run beside what was measured: seconds, lanes, and what each tier held."""
 
     prediction: Prediction
-    machine: str  # that it is a prediction for
+    machine: str  # the machine that the prediction is for
     budgets: Budgets
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """With what the process holds by itself."""
+        """Peak bytes per tier, with what the process holds by itself."""
         base = {tier: self.budgets.host_base if tier == HOST else 0 for tier in TIERS}
         return {tier: nbytes + base[tier] for tier, nbytes in self.prediction.peak_bytes.items()}
 
     def as_json(self) -> dict[str, object]:
-        """Under the names that a run's own figures have."""
+        """The prediction, under the names of a run's own figures."""
         one = self.prediction
         return {
             "machine": self.machine,
@@ -323,7 +323,7 @@ class Predicted:
         }
 
     def line(self) -> str:
-        """Before the run."""
+        """The line shown before the run."""
         one = self.prediction
         return (
             f"predicted prefill {one.prefill_seconds:.3g} s, {one.step_seconds:.3g} s a step, "
@@ -331,7 +331,7 @@ class Predicted:
         )
 
     def lines(self, stats: Stats) -> Iterator[str]:
-        """Beside what a run has left."""
+        """The lines shown beside a run's figures."""
         rows = [["", "predicted", "measured", "predicted / measured"]]
         one, steps = self.prediction, len(stats.step_seconds)
         rows.append(_seconds("prefill", one.prefill_seconds, stats.prefill_seconds))
