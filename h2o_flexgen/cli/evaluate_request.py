@@ -97,7 +97,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Study:
-    """Where attention goes in the first window of the texts, and what policies keep of it."""
+    """A study of where attention goes in the first window of the texts, and what policies keep of it."""
 
     texts: tuple[Text, ...]
     window: int | None  # None: as the model has it

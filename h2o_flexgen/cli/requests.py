@@ -41,7 +41,7 @@ class ModelRequest:
     tokenizer: str = AUTO
 
     def without_weights(self) -> ModelRequest:
-        """For a look at the plan: reads headers of local safetensors, but downloads and converts nothing."""
+        """The request for a look at the plan: it reads headers of local safetensors, but downloads and converts nothing."""
         has_headers = self.folder.is_dir() and any(self.folder.glob(SAFETENSORS))
         return self if has_headers else replace(self, dummy_weights=True)
 

@@ -202,7 +202,7 @@ class Job:
             return watch.visit
 
         def visit_when_done(task: Task, tokens: int) -> None:
-            """Where single layers are timed, launching a layer must not count as its end."""
+            """Waits for the layer: where layers are timed, launching one must not count as its end."""
             self.llm.device.settle()
             watch.visit(task, tokens)
 

@@ -34,7 +34,7 @@ class Part:
 
 class BatchRows:
     def __init__(self, batch: Batch, rows: Sequence[RowState], plan: Plan, gen_len: int, device: torch.device) -> None:
-        self.batch = batch  # of living rows
+        self.batch = batch  # the living rows
         self.generation = 0  # how often the living rows have moved up
         self.places_before: list[int] = list(range(batch.size))  # for each place, the one before the rows last moved up
         self.last_step: int | None = None  # known once all rows are finished
