@@ -139,8 +139,8 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
 def bytes_computed_with(planned: BlockPlan, step: int) -> int:
     """That a step reads from memory at least: the weights once for each batch, and all that is held."""
     spec = planned.spec
-    held = sum(slots.batch.size * slots.held(step) for slots in planned.slots)
-    return len(planned.slots) * spec.weight_bytes + held * spec.kv_bytes_per_slot * len(spec.kv_layers)
+    held = sum(occupancy.batch.size * occupancy.held(step) for occupancy in planned.occupancy)
+    return len(planned.occupancy) * spec.weight_bytes + held * spec.kv_bytes_per_slot * len(spec.kv_layers)
 
 
 def opened(args: argparse.Namespace, rows: int) -> LLM:

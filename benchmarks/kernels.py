@@ -172,11 +172,14 @@ def prompts(model_name: str, rows: int, tokens: int) -> Subject:
     spec, layer = model.spec, next(layer for layer in model.spec.layers if layer.has_kv)
     weights = {name: torch.randn(tensor.shape).mul_(0.02).bfloat16() for name, tensor in layer.tensors}
     policy, batch = Plan.create(kv_policy="h2o", kv_budget=0.2).policy, Batch(tuple(range(rows)), (tokens,) * rows)
-    slots = policy.slots(batch, tokens)
-    shape = (rows, spec.kv_heads, slots.capacity)
-    notes = SlotScores.over(torch.zeros(rows * spec.kv_heads * slots.capacity * 8, dtype=torch.uint8), policy, shape)
+    occupancy = policy.occupancy(batch, tokens)
+    shape = (rows, spec.kv_heads, occupancy.capacity)
+    notes = SlotScores.over(torch.zeros(rows * spec.kv_heads * occupancy.capacity * 8, dtype=torch.uint8), policy, shape)
     cache = KVCache(torch.zeros(2, *shape, spec.head_dim, dtype=torch.bfloat16), notes)
-    hidden, now = torch.randn(rows, tokens, spec.width).bfloat16(), KVStep.of(slots, 0, slots.capacity, torch.device("cpu"))
+    hidden, now = (
+        torch.randn(rows, tokens, spec.width).bfloat16(),
+        KVStep.of(occupancy, 0, occupancy.capacity, torch.device("cpu")),
+    )
     given = Given(now.positions, partial(cache.attend, now))
     attention = 4 * rows * spec.heads * spec.head_dim * tokens * (tokens + 1) // 2
     return Subject(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.models.base import Given, Model, Rotate, Weights, computed, logits
 
-Occupancy = dict[str, Tensor]  # "k" and "v" of one layer: (rows, slots, kv_heads, head_dim); slot j holds a row's j-th token
+LayerKV = dict[str, Tensor]  # "k" and "v" of one layer: (rows, slots, kv_heads, head_dim); slot j holds a row's j-th token
 
 
 def weights_by_layer(model: Model, tensors: Mapping[str, Tensor]) -> list[Weights]:
@@ -29,7 +29,7 @@ def reference_generate(
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
     positions, last = torch.arange(longest).repeat(len(prompts), 1), lengths - 1
     *layers, head = model.spec.layers
-    cache: dict[int, Occupancy] = {layer: {} for layer in model.spec.kv_layers}
+    cache: dict[int, LayerKV] = {layer: {} for layer in model.spec.kv_layers}
     made: list[Tensor] = []
     for step in range(steps):
         hidden = tokens
@@ -42,7 +42,7 @@ def reference_generate(
 
 
 def _attend(
-    slots: Occupancy, positions: Tensor, capacity: int, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None
+    slots: LayerKV, positions: Tensor, capacity: int, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None
 ) -> Tensor:
     """Padding stands behind a row's text, in slots that its own queries never look at and later tokens take over."""
     if rotate is not None:

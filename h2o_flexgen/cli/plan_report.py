@@ -91,7 +91,7 @@ class PlanReport:
             f"model     {self.model}: {spec.architecture}, {format_bytes(spec.weight_bytes)} of weights {self._written_down()}",
             f"prompts   {self.workload.num_prompts} of up to {longest} tokens, {self.workload.gen_len} to generate for each",
             f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {len(self.planned.blocks)} of them to run",
-            f"schedule  {plan.schedule}, {_slots(self.first.schedule)}, "
+            f"schedule  {plan.schedule}, {_buffers(self.first.schedule)}, "
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
             f"KV        {self.kept.line()}{self._packed_kv()}",
         ]
@@ -170,7 +170,7 @@ def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:
 
 def _kv(planned: BlockPlan, placement: Placement) -> Iterable[tuple[str, int]]:
     for (_, batch), tier in placement.kv.items():
-        yield tier, planned.slots[batch].layout(planned.spec).image_bytes
+        yield tier, planned.occupancy[batch].layout(planned.spec).image_bytes
 
 
 def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -180,7 +180,7 @@ def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
     return total
 
 
-def _slots(schedule: Schedule) -> str:
+def _buffers(schedule: Schedule) -> str:
     weights, others = schedule.weight_buffers, schedule.buffers
     if weights == others:
         return "1 slot, nothing overlaps" if weights == 1 else f"{weights} slots"
@@ -214,7 +214,7 @@ class Kept:
         named = f"{self.policy.name} ({asked})" if asked else self.policy.name
         if not self.evicts:
             return f"{named} keeps all {_range(*self._held_range)} tokens of a row"
-        total, kept = (format_bytes(slots * self._row_bytes) for slots in (self._capacity(Full()), self._capacity(self.policy)))
+        total, kept = (format_bytes(self._capacity(policy) * self._row_bytes) for policy in (Full(), self.policy))
         rows = f"{self.rows_in_same_memory:.1f} times as many rows in the same memory"
         tokens = f"{_range(*self._held_range)} of {_range(*self._length_range)} tokens of a row ({100 * self.share:.1f} %)"
         return f"{named} keeps {tokens}; a row takes {kept} instead of {total}: {rows}"
@@ -231,12 +231,12 @@ class Kept:
 
     @property
     def evicts(self) -> bool:
-        return any(slots.evicts for slots, _ in self._slots)
+        return any(occupancy.evicts for occupancy, _ in self._occupancies)
 
     @property
     def share(self) -> float:
         """The share of all tokens that is held at the end."""
-        held, totals = (sum(count * sum(each(slots)) for slots, count in self._slots) for each in (_held, _totals))
+        held, totals = (sum(count * sum(each(one)) for one, count in self._occupancies) for each in (_held, _totals))
         return held / totals
 
     @property
@@ -250,17 +250,17 @@ class Kept:
         return {name: getattr(self.policy.options, name) for name in self.policy.options.given}
 
     @cached_property
-    def _slots(self) -> tuple[tuple[Occupancy, int], ...]:
+    def _occupancies(self) -> tuple[tuple[Occupancy, int], ...]:
         """The occupancy of the batches of one block of each shape, and how many blocks have that shape."""
-        return tuple((slots, count) for block, count in self.planned.blocks.alike for slots in block.slots)
+        return tuple((occupancy, count) for block, count in self.planned.blocks.alike for occupancy in block.occupancy)
 
     @property
     def _held_range(self) -> tuple[int, int]:
-        return _least_and_most(_held(slots) for slots, _ in self._slots)
+        return _least_and_most(_held(occupancy) for occupancy, _ in self._occupancies)
 
     @property
     def _length_range(self) -> tuple[int, int]:
-        return _least_and_most(_totals(slots) for slots, _ in self._slots)
+        return _least_and_most(_totals(occupancy) for occupancy, _ in self._occupancies)
 
     @property
     def _row_bytes(self) -> int:
@@ -270,16 +270,16 @@ class Kept:
     def _capacity(self, policy: KVPolicy) -> int:
         """Slots of a row of the first batch, whose rows are the longest."""
         block = self.planned.blocks.first.block
-        return policy.slots(block.batches[0], block.gen_len).capacity
+        return policy.occupancy(block.batches[0], block.gen_len).capacity
 
 
-def _held(slots: Occupancy) -> Sequence[int]:
+def _held(occupancy: Occupancy) -> Sequence[int]:
     """Slots held when the last token is generated, which is never stored itself."""
-    return slots.counts(slots.gen_len)
+    return occupancy.counts(occupancy.gen_len)
 
 
-def _totals(slots: Occupancy) -> Sequence[int]:
-    return [total + slots.gen_len - 1 for total in slots.taken_in]
+def _totals(occupancy: Occupancy) -> Sequence[int]:
+    return [total + occupancy.gen_len - 1 for total in occupancy.taken_in]
 
 
 def _least_and_most(each: Iterable[Sequence[int]]) -> tuple[int, int]:

@@ -87,7 +87,7 @@ class Extent:
     @property
     def slots(self) -> int:
         """The most slots held between turns."""
-        return self.policy.slots(Batch((0,), (1,), context=self.context), 1).budgets[0].slots
+        return self.policy.occupancy(Batch((0,), (1,), context=self.context), 1).budgets[0].slots
 
     @property
     def workload(self) -> Workload:

@@ -40,9 +40,9 @@ class BlockPlan:
         return placed_shares(self.spec, self.plan, self.block, self.placement)
 
     @cached_property
-    def slots(self) -> tuple[Occupancy, ...]:
+    def occupancy(self) -> tuple[Occupancy, ...]:
         """The occupancy of each batch."""
-        return tuple(self.plan.policy.slots(batch, self.block.gen_len) for batch in self.block.batches)
+        return tuple(self.plan.policy.occupancy(batch, self.block.gen_len) for batch in self.block.batches)
 
     @property
     def shape(self) -> Shape:

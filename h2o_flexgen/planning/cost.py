@@ -38,9 +38,9 @@ class Cost:
         return self.planned.schedule
 
     @property
-    def slots(self) -> tuple[Occupancy, ...]:
+    def occupancy(self) -> tuple[Occupancy, ...]:
         """The occupancy of each batch."""
-        return self.planned.slots
+        return self.planned.occupancy
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ class Cost:
         if op.data is Data.WEIGHTS:
             return (self.stored_bytes if op.uses_disk else self.loaded_bytes)[task.layer]
         if op.data is Data.KV:
-            return self._kv_slots(op, self.slots[task.batch], task.step) * self._kv_slot_bytes(task.batch)
+            return self._kv_slots(op, self.occupancy[task.batch], task.step) * self._kv_slot_bytes(task.batch)
         return self._hidden_bytes(task) if op.data is Data.HIDDEN else 0
 
     def mean_nbytes(self, task: Task | Key) -> float:
@@ -63,8 +63,8 @@ class Cost:
         anew."""
         if task.op.data is not Data.KV or not task.op.uses_disk:
             return self.nbytes(task)
-        slots = self.slots[task.batch]
-        moved = slots.mean_read(task.step) if task.op.fetches else slots.mean_written(task.step)
+        occupancy = self.occupancy[task.batch]
+        moved = occupancy.mean_read(task.step) if task.op.fetches else occupancy.mean_written(task.step)
         return moved * self._kv_slot_bytes(task.batch)
 
     @cached_property
@@ -84,11 +84,11 @@ class Cost:
             for layer in self.spec.layers
         )
 
-    def _kv_slots(self, op: Op, slots: Occupancy, step: int) -> int:
+    def _kv_slots(self, op: Op, occupancy: Occupancy, step: int) -> int:
         """Slots, over all rows, that one task of a batch moves."""
         if op.stores:
-            return slots.written(step) if op.uses_disk else slots.stored(step)
-        return slots.held(step) + (slots.journal_entries(step) if op.uses_disk else 0)
+            return occupancy.written(step) if op.uses_disk else occupancy.stored(step)
+        return occupancy.held(step) + (occupancy.journal_entries(step) if op.uses_disk else 0)
 
     def _kv_slot_bytes(self, batch: int) -> int:
         return self.block.batches[batch].size * self.spec.kv_bytes_per_slot
@@ -130,7 +130,7 @@ class Cost:
     # -- flops -------------------------------------------------------------------------------------------------------
 
     def flops(self, task: Task) -> float:
-        batch, held = self.block.batches[task.batch], self.slots[task.batch].held(task.step)
+        batch, held = self.block.batches[task.batch], self.occupancy[task.batch].held(task.step)
         if task.step:
             return self.spec.flops(task.layer, batch.size, 1, held + 1)
         return sum(

@@ -87,7 +87,7 @@ def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
 
 def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
     note_bytes, schedule = planned.plan.policy.note_bytes, planned.schedule
-    traffic, layouts = schedule.traffic, [slots.layout(planned.spec) for slots in planned.slots]
+    traffic, layouts = schedule.traffic, [occupancy.layout(planned.spec) for occupancy in planned.occupancy]
     for (_, batch), tier in traffic.kv.items():
         layout = layouts[batch]
         if note_bytes:
@@ -117,5 +117,5 @@ def _disk_buffers(planned: BlockPlan) -> int:
     Weights that stay in memory come through them as well."""
     threads = READERS + WORKERS[READ] + WORKERS[WRITE] + 1
     on_disk = DISK in planned.schedule.traffic.kv.values()
-    largest = max(slots.layout(planned.spec).padded_slot_bytes for slots in planned.slots) if on_disk else 0
+    largest = max(occupancy.layout(planned.spec).padded_slot_bytes for occupancy in planned.occupancy) if on_disk else 0
     return threads * disk_buffer_bytes(largest)

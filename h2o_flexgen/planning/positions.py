@@ -16,7 +16,7 @@ def check_positions(spec: ModelSpec, plan: Plan, row: int, length: int, max_toke
     """Refuses texts that are too long. The last token is generated, but no layer ever sees it. Rolling positions end where the
     budget does."""
     if plan.policy.rolls:
-        slots = plan.policy.slots(Batch((row,), (length,)), max_tokens).capacity
+        slots = plan.policy.occupancy(Batch((row,), (length,)), max_tokens).capacity
         if max(length, slots) > spec.max_positions:
             raise ValueError(
                 f"prompt {row} has {length} tokens and {slots} slots, but {spec.name} has {spec.max_positions} "

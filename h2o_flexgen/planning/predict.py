@@ -123,7 +123,7 @@ def sampled_steps(planned: BlockPlan) -> list[int]:
     last = planned.block.gen_len - 1
     if last <= ALL_STEPS:
         return list(range(1, last + 1))
-    full = [slots.first_evicting_step for slots in planned.slots]
+    full = [occupancy.first_evicting_step for occupancy in planned.occupancy]
     around = (step for first in (min(full), max(full)) for step in (first - 1, first))
     samples = sorted({1, last, *(step for step in around if 1 < step < last)})
     before, behind = max(pairwise(samples), key=lambda pair: pair[1] - pair[0])

@@ -162,7 +162,7 @@ class Pricing:
     def _eviction_seconds(self, task: Task | Key) -> float:
         """Seconds of the many small operations of an eviction, whatever the sizes: on scores, on who goes, and on who takes the
         place."""
-        evicts = self.spec.layers[task.layer].has_kv and self.planned.slots[task.batch].evicts_at(task.step)
+        evicts = self.spec.layers[task.layer].has_kv and self.planned.occupancy[task.batch].evicts_at(task.step)
         return self.machine.visit_seconds.get(EVICTION, 0.0) if evicts else 0.0
 
     # -- attention -----------------------------------------------------------------------------------------------------
@@ -175,12 +175,15 @@ class Pricing:
 
     def _kept_to_host(self, batch: int) -> float:
         """Seconds of storing what is kept of prompts, which are attended on the device wherever their KV is to stay."""
-        slots, spec, machine = self.planned.slots[batch], self.spec, self.machine
-        return slots.batch.size * slots.stored(0) * spec.kv_bytes_per_slot / machine.device_to_host_per_s + machine.task_seconds
+        occupancy, spec, machine = self.planned.occupancy[batch], self.spec, self.machine
+        return (
+            occupancy.batch.size * occupancy.stored(0) * spec.kv_bytes_per_slot / machine.device_to_host_per_s
+            + machine.task_seconds
+        )
 
     def _decode_attention(self, task: Task | Key) -> float:
         spec, machine, rows = self.spec, self.machine, self.planned.block.batches[task.batch].size
-        slots = rows * (self.planned.slots[task.batch].held(task.step) + 1)
+        slots = rows * (self.planned.occupancy[task.batch].held(task.step) + 1)
         on_host = self._attends_on_host(task.layer, task.batch)
         tier = HOST if on_host or not machine.has_accelerator else DEVICE
         reading = slots * spec.kv_bytes_per_slot / machine.attention_bytes_per_s.get(tier, inf)
@@ -205,11 +208,11 @@ class Pricing:
         return there / machine.device_to_host_per_s + back / machine.host_to_device_per_s + 2 * machine.task_seconds
 
     def _prompt_attention(self, task: Task | Key) -> float:
-        spec, policy, slots = self.spec, self.planned.plan.policy, self.planned.slots[task.batch]
-        scored = policy.ranks_by == ATTENTION and slots.evicts
+        spec, policy, occupancy = self.spec, self.planned.plan.policy, self.planned.occupancy[task.batch]
+        scored = policy.ranks_by == ATTENTION and occupancy.evicts
         rate = self.machine.prompt_flops_per_s.get(WITH_SCORES if scored else PLAIN_SCORES, inf)
         pairs = sum(
-            count * part.size * part.prompt_len * (slots.held(0) + (part.prompt_len + 1) / 2)
+            count * part.size * part.prompt_len * (occupancy.held(0) + (part.prompt_len + 1) / 2)
             for part, count in self._parts(task.batch).items()
         )
         return 4.0 * spec.heads * spec.head_dim * pairs / rate
@@ -271,7 +274,7 @@ class Pricing:
 
     def _held_bytes(self, step: int, batch: int) -> int:
         """Bytes held of a batch's KV in a layer."""
-        return self.planned.block.batches[batch].size * self.planned.slots[batch].held(step) * self.spec.kv_bytes_per_slot
+        return self.planned.block.batches[batch].size * self.planned.occupancy[batch].held(step) * self.spec.kv_bytes_per_slot
 
     def simulated(self) -> Trace:
         """The trace of the block as it should run on this machine."""

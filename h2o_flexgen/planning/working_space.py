@@ -25,8 +25,10 @@ DEVICE_LIBRARIES = 64 << 20  # kept on a device for matrix products; the context
 
 def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> int:
     spec = planned.spec
-    kinds = {(slots.batch.lengths, slots.batch.seen): slots for slots in planned.slots}  # most batches are alike
-    most = max(working_bytes(spec, planned.plan, slots, site, scored_at_once) for slots in kinds.values())
+    kinds = {
+        (occupancy.batch.lengths, occupancy.batch.seen): occupancy for occupancy in planned.occupancy
+    }  # most batches are alike
+    most = max(working_bytes(spec, planned.plan, occupancy, site, scored_at_once) for occupancy in kinds.values())
     return int(SLACK * most) + min(DECODING_BYTES, 6 * max(tensor.decoded_nbytes for tensor in spec.tensors.values()))
 
 
@@ -35,27 +37,27 @@ def loading_bytes(tensor: TensorSpec) -> int:
     return tensor.nbytes + min(tensor.decoded_nbytes, ENCODING_BYTES)
 
 
-def working_bytes(spec: ModelSpec, plan: Plan, slots: Occupancy, site: Site, scored_at_once: int = 0) -> int:
+def working_bytes(spec: ModelSpec, plan: Plan, occupancy: Occupancy, site: Site, scored_at_once: int = 0) -> int:
     """Bytes for one batch."""
-    policy, batch = plan.policy, slots.batch
-    parts = (policy.slots(part, slots.gen_len) for part in batch.kinds_of_parts(plan.prefill_tokens))
+    policy, batch = plan.policy, occupancy.batch
+    parts = (policy.occupancy(part, occupancy.gen_len) for part in batch.kinds_of_parts(plan.prefill_tokens))
     prefill = max(_prefill_bytes(spec, policy, part, site) for part in parts)
-    decode = batch.size * spec.heads * slots.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, slots)
-    decode += batch.size * slots.capacity * _decoding_bytes_per_slot(spec, policy, site)
+    decode = batch.size * spec.heads * occupancy.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, occupancy)
+    decode += batch.size * occupancy.capacity * _decoding_bytes_per_slot(spec, policy, site)
     scored = min(scored_at_once, batch.size * batch.prompt_len)
     head = max(batch.size, scored) * spec.vocab * (3 * 4 + spec.itemsize) + scored * _normed_bytes(spec)
     return max(prefill, decode, head) + hidden_bytes(spec, batch)
 
 
-def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, site: Site) -> int:
+def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, site: Site) -> int:
     """Bytes for prompts that are computed at once."""
-    tokens, heads = slots.batch.size * slots.batch.prompt_len, spec.heads * spec.head_dim
+    tokens, heads = occupancy.batch.size * occupancy.batch.prompt_len, spec.heads * spec.head_dim
     normed = _normed_bytes(spec)
     threads = site.threads_of(PROMPT_ATTENTION, spec.dtype)
     widened = spec.itemsize if threads else max(spec.itemsize, 4)  # torch's column sums are in fp32
     attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * widened)
-    attention += _kernel_bytes(spec, slots, threads) if threads else _scored_bytes(spec, policy, slots)
-    attention += _choosing_bytes(spec, policy, slots, threads) + _extending_bytes(spec, policy, slots, threads)
+    attention += _kernel_bytes(spec, occupancy, threads) if threads else _scored_bytes(spec, policy, occupancy)
+    attention += _choosing_bytes(spec, policy, occupancy, threads) + _extending_bytes(spec, policy, occupancy, threads)
     if spec.kv_codec != PLAIN:
         attention += tokens * spec.kv_bytes_per_slot + min(ENCODING_BYTES, 4 * tokens * spec.kv_decoded_bytes_per_slot)
     return max(attention, tokens * (normed + max(layer.passing_width for layer in spec.layers) * spec.itemsize))
@@ -66,39 +68,39 @@ def _normed_bytes(spec: ModelSpec) -> int:
     return 3 * spec.width * 4 + 2 * spec.widest * spec.itemsize
 
 
-def _scored_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy) -> int:
+def _scored_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy) -> int:
     """Bytes for torch to add up what keys receive."""
     if policy.ranks_by != ATTENTION:
         return 0
-    batch, keys = slots.batch, slots.held(0) + slots.batch.prompt_len
-    queries = max(budget.queries or batch.prompt_len for budget in slots.budgets)
+    batch, keys = occupancy.batch, occupancy.held(0) + occupancy.batch.prompt_len
+    queries = max(budget.queries or batch.prompt_len for budget in occupancy.budgets)
     return 2 * min(SCORED_BYTES, 4 * batch.size * spec.heads * keys * queries)
 
 
-def _kernel_bytes(spec: ModelSpec, slots: Occupancy, threads: int) -> int:
+def _kernel_bytes(spec: ModelSpec, occupancy: Occupancy, threads: int) -> int:
     """Bytes of the room of the kernel that attends prompts."""
-    room = PromptRoom.of(slots.held(0) + slots.batch.prompt_len, spec.head_dim)
-    return FLOAT_BYTES * room.end * prompt_threads(slots.batch.size, spec.kv_heads, threads)
+    room = PromptRoom.of(occupancy.held(0) + occupancy.batch.prompt_len, spec.head_dim)
+    return FLOAT_BYTES * room.end * prompt_threads(occupancy.batch.size, spec.kv_heads, threads)
 
 
-def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, threads: int) -> int:
+def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, threads: int) -> int:
     """Bytes for ranking the tokens of prompts, sorting them, and moving those that stay."""
     if policy.keeps_all:
         return 0
-    keys = slots.held(0) + slots.batch.prompt_len
+    keys = occupancy.held(0) + occupancy.batch.prompt_len
     moved = 0 if threads else 4 * spec.head_dim  # torch moves with an index for each value
-    return slots.batch.size * spec.kv_heads * keys * (SORTED_BYTES + moved)
+    return occupancy.batch.size * spec.kv_heads * keys * (SORTED_BYTES + moved)
 
 
-def _extending_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, threads: int) -> int:
+def _extending_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, threads: int) -> int:
     """Bytes for new tokens behind held ones: all of them side by side, as held, as stored and as attended."""
-    if slots.held(0) == 0:
+    if occupancy.held(0) == 0:
         return 0
-    tokens, group = slots.batch.prompt_len, spec.heads // spec.kv_heads
-    keys = slots.held(0) + tokens
+    tokens, group = occupancy.batch.prompt_len, spec.heads // spec.kv_heads
+    keys = occupancy.held(0) + tokens
     copies = keys * spec.kv_decoded_bytes_per_slot * (4 if policy.rolls else 3)
     mask = 0 if threads else tokens * (keys + group * keys * (1 + 4))  # who sees whom, as it is and for every head
-    return slots.batch.size * (copies + mask)
+    return occupancy.batch.size * (copies + mask)
 
 
 def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, site: Site) -> int:
@@ -110,8 +112,8 @@ def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, site: Site) -> i
     return spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
 
 
-def _evicting_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy) -> int:
+def _evicting_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy) -> int:
     if policy.keeps_all:
         return 0
     rolled = spec.head_dim * (4 + 3 * spec.itemsize) if policy.rolls else 0  # angles, and keys on their way
-    return slots.batch.size * spec.kv_heads * slots.capacity * (RANKED_BYTES + rolled)
+    return occupancy.batch.size * spec.kv_heads * occupancy.capacity * (RANKED_BYTES + rolled)

@@ -69,7 +69,7 @@ class KVPolicy(ABC):
         """Bytes kept for a slot of a KV head beside key and value."""
         return self.notes * NOTE_BYTES
 
-    def slots(self, batch: Batch, gen_len: int) -> Occupancy:
+    def occupancy(self, batch: Batch, gen_len: int) -> Occupancy:
         """The slots of every row at every step. A batch that lives on has its share of the context that it may grow to."""
         if batch.context is not None:
             return Occupancy(batch, (self._checked(batch.context, 0),) * batch.size, gen_len)

@@ -74,7 +74,7 @@ class KVStore:
     def prepare(self, block: Block, schedule: Schedule) -> None:
         """Prepares the next block of texts that live on: rows, capacity and slots are those of the first."""
         self._block, self._schedule = block, schedule
-        self._layouts = [self._slots(batch).layout(self._spec) for batch in block.batches]
+        self._layouts = [self._occupancy(batch).layout(self._spec) for batch in block.batches]
         for place in schedule.traffic.kv:
             batch, before = block.batches[place[1]], self._units.get(place)
             self._units[place] = Unit(batch, journaled=before.journaled if before is not None and any(batch.seen) else [])
@@ -115,8 +115,8 @@ class KVStore:
         for places in (self._units, self._in_memory, self._on_disk, self._notes):
             places.clear()  # a reference to the store then holds no memory
 
-    def _slots(self, batch: Batch) -> Occupancy:
-        return self._policy.slots(batch, self._block.gen_len)
+    def _occupancy(self, batch: Batch) -> Occupancy:
+        return self._policy.occupancy(batch, self._block.gen_len)
 
     def _image(self, region: Tensor, batch: int) -> Tensor:
         """(2, rows, kv_heads, slots, width) over the bytes of a region."""
@@ -129,9 +129,9 @@ class KVStore:
         unit = self._units[task.layer, task.batch]
         notes = self._notes.get((task.layer, task.batch))
         cache = KVCache(self._image(self._working_region(task), task.batch), notes, self._coding)
-        unit.changed, unit.cache = self._slots(rows.batch).changed(task.step), cache
+        unit.changed, unit.cache = self._occupancy(rows.batch).changed(task.step), cache
         if task.step and unit.generation != rows.generation:
-            cache.keep_rows(rows.places_before, self._slots(unit.batch).held(task.step))
+            cache.keep_rows(rows.places_before, self._occupancy(unit.batch).held(task.step))
             unit.changed, unit.cache = (0, unit.changed[1]), None  # all is to be stored
         unit.batch, unit.generation = rows.batch, rows.generation
         return cache
@@ -144,7 +144,7 @@ class KVStore:
     def load(self, task: Task) -> int:
         """Host -> device: all held slots, one range from the start."""
         unit = self._units[task.layer, task.batch]
-        return self._transfer(task, 0, self._slots(unit.batch).held(task.step), to_device=True)
+        return self._transfer(task, 0, self._occupancy(unit.batch).held(task.step), to_device=True)
 
     def store(self, task: Task) -> int:
         """Device -> host: the slots that the step changed."""
@@ -174,7 +174,7 @@ class KVStore:
     def read(self, task: Task) -> int:
         """Disk -> host: all held slots, and then, in their order, the changes in the journal."""
         unit = self._units[task.layer, task.batch]
-        moved = self._disk_slots(task, unit, 0, self._slots(unit.batch).held(task.step), self._read_slots)
+        moved = self._disk_slots(task, unit, 0, self._occupancy(unit.batch).held(task.step), self._read_slots)
         for place, slots in enumerate(unit.journaled):
             moved += self._read_journaled(task, place, slots)
         return moved

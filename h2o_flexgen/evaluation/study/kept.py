@@ -37,7 +37,7 @@ class Keeper:
     @property
     def occupancy(self) -> Occupancy:
         """The budget is a share of the whole text."""
-        return self.policy.slots(Batch((0,), (self.prompt_len,), context=self.tokens), 1 + self.tokens - self.prompt_len)
+        return self.policy.occupancy(Batch((0,), (self.prompt_len,), context=self.tokens), 1 + self.tokens - self.prompt_len)
 
     @property
     def gone(self) -> Gone:
