@@ -47,10 +47,10 @@ class HiddenStore:
             else:
                 self._on_host[batch] = memories.host.alloc(nbytes)
                 held.callback(memories.host.free, self._on_host[batch])
-        slots, largest = self._schedule.buffers, max(sizes.values(), default=0)
-        self._host_ring = Ring(memories.host, slots, largest if self._on_disk else 0)
+        buffers, largest = self._schedule.buffers, max(sizes.values(), default=0)
+        self._host_ring = Ring(memories.host, buffers, largest if self._on_disk else 0)
         held.callback(self._host_ring.free)
-        self._device_ring = Ring(memories.compute, slots, largest if traffic.accelerator else 0)
+        self._device_ring = Ring(memories.compute, buffers, largest if traffic.accelerator else 0)
         held.callback(self._device_ring.free)
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ class WeightStore:
         self._check_stored()
         self._resident = self._fill(source, self._on(*self._stays_in), memories.compute)
         self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.host)
-        self._host_ring = self._device_ring = Ring(memories.host, slots=0, nbytes=0)
+        self._host_ring = self._device_ring = Ring(memories.host, buffers=0, nbytes=0)
         decoded = decoded_bytes(spec)
         self._decoded = memories.compute.alloc(decoded) if decoded else None
 
@@ -111,10 +111,10 @@ class WeightStore:
         self._views: dict[tuple[int, int], dict[str, Tensor | PackedMatrix]] = {}
         self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # parts of a packed logit matrix
         self._viewed_pass = -1
-        memories, slots = self._memories, schedule.weight_buffers
+        memories, buffers = self._memories, schedule.weight_buffers
         largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
-        self._host_ring = self._host_ring or Ring(memories.host, slots, _largest(self._disk_layouts))
-        self._device_ring = self._device_ring or Ring(memories.compute, slots, largest_moved)
+        self._host_ring = self._host_ring or Ring(memories.host, buffers, _largest(self._disk_layouts))
+        self._device_ring = self._device_ring or Ring(memories.compute, buffers, largest_moved)
 
     @cached_property
     def _disk_layouts(self) -> list[Layout]:
