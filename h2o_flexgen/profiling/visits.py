@@ -67,7 +67,7 @@ def _of_reads(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figures
 
 def _of_kv(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Watch) -> Figures:
     """KV transfers of large batches, with nothing else on the disk: bytes over the time in which a lane was busy."""
-    model, prompt_len = small_model(OPT, dtype, sizes.hidden, 1), max(1, sizes.slots // 2)
+    model, prompt_len = small_model(OPT, dtype, sizes.width, 1), max(1, sizes.slots // 2)
     plan = Plan(gpu_batch_size=sizes.kv_rows, num_gpu_batches=KV_BATCHES, weights=Shares(1.0, 0.0), kv=Shares(0.0, 0.0))
 
     def tell(task: Task, tokens: int) -> None:
