@@ -174,12 +174,10 @@ def prompts(model_name: str, rows: int, tokens: int) -> Subject:
     policy, batch = Plan.create(kv_policy="h2o", kv_budget=0.2).policy, Batch(tuple(range(rows)), (tokens,) * rows)
     occupancy = policy.occupancy(batch, tokens)
     shape = (rows, spec.kv_heads, occupancy.capacity)
-    notes = SlotScores.over(torch.zeros(rows * spec.kv_heads * occupancy.capacity * 8, dtype=torch.uint8), policy, shape)
-    cache = KVCache(torch.zeros(2, *shape, spec.head_dim, dtype=torch.bfloat16), notes)
-    hidden, now = (
-        torch.randn(rows, tokens, spec.width).bfloat16(),
-        KVStep.of(occupancy, 0, occupancy.capacity, torch.device("cpu")),
-    )
+    scores = SlotScores.over(torch.zeros(rows * spec.kv_heads * occupancy.capacity * 8, dtype=torch.uint8), policy, shape)
+    cache = KVCache(torch.zeros(2, *shape, spec.head_dim, dtype=torch.bfloat16), scores)
+    hidden = torch.randn(rows, tokens, spec.width).bfloat16()
+    now = KVStep.of(occupancy, 0, occupancy.capacity, torch.device("cpu"))
     given = Given(now.positions, partial(cache.attend, now))
     attention = 4 * rows * spec.heads * spec.head_dim * tokens * (tokens + 1) // 2
     return Subject(

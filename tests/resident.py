@@ -156,5 +156,5 @@ def _image(model: Model, coding: Coding, rows: int, slots: int, by_token: bool, 
 
 def _scores(model: Model, policy: KVPolicy, rows: int, slots: int, device: torch.device) -> SlotScores | None:
     shape = (rows, model.spec.kv_heads, slots)
-    region = torch.zeros(rows * model.spec.kv_heads * slots * policy.note_bytes, dtype=torch.uint8, device=device)
-    return SlotScores.over(region, policy, shape) if policy.note_bytes else None
+    region = torch.zeros(rows * model.spec.kv_heads * slots * policy.score_bytes, dtype=torch.uint8, device=device)
+    return SlotScores.over(region, policy, shape) if policy.score_bytes else None

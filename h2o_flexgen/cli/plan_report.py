@@ -242,7 +242,7 @@ class Kept:
     @property
     def rows_in_same_memory(self) -> float:
         """Memory of a full-cache row over that of a row under this policy, scores included."""
-        noted = self.spec.kv_heads * self.policy.note_bytes * len(self.spec.kv_layers)
+        noted = self.spec.kv_heads * self.policy.score_bytes * len(self.spec.kv_layers)
         return self._capacity(Full()) * self._row_bytes / (self._capacity(self.policy) * (self._row_bytes + noted))
 
     @property

@@ -95,7 +95,7 @@ class KVLayout:
     def image_bytes(self) -> int:
         return self.slots * self.slot_bytes
 
-    def note_bytes(self, of_a_slot: int) -> int:
+    def score_bytes(self, of_a_slot: int) -> int:
         """Bytes of what a policy keeps about every slot of a head; they lie beside the image."""
         return prod(self.shape) * of_a_slot
 

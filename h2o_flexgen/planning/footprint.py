@@ -86,12 +86,12 @@ def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
 
 
 def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
-    note_bytes, schedule = planned.plan.policy.note_bytes, planned.schedule
+    score_bytes, schedule = planned.plan.policy.score_bytes, planned.schedule
     traffic, layouts = schedule.traffic, [occupancy.layout(planned.spec) for occupancy in planned.occupancy]
     for (_, batch), tier in traffic.kv.items():
         layout = layouts[batch]
-        if note_bytes:
-            parts[compute]["KV notes"] += region_bytes(layout.note_bytes(note_bytes))
+        if score_bytes:
+            parts[compute]["KV notes"] += region_bytes(layout.score_bytes(score_bytes))
         home = layout.disk_bytes if tier == DISK else region_bytes(layout.image_bytes)
         parts[tier if tier != DEVICE else compute]["KV"] += home
     ring = schedule.buffers * max(region_bytes(layout.image_bytes) for layout in layouts)

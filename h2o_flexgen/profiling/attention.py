@@ -148,9 +148,9 @@ def _cache(device: Device, heads: Heads, coding: Coding, occupancy: Occupancy, p
     region = memory.alloc(2 * prod(shape) * coding.width * coding.kept_dtype.itemsize)
     image = image_over(region, shape, coding, device.accelerator)
     image.copy_(coding.encode(torch.zeros(heads.dim, dtype=coding.dtype, device=device.torch_device)))
-    if plan is None or not plan.policy.note_bytes:
+    if plan is None or not plan.policy.score_bytes:
         return KVCache(image, None, coding)
-    scores = SlotScores.over(memory.alloc(prod(shape) * plan.policy.note_bytes), plan.policy, shape)
+    scores = SlotScores.over(memory.alloc(prod(shape) * plan.policy.score_bytes), plan.policy, shape)
     return KVCache(image, scores, coding)
 
 

@@ -184,8 +184,8 @@ def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, st
     occupancy = policy.occupancy(batch, gen_len)
     now = KVStep.of(occupancy, step, occupancy.capacity, torch.device("cpu"))
     image = torch.zeros(2, rows, spec.kv_heads, now.capacity, spec.head_dim, dtype=dtype)
-    noted = torch.zeros(rows * spec.kv_heads * now.capacity * policy.note_bytes, dtype=torch.uint8)
-    scores = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.note_bytes else None
+    noted = torch.zeros(rows * spec.kv_heads * now.capacity * policy.score_bytes, dtype=torch.uint8)
+    scores = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.score_bytes else None
     weights = [{name: torch.randn(tensor.shape, dtype=dtype) for name, tensor in layer.tensors} for layer in spec.layers]
     ids, hidden = torch.zeros(rows, new, dtype=torch.long), torch.randn(rows, new, spec.width, dtype=dtype)
     embed, block, *_, head = spec.layers

@@ -171,7 +171,7 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
         shape = (rows, kv_heads, occupancy.capacity)
         if cache is None:
             region = torch.full((4 * 8 * rows * kv_heads * occupancy.capacity,), 0xFF, dtype=torch.uint8)
-            scores = SlotScores.over(region, policy, shape) if policy.note_bytes else None
+            scores = SlotScores.over(region, policy, shape) if policy.score_bytes else None
             cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores)
         for step in range(gen_len):
             tokens = max(lengths) if step == 0 else 1

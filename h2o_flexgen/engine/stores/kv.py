@@ -66,7 +66,7 @@ class KVStore:
         self.prepare(block, schedule)
         self._in_memory: dict[tuple[int, int], Tensor] = {}  # homes on device or host
         self._on_disk: dict[tuple[int, int], DiskRegion] = {}
-        self._notes: dict[tuple[int, int], SlotScores] = {}  # always where it is computed
+        self._scores: dict[tuple[int, int], SlotScores] = {}  # always where it is computed
         with ExitStack() as held:  # if a reservation fails, e.g. on a full disk, earlier ones are released
             self._allocate(held)
             self._held = held.pop_all()
@@ -90,14 +90,14 @@ class KVStore:
                 memory = memories.host if tier == HOST else memories.compute
                 self._in_memory[place] = memory.alloc(layout.image_bytes)
                 held.callback(memory.free, self._in_memory[place])
-            if self._policy.note_bytes:
-                self._notes[place] = self._blank_notes(held, layout)
+            if self._policy.score_bytes:
+                self._scores[place] = self._blank_scores(held, layout)
         self._host_ring = self._ring(held, memories.host, bool(self._on_disk))
         moved = any(traffic.moves_kv(*place) for place in self._units)
         self._device_ring = self._ring(held, memories.compute, moved and self._accelerator)
 
-    def _blank_notes(self, held: ExitStack, layout: KVLayout) -> SlotScores:
-        region = self._memories.compute.alloc(layout.note_bytes(self._policy.note_bytes))
+    def _blank_scores(self, held: ExitStack, layout: KVLayout) -> SlotScores:
+        region = self._memories.compute.alloc(layout.score_bytes(self._policy.score_bytes))
         held.callback(self._memories.compute.free, region)
         return SlotScores.over(region, self._policy, layout.shape)
 
@@ -112,7 +112,7 @@ class KVStore:
 
     def close(self) -> None:
         self._held.close()
-        for places in (self._units, self._in_memory, self._on_disk, self._notes):
+        for places in (self._units, self._in_memory, self._on_disk, self._scores):
             places.clear()  # a reference to the store then holds no memory
 
     def _occupancy(self, batch: Batch) -> Occupancy:
@@ -127,8 +127,8 @@ class KVStore:
     def open(self, task: Task, rows: BatchRows) -> KVCache:
         """The cache for a COMPUTE, with the rows that are still alive."""
         unit = self._units[task.layer, task.batch]
-        notes = self._notes.get((task.layer, task.batch))
-        cache = KVCache(self._image(self._working_region(task), task.batch), notes, self._coding)
+        scores = self._scores.get((task.layer, task.batch))
+        cache = KVCache(self._image(self._working_region(task), task.batch), scores, self._coding)
         unit.changed, unit.cache = self._occupancy(rows.batch).changed(task.step), cache
         if task.step and unit.generation != rows.generation:
             cache.keep_rows(rows.places_before, self._occupancy(unit.batch).held(task.step))
