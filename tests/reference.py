@@ -14,7 +14,7 @@ LayerKV = dict[str, Tensor]  # "k" and "v" of one layer: (rows, slots, kv_heads,
 
 
 def weights_by_layer(model: Model, tensors: Mapping[str, Tensor]) -> list[Weights]:
-    """`tensors` by their names in the checkpoint."""
+    """Groups `tensors`, given by their names in the checkpoint, by layer."""
     dtype = getattr(torch, model.spec.dtype)
     return [{name: tensors[spec.name].to(dtype) for name, spec in layer.tensors} for layer in model.spec.layers]
 
@@ -23,7 +23,7 @@ def weights_by_layer(model: Model, tensors: Mapping[str, Tensor]) -> list[Weight
 def reference_generate(
     model: Model, weights: Sequence[Weights], prompts: Sequence[Sequence[int]], steps: int
 ) -> tuple[list[list[int]], list[Tensor]]:
-    """Greedy: the tokens of each row, and for every step the logits (rows, vocab)."""
+    """Generates greedily: returns the tokens of each row, and for every step the logits (rows, vocab)."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     longest, every_row = int(lengths.max()), torch.arange(len(prompts))
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])

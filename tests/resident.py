@@ -34,8 +34,8 @@ def resident_generate(
     kv_codec: str = PLAIN,
     forced: Sequence[Sequence[int]] | None = None,
 ) -> list[Tensor]:
-    """Greedy, or with the tokens that are forced: for every step the logits (rows, vocab). `by_token`: caches lie slot by slot,
-    as beside an accelerator."""
+    """Generates greedily, or with forced tokens; returns for every step the logits (rows, vocab). `by_token`: caches lie slot
+    by slot, as beside an accelerator."""
     policy = policy or Full()
     device = _device(weights)
     batch = Batch(tuple(range(len(prompts))), tuple(map(len, prompts)))
@@ -87,7 +87,8 @@ def resident_talk(
     policy: KVPolicy | None = None,
     kv_codec: str = PLAIN,
 ) -> list[list[Tensor]]:
-    """Greedy, one row whose caches live on from turn to turn: for every turn, for every step the logits (1, vocab)."""
+    """Generates greedily for one row whose caches live on from turn to turn; returns for every turn and step the logits (1,
+    vocab)."""
     policy = policy or Full()
     device, seen, unread = _device(weights), 0, list[int]()
     capacity = policy.occupancy(Batch((0,), (1,), (), context), 1).capacity
@@ -121,7 +122,8 @@ def _through_layers(
 
 
 def _head(model: Model, hidden: Tensor, weights: Weights) -> Tensor:
-    """Where the matrix is packed, part by part as the engine decodes it: products of other sizes may have other last bits."""
+    """The logits; a packed matrix goes part by part as in the engine, since products of other sizes may have other last
+    bits."""
     spec = model.spec.layers[-1]
     name = spec.logit_matrix or ""
     parts = [{**weights, name: _part(weights[name], rows)} for rows in spec.logit_parts]
