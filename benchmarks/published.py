@@ -67,8 +67,8 @@ class Published:
     lengths: tuple[int, int]  # tokens of the prompt, and to generate
     tokens_per_second: float
     options: Mapping[str, Any] = field(default_factory=dict)
-    ran_tokens: int | None = None  # where the tolerance is missed: how far the ratio may go, and why
-    outside: tuple[float, str] | None = None  # seconds of prompts and of the decode, if they are known too
+    ran_tokens: int | None = None  # tokens that the decode was projected from; None: it was run to its end
+    outside: tuple[float, str] | None = None  # where the tolerance is missed: how far the ratio may go, and why
     seconds: tuple[float, float] | None = None  # seconds of prompts and of the decode, if they are known too
 
     @property

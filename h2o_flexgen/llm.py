@@ -214,7 +214,7 @@ class LLM(ModelUnderPlan):
         may_shrink: bool = True,
     ) -> list[Scored]:
         """Scores how likely each continuation is behind its context, in the order of the pairs, which are texts or token ids.
-        `way` is "prefill": in one pass, which is refused if the cache evicts or rounds; "decode": token by token, through the
+        `by` is "prefill": in one pass, which is refused if the cache evicts or rounds; "decode": token by token, through the
         cache; None: prefill where it is allowed, otherwise decode. `on_token` gets every scored token."""
         by = way_of(self.plan, by)
         contexts, continuations = read_pairs(pairs, self.tokenizer)
