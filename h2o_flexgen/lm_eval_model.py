@@ -59,8 +59,7 @@ class _Asked:
 
 
 class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is installed, and unknown where it is not
-    """An LLM under a plan as a model of the harness. Loglikelihoods are computed in one pass if the cache keeps everything,
-    otherwise token by token through the cache that the KV policy keeps."""
+    """A model of the harness. It scores in one pass if the cache keeps everything, otherwise token by token through it."""
 
     def __init__(
         self,
@@ -143,8 +142,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
         return str(self.tokenizer.decode([token], skip_special_tokens=False))
 
     def apply_chat_template(self, chat_history: Messages, add_generation_prompt: bool = True) -> str:
-        """Renders the same text as `hf` does, with the template's work bounded. Without a generation prompt the last message
-        goes on."""
+        """Renders the text that `hf` makes, with bounded work. Without a generation prompt the last message goes on."""
         rendered = render if add_generation_prompt else render_unfinished
 
         def attempt(messages: Messages) -> str:
@@ -209,8 +207,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
     # -- generation ------------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generates. Rows that may grow to one length are a workload of their own, because a budget may be a share of that
-        length."""
+        """Generates. Rows that may grow to one length are a workload: a budget may be a share of that length."""
         asked = [self._asked(*request.args) for request in requests]
         room = [self.max_length - one.max_tokens for one in asked]
         self._warn_of_cuts(sum(len(one.context) > kept for one, kept in zip(asked, room)), len(asked))

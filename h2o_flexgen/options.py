@@ -16,8 +16,7 @@ from h2o_flexgen.sampling.elsewhere import OPTIONS, refuse_unknown
 def asked_plan(
     plan: Plan | None, percent: Sequence[float] | str | None, options: Mapping[str, object], other_names: Sequence[str]
 ) -> Plan:
-    """The given plan, or the one that the options make; its shares mean nothing if a plan is to be found. No option is dropped
-    silently."""
+    """The given plan, or one made of the options; its shares mean nothing if a plan is to be found."""
     refuse_unknown("option", options, [*Plan.option_names(), *other_names], OPTIONS)
     if isinstance(percent, str) and percent != AUTO:
         raise ValueError(f"percent is {shown(percent)}; give six numbers, or {AUTO!r} to have a plan found")

@@ -39,8 +39,7 @@ Opened = TypeVar("Opened", bound="ModelUnderPlan")
 
 
 class ModelUnderPlan:
-    """An open model under a plan. Nothing large is loaded before the first engine is asked for; `close`, or a `with`, gives all
-    of it back."""
+    """An open model under a plan. Nothing large is loaded before an engine is asked for; `close`, or a `with`, frees it."""
 
     def __init__(
         self,
@@ -95,8 +94,7 @@ class ModelUnderPlan:
 
     @contextmanager
     def replanned(self, on_stage: OnStage | None) -> Iterator[None]:
-        """A context in which another plan may be adopted although weights were loaded. After an error the earlier plan is
-        back."""
+        """A context in which another plan may be adopted after weights were loaded. An error restores the earlier plan."""
         self._refuse_closed()
         self._refuse_in_conversation()
         before = self.requested
@@ -167,8 +165,7 @@ class ModelUnderPlan:
 
     @property
     def packing(self) -> Packing | None:
-        """The folder of packed weights, and the bytes still to be written there; None for random weights, which are not
-        kept."""
+        """The folder of packed weights, and the bytes still to be written there. Random weights are not kept."""
         return (self.source.folder, self.source.bytes_to_write) if isinstance(self.source, PackedCheckpoint) else None
 
     # -- its engine ------------------------------------------------------------------------------------------------------

@@ -42,8 +42,7 @@ def save_byte_level(folder: Path) -> None:
 
 
 def save_byte_fallback(folder: Path) -> None:
-    """Saves a tokenizer as of LLaMA: a space before every word, bytes for unknown characters, the first space dropped in
-    decoding."""
+    """Saves one as of LLaMA: a space before every word, bytes for unknown characters, no first space in decoding."""
     pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)] + ["▁"]
     pieces += [chr(code) for code in range(33, 127)]
     bpe = Tokenizer(models.BPE({piece: at for at, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))

@@ -87,8 +87,7 @@ def resident_talk(
     policy: KVPolicy | None = None,
     kv_codec: str = PLAIN,
 ) -> list[list[Tensor]]:
-    """Generates greedily for one row whose caches live on from turn to turn; returns for every turn and step the logits (1,
-    vocab)."""
+    """Generates greedily for one row whose caches live on; returns for every turn and step the logits (1, vocab)."""
     policy = policy or Full()
     device, seen, unread = _device(weights), 0, list[int]()
     capacity = policy.occupancy(Batch((0,), (1,), (), context), 1).capacity
@@ -122,8 +121,7 @@ def _through_layers(
 
 
 def _head(model: Model, hidden: Tensor, weights: Weights) -> Tensor:
-    """The logits; a packed matrix goes part by part as in the engine, since products of other sizes may have other last
-    bits."""
+    """The logits; a packed matrix goes part by part as in the engine: other products may have other last bits."""
     spec = model.spec.layers[-1]
     name = spec.logit_matrix or ""
     parts = [{**weights, name: _part(weights[name], rows)} for rows in spec.logit_parts]

@@ -140,8 +140,7 @@ def _is_about_output(error: BaseException) -> bool:
 
 
 def _is_unread() -> bool:
-    """Whether the error says that nobody reads our output. Nothing more is written then: the interpreter would complain at its
-    end."""
+    """Whether nobody reads our output. Nothing more is written then: the interpreter would complain at its end."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

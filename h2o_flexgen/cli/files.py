@@ -82,8 +82,7 @@ def open_output_folder(folder: str | None) -> Path | None:
 
 
 class CompletionsFile:
-    """The file of --output, used as `with CompletionsFile(file) as output`: `add` appends what is done, `finish` writes it
-    all."""
+    """The file of --output, used in a `with`: `add` appends what is done, `finish` writes it all."""
 
     def __init__(self, file: str) -> None:
         self.file = Path(os.path.realpath(Path(file).expanduser()))

@@ -176,7 +176,7 @@ class Outcome:
         return {"breakdown_seconds": breakdown_seconds(self.stats.last_block.trace)}
 
     def _rates_of_machine(self) -> Machine | None:
-        """Measures the machine after the run, in memory that the run has given back. If this fails, the run is reported all the
+        """Measures the machine after the run, in memory that was given back. If this fails, the run is reported all the
         same."""
         llm = self.job.llm
         files = llm.weight_files

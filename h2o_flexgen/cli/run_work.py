@@ -87,8 +87,7 @@ class Job:
 
     @cached_property
     def _wish(self) -> Wish | None:
-        """What a plan is to be found for; None if a plan is given. Made-up prompts are as many as a block takes, unless a
-        number is asked for."""
+        """What a plan is to be found for, if none is given. Without a number, made-up prompts are as many as a block takes."""
         request = self.request
         if isinstance(request.plan, Plan):
             return None

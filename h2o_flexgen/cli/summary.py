@@ -108,8 +108,7 @@ def projected(stats: Stats, generated: int, decode_seconds: Iterable[float]) -> 
 
 
 def from_first_steps(stats: Stats, completions: Sequence[Completion], gen_len: int) -> Timing:
-    """The timing of all steps, from the first ones. Rows that were cut off would have gone on to `gen_len`; finished ones would
-    not."""
+    """Extends the first steps to all: rows that were cut off would have gone on to `gen_len`, finished ones would not."""
     cut_off = {one.index: one.finish_reason == "length" for one in completions}
     generated = sum(gen_len if cut_off[one.index] else len(one.token_ids) for one in completions)
     decode = [

@@ -60,8 +60,7 @@ def decoded_bytes(spec: ModelSpec) -> int:
 
 
 def part_starts(spec: ModelSpec, head: LayerSpec) -> range:
-    """The starts in that buffer where decoded parts of the head's packed table fit, from behind its other weights to the
-    end."""
+    """The places for decoded parts of the head's packed table in that buffer, behind its other weights."""
     part = head.decoded[-1].decoded_nbytes
     return range(decoded_arena(head).starts[-1], decoded_bytes(spec) - part + 1, aligned(part))
 

@@ -138,8 +138,7 @@ class LayerSpec:
 
     @property
     def computes(self) -> Hashable:
-        """Everything that decides what a visit costs. Layers that differ only in the contents of their tensors have the
-        same."""
+        """Everything that decides what a visit costs; the same for layers that differ only in their tensors' contents."""
         shapes = tuple((matrix.shape, matrix.codec, share) for matrix, share in self.multiplied)
         return self.functions, self.visits, self.has_kv, self.token_table, self.logit_matrix, self.out_width, shapes
 

@@ -120,8 +120,7 @@ class BlockSize(NamedTuple):
 
     @property
     def smaller(self) -> BlockSize | None:
-        """A block half as large; None below one row. Rows are halved first: as many batches hide the weights as well as
-        before."""
+        """A block half as large; None below one row. Rows are halved first: as many batches hide the weights as well."""
         if self.batch_size > 1:
             return self._replace(batch_size=self.batch_size // 2)
         return self._replace(num_batches=self.num_batches // 2) if self.num_batches > 1 else None

@@ -91,8 +91,7 @@ class Extent:
 
     @property
     def workload(self) -> Workload:
-        """The workload that needs most of all that may come: as many tokens as are computed at once, behind all that is
-        held."""
+        """The workload that needs most of all to come: as many tokens as are computed at once, behind all that is held."""
         return Workload((min(self.piece_tokens, max(1, self.context - 1)),), 1, self.context)
 
     def held(self, seen: int) -> int:
@@ -107,8 +106,7 @@ class Extent:
 
 
 class Conversation:
-    """A text that goes on turn by turn. There is one at a time: `LLM.converse` makes it, and nothing else is generated until it
-    is closed."""
+    """A text that goes on turn by turn, made by `LLM.converse`; nothing else is generated until it is closed."""
 
     def __init__(
         self, engine: Engine, planned: WorkloadPlan, tokenizer: Tokenizer, extent: Extent, seed: int | None = None

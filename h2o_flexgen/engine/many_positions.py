@@ -19,8 +19,7 @@ def positions_at_once(plan: Plan, vocab: int) -> int:
 
 
 def side_by_side(pieces: Sequence[Tensor], positions: int) -> Iterator[Tensor]:
-    """Joins hidden states (tokens, width) to few large pieces of this many positions, copying no more than one piece at a
-    time."""
+    """Joins states (tokens, width) to a few pieces of this many positions, copying one piece at a time at most."""
     held: list[Tensor] = []
     room = positions
     for piece in pieces:

@@ -28,8 +28,7 @@ class RowMaker:
     tokenizer: Tokenizer
 
     def rows(self, prompts: Sequence[Prompt], params: Params, streamed: bool = False, forced: Forced = None) -> list[RowState]:
-        """The rows of all prompts, as many per prompt as completions are asked for. `streamed`: their texts are followed token
-        by token."""
+        """The rows of all prompts: one for each completion. `streamed`: their texts are followed token by token."""
         each = for_each(params, len(prompts))
         forced = [()] * len(prompts) if forced is None else forced
         if len(forced) != len(prompts):
@@ -44,8 +43,7 @@ class RowMaker:
         return rows
 
     def _checked(self, params: SamplingParams, index: int, prompt_len: int, forced: Sequence[int]) -> SamplingParams:
-        """The sampling parameters with the number of tokens that may come; what this model cannot do behind this prompt is
-        refused."""
+        """The parameters with the number of tokens that may come. What this model cannot do behind this prompt is refused."""
         params.check_vocabulary(self.spec.vocab, self.spec.name)
         wanted = params.max_tokens
         most = most_tokens(self.spec, self.plan, index, prompt_len) if wanted is None else wanted

@@ -32,8 +32,7 @@ def group_decode_twin(codec: Grouped, data: Tensor, out: Tensor) -> None:
 
 
 def group_parts(codec: Grouped, data: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts of each row: its codes (rows, groups, bytes of a group), its scales and its minima (rows, groups), as
-    bfloat16."""
+    """The codes of each row (rows, groups, bytes of a group), its scales and its minima (rows, groups), as bfloat16."""
     groups = groups_of(columns)
     codes, scales, minima = data.split((groups * codec.code_bytes, 2 * groups, 2 * groups), dim=1)
     return codes.unflatten(1, (groups, codec.code_bytes)), scales.view(torch.bfloat16), minima.view(torch.bfloat16)

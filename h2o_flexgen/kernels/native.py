@@ -68,8 +68,7 @@ def _load(file: Path) -> ctypes.CDLL | None:
 
 
 def _files() -> dict[str, Path]:
-    """The files that may be loaded. What torch says of the processor decides: the library must not need more than torch has
-    found."""
+    """The files that may be loaded: the library must not need more of the processor than torch has found."""
     fitting = RUNS.get(torch.backends.cpu.get_cpu_capability(), LIBRARIES[2:])
     folder = Path(__file__).parent
     places = ((variant, folder / f"_{variant}{suffix}") for variant in fitting for suffix in EXTENSION_SUFFIXES)
@@ -82,8 +81,7 @@ def pointer(tensor: Tensor) -> ctypes.c_void_p:
 
 
 class Places(ctypes.Structure):
-    """The addresses of the values of heads, (rows, heads, slots or tokens, width). Values of one slot are contiguous; strides
-    are in bytes."""
+    """The addresses of values (rows, heads, slots or tokens, width), contiguous within a slot; strides are in bytes."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

@@ -59,8 +59,7 @@ class Cost:
         return self._hidden_bytes(task) if op.data is Data.HIDDEN else 0
 
     def mean_nbytes(self, task: Task | Key) -> float:
-        """The same; KV on disk counts as its mean over the steps that evict, as reads grow with the journal until it starts
-        anew."""
+        """The same; reads of KV on disk grow with the journal until it starts anew, so their mean counts."""
         if task.op.data is not Data.KV or not task.op.uses_disk:
             return self.nbytes(task)
         occupancy = self.occupancy[task.batch]

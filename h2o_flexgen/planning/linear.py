@@ -218,8 +218,7 @@ def _first_anchor(case: Case) -> dict[str, float]:
 
 
 def seconds_at(case: Case, plan: Plan) -> float:
-    """Seconds of a plan according to the program: for each step the largest of its bounds, or their sum where nothing
-    overlaps."""
+    """Seconds of a plan by the program: for each step the largest of its bounds, or their sum where nothing overlaps."""
     total = 0.0
     for number, weight in enumerate(case.weights_of_steps):
         bounds = dict(case.base[number])

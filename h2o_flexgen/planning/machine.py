@@ -144,8 +144,7 @@ class Machine:
 
     @classmethod
     def create(cls, content: Mapping[str, Any]) -> Machine:
-        """Creates a machine from plain values, as in a YAML or JSON file. What has a default may be left out; unknown keys are
-        refused."""
+        """Creates a machine from plain values of a YAML or JSON file. Defaults may be left out; unknown keys are refused."""
         known = [one.name for one in fields(cls)]
         _check_keys("", content, known)
         if missing := [name for name in known if name not in content and name not in _DEFAULTS]:
@@ -169,8 +168,7 @@ class Machine:
 
 
 def at_rows(curve: Curve, rows: float) -> float:
-    """The rate for this many rows: linear in their logarithm between the measured points; outside, that of the nearest
-    point."""
+    """The rate for this many rows: linear in log(rows) between measured points; outside, that of the nearest."""
     for (fewer, low), (more, high) in itertools.pairwise(curve):
         if fewer <= rows < more:
             return low + (high - low) * log(rows / fewer) / log(more / fewer)

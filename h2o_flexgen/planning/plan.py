@@ -86,8 +86,7 @@ class Plan:
 
     @classmethod
     def create(cls, **options: object) -> Plan:
-        """Creates a plan from options side by side, those of the KV policy too. An unknown option is an error that names the
-        nearest known one."""
+        """Creates a plan from options, those of the KV policy too. The error for an unknown one names the nearest known."""
         for name in options:
             if name not in cls.option_names():
                 raise ValueError(f"unknown plan option {name!r}{did_you_mean(name, cls.option_names())}")
@@ -103,7 +102,7 @@ class Plan:
         return self.gpu_batch_size * self.num_gpu_batches
 
     def with_percent(self, percent: Sequence[float]) -> Plan:
-        """The plan with FlexGen's six numbers: weights, KV, activations, each as per cent on GPU and in CPU memory; the rest is
+        """The plan with FlexGen's six numbers: per cent of weights, KV, activations on GPU and in CPU memory; the rest is
         disk."""
         if isinstance(percent, str):
             raise ValueError(f"percent is {percent!r}, but here it takes six numbers, and in LLM 'auto', too")

@@ -13,8 +13,7 @@ def check_rolling(spec: ModelSpec, plan: Plan) -> None:
 
 
 def check_positions(spec: ModelSpec, plan: Plan, row: int, length: int, max_tokens: int) -> None:
-    """Refuses texts that are too long. The last token is generated, but no layer ever sees it. Rolling positions end where the
-    budget does."""
+    """Refuses texts that are too long. No layer sees the last token. Rolling positions end where the budget does."""
     if plan.policy.rolls:
         slots = plan.policy.occupancy(Batch((row,), (length,)), max_tokens).capacity
         if max(length, slots) > spec.max_positions:

@@ -142,8 +142,7 @@ def sum_of_steps(samples: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 def step_seconds(trace: Trace, schedule: Schedule) -> list[float]:
-    """Seconds of each step: the time since the head before counts for the step of this one, whatever the order of the
-    schedule."""
+    """Seconds of each step, from one head to the next, whatever the order of the schedule."""
     spent, clock = [0.0] * schedule.traffic.steps, 0.0
     head = schedule.traffic.layers - 1
     for span in sorted(trace.spans, key=lambda span: span.end):

@@ -132,8 +132,8 @@ class Pricing:
         return None if codec == PLAIN else choose(PRODUCT, codec, self.spec.dtype, self.machine.runs, rows)
 
     def _decoding(self, layer: LayerSpec, rows: Iterable[int], first: bool) -> float:
-        """Seconds of decoding, once for a pass over the layer's weights; parts of a logit matrix without a place of their own,
-        once per batch."""
+        """Seconds of decoding, once for a pass over the layer's weights; parts of a logit matrix without a place, once per
+        batch."""
         total = 0.0
         for (codec, share), values in layer.multiplied_values.items():
             if codec == PLAIN or all(self._packed_product(codec, each * share) for each in rows):
@@ -160,8 +160,7 @@ class Pricing:
         return sum(self.machine.visit_seconds.get(kind, 0.0) for kind in layer.visits)
 
     def _eviction_seconds(self, task: Task | Key) -> float:
-        """Seconds of the many small operations of an eviction, whatever the sizes: on scores, on who goes, and on who takes the
-        place."""
+        """Seconds of an eviction's many small operations, whatever the sizes: on scores, on who goes, on who comes."""
         evicts = self.spec.layers[task.layer].has_kv and self.planned.occupancy[task.batch].evicts_at(task.step)
         return self.machine.visit_seconds.get(EVICTION, 0.0) if evicts else 0.0
 

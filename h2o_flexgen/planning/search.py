@@ -43,8 +43,7 @@ NEAR = 0.05  # plans this near to each other are equal: then the one whose block
 
 @dataclass(frozen=True)
 class Problem:
-    """The question to a search. `plan` has everything that is not searched: schedule, KV policy and its budget, buffers,
-    codecs."""
+    """The question to a search. `plan` has what is not searched: schedule, KV policy and its budget, buffers, codecs."""
 
     model: Callable[[Plan], ModelSpec]  # its sizes under a plan: codecs, and layers apart or together, change them
     workload: Workload | None  # all prompts; None: as many as a block has room for
@@ -131,8 +130,7 @@ def search(problem: Problem) -> Found:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """A context without garbage collection: looking for cycles among millions of small tuples, which have none, took four
-    tenths of a simulation."""
+    """A context without garbage collection: looking for cycles in millions of small tuples took four tenths of a simulation."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -17,8 +17,7 @@ from demo_training.rows import AGAIN, ANSWER, PROSE, Row, RowMaker
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of the training, from a share of the time on: the length of texts, tokens per step, and the share of rows that
-    are rounds."""
+    """A stage of the training, from a share of the time on: length of texts, tokens per step, share of rows that are rounds."""
 
     since: float
     length: int

@@ -102,8 +102,7 @@ class KVStore:
         return SlotScores.over(region, self._policy, layout.shape)
 
     def _ring(self, held: ExitStack, memory: HostTier | DeviceTier, needed: bool) -> Ring:
-        """A ring of zeroed buffers: slots that a row does not fill are masked, but 0 * NaN of an earlier user would still be
-        NaN."""
+        """A ring of zeroed buffers: unfilled slots are masked, but 0 * NaN of an earlier user would still be NaN."""
         largest = max(layout.image_bytes for layout in self._layouts)
         ring = Ring(memory, self._schedule.buffers, largest if needed else 0)
         held.callback(ring.free)
