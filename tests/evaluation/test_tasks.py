@@ -351,7 +351,7 @@ def test_without_the_package_for_rouge_the_extra_is_named(monkeypatch: pytest.Mo
 
 
 def test_more_questions_than_can_be_made_are_refused_before_one_is() -> None:
-    task = RecallTask((Text("prose", "Some prose."),), (64,), (0.0, 0.5), ("visible",), 1, MOST_EXAMPLES, 0)
+    task = RecallTask(Asked((Text("prose", "Some prose."),), lengths=(64,), depths=(0.0, 0.5), examples=MOST_EXAMPLES))
     llm = cast("LLM", SimpleNamespace(spec=SimpleNamespace(max_positions=1024), tokenizer=None, name="tiny"))
     with pytest.raises(ValueError, match=r"--examples 1000000 makes 8000000 questions, .* the most is 100000"):
         task.bind(llm)
