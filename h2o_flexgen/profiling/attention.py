@@ -49,8 +49,7 @@ def decode_reading(clock: Clock, dtype: str, sizes: Sizes) -> list[Subject]:
 
 def _decode_reading(clock: Clock, tier: str, heads: Heads, dtype: str, sizes: Sizes) -> Subject:
     step = Step.of(clock.device, heads, Coding(PLAIN, DTYPES[dtype], heads.dim), sizes.kv_rows, sizes.slots)
-    figure = f"{READING} {tier}"
-    return Subject(f"decode attention, {tier}", lambda: {figure: step.cache.image.nbytes / clock.of(step)})
+    return clock.rate(f"decode attention, {tier}", f"{READING} {tier}", step.cache.image.nbytes, step)
 
 
 def decode_computing(clock: Clock, dtypes: tuple[str, ...], dtype: str, sizes: Sizes) -> list[Subject]:
@@ -63,7 +62,7 @@ def decode_computing(clock: Clock, dtypes: tuple[str, ...], dtype: str, sizes: S
 
 def _plain_computing(clock: Clock, dtype: str, sizes: Sizes) -> Subject:
     step, flops = _grouped(clock, PLAIN, dtype, sizes.queries_per_key, sizes)
-    return Subject(f"decode attention, {dtype}, grouped", lambda: {f"{COMPUTING} {dtype}": flops / clock.of(step)})
+    return clock.rate(f"decode attention, {dtype}, grouped", f"{COMPUTING} {dtype}", flops, step)
 
 
 def _packed_computing(clock: Clock, codec: str, dtype: str, sizes: Sizes) -> Subject:
@@ -134,12 +133,8 @@ def _prompts(clock: Clock, kind: str, plan: Plan, dtype: str, sizes: Sizes) -> S
     occupancy = plan.policy.slots(Batch(tuple(range(rows)), (sizes.prompt_len,) * rows), 1 + STEP)
     cache, now = _cache(device, heads, coding, occupancy, plan), _step(device, occupancy, 0)
     given = _new(device, heads, coding, rows, sizes.prompt_len)
-    pairs, figure = rows * sizes.prompt_len * (sizes.prompt_len + 1) / 2, f"{PROMPTS} {kind}"
-
-    def measure() -> Figures:
-        return {figure: 4.0 * heads.queries * heads.dim * pairs / clock.of(lambda: cache.attend(now, *given))}
-
-    return Subject(f"attention of prompts, {kind}", measure)
+    flops = 4.0 * heads.queries * heads.dim * rows * sizes.prompt_len * (sizes.prompt_len + 1) / 2
+    return clock.rate(f"attention of prompts, {kind}", f"{PROMPTS} {kind}", flops, lambda: cache.attend(now, *given))
 
 
 def _cache(device: Device, heads: Heads, coding: Coding, occupancy: Occupancy, plan: Plan | None) -> KVCache:
