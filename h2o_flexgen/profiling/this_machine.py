@@ -31,13 +31,12 @@ def this_machine(device: Device, offload_folder: Path, dtype: str, progress: Pro
 def machine_before_profile(device: Device, offload_folder: Path) -> Machine:
     """This machine as far as it is known without measuring it: its memory. It stands in until a problem is known to make
     sense."""
-    folder = existing_folder(offload_folder)
     return Machine(
         name="this machine",
         device=device.kind,
         device_bytes=device.free_bytes() or 0,
         host_bytes=available_bytes(),
-        disk_bytes=0 if folder is None else shutil.disk_usage(folder).free,
+        disk_bytes=shutil.disk_usage(existing_folder(offload_folder)).free,
         disk_read_per_s=inf,
         disk_write_per_s=inf,
         host_copy_per_s=inf,
