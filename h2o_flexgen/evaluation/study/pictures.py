@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from h2o_flexgen.evaluation.study import foresight
 from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy
-from h2o_flexgen.evaluation.study.kept import Gone, held_after
+from h2o_flexgen.evaluation.study.held import Gone, held_after
+from h2o_flexgen.evaluation.study.onlooker import ORACLE
 from h2o_flexgen.evaluation.study.scores import Array, even_scores, sorted_scores
 
 if TYPE_CHECKING:
@@ -140,8 +140,8 @@ def _overlap(study: HeavyHitterStudy) -> Figure:
     alike, found = figure.subplots(1, 2)
     layers = np.arange(len(study.sparsity))
     for number, name in enumerate(study.names):
-        if name != foresight.NAME:
-            alike.plot(layers, study.overlap[name, foresight.NAME], "-o", ms=4, color=_colour(number), label=name)
+        if name != ORACLE:
+            alike.plot(layers, study.overlap[name, ORACLE], "-o", ms=4, color=_colour(number), label=name)
         found.plot(layers, 100 * study.captured[name].mean(-1), "-o", ms=4, color=_colour(number), label=name)
     alike.set(xlabel="layer", ylabel="overlap with the oracle at the end (Jaccard)", ylim=(0, 1))
     found.set(xlabel="layer", ylabel="% of the full cache's attention that is held", ylim=(0, 100))
