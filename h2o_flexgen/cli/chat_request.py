@@ -20,12 +20,13 @@ from h2o_flexgen.cli.flags import (
     add_tokenizer,
 )
 from h2o_flexgen.cli.requests import DEMO_SAMPLING, ModelRequest, SiteRequest, model_of, plan_of, sampling_of, site_of
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.others import Others
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.text.dialogue import AUTO, STYLES
+from h2o_flexgen.text.dialogue import STYLES
 from h2o_flexgen.text.prompt_file import read_lines
 
 PROGRAM = "python -m h2o_flexgen.chat"
