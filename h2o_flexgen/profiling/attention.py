@@ -54,15 +54,11 @@ def _decode_reading(clock: Clock, tier: str, heads: Heads, dtype: str, sizes: Si
 
 def decode_computing(clock: Clock, dtypes: tuple[str, ...], dtype: str, sizes: Sizes) -> list[Subject]:
     """Several queries per key, to compute as much as possible for what is read. `dtypes` are those of plain KV."""
-    return [
-        *(_plain_computing(clock, name, sizes) for name in dtypes),
-        *(_packed_computing(clock, codec, dtype, sizes) for codec in PACKED),
-    ]
-
-
-def _plain_computing(clock: Clock, dtype: str, sizes: Sizes) -> Subject:
-    step, flops = _grouped(clock, PLAIN, dtype, sizes.queries_per_key, sizes)
-    return clock.rate(f"decode attention, {dtype}, grouped", f"{COMPUTING} {dtype}", flops, step)
+    subjects = []
+    for name in dtypes:
+        step, flops = _grouped(clock, PLAIN, name, sizes.queries_per_key, sizes)
+        subjects.append(clock.rate(f"decode attention, {name}, grouped", f"{COMPUTING} {name}", flops, step))
+    return [*subjects, *(_packed_computing(clock, codec, dtype, sizes) for codec in PACKED)]
 
 
 def _packed_computing(clock: Clock, codec: str, dtype: str, sizes: Sizes) -> Subject:

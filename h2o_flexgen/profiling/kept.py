@@ -87,11 +87,5 @@ def keep(machine: Machine, mark: Fingerprint, warning: str = "") -> Path:
 def about(mark: Fingerprint, warning: str = "") -> str:
     """The text above a profile: when it was measured, on what, and how far it can be trusted."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime())
-    parts = [f"{name}: {value}" for name, value in mark.parts.items()]
-    return "\n".join(
-        [
-            f"Measured {when} by `python -m h2o_flexgen.profile`, or by who needed it. Of this machine:",
-            *parts,
-            *filter(None, [warning]),
-        ]
-    )
+    head = f"Measured {when} by `python -m h2o_flexgen.profile`, or by who needed it. Of this machine:"
+    return "\n".join([head, *(f"{name}: {value}" for name, value in mark.parts.items()), *filter(None, [warning])])

@@ -31,10 +31,9 @@ from h2o_flexgen.profiling import apart, attention, kept, moving, others, produc
 from h2o_flexgen.profiling.apart import profile_apart
 from h2o_flexgen.profiling.kept import profiled
 from h2o_flexgen.profiling.machine import profile
-from h2o_flexgen.profiling.rounds import measured
+from h2o_flexgen.profiling.rounds import Taken, measured
 from h2o_flexgen.profiling.sizes import FULL, QUICK
 from h2o_flexgen.profiling.subject import Clock, Subject, Watch
-from h2o_flexgen.profiling.taken import Taken
 from h2o_flexgen.profiling.visits import Between, visits
 from h2o_flexgen.schedule.task import Task
 from tests.pretended import PretendedDevice
