@@ -48,8 +48,7 @@ from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.load_tokenizer import HfTokenizer
-from h2o_flexgen.text.messages import read_chats
-from h2o_flexgen.text.prompts import Prompt, Prompts, read_prompts
+from h2o_flexgen.text.prompts import Prompt, Prompts, read_chats, read_prompts
 from h2o_flexgen.text.tokenizer import Tokenizer
 from h2o_flexgen.under_plan import ModelUnderPlan
 

@@ -11,8 +11,7 @@ from transformers import BatchEncoding
 
 from h2o_flexgen.sampling.elsewhere import ARGUMENTS, OPTIONS, refuse_unknown
 from h2o_flexgen.text.dialogue import Plain, Script
-from h2o_flexgen.text.messages import read_chats
-from h2o_flexgen.text.prompts import read_pair, read_prompts
+from h2o_flexgen.text.prompts import read_chats, read_pair, read_prompts
 from h2o_flexgen.text.tokenizer import ByteTokenizer, Tokenizer
 
 TOKENS = ByteTokenizer(300)

@@ -88,8 +88,7 @@ class BoundAgreement(Bound):
         assert reference is not None
         compared = Comparison(reference, len(self.prompts), self.gen_len)
         self._generated(llm, advance, compared.put, reference.tokens)
-        values = {"equal": compared.equal, "kl": compared.lost, "until_first": compared.until_first}
-        return tuple(mean(name, value) for name, value in values.items())
+        return tuple(mean(name, values) for name, values in compared.by_row.items())
 
     def _generated(
         self, llm: LLM, advance: Advance, put: Put, forced: Sequence[tuple[int, ...]] | None = None
