@@ -63,7 +63,7 @@ def decode_computing(clock: Clock, dtypes: tuple[str, ...], dtype: str, sizes: S
 
 def _packed_computing(clock: Clock, codec: str, dtype: str, sizes: Sizes) -> Subject:
     """Compares one query per key with several: as many values to unpack, but fewer flops."""
-    few, few_flops = _grouped(clock, codec, dtype, 1, sizes, keys=max(1, sizes.heads // sizes.queries_per_key))
+    few, few_flops = _grouped(clock, codec, dtype, 1, sizes)
     many, many_flops = _grouped(clock, codec, dtype, sizes.queries_per_key, sizes)
     values = 2.0 * prod(many.cache.image.shape[1:4]) * sizes.head_dim
 
@@ -76,11 +76,9 @@ def _packed_computing(clock: Clock, codec: str, dtype: str, sizes: Sizes) -> Sub
     return Subject(f"decode attention, {codec}, grouped", measure)
 
 
-def _grouped(
-    clock: Clock, codec: str, dtype: str, queries_per_key: int, sizes: Sizes, keys: int | None = None
-) -> tuple[Step, float]:
+def _grouped(clock: Clock, codec: str, dtype: str, queries_per_key: int, sizes: Sizes) -> tuple[Step, float]:
     """A decode step and its flops."""
-    keys = keys or max(1, sizes.heads // sizes.queries_per_key)
+    keys = max(1, sizes.heads // sizes.queries_per_key)
     heads = Heads(keys * queries_per_key, keys, sizes.head_dim)
     step = Step.of(clock.device, heads, Coding(codec, DTYPES[dtype], heads.dim), sizes.kv_rows, sizes.slots)
     return step, 4.0 * heads.queries * heads.dim * sizes.slots * sizes.kv_rows
