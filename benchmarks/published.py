@@ -19,6 +19,7 @@ from typing import Any
 
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
@@ -88,7 +89,7 @@ class Published:
 
     def predict(self, machine: Machine, plan: Plan, gen_len: int | None = None) -> Prediction:
         workload = Workload.uniform(self.rows, self.lengths[0], gen_len or self.lengths[1])
-        return predict(WorkloadPlan(spec_of(self.model, plan), plan, workload, accelerator=True), machine)
+        return predict(WorkloadPlan(spec_of(self.model, plan), plan, workload, Site(accelerator=True)), machine)
 
 
 def _h2o(ratio: float) -> dict[str, Any]:

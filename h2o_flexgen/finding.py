@@ -85,8 +85,7 @@ class Wish:
             prompt_len=self.prompt_len,
             gen_len=self.gen_len,
             budgets=self._budgets,
-            writes_weights=llm.dummy_weights,
-            kernel_threads=llm.kernel_threads,
+            site=llm.site,
         )
 
     def _planned(self, plan: Plan) -> WorkloadPlan:

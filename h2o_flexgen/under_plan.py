@@ -13,16 +13,17 @@ from typing import TypeVar
 
 from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.budgets import Packing, disk_budget, open_budgets, refuse_memory_of_no_gpu, weighed_anew
 from h2o_flexgen.engine.conversation import Conversation
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.stage import OnStage, Stage, Stages
-from h2o_flexgen.kernels.native import kernel_threads
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.host import give_back_freed, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.memory.threads import refuse_forked, start_computing_threads
 from h2o_flexgen.models.derived import COPIES, Damaged, cache_folder
 from h2o_flexgen.models.leftovers import remove_leftovers
@@ -75,7 +76,7 @@ class ModelUnderPlan:
     # -- the plan --------------------------------------------------------------------------------------------------------
 
     def _take(self, plan: Plan) -> None:
-        folded = plan if self.device.accelerator else plan.folded()
+        folded = plan.at(self.site)
         if folded.attend_on == HOST:
             raise ValueError("attend_on 'host' can be priced, but this version cannot run it on an accelerator; leave it out")
         self.requested, self.plan = plan, folded
@@ -111,16 +112,15 @@ class ModelUnderPlan:
             self.budgets = weighed_anew(self.budgets)
 
     @property
-    def kernel_threads(self) -> int:
-        """Of the kernels for the CPU."""
-        return 0 if self.device.accelerator else kernel_threads()
+    def site(self) -> Site:
+        return site_of(self.device.kind, self.device.accelerator, self.dummy_weights)
 
     def planned(self, workload: Workload, plan: Plan | None = None, scored_at_once: int = 0) -> WorkloadPlan:
         """The workload under this model's plan, or under another one."""
-        accelerator = self.device.accelerator
-        plan = self.plan if plan is None else plan if accelerator else plan.folded()
+        site = self.site
+        plan = self.plan if plan is None else plan.at(site)
         spec = self.spec if plan == self.plan else self.spec_under(plan)
-        return WorkloadPlan(spec, plan, workload, accelerator, self.dummy_weights, self.kernel_threads, scored_at_once)
+        return WorkloadPlan(spec, plan, workload, site, scored_at_once)
 
     def check(self, workload: Workload) -> WorkloadPlan:
         """Refuses a workload that the plan does not fit, before anything is loaded; else says what is done and held."""

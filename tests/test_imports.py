@@ -21,7 +21,7 @@ ROOMS = {
     "demo": (),
     "quant": (),
     "kernels": ("quant",),
-    "core": ("quant",),
+    "core": ("kernels", "quant"),
     "schedule": ("core",),
     "policies": ("core",),
     "planning": ("core", "kernels", "policies", "quant", "schedule"),

@@ -15,8 +15,8 @@ from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.kernels.native import kernel_threads
 from h2o_flexgen.memory.device import Device, open_device
+from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.open import OpenedModel
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.budgets import Budgets
@@ -61,8 +61,7 @@ def problem_of(request: PlanRequest, machine: Machine) -> Problem:
         prompt_len=request.prompt_len,
         gen_len=request.gen_len,
         budgets=_budgets(request, machine),
-        kernel_threads=0 if accelerator else kernel_threads(),
-        writes_weights=request.model.dummy_weights,
+        site=site_of(machine.device, accelerator, request.model.dummy_weights),
     )
 
 

@@ -57,7 +57,7 @@ class PlanReport:
 
     @property
     def accelerator(self) -> bool:
-        return self.planned.accelerator
+        return self.planned.site.accelerator
 
     @property
     def first(self) -> BlockPlan:

@@ -36,11 +36,6 @@ def processor(device: str) -> Processor:
     return Processor(device, _loaded()[0])
 
 
-def kernel_threads() -> int:
-    """Threads that the kernels run in: 0 where torch does their work."""
-    return 0 if _loaded()[0] == TORCH else torch.get_num_threads()
-
-
 def in_use() -> str:
     """The library that is loaded, for reports."""
     name = _loaded()[0]

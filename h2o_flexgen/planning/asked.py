@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.budgets import Budgets
@@ -39,11 +40,10 @@ class Asked:
         prompt_len: int,
         gen_len: int,
         budgets: Budgets,
-        writes_weights: bool,
-        kernel_threads: int,
+        site: Site,
     ) -> Problem:
         """What can be seen to be wrong without a search is refused here."""
-        plan = self.plan if machine.has_accelerator else self.plan.folded()
+        plan = self.plan.at(site)
         spec = model(plan)
         machine.flop_rate(spec.dtype, 1)  # a type that was not measured there is refused
         check_rolling(spec, plan)
@@ -57,8 +57,7 @@ class Asked:
             plan=plan,
             machine=machine,
             budgets=budgets,
-            kernel_threads=kernel_threads,
-            writes_weights=writes_weights,
+            site=site,
             codecs=self.codecs,
             attend_on=self.attend_on,
             batch_sizes=self.batch_sizes,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from h2o_flexgen.core.layout import READERS, Arena, aligned, decoded_bytes, disk_buffer_bytes, hidden_bytes, region_bytes
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -44,20 +45,18 @@ class Footprint:
         )
 
 
-def footprint(planned: BlockPlan, writes_weights: bool = False, kernel_threads: int = 0, scored_at_once: int = 0) -> Footprint:
-    """`writes_weights`: the disk share of the weights is not there yet but written for the run (dummy weights).
-    `kernel_threads`: those of the kernels for the CPU; 0 where torch does their work. `scored_at_once`: positions of prompts
-    that logits are made for together; 0 where only the last of each row has any."""
+def footprint(planned: BlockPlan, site: Site, scored_at_once: int = 0) -> Footprint:
+    """`scored_at_once`: positions of prompts that logits are made for together; 0 where only the last of each row has any."""
     spec, schedule = planned.spec, planned.schedule
     parts: Parts = {tier: defaultdict(int) for tier in TIERS}
     compute = DEVICE if schedule.traffic.accelerator else HOST
-    _add_weights(parts, spec, planned.placement, schedule, compute, writes_weights)
+    _add_weights(parts, spec, planned.placement, schedule, compute, site.writes_weights)
     _add_kv(parts, planned, compute)
     _add_hidden(parts, spec, planned.block, schedule, compute)
     if compute == DEVICE:
         parts[HOST]["loading"] = max(map(loading_bytes, spec.tensors.values()))
         parts[DEVICE]["libraries"] = DEVICE_LIBRARIES
-    parts[compute]["working space"] = block_working_bytes(planned, kernel_threads, scored_at_once)
+    parts[compute]["working space"] = block_working_bytes(planned, site, scored_at_once)
     parts[compute]["decoded weights"] = decoded_bytes(spec)
     parts[HOST]["disk buffers"] = _disk_buffers(planned)
     return Footprint({tier: dict(held) for tier, held in parts.items()})

@@ -19,6 +19,7 @@ from itertools import combinations
 import pulp
 
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -48,13 +49,12 @@ class Case:
     block: Block
     machine: Machine
     budgets: Budgets
-    kernel_threads: int = 0
-    writes_weights: bool = False
+    site: Site
     stays: tuple[str, ...] = ()  # kinds of data that may not leave the fastest tier: then they need no buffers
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        return TIERS if self.machine.has_accelerator else (HOST, DISK)
+        return TIERS if self.site.accelerator else (HOST, DISK)
 
     @property
     def corners(self) -> list[Corner]:
@@ -62,13 +62,13 @@ class Case:
 
     def with_shares(self, **shares: Shares) -> Plan:
         plan = replace(self.plan, **{"weights": ALL_DEVICE, "kv": ALL_DEVICE, "hidden": ALL_DEVICE, **shares})  # type: ignore[arg-type]
-        return plan if self.machine.has_accelerator else plan.folded()
+        return plan.at(self.site)
 
     def planned(self, plan: Plan) -> BlockPlan:
-        return BlockPlan.of(self.spec, plan, self.block, self.machine.has_accelerator)
+        return BlockPlan.of(self.spec, plan, self.block, self.site)
 
     def footprint(self, plan: Plan) -> Footprint:
-        return footprint(self.planned(plan), self.writes_weights, self.kernel_threads)
+        return footprint(self.planned(plan), self.site)
 
     # -- time ----------------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Case:
         return _extended(one, two, self.spec.num_blocks)
 
     def _bounds_of(self, plan: Plan, spec: ModelSpec, block: Block) -> list[dict[str, float]]:
-        pricing = Pricing(BlockPlan.of(spec, plan, block, self.machine.has_accelerator), self.machine, averaged=True)
+        pricing = Pricing(BlockPlan.of(spec, plan, block, self.site), self.machine, averaged=True)
         return [pricing.bounds(step) for step in self.steps]
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Case:
 
     def bytes_on(self, tier: str) -> Mapping[str, int]:
         """The same, where they are on this tier: weights that lie on disk already take no room there."""
-        return {**self.bytes_of, "weights": 0} if tier == DISK and not self.writes_weights else self.bytes_of
+        return {**self.bytes_of, "weights": 0} if tier == DISK and not self.site.writes_weights else self.bytes_of
 
     def anchored(self, plan: Plan, exact: Footprint) -> dict[str, float]:
         """What each tier holds beside the shares of the data, under this plan: exact there, and near it a good guess."""
@@ -212,7 +212,7 @@ def solve(cases: Sequence[Case]) -> list[Answer]:
 
 def _first_anchor(case: Case) -> dict[str, float]:
     """At a plan that has something of everything on every tier."""
-    some = Shares(1 / 3, 1 / 3) if case.machine.has_accelerator else Shares(0.0, 0.5)
+    some = Shares(1 / 3, 1 / 3) if case.site.accelerator else Shares(0.0, 0.5)
     plan = case.with_shares(**{kind: some for kind in KINDS if kind not in case.stays})
     return case.anchored(plan, case.footprint(plan))
 

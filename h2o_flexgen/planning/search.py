@@ -15,6 +15,7 @@ from functools import partial
 
 from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
@@ -51,8 +52,7 @@ class Problem:
     plan: Plan
     machine: Machine
     budgets: Budgets
-    kernel_threads: int = 0
-    writes_weights: bool = False
+    site: Site
     codecs: tuple[tuple[str, str], ...] = ()  # of weights and KV that may be taken instead of the plan's
     attend_on: tuple[str, ...] = (DEVICE,)
     batch_sizes: tuple[int, ...] = ()  # only these, where somebody has chosen
@@ -62,7 +62,7 @@ class Problem:
 
     @property
     def accelerator(self) -> bool:
-        return self.machine.has_accelerator
+        return self.site.accelerator
 
     def prompts(self, plan: Plan) -> Workload:
         """What a plan is measured by."""
@@ -76,7 +76,7 @@ class Problem:
         return replace(self.workload, prompt_lens=tuple(longest))
 
     def planned(self, plan: Plan, workload: Workload) -> WorkloadPlan:
-        return WorkloadPlan(self.model(plan), plan, workload, self.accelerator, self.writes_weights, self.kernel_threads)
+        return WorkloadPlan(self.model(plan), plan, workload, self.site)
 
     def largest(self, plan: Plan) -> WorkloadPlan:
         """The block that needs most."""
@@ -173,7 +173,7 @@ def _refuse_what_nothing_reaches(problem: Problem) -> None:
 def _soonest_seconds(problem: Problem, base: Plan) -> float:
     """The seconds of a block of one row that moves nothing, whether it fits or not: hardly any block can end sooner."""
     plan = replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ALL_DEVICE, kv=ALL_DEVICE, hidden=ALL_DEVICE)
-    plan = plan if problem.accelerator else plan.folded()
+    plan = plan.at(problem.site)
     return predict(problem.largest(plan), problem.machine).block_seconds
 
 
@@ -237,8 +237,7 @@ def _cases(problem: Problem) -> Iterator[Case]:
         for size, batches in _blocks(problem, base):
             plan = replace(base, gpu_batch_size=size, num_gpu_batches=batches)
             block = problem.first_block(plan).blocks(size, batches)[0]
-            budgets, threads = problem.budgets, problem.kernel_threads
-            yield Case(spec, plan, block, problem.machine, budgets, threads, problem.writes_weights)
+            yield Case(spec, plan, block, problem.machine, problem.budgets, problem.site)
 
 
 def _is_on_grid(case: Case) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from h2o_flexgen.core.layout import hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
-from h2o_flexgen.kernels.sizes import DTYPES, FLOAT_BYTES, SCORED_BYTES, TWIN_VALUES, PromptRoom, prompt_threads
-from h2o_flexgen.kernels.table import DECODE_ATTENTION, LIBRARIES, TORCH, Processor, choose
+from h2o_flexgen.core.site import Site
+from h2o_flexgen.kernels.sizes import FLOAT_BYTES, SCORED_BYTES, TWIN_VALUES, PromptRoom, prompt_threads
+from h2o_flexgen.kernels.table import DECODE_ATTENTION, PROMPT_ATTENTION
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
@@ -22,10 +23,10 @@ SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: rank
 DEVICE_LIBRARIES = 64 << 20  # kept on a device for matrix products; the context itself is outside of every budget
 
 
-def block_working_bytes(planned: BlockPlan, kernel_threads: int, scored_at_once: int) -> int:
+def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> int:
     spec = planned.spec
     kinds = {(slots.batch.lengths, slots.batch.seen): slots for slots in planned.slots}  # most batches are like others
-    most = max(working_bytes(spec, planned.plan, slots, kernel_threads, scored_at_once) for slots in kinds.values())
+    most = max(working_bytes(spec, planned.plan, slots, site, scored_at_once) for slots in kinds.values())
     return int(SLACK * most) + min(DECODING_BYTES, 6 * max(tensor.decoded_nbytes for tensor in spec.tensors.values()))
 
 
@@ -34,24 +35,23 @@ def loading_bytes(tensor: TensorSpec) -> int:
     return tensor.nbytes + min(tensor.decoded_nbytes, ENCODING_BYTES)
 
 
-def working_bytes(spec: ModelSpec, plan: Plan, slots: Occupancy, kernel_threads: int = 0, scored_at_once: int = 0) -> int:
+def working_bytes(spec: ModelSpec, plan: Plan, slots: Occupancy, site: Site, scored_at_once: int = 0) -> int:
     """For one batch."""
     policy, batch = plan.policy, slots.batch
     parts = (policy.slots(part, slots.gen_len) for part in batch.kinds_of_parts(plan.prefill_tokens))
-    prefill = max(_prefill_bytes(spec, policy, part, kernel_threads) for part in parts)
+    prefill = max(_prefill_bytes(spec, policy, part, site) for part in parts)
     decode = batch.size * spec.heads * slots.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, slots)
-    processor = Processor(library=LIBRARIES[0] if kernel_threads else TORCH)
-    decode += batch.size * slots.capacity * _decoding_bytes_per_slot(spec, policy, processor)
+    decode += batch.size * slots.capacity * _decoding_bytes_per_slot(spec, policy, site)
     scored = min(scored_at_once, batch.size * batch.prompt_len)
     head = max(batch.size, scored) * spec.vocab * (3 * 4 + spec.itemsize) + scored * _normed_bytes(spec)
     return max(prefill, decode, head) + hidden_bytes(spec, batch)
 
 
-def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, kernel_threads: int) -> int:
+def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, site: Site) -> int:
     """For prompts that are computed at once."""
     tokens, heads = slots.batch.size * slots.batch.prompt_len, spec.heads * spec.head_dim
     normed = _normed_bytes(spec)
-    threads = kernel_threads if spec.dtype in DTYPES else 0
+    threads = site.threads_of(PROMPT_ATTENTION, spec.dtype)
     widened = spec.itemsize if threads else max(spec.itemsize, 4)  # torch's column sums are in fp32
     attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * widened)
     attention += _kernel_bytes(spec, slots, threads) if threads else _scored_bytes(spec, policy, slots)
@@ -81,32 +81,31 @@ def _kernel_bytes(spec: ModelSpec, slots: Occupancy, threads: int) -> int:
     return FLOAT_BYTES * room.end * prompt_threads(slots.batch.size, spec.kv_heads, threads)
 
 
-def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, kernel_threads: int) -> int:
+def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, threads: int) -> int:
     """For ranking the tokens of prompts, sorting them, and moving those that stay."""
     if policy.keeps_all:
         return 0
     keys = slots.held(0) + slots.batch.prompt_len
-    moved = 0 if kernel_threads else 4 * spec.head_dim  # in torch by an index for each value
+    moved = 0 if threads else 4 * spec.head_dim  # in torch by an index for each value
     return slots.batch.size * spec.kv_heads * keys * (SORTED_BYTES + moved)
 
 
-def _extending_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, kernel_threads: int) -> int:
+def _extending_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, threads: int) -> int:
     """For new tokens behind those that are held: all of them side by side, as held, as stored and as attended."""
     if slots.held(0) == 0:
         return 0
     tokens, group = slots.batch.prompt_len, spec.heads // spec.kv_heads
     keys = slots.held(0) + tokens
     copies = keys * spec.kv_decoded_bytes_per_slot * (4 if policy.rolls else 3)
-    mask = 0 if kernel_threads else tokens * (keys + group * keys * (1 + 4))  # who sees whom, as it is and for every head
+    mask = 0 if threads else tokens * (keys + group * keys * (1 + 4))  # who sees whom, as it is and for every head
     return slots.batch.size * (copies + mask)
 
 
-def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, processor: Processor) -> int:
+def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, site: Site) -> int:
     """What of packed KV is decoded before it is attended, and its bytes side by side."""
     if spec.kv_codec == PLAIN:
         return 0
-    reads_packed = choose(DECODE_ATTENTION, spec.kv_codec, spec.dtype, processor.runs, width=spec.head_dim)
-    if reads_packed:  # but for keys that are to be rotated
+    if site.reads(DECODE_ATTENTION, spec.kv_codec, spec.dtype, spec.head_dim):  # but for keys that are to be rotated
         return (spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot) // 2 if policy.rolls else 0
     return spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
@@ -28,28 +29,24 @@ class WorkloadPlan:
     spec: ModelSpec
     plan: Plan
     workload: Workload
-    accelerator: bool
-    writes_weights: bool = False
-    kernel_threads: int = 0  # of the kernels for the CPU
+    site: Site
     scored_at_once: int = 0  # positions of prompts that logits are made for together
 
     @cached_property
     def blocks(self) -> BlockPlans:
-        return BlockPlans.of(self.spec, self.plan, self.workload, self.accelerator)
+        return BlockPlans.of(self.spec, self.plan, self.workload, self.site)
 
     def blocks_of(self, rows: Sequence[int], size: BlockSize) -> BlockPlans:
         """Those of the rows that are left, where memory has run out in larger ones."""
-        return BlockPlans.of(self.spec, self.plan, self.workload, self.accelerator, size, rows)
+        return BlockPlans.of(self.spec, self.plan, self.workload, self.site, size, rows)
 
     def planned(self, block: Block) -> BlockPlan:
         """Another block under the same plan."""
-        return BlockPlan.of(self.spec, self.plan, block, self.accelerator, self.blocks.first.placement.weights)
+        return BlockPlan.of(self.spec, self.plan, block, self.site, self.blocks.first.placement.weights)
 
     @cached_property
     def footprint(self) -> Footprint:
-        each = (
-            footprint(block, self.writes_weights, self.kernel_threads, self.scored_at_once) for block, _ in self.blocks.alike
-        )
+        each = (footprint(block, self.site, self.scored_at_once) for block, _ in self.blocks.alike)
         return reduce(Footprint.__or__, each)
 
     def fits(self, budgets: Budgets) -> bool:

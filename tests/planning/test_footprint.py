@@ -17,18 +17,19 @@ import torch
 
 from h2o_flexgen.core.layout import aligned, decoded_arena
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Batch, Workload
 from h2o_flexgen.engine.prompt_logprobs import read_prompts
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.scoring import Scorer
-from h2o_flexgen.kernels.native import kernel_threads
 from h2o_flexgen.kernels.table import LIBRARIES, TORCH, Processor
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.pack import Entry, Layout, Pack
+from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.planning.budgets import Budgets
@@ -172,7 +173,7 @@ def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str
     plan = Plan.create(prefill_tokens=rows * tokens, **options)
     with used(variant):
         most = max(passing_bytes(model, policy, batch, gen_len, step) for step in (0, 1, gen_len - 1))
-        estimate = SLACK * working_bytes(model.spec, plan, policy.slots(batch, gen_len), kernel_threads())
+        estimate = SLACK * working_bytes(model.spec, plan, policy.slots(batch, gen_len), site_of("cpu", False))
     assert 0.2 * estimate < most <= estimate
 
 
@@ -229,7 +230,7 @@ def test_looking_up_rows_and_a_head_in_parts_allocate_no_more_than_is_estimated(
     there = [pack.buffer, ids, positions, hidden, *first.values(), *last.values()]
     most = max(peak_allocated(look_up, there), peak_allocated(lambda: logits(model, head, hidden, parts), there))
     plan = Plan.create(prefill_tokens=rows * tokens)
-    assert len(parts) == 16 and most <= SLACK * working_bytes(spec, plan, plan.policy.slots(batch, 2))
+    assert len(parts) == 16 and most <= SLACK * working_bytes(spec, plan, plan.policy.slots(batch, 2), Site())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -249,7 +250,7 @@ def test_scoring_allocates_no_more_in_passing_than_is_estimated(
     asked = [RowState(row, [row] * 6, params, tokenizer, forced=after) for row in batch.rows]
     scorer = Scorer(asked, tokenizer, at_once)
     most = peak_allocated(lambda: scorer(rows, hidden, partial(model.head, weights=weights), 0), [hidden, *weights.values()])
-    estimate = SLACK * working_bytes(model.spec, plan, plan.policy.slots(batch, 1), kernel_threads(), at_once)
+    estimate = SLACK * working_bytes(model.spec, plan, plan.policy.slots(batch, 1), site_of("cpu", False), at_once)
     assert rows.is_done and len(scorer.scored) == 2 and most <= estimate
     assert most > 0.2 * estimate or vocab < 1000, "layers need more than a small head"
 
@@ -273,7 +274,7 @@ def test_log_probabilities_of_prompts_allocate_no_more_in_passing_than_is_estima
     hidden = torch.randn(2, tokens, model.spec.width)
     logits_of = partial(model.head, weights=weights)
     most = peak_allocated(lambda: read_prompts(rows, hidden, logits_of, at_once), [hidden, *weights.values()])
-    estimate = SLACK * working_bytes(model.spec, plan, plan.policy.slots(batch, 1), kernel_threads(), at_once)
+    estimate = SLACK * working_bytes(model.spec, plan, plan.policy.slots(batch, 1), site_of("cpu", False), at_once)
     assert all(len(row.prompt_logprobs or ()) == tokens for row in states) and most <= estimate
 
 
@@ -298,7 +299,7 @@ def test_a_packed_table_makes_slots_and_room_small(tied: bool) -> None:
     mlp has more of them."""
     spec = tiny_spec(blocks=2, width=512, vocab=20_480, tied=tied).packed("group4")
     plan = Plan(slots=3).with_percent((0, 0, 100, 0, 100, 0)).folded()
-    held = WorkloadPlan(spec, plan, Workload.uniform(4, 8, 4), accelerator=False).footprint.parts[HOST]
+    held = WorkloadPlan(spec, plan, Workload.uniform(4, 8, 4), Site()).footprint.parts[HOST]
     assert held["weight slots"] == 3 * (20_480 * 512 * 36 // 64 + PAGE)
     assert held["decoded weights"] == max(2 * 4 * 512 * 512 * 4, 20_480 // 16 * 512 * 4)
 
@@ -312,7 +313,7 @@ def large_spec() -> ModelSpec:
 
 def request_of(percent: tuple[float, ...], accelerator: bool, batch_size: int = 16, prompts: int = 64) -> WorkloadPlan:
     plan = Plan(gpu_batch_size=batch_size, num_gpu_batches=2).with_percent(percent)
-    return WorkloadPlan(large_spec(), plan if accelerator else plan.folded(), Workload.uniform(prompts, 60, 4), accelerator)
+    return WorkloadPlan(large_spec(), plan.at(Site(accelerator)), Workload.uniform(prompts, 60, 4), Site(accelerator))
 
 
 def suggested(message: str, request: WorkloadPlan) -> list[WorkloadPlan]:
@@ -322,7 +323,7 @@ def suggested(message: str, request: WorkloadPlan) -> list[WorkloadPlan]:
         found.append(replace(request, plan=replace(request.plan, gpu_batch_size=int(size[1]))))
     if percent := re.search(r"percent ([\d. ]+?)(?: or |$)", message):
         plan = request.plan.with_percent([float(value) for value in percent[1].split()])
-        found.append(replace(request, plan=plan if request.accelerator else plan.folded()))
+        found.append(replace(request, plan=plan.at(request.site)))
     return found
 
 
@@ -385,7 +386,7 @@ def test_blocks_of_a_workload_are_met_at_their_largest() -> None:
 def test_dummy_weights_on_disk_count_where_they_are_written() -> None:
     request = request_of((0, 0, 0, 100, 0, 100), accelerator=False)
     assert request.footprint.total(DISK) == 0
-    written = replace(request, writes_weights=True).footprint.total(DISK)
+    written = replace(request, site=replace(request.site, writes_weights=True)).footprint.total(DISK)
     assert written >= sum(tensor.stored_nbytes for tensor in request.spec.tensors.values())
 
 
@@ -407,7 +408,7 @@ def test_packed_slots_that_are_read_where_they_lie_are_not_decoded() -> None:
     plain, evicting = Plan().policy, Plan.create(kv_policy="h2o", heavy=3, recent=3, positions="rolling").policy
     both = spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
     assert spec.kv_bytes_per_slot == 2 * spec.kv_heads * 36
-    in_torch, in_c = Processor(), Processor(library=LIBRARIES[-1])
+    in_torch, in_c = Site(), Site(processor=Processor(library=LIBRARIES[-1]))
     assert _decoding_bytes_per_slot(spec, plain, in_torch) == _decoding_bytes_per_slot(spec, evicting, in_torch) == both
     assert _decoding_bytes_per_slot(spec, plain, in_c) == 0
     assert _decoding_bytes_per_slot(spec, evicting, in_c) == both // 2

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
@@ -31,11 +32,11 @@ SLOW_DISK = replace(MACHINE, disk_read_per_s=2e6, disk_write_per_s=1e6, task_sec
 def planned(gen_len: int, accelerator: bool = False, **options: object) -> BlockPlan:
     plan = Plan.create(**{"num_gpu_batches": 3, **options}).with_percent((30, 20, 30, 40, 50, 50))
     block = block_of([[8, 7], [6, 6], [5]], gen_len)
-    return BlockPlan.of(tiny_spec(), plan if accelerator else plan.folded(), block, accelerator)
+    return BlockPlan.of(tiny_spec(), plan.at(Site(accelerator)), block, Site(accelerator))
 
 
 def workload_plan(plan: Plan, lengths: Sequence[int]) -> WorkloadPlan:
-    return WorkloadPlan(tiny_spec(), plan, Workload(tuple(lengths), 4), False)
+    return WorkloadPlan(tiny_spec(), plan, Workload(tuple(lengths), 4), Site())
 
 
 def alone(of: WorkloadPlan) -> list[WorkloadPlan]:

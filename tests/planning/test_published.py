@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.budgets import Budgets
@@ -64,7 +65,7 @@ def test_the_zigzag_schedule_is_never_slower_than_their_loop_under_the_same_plan
 
 def planned(model: str, size: int, count: int, percent: tuple[int, ...], **options: object) -> WorkloadPlan:
     plan = Plan.create(gpu_batch_size=size, num_gpu_batches=count, attend_on=HOST, **options).with_percent(percent)
-    return WorkloadPlan(published.spec_of(model, plan), plan, Workload.uniform(size * count, *LENGTHS), True)
+    return WorkloadPlan(published.spec_of(model, plan), plan, Workload.uniform(size * count, *LENGTHS), Site(accelerator=True))
 
 
 THEIR_30B = ("opt-30b", 48, 3, published.MOSTLY_HOST)

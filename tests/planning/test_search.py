@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
@@ -31,7 +32,9 @@ def sized(spec: ModelSpec = SPEC) -> Callable[[Plan], ModelSpec]:
 
 
 def problem(accelerator: bool = False, budgets: Budgets | None = None, **changes: object) -> Problem:
-    asked = Problem(sized(), None, 20, 10, Plan(), on(SLOW, accelerator), budgets or Budgets(), batches=(1, 2, 3, 4))
+    asked = Problem(
+        sized(), None, 20, 10, Plan(), on(SLOW, accelerator), budgets or Budgets(), Site(accelerator), batches=(1, 2, 3, 4)
+    )
     return replace(asked, **changes)  # type: ignore[arg-type]
 
 
@@ -41,7 +44,7 @@ def scarce(accelerator: bool, share: float, **changes: object) -> Problem:
     tier = DEVICE if accelerator else HOST
     whole = Plan(gpu_batch_size=16, num_gpu_batches=4)
     least = replace(whole, gpu_batch_size=1, num_gpu_batches=1).with_percent((0,) * 6)
-    most, few = (asked.largest(plan if accelerator else plan.folded()).footprint.total(tier) for plan in (whole, least))
+    most, few = (asked.largest(plan.at(Site(accelerator))).footprint.total(tier) for plan in (whole, least))
     budget = int(few + share * (most - few))
     return replace(asked, budgets=Budgets(device=budget) if accelerator else Budgets(host=budget))
 

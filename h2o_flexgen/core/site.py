@@ -1,0 +1,25 @@
+"""Site: where a plan is run. It is made once by whoever opens devices, and asked by all who plan for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from h2o_flexgen.kernels.table import Processor, choose
+from h2o_flexgen.quant.codec import PLAIN
+
+
+@dataclass(frozen=True)
+class Site:
+    accelerator: bool = False  # has memory of its own, so that all has to be loaded and stored
+    writes_weights: bool = False  # the disk share of the weights is not there yet but written for the run
+    processor: Processor = field(default_factory=Processor)
+    threads: int = 1  # of the CPU
+
+    def reads(self, op: str, form: str, dtype: str, width: int = 1) -> bool:
+        """Whether something does this with the bytes as they are."""
+        return choose(op, form, dtype, self.processor.runs, width=width) is not None
+
+    def threads_of(self, op: str, dtype: str) -> int:
+        """Threads of the kernel in C that does this with plain values; 0 where torch does."""
+        kernel = choose(op, PLAIN, dtype, self.processor.runs)
+        return self.threads if kernel is not None and kernel.libraries else 0
