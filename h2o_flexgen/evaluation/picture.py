@@ -49,7 +49,8 @@ def _draw(axes: Axes, results: Results, shown: Shown, panel: str) -> None:
         axes.axhline(full.value, color=GREY, linestyle="--", linewidth=1.2, label=Full.name)
     values = [] if full is None else [full.value]
     for row, colour, mark in zip((row for row in results.rows if row != Full.name), cycle(COLOURS), cycle(MARKS)):
-        points = [(place, found) for label, place in places.items() if (found := results.figure(row, label, shown.name, panel))]
+        figures = [(place, figure_of(results.find(row, label), shown.name, panel)) for label, place in places.items()]
+        points = [(place, found) for place, found in figures if found is not None]
         values += [found.value for _, found in points]
         axes.errorbar(
             [place for place, _ in points],

@@ -21,7 +21,7 @@ from h2o_flexgen.planning.machines import machine_file, save_machine, saved_mach
 from h2o_flexgen.profiling.apart import profile_apart
 from h2o_flexgen.profiling.fingerprint import Fingerprint
 from h2o_flexgen.profiling.others import WARNING, Others
-from h2o_flexgen.profiling.sizes import QUICK, Sizes
+from h2o_flexgen.profiling.sizes import QUICK
 from h2o_flexgen.profiling.subject import OnSubject
 
 OnNote = Callable[[str], None]
@@ -31,7 +31,6 @@ def profiled(
     device: Device,
     offload_folder: Path,
     dtype: str | None = None,
-    sizes: Sizes = QUICK,
     on_note: OnNote | None = None,
     on_subject: OnSubject | None = None,
 ) -> Machine:
@@ -48,7 +47,7 @@ def profiled(
         return found
     note_partial(mark, note)
     others, host_bytes, device_bytes = Others(), available_bytes(), device.free_bytes() or 0
-    machine = profile_apart(device, offload_folder, mark.name, dtype, sizes, on_subject, partial_file(mark))
+    machine = profile_apart(device, offload_folder, mark.name, dtype, QUICK, on_subject, partial_file(mark))
     machine = replace(machine, host_bytes=host_bytes, device_bytes=device_bytes)  # without the measuring process's share
     warning = others.warning()
     keep(machine, mark, warning)
