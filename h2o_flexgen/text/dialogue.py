@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.text.prompts import Prompt
@@ -118,7 +119,6 @@ def _not_in(text: str) -> str:
     return mark
 
 
-AUTO = "auto"
 STYLES: Mapping[str, type[Plain] | type[Script] | type[Template]] = {"template": Template, "script": Script, "plain": Plain}
 
 
