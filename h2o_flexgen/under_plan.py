@@ -76,7 +76,7 @@ class ModelUnderPlan:
     # -- the plan --------------------------------------------------------------------------------------------------------
 
     def _take(self, plan: Plan) -> None:
-        folded = plan if self.device.accelerator else plan.folded()
+        folded = plan.at(self.site)
         if folded.attend_on == HOST:
             raise ValueError("attend_on 'host' can be priced, but this version cannot run it on an accelerator; leave it out")
         self.requested, self.plan = plan, folded
@@ -118,7 +118,7 @@ class ModelUnderPlan:
     def planned(self, workload: Workload, plan: Plan | None = None, scored_at_once: int = 0) -> WorkloadPlan:
         """The workload under this model's plan, or under another one."""
         site = self.site
-        plan = self.plan if plan is None else plan if site.accelerator else plan.folded()
+        plan = self.plan if plan is None else plan.at(site)
         spec = self.spec if plan == self.plan else self.spec_under(plan)
         return WorkloadPlan(spec, plan, workload, site, scored_at_once)
 

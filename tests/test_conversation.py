@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.conversation import ContextFull, Extent
 from h2o_flexgen.engine.executor import TaskFailed
@@ -276,7 +277,7 @@ def test_what_lies_on_the_tiers_is_what_was_promised_and_goes_back(
     policy: tuple[tuple[str, Any], ...], any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
     with Case("llama-gqa", MIXES[3], device=any_device, policy=policy, prefill_tokens=6).open(checkpoints, offload) as llm:
-        promised = WorkloadPlan(llm.spec, llm.plan, Workload((6,), 1, CONTEXT), llm.device.accelerator).footprint
+        promised = WorkloadPlan(llm.spec, llm.plan, Workload((6,), 1, CONTEXT), llm.site).footprint
         with llm.converse(CONTEXT) as talk:
             held = [on_tiers(llm) for _ in range(5) if talk.reply(TURNS[0], GREEDY)]
         assert len(set(held)) == 1
@@ -318,5 +319,5 @@ def test_a_conversation_is_promised_the_room_to_read_a_long_turn_behind_a_short_
         assert extent.piece_tokens == CONTEXT
         assert (long_behind_short.before, long_behind_short.lengths) == ((1,), (CONTEXT - 1,))
         assert (first.before, first.lengths) == ((0,), (CONTEXT,))
-        needs = [WorkloadPlan(llm.spec, llm.plan, workload, False).footprint.parts["host"] for workload in workloads]
+        needs = [WorkloadPlan(llm.spec, llm.plan, workload, Site()).footprint.parts["host"] for workload in workloads]
         assert needs[0]["working space"] > needs[1]["working space"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model
@@ -59,7 +60,7 @@ def test_it_is_computed_as_in_a_plain_loop_and_moves_the_bytes_that_are_foreseen
     with case.open(own_checkpoints, offload) as llm:
         assert any("chosen" in layer.functions for layer in llm.spec.layers)
         compare(case, own_checkpoints, *generate_with(llm, case))
-        foreseen = predicted_bytes(BlockPlans.of(llm.spec, llm.plan, Workload(case.lengths, case.gen_len), False))
+        foreseen = predicted_bytes(BlockPlans.of(llm.spec, llm.plan, Workload(case.lengths, case.gen_len), Site()))
         assert {lane: nbytes for lane, nbytes in llm.stats.moved_bytes.items() if nbytes} == foreseen
 
 
@@ -69,9 +70,9 @@ def test_products_count_for_the_tokens_that_come_to_them() -> None:
     assert spec.layers[LAYER].matmul_values == router + 2 * ffn * width
     assert spec.flops(LAYER, 2, 4, 0) == 2 * 8 * (router + 2 * ffn * width)
     (block,) = Workload.uniform(2, 4, 2).blocks(2, 1)
-    parts = Pricing(BlockPlan.of(spec, Plan(gpu_batch_size=2), block, False), replace(MACHINE, values_per_s=5.0)).compute_parts(
-        Key(Op.COMPUTE, 0, LAYER, 0)
-    )
+    parts = Pricing(
+        BlockPlan.of(spec, Plan(gpu_batch_size=2), block, Site()), replace(MACHINE, values_per_s=5.0)
+    ).compute_parts(Key(Op.COMPUTE, 0, LAYER, 0))
     assert parts["products"] == pytest.approx(2 * router * 8 / 3 + 2 * (4 * ffn * width) * 4 / 2)
     assert parts["values"] == pytest.approx(8 * (2 + width + 2 * (ffn + width)) / 5) and parts["attention"] == 0.0
 
@@ -81,7 +82,7 @@ def test_its_room_and_its_packed_matrices_are_counted(sep_layer: bool) -> None:
     spec, workload = spec_of(sep_layer), Workload.uniform(2, 40, 2)
     wider = replace(spec, layers=tuple(replace(one, passing_width=one.passing_width + 10_000) for one in spec.layers))
     less, more = (
-        WorkloadPlan(one, Plan(gpu_batch_size=2), workload, False).footprint.parts[HOST]["working space"]
+        WorkloadPlan(one, Plan(gpu_batch_size=2), workload, Site()).footprint.parts[HOST]["working space"]
         for one in (spec, wider)
     )
     assert more - less > 0.9 * SLACK * 80 * 10_000 * 4

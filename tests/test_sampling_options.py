@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from h2o_flexgen import SamplingParams
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine import many_positions
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
@@ -193,7 +194,7 @@ def test_completions_of_one_prompt_share_its_log_probabilities(checkpoints: Chec
 def test_what_logits_of_prompts_hold_is_counted_before_anything_is_loaded(checkpoints: Checkpoints, offload: Path) -> None:
     prompts = distinct_prompts((100,) * 4)
     with Case("qwen2-wordy").open(checkpoints, offload) as llm:
-        fits = WorkloadPlan(llm.spec, llm.plan, Workload.uniform(4, 100, 1), False).footprint
+        fits = WorkloadPlan(llm.spec, llm.plan, Workload.uniform(4, 100, 1), Site()).footprint
         llm.budgets = replace(llm.budgets, host=llm.budgets.needs(fits, "host"))
         with pytest.raises(ValueError, match="working space"):
             llm.generate(prompts, SamplingParams(1, prompt_logprobs=0))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from h2o_flexgen import SamplingParams
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine import many_positions, scoring
 from h2o_flexgen.engine.row_state import RowState
@@ -118,7 +119,7 @@ def test_answers_that_differ_in_their_last_token_are_scored_with_one_text(checkp
 def test_what_logits_of_many_positions_hold_is_counted(checkpoints: Checkpoints, offload: Path) -> None:
     with Case("qwen2-wordy").open(checkpoints, offload) as llm:
         workload = Workload.uniform(4, 100, 1)
-        few, many = (WorkloadPlan(llm.spec, llm.plan, workload, False, scored_at_once=count) for count in (0, 150))
+        few, many = (WorkloadPlan(llm.spec, llm.plan, workload, Site(), scored_at_once=count) for count in (0, 150))
         more = many.footprint.total("host") - few.footprint.total("host")
         assert more > 140 * llm.spec.vocab * 4
         assert replace(many, scored_at_once=10**6).footprint == replace(many, scored_at_once=200).footprint

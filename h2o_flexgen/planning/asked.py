@@ -43,7 +43,7 @@ class Asked:
         site: Site,
     ) -> Problem:
         """What can be seen to be wrong without a search is refused here."""
-        plan = self.plan if site.accelerator else self.plan.folded()
+        plan = self.plan.at(site)
         spec = model(plan)
         machine.flop_rate(spec.dtype, 1)  # a type that was not measured there is refused
         check_rolling(spec, plan)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
 from h2o_flexgen.planning.placement import Placement, place, place_weights, placed_shares, traffic
 from h2o_flexgen.planning.plan import Plan
@@ -30,11 +31,9 @@ class BlockPlan:
     schedule: Schedule
 
     @classmethod
-    def of(
-        cls, spec: ModelSpec, plan: Plan, block: Block, accelerator: bool, weights: Mapping[str, str] | None = None
-    ) -> BlockPlan:
+    def of(cls, spec: ModelSpec, plan: Plan, block: Block, site: Site, weights: Mapping[str, str] | None = None) -> BlockPlan:
         placement = place(spec, plan, block, weights)
-        schedule = SCHEDULES[plan.schedule](traffic(spec, plan, block, placement, accelerator))
+        schedule = SCHEDULES[plan.schedule](traffic(spec, plan, block, placement, site))
         return cls(spec, plan, block, placement, schedule)
 
     @cached_property
@@ -65,14 +64,14 @@ class BlockPlans:
         spec: ModelSpec,
         plan: Plan,
         workload: Workload,
-        accelerator: bool,
+        site: Site,
         size: BlockSize | None = None,
         rows: Sequence[int] | None = None,
     ) -> BlockPlans:
         """Of all rows in blocks as large as the plan has them; or of those that are left, in blocks of another size."""
         weights, size = place_weights(spec, plan), size or BlockSize(plan.gpu_batch_size, plan.num_gpu_batches)
         alike = workload.alike_blocks(*size, rows)
-        return cls(tuple((BlockPlan.of(spec, plan, block, accelerator, weights), own) for block, own in alike))
+        return cls(tuple((BlockPlan.of(spec, plan, block, site, weights), own) for block, own in alike))
 
     def __len__(self) -> int:
         return sum(self._counts)

@@ -62,10 +62,10 @@ class Case:
 
     def with_shares(self, **shares: Shares) -> Plan:
         plan = replace(self.plan, **{"weights": ALL_DEVICE, "kv": ALL_DEVICE, "hidden": ALL_DEVICE, **shares})  # type: ignore[arg-type]
-        return plan if self.site.accelerator else plan.folded()
+        return plan.at(self.site)
 
     def planned(self, plan: Plan) -> BlockPlan:
-        return BlockPlan.of(self.spec, plan, self.block, self.site.accelerator)
+        return BlockPlan.of(self.spec, plan, self.block, self.site)
 
     def footprint(self, plan: Plan) -> Footprint:
         return footprint(self.planned(plan), self.site)
@@ -121,7 +121,7 @@ class Case:
         return _extended(one, two, self.spec.num_blocks)
 
     def _bounds_of(self, plan: Plan, spec: ModelSpec, block: Block) -> list[dict[str, float]]:
-        pricing = Pricing(BlockPlan.of(spec, plan, block, self.site.accelerator), self.machine, averaged=True)
+        pricing = Pricing(BlockPlan.of(spec, plan, block, self.site), self.machine, averaged=True)
         return [pricing.bounds(step) for step in self.steps]
 
     # -- memory --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from h2o_flexgen.core.layout import hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.plan import Plan, Shares
@@ -69,21 +70,21 @@ def placed_shares(spec: ModelSpec, plan: Plan, block: Block, placement: Placemen
     )
 
 
-def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, accelerator: bool) -> Traffic:
+def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, site: Site) -> Traffic:
     """What a schedule has to move under this placement."""
     return Traffic(
         steps=block.gen_len,
         layers=len(spec.layers),
         batches=len(block.batches),
         slots=plan.slots,
-        accelerator=accelerator,
+        accelerator=site.accelerator,
         weights_on_disk=_layers_with(spec, placement, DISK),
         weights_on_host=_layers_with(spec, placement, HOST),
         kv=placement.kv,
         hidden=placement.hidden,
         kv_before=any(any(batch.seen) for batch in block.batches),
         kv_after=any(batch.lives_on for batch in block.batches),
-        attends_on_host=accelerator and plan.attend_on == HOST,
+        attends_on_host=site.accelerator and plan.attend_on == HOST,
     )
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from h2o_flexgen.core.allowed_values import Rule, number, whole
 from h2o_flexgen.core.hints import did_you_mean, shown
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import MOST_BATCHES, check_num_prompts
 from h2o_flexgen.policies.options import KVOptions
@@ -124,6 +125,10 @@ class Plan:
         if self.has_own_slots:
             raise ValueError(f"schedule {self.schedule} cannot do without overlap: it has slots of its own; choose another")
         return replace(self, slots=1)
+
+    def at(self, site: Site) -> Plan:
+        """The plan as it can be carried out there."""
+        return self if site.accelerator else self.folded()
 
     def folded(self) -> Plan:
         weights, kv, hidden = self.weights.folded(), self.kv.folded(), self.hidden.folded()

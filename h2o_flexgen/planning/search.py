@@ -173,7 +173,7 @@ def _refuse_what_nothing_reaches(problem: Problem) -> None:
 def _soonest_seconds(problem: Problem, base: Plan) -> float:
     """The seconds of a block of one row that moves nothing, whether it fits or not: hardly any block can end sooner."""
     plan = replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ALL_DEVICE, kv=ALL_DEVICE, hidden=ALL_DEVICE)
-    plan = plan if problem.accelerator else plan.folded()
+    plan = plan.at(problem.site)
     return predict(problem.largest(plan), problem.machine).block_seconds
 
 

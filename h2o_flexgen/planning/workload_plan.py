@@ -34,15 +34,15 @@ class WorkloadPlan:
 
     @cached_property
     def blocks(self) -> BlockPlans:
-        return BlockPlans.of(self.spec, self.plan, self.workload, self.site.accelerator)
+        return BlockPlans.of(self.spec, self.plan, self.workload, self.site)
 
     def blocks_of(self, rows: Sequence[int], size: BlockSize) -> BlockPlans:
         """Those of the rows that are left, where memory has run out in larger ones."""
-        return BlockPlans.of(self.spec, self.plan, self.workload, self.site.accelerator, size, rows)
+        return BlockPlans.of(self.spec, self.plan, self.workload, self.site, size, rows)
 
     def planned(self, block: Block) -> BlockPlan:
         """Another block under the same plan."""
-        return BlockPlan.of(self.spec, self.plan, block, self.site.accelerator, self.blocks.first.placement.weights)
+        return BlockPlan.of(self.spec, self.plan, block, self.site, self.blocks.first.placement.weights)
 
     @cached_property
     def footprint(self) -> Footprint:

@@ -20,6 +20,7 @@ from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models.base import Model
 from h2o_flexgen.models.dummy import DummySource
 from h2o_flexgen.planning.block_plan import BlockPlans
@@ -118,8 +119,9 @@ def _trace(
     on_visit: OnVisit | None = None,
 ) -> Trace:
     """Runs one block and returns its trace."""
-    plan = plan if device.accelerator else plan.folded()
-    planned = BlockPlans.of(model.spec, plan, Workload.uniform(plan.block_size, prompt_len, steps), device.accelerator).first
+    site = site_of(device.kind, device.accelerator)
+    plan = plan.at(site)
+    planned = BlockPlans.of(model.spec, plan, Workload.uniform(plan.block_size, prompt_len, steps), site).first
     params, tokenizer = SamplingParams(max_tokens=steps, ignore_eos=True), ByteTokenizer(model.spec.vocab)
     rows = [RowState(row, [0] * prompt_len, params, tokenizer) for row in range(plan.block_size)]
     with closing(Memories(device, folder, False)) as memories, closing(DummySource(SEED, dtype, folder)) as source:

@@ -9,6 +9,7 @@ import pytest
 
 from h2o_flexgen.cli.watch import Watch, clock
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import Stage
@@ -31,7 +32,7 @@ def spec() -> ModelSpec:
 
 
 def planned(spec: ModelSpec, schedule: str = "zigzag") -> BlockPlans:
-    return BlockPlans.of(spec, replace(PLAN, schedule=schedule), WORKLOAD, accelerator=False)
+    return BlockPlans.of(spec, replace(PLAN, schedule=schedule), WORKLOAD, Site())
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -58,7 +59,7 @@ def test_when_memory_runs_out_progress_goes_on_and_ends_at_its_total(spec: Model
     blocks = planned(spec)
     first, second = blocks
     smaller = replace(PLAN, gpu_batch_size=1, num_gpu_batches=1)
-    rest = BlockPlans.of(spec, smaller, Workload((9,), gen_len=3), accelerator=False)
+    rest = BlockPlans.of(spec, smaller, Workload((9,), gen_len=3), Site())
     stream, done = io.StringIO(), list[int]()
     progress = Progress(blocks.visits, "run", stream)
     watch = Watch(blocks, progress)
@@ -96,7 +97,7 @@ def test_the_text_names_block_step_layer_batch_rate_and_the_time_left(spec: Mode
 
 
 def test_blocks_of_one_shape_are_predicted_once_and_counted_each(spec: ModelSpec) -> None:
-    one, alike = (BlockPlans.of(spec, PLAN, Workload.uniform(count, 6, 3), accelerator=False) for count in (4, 8))
+    one, alike = (BlockPlans.of(spec, PLAN, Workload.uniform(count, 6, 3), Site()) for count in (4, 8))
     assert predicted_bytes(alike) == {lane: 2 * nbytes for lane, nbytes in predicted_bytes(one).items()}
     assert predicted_bytes(one) == Cost(alike[0]).lane_bytes()
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import MOST_PROMPTS, Batch, Block, BlockSize, Workload
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.plan import Plan
@@ -47,11 +48,11 @@ def test_of_the_rows_that_are_left_blocks_are_made_in_the_same_way(
 def test_blocks_of_one_shape_are_planned_once_and_are_all_there(lengths: list[int], size: int, batches: int) -> None:
     workload = Workload(tuple(lengths), 3)
     plan = Plan(gpu_batch_size=size, num_gpu_batches=batches)
-    blocks, every = BlockPlans.of(tiny_spec(), plan, workload, False), workload.blocks(size, batches)
+    blocks, every = BlockPlans.of(tiny_spec(), plan, workload, Site()), workload.blocks(size, batches)
     assert len(blocks) == len(every) and [one.block for one in blocks] == [*every]
     assert [blocks[place].block for place in range(len(blocks))] == [*every]
     assert [(first.shape, count) for first, count in blocks.alike] == [*Counter(one.shape for one in blocks).items()]
-    assert all(one == BlockPlan.of(one.spec, one.plan, one.block, False) for one in blocks)
+    assert all(one == BlockPlan.of(one.spec, one.plan, one.block, Site()) for one in blocks)
     for place in range(len(blocks) + 1):
         assert [*blocks.followed_by(blocks, place)] == [*[*blocks][:place], *blocks]
     assert workload.first_of_length == {length: lengths.index(length) for length in dict.fromkeys(lengths)}
@@ -66,7 +67,7 @@ def test_what_many_prompts_of_one_length_hold_is_known_from_two_blocks(monkeypat
 
     monkeypatch.setattr(Workload, "_block", counted)
     workloads = (Workload.uniform(count, 2, 2) for count in (MOST_PROMPTS - 3, 5))
-    many, few = (WorkloadPlan(tiny_spec(), Plan(), workload, accelerator=False).footprint for workload in workloads)
+    many, few = (WorkloadPlan(tiny_spec(), Plan(), workload, Site()).footprint for workload in workloads)
     assert many.parts and many == few and made == {4: 2, 1: 2}
     with pytest.raises(ValueError, match=r"1000001 prompts are more than one run takes; give 1000000 at most, or run them in"):
         Workload.uniform(MOST_PROMPTS + 1, 2, 2)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.core import layout
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.memory.device import DeviceTier
@@ -60,8 +61,9 @@ def opened_store(
     spec, block = tiny_spec(blocks=3), block_of(LENGTHS, STEPS)
     plan = Plan(num_gpu_batches=len(LENGTHS), slots=slots).with_percent((100, 0, *kv, 100, 0))
     with opened_memories(device, offload) as memories:
-        plan = plan if memories.device.accelerator else plan.folded()
-        made = SCHEDULES[schedule](traffic(spec, plan, block, place(spec, plan, block), memories.device.accelerator))
+        site = Site(memories.device.accelerator)
+        plan = plan.at(site)
+        made = SCHEDULES[schedule](traffic(spec, plan, block, place(spec, plan, block), site))
         with closing(KVStore(spec, Full(), block, made, memories)) as store:
             yield store, made, spec, block, memories
 
@@ -170,7 +172,7 @@ def test_a_store_that_cannot_be_made_gives_back_what_it_had(calls: int, offload:
     with opened_memories("cpu", offload) as memories:
         spec, block = tiny_spec(blocks=3), block_of(LENGTHS, STEPS)
         plan = Plan().with_percent((100, 0, 0, 40, 100, 0)).folded()
-        made = SCHEDULES["zigzag"](traffic(spec, plan, block, place(spec, plan, block), False))
+        made = SCHEDULES["zigzag"](traffic(spec, plan, block, place(spec, plan, block), Site()))
         with pytest.raises(OSError, match="full"):
             KVStore(spec, Full(), block, made, memories)
         memories.host.trim()

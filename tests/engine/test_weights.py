@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DISK
 from h2o_flexgen.core.workload import Block, Workload
 from h2o_flexgen.engine.stores.weights import WeightStore
@@ -59,8 +60,9 @@ def opened_store(
     source = checkpoint if codec == PLAIN else PackedCheckpoint(checkpoint, spec)
     plan, block = Plan(num_gpu_batches=batches, slots=slots, schedule=schedule).with_percent(percent), block_of_batches(batches)
     with opened_memories(device, offload) as memories:
-        plan = plan if memories.device.accelerator else plan.folded()
-        made = SCHEDULES[schedule](traffic(spec, plan, block, place(spec, plan, block), memories.device.accelerator))
+        site = Site(memories.device.accelerator)
+        plan = plan.at(site)
+        made = SCHEDULES[schedule](traffic(spec, plan, block, place(spec, plan, block), site))
         store = WeightStore(spec, place_weights(spec, plan), source, memories)
         store.prepare(made)
         yield store, made, spec

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Block, Workload
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -25,7 +26,7 @@ RAGGED = (5, 9, 2, 7, 4, 11, 3)
 
 
 def cost_of(llm: LLM, block: Block) -> Cost:
-    return Cost(BlockPlan.of(llm.spec, llm.plan, block, llm.device.accelerator))
+    return Cost(BlockPlan.of(llm.spec, llm.plan, block, llm.site))
 
 
 def predicted(llm: LLM, case: Case) -> Counter[str]:
@@ -110,7 +111,7 @@ def test_nothing_is_moved_when_all_rests_where_it_is_computed_with(checkpoints: 
 
 def tiny_cost(block: Block, accelerator: bool = True, **options: object) -> Cost:
     spec, plan = tiny_spec(), Plan.create(**options).with_percent((0, 50, 0, 0, 0, 50))
-    return Cost(BlockPlan.of(spec, plan, block, accelerator))
+    return Cost(BlockPlan.of(spec, plan, block, Site(accelerator)))
 
 
 def test_kv_bytes_by_hand() -> None:

@@ -313,9 +313,7 @@ def large_spec() -> ModelSpec:
 
 def request_of(percent: tuple[float, ...], accelerator: bool, batch_size: int = 16, prompts: int = 64) -> WorkloadPlan:
     plan = Plan(gpu_batch_size=batch_size, num_gpu_batches=2).with_percent(percent)
-    return WorkloadPlan(
-        large_spec(), plan if accelerator else plan.folded(), Workload.uniform(prompts, 60, 4), Site(accelerator)
-    )
+    return WorkloadPlan(large_spec(), plan.at(Site(accelerator)), Workload.uniform(prompts, 60, 4), Site(accelerator))
 
 
 def suggested(message: str, request: WorkloadPlan) -> list[WorkloadPlan]:
@@ -325,7 +323,7 @@ def suggested(message: str, request: WorkloadPlan) -> list[WorkloadPlan]:
         found.append(replace(request, plan=replace(request.plan, gpu_batch_size=int(size[1]))))
     if percent := re.search(r"percent ([\d. ]+?)(?: or |$)", message):
         plan = request.plan.with_percent([float(value) for value in percent[1].split()])
-        found.append(replace(request, plan=plan if request.site.accelerator else plan.folded()))
+        found.append(replace(request, plan=plan.at(request.site)))
     return found
 
 

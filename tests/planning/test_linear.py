@@ -76,7 +76,7 @@ def test_its_coefficients_are_what_pricing_says_at_every_corner(
     case = case_of(accelerator, lengths, **options)
     for kind, tier in case.corners:
         plan = case.with_shares(**{kind: PLACES[tier]})
-        pricing = Pricing(BlockPlan.of(case.spec, plan, case.block, accelerator), case.machine, averaged=True)
+        pricing = Pricing(BlockPlan.of(case.spec, plan, case.block, Site(accelerator)), case.machine, averaged=True)
         for number, step in enumerate(case.steps):
             base, more = case.base[number], case.more[kind, tier][number]
             found = {name: base.get(name, 0.0) + more.get(name, 0.0) for name in {*base, *more}}
@@ -108,7 +108,7 @@ def test_its_seconds_are_near_those_of_pricing_for_what_is_really_placed(acceler
     case = case_of(accelerator, [[8, 8]] * 8, tiny_spec(blocks=12, width=32))
     for percent in ((0, 50, 0, 50, 0, 50), (25, 25, 50, 0, 100, 0), (50, 25, 0, 75, 50, 50)):
         plan = case.plan.with_percent(percent)
-        plan = plan if accelerator else plan.folded()
+        plan = plan.at(Site(accelerator))
         pricing = Pricing(case.planned(plan), case.machine)
         exact = sum(weight * max(pricing.bounds(step).values()) for weight, step in zip(case.weights_of_steps, case.steps))
         assert seconds_at(case, plan) == pytest.approx(exact, rel=0.1)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.planning.placement import Placement, place, placed_shares, spread, traffic
 from h2o_flexgen.planning.plan import Plan, Shares
@@ -108,7 +109,7 @@ def test_moves_name_the_layers_that_have_weights_on_disk_and_host() -> None:
         kv={(1, batch): HOST for batch in range(4)},
         hidden=(DEVICE, HOST, DISK, DISK),
     )
-    made = traffic(spec, Plan(slots=3), BLOCK, placement, accelerator=True)
+    made = traffic(spec, Plan(slots=3), BLOCK, placement, Site(accelerator=True))
     assert (made.steps, made.layers, made.batches, made.slots) == (3, 4, 4, 3)
     assert made.weights_on_disk == {0, 2, 3}  # the tied head reads the embedding again
     assert made.weights_on_host == {2}
@@ -122,6 +123,6 @@ def test_schedules_of_placed_plans_pass_the_check(
     weights: tuple[int, int], kv: tuple[int, int], hidden: tuple[int, int], accelerator: bool, slots: int, schedule: str
 ) -> None:
     plan = Plan(slots=slots).with_percent((*weights, *kv, *hidden))
-    plan = plan if accelerator else plan.folded()
+    plan = plan.at(Site(accelerator))
     spec = tiny_spec()
-    check(SCHEDULES[schedule](traffic(spec, plan, BLOCK, place(spec, plan, BLOCK), accelerator)))
+    check(SCHEDULES[schedule](traffic(spec, plan, BLOCK, place(spec, plan, BLOCK), Site(accelerator))))

@@ -32,7 +32,7 @@ SLOW_DISK = replace(MACHINE, disk_read_per_s=2e6, disk_write_per_s=1e6, task_sec
 def planned(gen_len: int, accelerator: bool = False, **options: object) -> BlockPlan:
     plan = Plan.create(**{"num_gpu_batches": 3, **options}).with_percent((30, 20, 30, 40, 50, 50))
     block = block_of([[8, 7], [6, 6], [5]], gen_len)
-    return BlockPlan.of(tiny_spec(), plan if accelerator else plan.folded(), block, accelerator)
+    return BlockPlan.of(tiny_spec(), plan.at(Site(accelerator)), block, Site(accelerator))
 
 
 def workload_plan(plan: Plan, lengths: Sequence[int]) -> WorkloadPlan:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.kernels.table import FEW_ROWS
@@ -39,9 +40,9 @@ PERCENT = (30, 20, 30, 40, 50, 50)
 
 def planned(block: Block, accelerator: bool = True, packed: bool = False, **options: object) -> BlockPlan:
     plan = Plan.create(**{"num_gpu_batches": 3, **options}).with_percent(PERCENT)
-    plan = plan if accelerator else plan.folded()
+    plan = plan.at(Site(accelerator))
     spec = tiny_spec().packed("group4") if packed else tiny_spec()
-    return BlockPlan.of(replace(spec, kv_codec=plan.kv_codec), plan, block, accelerator)
+    return BlockPlan.of(replace(spec, kv_codec=plan.kv_codec), plan, block, Site(accelerator))
 
 
 def on(machine: Machine, accelerator: bool) -> Machine:
@@ -79,7 +80,7 @@ def test_tasks_that_count_as_alike_cost_the_same(accelerator: bool, packed: bool
 def test_hidden_states_of_equal_batches_cost_what_their_own_tier_takes() -> None:
     """Through memory and link; from disk the disk's own time as well."""
     plan = Plan(num_gpu_batches=2).with_percent((100, 0, 100, 0, 0, 50))
-    of = BlockPlan.of(tiny_spec(), plan, block_of([[4, 4], [4, 4]]), True)
+    of = BlockPlan.of(tiny_spec(), plan, block_of([[4, 4], [4, 4]]), Site(accelerator=True))
     seconds = {
         tier: Pricing(of, MACHINE).seconds(Key(Op.LOAD_H, 0, 1, batch)) for batch, tier in enumerate(of.placement.hidden)
     }

@@ -44,7 +44,7 @@ def scarce(accelerator: bool, share: float, **changes: object) -> Problem:
     tier = DEVICE if accelerator else HOST
     whole = Plan(gpu_batch_size=16, num_gpu_batches=4)
     least = replace(whole, gpu_batch_size=1, num_gpu_batches=1).with_percent((0,) * 6)
-    most, few = (asked.largest(plan if accelerator else plan.folded()).footprint.total(tier) for plan in (whole, least))
+    most, few = (asked.largest(plan.at(Site(accelerator))).footprint.total(tier) for plan in (whole, least))
     budget = int(few + share * (most - few))
     return replace(asked, budgets=Budgets(device=budget) if accelerator else Budgets(host=budget))
 

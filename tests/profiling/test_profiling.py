@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.kernels.table import CPU, FEW_ROWS, TORCH, Processor
@@ -107,7 +108,7 @@ def test_a_profile_is_kept_and_loaded_as_it_is(found: tuple[Machine, object, obj
 def test_a_block_can_be_priced_with_it(found: tuple[Machine, object, object]) -> None:
     model = products.small_model(products.OPT, "bfloat16", 128, 2)
     (block,) = Workload.uniform(4, 8, 3).blocks(4, 1)
-    pricing = Pricing(BlockPlan.of(model.spec, Plan().with_percent((0, 50, 0, 100, 100, 0)), block, False), found[0])
+    pricing = Pricing(BlockPlan.of(model.spec, Plan().with_percent((0, 50, 0, 100, 100, 0)), block, Site()), found[0])
     assert 0 < pricing.simulated().makespan < 60
 
 

@@ -15,6 +15,7 @@ import torch
 from h2o_flexgen import run
 from h2o_flexgen.cli import profile_request
 from h2o_flexgen.cli.run_request import parse
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
@@ -71,7 +72,7 @@ def test_its_plans_fit_a_gpu_that_is_held_to_16_gb(model: str) -> None:
     plan = Plan(args.gpu_batch_size, args.num_gpu_batches).with_percent(args.percent)
     spec = create_model(known_config(args.model), "float16", name=args.model).spec
     workload = Workload.uniform(plan.block_size, args.prompt_len, args.gen_len)
-    needed = WorkloadPlan(spec, plan, workload, accelerator=True).footprint
+    needed = WorkloadPlan(spec, plan, workload, Site(accelerator=True)).footprint
     assert needed.total(DEVICE) < SCRIPT.GPU_BYTES and needed.total(HOST) < HOST_BYTES
     assert needed.total(DEVICE) > SCRIPT.GPU_BYTES / 2, "a smaller GPU would do: the check would show little"
 
