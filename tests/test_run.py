@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from h2o_flexgen.finding import Wish
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.profiling import kept, measure
+from tests import outcome
 from tests.patience import PATIENCE_SECONDS
 from tests.signals import as_in_a_terminal
 from tests.tiny import POSITIONS, save_tiny
@@ -42,15 +43,8 @@ KEYS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Result:
-    status: int
-    out: list[str]
-    err: list[str]
-
-    @property
-    def json(self) -> dict[str, Any]:
-        return json.loads(self.out[-1])
+class Result(outcome.Result):
+    progress = ("opening ", "run: ")
 
     @property
     def texts(self) -> list[str]:
@@ -63,13 +57,6 @@ class Result:
             elif inside := inside and line.startswith(INDENT):
                 found[-1] += f"\n{line}"
         return found
-
-    @property
-    def error(self) -> str:
-        """The one line that a failed command writes, beside progress."""
-        lines = [line for line in self.err if not line.startswith(("opening ", "run: "))]
-        assert self.status == 2 and len(lines) == 1 and lines[0].startswith("error: "), (self.status, self.err)
-        return lines[0]
 
 
 @pytest.fixture(autouse=True)

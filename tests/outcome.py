@@ -1,0 +1,29 @@
+"""What a command has left behind in a test: its exit status, and the lines of both of its streams."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class Result:
+    status: int
+    out: list[str]
+    err: list[str]
+    progress: ClassVar[tuple[str, ...]] = ()  # how lines on stderr begin that only tell how far it is
+
+    @property
+    def json(self) -> dict[str, Any]:
+        assert self.status == 0, self.err
+        return json.loads(self.out[-1])
+
+    @property
+    def said(self) -> list[str]:
+        return [line for line in self.err if not line.startswith(self.progress)]
+
+    @property
+    def error(self) -> str:
+        assert self.status == 2 and len(self.said) == 1 and self.said[0].startswith("error: "), (self.status, self.err)
+        return self.said[0]
