@@ -180,12 +180,9 @@ def _unused(flags: Namespace, prompts: tuple[str, ...] | MadeUp) -> Iterator[str
 
 
 def _refuse(flags: Namespace, plan: Plan) -> None:
-    switched_on = {
-        "--cpu-cache-compute": flags.cpu_cache_compute,
-        "--attn-sparsity": flags.attn_sparsity != 1.0,
-    }
-    if found := [flag for flag, is_on in switched_on.items() if is_on]:
-        raise ValueError(f"{found[0]} is not supported by this version; leave it out")
+    unsupported = {"--cpu-cache-compute": flags.cpu_cache_compute, "--attn-sparsity": flags.attn_sparsity != 1.0}
+    if found := next((flag for flag, is_on in unsupported.items() if is_on), None):
+        raise ValueError(f"{found} is not supported by this version; leave it out")
     if flags.percent != AUTO:
         refuse_search_options(flags, f"say --percent {AUTO}")
     of_runs = (name for name in ("output", "trace", "timeline") if getattr(flags, name) is not None)
