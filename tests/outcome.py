@@ -1,10 +1,13 @@
-"""What a command has left behind in a test: its exit status, and the lines of both of its streams."""
+"""What came of something in a test: of a command its exit status and the lines it wrote, of a refusal its one line."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import pytest
 
 
 @dataclass(frozen=True)
@@ -27,3 +30,11 @@ class Result:
     def error(self) -> str:
         assert self.status == 2 and len(self.said) == 1 and self.said[0].startswith("error: "), (self.status, self.err)
         return self.said[0]
+
+
+def one_line(action: Callable[[], object]) -> str:
+    """What a ValueError says, which is short enough to be read at once."""
+    with pytest.raises(ValueError) as caught:
+        action()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    return str(caught.value)

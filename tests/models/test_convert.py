@@ -23,6 +23,7 @@ from h2o_flexgen.models.files import Progress
 from h2o_flexgen.models.leftovers import writer
 from h2o_flexgen.models.safetensors_format import TensorForm, write_safetensors
 from h2o_flexgen.models.sums import Sums
+from tests.outcome import one_line
 from tests.patience import PATIENCE_SECONDS
 
 State = dict[str, torch.Tensor]
@@ -62,13 +63,6 @@ def assert_same(found: State, wanted: State) -> None:
     assert set(found) == set(wanted)
     for name, value in wanted.items():
         assert found[name].dtype == value.dtype and torch.equal(found[name], value)
-
-
-def one_line(action: Callable[[], object]) -> str:
-    with pytest.raises(ValueError) as caught:
-        action()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.fixture
