@@ -53,8 +53,8 @@ class Ring:
     def __len__(self) -> int:
         return len(self._regions)
 
-    def __getitem__(self, number: int) -> Tensor:
-        return self._regions[number]
+    def __getitem__(self, buffer: int) -> Tensor:
+        return self._regions[buffer]
 
     def zero(self) -> None:
         for region in self._regions:
