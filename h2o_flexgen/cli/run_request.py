@@ -51,12 +51,7 @@ FEWER_BATCH, BREAKDOWN = "fewer_batch", "breakdown"
 AUTO_LOG = "auto"
 WHERE_FOUND = f"where --percent is {AUTO}"
 
-SPREAD = {
-    "demo": True,
-    "gpu_batch_size": 2,
-    "num_gpu_batches": 2,
-    "percent": [20, 30, 20, 30, 100, 0],
-}  # uses every tier
+SPREAD = {"demo": True, "gpu_batch_size": 2, "num_gpu_batches": 2, "percent": [20, 30, 20, 30, 100, 0]}  # over every tier
 # without --model: the package's own, heavy hitters kept; or a small OPT where weights are to be random
 DEMO_RUN = {**SPREAD, "model": DEMO, "gen_len": 96, "kv_policy": H2O.name, **DEMO_SAMPLING}
 NOISE_RUN = {**SPREAD, "model": "facebook/opt-125m", "dummy_weights": True, "prompt_len": 64, "gen_len": 16}
