@@ -45,6 +45,18 @@ class BlockPlan:
         return tuple(self.plan.policy.occupancy(batch, self.block.gen_len) for batch in self.block.batches)
 
     @property
+    def tiers(self) -> tuple[tuple[str, ...], ...]:
+        """Where KV and activations lie."""
+        return tuple(self.placement.kv.values()), self.placement.hidden
+
+    def sharing(self, other: BlockPlan) -> BlockPlan:
+        """The same with the other's placement and schedule if they are equal: these take most of the memory of a BlockPlan, and
+        prompts of many lengths have thousands."""
+        if (self.placement, self.schedule) != (other.placement, other.schedule):
+            return self
+        return replace(self, placement=other.placement, schedule=other.schedule)
+
+    @property
     def shape(self) -> Shape:
         """The key of blocks that cost the same."""
         return tuple((*batch.lengths, *batch.seen) for batch in self.block.batches)
@@ -69,8 +81,12 @@ class BlockPlans:
     ) -> BlockPlans:
         """Divides all rows, or those that are left, into blocks of the plan's size or of another."""
         weights, size = place_weights(spec, plan), size or BlockSize(plan.gpu_batch_size, plan.num_gpu_batches)
-        alike = workload.alike_blocks(*size, rows)
-        return cls(tuple((BlockPlan.of(spec, plan, block, site, weights), own) for block, own in alike))
+        made: list[tuple[BlockPlan, Sequence[int]]] = []
+        known: dict[object, BlockPlan] = {}
+        for block, own in workload.alike_blocks(*size, rows):
+            one = BlockPlan.of(spec, plan, block, site, weights)
+            made.append((one.sharing(known.setdefault(one.tiers, one)), own))
+        return cls(tuple(made))
 
     def __len__(self) -> int:
         return sum(self._counts)

@@ -58,6 +58,13 @@ def test_blocks_of_one_shape_are_planned_once_and_are_all_there(lengths: list[in
     assert workload.first_of_length == {length: lengths.index(length) for length in dict.fromkeys(lengths)}
 
 
+def test_blocks_of_many_lengths_share_what_takes_memory() -> None:
+    plan = Plan(gpu_batch_size=2).with_percent((100, 0, 50, 0, 100, 0))
+    blocks = BlockPlans.of(tiny_spec(), plan, Workload(tuple(range(2, 40)), 3), Site(accelerator=True))
+    assert len(blocks.groups) == 19 and len({id(first.schedule) for first, _ in blocks.groups}) == 1
+    assert all(one == BlockPlan.of(one.spec, one.plan, one.block, Site(accelerator=True)) for one in blocks)
+
+
 def test_what_many_prompts_of_one_length_hold_is_known_from_two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     made, make = Counter[int](), Workload._block
 
