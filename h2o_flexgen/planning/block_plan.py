@@ -46,7 +46,7 @@ class BlockPlan:
 
     @property
     def tiers(self) -> tuple[tuple[str, ...], ...]:
-        """Where KV and activations lie."""
+        """The tiers of KV and activations."""
         return tuple(self.placement.kv.values()), self.placement.hidden
 
     def sharing(self, other: BlockPlan) -> BlockPlan:
