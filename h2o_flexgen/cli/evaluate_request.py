@@ -58,7 +58,7 @@ USUAL_TASKS = "perplexity,recall,agreement"
 OF_SIZES = (XSum.name,)  # tasks whose usual grid is of KV sizes
 BOTH = "both"
 DEMO_BATCH = 16  # rows of a small model that are computed at once
-# what a study has no use for, as it is where nobody gives it
+# the defaults of what a study has no use for
 OF_TASKS: Mapping[str, object] = {
     "articles": None,
     "examples": None,
@@ -298,6 +298,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     add_tokenizer(parser)
     _add_grid(parser)
     _add_tasks(parser)
+    parser.set_defaults(**OF_TASKS)
     group = parser.add_argument_group("plan")
     add_placement(group)
     add_sizes(group)
@@ -334,15 +335,15 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     add("--window", type=TOKENS, metavar="TOKENS", help=f"of a text at once (default: {WINDOW}, or the model's positions)")
     each = f"windows of text (default: {EXAMPLES}), articles (100), or questions of each kind, length and depth (4)"
     add("--examples", type=whole(1, MOST_EXAMPLES), metavar="N", help=each)
-    add("--gen-len", type=TOKENS, default=GEN_LEN, metavar="TOKENS", help="generated for each summary, or to be agreed on")
+    add("--gen-len", type=TOKENS, metavar="TOKENS", help="generated for each summary, or to be agreed on")
     seen = "recall: is the question there when tokens of the prompt are evicted, or does it come behind"
-    add("--question", choices=(*QUESTIONS, BOTH), default=BOTH, help=seen)
+    add("--question", choices=(*QUESTIONS, BOTH), help=seen)
     lengths = "recall: of texts, with commas (default: 256,512,1024, as far as the model has positions)"
     add("--lengths", metavar="TOKENS", help=lengths)
     add("--depths", metavar="PERCENT", help="recall: where the answer stands; 0 is the beginning (default: 0,25,50,75,100)")
     mentions = "recall: how often a note says its fact; accumulated attention keeps what a text comes back to"
-    add("--mentions", type=whole(1, MOST_MENTIONS), default=MENTIONS, metavar="N", help=mentions)
-    add("--seed", type=SEED, default=0, metavar="N", help="recall: of the questions")
+    add("--mentions", type=whole(1, MOST_MENTIONS), metavar="N", help=mentions)
+    add("--seed", type=SEED, metavar="N", help="recall: of the questions")
     share = f"at one budget (default: {STUDY_BUDGET.percent:g})"
     studies = f"instead of tasks: where attention goes over the first window of the text, and who is kept {share}"
     add("--study", choices=STUDIES, help=studies)
