@@ -44,6 +44,7 @@ ON_DEVICE, MOSTLY_HOST, ON_HOST = (100, 0, 100, 0, 100, 0), (20, 80, 0, 100, 0, 
 HALF_ON_DISK = (0, 50, 0, 0, 0, 100)
 BESIDE_KV: Mapping[str, Any] = {"attend_on": HOST}
 UNPINNED: Mapping[str, Any] = {"pin_weight": False}
+BESIDE_KV_UNPINNED: Mapping[str, Any] = {**BESIDE_KV, **UNPINNED}
 PACKED_WEIGHTS: Mapping[str, Any] = {"weight_codec": "group4"}
 PACKED_KV: Mapping[str, Any] = {"kv_codec": "group4"}
 
@@ -92,8 +93,9 @@ class Published:
         return predict(WorkloadPlan(spec_of(self.model, plan), plan, workload, Site(accelerator=True)), machine)
 
 
-def _h2o(ratio: float) -> dict[str, Any]:
-    return {"kv_policy": "h2o-flexgen", "hh_ratio": ratio}
+def _h2o(ratio: float, attend_on: str | None = None) -> dict[str, Any]:
+    beside = {} if attend_on is None else {"attend_on": attend_on}
+    return {"kv_policy": "h2o-flexgen", "hh_ratio": ratio, **beside}
 
 
 ROWS = (
@@ -109,7 +111,7 @@ ROWS = (
         HALF_ON_DISK,
         (512, 32),
         0.69,
-        {**BESIDE_KV, **UNPINNED},
+        BESIDE_KV_UNPINNED,
         FIRST_STEP,
         seconds=(2311.0, 9561.4),
     ),
@@ -129,7 +131,7 @@ ROWS = (
     ),
     Published(REMARK, "FlexGen", "opt-6.7b", (4, 1), ON_DEVICE, (256, 32), 53.29),
     Published(REMARK, "FlexGen", "opt-30b", (160, 2), (10, 90, 0, 100, 0, 100), (256, 32), 16.01, BESIDE_KV, FIRST_STEP),
-    Published(REMARK, "FlexGen", "opt-175b", (64, 8), HALF_ON_DISK, (256, 32), 1.36, {**BESIDE_KV, **UNPINNED}, FIRST_STEP),
+    Published(REMARK, "FlexGen", "opt-175b", (64, 8), HALF_ON_DISK, (256, 32), 1.36, BESIDE_KV_UNPINNED, FIRST_STEP),
     Published(
         ABLATION,
         "no search",
@@ -138,7 +140,7 @@ ROWS = (
         HALF_ON_DISK,
         (512, 32),
         0.27,
-        {**BESIDE_KV, **UNPINNED},
+        BESIDE_KV_UNPINNED,
         FIRST_STEP,
         (0.7, IN_TURN),
     ),
@@ -157,52 +159,16 @@ ROWS = (
     Published(H2O, "H2O", "opt-6.7b", (4, 1), ON_DEVICE, (512, 512), 51.7, _h2o(0.2), 128),
     Published(H2O, "H2O", "opt-6.7b", (4, 1), ON_DEVICE, (512, 1024), 52.1, _h2o(0.3), 128),
     Published(
-        H2O,
-        "H2O",
-        "opt-30b",
-        (52, 14),
-        ON_HOST,
-        (512, 32),
-        12.7,
-        {**_h2o(0.1), **BESIDE_KV},
-        FIRST_STEP,
-        seconds=(1052.874, 787.918),
+        H2O, "H2O", "opt-30b", (52, 14), ON_HOST, (512, 32), 12.7, _h2o(0.1, HOST), FIRST_STEP, seconds=(1052.874, 787.918)
     ),
     Published(
-        H2O,
-        "H2O",
-        "opt-30b",
-        (52, 8),
-        ON_HOST,
-        (512, 512),
-        18.83,
-        {**_h2o(0.2), **BESIDE_KV},
-        FIRST_STEP,
-        seconds=(609.548, 10704.99),
+        H2O, "H2O", "opt-30b", (52, 8), ON_HOST, (512, 512), 18.83, _h2o(0.2, HOST), FIRST_STEP, seconds=(609.548, 10704.99)
     ),
     Published(
-        H2O,
-        "H2O",
-        "opt-30b",
-        (44, 6),
-        ON_HOST,
-        (512, 1024),
-        13.82,
-        {**_h2o(0.3), **BESIDE_KV},
-        FIRST_STEP,
-        seconds=(394.668, 19165.562),
+        H2O, "H2O", "opt-30b", (44, 6), ON_HOST, (512, 1024), 13.82, _h2o(0.3, HOST), FIRST_STEP, seconds=(394.668, 19165.562)
     ),
     Published(
-        LOG,
-        "H2O",
-        "opt-30b",
-        (48, 16),
-        MOSTLY_HOST,
-        (512, 32),
-        14.338,
-        {**_h2o(0.1), **BESIDE_KV},
-        FIRST_STEP,
-        seconds=(975.97, 738.045),
+        LOG, "H2O", "opt-30b", (48, 16), MOSTLY_HOST, (512, 32), 14.338, _h2o(0.1, HOST), FIRST_STEP, seconds=(975.97, 738.045)
     ),
     Published(
         LOG,
@@ -212,7 +178,7 @@ ROWS = (
         MOSTLY_HOST,
         (512, 512),
         18.181,
-        {**_h2o(0.2), **BESIDE_KV},
+        _h2o(0.2, HOST),
         FIRST_STEP,
         seconds=(511.514, 10753.118),
     ),
@@ -224,7 +190,7 @@ ROWS = (
         MOSTLY_HOST,
         (512, 1024),
         14.797,
-        {**_h2o(0.3), **BESIDE_KV},
+        _h2o(0.3, HOST),
         FIRST_STEP,
         seconds=(363.278, 19014.146),
     ),

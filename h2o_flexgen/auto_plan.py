@@ -15,7 +15,7 @@ from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import DoesNotFit
-from h2o_flexgen.profiling.this_machine import this_machine
+from h2o_flexgen.profiling.kept import this_machine
 from h2o_flexgen.under_plan import ModelUnderPlan
 
 LOGITS_BYTES = 32  # of a logit while texts are scored in one pass: itself and what is made of it, generously

@@ -7,18 +7,10 @@ Replies go to stdout as they come; where turns are not typed, each is shown befo
 document. Ctrl-C stops a reply; a second one leaves.
 """
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-
 from h2o_flexgen.cli.chat_request import PROGRAM, parse, request_of
-from h2o_flexgen.cli.main import enter
+from h2o_flexgen.cli.main import door
 
-
-def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    return enter("chat", lambda: parse(argv, program), request_of)
-
+main = door("chat", PROGRAM, parse, request_of)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

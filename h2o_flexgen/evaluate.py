@@ -6,19 +6,10 @@ Tables go to stdout; its last line is one JSON document. With --output every fin
 where it was interrupted.
 """
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-
 from h2o_flexgen.cli.evaluate_request import PROGRAM, parse, request_of
-from h2o_flexgen.cli.main import enter
+from h2o_flexgen.cli.main import door
 
-
-def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    return enter("evaluate", lambda: parse(words, program), request_of)
-
+main = door("evaluate", PROGRAM, parse, request_of)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

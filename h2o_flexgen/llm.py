@@ -24,17 +24,7 @@ from h2o_flexgen.engine.prompts_done import OnCompletion, UseTqdm, shown_progres
 from h2o_flexgen.engine.requests import Forced, Params, RowMaker, for_each, workload_of
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import OnLogits, OnToken
-from h2o_flexgen.engine.scoring import (
-    PREFILL,
-    Pairs,
-    Scored,
-    Scorer,
-    decode_groups,
-    params_of,
-    read_pairs,
-    scored_of,
-    way_of,
-)
+from h2o_flexgen.engine.scoring import PREFILL, Pairs, Scored, Scorer, decode_groups, params_of, read_pairs, scored_of, way_of
 from h2o_flexgen.engine.shrink import OnShrink
 from h2o_flexgen.engine.stage import OnStage
 from h2o_flexgen.engine.stats import Stats
@@ -48,8 +38,7 @@ from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.load_tokenizer import HfTokenizer
-from h2o_flexgen.text.messages import read_chats
-from h2o_flexgen.text.prompts import Prompt, Prompts, read_prompts
+from h2o_flexgen.text.prompts import Prompt, Prompts, read_chats, read_prompts
 from h2o_flexgen.text.tokenizer import Tokenizer
 from h2o_flexgen.under_plan import ModelUnderPlan
 

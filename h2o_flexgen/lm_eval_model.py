@@ -183,12 +183,8 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
 
     def _warn_of_cuts(self, count: int, of: int) -> None:
         if count:
-            log.warning(
-                "%d of %d texts are too long for the %d tokens of a context: their left ends are cut off",
-                count,
-                of,
-                self.max_length,
-            )
+            words = "%d of %d texts are too long for the %d tokens of a context: their left ends are cut off"
+            log.warning(words, count, of, self.max_length)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         windows: list[Pair] = []

@@ -5,18 +5,10 @@
 No weights are needed: shapes say all. With --evaluate it prices one plan instead. The last line of stdout is one JSON document.
 """
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-
-from h2o_flexgen.cli.main import enter
+from h2o_flexgen.cli.main import door
 from h2o_flexgen.cli.plan_request import PROGRAM, parse, request_of
 
-
-def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    return enter("plan", lambda: parse(argv, program), request_of)
-
+main = door("plan", PROGRAM, parse, request_of)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -7,18 +7,10 @@ A table goes to stdout, behind it one JSON document. The profile is kept in the 
 it; the same machine measured again replaces it.
 """
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-
-from h2o_flexgen.cli.main import enter
+from h2o_flexgen.cli.main import door
 from h2o_flexgen.cli.profile_request import PROGRAM, parse, request_of
 
-
-def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    return enter("profile", lambda: parse(argv, program), request_of)
-
+main = door("profile", PROGRAM, parse, request_of)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -6,18 +6,10 @@ The plan comes first, then the texts, then FlexGen's summary; the last line of s
 go to stderr: an error that can be mended from outside is one line and exit status 2.
 """
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-
-from h2o_flexgen.cli.main import enter
+from h2o_flexgen.cli.main import door
 from h2o_flexgen.cli.run_request import PROGRAM, parse, request_of
 
-
-def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
-    return enter("run", lambda: parse(argv, program), request_of)
-
+main = door("run", PROGRAM, parse, request_of)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

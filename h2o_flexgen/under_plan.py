@@ -33,7 +33,7 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, check_rolling
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.profiling.this_machine import machine_before_profile
+from h2o_flexgen.profiling.kept import machine_before_profile
 
 Opened = TypeVar("Opened", bound="ModelUnderPlan")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,33 +16,12 @@ from h2o_flexgen.cli import evaluate_work
 from h2o_flexgen.evaluation.cells import FILE, Cells
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity
 from h2o_flexgen.llm import LLM
+from tests.commands import Result, called
 from tests.real_tokenizers import SENTENCES, save_byte_level
 from tests.tiny import save_tiny
 
-PROGRESS = ("opening ", "evaluate: ")
 GRID = ("--policies", "full,h2o,local", "--budgets", "100,20")
 SMALL = ("--window", 48, "--examples", 2, "--gen-len", 6)
-
-
-@dataclass(frozen=True)
-class Result:
-    status: int
-    out: list[str]
-    err: list[str]
-
-    @property
-    def json(self) -> dict[str, Any]:
-        assert self.status == 0, self.err
-        return json.loads(self.out[-1])
-
-    @property
-    def said(self) -> list[str]:
-        return [line for line in self.err if not line.startswith(PROGRESS)]
-
-    @property
-    def error(self) -> str:
-        assert self.status == 2 and len(self.said) == 1 and self.said[0].startswith("error: "), (self.status, self.err)
-        return self.said[0]
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +44,8 @@ def command(capfd: pytest.CaptureFixture[str], offload: Path, model: Path, text:
     """With a folder for what is offloaded that must be gone afterwards."""
 
     def call(*argv: object, dtype: str = "float32") -> Result:
-        capfd.readouterr()
-        common = ["--model", model, "--text", text, "--device", "cpu", "--dtype", dtype, "--offload-dir", offload]
-        status = evaluate.main([*map(str, common), *map(str, argv)])
-        captured = capfd.readouterr()
-        return Result(status, captured.out.splitlines(), captured.err.splitlines())
+        common = ("--model", model, "--text", text, "--device", "cpu", "--dtype", dtype, "--offload-dir", offload)
+        return called(evaluate.main, capfd, *common, *argv)
 
     return call
 

@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from h2o_flexgen.cli.pictures import draw_timelines, two_steps
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling import kept
+from tests.commands import Result, called
 from tests.planning.test_linear import case_of
 from tests.planning.test_pricing import MACHINE, Pricing
 from tests.tiny import save_tiny
@@ -34,24 +35,6 @@ PREDICTED = {
 }  # fmt: skip
 WORK = ("--prompt-len", 24, "--gen-len", 6, "--num-prompts", 12)
 draws = pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
-
-
-@dataclass(frozen=True)
-class Result:
-    status: int
-    out: list[str]
-    err: list[str]
-
-    @property
-    def json(self) -> dict[str, Any]:
-        assert self.status == 0, self.err
-        return json.loads(self.out[-1])
-
-    @property
-    def error(self) -> str:
-        lines = [line for line in self.err if not line.startswith("planning for ")]
-        assert self.status == 2 and len(lines) == 1 and lines[0].startswith("error: "), (self.status, self.err)
-        return lines[0]
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +66,7 @@ def small_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def command(capfd: pytest.CaptureFixture[str], opt: Path, machines: dict[str, Path]) -> Any:
     def call(*argv: object, machine: object = machines["cpu"], model: object = opt) -> Result:
-        capfd.readouterr()
-        status = plan.main(["--model", str(model), "--machine", str(machine), *map(str, argv)])
-        captured = capfd.readouterr()
-        return Result(status, captured.out.splitlines(), captured.err.splitlines())
+        return called(plan.main, capfd, "--model", model, "--machine", machine, *argv)
 
     return call
 

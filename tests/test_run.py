@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ import pytest
 
 from h2o_flexgen import LLM, SamplingParams, run
 from h2o_flexgen.cli import run_report, run_work
-from h2o_flexgen.cli.summary import INDENT
 from h2o_flexgen.cli.watch import Watch
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.profiling import kept, measure
+from tests.commands import Result, called
 from tests.patience import PATIENCE_SECONDS
 from tests.signals import as_in_a_terminal
 from tests.tiny import POSITIONS, save_tiny
@@ -40,36 +40,6 @@ KEYS = {
     "decode_seconds", "total_seconds", "prefill_tokens_per_second", "decode_tokens_per_second", "tokens_per_second",
     "peak_bytes", "lanes", "projected", "machine", "shrunk",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Result:
-    status: int
-    out: list[str]
-    err: list[str]
-
-    @property
-    def json(self) -> dict[str, Any]:
-        return json.loads(self.out[-1])
-
-    @property
-    def texts(self) -> list[str]:
-        """The completions as printed: of each an entry, and one with its tokens where they were asked for."""
-        found: list[str] = []
-        inside = False
-        for line in self.out:
-            if line.startswith(("prompt ", "  logprobs")):
-                found, inside = [*found, line], True
-            elif inside := inside and line.startswith(INDENT):
-                found[-1] += f"\n{line}"
-        return found
-
-    @property
-    def error(self) -> str:
-        """The one line that a failed command writes, beside progress."""
-        lines = [line for line in self.err if not line.startswith(("opening ", "run: "))]
-        assert self.status == 2 and len(lines) == 1 and lines[0].startswith("error: "), (self.status, self.err)
-        return lines[0]
 
 
 @pytest.fixture(autouse=True)
@@ -109,10 +79,7 @@ def command(capfd: pytest.CaptureFixture[str], offload: Path) -> Any:
     """Runs the command with an offload folder that must be gone afterwards."""
 
     def call(*argv: object) -> Result:
-        capfd.readouterr()  # what a test wrote before
-        status = run.main(["--device", "cpu", "--offload-dir", str(offload), *map(str, argv)])
-        captured = capfd.readouterr()
-        return Result(status, captured.out.splitlines(), captured.err.splitlines())
+        return called(run.main, capfd, "--device", "cpu", "--offload-dir", offload, *argv)
 
     return call
 

@@ -24,8 +24,7 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.reserve import left_to_system
 from h2o_flexgen.planning.search import Problem
-from h2o_flexgen.profiling.kept import is_profiled
-from h2o_flexgen.profiling.this_machine import machine_before_profile, this_machine
+from h2o_flexgen.profiling.kept import is_profiled, machine_before_profile, this_machine
 
 PROCESS_STEP = 64 << 20  # what a process holds is a little different each time; plans should not be. And one for a tokenizer
 

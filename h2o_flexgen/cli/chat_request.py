@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from h2o_flexgen.cli.flags import (
-    DUMMY_PATH,
-    TOKENS,
-    TRACEBACK,
-    Parser,
-    add_kv,
-    add_model,
-    add_placement,
-    add_sampling,
-    add_tokenizer,
-)
+from h2o_flexgen.cli.flags import TOKENS, TRACEBACK, Group, Parser, add_placement
 from h2o_flexgen.cli.requests import DEMO_SAMPLING, ModelRequest, SiteRequest, model_of, plan_of, sampling_of, site_of
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.others import Others
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.text.dialogue import AUTO, STYLES
+from h2o_flexgen.text.dialogue import STYLES
 from h2o_flexgen.text.prompt_file import read_lines
 
 PROGRAM = "python -m h2o_flexgen.chat"
@@ -69,15 +59,8 @@ class ChatRequest:
     others: Others = field(default_factory=Others, compare=False, repr=False)  # who else was busy from the beginning on
 
 
-def parse(argv: Sequence[str] | None = None, program: str = PROGRAM) -> Namespace:
-    parser = make_parser(program)
-    flags = parser.parse(argv)
-    if flags.model is None and flags.path in (None, DUMMY_PATH):
-        if flags.dummy_weights or flags.path is not None:
-            raise ValueError("the model that is to have random weights is missing; give --model with its name")
-        parser.set_defaults(model=DEMO, **DEMO_SAMPLING)
-        flags = parser.parse(argv)
-    return flags
+def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
+    return make_parser(program).parse_or_demo(argv, {"model": DEMO, **DEMO_SAMPLING})
 
 
 def request_of(flags: Namespace) -> ChatRequest:
@@ -125,23 +108,22 @@ def _of_json(line: str, where: str) -> list[str]:
 def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} [--model NAME] [--input turns.jsonl] [--kv-policy NAME] [--percent W W KV KV A A] [options]"
     parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
-    add_model(parser)
-    add_tokenizer(parser)
-    _add_turns(parser)
-    add_placement(parser.add_argument_group("plan"))
-    add_kv(parser)
-    add_sampling(parser)
+    parser.add_model()
+    parser.add_tokenizer()
+    _add_turns(parser.group("talk"))
+    add_placement(parser.group("plan"))
+    parser.add_kv()
+    parser.add_sampling()
     return parser
 
 
-def _add_turns(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("talk").add_argument
+def _add_turns(group: Group) -> None:
     given = 'turns, all of one talk: one per line, or (.jsonl) {"prompt": ...} or {"turns": [...]} per line'
-    add("--input", metavar="FILE", help=given)
+    group.value("--input", "FILE", given)
     styles = "how turns become text: the model's chat template, a script of User: and Assistant:, or plain continuing"
-    add("--style", choices=(AUTO, *STYLES), default=AUTO, help=f"{styles}; auto: the template, or a script where there is none")
-    add("--system", metavar="TEXT", default="", help="what the model is told before the first turn")
-    add("--gen-len", type=TOKENS, default=GEN_LEN, metavar="TOKENS", help="of a reply, at most")
+    group.choice("--style", (AUTO, *STYLES), f"{styles}; auto: the template, or a script where there is none", AUTO)
+    group.value("--system", "TEXT", "what the model is told before the first turn", default="")
+    group.value("--gen-len", "TOKENS", "of a reply, at most", TOKENS, GEN_LEN)
     room = "tokens that the text may grow to; of this a --kv-budget or --hh-ratio is a share (default: the model's positions)"
-    add("--context-len", type=TOKENS, metavar="TOKENS", help=room)
-    add("--verbose", action="store_const", const=TRACEBACK, default=0, help="show where errors come from")
+    group.value("--context-len", "TOKENS", room, TOKENS)
+    group.add("--verbose", action="store_const", const=TRACEBACK, default=0, help="show where errors come from")

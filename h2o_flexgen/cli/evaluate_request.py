@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,17 +11,14 @@ from typing import TypeVar
 from h2o_flexgen.cli.files import open_output_folder
 from h2o_flexgen.cli.flags import (
     BESIDE_BUDGET,
-    DUMMY_PATH,
     SEED,
     TOKENS,
     TRACEBACK,
+    Group,
     Parser,
-    add_model,
     add_placement,
     add_protection,
     add_sizes,
-    add_tokenizer,
-    add_verbose,
     whole,
 )
 from h2o_flexgen.cli.requests import ModelRequest, SiteRequest, model_of, plan_of, site_of
@@ -121,13 +117,7 @@ class EvaluateRequest:
 def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
     parser = make_parser(program)
     parser.set_defaults(command=(*program.split(), *argv))
-    flags = parser.parse(argv)
-    if flags.model is None and flags.path in (None, DUMMY_PATH):
-        if flags.dummy_weights or flags.path is not None:
-            raise ValueError("the model that is to have random weights is missing; give --model with its name")
-        parser.set_defaults(model=DEMO, gpu_batch_size=DEMO_BATCH)
-        flags = parser.parse(argv)
-    return flags
+    return parser.parse_or_demo(argv, {"model": DEMO, "gpu_batch_size": DEMO_BATCH})
 
 
 def request_of(flags: Namespace) -> EvaluateRequest:
@@ -294,64 +284,54 @@ def make_parser(program: str = PROGRAM) -> Parser:
     # what a plan has beside, and the grid says
     unasked = dict.fromkeys(("heavy", "recent", "hh_ratio", "kv_budget"))
     parser.set_defaults(hh_all=False, kv_policy=Full.name, weight_codec=PLAIN, kv_codec=PLAIN, **unasked)
-    add_model(parser)
-    add_tokenizer(parser)
-    _add_grid(parser)
-    _add_tasks(parser)
+    parser.add_model()
+    parser.add_tokenizer()
+    _add_grid(parser.group("grid", "what is compared: every policy at every budget"))
+    _add_tasks(parser.group("tasks"))
     parser.set_defaults(**OF_TASKS)
-    group = parser.add_argument_group("plan")
+    group = parser.group("plan")
     add_placement(group)
     add_sizes(group)
-    _add_output(parser)
+    _add_output(parser.group("output"))
     return parser
 
 
-def _add_grid(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("grid", "what is compared: every policy at every budget")
-    add = group.add_argument
-    add("--policies", default=USUAL_POLICIES, metavar="NAMES", help=f"of {', '.join(POLICIES)}")
+def _add_grid(group: Group) -> None:
+    group.value("--policies", "NAMES", f"of {', '.join(POLICIES)}", default=USUAL_POLICIES)
     shares = "per cent of each text that is kept; 100 is the full cache, for all policies"
-    add("--budgets", metavar="PERCENT", help=f"{shares} (default: {USUAL_BUDGETS})")
+    group.value("--budgets", "PERCENT", f"{shares} (default: {USUAL_BUDGETS})")
     slots = f"slots kept of each text, half heavy, half recent, instead of budgets ({', '.join(OF_SIZES)}: {USUAL_SIZES})"
-    add("--kv-sizes", metavar="SLOTS", help=slots)
-    kinds = "|".join([AS_IT_IS, *map(str, BY_BITS)])
-    several = f"one or more of {kinds}, with commas"
-    add("--kv-bits", default=AS_IT_IS, metavar="BITS", help=f"that keys and values take: {several}")
-    add("--weight-bits", default=AS_IT_IS, metavar="BITS", help=f"that matrices take: {several}")
-    add_protection(add)
+    group.value("--kv-sizes", "SLOTS", slots)
+    several = f"one or more of {'|'.join([AS_IT_IS, *map(str, BY_BITS)])}, with commas"
+    group.value("--kv-bits", "BITS", f"that keys and values take: {several}", default=AS_IT_IS)
+    group.value("--weight-bits", "BITS", f"that matrices take: {several}", default=AS_IT_IS)
+    add_protection(group)
 
 
-def _add_tasks(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("tasks").add_argument
-    add("--tasks", metavar="NAMES", help=f"of {', '.join(TASKS)} (default: {USUAL_TASKS}; with --articles: {XSum.name})")
-    add(
-        "--text",
-        nargs="+",
-        metavar="FILE",
-        help="for perplexity and agreement, and the prose of recall (default: prose of the package)",
-    )
+def _add_tasks(group: Group) -> None:
+    value = group.value
+    value("--tasks", "NAMES", f"of {', '.join(TASKS)} (default: {USUAL_TASKS}; with --articles: {XSum.name})")
+    value("--text", "FILE", "for perplexity and agreement, and the prose of recall (default: prose of the package)", nargs="+")
     articles = 'for xsum, a line each: {"article": ..., "summary_gt": ...}; an article says what is to be done with it'
-    add("--articles", metavar="FILE", help=articles)
-    add("--window", type=TOKENS, metavar="TOKENS", help=f"of a text at once (default: {WINDOW}, or the model's positions)")
+    value("--articles", "FILE", articles)
+    value("--window", "TOKENS", f"of a text at once (default: {WINDOW}, or the model's positions)", TOKENS)
     each = f"windows of text (default: {EXAMPLES}), articles (100), or questions of each kind, length and depth (4)"
-    add("--examples", type=whole(1, MOST_EXAMPLES), metavar="N", help=each)
-    add("--gen-len", type=TOKENS, metavar="TOKENS", help="generated for each summary, or to be agreed on")
+    value("--examples", "N", each, whole(1, MOST_EXAMPLES))
+    value("--gen-len", "TOKENS", "generated for each summary, or to be agreed on", TOKENS)
     seen = "recall: is the question there when tokens of the prompt are evicted, or does it come behind"
-    add("--question", choices=(*QUESTIONS, BOTH), help=seen)
-    lengths = "recall: of texts, with commas (default: 256,512,1024, as far as the model has positions)"
-    add("--lengths", metavar="TOKENS", help=lengths)
-    add("--depths", metavar="PERCENT", help="recall: where the answer stands; 0 is the beginning (default: 0,25,50,75,100)")
+    group.choice("--question", (*QUESTIONS, BOTH), seen)
+    value("--lengths", "TOKENS", "recall: of texts, with commas (default: 256,512,1024, as far as the model has positions)")
+    value("--depths", "PERCENT", "recall: where the answer stands; 0 is the beginning (default: 0,25,50,75,100)")
     mentions = "recall: how often a note says its fact; accumulated attention keeps what a text comes back to"
-    add("--mentions", type=whole(1, MOST_MENTIONS), metavar="N", help=mentions)
-    add("--seed", type=SEED, metavar="N", help="recall: of the questions")
+    value("--mentions", "N", mentions, whole(1, MOST_MENTIONS))
+    value("--seed", "N", "recall: of the questions", SEED)
     share = f"at one budget (default: {STUDY_BUDGET.percent:g})"
     studies = f"instead of tasks: where attention goes over the first window of the text, and who is kept {share}"
-    add("--study", choices=STUDIES, help=studies)
+    group.choice("--study", STUDIES, studies)
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("output").add_argument
+def _add_output(group: Group) -> None:
     kept = "results.json, table.md, picture.png (with the extra [plot]), and every cell as soon as it is finished, go here"
-    add("--output", metavar="FOLDER", help=kept)
-    add("--fresh", action="store_true", help="forget the cells that are there")
-    add_verbose(add, f"{TRACEBACK}: where errors come from")
+    group.value("--output", "FOLDER", kept)
+    group.truth("--fresh", text="forget the cells that are there")
+    group.verbose(f"{TRACEBACK}: where errors come from")

@@ -11,17 +11,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from io import FileIO
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 
 from h2o_flexgen.core.files import write_text
-from h2o_flexgen.sampling.output import Completion, StepLogprobs, TokenLogprob
+from h2o_flexgen.sampling.output import Completion
 
 PICTURES = (".png", ".svg", ".pdf")
 OUTPUT = "--output"
+RECORDED = ("index", "prompt", "prompt_token_ids", "text", "token_ids", "finish_reason", "stop_reason")
 
 
 # -- before the work -------------------------------------------------------------------------------------------------------
@@ -140,22 +141,9 @@ def _line(completion: Completion) -> bytes:
 
 
 def record(completion: Completion) -> dict[str, object]:
-    return {
-        "index": completion.index,
-        "prompt": completion.prompt,
-        "prompt_token_ids": completion.prompt_token_ids,
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-        **({} if completion.logprobs is None else {"logprobs": _steps(completion.logprobs)}),
-    }
-
-
-def _steps(steps: Sequence[StepLogprobs]) -> list[dict[str, object]]:
-    """The log-probability of every token, beside those of the likeliest tokens in its place."""
-    return [{**_one(step.chosen), "top": [_one(token) for token in step.top]} for step in steps]
-
-
-def _one(token: TokenLogprob) -> dict[str, object]:
-    return {"token_id": token.token_id, "logprob": token.logprob}
+    """With the log-probability of every token, beside those of the likeliest tokens in its place, where they were asked for."""
+    found = {name: getattr(completion, name) for name in RECORDED}
+    if completion.logprobs is not None:
+        steps = completion.logprobs
+        found["logprobs"] = [step.chosen._asdict() | {"top": [one._asdict() for one in step.top]} for step in steps]
+    return found

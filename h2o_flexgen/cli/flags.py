@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeAlias
 
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.cores import cores
@@ -38,6 +39,7 @@ MOST = 1e9  # of numbers that nothing else bounds
 REPEATABLE = "may be given several times"
 MOST_IDS = 2**31 - 1  # of tokens: no vocabulary is larger
 MOST_SLOTS = 1000  # of a schedule: visits at once
+Kind: TypeAlias = "Callable[[str], object] | None"  # reads the value of a flag; None: as it is written
 
 
 # -- the types of flags: every number has bounds, and its message names the value and what is allowed -----------------------
@@ -135,11 +137,24 @@ class Parser(argparse.ArgumentParser):
             "--version", action=Version, nargs=0, default=argparse.SUPPRESS, help="the versions of this package and of torch"
         )
 
-    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         args, unknown = self.parse_known_args(argv)
         if unknown:
             self._refuse_unknown(unknown)
         return args
+
+    def parse_or_demo(
+        self, argv: Sequence[str], demo: Mapping[str, object], noise: Mapping[str, object] | None = None
+    ) -> argparse.Namespace:
+        """Where no model is named, the flags of `demo` count as given; of `noise`, where weights are to be random."""
+        flags = self.parse(argv)
+        if flags.model is None and flags.path in (None, DUMMY_PATH):
+            is_random = flags.dummy_weights or flags.path is not None
+            if is_random and noise is None:
+                raise ValueError("the model that is to have random weights is missing; give --model with its name")
+            self.set_defaults(**(noise or {} if is_random else demo))
+            flags = self.parse(argv)
+        return flags
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {shortened(' '.join(message.split()))}\n")
@@ -150,6 +165,112 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{unknown[0]!r} belongs to no flag; a model is given with --model, a text with spaces in quotes")
         hint = did_you_mean(flag, self._option_string_actions) or "; --help names those that there are"
         self.error(f"unknown flag {flag}{hint}")
+
+    def group(self, title: str | None = None, text: str | None = None) -> Group:
+        """Without a title: the flags that belong to no group."""
+        return Group((self.add_argument_group(title, text) if title else self).add_argument)
+
+    # -- groups that commands share --------------------------------------------------------------------------------------
+
+    def add_model(self) -> None:
+        group = self.group("model")
+        named = "hub name (facebook/opt-30b), local folder of a checkpoint, or demo: the one of the package"
+        group.value("--model", "NAME", named)
+        folder = f"folder that has the checkpoint, or {DUMMY_PATH} for random weights, as in FlexGen"
+        group.value("--path", "FOLDER", folder)
+        group.truth("--dummy-weights", text="random weights in the model's shapes: for speed, nothing is downloaded")
+        group.choice("--dtype", (AUTO, *DTYPE_BYTES), "what is computed with; auto: the fast type of the device", AUTO)
+        add_device(group)
+        on_gpu = "no more than this is held on the GPU, like 16GB or 14.9GiB (default: what is free)"
+        group.value("--gpu-mem", "SIZE", on_gpu, memory_size)
+        held = "no more than this is held in CPU memory by the whole process (default: what is free)"
+        group.value("--cpu-mem", "SIZE", held, memory_size)
+        add_threads(group)
+        left = "where KV, activations and random weights go on disk; left as it was found (default: below ~/.cache/h2o_flexgen)"
+        group.value("--offload-dir", "FOLDER", left)
+
+    def add_tokenizer(self) -> None:
+        """For commands that read and write texts."""
+        own = f"{AUTO}: that of the model, or {BYTES} for random weights"
+        other = f"a hub name or a folder with a tokenizer, or {BYTES}: every byte is a token"
+        self.group("texts").value("--tokenizer", "NAME", f"{other}; {own}", default=AUTO)
+
+    def add_search(self, title: str, machine: str) -> Group:
+        """What is asked of a plan that is to be found. `machine` says what else the machine is for."""
+        group = self.group(title)
+        named = f"a YAML file, or the name of a machine of the package; {machine}"
+        group.value("--machine", "NAME", f"{named} (default: this one, as its profile was kept, or measured now)")
+        bits = "4 bits may be taken for weights, for KV or for both, where that is faster; it changes what the model says"
+        group.truth("--allow-4bit", text=bits)
+        limit = "from the first prompt of a block to its last token (default: no limit)"
+        group.value("--latency-limit", "SECONDS", limit, number(0, above=True))
+        wish = "what is best: most tokens per second, or the block that is over soonest"
+        group.choice("--prefer", PREFERENCES, wish, THROUGHPUT)
+        return group
+
+    def add_kv(self) -> None:
+        share = f"{100 * DEFAULT_KEPT:g} per cent of prompt and generation (in a chat: of --context-len)"
+        text = f"what of it is kept; any policy but {Plan.kv_policy} keeps {share} unless told otherwise"
+        group = self.group("KV cache", text)
+        names = f"{', '.join(POLICIES)} (default: {Plan.kv_policy}, or {H2O.name} where any option of this group is given)"
+        group.value("--kv-policy", "NAME", names)
+        group.value("--hh-ratio", "R", "keep R of each prompt's length as heavy hitters and as much as recent tokens", SHARE)
+        group.value("--kv-budget", "F", "keep this share of prompt and generation, half heavy, half recent", SHARE)
+        group.value("--heavy", "SLOTS", "heavy hitters kept, in slots per sequence and head", SLOTS)
+        group.value("--recent", "SLOTS", "slots for the newest tokens", SLOTS)
+        group.truth("--hh-all", text="evict generated tokens too: the default, named as in H2O's commands")
+        add_protection(group)
+
+    def add_sampling(self) -> Group:
+        group, usual = self.group("sampling"), SamplingParams
+        value = group.value
+        value("--temperature", "T", "0: greedy, the likeliest token", number(0), usual.temperature)
+        value("--top-k", "K", "only the K likeliest tokens; 0 or -1: all", whole(-1, MOST_IDS), usual.top_k)
+        value("--top-p", "P", "only the fewest that hold this share; 1: all", SHARE, usual.top_p)
+        value("--min-p", "P", "only tokens at least P times as likely as the likeliest; 0: all", number(0, 1), usual.min_p)
+        penalties = number(LEAST_PENALTY, LARGEST_PENALTY)
+        discouraged = "above 1 discourages tokens that were there before; 1: off"
+        value("--repetition-penalty", "R", discouraged, penalties, usual.repetition_penalty)
+        shift, limits = number(-LARGEST_SHIFT, LARGEST_SHIFT), f"{-LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}"
+        presence = f"taken off the logits of tokens that were generated, {limits}; below 0 encourages them"
+        value("--presence-penalty", "P", presence, shift, usual.presence_penalty)
+        frequency = "the same, once for each time that a token was generated"
+        value("--frequency-penalty", "P", frequency, shift, usual.frequency_penalty)
+        value("--seed", "N", "repeats a run with a temperature (default: another one each time)", SEED)
+        group.values("--stop", "TEXT", f"a text ends before this; {REPEATABLE}")
+        group.values("--stop-token-id", "ID", f"ends a text; {REPEATABLE}", whole(0, MOST_IDS))
+        value("--min-tokens", "N", "nothing ends a text before it has so many tokens", whole(0, MOST_TOKENS), usual.min_tokens)
+        group.truth("--ignore-eos", text="go on to --gen-len behind the end of the text")
+        return group
+
+
+@dataclass(frozen=True)
+class Group:
+    """Flags under one heading. Of each: its name, what stands for its value in the help, and what it means."""
+
+    add: Callable[..., argparse.Action]
+
+    def value(self, flag: str, metavar: str, text: str, kind: Kind = None, default: object = None, **how: object) -> None:
+        self.add(flag, type=kind, default=default, metavar=metavar, help=text, **how)
+
+    def values(self, flag: str, metavar: str, text: str, kind: Kind = None) -> None:
+        """A flag that may be given several times."""
+        self.value(flag, metavar, text, kind, [], action="append")
+
+    def choice(self, flag: str, choices: Iterable[str], text: str, default: str | None = None) -> None:
+        self.add(flag, default=default, choices=tuple(choices), help=text)
+
+    def truth(self, *flags: str, text: str) -> None:
+        """A flag without a value."""
+        self.add(*flags, action="store_true", help=text)
+
+    def switch(self, flag: str, default: bool, text: str) -> None:
+        """Without a value it is on."""
+        self.value(flag, "0|1", text, _switch, default, nargs="?", const=True)
+
+    def verbose(self, text: str) -> None:
+        """Without a level: more than usual."""
+        self.value("--verbose", "LEVEL", text, whole(0, TRACEBACK), 1, nargs="?", const=TRACEBACK - 1)
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -168,59 +289,23 @@ def _typed(value: object) -> str:
     return str(int(value)) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    add = group.add_argument
-    add(
-        "--model",
-        metavar="NAME",
-        help="hub name (facebook/opt-30b), local folder of a checkpoint, or demo: the one of the package",
-    )
-    add("--path", metavar="FOLDER", help=f"folder that has the checkpoint, or {DUMMY_PATH} for random weights, as in FlexGen")
-    add("--dummy-weights", action="store_true", help="random weights in the model's shapes: for speed, nothing is downloaded")
-    dtypes = ("auto", *DTYPE_BYTES)
-    add("--dtype", default="auto", choices=dtypes, help="what is computed with; auto: the fast type of the device")
-    add_device(group)
-    add(
-        "--gpu-mem",
-        type=memory_size,
-        metavar="SIZE",
-        help="no more than this is held on the GPU, like 16GB or 14.9GiB (default: what is free)",
-    )
-    held = "no more than this is held in CPU memory by the whole process (default: what is free)"
-    add("--cpu-mem", type=memory_size, metavar="SIZE", help=held)
-    add_threads(group)
-    left = "where KV, activations and random weights go on disk; left as it was found (default: below ~/.cache/h2o_flexgen)"
-    add("--offload-dir", metavar="FOLDER", help=left)
+# -- flags of several groups ---------------------------------------------------------------------------------------------
 
 
-def add_tokenizer(parser: argparse.ArgumentParser) -> None:
-    """For commands that read and write texts."""
-    own = f"{AUTO}: that of the model, or {BYTES} for random weights"
-    other = f"a hub name or a folder with a tokenizer, or {BYTES}: every byte is a token"
-    parser.add_argument_group("texts").add_argument("--tokenizer", default=AUTO, metavar="NAME", help=f"{other}; {own}")
-
-
-def add_threads(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+def add_threads(group: Group) -> None:
     text = "that compute on the CPU; with others sums may differ in their last bits (default: one for each core that is free)"
-    parser.add_argument("--threads", type=threads, metavar="N", help=text)
+    group.value("--threads", "N", text, threads)
 
 
-def add_device(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+def add_device(group: Group) -> None:
     devices = f"auto, {' or '.join(DEVICES)}, or one of several with its number, like {DEVICES[-1]}:1"
-    parser.add_argument("--device", default="auto", metavar="NAME", help=devices)
+    group.value("--device", "NAME", devices, default=AUTO)
 
 
 class Percent(argparse.Action):
     """Six numbers; with a `const` that is true also the word for a plan that is to be found."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[object] | None,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: object) -> None:
         given = [str(value) for value in values or ()]
         if self.const and given == [AUTO]:
             setattr(namespace, self.dest, AUTO)
@@ -235,11 +320,10 @@ class Percent(argparse.Action):
         setattr(namespace, self.dest, shares)
 
 
-def add_placement(group: argparse._ArgumentGroup, may_be_found: bool = False) -> None:
+def add_placement(group: Group, may_be_found: bool = False) -> None:
     """`may_be_found`: --percent takes `auto`, too, and that is its default."""
-    add = group.add_argument
     found = f"; {AUTO}: the plan is found for this machine" if may_be_found else ""
-    add(
+    group.add(
         "--percent",
         action=Percent,
         nargs="+",
@@ -248,117 +332,36 @@ def add_placement(group: argparse._ArgumentGroup, may_be_found: bool = False) ->
         metavar=("W_GPU", "W_CPU KV_GPU KV_CPU ACT_GPU ACT_CPU"),
         help=f"per cent of weights, KV and activations on GPU and in CPU memory; the rest of each is on disk{found}",
     )
-    add_switch(group, "--sep-layer", Plan.sep_layer, "attention and MLP are two layers of the schedule, not one")
-    add_switch(group, "--pin-weight", Plan.pin_weight, "weights for a GPU lie in page-locked CPU memory")
-    add_switch(group, "--overlap", True, "0: one slot, nothing overlaps; the tokens are the same")
+    group.switch("--sep-layer", Plan.sep_layer, "attention and MLP are two layers of the schedule, not one")
+    group.switch("--pin-weight", Plan.pin_weight, "weights for a GPU lie in page-locked CPU memory")
+    group.switch("--overlap", True, "0: one slot, nothing overlaps; the tokens are the same")
     at_once = "tokens of prompts computed at once: more take more memory; a longer turn of a chat is read in pieces"
-    add("--prefill-tokens", type=TOKENS, default=Plan.prefill_tokens, metavar="N", help=at_once)
+    group.value("--prefill-tokens", "N", at_once, TOKENS, Plan.prefill_tokens)
     packed = "matrices, embedding and head too, take 4 bits a value (or 8); packed once, into a cache (default: as they are)"
-    _add_codec(group, "--compress-weight", "weight_codec", packed)
-    _add_codec(group, "--compress-cache", "kv_codec", "keys and values take 4 bits (or 8), head by head (default: as they are)")
-    slots = "layers whose weights may be under way or in use at once"
-    add("--slots", type=whole(1, MOST_SLOTS), default=Plan.slots, metavar="N", help=slots)
+    kept = "keys and values take 4 bits (or 8), head by head (default: as they are)"
+    for flag, option, text in (("--compress-weight", "weight_codec", packed), ("--compress-cache", "kv_codec", kept)):
+        kinds = "|".join(map(str, BY_BITS))
+        group.value(flag, kinds, text, _codec, argparse.SUPPRESS, dest=option, nargs="?", const="4")
+    group.value("--slots", "N", "layers whose weights may be under way or in use at once", whole(1, MOST_SLOTS), Plan.slots)
 
 
-def _add_codec(group: argparse._ArgumentGroup, flag: str, option: str, text: str) -> None:
-    kinds, default = "|".join(map(str, BY_BITS)), argparse.SUPPRESS
-    group.add_argument(flag, dest=option, type=_codec, nargs="?", const="4", default=default, metavar=kinds, help=text)
-
-
-def add_sizes(group: argparse._ArgumentGroup, found: str = "") -> None:
+def add_sizes(group: Group, found: str = "") -> None:
     """Adds the sizes of a block and the order of its work. `found` says where sizes that are not given are found."""
-    add, otherwise = group.add_argument, f"; found {found}" if found else ""
-    for flag, metavar, most, usual, text in (
-        ("--gpu-batch-size", "ROWS", MOST_PROMPTS, Plan.gpu_batch_size, "sequences computed at once"),
-        ("--num-gpu-batches", "N", MOST_BATCHES, Plan.num_gpu_batches, "batches that share a pass over the weights"),
-    ):
-        add(flag, type=whole(1, most), metavar=metavar, help=f"{text} (default: {usual}{otherwise})")
+    otherwise = f"; found {found}" if found else ""
+    rows = f"sequences computed at once (default: {Plan.gpu_batch_size}{otherwise})"
+    group.value("--gpu-batch-size", "ROWS", rows, whole(1, MOST_PROMPTS))
+    batches = f"batches that share a pass over the weights (default: {Plan.num_gpu_batches}{otherwise})"
+    group.value("--num-gpu-batches", "N", batches, whole(1, MOST_BATCHES))
     orders = f"order of the work: {', '.join(SCHEDULES)}; all but the first are there for comparison"
-    add("--schedule", default=Plan.schedule, metavar="NAME", help=orders)
+    group.value("--schedule", "NAME", orders, default=Plan.schedule)
 
 
-def add_search(parser: argparse.ArgumentParser, title: str, machine: str) -> argparse._ArgumentGroup:
-    """What is asked of a plan that is to be found. `machine` says what else the machine is for."""
-    group = parser.add_argument_group(title)
-    add = group.add_argument
-    named = f"a YAML file, or the name of a machine of the package; {machine}"
-    add("--machine", metavar="NAME", help=f"{named} (default: this one, as its profile was kept, or measured now)")
-    bits = "4 bits may be taken for weights, for KV or for both, where that is faster; it changes what the model says"
-    add("--allow-4bit", action="store_true", help=bits)
-    limit = "from the first prompt of a block to its last token (default: no limit)"
-    add("--latency-limit", type=number(0, above=True), metavar="SECONDS", help=limit)
-    wish = "what is best: most tokens per second, or the block that is over soonest"
-    add("--prefer", choices=PREFERENCES, default=THROUGHPUT, help=wish)
-    return group
-
-
-def add_kv(parser: argparse.ArgumentParser) -> None:
-    share = f"{100 * DEFAULT_KEPT:g} per cent of prompt and generation (in a chat: of --context-len)"
-    text = f"what of it is kept; any policy but {Plan.kv_policy} keeps {share} unless told otherwise"
-    add = parser.add_argument_group("KV cache", text).add_argument
-    names = f"{', '.join(POLICIES)} (default: {Plan.kv_policy}, or {H2O.name} where any option of this group is given)"
-    add("--kv-policy", metavar="NAME", help=names)
-    add(
-        "--hh-ratio",
-        type=SHARE,
-        metavar="R",
-        help="keep R of each prompt's length as heavy hitters and as much as recent tokens",
-    )
-    add("--kv-budget", type=SHARE, metavar="F", help="keep this share of prompt and generation, half heavy, half recent")
-    add("--heavy", type=SLOTS, metavar="SLOTS", help="heavy hitters kept, in slots per sequence and head")
-    add("--recent", type=SLOTS, metavar="SLOTS", help="slots for the newest tokens")
-    add("--hh-all", action="store_true", help="evict generated tokens too: the default, named as in H2O's commands")
-    add_protection(add)
-
-
-def add_protection(add: Callable[..., argparse.Action]) -> None:
+def add_protection(group: Group) -> None:
     """What may be asked of a policy beside its budget: those in BESIDE_BUDGET."""
-    add("--hh-prompt-only", action="store_true", help="only the prompt is selected from; all that is generated is kept")
-    add("--sinks", type=SLOTS, metavar="N", help=f"the first N tokens are never evicted (streaming: {SINKS} unless given)")
+    group.truth("--hh-prompt-only", text="only the prompt is selected from; all that is generated is kept")
+    group.value("--sinks", "N", f"the first N tokens are never evicted (streaming: {SINKS} unless given)", SLOTS)
     decay = "multiply the scores so far by D before each step adds to them (default: 1, plain sums)"
-    add("--score-decay", type=SHARE, metavar="D", help=decay)
-    add(
-        "--grace",
-        type=SLOTS,
-        metavar="N",
-        help="never evict the newest N, also where --recent is less; has no slots of its own",
-    )
+    group.value("--score-decay", "D", decay, SHARE)
+    group.value("--grace", "N", "never evict the newest N, also where --recent is less; has no slots of its own", SLOTS)
     rolling = "of keys; true: those in the text (default); rolling: their order in the cache, for texts without end"
-    add("--positions", choices=POSITIONS, help=rolling)
-
-
-def add_verbose(add: Callable[..., argparse.Action], text: str, default: int = 1) -> None:
-    """Without a level: more than usual."""
-    levels = whole(0, TRACEBACK)
-    add("--verbose", type=levels, nargs="?", const=TRACEBACK - 1, default=default, metavar="LEVEL", help=text)
-
-
-def add_switch(group: argparse._ArgumentGroup, flag: str, default: bool, text: str) -> None:
-    group.add_argument(flag, type=_switch, nargs="?", const=True, default=default, metavar="0|1", help=text)
-
-
-def add_sampling(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    group = parser.add_argument_group("sampling")
-    add = group.add_argument
-    add("--temperature", type=number(0), default=SamplingParams.temperature, metavar="T", help="0: greedy, the likeliest token")
-    likeliest, usual = "only the K likeliest tokens; 0 or -1: all", SamplingParams.top_k
-    add("--top-k", type=whole(-1, MOST_IDS), default=usual, metavar="K", help=likeliest)
-    add("--top-p", type=SHARE, default=SamplingParams.top_p, metavar="P", help="only the fewest that hold this share; 1: all")
-    floor = "only tokens at least P times as likely as the likeliest; 0: all"
-    add("--min-p", type=number(0, 1), default=SamplingParams.min_p, metavar="P", help=floor)
-    penalty = "above 1 discourages tokens that were there before; 1: off"
-    off = SamplingParams.repetition_penalty
-    add("--repetition-penalty", type=number(LEAST_PENALTY, LARGEST_PENALTY), default=off, metavar="R", help=penalty)
-    shift, limits = number(-LARGEST_SHIFT, LARGEST_SHIFT), f"{-LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}"
-    presence = f"taken off the logits of tokens that were generated, {limits}; below 0 encourages them"
-    add("--presence-penalty", type=shift, default=SamplingParams.presence_penalty, metavar="P", help=presence)
-    frequency = "the same, once for each time that a token was generated"
-    add("--frequency-penalty", type=shift, default=SamplingParams.frequency_penalty, metavar="P", help=frequency)
-    add("--seed", type=SEED, metavar="N", help="repeats a run with a temperature (default: another one each time)")
-    add("--stop", action="append", default=[], metavar="TEXT", help=f"a text ends before this; {REPEATABLE}")
-    ends = f"ends a text; {REPEATABLE}"
-    add("--stop-token-id", action="append", type=whole(0, MOST_IDS), default=[], metavar="ID", help=ends)
-    least = "nothing ends a text before it has so many tokens"
-    add("--min-tokens", type=whole(0, MOST_TOKENS), default=SamplingParams.min_tokens, metavar="N", help=least)
-    add("--ignore-eos", action="store_true", help="go on to --gen-len behind the end of the text")
-    return group
+    group.choice("--positions", POSITIONS, rolling)

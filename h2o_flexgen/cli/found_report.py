@@ -16,7 +16,6 @@ from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction, sampled_steps, sum_of_steps
@@ -41,10 +40,6 @@ class FoundReport:
     search_seconds: float
 
     @property
-    def best(self) -> Candidate:
-        return self.found.best
-
-    @property
     def title(self) -> str:
         problem = self.problem
         return (
@@ -57,7 +52,7 @@ class FoundReport:
 
     @cached_property
     def planned(self) -> WorkloadPlan:
-        return self.problem.planned(self.best.plan, self.problem.prompts(self.best.plan))
+        return self.problem.planned(self.found.best.plan, self.problem.prompts(self.found.best.plan))
 
     @property
     def first(self) -> BlockPlan:
@@ -69,7 +64,7 @@ class FoundReport:
         return PlanReport(
             model=request.model.name,
             dummy_weights=request.model.dummy_weights,
-            requested=request.plan if isinstance(request.plan, Plan) else self.best.plan,
+            requested=request.plan if isinstance(request.plan, Plan) else self.found.best.plan,
             planned=self.planned,
             budgets=self.problem.budgets,
             kernels=in_use(),
@@ -77,11 +72,11 @@ class FoundReport:
 
     @cached_property
     def why(self) -> Why:
-        return Why(self.problem, self.best, self.first, self.planned.footprint)
+        return Why(self.problem, self.found.best, self.first, self.planned.footprint)
 
     @cached_property
     def flags(self) -> list[str]:
-        return self.request.run_flags(self.best.plan)
+        return self.request.run_flags(self.found.best.plan)
 
     # -- lines ---------------------------------------------------------------------------------------------------------
 
@@ -94,7 +89,7 @@ class FoundReport:
         return f"machine   {self.problem.machine.name}" + (f"; {shares} left to its system" if shares else "")
 
     def _expected(self) -> Iterator[str]:
-        one, prediction = self.best, self.best.prediction
+        one, prediction = self.found.best, self.found.best.prediction
         yield from self.why.lines(with_more=self.is_searched)
         yield (
             f"expected  prefill {prediction.prefill_seconds:.3f} s, {prediction.step_seconds:.4f} s a decode step, "
@@ -119,7 +114,7 @@ class FoundReport:
         why = self.why
         return {
             **self.plan_report.as_json(),
-            "predicted": self._predicted(self.best.prediction),
+            "predicted": self._predicted(self.found.best.prediction),
             "busiest_lane": why.busiest_lane,
             "lane_seconds_per_step": {lane: round(seconds, 6) for lane, seconds in why.lane_seconds.items()},
             "binding_tier": why.binding_tier,
@@ -139,7 +134,7 @@ class FoundReport:
             **Predicted(one, self.problem.machine.name, self.problem.budgets).as_json(),
             "generated_tokens": one.generated_tokens,
             "step_seconds_median": round(one.step_seconds, 6),
-            "block_seconds": round(self.best.block_seconds, 6),
+            "block_seconds": round(self.found.best.block_seconds, 6),
             "lanes": {
                 lane: {"busy_seconds": round(seconds, 6), "busy_share": round(min(1.0, seconds / one.total_seconds), 4)}
                 for lane, seconds in one.lane_seconds.items()
@@ -234,15 +229,11 @@ class Why:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    @property
-    def budgets(self) -> Budgets:
-        return self.problem.budgets
-
     @cached_property
     def fullness(self) -> Mapping[str, float]:
         """tier -> the share of its budget that is needed."""
-        budgets = {tier: budget for tier in TIERS if (budget := self.budgets.of(tier))}
-        return {tier: self.budgets.needs(self.needed, tier) / budget for tier, budget in budgets.items()}
+        budgets = {tier: budget for tier in TIERS if (budget := self.problem.budgets.of(tier))}
+        return {tier: self.problem.budgets.needs(self.needed, tier) / budget for tier, budget in budgets.items()}
 
     @property
     def binding_tier(self) -> str | None:
@@ -259,9 +250,9 @@ class Why:
         tier = self.binding_tier
         if tier is None or self.fullness[tier] < BINDS:
             return None
-        budget = self.budgets.of(tier)
+        budget = self.problem.budgets.of(tier)
         assert budget is not None
-        more = replace(self.budgets, **{tier: int((1 + MORE) * budget)})
+        more = replace(self.problem.budgets, **{tier: int((1 + MORE) * budget)})
         batches = (self.best.plan.num_gpu_batches,)
         plan, attend_on = self.best.plan, (self.best.plan.attend_on,)
         try:
@@ -287,7 +278,7 @@ class Why:
         tier = self.binding_tier
         if tier is None:
             return "no memory has a limit"
-        need, budget = self.budgets.needs(self.needed, tier), self.budgets.of(tier) or 0
+        need, budget = self.problem.budgets.needs(self.needed, tier), self.problem.budgets.of(tier) or 0
         used = f"{NAMES[tier]} memory" if tier != "disk" else "the disk"
         used = f"{used} is fullest: {format_bytes(need)} of {format_bytes(budget)} ({100 * self.fullness[tier]:.0f} %)"
         if self.nothing_is_offloaded:

@@ -23,15 +23,21 @@ COMMANDS = {
 }
 
 
-def enter(name: str, parse: Callable[[], Namespace], request_of: Callable[[Namespace], object]) -> int:
-    """The door of a command."""
+def door(
+    name: str, own: str, parse: Callable[[Sequence[str], str], Namespace], request_of: Callable[[Namespace], object]
+) -> Callable[..., int]:
+    """The `main` of a command, which is called `own` where it is no word behind another one."""
 
     def work(flags: Namespace) -> None:
         request = request_of(flags)
         with working_half("failures").told_in_one_line():
             working_half(f"{name}_work").work(request)
 
-    return exit_status(parse, work)
+    def main(argv: Sequence[str] | None = None, program: str = own) -> int:
+        words = sys.argv[1:] if argv is None else argv
+        return exit_status(lambda: parse(words, program), work)
+
+    return main
 
 
 def working_half(name: str) -> ModuleType:
@@ -42,8 +48,8 @@ def working_half(name: str) -> ModuleType:
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
-        door = import_module(f"h2o_flexgen.{words[0]}")
-        return int(door.main(words[1:], f"{PROGRAM} {words[0]}"))
+        command = import_module(f"h2o_flexgen.{words[0]}")
+        return int(command.main(words[1:], f"{PROGRAM} {words[0]}"))
     return exit_status(lambda: _parse(words), lambda _: None)
 
 

@@ -9,15 +9,11 @@ from functools import cached_property
 from pathlib import Path
 
 from h2o_flexgen.cli.page import page_width, table
-from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.budgets import Budgets
-from h2o_flexgen.planning.footprint import Footprint
-from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
@@ -44,28 +40,8 @@ class PlanReport:
     tokenizer_note: str = ""
 
     @property
-    def plan(self) -> Plan:
-        return self.planned.plan
-
-    @property
-    def workload(self) -> Workload:
-        return self.planned.workload
-
-    @property
-    def needed(self) -> Footprint:
-        return self.planned.footprint
-
-    @property
-    def accelerator(self) -> bool:
-        return self.planned.site.accelerator
-
-    @property
     def first(self) -> BlockPlan:
         return self.planned.blocks.first
-
-    @property
-    def kept(self) -> Kept:
-        return Kept(self.planned)
 
     def lines(self) -> list[str]:
         return [*self._head(), "", *self._shares(), "", *self._needs()]
@@ -73,33 +49,34 @@ class PlanReport:
     def as_json(self) -> dict[str, object]:
         return {
             "model": self.model,
-            "plan": asdict(self.plan),
+            "plan": asdict(self.planned.plan),
             "requested_percent": list(self.requested.percent),
             "placed_percent": [round(share, 2) for share in self.first.placed_percent],
-            "kept": self.kept.as_json(),
+            "kept": Kept(self.planned).as_json(),
             "kernels": self.kernels,
             "bytes_to_pack": self.packing[1] if self.packing else 0,
-            "num_prompts": self.workload.num_prompts,
+            "num_prompts": self.planned.workload.num_prompts,
             "placed_bytes": placed_bytes(self.first),
-            "needed_bytes": {tier: self.budgets.needs(self.needed, tier) for tier in TIERS},
+            "needed_bytes": {tier: self.budgets.needs(self.planned.footprint, tier) for tier in TIERS},
             "budget_bytes": {tier: self.budgets.of(tier) for tier in TIERS},
         }
 
     def _head(self) -> list[str]:
-        spec, plan, longest = self.planned.spec, self.plan, max(self.workload.prompt_lens)
+        spec, plan, workload = self.planned.spec, self.planned.plan, self.planned.workload
+        longest = max(workload.prompt_lens)
+        packed = "" if plan.kv_codec == PLAIN else f", as {plan.kv_codec}"
         lines = [
             f"model     {self.model}: {spec.architecture}, {format_bytes(spec.weight_bytes)} of weights {self._written_down()}",
-            f"prompts   {self.workload.num_prompts} of up to {longest} tokens, {self.workload.gen_len} to generate for each",
+            f"prompts   {workload.num_prompts} of up to {longest} tokens, {workload.gen_len} to generate for each",
             f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {len(self.planned.blocks)} of them to run",
             f"schedule  {plan.schedule}, {_slots(self.first.schedule)}, "
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
-            f"KV        {self.kept.line()}{self._packed_kv()}",
+            f"KV        {Kept(self.planned).line()}{packed}",
         ]
         if self.tokenizer_note:
             lines.append(f"tokens    {self.tokenizer_note}")
-        if not self.accelerator:
-            slow = self.kernels == "torch"
-            lines.append(f"kernels   {self.kernels}" + (f" ({NO_KERNELS})" if slow else ""))
+        if not self.planned.site.accelerator:
+            lines.append(f"kernels   {self.kernels}" + (f" ({NO_KERNELS})" if self.kernels == "torch" else ""))
         if self.packing and self.packing[1]:
             lines.append(f"the weights are packed first, once: {format_bytes(self.packing[1])} in {self.packing[0]}")
         if self.dummy_weights:
@@ -109,14 +86,11 @@ class PlanReport:
         return lines
 
     def _written_down(self) -> str:
-        dtype, codec = self.planned.spec.dtype, self.plan.weight_codec
+        dtype, codec = self.planned.spec.dtype, self.planned.plan.weight_codec
         return f"in {dtype}" if codec == PLAIN else f"with matrices as {codec}, computed with in {dtype}"
 
-    def _packed_kv(self) -> str:
-        return "" if self.plan.kv_codec == PLAIN else f", as {self.plan.kv_codec}"
-
     def _shares(self) -> list[str]:
-        tiers = TIERS if self.accelerator else (HOST, DISK)
+        tiers = TIERS if self.planned.site.accelerator else (HOST, DISK)
         names = [NAMES[tier] for tier in tiers]
         asked_of = "GPU + CPU / disk" if self._is_folded else " / ".join(names)
         rows = [["", f"requested % {asked_of}", f"placed % {' / '.join(names)}", *(f"bytes on {name}" for name in names)]]
@@ -131,24 +105,24 @@ class PlanReport:
         device, host, disk = _three(device_percent, host_percent)
         if self._is_folded:
             return f"{device} + {host} / {disk}"
-        return f"{device} / {host} / {disk}" if self.accelerator else f"{host} / {disk}"
+        return f"{device} / {host} / {disk}" if self.planned.site.accelerator else f"{host} / {disk}"
 
     @property
     def _is_folded(self) -> bool:
         """Something was meant for a GPU that is not there."""
-        return not self.accelerator and self.requested != self.plan
+        return not self.planned.site.accelerator and self.requested != self.planned.plan
 
     def _needs(self) -> list[str]:
         rows = [["tier", "needs at most", "budget", "of which"]]
         for tier in TIERS:
-            need, budget = self.budgets.needs(self.needed, tier), self.budgets.of(tier)
+            need, budget = self.budgets.needs(self.planned.footprint, tier), self.budgets.of(tier)
             if need or tier == HOST:
                 limit = format_bytes(budget) if budget is not None else "none"
                 rows.append([NAMES[tier], format_bytes(need), limit, self._parts(tier)])
         return table(rows, page_width())
 
     def _parts(self, tier: str) -> str:
-        parts = {name: nbytes for name, nbytes in self.needed.parts.get(tier, {}).items() if nbytes}
+        parts = {name: nbytes for name, nbytes in self.planned.footprint.parts.get(tier, {}).items() if nbytes}
         if tier == HOST and self.budgets.host_base:
             parts["process"] = self.budgets.host_base
         return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items())
@@ -157,20 +131,14 @@ class PlanReport:
 def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:
     """kind -> tier -> bytes."""
     placement, spec = planned.placement, planned.spec
-    weights = ((placement.weights[name], tensor.nbytes) for name, tensor in planned.spec.tensors.items())
     return {
-        "weights": _per_tier(weights),
-        "KV": _per_tier(_kv(planned, placement)),
+        "weights": _per_tier((placement.weights[name], tensor.nbytes) for name, tensor in spec.tensors.items()),
+        "KV": _per_tier((tier, planned.slots[batch].layout(spec).image_bytes) for (_, batch), tier in placement.kv.items()),
         "activations": _per_tier(
             (tier, batch.size * batch.prompt_len * spec.widest * spec.itemsize)
             for tier, batch in zip(placement.hidden, planned.block.batches)
         ),
     }
-
-
-def _kv(planned: BlockPlan, placement: Placement) -> Iterable[tuple[str, int]]:
-    for (_, batch), tier in placement.kv.items():
-        yield tier, planned.slots[batch].layout(planned.spec).image_bytes
 
 
 def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -200,10 +168,6 @@ class Kept:
     """What a KV policy keeps: what was asked for, and what it means in slots and in rows that fit the same memory."""
 
     planned: WorkloadPlan
-
-    @property
-    def spec(self) -> ModelSpec:
-        return self.planned.spec
 
     @property
     def policy(self) -> KVPolicy:
@@ -242,7 +206,8 @@ class Kept:
     @property
     def rows_in_same_memory(self) -> float:
         """Memory of a row of the full cache over that of a row of this one, notes included."""
-        noted = self.spec.kv_heads * self.policy.note_bytes * len(self.spec.kv_layers)
+        spec = self.planned.spec
+        noted = spec.kv_heads * self.policy.note_bytes * len(spec.kv_layers)
         return self._capacity(Full()) * self._row_bytes / (self._capacity(self.policy) * (self._row_bytes + noted))
 
     @property
@@ -265,7 +230,7 @@ class Kept:
     @property
     def _row_bytes(self) -> int:
         """Of one slot of one row, over all layers."""
-        return self.spec.kv_bytes_per_slot * len(self.spec.kv_layers)
+        return self.planned.spec.kv_bytes_per_slot * len(self.planned.spec.kv_layers)
 
     def _capacity(self, policy: KVPolicy) -> int:
         """Slots of a row of the first batch, whose rows are the longest."""

@@ -3,27 +3,13 @@ None of it imports torch."""
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from h2o_flexgen.cli.files import check_picture
-from h2o_flexgen.cli.flags import (
-    DUMMY_PATH,
-    TOKENS,
-    TRACEBACK,
-    Parser,
-    add_kv,
-    add_model,
-    add_placement,
-    add_search,
-    add_sizes,
-    add_verbose,
-    memory_size,
-    whole,
-)
+from h2o_flexgen.cli.flags import DUMMY_PATH, TOKENS, TRACEBACK, Group, Parser, add_placement, add_sizes, memory_size, whole
 from h2o_flexgen.cli.requests import (
     ModelRequest,
     SiteRequest,
@@ -80,7 +66,7 @@ class PlanRequest:
         return [*self.model_flags, *work, *_placement(plan), *_kv(plan), *self.site_flags]
 
 
-def parse(argv: Sequence[str] | None = None, program: str = PROGRAM) -> Namespace:
+def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
     parser = make_parser(program)
     flags = parser.parse(argv)
     if flags.model is None and flags.path in (None, DUMMY_PATH):
@@ -174,46 +160,38 @@ def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} --model NAME [--machine NAME] [--prompt-len P] [--gen-len G] [options]"
     description = "Find the plan that generates fastest within the memory of a machine, say why, and predict its seconds."
     parser = Parser(program, description, usage, EPILOG.replace(PROGRAM, program))
-    add_model(parser)
-    _add_workload(parser)
+    parser.add_model()
+    _add_workload(parser.group("work"))
     _add_plan(parser)
     _add_search(parser)
-    add_kv(parser)
-    _add_output(parser)
+    parser.add_kv()
+    _add_output(parser.group("output"))
     return parser
 
 
-def _add_workload(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("work").add_argument
-    add(
-        "--num-prompts",
-        type=whole(1, MOST_PROMPTS),
-        metavar="N",
-        help="how many there are (default: as many as make one block)",
-    )
-    add("--prompt-len", type=TOKENS, default=DEFAULT_TOKENS, metavar="TOKENS", help="of each prompt")
-    add("--gen-len", type=TOKENS, default=SamplingParams.max_tokens, metavar="TOKENS", help="generated for each prompt")
+def _add_workload(group: Group) -> None:
+    group.value("--num-prompts", "N", "how many there are (default: as many as make one block)", whole(1, MOST_PROMPTS))
+    group.value("--prompt-len", "TOKENS", "of each prompt", TOKENS, DEFAULT_TOKENS)
+    group.value("--gen-len", "TOKENS", "generated for each prompt", TOKENS, SamplingParams.max_tokens)
 
 
 def _add_plan(parser: Parser) -> None:
-    group = parser.add_argument_group("plan", "what is named is kept, and the rest of sizes and shares is searched")
+    group = parser.group("plan", "what is named is kept, and the rest of sizes and shares is searched")
     add_placement(group)
     parser.set_defaults(percent=None)
     add_sizes(group, "without --evaluate")
     beside = "KV in CPU memory is attended by the CPU; priced only: the run command cannot do it"
-    group.add_argument("--cpu-cache-compute", "--cpu", action="store_true", help=beside)
+    group.truth("--cpu-cache-compute", "--cpu", text=beside)
 
 
-def _add_search(parser: argparse.ArgumentParser) -> None:
-    add = add_search(parser, "search", "its memory is the limit where no other is given").add_argument
-    room = "no more than this is held on disk (default: what the machine has free)"
-    add("--disk", type=memory_size, metavar="SIZE", help=room)
+def _add_search(parser: Parser) -> None:
+    group = parser.add_search("search", "its memory is the limit where no other is given")
+    group.value("--disk", "SIZE", "no more than this is held on disk (default: what the machine has free)", memory_size)
     priced = "search nothing: price the plan that --percent, the sizes and the other flags describe"
-    add("--evaluate", action="store_true", help=priced)
+    group.truth("--evaluate", text=priced)
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("output").add_argument
-    add("--plot", metavar="FILE", help="a picture of latency against throughput (needs the extra [plot])")
-    add("--timeline", metavar="FILE", help="a picture of the lanes over two decode steps (needs the extra [plot])")
-    add_verbose(add, f"{TRACEBACK}: where errors come from")
+def _add_output(group: Group) -> None:
+    group.value("--plot", "FILE", "a picture of latency against throughput (needs the extra [plot])")
+    group.value("--timeline", "FILE", "a picture of the lanes over two decode steps (needs the extra [plot])")
+    group.verbose(f"{TRACEBACK}: where errors come from")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from h2o_flexgen.cli.files import check_writable
-from h2o_flexgen.cli.flags import TRACEBACK, Parser, add_device, add_threads, add_verbose
+from h2o_flexgen.cli.flags import TRACEBACK, Parser, add_device, add_threads
 from h2o_flexgen.cli.requests import SiteRequest, site_of
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
@@ -31,7 +31,7 @@ class ProfileRequest:
     verbose: int
 
 
-def parse(argv: Sequence[str] | None = None, program: str = PROGRAM) -> Namespace:
+def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
     return make_parser(program).parse(argv)
 
 
@@ -53,14 +53,14 @@ def _output_file(output: str | None) -> Path | None:
 
 def make_parser(program: str = PROGRAM) -> Parser:
     parser = Parser(program, DESCRIPTION)
-    add = parser.add_argument
-    add("--quick", action="store_true", help="a third of a minute: fewer repetitions, a smaller file")
-    add("-o", "--output", metavar="FILE", help="also write the profile here, as YAML; the machine is named after the file")
-    left = "the disk to measure; left as it was found (default: below ~/.cache/h2o_flexgen)"
-    add("--offload-dir", metavar="FOLDER", help=left)
-    add_device(parser)
-    add_threads(parser)
+    group = parser.group()
+    group.truth("--quick", text="a third of a minute: fewer repetitions, a smaller file")
+    written = "also write the profile here, as YAML; the machine is named after the file"
+    group.add("-o", "--output", metavar="FILE", help=written)
+    group.value("--offload-dir", "FOLDER", "the disk to measure; left as it was found (default: below ~/.cache/h2o_flexgen)")
+    add_device(group)
+    add_threads(group)
     types = "of all but the products, which are measured in every type; auto: the one that runs use"
-    add("--dtype", default=AUTO, choices=(AUTO, *DTYPE_BYTES), help=types)
-    add_verbose(add, f"{TRACEBACK}: where errors come from")
+    group.choice("--dtype", (AUTO, *DTYPE_BYTES), types, AUTO)
+    group.verbose(f"{TRACEBACK}: where errors come from")
     return parser

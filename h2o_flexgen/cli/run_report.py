@@ -64,7 +64,7 @@ class Outcome:
     def tell(self) -> None:
         if self.job.output is not None:
             self.job.output.finish(self.completions)
-        summary = self._summary()
+        summary = summary_lines(self.job.llm.spec, self.job.workload, self.timing, self.stats.peak_bytes["device"])
         say(self._texts())
         say(self._pictures())
         if self.job.predicted is not None:
@@ -135,9 +135,6 @@ class Outcome:
         width = page_width()
         return TIMELINE if width is None else max(NARROWEST, min(TIMELINE, width - BESIDE_LANES))
 
-    def _summary(self) -> list[str]:
-        return summary_lines(self.job.llm.spec, self.job.workload, self.timing, self.stats.peak_bytes["device"])
-
     def _log_name(self) -> Path:
         job = self.job
         longest = max(job.workload.prompt_lens)
@@ -163,17 +160,9 @@ class Outcome:
             "threads": get_num_threads(),
             "machine": describe_machine(job.llm.device),
             "rates": _rates(machine),
-            **self._breakdown(),
-            **self._predicted(),
+            **({"breakdown_seconds": breakdown_seconds(stats.last_block.trace)} if job.request.breaks_down else {}),
+            **({} if job.predicted is None else {"predicted": job.predicted.as_json()}),
         }
-
-    def _predicted(self) -> dict[str, object]:
-        return {} if self.job.predicted is None else {"predicted": self.job.predicted.as_json()}
-
-    def _breakdown(self) -> dict[str, object]:
-        if not self.job.request.breaks_down:
-            return {}
-        return {"breakdown_seconds": breakdown_seconds(self.stats.last_block.trace)}
 
     def _rates_of_machine(self) -> Machine | None:
         """Measured behind the run, in memory that the run has given back. A run that is done is told of even if this fails."""

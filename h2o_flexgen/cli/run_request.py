@@ -11,20 +11,14 @@ from pathlib import Path
 
 from h2o_flexgen.cli.files import check_output_file, check_picture, check_writable
 from h2o_flexgen.cli.flags import (
-    DUMMY_PATH,
     MOST_IDS,
     REPEATABLE,
     TOKENS,
     TRACEBACK,
+    Group,
     Parser,
-    add_kv,
-    add_model,
     add_placement,
-    add_sampling,
-    add_search,
     add_sizes,
-    add_tokenizer,
-    add_verbose,
     number,
     whole,
 )
@@ -130,14 +124,9 @@ class RunRequest:
         return self.plan.plan if isinstance(self.plan, Asked) else self.plan
 
 
-def parse(argv: Sequence[str] | None = None, program: str = PROGRAM) -> Namespace:
+def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
     """A beginning of a flag is enough, as published FlexGen commands have it (`--cpu`, `--debug`)."""
-    parser = make_parser(program)
-    flags = parser.parse(argv)
-    if flags.model is None and flags.path in (None, DUMMY_PATH):
-        parser.set_defaults(**DEMO_RUN if flags.path is None and not flags.dummy_weights else NOISE_RUN)
-        flags = parser.parse_args(argv)
-    return flags
+    return make_parser(program).parse_or_demo(argv, DEMO_RUN, NOISE_RUN)
 
 
 def request_of(flags: Namespace) -> RunRequest:
@@ -191,12 +180,9 @@ def _unused(flags: Namespace, prompts: tuple[str, ...] | MadeUp) -> Iterator[str
 
 
 def _refuse(flags: Namespace, plan: Plan) -> None:
-    switched_on = {
-        "--cpu-cache-compute": flags.cpu_cache_compute,
-        "--attn-sparsity": flags.attn_sparsity != 1.0,
-    }
-    if found := [flag for flag, is_on in switched_on.items() if is_on]:
-        raise ValueError(f"{found[0]} is not supported by this version; leave it out")
+    unsupported = {"--cpu-cache-compute": flags.cpu_cache_compute, "--attn-sparsity": flags.attn_sparsity != 1.0}
+    if found := next((flag for flag, is_on in unsupported.items() if is_on), None):
+        raise ValueError(f"{found} is not supported by this version; leave it out")
     if flags.percent != AUTO:
         refuse_search_options(flags, f"say --percent {AUTO}")
     of_runs = (name for name in ("output", "trace", "timeline") if getattr(flags, name) is not None)
@@ -231,73 +217,52 @@ def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} [--model NAME] [--prompt TEXT] [--percent W W KV KV A A] [options]"
     parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
     parser.set_defaults(demo=False)
-    add_model(parser)
-    add_tokenizer(parser)
-    _add_prompts(parser)
-    _add_plan(parser)
-    add_search(parser, f"search, {WHERE_FOUND}", "a run with a plan of your own is predicted for it, too")
-    add_kv(parser)
-    _add_sampling(parser)
-    _add_output(parser)
+    parser.add_model()
+    parser.add_tokenizer()
+    _add_prompts(parser.group("prompts"))
+    _add_plan(parser.group("plan"))
+    parser.add_search(f"search, {WHERE_FOUND}", "a run with a plan of your own is predicted for it, too")
+    parser.add_kv()
+    shown = "show those of each token, and of the N likeliest"
+    parser.add_sampling().value("--logprobs", "N", shown, whole(0, MOST_IDS), nargs="?", const=0)
+    _add_output(parser.group("output"))
     _add_later(parser)
     return parser
 
 
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("prompts").add_argument
-    add("--prompt", action="append", metavar="TEXT", help=f"a text to continue; {REPEATABLE}")
-    add("--prompt-file", metavar="FILE", help='a prompt per line, or (.jsonl) a {"prompt": ...} per line')
-    add(
-        "--num-prompts",
-        type=whole(1, MOST_PROMPTS),
-        metavar="N",
-        help="how many made-up prompts (default: one block); of given ones the first N",
-    )
-    add("--prompt-len", type=TOKENS, metavar="TOKENS", help=f"of made-up prompts (default: {DEFAULT_TOKENS})")
-    add(
-        "--gen-len", type=TOKENS, default=SamplingParams.max_tokens, metavar="TOKENS", help="generated for each prompt, at most"
-    )
-    add("--cut-gen-len", type=TOKENS, metavar="TOKENS", help="run only so many and project the time of the rest")
+def _add_prompts(group: Group) -> None:
+    group.add("--prompt", action="append", metavar="TEXT", help=f"a text to continue; {REPEATABLE}")
+    group.value("--prompt-file", "FILE", 'a prompt per line, or (.jsonl) a {"prompt": ...} per line')
+    number = "how many made-up prompts (default: one block); of given ones the first N"
+    group.value("--num-prompts", "N", number, whole(1, MOST_PROMPTS))
+    group.value("--prompt-len", "TOKENS", f"of made-up prompts (default: {DEFAULT_TOKENS})", TOKENS)
+    group.value("--gen-len", "TOKENS", "generated for each prompt, at most", TOKENS, SamplingParams.max_tokens)
+    group.value("--cut-gen-len", "TOKENS", "run only so many and project the time of the rest", TOKENS)
 
 
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("plan")
+def _add_plan(group: Group) -> None:
     add_placement(group, may_be_found=True)
     add_sizes(group, WHERE_FOUND)
-    group.add_argument("--dry-run", action="store_true", help="print the plan and its bytes per tier; no weights are loaded")
+    group.truth("--dry-run", text="print the plan and its bytes per tier; no weights are loaded")
 
 
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    add = add_sampling(parser).add_argument
-    add(
-        "--logprobs",
-        type=whole(0, MOST_IDS),
-        nargs="?",
-        const=0,
-        metavar="N",
-        help="show those of each token, and of the N likeliest",
-    )
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("output").add_argument
-    levels = f"0: no texts; 1: the first texts; 2: all texts and the timeline; {TRACEBACK}: where errors come from"
+def _add_output(group: Group) -> None:
     records = "a line of JSON per prompt, in order: whole texts, token ids, finish reasons; until the end as FILE.partial"
-    add("--output", metavar="FILE", help=records)
-    add_verbose(add, levels)
+    group.value("--output", "FILE", records)
+    group.verbose(f"0: no texts; 1: the first texts; 2: all texts and the timeline; {TRACEBACK}: where errors come from")
     timeline = "a picture of decode steps, lane by lane, as predicted above those that were run (needs the extra [plot])"
-    add("--timeline", metavar="FILE", help=timeline)
-    add("--trace", metavar="FILE", help="the last block, task by task, for ui.perfetto.dev or chrome://tracing")
+    group.value("--timeline", "FILE", timeline)
+    group.value("--trace", "FILE", "the last block, task by task, for ui.perfetto.dev or chrome://tracing")
     log = "append the summary here (no FILE: a name made of the plan)"
-    add("--log-file", nargs="?", const=AUTO_LOG, metavar="FILE", help=log)
-    add("--no-log", action="store_true", help="write no log, whatever --log-file says")
+    group.value("--log-file", "FILE", log, nargs="?", const=AUTO_LOG)
+    group.truth("--no-log", text="write no log, whatever --log-file says")
     modes = f"{FEWER_BATCH}: 20 layers of the first decode step, then project; {BREAKDOWN}: no overlap, seconds per operation"
-    add("--debug-mode", choices=(FEWER_BATCH, BREAKDOWN), help=modes)
+    group.choice("--debug-mode", (FEWER_BATCH, BREAKDOWN), modes)
 
 
-def _add_later(parser: argparse.ArgumentParser) -> None:
+def _add_later(parser: Parser) -> None:
     """Flags of published FlexGen commands for what this version cannot do: known, so that they can be refused by name."""
     names = "--cpu-cache-compute, --attn-sparsity below 1"
-    add = parser.add_argument_group("FlexGen's flags that this version refuses when they are on", names).add_argument
-    add("--cpu-cache-compute", "--cpu", action="store_true", help=argparse.SUPPRESS)
-    add("--attn-sparsity", type=number(0, 1), default=1.0, help=argparse.SUPPRESS)
+    group = parser.group("FlexGen's flags that this version refuses when they are on", names)
+    group.truth("--cpu-cache-compute", "--cpu", text=argparse.SUPPRESS)
+    group.add("--attn-sparsity", type=number(0, 1), default=1.0, help=argparse.SUPPRESS)

@@ -11,15 +11,15 @@ from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import Stage, damaged_copy, how_far
 from h2o_flexgen.engine.threads import make_room_for_others
-from h2o_flexgen.models.derived import cache_folder
+from h2o_flexgen.models.derived import CONVERTED, PACKED, cache_folder
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.profiling.others import Others
 from h2o_flexgen.schedule.task import Task
 
 COPIES = {  # what is done to make them, and where in the cache they are kept
-    Stage.CONVERTING: ("the checkpoint's .bin files are converted to safetensors", "converted"),
-    Stage.PACKING: ("the checkpoint's matrices are packed", "packed"),
+    Stage.CONVERTING: ("the checkpoint's .bin files are converted to safetensors", CONVERTED),
+    Stage.PACKING: ("the checkpoint's matrices are packed", PACKED),
 }
 
 

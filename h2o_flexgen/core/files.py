@@ -1,9 +1,19 @@
-"""Writing a text file so that it is either there whole or not at all."""
+"""Text files: read with an error that names them, and written so that they are either there whole or not at all."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a file that somebody named; `what` begins the error of one that cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{what} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} is not UTF-8 text (byte {error.start})") from error
 
 
 def write_text(path: str | Path, text: str) -> None:

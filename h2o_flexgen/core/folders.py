@@ -11,6 +11,7 @@ def default_offload_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "h2o_flexgen" / "offload"
 
 
-def existing_folder(folder: Path) -> Path | None:
+def existing_folder(folder: Path) -> Path:
     """The folder, or the nearest one above that is there."""
-    return next((place for place in (folder, *folder.parents) if place.exists()), None)
+    whole = folder.absolute()
+    return next(place for place in (whole, *whole.parents) if place.exists())

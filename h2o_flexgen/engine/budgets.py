@@ -41,15 +41,12 @@ def weighed_anew(budgets: Budgets) -> Budgets:
     return replace(budgets, host_base=bytes_to_begin_with())
 
 
-def disk_budget(offload_folder: Path, packing: Packing | None) -> int | None:
+def disk_budget(offload_folder: Path, packing: Packing | None) -> int:
     """What is free where KV and activations go, without what packed weights will take of it."""
     place = existing_folder(offload_folder)
-    if place is None:
-        return None
     free = shutil.disk_usage(place).free
     if packing is None:
         return free
     folder, nbytes = packing
-    cache = existing_folder(folder)
-    shared = cache is not None and cache.stat().st_dev == place.stat().st_dev
+    shared = existing_folder(folder).stat().st_dev == place.stat().st_dev
     return max(0, free - nbytes) if shared else free

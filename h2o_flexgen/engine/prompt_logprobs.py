@@ -9,8 +9,8 @@ from torch import Tensor
 
 from h2o_flexgen.engine.many_positions import LogitsOf, side_by_side
 from h2o_flexgen.engine.rows import BatchRows
-from h2o_flexgen.sampling.logprobs import logprobs_of
 from h2o_flexgen.sampling.output import StepLogprobs
+from h2o_flexgen.sampling.ranking import logprobs_of
 
 
 def read_prompts(rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, positions: int) -> None:

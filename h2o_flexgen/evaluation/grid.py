@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from math import inf
-from typing import Protocol
+from typing import TypeAlias
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.planning.plan import Plan
@@ -17,22 +18,6 @@ from h2o_flexgen.quant.codec import BY_BITS, PLAIN
 WHOLE_TEXT = 100.0
 Beside = tuple[tuple[str, object], ...]  # names and values of KVOptions
 BITS = {codec: f"{bits} bits" for bits, codec in BY_BITS.items()}
-
-
-class Amount(Protocol):
-    """How much of a text is kept."""
-
-    @property
-    def label(self) -> str: ...
-
-    @property
-    def keeps_all(self) -> bool: ...
-
-    @property
-    def order(self) -> float:
-        """The place among the columns, in the usual order: shares from all to little, sizes from little to all."""
-
-    def options(self, policy: str, sinks: int | None) -> KVOptions: ...
 
 
 @dataclass(frozen=True)
@@ -55,6 +40,7 @@ class Share:
 
     @property
     def order(self) -> float:
+        """The place among the columns: from all to little."""
         return -self.percent
 
     def options(self, policy: str, sinks: int | None) -> KVOptions:
@@ -81,10 +67,14 @@ class Size:
 
     @property
     def order(self) -> float:
+        """The place among the columns: from little to all."""
         return inf if self.slots is None else self.slots
 
     def options(self, policy: str, sinks: int | None) -> KVOptions:
         return KVOptions() if self.slots is None else POLICIES[policy].options_of(self.slots, sinks)
+
+
+Amount: TypeAlias = "Share | Size"  # how much of a text is kept
 
 
 @dataclass(frozen=True)
@@ -113,12 +103,8 @@ class Setting:
         """The heading of a row in a table."""
         taken = [name if value is True else f"{name} {value}" for name, value in self._taken.items()]
         words = [self.policy, *(word.replace("_", "-") for word in taken)]
-        words += [f"{what} {BITS[codec]}" for what, codec in self._codecs.items() if codec != PLAIN]
-        return ", ".join(words)
-
-    @property
-    def _codecs(self) -> dict[str, str]:
-        return {"KV": self.kv_codec, "weights": self.weight_codec}
+        codecs = {"KV": self.kv_codec, "weights": self.weight_codec}
+        return ", ".join([*words, *(f"{what} {BITS[codec]}" for what, codec in codecs.items() if codec != PLAIN)])
 
     @property
     def full(self) -> Setting:
@@ -172,9 +158,8 @@ class Grid:
     def settings(self) -> tuple[Setting, ...]:
         """All policies are the full cache when they keep everything, so that one is run once, and first."""
         found: dict[Setting, None] = {}
-        for weight_codec in self.weight_codecs:
-            for kv_codec in self.kv_codecs:
-                found |= dict.fromkeys(self._settings(kv_codec, weight_codec))
+        for weight_codec, kv_codec in product(self.weight_codecs, self.kv_codecs):
+            found |= dict.fromkeys(self._settings(kv_codec, weight_codec))
         return tuple(found)
 
     def _settings(self, kv_codec: str, weight_codec: str) -> list[Setting]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 
@@ -46,13 +47,9 @@ def _tokenizer_identity(llm: LLM) -> dict[str, object]:
 
 def folder_digest(folder: Path) -> str:
     """A digest of config, tokenizer and weights."""
-    with_weights = [CONFIG, *TOKENIZER_FILES]
-    checkpoint = open_checkpoint(folder)
-    try:
-        files = [*(folder / name for name in with_weights if (folder / name).is_file()), *checkpoint.files]
-    finally:
-        checkpoint.close()
-    return _digest(files)
+    beside = [folder / name for name in (CONFIG, *TOKENIZER_FILES) if (folder / name).is_file()]
+    with closing(open_checkpoint(folder)) as checkpoint:
+        return _digest([*beside, *checkpoint.files])
 
 
 def _digest(files: Iterable[Path]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,15 +48,16 @@ def _draw(axes: Axes, results: Results, shown: Shown, panel: str) -> None:
     if full is not None:
         axes.axhline(full.value, color=GREY, linestyle="--", linewidth=1.2, label=Full.name)
     values = [] if full is None else [full.value]
-    for number, row in enumerate(row for row in results.rows if row != Full.name):
-        points = [(place, found) for label, place in places.items() if (found := results.figure(row, label, shown.name, panel))]
+    for row, colour, mark in zip((row for row in results.rows if row != Full.name), cycle(COLOURS), cycle(MARKS)):
+        figures = [(place, figure_of(results.find(row, label), shown.name, panel)) for label, place in places.items()]
+        points = [(place, found) for place, found in figures if found is not None]
         values += [found.value for _, found in points]
         axes.errorbar(
             [place for place, _ in points],
             [found.value for _, found in points],
             yerr=[found.error or 0.0 for _, found in points],
-            color=COLOURS[number % len(COLOURS)],
-            marker=MARKS[number % len(MARKS)],
+            color=colour,
+            marker=mark,
             markersize=5,
             linewidth=1.4,
             capsize=2,

@@ -98,8 +98,7 @@ class Evaluation:
         """The setting that others are compared with comes first, even if the grid does not ask for it."""
         reference = next((one for one in self.settings if one.is_reference), None)
         if reference is None and self.settings and self._to_refer:
-            amount = self.settings[0].full.amount
-            reference = Setting(Full.name, amount)
+            reference = Setting(Full.name, self.settings[0].full.amount)
         others = [one for one in self.settings if one != reference]
         return others if reference is None else [reference, *others]
 

@@ -53,9 +53,6 @@ class Results:
         of_row = next((setting for setting in self.cells if setting.label == row), None)
         return None if of_row is None or of_row.full.amount.label != column else self.cells.get(of_row.full)
 
-    def figure(self, row: str, column: str, name: str, panel: str) -> Figure | None:
-        return figure_of(self.find(row, column), name, panel)
-
     def relation(self, cell: Cell, shown: Shown, panel: str) -> Relation | None:
         own, of_full = figure_of(cell, shown.name, panel), figure_of(self.full, shown.name, panel)
         if cell is self.full or shown.compare is None or own is None or of_full is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from h2o_flexgen.core.files import read_text
 from h2o_flexgen.demo import held_out_prose
 from h2o_flexgen.text.tokenizer import Tokenizer
 
@@ -18,12 +19,7 @@ class Text:
 
     @classmethod
     def read(cls, file: str) -> Text:
-        try:
-            content = Path(file).expanduser().read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"text {file} cannot be read ({error.strerror})") from error
-        except UnicodeDecodeError as error:
-            raise ValueError(f"text {file} is not UTF-8 text (byte {error.start})") from error
+        content = read_text(Path(file).expanduser(), f"text {file}")
         if not content.strip():
             raise ValueError(f"text {file} is empty; give a file with a text in it")
         return cls(file, content)

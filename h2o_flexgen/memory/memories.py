@@ -1,9 +1,12 @@
-"""Memories: what the stores of a run need of the machine, opened once."""
+"""What the stores of a run need of the machine: Memories, opened once, and Rings, buffers that are used in turn as the schedule
+says."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+
+from torch import Tensor
 
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.disk import DiskTier, Files, OffloadFolder
@@ -32,3 +35,31 @@ class Memories:
         with ExitStack() as closing:  # each of them, also when one fails
             for close in (self._folder.close, self.disk.close, self.files.close, self.host.close, self.device.settle):
                 closing.callback(close)  # the last is the first to be called
+
+
+class Ring:
+    """Buffers in one tier. A ring of zero bytes has no buffers, and is false."""
+
+    def __init__(self, memory: HostTier | DeviceTier, slots: int, nbytes: int) -> None:
+        self._memory = memory
+        self._regions: list[Tensor] = []
+        try:
+            for _ in range(slots if nbytes else 0):
+                self._regions.append(memory.alloc(nbytes))
+        except BaseException:
+            self.free()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def __getitem__(self, slot: int) -> Tensor:
+        return self._regions[slot]
+
+    def zero(self) -> None:
+        for region in self._regions:
+            region.zero_()
+
+    def free(self) -> None:
+        while self._regions:
+            self._memory.free(self._regions.pop())

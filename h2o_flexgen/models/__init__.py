@@ -12,8 +12,8 @@ from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.core.hints import one_line, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.models.config_values import check_config
+from h2o_flexgen.models.files import read_object
 from h2o_flexgen.models.hub import resolve_model
-from h2o_flexgen.models.json_file import read_object
 
 if TYPE_CHECKING:
     from h2o_flexgen.models.base import Model

@@ -14,8 +14,17 @@ from pathlib import Path
 
 import torch
 
-from h2o_flexgen.models.derived import Copy, DerivedFolder, cache_folder, fingerprint, model_name
-from h2o_flexgen.models.files import SAFETENSORS, TORCH, Progress, Shards, find_shards, refuse_pointer, require_free_space
+from h2o_flexgen.models.derived import CONVERTED, Copy, DerivedFolder
+from h2o_flexgen.models.files import (
+    SAFETENSORS,
+    TORCH,
+    Progress,
+    Shards,
+    advancing,
+    find_shards,
+    refuse_pointer,
+    require_free_space,
+)
 from h2o_flexgen.models.safetensors_format import CODES, TensorForm, write_safetensors
 from h2o_flexgen.models.sums import Sums
 
@@ -41,13 +50,9 @@ def convert(folder: Path, cache_dir: Path | None = None, progress: Progress | No
     shards = find_shards(folder, TORCH)
     if not shards.files:
         raise ValueError(f"{folder} has no weights: neither {TORCH.single} nor {TORCH.index} is there")
-    path = (cache_dir or default_cache_dir()) / f"{model_name(folder)}-{fingerprint(shards.files)}"
-    derived = DerivedFolder(path, f"convert {folder} to safetensors", shards.files)
+    purpose = f"convert {folder} to safetensors"
+    derived = DerivedFolder.of(folder, shards.files, CONVERTED, purpose, cache=cache_dir)
     return derived.made(partial(_build, shards, progress))
-
-
-def default_cache_dir() -> Path:
-    return cache_folder("converted")
 
 
 def _build(shards: Shards, progress: Progress | None, target: Path) -> dict[str, dict[str, Sums]]:
@@ -100,15 +105,7 @@ def load_shard(path: Path) -> tuple[dict[str, torch.Tensor], bool]:
 def _write_all(folder: Path, conversions: list[Conversion], progress: Progress | None) -> dict[str, dict[str, Sums]]:
     """Writes all files and returns the checksums of every tensor in every file."""
     total = sum(conversion.nbytes for conversion in conversions)
-    done = 0
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress:
-            progress(done, total)
-
-    sums = {}
+    sums, advance = {}, advancing(progress, total)
     for conversion in conversions:
         reader = ShardReader(conversion.source, advance)
         sums[conversion.file_name] = write_safetensors(folder / conversion.file_name, conversion.forms, reader.value)

@@ -23,7 +23,7 @@ from h2o_flexgen.models.leftovers import PARTIAL, writer
 from h2o_flexgen.models.safetensors_format import StoredTensor, header_of, raw_header
 from h2o_flexgen.models.sums import Sums
 
-COPIES = ("converted", "packed")  # the kinds of folders
+COPIES = CONVERTED, PACKED = ("converted", "packed")  # the kinds of folders
 TAIL_BYTES = 1 << 16
 MANIFEST = "copy.json"
 FORMAT = 2  # of manifests; copies with an older one are made again
@@ -245,6 +245,13 @@ class DerivedFolder:
     path: Path
     purpose: str  # "convert X to safetensors": for the message if it fails
     sources: tuple[Path, ...]  # the files that it is made from
+
+    @classmethod
+    def of(
+        cls, model: Path, sources: tuple[Path, ...], kind: str, purpose: str, asked: str = "", cache: Path | None = None
+    ) -> DerivedFolder:
+        """The folder of exactly these files of a model. `asked` is all else that it depends on."""
+        return cls((cache or cache_folder(kind)) / f"{model_name(model)}-{fingerprint(sources, asked)}", purpose, sources)
 
     @property
     def is_there(self) -> bool:

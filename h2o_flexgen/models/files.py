@@ -1,4 +1,5 @@
-"""The files of weights: which ones a folder has, whether a disk has space for more, and how written ones leave memory."""
+"""The files of a model folder: its JSON objects, its files of weights, whether a disk has space for more, and how written ones
+leave memory."""
 
 from __future__ import annotations
 
@@ -8,15 +9,29 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
+from typing import Any
 
-from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.documents import NotADocument, parse_json
+from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.models.json_file import read_object
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 AGAIN = "download the model again"
 LFS_POINTER = b"version https://git-lfs"
+
+
+def read_object(path: Path, advice: str) -> Mapping[str, Any]:
+    """The JSON object that a file holds; `advice` is what to do about one that cannot be read."""
+    try:
+        found = parse_json(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({reason(error)}); {advice}") from error
+    except NotADocument as error:
+        raise ValueError(f"{path} is no JSON ({error}); {advice}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no JSON object; {advice}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -107,3 +122,16 @@ def flush_to_disk(file: BufferedWriter) -> None:
     os.fsync(file.fileno())
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def advancing(progress: Progress | None, total_bytes: int) -> Callable[[int], None]:
+    """A function that is told of bytes as they are done, and tells `progress` of all so far."""
+    done = 0
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress:
+            progress(done, total_bytes)
+
+    return advance

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, LayerSpec, TensorSpec
+from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.models.base import HeadFunction, LayerFunction
 
 MLP_STATES = 3  # of the inner width, at once: what goes up, the gate beside it, and what an activation makes of them
@@ -112,4 +112,21 @@ def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
         has_kv=any(part.has_kv for part in parts),
         visits=tuple(visit for part in parts for visit in part.visits),
         passing_width=max(part.passing_width for part in parts),
+    )
+
+
+def model_spec(config: Config, dtype: str, name: str, ffn: int, layers: tuple[LayerSpec, ...], **own: Any) -> ModelSpec:
+    """What all configs say in the same words; `own` are the fields in which an architecture differs."""
+    width, heads = config.hidden_size, config.num_attention_heads
+    usual = {"kv_heads": heads, "head_dim": width // heads, "max_positions": config.max_position_embeddings}
+    return ModelSpec(
+        name=name,
+        architecture=config.model_type,
+        width=width,
+        ffn=ffn,
+        heads=heads,
+        vocab=config.vocab_size,
+        dtype=dtype,
+        layers=layers,
+        **(usual | own),
     )

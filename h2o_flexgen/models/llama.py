@@ -94,20 +94,11 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
     embed = layout.embedding(Llama.embed, layout.table("embed_tokens", config.vocab_size, width), {}, width, outside)
     logits = layout.linear("lm_head", config.vocab_size, width, bias=False)
     head = layout.head(Llama.head, layout.norm("norm", width, bias=False), logits, outside)
-    return ModelSpec(
-        name=name,
-        architecture=config.model_type,
-        width=width,
-        ffn=config.intermediate_size,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab=config.vocab_size,
-        # within its window a text is attended like any other; longer ones are refused rather than computed otherwise
-        max_positions=min(config.max_position_embeddings, traits.window or config.max_position_embeddings),
-        dtype=dtype,
-        layers=layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer),
-    )
+    layers = layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer)
+    # within its window a text is attended like any other; longer ones are refused rather than computed otherwise
+    reach = min(config.max_position_embeddings, traits.window or config.max_position_embeddings)
+    own = {"kv_heads": kv_heads, "head_dim": head_dim, "max_positions": reach}
+    return layout.model_spec(config, dtype, name, config.intermediate_size, layers, **own)
 
 
 def _attention_parameters(width: int, q_width: int, kv_width: int, head_dim: int, traits: Traits) -> Parameters:

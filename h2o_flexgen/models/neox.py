@@ -51,7 +51,7 @@ class NeoX:
 
 
 def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
-    width, heads, ffn = config.hidden_size, config.num_attention_heads, config.intermediate_size
+    width, ffn = config.hidden_size, config.intermediate_size
     attention_width = 2 * width if config.use_parallel_residual else width
 
     def parts(index: int) -> tuple[LayerSpec, LayerSpec]:
@@ -66,19 +66,8 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
     embed = layout.embedding(NeoX.embed, layout.table("embed_in", config.vocab_size, width), {}, width, outside)
     logits = layout.linear("embed_out", config.vocab_size, width, bias=False)
     head = layout.head(NeoX.head, layout.norm("final_layer_norm", width), logits, outside)
-    return ModelSpec(
-        name=name,
-        architecture="gpt_neox",
-        width=width,
-        ffn=ffn,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=width // heads,
-        vocab=config.vocab_size,
-        max_positions=config.max_position_embeddings,
-        dtype=dtype,
-        layers=layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer),
-    )
+    layers = layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer)
+    return layout.model_spec(config, dtype, name, ffn, layers)
 
 
 def _attention_parameters(width: int, bias: bool) -> Parameters:

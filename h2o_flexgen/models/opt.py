@@ -52,7 +52,7 @@ def _has_last_norm(config: Config) -> bool:
 
 
 def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
-    width, heads = config.hidden_size, config.num_attention_heads
+    width = config.hidden_size
 
     def parts(index: int) -> tuple[LayerSpec, LayerSpec]:
         origin = Origin(dtype, f"model.decoder.layers.{index}.", index)
@@ -63,20 +63,9 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
 
     head_weight = "model.decoder.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     outside = Origin(dtype, "model.decoder.", stored_as={"lm_head.weight": head_weight})
-    return ModelSpec(
-        name=name,
-        architecture="opt",
-        width=width,
-        ffn=config.ffn_dim,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=width // heads,
-        vocab=config.vocab_size,
-        max_positions=config.max_position_embeddings,
-        dtype=dtype,
-        layers=layout.in_order(_embedding(config, outside), config.num_hidden_layers, parts, _head(config, outside), sep_layer),
-        rotary=False,
-    )
+    embed, head = _embedding(config, outside), _head(config, outside)
+    layers = layout.in_order(embed, config.num_hidden_layers, parts, head, sep_layer)
+    return layout.model_spec(config, dtype, name, config.ffn_dim, layers, rotary=False)
 
 
 def _embedding(config: Config, origin: Origin) -> LayerSpec:

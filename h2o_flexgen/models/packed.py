@@ -17,8 +17,8 @@ from h2o_flexgen.core.layout import aligned
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.models.checkpoint import Checkpoint
-from h2o_flexgen.models.derived import DerivedFolder, cache_folder, fingerprint, model_name
-from h2o_flexgen.models.files import Progress, require_free_space
+from h2o_flexgen.models.derived import PACKED, DerivedFolder
+from h2o_flexgen.models.files import Progress, advancing, require_free_space
 from h2o_flexgen.models.safetensors_format import StoredTensor, TensorForm, write_safetensors
 from h2o_flexgen.models.sums import STRETCH_BYTES, Sums
 from h2o_flexgen.quant.codec import CODECS, PLAIN
@@ -39,9 +39,8 @@ class PackedCheckpoint:
         self._progress = progress
         self._tensors = {tensor.name: tensor for tensor in spec.tensors.values() if tensor.codec != PLAIN}
         asked = json.dumps([FORMAT, *((tensor.name, tensor.shape, tensor.codec) for tensor in self._tensors.values())])
-        name = f"{model_name(checkpoint.folder)}-{fingerprint(checkpoint.origins, asked)}"
-        cache = cache_dir or cache_folder("packed")
-        self._folder = DerivedFolder(cache / name, f"pack the weights of {checkpoint.folder}", checkpoint.origins)
+        purpose = f"pack the weights of {checkpoint.folder}"
+        self._folder = DerivedFolder.of(checkpoint.folder, checkpoint.origins, PACKED, purpose, asked, cache_dir)
 
     @property
     def folder(self) -> Path:
@@ -82,7 +81,7 @@ class PackedCheckpoint:
     def _build(self, folder: Path) -> dict[str, dict[str, Sums]]:
         sums = {}
         require_free_space(folder.parent, self._nbytes, "packing the weights")
-        located, advance = self._checkpoint.locate(self._tensors.values()), self._advancing()
+        located, advance = self._checkpoint.locate(self._tensors.values()), advancing(self._progress, self._nbytes)
         for number, tensors in enumerate(_in_files(self._tensors.values())):
             # as whole pages, so that each starts where direct reads can
             forms = [TensorForm(tensor.name, torch.uint8, (aligned(tensor.nbytes),)) for tensor in tensors]
@@ -90,17 +89,6 @@ class PackedCheckpoint:
             name = f"packed-{number:05d}.safetensors"
             sums[name] = write_safetensors(folder / name, forms, value)
         return sums
-
-    def _advancing(self) -> Callable[[int], None]:
-        done = 0
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            if self._progress:
-                self._progress(done, self._nbytes)
-
-        return advance
 
     def _encoded(self, located: Mapping[str, StoredTensor], advance: Callable[[int], None], name: str) -> torch.Tensor:
         tensor, stored = self._tensors[name], located[name]

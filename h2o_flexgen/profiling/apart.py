@@ -98,33 +98,27 @@ def answer(
     out = sys.stdout
     sys.stdout = sys.stderr  # for anything that libraries print
     torch.set_num_threads(threads)
-    how = Sizes(**{key: _as_given(value) for key, value in sizes.items()})
+    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in sizes.items()}
     place = None if partial is None else Path(partial)
     try:
-        machine = profile(open_device(device), Path(folder), name, dtype, how, _telling(out), place)
+        machine = profile(open_device(device), Path(folder), name, dtype, Sizes(**given), _telling(out), place)
         _tell_the_last(out, "machine", machine.as_plain())
+        return 0
     except (KeyboardInterrupt, BrokenPipeError):
-        return STOPPED
+        pass
     except tuple(KINDS.values()) as error:
         _tell_the_last(out, "error", next(kind for kind, one in KINDS.items() if isinstance(error, one)), str(error))
-        return STOPPED
     except RuntimeError as error:  # torch's lack of memory is none of the KINDS
         if (shortage := shortage_of(error)) is None:
             raise
         _tell_the_last(out, "error", MemoryError.__name__, shortage.reason)
-        return STOPPED
-    return 0
+    return STOPPED
 
 
 def _tell_the_last(out: IO[str], *words: object) -> None:
     """Sends the last line, after which the reader may end this process: nothing has to be cleaned up."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _say(out, *words)
-
-
-def _as_given(value: Any) -> Any:
-    """Turns lists back into tuples, which JSON does not know."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _telling(out: IO[str]) -> Callable[[str, int, int], None]:

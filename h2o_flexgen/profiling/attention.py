@@ -49,26 +49,21 @@ def decode_reading(clock: Clock, dtype: str, sizes: Sizes) -> list[Subject]:
 
 def _decode_reading(clock: Clock, tier: str, heads: Heads, dtype: str, sizes: Sizes) -> Subject:
     step = Step.of(clock.device, heads, Coding(PLAIN, DTYPES[dtype], heads.dim), sizes.kv_rows, sizes.slots)
-    figure = f"{READING} {tier}"
-    return Subject(f"decode attention, {tier}", lambda: {figure: step.cache.image.nbytes / clock.of(step)})
+    return clock.rate(f"decode attention, {tier}", f"{READING} {tier}", step.cache.image.nbytes, step)
 
 
 def decode_computing(clock: Clock, dtypes: tuple[str, ...], dtype: str, sizes: Sizes) -> list[Subject]:
     """Several queries per key, to compute as much as possible for what is read. `dtypes` are those of plain KV."""
-    return [
-        *(_plain_computing(clock, name, sizes) for name in dtypes),
-        *(_packed_computing(clock, codec, dtype, sizes) for codec in PACKED),
-    ]
-
-
-def _plain_computing(clock: Clock, dtype: str, sizes: Sizes) -> Subject:
-    step, flops = _grouped(clock, PLAIN, dtype, sizes.queries_per_key, sizes)
-    return Subject(f"decode attention, {dtype}, grouped", lambda: {f"{COMPUTING} {dtype}": flops / clock.of(step)})
+    subjects = []
+    for name in dtypes:
+        step, flops = _grouped(clock, PLAIN, name, sizes.queries_per_key, sizes)
+        subjects.append(clock.rate(f"decode attention, {name}, grouped", f"{COMPUTING} {name}", flops, step))
+    return [*subjects, *(_packed_computing(clock, codec, dtype, sizes) for codec in PACKED)]
 
 
 def _packed_computing(clock: Clock, codec: str, dtype: str, sizes: Sizes) -> Subject:
     """Compares one query per key with several: as many values to unpack, but fewer flops."""
-    few, few_flops = _grouped(clock, codec, dtype, 1, sizes, keys=max(1, sizes.heads // sizes.queries_per_key))
+    few, few_flops = _grouped(clock, codec, dtype, 1, sizes)
     many, many_flops = _grouped(clock, codec, dtype, sizes.queries_per_key, sizes)
     values = 2.0 * prod(many.cache.image.shape[1:4]) * sizes.head_dim
 
@@ -81,11 +76,9 @@ def _packed_computing(clock: Clock, codec: str, dtype: str, sizes: Sizes) -> Sub
     return Subject(f"decode attention, {codec}, grouped", measure)
 
 
-def _grouped(
-    clock: Clock, codec: str, dtype: str, queries_per_key: int, sizes: Sizes, keys: int | None = None
-) -> tuple[Step, float]:
+def _grouped(clock: Clock, codec: str, dtype: str, queries_per_key: int, sizes: Sizes) -> tuple[Step, float]:
     """A decode step and its flops."""
-    keys = keys or max(1, sizes.heads // sizes.queries_per_key)
+    keys = max(1, sizes.heads // sizes.queries_per_key)
     heads = Heads(keys * queries_per_key, keys, sizes.head_dim)
     step = Step.of(clock.device, heads, Coding(codec, DTYPES[dtype], heads.dim), sizes.kv_rows, sizes.slots)
     return step, 4.0 * heads.queries * heads.dim * sizes.slots * sizes.kv_rows
@@ -134,12 +127,8 @@ def _prompts(clock: Clock, kind: str, plan: Plan, dtype: str, sizes: Sizes) -> S
     occupancy = plan.policy.slots(Batch(tuple(range(rows)), (sizes.prompt_len,) * rows), 1 + STEP)
     cache, now = _cache(device, heads, coding, occupancy, plan), _step(device, occupancy, 0)
     given = _new(device, heads, coding, rows, sizes.prompt_len)
-    pairs, figure = rows * sizes.prompt_len * (sizes.prompt_len + 1) / 2, f"{PROMPTS} {kind}"
-
-    def measure() -> Figures:
-        return {figure: 4.0 * heads.queries * heads.dim * pairs / clock.of(lambda: cache.attend(now, *given))}
-
-    return Subject(f"attention of prompts, {kind}", measure)
+    flops = 4.0 * heads.queries * heads.dim * rows * sizes.prompt_len * (sizes.prompt_len + 1) / 2
+    return clock.rate(f"attention of prompts, {kind}", f"{PROMPTS} {kind}", flops, lambda: cache.attend(now, *given))
 
 
 def _cache(device: Device, heads: Heads, coding: Coding, occupancy: Occupancy, plan: Plan | None) -> KVCache:

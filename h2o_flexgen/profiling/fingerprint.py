@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from h2o_flexgen.core.folders import existing_folder
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.profiling.measure import describe_machine
@@ -52,8 +53,7 @@ class Fingerprint:
 
 def file_system(folder: Path) -> str:
     """What the folder lies on: the device, its kind, and where it is mounted."""
-    place = folder.expanduser().absolute()
-    place = next(one for one in (place, *place.parents) if one.exists()).resolve()
+    place = existing_folder(folder.expanduser()).resolve()
     mounts = [one for one in psutil.disk_partitions(all=True) if place.is_relative_to(one.mountpoint)]
     if not mounts:
         return UNKNOWN

@@ -1,13 +1,19 @@
-"""Saved profiles: a machine is measured once, and every later request gets the saved result."""
+"""Saved profiles: a machine is measured once, and every later request gets the saved result. Without one, a machine is known as
+far as its memory and its disk say."""
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
-from h2o_flexgen.core.model_spec import usual_dtype
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.folders import existing_folder
+from h2o_flexgen.core.model_spec import DTYPE_BYTES, usual_dtype
+from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import available_bytes
 from h2o_flexgen.planning.machine import Machine
@@ -15,7 +21,7 @@ from h2o_flexgen.planning.machines import machine_file, save_machine, saved_mach
 from h2o_flexgen.profiling.apart import profile_apart
 from h2o_flexgen.profiling.fingerprint import Fingerprint
 from h2o_flexgen.profiling.others import WARNING, Others
-from h2o_flexgen.profiling.sizes import QUICK, Sizes
+from h2o_flexgen.profiling.sizes import QUICK
 from h2o_flexgen.profiling.subject import OnSubject
 
 OnNote = Callable[[str], None]
@@ -25,7 +31,6 @@ def profiled(
     device: Device,
     offload_folder: Path,
     dtype: str | None = None,
-    sizes: Sizes = QUICK,
     on_note: OnNote | None = None,
     on_subject: OnSubject | None = None,
 ) -> Machine:
@@ -42,7 +47,7 @@ def profiled(
         return found
     note_partial(mark, note)
     others, host_bytes, device_bytes = Others(), available_bytes(), device.free_bytes() or 0
-    machine = profile_apart(device, offload_folder, mark.name, dtype, sizes, on_subject, partial_file(mark))
+    machine = profile_apart(device, offload_folder, mark.name, dtype, QUICK, on_subject, partial_file(mark))
     machine = replace(machine, host_bytes=host_bytes, device_bytes=device_bytes)  # without the measuring process's share
     warning = others.warning()
     keep(machine, mark, warning)
@@ -87,11 +92,37 @@ def keep(machine: Machine, mark: Fingerprint, warning: str = "") -> Path:
 def about(mark: Fingerprint, warning: str = "") -> str:
     """The text above a profile: when it was measured, on what, and how far it can be trusted."""
     when = time.strftime("%Y-%m-%d %H:%M", time.localtime())
-    parts = [f"{name}: {value}" for name, value in mark.parts.items()]
-    return "\n".join(
-        [
-            f"Measured {when} by `python -m h2o_flexgen.profile`, or by who needed it. Of this machine:",
-            *parts,
-            *filter(None, [warning]),
-        ]
+    head = f"Measured {when} by `python -m h2o_flexgen.profile`, or by who needed it. Of this machine:"
+    return "\n".join([head, *(f"{name}: {value}" for name, value in mark.parts.items()), *filter(None, [warning])])
+
+
+def this_machine(device: Device, offload_folder: Path, dtype: str, progress: Progress) -> Machine:
+    """This machine as its profile was kept, or as it is measured now, which is shown. `dtype` is as it was asked for."""
+    progress.stage("profiling this machine, once")
+    return profiled(
+        device,
+        offload_folder,
+        None if dtype == AUTO else dtype,
+        on_note=progress.note,
+        on_subject=lambda title, done, total: progress.stage(title, f"{done}/{total}" if total else ""),
+    )
+
+
+def machine_before_profile(device: Device, offload_folder: Path) -> Machine:
+    """This machine as far as it is known without measuring it: its memory. It stands in until a problem is known to make
+    sense."""
+    return Machine(
+        name="this machine",
+        device=device.kind,
+        device_bytes=device.free_bytes() or 0,
+        host_bytes=available_bytes(),
+        disk_bytes=shutil.disk_usage(existing_folder(offload_folder)).free,
+        disk_read_per_s=inf,
+        disk_write_per_s=inf,
+        host_copy_per_s=inf,
+        host_to_device_per_s=inf,
+        device_to_host_per_s=inf,
+        flops_per_s=dict.fromkeys(DTYPE_BYTES, ((1, inf),)),
+        attention_bytes_per_s={},
+        task_seconds=0.0,
     )

@@ -18,10 +18,9 @@ from h2o_flexgen.memory.host import available_bytes, give_back_freed
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.machine import PLAIN_SCORES, VISITS, WITH_SCORES, Curve, Machine
 from h2o_flexgen.profiling import attention, moving, products, visits
-from h2o_flexgen.profiling.rounds import measured
+from h2o_flexgen.profiling.rounds import Taken, measured
 from h2o_flexgen.profiling.sizes import FULL, Sizes
 from h2o_flexgen.profiling.subject import Clock, OnSubject, Subject, Watch
-from h2o_flexgen.profiling.taken import Taken
 from h2o_flexgen.quant.codec import PACKED
 
 SLOW_ON_CPU = "float16"

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.core.cores import cores
+from h2o_flexgen.core.folders import existing_folder
 from h2o_flexgen.core.layout import ALIGNMENT, CHUNK_BYTES
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import format_bytes
@@ -79,7 +80,7 @@ def measure(device: Device, needs: Needs, repetitions: int = 1, seconds: float =
         device=device.kind,
         device_bytes=device.free_bytes() or 0,
         host_bytes=psutil.virtual_memory().total,
-        disk_bytes=shutil.disk_usage(_existing(needs.offload_folder or Path.cwd())).free,
+        disk_bytes=shutil.disk_usage(existing_folder(needs.offload_folder or Path.cwd())).free,
         disk_read_per_s=read,
         disk_write_per_s=write,
         host_copy_per_s=copy,
@@ -141,10 +142,6 @@ def offload_rates(folder: Path, nbytes: int, repetitions: int = 1, seconds: floa
 
 def _whole_pages(file: Path) -> int:
     return file.stat().st_size // ALIGNMENT * ALIGNMENT
-
-
-def _existing(folder: Path) -> Path:
-    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
 
 
 # -- copies --------------------------------------------------------------------------------------------------------------

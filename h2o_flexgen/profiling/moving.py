@@ -121,8 +121,8 @@ def copies(clock: Clock, sizes: Sizes) -> list[Subject]:
     source, target = (memory.alloc(sizes.copied_bytes)[: sizes.copied_bytes].fill_(1) for _ in range(2))
     values = source.view(torch.float32)
     subjects = [
-        Subject("host copy", lambda: {COPY: source.nbytes / host.of(lambda: target.copy_(source))}),
-        Subject("host read", lambda: {SUM: source.nbytes / host.of(values.sum)}),
+        host.rate("host copy", COPY, source.nbytes, lambda: target.copy_(source)),
+        host.rate("host read", SUM, source.nbytes, values.sum),
     ]
     return subjects + (links(clock, sizes) if clock.device.accelerator else [])
 

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import decode, encode, packed_product, plain_product
-from h2o_flexgen.kernels.table import PRODUCT, Kernel, choose
+from h2o_flexgen.kernels.table import PRODUCT, choose
+from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.models.base import Given, Model, Rotate, computed
 from h2o_flexgen.profiling.sizes import Sizes
-from h2o_flexgen.profiling.subject import Clock, Figures, Subject
+from h2o_flexgen.profiling.subject import Clock, Subject
 from h2o_flexgen.quant.codec import CODECS, PACKED
 
 PRODUCTS, PACKED_PRODUCTS, DECODING, VALUES = "products", "packed products", "decoding", "values"
@@ -39,17 +40,19 @@ def point(kind: str, of: str, rows: int) -> str:
 def plain_products(clock: Clock, dtype: str, rows: tuple[int, ...], sizes: Sizes) -> list[Subject]:
     """Products with weights that no cache holds, since each call takes another."""
     weights = itertools.cycle(_weights(clock, DTYPES[dtype], sizes))
-    return [_plain_product(clock, dtype, weights, each, sizes.side) for each in rows]
+
+    def multiply(x: Tensor) -> object:
+        return plain_product(x, next(weights), None)
+
+    return [_product(clock, dtype, PRODUCTS, dtype, each, sizes.side, multiply) for each in rows]
 
 
-def _plain_product(clock: Clock, dtype: str, weights: itertools.cycle[Tensor], rows: int, side: int) -> Subject:
+def _product(
+    clock: Clock, dtype: str, kind: str, of: str, rows: int, side: int, multiply: Callable[[Tensor], object]
+) -> Subject:
     x = torch.full((rows, side), 0.5, dtype=DTYPES[dtype], device=clock.device.torch_device)
-    flops = 2.0 * rows * side * side
-
-    def measure() -> Figures:
-        return {point(PRODUCTS, dtype, rows): flops / clock.of(lambda: plain_product(x, next(weights), None))}
-
-    return Subject(f"products, {dtype}, {rows} row{'s' * (rows > 1)}", measure)
+    flops, title = 2.0 * rows * side * side, f"products, {of}, {rows} row{'s' * (rows > 1)}"
+    return clock.rate(title, point(kind, of, rows), flops, lambda: multiply(x))
 
 
 def packed_products(clock: Clock, dtype: str, sizes: Sizes) -> list[Subject]:
@@ -59,48 +62,40 @@ def packed_products(clock: Clock, dtype: str, sizes: Sizes) -> list[Subject]:
         packed = itertools.cycle(_packed(clock, codec, sizes))
         for rows in sizes.rows:
             if kernel := choose(PRODUCT, codec, dtype, here.runs, rows):
-                subjects.append(_packed_product(clock, dtype, kernel, packed, rows, sizes.side))
+                multiply = partial(_multiplied, kernel.form, packed)
+                subjects.append(_product(clock, dtype, PACKED_PRODUCTS, kernel.price, rows, sizes.side, multiply))
         subjects.append(_decoding(clock, dtype, codec, packed, sizes.side))
     return subjects
 
 
-def _packed_product(clock: Clock, dtype: str, kernel: Kernel, packed: itertools.cycle[Tensor], rows: int, side: int) -> Subject:
-    x = torch.full((rows, side), 0.5, dtype=DTYPES[dtype], device=clock.device.torch_device)
-    flops = 2.0 * rows * side * side
-
-    def measure() -> Figures:
-        taken = clock.of(lambda: packed_product(kernel.form, x, next(packed), None))
-        return {point(PACKED_PRODUCTS, kernel.price, rows): flops / taken}
-
-    return Subject(f"products, {kernel.price}, {rows} row{'s' * (rows > 1)}", measure)
+def _multiplied(form: str, packed: Iterator[Tensor], x: Tensor) -> object:
+    return packed_product(form, x, next(packed), None)
 
 
-def _decoding(clock: Clock, dtype: str, codec: str, packed: itertools.cycle[Tensor], side: int) -> Subject:
+def _decoding(clock: Clock, dtype: str, codec: str, packed: Iterator[Tensor], side: int) -> Subject:
     values = torch.empty(side, side, dtype=DTYPES[dtype], device=clock.device.torch_device)
-
-    def measure() -> Figures:
-        taken = clock.of(lambda: decode(codec, next(packed), values))
-        return {f"{DECODING} {codec}": values.numel() / taken}
-
-    return Subject(f"decoding {codec}", measure)
+    figure = f"{DECODING} {codec}"
+    return clock.rate(f"decoding {codec}", figure, values.numel(), lambda: decode(codec, next(packed), values))
 
 
 def _weights(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
-    memory, shape = clock.device.memory(HostTier()), (sizes.side, sizes.side)
-    nbytes = sizes.side**2 * dtype.itemsize
-    one = torch.rand(shape, device=clock.device.torch_device).sub_(0.5).to(dtype)
-    places = [memory.alloc(nbytes)[:nbytes] for _ in range(max(2, sizes.cold_bytes // nbytes))]
-    return [place.view(dtype).view(shape).copy_(one) for place in places]
+    one = torch.rand(sizes.side, sizes.side, device=clock.device.torch_device).sub_(0.5).to(dtype)
+    return _copies(clock.device, one, sizes.cold_bytes)
 
 
 def _packed(clock: Clock, codec: str, sizes: Sizes) -> list[Tensor]:
     """(outputs, bytes of a row) each"""
-    memory, side = clock.device.memory(HostTier()), sizes.side
-    nbytes = CODECS[codec].nbytes((side, side), 4)
-    one = torch.empty(nbytes, dtype=torch.uint8, device=clock.device.torch_device)
-    encode(codec, torch.rand(side, side, device=clock.device.torch_device).sub_(0.5), one)
-    places = [memory.alloc(nbytes)[:nbytes] for _ in range(max(2, sizes.cold_bytes // 2 // nbytes))]
-    return [place.copy_(one).view(side, -1) for place in places]
+    side, device = sizes.side, clock.device.torch_device
+    one = torch.empty(CODECS[codec].nbytes((side, side), 4), dtype=torch.uint8, device=device)
+    encode(codec, torch.rand(side, side, device=device).sub_(0.5), one)
+    return _copies(clock.device, one.view(side, -1), sizes.cold_bytes // 2)
+
+
+def _copies(device: Device, one: Tensor, nbytes: int) -> list[Tensor]:
+    """As many copies of a weight as these bytes hold, two at least, in memory as a run allocates it."""
+    memory = device.memory(HostTier())
+    places = [memory.alloc(one.nbytes)[: one.nbytes] for _ in range(max(2, nbytes // one.nbytes))]
+    return [place.view(one.dtype).view(one.shape).copy_(one) for place in places]
 
 
 # -- values --------------------------------------------------------------------------------------------------------------

@@ -48,6 +48,10 @@ class Clock:
     device: Device
     seconds: float
 
+    def rate(self, title: str, figure: str, work: float, action: Callable[[], object]) -> Subject:
+        """A subject with one figure: so much work by the seconds of a call."""
+        return Subject(title, lambda: {figure: work / self.of(action)})
+
     def of(self, action: Callable[[], object]) -> float:
         at_once = CALLS_AT_ONCE if self.device.accelerator else 1
         taken: list[float] = []

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -45,36 +45,61 @@ KV_BATCHES, KV_STEPS = 2, 4
 def visits(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Watch | None = None) -> list[Subject]:
     """Runs to measure, each on its own. That of KV takes long on a slow disk, so it reports its visits; in the others,
     reporting would be measured as well."""
+    trials = Trials(device, folder, dtype, sizes, watch or Watch())
     return [
-        Subject("visits of layers", lambda: _of_visits(device, folder, dtype, sizes)),
-        Subject("reads of next to nothing", lambda: _of_reads(device, folder, dtype, sizes)),
-        Subject("KV on disk", lambda: _of_kv(device, folder, dtype, sizes, watch or Watch())),
+        Subject("visits of layers", trials.of_visits),
+        Subject("reads of next to nothing", trials.of_reads),
+        Subject("KV on disk", trials.of_kv),
     ]
 
 
-def _of_visits(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figures:
-    """Visits with weights in memory, so that nothing else needs the processor."""
-    between = None if device.accelerator else Between(torch.ones(sizes.cold_bytes // 4))
-    spec, trace = _run(device, folder, dtype, sizes, Shares(1.0, 0.0), between)
-    own = (lambda key: 0.0) if between is None else between.seconds.__getitem__
-    return {f"{VISIT} {kind}": _median(spec, trace, Op.COMPUTE, (kind,), own) for kind in KINDS}
+@dataclass(frozen=True, eq=False)
+class Trials:
+    """Runs of small models on one device."""
 
+    device: Device
+    folder: Path
+    dtype: str
+    sizes: Sizes
+    watch: Watch
 
-def _of_reads(device: Device, folder: Path, dtype: str, sizes: Sizes) -> Figures:
-    spec, trace = _run(device, folder, dtype, sizes, Shares(0.0, 0.0))
-    return {TASK: _median(spec, trace, Op.READ_W, KINDS)}
+    def of_visits(self) -> Figures:
+        """Visits with weights in memory, so that nothing else needs the processor."""
+        between = None if self.device.accelerator else Between(torch.ones(self.sizes.cold_bytes // 4))
+        spec, trace = self._tiny(Shares(1.0, 0.0), between)
+        own = (lambda key: 0.0) if between is None else between.seconds.__getitem__
+        return {f"{VISIT} {kind}": _median(spec, trace, Op.COMPUTE, (kind,), own) for kind in KINDS}
 
+    def of_reads(self) -> Figures:
+        return {TASK: _median(*self._tiny(Shares(0.0, 0.0)), Op.READ_W, KINDS)}
 
-def _of_kv(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Watch) -> Figures:
-    """KV transfers of large batches, with nothing else on the disk: bytes over the time in which a lane was busy."""
-    model, prompt_len = small_model(OPT, dtype, sizes.hidden, 1), max(1, sizes.slots // 2)
-    plan = Plan(gpu_batch_size=sizes.kv_rows, num_gpu_batches=KV_BATCHES, weights=Shares(1.0, 0.0), kv=Shares(0.0, 0.0))
+    def of_kv(self) -> Figures:
+        """KV transfers of large batches, with nothing else on the disk: bytes over the time in which a lane was busy."""
+        model, prompt_len = small_model(OPT, self.dtype, self.sizes.hidden, 1), max(1, self.sizes.slots // 2)
+        rows, weights, kv = self.sizes.kv_rows, Shares(1.0, 0.0), Shares(0.0, 0.0)
+        plan = Plan(gpu_batch_size=rows, num_gpu_batches=KV_BATCHES, weights=weights, kv=kv, pin_weight=False)
 
-    def tell(task: Task, tokens: int) -> None:
-        watch.inside(f"step {task.step + 1} of {KV_STEPS}, batch {task.batch + 1} of {KV_BATCHES}")
+        def tell(task: Task, tokens: int) -> None:
+            self.watch.inside(f"step {task.step + 1} of {KV_STEPS}, batch {task.batch + 1} of {KV_BATCHES}")
 
-    trace = _trace(device, folder, dtype, model, replace(plan, pin_weight=False), prompt_len, KV_STEPS, tell)
-    return {name: trace.moved_bytes(lane) / trace.busy_seconds(lane) for name, lane in KV.items()}
+        trace = self._trace(model, plan, prompt_len, KV_STEPS, tell)
+        return {name: trace.moved_bytes(lane) / trace.busy_seconds(lane) for name, lane in KV.items()}
+
+    def _tiny(self, weights: Shares, on_visit: OnVisit | None = None) -> tuple[ModelSpec, Trace]:
+        plan = Plan(gpu_batch_size=1, weights=weights, pin_weight=False)
+        model = small_model(OPT, self.dtype, HEAD_DIM, BLOCKS)
+        return model.spec, self._trace(model, plan, PROMPT_LEN, self.sizes.steps, on_visit)
+
+    def _trace(self, model: Model, plan: Plan, prompt_len: int, steps: int, on_visit: OnVisit | None) -> Trace:
+        """Runs one block and returns its trace."""
+        device, folder = self.device, self.folder
+        site = site_of(device.kind, device.accelerator)
+        plan = plan.at(site)
+        planned = BlockPlans.of(model.spec, plan, Workload.uniform(plan.block_size, prompt_len, steps), site).first
+        params, tokenizer = SamplingParams(max_tokens=steps, ignore_eos=True), ByteTokenizer(model.spec.vocab)
+        rows = [RowState(row, [0] * prompt_len, params, tokenizer) for row in range(plan.block_size)]
+        with closing(Memories(device, folder, False)) as memories, closing(DummySource(SEED, self.dtype, folder)) as source:
+            return Engine(model, source, plan, memories).run(planned, rows, Picker(Sampler(SEED)), on_visit).trace
 
 
 def _median(
@@ -98,32 +123,3 @@ class Between:
         begun = time.perf_counter()
         self.memory.sum()
         self.seconds[task.key] = time.perf_counter() - begun
-
-
-def _run(
-    device: Device, folder: Path, dtype: str, sizes: Sizes, weights: Shares, on_visit: OnVisit | None = None
-) -> tuple[ModelSpec, Trace]:
-    plan = Plan(gpu_batch_size=1, weights=weights, pin_weight=False)
-    model = small_model(OPT, dtype, HEAD_DIM, BLOCKS)
-    return model.spec, _trace(device, folder, dtype, model, plan, PROMPT_LEN, sizes.steps, on_visit)
-
-
-def _trace(
-    device: Device,
-    folder: Path,
-    dtype: str,
-    model: Model,
-    plan: Plan,
-    prompt_len: int,
-    steps: int,
-    on_visit: OnVisit | None = None,
-) -> Trace:
-    """Runs one block and returns its trace."""
-    site = site_of(device.kind, device.accelerator)
-    plan = plan.at(site)
-    planned = BlockPlans.of(model.spec, plan, Workload.uniform(plan.block_size, prompt_len, steps), site).first
-    params, tokenizer = SamplingParams(max_tokens=steps, ignore_eos=True), ByteTokenizer(model.spec.vocab)
-    rows = [RowState(row, [0] * prompt_len, params, tokenizer) for row in range(plan.block_size)]
-    with closing(Memories(device, folder, False)) as memories, closing(DummySource(SEED, dtype, folder)) as source:
-        engine = Engine(model, source, plan, memories)
-        return engine.run(planned, rows, Picker(Sampler(SEED)), on_visit).trace

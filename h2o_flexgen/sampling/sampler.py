@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.sampling.adjusting import History, adjusted
-from h2o_flexgen.sampling.logprobs import logprobs_of
 from h2o_flexgen.sampling.output import StepLogprobs
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.sampling.ranking import kth_largest, portions, ranked
+from h2o_flexgen.sampling.ranking import kth_largest, logprobs_of, portions, ranked
 
 FLOOR_SLACK = 1e-6  # a floor only saves work: it may pass more tokens than the exact filter behind it, never fewer
 
@@ -66,27 +65,18 @@ class Sampler:
         best, likeliest = scores.max(dim=-1)
         _refuse_broken(logits, best, rows, steps)
         tokens = likeliest.cpu()
-        for belongs, draw in ((_is_sampled, _draw_unfiltered), (_is_filtered, _draw_filtered)):
-            for places in portions([place for place, one in enumerate(params) if belongs(one)], logits.shape[-1]):
+        for is_filtered, draw in ((False, _draw_unfiltered), (True, _draw_filtered)):
+            asking = [place for place, one in enumerate(params) if not one.is_greedy and one.is_filtered == is_filtered]
+            for places in portions(asking, logits.shape[-1]):
                 chosen = [params[place] for place in places]
-                uniforms = [self._uniform(params[place], rows[place], steps[place], numbers[place]) for place in places]
+                seeds = [self.seed if one.seed is None else one.seed for one in chosen]
+                uniforms = [uniform(seed, rows[at], steps[at], numbers[at]) for seed, at in zip(seeds, places)]
                 distances = _distances(scores[places], best[places], chosen)
                 tokens[places] = draw(distances, chosen, _column(uniforms, logits.device)).cpu()
         for place, token in enumerate(given or ()):
             if token is not None:
                 tokens[place] = token
         return Picked(tokens, _logprobs(logits, tokens, params))
-
-    def _uniform(self, params: SamplingParams, row: int, step: int, number: int) -> float:
-        return uniform(self.seed if params.seed is None else params.seed, row, step, number)
-
-
-def _is_sampled(params: SamplingParams) -> bool:
-    return not params.is_greedy and not params.is_filtered
-
-
-def _is_filtered(params: SamplingParams) -> bool:
-    return not params.is_greedy and params.is_filtered
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:

@@ -94,9 +94,6 @@ class _Work:
             self.spend(STEP + NODE * nodes_each)
             yield item
 
-    def charge(self, nodes_run: int) -> None:
-        self.spend(NODE * nodes_run)
-
     def weighed(self, value: Any) -> Any:
         """Charges for a value that was made; iterators are counted as they are read."""
         if isinstance(value, Iterator):
@@ -167,7 +164,7 @@ class _Counting(NodeTransformer):
 
     def visit_Macro(self, node: nodes.Macro | nodes.CallBlock) -> nodes.Node:
         count = self._visited_in(node)
-        node.body.insert(0, nodes.ExprStmt(_call("charge", nodes.Const(count)), lineno=node.lineno))
+        node.body.insert(0, nodes.ExprStmt(_call("spend", nodes.Const(NODE * count)), lineno=node.lineno))
         return node
 
     visit_CallBlock = visit_Macro
@@ -221,8 +218,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self, work: _Work) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension], optimized=False)
-        self.work, self.counted, self.charge, self.weighed = work, work.counted, work.charge, work.weighed
-        self.own = (self.counted, self.charge, self.weighed, self.joined)
+        self.work, self.counted, self.spend, self.weighed = work, work.counted, work.spend, work.weighed
+        self.own = (self.counted, self.spend, self.weighed, self.joined)
         named: dict[str, Any] = {**self.filters, "tojson": _to_json, "sum": _sum, "round": _round}
         self.filters = {name: self._bounded(name, named[name]) for name in FILTERS}
         tests: dict[str, Any] = self.tests

@@ -6,10 +6,12 @@ Messages given all at once are written as a whole.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.text.prompts import Prompt
@@ -19,25 +21,24 @@ SPEAKER, ANSWERER = "User:", "Assistant:"
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 
 
-class Style(Protocol):
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Texts that end a reply."""
+@dataclass(frozen=True)
+class Style(ABC):
+    tokenizer: Tokenizer
+    system: str = ""
 
+    stops: ClassVar[tuple[str, ...]] = ()  # texts that end a reply
+
+    @abstractmethod
     def turn(self, text: str, before: Completion | None) -> list[int]:
         """The tokens that go behind the reply `before`; None begins the text."""
 
+    @abstractmethod
     def whole(self, messages: Sequence[Message]) -> Prompt:
         """The text of a whole chat, up to where the answer begins."""
 
 
-@dataclass(frozen=True)
-class Plain:
+class Plain(Style):
     """Continues what is typed, for models that were never taught to chat."""
-
-    tokenizer: Tokenizer
-    system: str = ""
-    stops: tuple[str, ...] = ()
 
     def turn(self, text: str, before: Completion | None) -> list[int]:
         return self.tokenizer.encode(_opening(self.system) + text) if before is None else self.tokenizer.encode_more(text)
@@ -47,13 +48,10 @@ class Plain:
         return Prompt(text, tuple(self.tokenizer.encode(text)))
 
 
-@dataclass(frozen=True)
-class Script:
+class Script(Style):
     """Two speakers, named line by line, for models without a chat template."""
 
-    tokenizer: Tokenizer
-    system: str = ""
-    stops: tuple[str, ...] = (f"\n{SPEAKER}",)
+    stops = (f"\n{SPEAKER}",)
 
     def turn(self, text: str, before: Completion | None) -> list[int]:
         spoken = f" {text}\n{ANSWERER}"
@@ -73,21 +71,16 @@ class Script:
         return Prompt(text, tuple(self.tokenizer.encode(text)))
 
 
-@dataclass(frozen=True)
-class Template:
+class Template(Style):
     """The chat template that comes with the model."""
 
-    tokenizer: Tokenizer
-    system: str = ""
-    stops: tuple[str, ...] = ()
-
     def turn(self, text: str, before: Completion | None) -> list[int]:
-        user = {"role": "user", "content": text}
+        user = {"role": USER, "content": text}
         if before is None:
-            opening = [{"role": "system", "content": self.system}] if self.system else []
+            opening = [{"role": SYSTEM, "content": self.system}] if self.system else []
             return self.tokenizer.encode_more(self.tokenizer.render_chat([*opening, user]))
         mark = _not_in(text)
-        made_up = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
+        made_up = [{"role": USER, "content": "?"}, {"role": ASSISTANT, "content": mark}]
         _, found, behind = self.tokenizer.render_chat([*made_up, user]).rpartition(mark)
         if not found:
             raise ValueError("the model's chat template leaves out what was replied before; choose the style script or plain")
@@ -118,8 +111,7 @@ def _not_in(text: str) -> str:
     return mark
 
 
-AUTO = "auto"
-STYLES: Mapping[str, type[Plain] | type[Script] | type[Template]] = {"template": Template, "script": Script, "plain": Plain}
+STYLES: Mapping[str, type[Style]] = {"template": Template, "script": Script, "plain": Plain}
 
 
 def choose_style(name: str, tokenizer: Tokenizer, system: str = "") -> Style:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.models.config_values import EOS, eos_ids_of
-from h2o_flexgen.models.json_file import read_object
+from h2o_flexgen.models.files import read_object
 from h2o_flexgen.text.chat_template import render
 from h2o_flexgen.text.tokenizer import BYTES, TOKENIZER_FILES, ByteTokenizer, Message, NoTokenizer, Tokenizer
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from h2o_flexgen.core.documents import parse_json
+from h2o_flexgen.core.files import read_text
 
 
 def given_prompts(texts: Sequence[str] | None, file: str | None, num: int | None = None) -> list[str]:
@@ -29,12 +30,7 @@ def read_prompts(file: Path) -> list[str]:
 
 def read_lines(file: Path, what: str, of: str = "a prompt") -> list[str]:
     """The lines of a file, without empty ones at its end."""
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise ValueError(f"{what} {file} cannot be read ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{what} {file} is not UTF-8 text (byte {error.start})") from error
+    lines = read_text(file, f"{what} {file}").split("\n")
     while lines and not lines[-1].strip():
         lines.pop()
     if not lines:

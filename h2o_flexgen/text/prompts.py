@@ -1,18 +1,20 @@
-"""Prompts as Python programs give them (texts, token ids, dicts of these, arrays, in any iterable), read into one form."""
+"""Prompts and chats as Python programs give them, read into one form: texts, token ids, dicts of these and arrays, in any
+iterable; lists of messages with role and content."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import TypeAlias
 
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.text.tokenizer import Tokenizer
+from h2o_flexgen.text.tokenizer import Message, Tokenizer
 
 Prompts: TypeAlias = "str | Iterable[object]"  # dicts, tensors and arrays are iterable too
 NOT_READ = ("multi_modal_data", "prompt_embeds", "encoder_prompt", "inputs_embeds", "pixel_values")
 FORMS = 'a prompt is a text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}'
+A_CHAT = 'a chat is a list like [{"role": "user", "content": "..."}]'
 
 
 @dataclass(frozen=True)
@@ -125,3 +127,34 @@ def _token_id(whose: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{whose} has the token id {shown(value)}; token ids are whole numbers")
     return value
+
+
+# -- chats ---------------------------------------------------------------------------------------------------------------
+
+
+def read_chats(given: object) -> list[list[Message]]:
+    """Reads one chat or several; a chat is a list of messages, of which the role and the text are read."""
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
+        raise ValueError(f"the messages are {shown(given)}; {A_CHAT}")
+    items = list(given)
+    chats = [items] if items and all(isinstance(one, Mapping) for one in items) else items
+    return [_read_chat(f"chat {place}", chat) for place, chat in enumerate(chats)]
+
+
+def _read_chat(whose: str, given: object) -> list[Message]:
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
+        raise ValueError(f"{whose} is {shown(given)}; {A_CHAT}")
+    messages = [_read_message(f"message {place} of {whose}", one) for place, one in enumerate(given)]
+    if not messages:
+        raise ValueError(f"{whose} is empty; {A_CHAT}")
+    return messages
+
+
+def _read_message(whose: str, given: object) -> Message:
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str) or given.get("content") is None:
+        raise ValueError(f"{whose} is {shown(given)}; {A_CHAT}")
+    content = given["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, Sequence) or not all(isinstance(part, Mapping) and "text" in part for part in parts):
+        raise ValueError(f"{whose} has the content {shown(content)}; only text is read")
+    return {"role": given["role"], "content": "".join(str(part["text"]) for part in parts)}

@@ -33,10 +33,7 @@ def results() -> tuple[Results, ...]:
         figures = [mean("accuracy", right, kind) for kind in KINDS]
         figures += [mean("accuracy", right[:2], KINDS[0], "depth", at) for at in ("0 %", "50 %")]
         recall[settings[place]] = Cell({}, tuple(figures), 1.0)
-    return (
-        Results("perplexity", Perplexity.shown, BOUND, perplexity),
-        Results("recall", RecallTask.shown, BOUND, recall),
-    )
+    return (Results("perplexity", Perplexity.shown, BOUND, perplexity), Results("recall", RecallTask.shown, BOUND, recall))
 
 
 def test_a_table_has_a_row_per_policy_a_column_per_budget_and_relations_to_the_full_cache() -> None:

@@ -22,7 +22,7 @@ from h2o_flexgen.evaluation.run import Evaluation
 from h2o_flexgen.evaluation.tasks.agreement import Agreement
 from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity, Perplexity
 from h2o_flexgen.evaluation.tasks.recall import BoundRecall, RecallTask
-from h2o_flexgen.evaluation.tasks.task import MOST_EXAMPLES, Asked, Bound
+from h2o_flexgen.evaluation.tasks.task import MOST_EXAMPLES, Asked, Bound, Task
 from h2o_flexgen.evaluation.tasks.xsum import XSum, first_line, rouge
 from h2o_flexgen.evaluation.texts import Text, start_tokens, windows
 from h2o_flexgen.llm import LLM
@@ -134,15 +134,28 @@ def test_windows_are_whole_evenly_spread_and_begin_as_texts_do(llm: LLM, text: T
     assert len(windows((text,), llm.tokenizer, 11, 10**6).ids) == len(ids) // 10
 
 
-def test_a_text_shorter_than_the_window_is_refused(llm: LLM) -> None:
-    with pytest.raises(ValueError, match=r"text short.txt has \d+ tokens, but a window takes 64; .* a shorter --window"):
-        bound_perplexity(llm, Text("short.txt", "hello"))
-
-
-@pytest.mark.parametrize("window", [3, 1025])
-def test_a_window_that_the_model_has_no_positions_for_is_refused(llm: LLM, text: Text, window: int) -> None:
-    with pytest.raises(ValueError, match=f"--window is {window}, but .* has 1024 positions; give 4 to 1024"):
-        Perplexity.of(Asked(texts=(text,), window=window)).bind(llm)
+@pytest.mark.parametrize(
+    ("task", "prose", "asked", "message"),
+    [
+        (Perplexity, "hello", {"window": 64}, r"text a has \d+ tokens, but a window takes 64; .* a shorter --window"),
+        (Perplexity, None, {"window": 3}, "--window is 3, but .* has 1024 positions; give 4 to 1024"),
+        (Agreement, None, {"window": 1025}, "--window is 1025, but .* has 1024 positions; give 4 to 1024"),
+        (
+            RecallTask,
+            None,
+            {"lengths": (1024,)},
+            r"texts of 1024 tokens need 1\d+ positions .* has 1024; give shorter --lengths",
+        ),
+        (RecallTask, None, {"lengths": (512, 2048)}, "--lengths has 2048, but .* has 1024 positions"),
+        (RecallTask, "The ferry left.", {"lengths": (512,)}, r"prose for recall has \d+ .* need \d+; give a longer --text"),
+    ],
+)
+def test_what_the_model_or_the_text_is_too_short_for_is_refused(
+    llm: LLM, text: Text, task: type[Task], prose: str | None, asked: dict[str, Any], message: str
+) -> None:
+    texts = (text, text) if prose is None else (Text("a", prose),)
+    with pytest.raises(ValueError, match=message):
+        task.of(Asked(texts=texts, **asked)).bind(llm)
 
 
 # -- agreement -----------------------------------------------------------------------------------------------------------
@@ -205,23 +218,11 @@ def test_recall_has_as_many_questions_of_each_kind_and_the_same_for_the_same_see
     assert bound_recall(llm, text, questions=("hidden",)).identity != bound.identity
 
 
-def test_texts_that_leave_no_positions_for_their_answers_are_refused(llm: LLM, text: Text) -> None:
-    task = RecallTask.of(Asked(texts=(text, text), lengths=(llm.spec.max_positions,)))
-    with pytest.raises(ValueError, match=r"texts of 1024 tokens need 1\d+ positions .* has 1024; give shorter --lengths"):
-        task.bind(llm)
-
-
 def test_prose_without_full_stops_fills_texts_too(llm: LLM) -> None:
     task = RecallTask.of(
         Asked(texts=(Text("long.txt", "the ferry left and nobody waved and " * 500),), lengths=(900,), depths=(0.0,))
     )
     assert all(len(one.context) > 400 for one in task.bind(llm).examples)
-
-
-def test_prose_that_is_too_short_for_the_texts_is_refused(llm: LLM) -> None:
-    task = RecallTask.of(Asked(texts=(Text("short.txt", "The ferry left. Nobody waved."),), lengths=(512,)))
-    with pytest.raises(ValueError, match=r"the prose for recall has \d+ tokens, and texts .* need \d+; give a longer --text"):
-        task.bind(llm)
 
 
 def test_an_answer_is_right_if_greedy_decoding_says_it(
@@ -254,11 +255,6 @@ def test_accuracy_is_told_by_task_length_and_depth(llm: LLM, text: Text, tiny_ll
     assert ways == {"task": list(RECALL_TASKS), "length": ["700"], "depth": ["0 %", "100 %", "spread"]}
     for by in ways:
         assert sum(figure.count for figure in of_hidden if figure.by == by) == len(bound.examples)
-
-
-def test_a_length_that_the_model_has_no_positions_for_is_refused(llm: LLM, text: Text) -> None:
-    with pytest.raises(ValueError, match=r"--lengths has 2048, but .* has 1024 positions"):
-        RecallTask.of(Asked(texts=(text,), lengths=(512, 2048))).bind(llm)
 
 
 # -- summaries -----------------------------------------------------------------------------------------------------------
@@ -351,7 +347,7 @@ def test_without_the_package_for_rouge_the_extra_is_named(monkeypatch: pytest.Mo
 
 
 def test_more_questions_than_can_be_made_are_refused_before_one_is() -> None:
-    task = RecallTask((Text("prose", "Some prose."),), (64,), (0.0, 0.5), ("visible",), 1, MOST_EXAMPLES, 0)
+    task = RecallTask(Asked((Text("prose", "Some prose."),), lengths=(64,), depths=(0.0, 0.5), examples=MOST_EXAMPLES))
     llm = cast("LLM", SimpleNamespace(spec=SimpleNamespace(max_positions=1024), tokenizer=None, name="tiny"))
     with pytest.raises(ValueError, match=r"--examples 1000000 makes 8000000 questions, .* the most is 100000"):
         task.bind(llm)

@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.memory.ring import Ring
+from h2o_flexgen.memory.memories import Ring
 
 
 def test_slots_are_apart_and_as_large_as_asked() -> None:

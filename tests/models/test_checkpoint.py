@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from h2o_flexgen.core.model_spec import TensorSpec
 from h2o_flexgen.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from h2o_flexgen.models.safetensors_format import TensorForm, read_header, write_safetensors
+from tests.outcome import one_line
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 NORM = "model.norm.weight"
@@ -43,13 +43,6 @@ def save_sharded(folder: Path, shards: list[dict[str, torch.Tensor]]) -> None:
         save_file(tensors, folder / file)
         owner.update(dict.fromkeys(tensors, file))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owner}))
-
-
-def one_line(action: Callable[[], object]) -> str:
-    with pytest.raises(ValueError) as caught:
-        action()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,12 @@ from h2o_flexgen.models.config_values import eos_ids_of
 from h2o_flexgen.models.safetensors_format import TensorForm, read_header, write_safetensors
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
+from tests.outcome import one_line
 from tests.tiny import save_tiny
 
 DEEP = "[" * 100_000
 MISSING = object()
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
-
-
-def one_line(action: Callable[[], object]) -> str:
-    with pytest.raises(ValueError) as caught:
-        action()
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
-    return str(caught.value)
 
 
 @pytest.fixture(scope="module")

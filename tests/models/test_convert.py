@@ -15,12 +15,15 @@ import torch
 from safetensors.torch import load_file
 
 from h2o_flexgen.models import convert as convert_module
+from h2o_flexgen.models import derived
 from h2o_flexgen.models.checkpoint import open_checkpoint
-from h2o_flexgen.models.convert import default_cache_dir, load_shard
+from h2o_flexgen.models.convert import load_shard
+from h2o_flexgen.models.derived import CONVERTED, cache_folder
 from h2o_flexgen.models.files import Progress
 from h2o_flexgen.models.leftovers import writer
 from h2o_flexgen.models.safetensors_format import TensorForm, write_safetensors
 from h2o_flexgen.models.sums import Sums
+from tests.outcome import one_line
 from tests.patience import PATIENCE_SECONDS
 
 State = dict[str, torch.Tensor]
@@ -60,13 +63,6 @@ def assert_same(found: State, wanted: State) -> None:
     assert set(found) == set(wanted)
     for name, value in wanted.items():
         assert found[name].dtype == value.dtype and torch.equal(found[name], value)
-
-
-def one_line(action: Callable[[], object]) -> str:
-    with pytest.raises(ValueError) as caught:
-        action()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.fixture
@@ -162,17 +158,17 @@ def test_what_a_killed_process_of_the_same_number_left_is_no_hindrance(tmp_path:
 def test_two_at_once_convert_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Path] = []
     both = threading.Barrier(2, timeout=PATIENCE_SECONDS)
-    fingerprint = convert_module.fingerprint
+    fingerprint = derived.fingerprint
 
-    def meeting(files: tuple[Path, ...]) -> str:
+    def meeting(files: tuple[Path, ...], asked: str) -> str:
         both.wait()  # neither has looked for the folder yet
-        return fingerprint(files)
+        return fingerprint(files, asked)
 
     def counting(path: Path, forms: list[TensorForm], value: Callable[[str], torch.Tensor]) -> dict[str, Sums]:
         written.append(path)
         return write_safetensors(path, forms, value)
 
-    monkeypatch.setattr(convert_module, "fingerprint", meeting)
+    monkeypatch.setattr(derived, "fingerprint", meeting)
     monkeypatch.setattr(convert_module, "write_safetensors", counting)
     found: list[Path] = []
     threads = [threading.Thread(target=lambda: found.append(convert(model, tmp_path / "cache"))) for _ in range(2)]
@@ -252,10 +248,10 @@ def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
 
 def test_the_cache_follows_xdg_cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache_dir() == tmp_path / "h2o_flexgen" / "converted"
+    assert cache_folder(CONVERTED) == tmp_path / "h2o_flexgen" / "converted"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default_cache_dir() == tmp_path / "home" / ".cache" / "h2o_flexgen" / "converted"
+    assert cache_folder(CONVERTED) == tmp_path / "home" / ".cache" / "h2o_flexgen" / "converted"
 
 
 def test_the_copy_of_a_hub_snapshot_is_named_after_the_model(tmp_path: Path) -> None:

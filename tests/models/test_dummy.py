@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 from collections import namedtuple
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.models import dummy as dummy_module
 from h2o_flexgen.models.checkpoint import WeightSource
 from h2o_flexgen.models.dummy import DummySource
+from tests.outcome import one_line
 
 MATRIX = "model.layers.3.mlp.up_proj.weight"
 NORM = "model.layers.3.input_layernorm.weight"
@@ -37,13 +37,6 @@ def filled(made_by: WeightSource, tensor: TensorSpec, dtype: str = "float32") ->
     assert made_by.fill(tensor, out) is True
     assert not out.isnan().any()
     return out
-
-
-def one_line(action: Callable[[], object]) -> str:
-    with pytest.raises(ValueError) as caught:
-        action()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.fixture(autouse=True)

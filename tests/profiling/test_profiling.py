@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 import threading
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -32,10 +33,9 @@ from h2o_flexgen.profiling import apart, attention, kept, moving, others, produc
 from h2o_flexgen.profiling.apart import profile_apart
 from h2o_flexgen.profiling.kept import profiled
 from h2o_flexgen.profiling.machine import profile
-from h2o_flexgen.profiling.rounds import measured
+from h2o_flexgen.profiling.rounds import Taken, measured
 from h2o_flexgen.profiling.sizes import FULL, QUICK
 from h2o_flexgen.profiling.subject import Clock, Subject, Watch
-from h2o_flexgen.profiling.taken import Taken
 from h2o_flexgen.profiling.visits import Between, visits
 from h2o_flexgen.schedule.task import Task
 from tests.pretended import PretendedDevice
@@ -284,37 +284,28 @@ def test_what_empties_the_caches_between_visits_is_not_counted(tmp_path: Path, m
 
 @pytest.mark.parametrize("free", [8 << 20, 4 << 20])
 def test_no_more_is_written_than_a_quarter_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    usage = type(shutil.disk_usage(tmp_path))(10**9, 10**9 - free, free)
-    monkeypatch.setattr(moving.shutil, "disk_usage", lambda _: usage)
-    sizes, memories = replace(TINY, disk_bytes=1 << 20), Memories(Device(), tmp_path, False)
-    try:
-        with moving.disk(memories, sizes):
-            assert memories.disk.meter.used_bytes <= free // 4
-            assert memories.disk.meter.used_bytes > free // 16
+    monkeypatch.setattr(moving.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with closing(Memories(Device(), tmp_path, False)) as memories:
+        with moving.disk(memories, TINY):
+            assert free // 16 < memories.disk.meter.used_bytes <= free // 4
         assert memories.disk.meter.used_bytes == 0
-    finally:
-        memories.close()
 
 
 def test_a_disk_that_is_full_is_met_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = type(shutil.disk_usage(tmp_path))(10**9, 10**9 - 100_000, 100_000)
-    monkeypatch.setattr(moving.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(moving.shutil, "disk_usage", lambda _: SimpleNamespace(free=100_000))
     with pytest.raises(ValueError, match=r"has 100\.00 kB free; a profile needs 4\.19 MB: make room or give another"):
         profile(Device(), tmp_path, "here", sizes=TINY)
 
 
 def test_reads_and_writes_at_once_share_what_the_disk_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memories = Memories(Device(), tmp_path, False)
-    try:
-        trial = moving.DiskTrial(memories, 1 << 20, Watch())
-        taken: list[str] = []
-        monkeypatch.setattr(
-            moving.DiskTrial, "_rate", lambda self, way, seconds: taken.append(way) or (100.0 if len(taken) < 3 else 70.0)
-        )
-        assert trial.rates(0.0) == {moving.READ: 100.0, moving.WRITE: 100.0, moving.BOTH: 1.4}
-        assert sorted(taken) == sorted([moving.READ, moving.WRITE] * 2)
-    finally:
-        memories.close()
+    taken: list[str] = []
+    monkeypatch.setattr(
+        moving.DiskTrial, "_rate", lambda self, way, seconds: taken.append(way) or (100.0 if len(taken) < 3 else 70.0)
+    )
+    with closing(Memories(Device(), tmp_path, False)) as memories:
+        rates = moving.DiskTrial(memories, 1 << 20, Watch()).rates(0.0)
+    assert rates == {moving.READ: 100.0, moving.WRITE: 100.0, moving.BOTH: 1.4}
+    assert sorted(taken) == sorted([moving.READ, moving.WRITE] * 2)
 
 
 # -- sizes and time ------------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ NAMELESS = {
     "a padded number": "{{ 5 | center(1500000000) }}",
     "translated": "{{ ('a' * 40000).translate({97: 'b' * 50000}) }}",
     "a rise of what may be done": "{{ -1000000000 | _counted }}",
-    "a rise of what may be done, by map": "{{ [-1000000000] | map('charge') | list }}",
+    "a rise of what may be done, by map": "{{ [-1000000000] | map('spend') | list }}",
     "blocks that call themselves": "{% block x %}{{ self.x() }}{{ self.x() }}{% endblock %}",
 }
 BEFORE_IT_IS_MADE = [

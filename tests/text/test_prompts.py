@@ -11,8 +11,7 @@ from transformers import BatchEncoding
 
 from h2o_flexgen.sampling.elsewhere import ARGUMENTS, OPTIONS, refuse_unknown
 from h2o_flexgen.text.dialogue import Plain, Script
-from h2o_flexgen.text.messages import read_chats
-from h2o_flexgen.text.prompts import read_pair, read_prompts
+from h2o_flexgen.text.prompts import read_chats, read_pair, read_prompts
 from h2o_flexgen.text.tokenizer import ByteTokenizer, Tokenizer
 
 TOKENS = ByteTokenizer(300)
@@ -80,18 +79,9 @@ def test_what_is_made_one_by_one_is_read_once() -> None:
         ([{"role": "user", "content": "ab"}], r"write llm\.chat\(messages\)"),
         ([[{"role": "user", "content": "ab"}]], r"write llm\.chat\(messages\)"),
         ([{"input_ids": PADDED}], "prompt 0 is a batch of 2; give it by itself"),
-        (
-            {"input_ids": [1, 2, 3], "attention_mask": [1, 1]},
-            r"have \[3\] tokens, and those of attention_mask \[2\]; give",
-        ),
-        (
-            {"input_ids": PADDED, "attention_mask": [[1, 1]]},
-            r"have \[2, 2\] tokens, and those of attention_mask \[2\];",
-        ),
-        (
-            [{"input_ids": [[1] * 9], "attention_mask": [[1] * 10]}],
-            r"have \[9\] tokens, and those of attention_mask \[10\]",
-        ),
+        ({"input_ids": [1, 2, 3], "attention_mask": [1, 1]}, r"have \[3\] tokens, and those of attention_mask \[2\]; give"),
+        ({"input_ids": PADDED, "attention_mask": [[1, 1]]}, r"have \[2, 2\] tokens, and those of attention_mask \[2\];"),
+        ([{"input_ids": [[1] * 9], "attention_mask": [[1] * 10]}], r"have \[9\] tokens, and those of attention_mask \[10\]"),
     ],
     ids=repr,
 )

@@ -13,9 +13,8 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DISK
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.memory.disk import DiskRegion, numpy_of
-from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES
-from h2o_flexgen.memory.ring import Ring
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Task
 

@@ -27,9 +27,8 @@ from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import DiskRegion, numpy_of
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES
-from h2o_flexgen.memory.ring import Ring
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.schedule.schedule import Schedule

@@ -24,9 +24,8 @@ from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import Checked, Piece
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES, Entry, Layout, Pack, Range, slices
-from h2o_flexgen.memory.ring import Ring
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
 from h2o_flexgen.quant.codec import PLAIN

@@ -1,14 +1,17 @@
-"""The attention probabilities of a text that is read with everything kept, some queries at a time."""
+"""The attention of a text that is read with everything kept: its probabilities, some queries at a time, and what they hold."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.column_sums import probabilities
 from h2o_flexgen.kernels.sizes import SCORED_BYTES
+
+THRESHOLD = 0.01  # of negligible entries, relative to the largest share of a query: the paper's
 
 
 class Attention(NamedTuple):
@@ -27,3 +30,25 @@ def attention_in_blocks(q: Tensor, k: Tensor, held_bytes: int = SCORED_BYTES) ->
         part = grouped[:, :, :, start : start + queries]
         end = start + part.shape[3]
         yield Attention(start, probabilities(part, keys[:, :, :end], None).view(len(k), -1, end - start, end))
+
+
+def negligible_entries(attention: Attention) -> Tensor:
+    """The number of negligible entries per head, among the keys that each query can see. (heads,)"""
+    shares = attention.shares.flatten(0, 1)
+    queries, keys = shares.shape[1:]
+    behind = sum(keys - 1 - query for query in range(attention.first, attention.first + queries))  # zeros no query sees
+    return (shares < THRESHOLD * shares.amax(-1, keepdim=True)).sum((1, 2)) - behind
+
+
+def visible_entries(tokens: int) -> int:
+    return tokens * (tokens + 1) // 2
+
+
+def captured(attention: Attention, gone: Tensor, prompt_len: int) -> Tensor:
+    """Attention captured from all queries behind the prompt (each has 1 to give), averaged over a group's heads. (kv_heads,)"""
+    skipped = max(0, prompt_len - attention.first)
+    shares = attention.shares[:, :, skipped:].mean(1)  # (kv_heads, queries, keys)
+    queries, keys = shares.shape[1:]
+    query = torch.arange(keys - queries, keys, device=shares.device)
+    is_held = gone[:, None, :keys] > query[:, None]  # before the query's own token comes, which it always sees
+    return (shares * is_held).sum((1, 2))

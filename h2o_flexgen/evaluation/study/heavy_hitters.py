@@ -10,11 +10,10 @@ from itertools import product
 import numpy as np
 import torch
 
-from h2o_flexgen.evaluation.study import foresight, report
-from h2o_flexgen.evaluation.study.kept import Gone, Keeper, held_after
-from h2o_flexgen.evaluation.study.onlooker import LayerSeen, Onlooker
-from h2o_flexgen.evaluation.study.overlap import Held, heaviest_found, jaccard
-from h2o_flexgen.evaluation.study.persistence import still_held, survival
+from h2o_flexgen.evaluation.study import report
+from h2o_flexgen.evaluation.study.held import Gone, Held, heaviest_found, held_after, jaccard, of_layers, still_held, survival
+from h2o_flexgen.evaluation.study.kept import Keeper
+from h2o_flexgen.evaluation.study.onlooker import ORACLE, Onlooker
 from h2o_flexgen.evaluation.study.reading import OnLayer, read_text
 from h2o_flexgen.evaluation.study.scores import Array, PowerLaw, fit_power_law, sorted_scores
 from h2o_flexgen.kv.coding import Coding
@@ -121,10 +120,10 @@ def study(
         tokens=len(ids),
         prompt_len=prompt_len,
         budget=budget,
-        sparsity=np.stack([_array(layer.sparsity) for layer in seen]),
-        scores=np.stack([_array(layer.scores) for layer in seen]),
-        gone={foresight.NAME: _foreseen(seen), **{name: keeper.gone for name, keeper in keepers.items()}},
-        captured={name: np.stack([_array(layer.captured[name]) for layer in seen]) for name in (foresight.NAME, *keepers)},
+        sparsity=_array([layer.sparsity for layer in seen]),
+        scores=_array([layer.scores for layer in seen]),
+        gone={ORACLE: of_layers([layer.foreseen for layer in seen]), **{name: keeper.gone for name, keeper in keepers.items()}},
+        captured={name: _array([layer.captured[name] for layer in seen]) for name in (ORACLE, *keepers)},
     )
 
 
@@ -163,9 +162,5 @@ def _slots(budget: float, tokens: int) -> int:
     return int(budget * tokens)
 
 
-def _array(tensor: torch.Tensor) -> Array:
-    return np.asarray(tensor.double().cpu().numpy())
-
-
-def _foreseen(seen: Sequence[LayerSeen]) -> Gone:
-    return np.asarray(torch.stack([layer.foreseen for layer in seen]).cpu().numpy(), dtype=np.int32)
+def _array(by_layer: Sequence[torch.Tensor]) -> Array:
+    return np.asarray(torch.stack([*by_layer]).double().cpu().numpy())

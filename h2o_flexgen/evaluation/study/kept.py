@@ -1,18 +1,14 @@
-"""The tokens that a policy keeps of a text: runs the real cache token by token and notes when each token goes.
-
-An evicted token never returns, so one number per token tells everything: how many tokens had been read when it was evicted.
-"""
+"""The tokens that a policy keeps of a text: runs the real cache token by token and notes when each token goes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.evaluation.study.held import Gone, of_layers
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
@@ -20,8 +16,6 @@ from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Rotate
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
-
-Gone = NDArray[np.int32]  # (layers, kv_heads, tokens): tokens read when this one was evicted
 
 
 @dataclass
@@ -41,7 +35,7 @@ class Keeper:
 
     @property
     def gone(self) -> Gone:
-        return np.asarray(torch.stack(self.by_layer).cpu().numpy(), dtype=np.int32)
+        return of_layers(self.by_layer)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
         """Reads all tokens in the next layer; a models.base.Attend for one row."""
@@ -64,9 +58,3 @@ class Keeper:
         region = torch.zeros(kv_heads * capacity * self.policy.note_bytes, dtype=torch.uint8, device=device)
         scores = SlotScores.over(region, self.policy, shape)
         return KVCache(image, scores, self.coding), scores
-
-
-def held_after(gone: Gone, read: int) -> NDArray[np.bool_]:
-    """Which tokens are held when `read` tokens have been read; the same shape."""
-    tokens = gone.shape[-1]
-    return (gone > read) & (np.arange(tokens) < read)

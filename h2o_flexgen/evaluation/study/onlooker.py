@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from h2o_flexgen.evaluation.study import foresight
-from h2o_flexgen.evaluation.study.attention import attention_in_blocks
-from h2o_flexgen.evaluation.study.captured import captured
+from h2o_flexgen.evaluation.study.attention import attention_in_blocks, captured, negligible_entries, visible_entries
 from h2o_flexgen.evaluation.study.kept import Keeper
-from h2o_flexgen.evaluation.study.sparsity import negligible_entries, visible_entries
 from h2o_flexgen.kernels.operations import prompt_attention
 from h2o_flexgen.models.base import Rotate
+
+ORACLE = "oracle"  # keeps the tokens that get most attention in the whole text, as only a reader who knows it all could
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class Onlooker:
 
     def _seen(self, q: Tensor, k: Tensor, scores: Tensor) -> LayerSeen:
         tokens = q.shape[1]
-        foreseen = foresight.gone_with_foresight(scores, self.slots, self.prompt_len)
-        gone = {foresight.NAME: foreseen, **{name: keeper.by_layer[-1] for name, keeper in self.keepers.items()}}
+        foreseen = gone_with_foresight(scores, self.slots, self.prompt_len)
+        gone = {ORACLE: foreseen, **{name: keeper.by_layer[-1] for name, keeper in self.keepers.items()}}
         small = torch.zeros(len(q), dtype=torch.int64, device=q.device)
         held = {name: torch.zeros(len(k), dtype=torch.float64, device=q.device) for name in gone}
         for attention in attention_in_blocks(q, k):
@@ -60,3 +59,10 @@ class Onlooker:
                     held[name] += captured(attention, own, self.prompt_len)
         shares = {name: each / (tokens - self.prompt_len) for name, each in held.items()}
         return LayerSeen(small / visible_entries(tokens), scores, foreseen, shares)
+
+
+def gone_with_foresight(sums: Tensor, slots: int, prompt_len: int) -> Tensor:
+    """sums (kv_heads, tokens): the heaviest tokens are held from the start, all others leave as soon as any token may."""
+    kv_heads, tokens = sums.shape
+    gone = torch.arange(1, tokens + 1, device=sums.device).clamp(min=prompt_len).repeat(kv_heads, 1)
+    return gone.scatter_(1, sums.topk(min(slots, tokens), dim=1).indices, tokens + 1)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from h2o_flexgen.evaluation.study import foresight
 from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy
-from h2o_flexgen.evaluation.study.kept import Gone, held_after
+from h2o_flexgen.evaluation.study.held import Gone, held_after
+from h2o_flexgen.evaluation.study.onlooker import ORACLE
 from h2o_flexgen.evaluation.study.scores import Array, even_scores, sorted_scores
 
 if TYPE_CHECKING:
@@ -139,10 +140,10 @@ def _overlap(study: HeavyHitterStudy) -> Figure:
     figure = _figure(12, 4.5)
     alike, found = figure.subplots(1, 2)
     layers = np.arange(len(study.sparsity))
-    for number, name in enumerate(study.names):
-        if name != foresight.NAME:
-            alike.plot(layers, study.overlap[name, foresight.NAME], "-o", ms=4, color=_colour(number), label=name)
-        found.plot(layers, 100 * study.captured[name].mean(-1), "-o", ms=4, color=_colour(number), label=name)
+    for name, colour in zip(study.names, cycle(COLOURS)):
+        if name != ORACLE:
+            alike.plot(layers, study.overlap[name, ORACLE], "-o", ms=4, color=colour, label=name)
+        found.plot(layers, 100 * study.captured[name].mean(-1), "-o", ms=4, color=colour, label=name)
     alike.set(xlabel="layer", ylabel="overlap with the oracle at the end (Jaccard)", ylim=(0, 1))
     found.set(xlabel="layer", ylabel="% of the full cache's attention that is held", ylim=(0, 100))
     for axes in (alike, found):
@@ -155,15 +156,11 @@ def _overlap(study: HeavyHitterStudy) -> Figure:
 def _persistence(study: HeavyHitterStudy) -> Figure:
     figure = _figure(8, 5)
     axes = figure.subplots()
-    for number, name in enumerate(study.names):
-        axes.plot(100 * study.survival[name], color=_colour(number), lw=1.4, label=name)
+    for name, colour in zip(study.names, cycle(COLOURS)):
+        axes.plot(100 * study.survival[name], color=colour, lw=1.4, label=name)
     axes.axvline(study.slots, color=GREY, ls=":", lw=1)
     axes.set(xlabel="tokens that came later", ylabel="% of the tokens behind the prompt that are still held", ylim=(0, 101))
     return _finished(figure, axes, f"how long a token stays: {_text(study)}")
-
-
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
 
 
 def _finished(figure: Figure, axes: Axes, title: str) -> Figure:

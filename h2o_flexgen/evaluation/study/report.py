@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from h2o_flexgen.evaluation.study.attention import THRESHOLD
 from h2o_flexgen.evaluation.study.scores import Array, PowerLaw, even_scores, fit_power_law, share_of_heaviest, sorted_scores
-from h2o_flexgen.evaluation.study.sparsity import THRESHOLD
 
 if TYPE_CHECKING:
     from h2o_flexgen.evaluation.study.heavy_hitters import HeavyHitterStudy
@@ -103,10 +104,10 @@ def as_json(study: HeavyHitterStudy) -> dict[str, object]:
             "by_layer_and_head": study.sparsity.tolist(),
         },
         "accumulated_scores": {
-            "power_law_by_layer_and_head": [[_law(law) for law in laws] for laws in study.laws],
+            "power_law_by_layer_and_head": [[asdict(law) for law in laws] for laws in study.laws],
             "held_by_heaviest": {f"{part:g}": share_of_heaviest(study.sorted_scores, part).mean(-1).tolist() for part in PARTS},
             "even": {
-                "power_law": _law(fit_power_law(even)),
+                "power_law": asdict(fit_power_law(even)),
                 "held_by_heaviest": {f"{part:g}": float(share_of_heaviest(even, part)) for part in PARTS},
             },
             "ranks": [rank + 1 for rank in ranks],
@@ -127,10 +128,6 @@ def _policy(study: HeavyHitterStudy, name: str) -> dict[str, object]:
         "still_held_later": {"tokens": study.later, "by_layer": study.still_held[name].tolist()},
         "survival": {"ages": ages, "share": study.survival[name][ages].tolist()},
     }
-
-
-def _law(law: PowerLaw) -> dict[str, float]:
-    return {"exponent": law.exponent, "scale": law.scale, "r_squared": law.r_squared}
 
 
 def _spread(count: int) -> list[int]:

@@ -6,14 +6,14 @@ The full cache has KV and weights uncompressed: what fewer bits change counts as
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from h2o_flexgen.evaluation.figures import Figure, mean
-from h2o_flexgen.evaluation.tasks.task import EXAMPLES, Advance, Asked, Bound, Shown, Size, Task, in_blocks, window_of
-from h2o_flexgen.evaluation.texts import Text, checksum, windows
+from h2o_flexgen.evaluation.tasks.task import EXAMPLES, Advance, Bound, Shown, Size, Task, in_blocks, window_of
+from h2o_flexgen.evaluation.texts import checksum, windows
 from h2o_flexgen.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -21,15 +21,13 @@ if TYPE_CHECKING:
 
     from h2o_flexgen.evaluation.tasks.full_cache import FullCache
     from h2o_flexgen.llm import LLM
+    from h2o_flexgen.sampling.output import Completion
+
+    Put = Callable[[int, int, Tensor], None]  # row, number of the token, its logits
 
 
 @dataclass(frozen=True)
 class Agreement(Task):
-    texts: tuple[Text, ...]
-    window: int | None
-    examples: int
-    gen_len: int
-
     name: ClassVar[str] = "agreement"
     shown: ClassVar[tuple[Shown, ...]] = (
         Shown("equal", "share of tokens that the full cache says too", True, None, True),
@@ -37,14 +35,10 @@ class Agreement(Task):
         Shown("until_first", "share of tokens before the first that differs", True, None, True),
     )
 
-    @classmethod
-    def of(cls, asked: Asked) -> Agreement:
-        return cls(asked.texts, asked.window, asked.examples or EXAMPLES, asked.gen_len)
-
     def bind(self, llm: LLM) -> BoundAgreement:
-        window = window_of(self.window, llm)
-        gen_len = min(self.gen_len, window // 2)
-        found = windows(self.texts, llm.tokenizer, window, self.examples).ids
+        window = window_of(self.asked.window, llm)
+        gen_len = min(self.asked.gen_len, window // 2)
+        found = windows(self.asked.texts, llm.tokenizer, window, self.asked.examples or EXAMPLES).ids
         return BoundAgreement(tuple(ids[: window - gen_len] for ids in found), gen_len, llm.spec.vocab)
 
 
@@ -81,36 +75,32 @@ class BoundAgreement(Bound):
 
         full = FullCache(len(self.prompts), self.gen_len, self.vocab, folder)
         try:
-            for rows in self._blocks(llm):
-
-                def put(place: int, number: int, logits: Tensor, rows: Sequence[int] = rows) -> None:
-                    full.put(rows[place], number, logits)
-                    advance(1)
-
-                prompts = [self.prompts[row] for row in rows]
-                for row, completion in zip(rows, llm.generate(prompts, self._greedy, on_logits=put)):
-                    full.tokens[row] = completion.token_ids
+            for row, completion in self._generated(llm, advance, full.put):
+                full.tokens[row] = completion.token_ids
         except BaseException:
             full.close()
             raise
         return full
-
-    def _blocks(self, llm: LLM) -> list[list[int]]:
-        return in_blocks([len(prompt) for prompt in self.prompts], llm.plan.block_size)
 
     def measure(self, llm: LLM, advance: Advance, reference: FullCache | None) -> tuple[Figure, ...]:
         from h2o_flexgen.evaluation.tasks.full_cache import Comparison  # imports torch
 
         assert reference is not None
         compared = Comparison(reference, len(self.prompts), self.gen_len)
-        for rows in self._blocks(llm):
+        self._generated(llm, advance, compared.put, reference.tokens)
+        return tuple(mean(name, values) for name, values in compared.by_row.items())
 
-            def put(place: int, number: int, logits: Tensor, rows: Sequence[int] = rows) -> None:
-                compared.put(rows[place], number, logits)
+    def _generated(
+        self, llm: LLM, advance: Advance, put: Put, forced: Sequence[tuple[int, ...]] | None = None
+    ) -> list[tuple[int, Completion]]:
+        """What follows each prompt, with the row that it is; `put` hears of the logits of every token."""
+        done: list[tuple[int, Completion]] = []
+        for rows in in_blocks(self.prompts, llm.plan.block_size):
+
+            def told(place: int, number: int, logits: Tensor, rows: Sequence[int] = rows) -> None:
+                put(rows[place], number, logits)
                 advance(1)
 
-            prompts = [self.prompts[row] for row in rows]
-            forced = [reference.tokens[row] for row in rows]
-            llm.generate(prompts, self._greedy, forced=forced, on_logits=put)
-        values = {"equal": compared.equal, "kl": compared.lost, "until_first": compared.until_first}
-        return tuple(mean(name, value) for name, value in values.items())
+            own = None if forced is None else [forced[row] for row in rows]
+            done += zip(rows, llm.generate([self.prompts[row] for row in rows], self._greedy, forced=own, on_logits=told))
+        return done

@@ -58,19 +58,9 @@ class Comparison:
         self._lost[row, number] = torch.where(said.exp() > 0, said.exp() * (said - own), 0.0).sum()
 
     @property
-    def equal(self) -> list[float]:
-        """The share of equal tokens in each row."""
-        return self._list(self._equal.double())
-
-    @property
-    def until_first(self) -> list[float]:
-        """The share of tokens before the first different one: that far, a run without forced tokens says the same."""
-        return self._list(self._equal.long().cumprod(1).double())
-
-    @property
-    def lost(self) -> list[float]:
-        """The KL divergence in nats per token, row by row."""
-        return self._list(self._lost)
-
-    def _list(self, values: Tensor) -> list[float]:
-        return [float(value) for value in values.mean(1)]
+    def by_row(self) -> dict[str, list[float]]:
+        """The share of equal tokens; the KL divergence in nats per token; and the share of tokens before the first different
+        one: that far, a run without forced tokens says the same."""
+        equal = self._equal.double()
+        values = {"equal": equal, "kl": self._lost, "until_first": equal.cumprod(1)}
+        return {name: of_tokens.mean(1).tolist() for name, of_tokens in values.items()}

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from h2o_flexgen.evaluation.figures import DIGITS, Figure, of_exponents, ratio_of_sums, standard_error
-from h2o_flexgen.evaluation.tasks.task import EXAMPLES, Advance, Asked, Bound, Shown, Size, Task, in_blocks, window_of
-from h2o_flexgen.evaluation.texts import Text, checksum, windows
+from h2o_flexgen.evaluation.tasks.task import EXAMPLES, Advance, Bound, Shown, Size, Task, in_blocks, window_of
+from h2o_flexgen.evaluation.texts import checksum, windows
 from h2o_flexgen.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -23,23 +23,15 @@ PROMPT_SHARE = 4  # the prompt is a quarter of the window
 
 @dataclass(frozen=True)
 class Perplexity(Task):
-    texts: tuple[Text, ...]
-    window: int | None
-    examples: int
-
     name: ClassVar[str] = "perplexity"
     shown: ClassVar[tuple[Shown, ...]] = (
         Shown("perplexity", "perplexity per token", False, of_exponents),
         Shown("bits_per_byte", "bits per byte", False, None),
     )
 
-    @classmethod
-    def of(cls, asked: Asked) -> Perplexity:
-        return cls(asked.texts, asked.window, asked.examples or EXAMPLES)
-
     def bind(self, llm: LLM) -> BoundPerplexity:
-        window = window_of(self.window, llm)
-        found = windows(self.texts, llm.tokenizer, window, self.examples)
+        window = window_of(self.asked.window, llm)
+        found = windows(self.asked.texts, llm.tokenizer, window, self.asked.examples or EXAMPLES)
         return BoundPerplexity(found.ids, window // PROMPT_SHARE, found.of_texts, llm.tokenizer)
 
 
@@ -78,7 +70,7 @@ class BoundPerplexity(Bound):
 
     def measure(self, llm: LLM, advance: Advance, reference: FullCache | None) -> tuple[Figure, ...]:
         losses = [0.0] * len(self.windows)
-        for rows in in_blocks([len(ids) for ids in self.windows], llm.plan.block_size):
+        for rows in in_blocks(self.windows, llm.plan.block_size):
             pairs = [(self.windows[row][: self.prompt_len], self.windows[row][self.prompt_len :]) for row in rows]
             for row, scored in zip(rows, llm.score(pairs, by="decode", on_token=lambda *_: advance(1))):
                 losses[row] = -math.fsum(scored.logprobs)

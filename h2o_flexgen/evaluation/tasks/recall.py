@@ -7,12 +7,13 @@ import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, ClassVar
 
 from h2o_flexgen.evaluation.figures import Figure, mean, of_means
 from h2o_flexgen.evaluation.recall import RECALL_TASKS, Recall, RecallExample
-from h2o_flexgen.evaluation.tasks.task import Advance, Asked, Bound, Shown, Size, Task, in_blocks
-from h2o_flexgen.evaluation.texts import Text, checksum, start_tokens
+from h2o_flexgen.evaluation.tasks.task import Advance, Bound, Shown, Size, Task, in_blocks
+from h2o_flexgen.evaluation.texts import checksum, start_tokens
 from h2o_flexgen.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -27,45 +28,29 @@ SEVERAL_PLACES = "spread"
 
 @dataclass(frozen=True)
 class RecallTask(Task):
-    texts: tuple[Text, ...]  # the prose
-    lengths: tuple[int, ...] | None
-    depths: tuple[float, ...]
-    questions: tuple[str, ...]
-    mentions: int
-    examples: int
-    seed: int
-
     name: ClassVar[str] = "recall"
     shown: ClassVar[tuple[Shown, ...]] = (Shown("accuracy", "share of answers that are right in full", True, of_means, True),)
 
-    @classmethod
-    def of(cls, asked: Asked) -> RecallTask:
-        depths = DEPTHS if asked.depths is None else asked.depths
-        examples = asked.examples or EXAMPLES
-        return cls(asked.texts, asked.lengths, depths, asked.questions, asked.mentions, examples, asked.seed)
-
     def bind(self, llm: LLM) -> BoundRecall:
-        positions, tokenizer = llm.spec.max_positions, llm.tokenizer
-        lengths = self.lengths or tuple(length for length in LENGTHS if length <= positions) or (positions,)
+        asked, positions, tokenizer = self.asked, llm.spec.max_positions, llm.tokenizer
+        depths, each = DEPTHS if asked.depths is None else asked.depths, asked.examples or EXAMPLES
+        lengths = asked.lengths or tuple(length for length in LENGTHS if length <= positions) or (positions,)
         if max(lengths) > positions:
             raise ValueError(f"--lengths has {max(lengths)}, but {llm.name} has {positions} positions; give no more")
-        asked = len(RECALL_TASKS) * len(lengths) * len(self.depths) * self.examples
-        if asked > MOST_QUESTIONS:
+        count = len(RECALL_TASKS) * len(lengths) * len(depths) * each
+        if count > MOST_QUESTIONS:
             raise ValueError(
-                f"--examples {self.examples} makes {asked} questions, for each kind, length and depth; "
+                f"--examples {each} makes {count} questions, for each kind, length and depth; "
                 f"give fewer examples, --lengths or --depths: the most is {MOST_QUESTIONS} questions"
             )
-        prose = "\n".join(text.content for text in self.texts)
+        prose = "\n".join(text.content for text in asked.texts)
         made = Recall.of(prose, tokenizer.encode_more, start_tokens(tokenizer))
-        draw = random.Random(self.seed)
+        draw = random.Random(asked.seed)
         examples = tuple(
-            made.example(task, length, depth, draw, self.mentions)
-            for task in RECALL_TASKS
-            for length in lengths
-            for depth in self.depths
-            for _ in range(self.examples)
+            made.example(task, length, depth, draw, asked.mentions)
+            for task, length, depth, _ in product(RECALL_TASKS, lengths, depths, range(each))
         )
-        bound = BoundRecall(examples, self.questions)
+        bound = BoundRecall(examples, asked.questions)
         needed = max(prompt + generated - 1 for prompt, generated in bound.sizes)
         if needed > positions:  # if the tokenizer needs many tokens for a question
             has = f"but {llm.name} has {positions}"
@@ -119,7 +104,7 @@ class BoundRecall(Bound):
         right = [0.0] * len(self.examples)
         prompts = [self._prompt(one, kind) for one in self.examples]
         params = SamplingParams(max_tokens=self._gen_len(kind), ignore_eos=True)
-        for rows in in_blocks([len(prompt) for prompt in prompts], llm.plan.block_size):
+        for rows in in_blocks(prompts, llm.plan.block_size):
             forced = [self._forced(self.examples[row], kind) for row in rows]
             done = llm.generate([prompts[row] for row in rows], params, forced=forced, on_token=lambda *_: advance(1))
             for row, question, completion in zip(rows, forced, done):

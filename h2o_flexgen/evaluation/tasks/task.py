@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from h2o_flexgen.evaluation.figures import Figure, Relation
 from h2o_flexgen.evaluation.texts import Text
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Advance = Callable[[int], None]  # called with the number of tokens just done
 Compare = Callable[[Sequence[float], Sequence[float]], Relation | None]
+AnyTask = TypeVar("AnyTask", bound="Task")
 Size = tuple[int, int]  # tokens of a prompt, and tokens behind it
 
 EXAMPLES, WINDOW, GEN_LEN = 16, 1024, 64
@@ -87,15 +88,18 @@ class Bound(ABC):
     def measure(self, llm: LLM, advance: Advance, reference: FullCache | None) -> tuple[Figure, ...]: ...
 
 
+@dataclass(frozen=True)
 class Task(ABC):
+    asked: Asked
+
     name: ClassVar[str]
     shown: ClassVar[tuple[Shown, ...]]
     reads_texts: ClassVar[bool] = True
 
     @classmethod
-    @abstractmethod
-    def of(cls, asked: Asked) -> Task:
+    def of(cls: type[AnyTask], asked: Asked) -> AnyTask:
         """Reads the task's files and refuses faulty ones."""
+        return cls(asked)
 
     @abstractmethod
     def bind(self, llm: LLM) -> Bound: ...
@@ -110,7 +114,7 @@ def window_of(asked: int | None, llm: LLM) -> int:
     return window
 
 
-def in_blocks(lengths: Sequence[int], size: int) -> list[list[int]]:
+def in_blocks(prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
     """Groups of at most `size` rows to run together, neighbours in length."""
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
     return [order[start : start + size] for start in range(0, len(order), size)]

@@ -58,11 +58,9 @@ def _article(line: str, where: str) -> Article:
 @dataclass(frozen=True)
 class XSum(Task):
     articles: tuple[Article, ...]
-    gen_len: int
 
     name: ClassVar[str] = "xsum"
     shown: ClassVar[tuple[Shown, ...]] = tuple(Shown(kind, f"{title} F", True, of_means) for kind, title in KINDS.items())
-
     reads_texts: ClassVar[bool] = False
 
     @classmethod
@@ -72,19 +70,19 @@ class XSum(Task):
         articles = read_articles(asked.articles)[: asked.examples or EXAMPLES]
         if find_spec("rouge_score") is None:
             raise ValueError(f"{cls.name} needs rouge-score; install it, or the extra [eval]: pip install -e '.[eval]'")
-        return cls(articles, asked.gen_len)
+        return cls(asked, articles)
 
     def bind(self, llm: LLM) -> BoundXSum:
-        room = llm.spec.max_positions + 1 - self.gen_len
+        gen_len, positions = self.asked.gen_len, llm.spec.max_positions
+        room = positions + 1 - gen_len
         if room < 1:
-            raise ValueError(f"--gen-len is {self.gen_len}, but {llm.name} has {llm.spec.max_positions} positions; give fewer")
+            raise ValueError(f"--gen-len is {gen_len}, but {llm.name} has {positions} positions; give fewer")
         prompts = [llm.tokenizer.encode(article.text) for article in self.articles]
         start = start_tokens(llm.tokenizer)
         short = tuple(_shortened(prompt, room, len(start)) for prompt in prompts)
         cut = sum(len(prompt) > room for prompt in prompts)
-        return BoundXSum(
-            short, tuple(article.summary for article in self.articles), self.gen_len, llm.tokenizer.eos_ids, cut, room
-        )
+        summaries = tuple(article.summary for article in self.articles)
+        return BoundXSum(short, summaries, gen_len, llm.tokenizer.eos_ids, cut, room)
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class BoundXSum(Bound):
     def measure(self, llm: LLM, advance: Advance, reference: FullCache | None) -> tuple[Figure, ...]:
         texts = [""] * len(self.prompts)
         params = SamplingParams(max_tokens=self.gen_len, stop=STOP)
-        for rows in in_blocks([len(prompt) for prompt in self.prompts], llm.plan.block_size):
+        for rows in in_blocks(self.prompts, llm.plan.block_size):
             done = llm.generate([self.prompts[row] for row in rows], params, on_token=lambda *_: advance(1))
             for row, completion in zip(rows, done):
                 texts[row] = completion.text

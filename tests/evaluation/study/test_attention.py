@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,10 @@ Attentions = NDArray[np.float64]  # (layers, heads, queries, keys)
 Studied = tuple[HeavyHitterStudy, Attentions, Attentions]
 
 
-@pytest.fixture(scope="module")
-def studied(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Studied]:
+@pytest.fixture(scope="module", params=KINDS)
+def studied(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Studied:
     """A study, the probabilities that it saw, and those of transformers."""
-    known: dict[str, Studied] = {}
-
-    def of(kind: str) -> Studied:
-        if kind not in known:
-            known[kind] = _studied(kind, tmp_path_factory.mktemp(kind))
-        return known[kind]
-
-    return of
+    return _studied(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def _studied(kind: str, folder: Path) -> Studied:
@@ -62,16 +54,14 @@ def _studied(kind: str, folder: Path) -> Studied:
         return study(llm, TEXT, POLICIES, 0.25, prompt_len=PROMPT), seen, expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_probabilities_are_those_of_transformers(kind: str, studied: Callable[[str], Studied]) -> None:
-    _, seen, expected = studied(kind)
+def test_probabilities_are_those_of_transformers(studied: Studied) -> None:
+    _, seen, expected = studied
     np.testing.assert_allclose(seen, expected, atol=1e-5, rtol=0)
     np.testing.assert_allclose(seen.sum(-1), 1.0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sparsity_counts_what_is_far_below_the_largest_of_a_row(kind: str, studied: Callable[[str], Studied]) -> None:
-    found, seen, _ = studied(kind)
+def test_sparsity_counts_what_is_far_below_the_largest_of_a_row(studied: Studied) -> None:
+    found, seen, _ = studied
     for layer, head in np.ndindex(seen.shape[:2]):
         small = visible = 0
         for query in range(TOKENS):
@@ -82,20 +72,16 @@ def test_sparsity_counts_what_is_far_below_the_largest_of_a_row(kind: str, studi
     assert 0 < found.sparsity.mean() < 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_column_sums_over_queries_and_the_heads_of_a_group(kind: str, studied: Callable[[str], Studied]) -> None:
-    found, _, expected = studied(kind)
+def test_scores_are_column_sums_over_queries_and_the_heads_of_a_group(studied: Studied) -> None:
+    found, _, expected = studied
     layers, kv_heads, tokens = found.scores.shape
     columns = expected.sum(2).reshape(layers, kv_heads, -1, tokens).sum(2)
     np.testing.assert_allclose(found.scores, columns, atol=1e-4, rtol=0)
     assert (np.diff(found.sorted_scores) <= 0).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_captured_is_the_attention_of_the_queries_behind_the_prompt_to_what_is_held(
-    kind: str, studied: Callable[[str], Studied]
-) -> None:
-    found, _, expected = studied(kind)
+def test_captured_is_the_attention_of_the_queries_behind_the_prompt_to_what_is_held(studied: Studied) -> None:
+    found, _, expected = studied
     layers, kv_heads, _ = found.scores.shape
     grouped = expected.reshape(layers, kv_heads, -1, TOKENS, TOKENS).mean(2)
     assert found.names == ("oracle", *POLICIES)
@@ -108,9 +94,8 @@ def test_captured_is_the_attention_of_the_queries_behind_the_prompt_to_what_is_h
             assert found.captured[name][layer, head] == pytest.approx(held / (TOKENS - PROMPT), abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_oracle_holds_what_gets_most_in_the_whole_text(kind: str, studied: Callable[[str], Studied]) -> None:
-    found, _, _ = studied(kind)
+def test_the_oracle_holds_what_gets_most_in_the_whole_text(studied: Studied) -> None:
+    found, _, _ = studied
     gone = found.gone["oracle"]
     for layer, head in np.ndindex(gone.shape[:2]):
         heaviest = set(np.argsort(-found.scores[layer, head])[: found.slots].tolist())

@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from h2o_flexgen.evaluation.study.kept import Gone, held_after
-from h2o_flexgen.evaluation.study.overlap import heaviest_found, jaccard
-from h2o_flexgen.evaluation.study.persistence import still_held, survival
+from h2o_flexgen.evaluation.study.held import Gone, heaviest_found, held_after, jaccard, still_held, survival
 from h2o_flexgen.evaluation.study.scores import even_scores, fit_power_law, share_of_heaviest, sorted_scores
 
 

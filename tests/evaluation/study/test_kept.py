@@ -11,7 +11,8 @@ import torch
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.evaluation.study.heavy_hitters import study
-from h2o_flexgen.evaluation.study.kept import Keeper, held_after
+from h2o_flexgen.evaluation.study.held import held_after
+from h2o_flexgen.evaluation.study.kept import Keeper
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores

@@ -1,4 +1,6 @@
-"""Persistence: how long a kept token stays.
+"""What is held of a text: how alike two policies choose, whether they find the heaviest tokens, and how long a token stays.
+
+An evicted token never returns, so one number per token tells everything: how many tokens had been read when it was evicted.
 
 One token comes and one goes at each step, so in the long run tokens stay, on average, for as many steps as there are slots,
 whatever the policy. The spread differs: a window evicts all at one age; with heavy hitters most go early and some never.
@@ -6,10 +8,42 @@ whatever the policy. The spread differs: a window evicts all at one age; with he
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
 
-from h2o_flexgen.evaluation.study.kept import Gone
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from h2o_flexgen.evaluation.study.scores import Array
+
+Gone = NDArray[np.int32]  # (layers, kv_heads, tokens): tokens read when this one was evicted
+Held = NDArray[np.bool_]  # (layers, kv_heads, tokens)
+
+
+def of_layers(gone: Sequence[torch.Tensor]) -> Gone:
+    """The layers' tensors (kv_heads, tokens) in one array."""
+    return np.asarray(torch.stack([*gone]).cpu().numpy(), dtype=np.int32)
+
+
+def held_after(gone: Gone, read: int) -> NDArray[np.bool_]:
+    """Which tokens are held when `read` tokens have been read; the same shape."""
+    tokens = gone.shape[-1]
+    return (gone > read) & (np.arange(tokens) < read)
+
+
+def jaccard(one: Held, other: Held) -> Array:
+    """The tokens that both hold over those that either holds, averaged over the heads of each layer. (layers,)"""
+    either = (one | other).sum(-1)
+    return np.asarray(((one & other).sum(-1) / np.maximum(either, 1)).mean(-1))
+
+
+def heaviest_found(held: Held, scores: Array, count: int) -> Array:
+    """The share held of the `count` tokens that got most attention in the whole text, averaged over the heads of each layer.
+    scores (layers, kv_heads, tokens); result (layers,)
+
+    Unlike the overlap, this ignores what else is held, such as the newest tokens, which had no time to get much attention."""
+    heaviest = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
+    return np.asarray(np.take_along_axis(held, heaviest, -1).mean(-1).mean(-1))
 
 
 def survival(gone: Gone, prompt_len: int) -> Array:
