@@ -35,7 +35,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.made_up import made_up_prompts
 
 FULL = 1.0
-AIM = 3.0  # times the tokens per second, at 20 %
+AIM = 3.0  # times the tokens per second at 20 %
 MOST_ROWS = 4096
 WORKLOAD = ("percent", "prompt_len", "gen_len", "gpu_batch_size", "dtype", "weight_codec", "kv_codec", "equal_rows")
 
@@ -92,7 +92,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--kv-codec", default=Plan.kv_codec)
     add("--offload-dir", default=str(default_offload_folder()))
     add("--output", help="also write the JSON document here")
-    add("--one", type=float, help=argparse.SUPPRESS)  # the run of one process: share kept
+    add("--one", type=float, help=argparse.SUPPRESS)  # internal: a process that runs one share
     return parser.parse_args(argv)
 
 
@@ -101,13 +101,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def run_one(args: argparse.Namespace) -> dict[str, Any]:
     rows = args.equal_rows or largest(lambda count: fits(args, count), MOST_ROWS)
-    while rows and not args.equal_rows and not fits(args, rows):  # looking for them, the process has grown a little
+    while rows and not args.equal_rows and not fits(args, rows):  # the process may have grown a little while searching
         rows -= 1
     if not rows:
         raise SystemExit(f"error: not even one row fits {args.cpu_mem} at {args.one:.0%}; give more with --cpu-mem")
     with opened(args, rows) as llm:
         prompts = made_up_prompts(rows, args.prompt_len, llm.tokenizer, llm.spec.vocab)
-        llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # loads: random weights are written to disk
+        llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # loads; random weights are written to disk
         before = calibrate(llm, args)
         llm.generate(prompts, SamplingParams(max_tokens=args.gen_len, ignore_eos=True), may_shrink=False)
         stats = llm.stats
@@ -137,10 +137,10 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bytes_computed_with(planned: BlockPlan, step: int) -> int:
-    """That a step reads from memory at least: the weights once for each batch, and all that is held."""
+    """Bytes that a step must read from memory: the weights once for each batch, and all held KV."""
     spec = planned.spec
-    held = sum(slots.batch.size * slots.held(step) for slots in planned.slots)
-    return len(planned.slots) * spec.weight_bytes + held * spec.kv_bytes_per_slot * len(spec.kv_layers)
+    held = sum(occupancy.batch.size * occupancy.held(step) for occupancy in planned.occupancy)
+    return len(planned.occupancy) * spec.weight_bytes + held * spec.kv_bytes_per_slot * len(spec.kv_layers)
 
 
 def opened(args: argparse.Namespace, rows: int) -> LLM:
@@ -170,7 +170,7 @@ def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:
 
 
 def repeated(args: argparse.Namespace, kept: Sequence[float]) -> list[dict[str, Any]]:
-    """Medians, one line for each share that is kept, in turns, because machines drift."""
+    """Medians, one line for each kept share; shares take turns, because machines drift."""
     runs = [run_in_process(share) for _ in range(args.repeats) for share in kept]
     lines = []
     for share in kept:
@@ -193,7 +193,7 @@ def run_in_process(share: float) -> dict[str, Any]:
 
 
 def for_readme(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The form that scripts/readme_results.py reads."""
+    """The result in the form that scripts/readme_results.py reads."""
     lines, workload = result["lines"], result["workload"]
     seconds = workload["equal_rows"] is not None
     rows = "; ".join(f"{line['rows']} rows, {line['tokens_per_second']:.1f} ({line['times_full']:.2f} times)" for line in lines)

@@ -49,13 +49,13 @@ from h2o_flexgen.quant.grouped import Grouped
 
 GIB = 1 << 30
 READ, COPY, PRODUCTS, PLAIN_READING = "read", "copy", "products", "plain reading"
-SIDE = 4096  # of the square product: less, where sizes are scaled
+SIDE = 4096  # side of the square product, smaller if sizes are scaled
 FILE_BYTES, READ_BYTES, PLAIN_BYTES = 2_000_000_000, 256 << 20, 16 << 20  # on disk; at once; at once in plain reading
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Something to measure: the bytes or flops that count, and the limit that they are held against."""
+    """Something to measure: the bytes or flops that count, and the limit to compare them with."""
 
     name: str
     work: int
@@ -172,11 +172,12 @@ def prompts(model_name: str, rows: int, tokens: int) -> Subject:
     spec, layer = model.spec, next(layer for layer in model.spec.layers if layer.has_kv)
     weights = {name: torch.randn(tensor.shape).mul_(0.02).bfloat16() for name, tensor in layer.tensors}
     policy, batch = Plan.create(kv_policy="h2o", kv_budget=0.2).policy, Batch(tuple(range(rows)), (tokens,) * rows)
-    slots = policy.slots(batch, tokens)
-    shape = (rows, spec.kv_heads, slots.capacity)
-    notes = SlotScores.over(torch.zeros(rows * spec.kv_heads * slots.capacity * 8, dtype=torch.uint8), policy, shape)
-    cache = KVCache(torch.zeros(2, *shape, spec.head_dim, dtype=torch.bfloat16), notes)
-    hidden, now = torch.randn(rows, tokens, spec.width).bfloat16(), KVStep.of(slots, 0, slots.capacity, torch.device("cpu"))
+    occupancy = policy.occupancy(batch, tokens)
+    shape = (rows, spec.kv_heads, occupancy.capacity)
+    scores = SlotScores.over(torch.zeros(rows * spec.kv_heads * occupancy.capacity * 8, dtype=torch.uint8), policy, shape)
+    cache = KVCache(torch.zeros(2, *shape, spec.head_dim, dtype=torch.bfloat16), scores)
+    hidden = torch.randn(rows, tokens, spec.width).bfloat16()
+    now = KVStep.of(occupancy, 0, occupancy.capacity, torch.device("cpu"))
     given = Given(now.positions, partial(cache.attend, now))
     attention = 4 * rows * spec.heads * spec.head_dim * tokens * (tokens + 1) // 2
     return Subject(
@@ -190,7 +191,7 @@ def prompts(model_name: str, rows: int, tokens: int) -> Subject:
 
 
 def reading(files: Files, file: Path) -> Subject:
-    """By the engine's readers, of neighbouring pieces of the file as a layer's weights are, and plainly by one thread."""
+    """Reads neighbouring pieces of a file, as a layer's weights are, with the engine's readers, and plainly with one thread."""
     size, places = file.stat().st_size, HostTier().alloc(READ_BYTES)
     nbytes = min(READ_BYTES, size)
     starts = range(0, size - nbytes + 1, nbytes)
@@ -218,7 +219,7 @@ def reading(files: Files, file: Path) -> Subject:
 
 @contextmanager
 def file_on_disk(folder: str | None, nbytes: int) -> Iterator[Path]:
-    """Of whole pages with something in them, and really on the disk; removed afterwards."""
+    """A context with a file of whole pages of data that is really on the disk."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         file = Path(place) / "read.bin"
         page = torch.randint(256, (1 << 20,), dtype=torch.uint8)
@@ -231,7 +232,7 @@ def file_on_disk(folder: str | None, nbytes: int) -> Iterator[Path]:
 
 
 def product(bits: int, rows: int, scale: float) -> Subject:
-    """Of so many matrices that no cache holds them. In torch instead: decoded by the kernel, then multiplied."""
+    """Products with so many matrices that no cache holds them. The twin in torch decodes by the kernel, then multiplies."""
     shape, codec = (max(1, round(4096 * scale)), 4096), Grouped(bits)
     matrices = []
     for _ in range(8):
@@ -277,7 +278,7 @@ def measured(subject: Subject, seconds: float) -> dict[str, object]:
 
 
 def best_seconds(actions: Sequence[Callable[[], object]], seconds: float) -> list[float]:
-    """Of each, in turns, for so long."""
+    """The best time of each function; they take turns for this many seconds."""
     best, end = [float("inf")] * len(actions), time.perf_counter() + seconds
     while time.perf_counter() < end or float("inf") in best:
         for place, action in enumerate(actions):

@@ -72,7 +72,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     add("--offload-dir", default=str(default_offload_folder()))
     add("--output", help="also write the JSON document here")
-    add("--one", choices=list(SCHEDULES), help=argparse.SUPPRESS)  # the run of one process
+    add("--one", choices=list(SCHEDULES), help=argparse.SUPPRESS)  # internal: a process that runs one schedule
     return parser.parse_args(argv)
 
 
@@ -81,13 +81,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def run_one(args: argparse.Namespace) -> dict[str, Any]:
     shape = {name: getattr(args, name) for name in ("gpu_batch_size", "num_gpu_batches")}
-    if args.one != "flexgen_barrier":  # which has slots of its own
+    if args.one != "flexgen_barrier":  # the barrier has a fixed number of buffers
         shape["slots"] = args.slots
     shape["sep_layer"] = bool(args.sep_layer)
     budget = {"cpu_mem": args.cpu_mem, "offload_dir": args.offload_dir, "dtype": args.dtype}
     with LLM(args.model, dummy_weights=True, percent=args.percent, schedule=args.one, **shape, **budget) as llm:
         prompts = made_up_prompts(llm.plan.block_size, args.prompt_len, llm.tokenizer, llm.spec.vocab)
-        llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # loads: random weights are written to disk
+        llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # loads; random weights are written to disk
         before = calibrate(llm, args)
         llm.generate(prompts, SamplingParams(max_tokens=args.gen_len, ignore_eos=True), may_shrink=False)
         after = calibrate(llm, args)
@@ -107,7 +107,7 @@ def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:
 
 
 def drift(before: Machine, after: Machine) -> dict[str, list[float]]:
-    """Rates before and after: a machine that changed in between was not quiet."""
+    """The change of rates from before to after: a machine that changed was not quiet."""
     points = [machine.flops_per_s for machine in (before, after)]
     gemm = [next(iter(flops.values()))[-1][1] / 1e9 for flops in points]
     disk = [machine.disk_read_per_s / 1e9 for machine in (before, after)]

@@ -176,7 +176,7 @@ def _model(name: str, folder: Path) -> tuple[str, ModelSpec]:
 
 
 def run(flags: Sequence[object]) -> dict[str, Any] | str:
-    """The JSON of a run; or why there was none."""
+    """The JSON of a run, or the reason why there is none."""
     command = [sys.executable, "-m", "h2o_flexgen.run", *map(str, flags), "--verbose", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -224,7 +224,7 @@ def compared(name: str, done: Mapping[str, Any], spec: ModelSpec, machine: Machi
 
 
 def as_it_was(machine: Machine, rates: Mapping[str, Any]) -> Machine:
-    """With the disk and the products as they were measured behind the run."""
+    """The machine with the disk and the products as they were measured after the run."""
     curves = {dtype: tuple(map(tuple, curve)) for dtype, curve in rates.get("flops_per_s", {}).items() if curve}
     disk = rates.get("disk_read_per_s", machine.disk_read_per_s)
     return machine.as_it_is(replace(machine, disk_read_per_s=disk, flops_per_s=curves))
@@ -241,7 +241,7 @@ def prediction(done: Mapping[str, Any], spec: ModelSpec, machine: Machine) -> Pr
 
 
 def as_document(results: Sequence[Mapping[str, Any]], command: str) -> dict[str, Any]:
-    """With a table of it all, for people."""
+    """The JSON document, with a table for people."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     cells = [
         [

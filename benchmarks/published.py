@@ -29,9 +29,9 @@ from h2o_flexgen.planning.predict import Prediction, predict
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
 MACHINE = Path(__file__).resolve().parents[1] / "configs" / "machines" / "t4-gcp.yaml"
-TOLERANCE = 0.2  # of a published figure
+TOLERANCE = 0.2  # share of a published figure
 THEIRS, OURS = "flexgen_barrier", "zigzag"
-FIRST_STEP = 3  # tokens of a run whose first step counts, with another one behind it
+FIRST_STEP = 3  # tokens of a run whose first step counts; another step follows it
 WHOLE_BATCH = 1 << 30  # tokens: the original computes the prompts of a batch at once
 
 FLEXGEN = "FlexGen, paper and README; flags: bench_suite.py of FlexLLMGen"
@@ -58,19 +58,19 @@ DECODED_AGAIN = (
 
 @dataclass(frozen=True)
 class Published:
-    """A row of somebody's table."""
+    """A row of somebody's published table."""
 
     source: str
     name: str
     model: str
-    batches: tuple[int, int]  # rows of one, and how many
+    batches: tuple[int, int]  # rows of a batch, and number of batches
     percent: tuple[int, ...]
-    lengths: tuple[int, int]  # of the prompt, to generate
+    lengths: tuple[int, int]  # tokens of the prompt, and to generate
     tokens_per_second: float
     options: Mapping[str, Any] = field(default_factory=dict)
-    ran_tokens: int | None = None  # the decode was projected from so many; None: it was run to its end
+    ran_tokens: int | None = None  # tokens that the decode was projected from; None: it was run to its end
     outside: tuple[float, str] | None = None  # where the tolerance is missed: how far the ratio may go, and why
-    seconds: tuple[float, float] | None = None  # of prompts and of the decode, where they are known too
+    seconds: tuple[float, float] | None = None  # seconds of prompts and of the decode, if they are known too
 
     @property
     def rows(self) -> int:
@@ -78,7 +78,7 @@ class Published:
 
     @property
     def band(self) -> tuple[float, float]:
-        """What the ratio of priced to published has to lie in."""
+        """The range that the ratio of priced to published must lie in."""
         far = 1.0 if self.outside is None else self.outside[0]
         return min(1 - TOLERANCE, far), max(1 + TOLERANCE, far)
 
@@ -214,7 +214,7 @@ def spec_of(model: str, plan: Plan) -> ModelSpec:
 
 
 def as_published(row: Published, machine: Machine) -> dict[str, float]:
-    """Projected from as many steps as the published run was."""
+    """The price projected from as many steps as the published run had."""
     ran = row.predict(machine, row.plan(THEIRS), row.ran_tokens)
     seconds = ran.prefill_seconds + (row.lengths[1] - 1) * ran.step_seconds
     figure = row.rows * row.lengths[1] / seconds

@@ -1,4 +1,4 @@
-"""Streaming: every token is heard as it comes, of all rows in turn, with the piece of text that is certain by then."""
+"""Streaming: a listener gets every token of all rows as it comes, with the piece of text that is certain by then."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """h2o_flexgen: large language models in little memory. Weights, KV cache and activations on any mix of GPU, CPU and disk.
 
-The public names. They are looked up on first use, so that importing the package costs nothing: torch comes with the first of
-them that needs it.
+The public names are looked up on first use, so importing the package costs nothing: torch is imported with the first name that
+needs it.
 """
 
 from __future__ import annotations

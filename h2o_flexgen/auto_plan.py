@@ -1,4 +1,4 @@
-"""AutoPlan: the plan of an LLM that was given none."""
+"""AutoPlan: the plan of an LLM that was opened without one."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.profiling.kept import this_machine
 from h2o_flexgen.under_plan import ModelUnderPlan
 
-LOGITS_BYTES = 32  # of a logit while texts are scored in one pass: itself and what is made of it, generously
+LOGITS_BYTES = 32  # bytes per logit while texts are scored in one pass: the logit and what is made of it, generously
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a plan has to have room for."""
+    """What a plan must have room for."""
 
     workload: Workload
     held_back: int  # bytes of the fastest memory that the plan may not use
 
     def is_outgrown_by(self, other: Need, plan: Plan) -> bool:
-        """Longer texts need more room; and more of them a larger block, where the block was as large as the workload."""
+        """Whether a workload exceeds this need: by longer texts, or by more of them where the block held the whole workload."""
         new, known = other.workload, self.workload
         is_longer = max(new.prompt_lens) > max(known.prompt_lens) or new.gen_len > known.gen_len
         has_more_rows = new.num_prompts > known.num_prompts and plan.block_size >= known.num_prompts
         return is_longer or has_more_rows or other.held_back > self.held_back
 
     def together_with(self, other: Need) -> Need:
-        """The larger of each."""
+        """The larger value of each."""
         lengths = (sorted(one.workload.prompt_lens, reverse=True) for one in (self, other))
         longest = tuple(max(pair) for pair in zip_longest(*lengths, fillvalue=0))
         gen_len = max(self.workload.gen_len, other.workload.gen_len)
@@ -45,17 +45,17 @@ class Need:
 
 @dataclass
 class AutoPlan:
-    """The plan of an LLM that was given none: found for its first workload, and anew for one that has outgrown it. A new plan
-    has room for what came before, too: two kinds of calls in turn would load the weights anew each time."""
+    """The plan of an LLM that was opened without one: found for its first workload, and found anew for one that outgrows it. A
+    new plan also has room for earlier needs: alternating calls of two kinds would otherwise load the weights each time."""
 
     asked: Asked
     dtype: str  # as it was asked for
-    found_for: tuple[Need, ...] = ()  # each alone has room under the plan
+    found_for: tuple[Need, ...] = ()  # needs that the plan has room for, one at a time
     _machine: Machine | None = None
 
     def provide(self, llm: ModelUnderPlan, workload: Workload, scores_texts: bool, on_stage: OnStage | None) -> None:
-        """The model has a plan for the workload when this returns. Logits of many positions of a text take memory that a plan
-        knows nothing of."""
+        """Finds a plan for the workload unless the model has one. Logits of many positions of a text take memory that a plan
+        does not count, so it is held back."""
         need = Need(workload, LOGITS_AT_ONCE * LOGITS_BYTES if scores_texts else 0)
         if all(known.is_outgrown_by(need, llm.plan) for known in self.found_for):
             with llm.replanned(on_stage):
@@ -74,7 +74,7 @@ class AutoPlan:
         self.found_for = (need, *others)
 
     def _has_plan_for_both(self, llm: ModelUnderPlan, together: Need) -> bool:
-        """Long prompts and long answers may each fit, but not both at once."""
+        """Whether the plan also has room for prompts of the one need with answers of the other."""
         wish = self._wish(llm, together)
         try:
             wish.refuse_impossible()

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 class LLM(ModelUnderPlan):
     """A model under a plan. `model` is a hub name or a local folder; with `dummy_weights` random ones take the place of files,
-    and every byte of a text is a token unless a `tokenizer` is named ("bytes", a hub name or a folder). With percent="auto"
-    the plan is found for the first prompts, and anew for later ones that outgrow it; the machine is measured once for that.
+    and every byte of a text is a token unless a `tokenizer` is named ("bytes", a hub name or a folder). With percent="auto" the
+    plan is found for the first prompts, and found anew for later ones that outgrow it; the machine is measured once for that.
     Nothing large is loaded before the first `generate` or `converse`; `close`, or a `with`, gives all of it back."""
 
     def __init__(
@@ -71,8 +71,8 @@ class LLM(ModelUnderPlan):
         on_stage: OnStage | None = None,
         **plan_options: object,
     ) -> None:
-        """`threads`: that compute on the CPU, of the whole process (default: as torch has them).
-        `plan_options` are what Plan.create takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ..."""
+        """`threads` compute on the CPU, for the whole process (default: as torch has them). `plan_options` are what Plan.create
+        takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ..."""
         asked = asked_plan(plan, percent, plan_options, arguments_of(LLM))
         asked = asked if overlap else asked.without_overlap()
         dtype = str(dtype).removeprefix("torch.")
@@ -84,14 +84,13 @@ class LLM(ModelUnderPlan):
         super().__init__(*names, asked, dtype, device, gpu_mem, cpu_mem, offload_dir, dummy_weights, on_stage)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | Tokenizer:
-        """The tokenizer of transformers, where the model has one."""
+        """The tokenizer of transformers, if the model has one."""
         return self.tokenizer.of_transformers if isinstance(self.tokenizer, HfTokenizer) else self.tokenizer
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
     def read(self, prompts: Prompts, params: Params = None) -> list[Prompt]:
-        """The prompts with their tokens. Those that no plan can run are refused: empty ones, too long ones, those of unknown
-        tokens."""
+        """Tokenizes the prompts. Refuses those that no plan can run: empty or too long ones, and those with unknown tokens."""
         read = read_prompts(prompts, self.tokenizer)
         self._row_maker.rows(read, params)
         return read
@@ -105,8 +104,8 @@ class LLM(ModelUnderPlan):
         on_stage: OnStage | None = None,
         planned: WorkloadPlan | None = None,
     ) -> Prepared:
-        """What `generate` takes instead of prompts: read, under a plan and found to fit. `streamed`: `on_token` will get their
-        texts. `planned`: their workload, where `check` has planned it already."""
+        """Prepares what `generate` also takes in place of prompts: tokenized, under a plan and found to fit. `streamed`:
+        `on_token` will get their texts. `planned`: their workload, if `check` has planned it already."""
         rows = self._row_maker.rows(read_prompts(prompts, self.tokenizer), sampling_params, streamed)
         return self._prepared(rows, on_stage, planned)
 
@@ -128,15 +127,14 @@ class LLM(ModelUnderPlan):
         on_logits: OnLogits | None = None,
         **unknown: object,
     ) -> list[Completion]:
-        """Completions in the order of the prompts. A prompt is a text, a list of token ids, or a dict of one of them; prompts
-        are a list, an array or an iterator of these, or what `prepare` has made of them. `on_token` gets every token as it
-        comes; rows of one block take turns.
-        `on_completion` gets what becomes of a prompt when its block is over. `use_tqdm` shows on stderr how many prompts are
-        done, or on a bar that a function like tqdm makes. When memory runs out in spite of the plan, the rest goes on in
-        smaller blocks, of which `on_shrink` is told (without it a warning is given); unless it `may_shrink`, that is an error.
-        `forced`: of each row the first tokens, which are given and not picked; they count in max_tokens, and none of them ends
-        the row. `on_logits` gets those of every token, in fp32 and in host memory, good until it returns. Where
-        prompts have several completions (n), each is a row: listeners hear its place among all of them."""
+        """Returns completions in the order of the prompts. A prompt is a text, a list of token ids, or a dict of one of them;
+        prompts are a list, an array or an iterator of these, or what `prepare` returned. `on_token` gets every token as it
+        comes; rows of one block take turns. `on_completion` gets the completion of a prompt when its block is over. `use_tqdm`
+        shows on stderr how many prompts are done, or on a bar made by a function like tqdm. If memory runs out in spite of the
+        plan, the rest goes on in smaller blocks, which `on_shrink` hears of (without it a warning is given); unless it
+        `may_shrink`, that is an error. `forced` gives the first tokens of each row, which are not picked; they count in
+        max_tokens, and none of them ends the row. `on_logits` gets the logits of every token, in fp32 and in host memory, valid
+        until it returns. If prompts have several completions (n), each is a row: listeners get its place among all rows."""
         refuse_unknown("argument", unknown, arguments_of(LLM.generate), ARGUMENTS)
         if isinstance(prompts, Prepared):
             prepared = prompts.for_use_under(self.plan, sampling_params, forced)
@@ -183,9 +181,9 @@ class LLM(ModelUnderPlan):
         on_completion: OnCompletion | None = None,
         **unknown: object,
     ) -> list[Completion]:
-        """Answers to a chat, which is a list of {"role": ..., "content": ...}, or to each of a list of chats. They are written
-        down by the model's chat template; or, where it has none, as a script of User: and Assistant: (`style` names the one or
-        the other, or "plain"). Each call computes all of it anew: `converse` keeps what was said."""
+        """Answers a chat, which is a list of {"role": ..., "content": ...}, or each of a list of chats. They are written down
+        by the model's chat template; without one, as a script of User: and Assistant: (`style` names the one or the other, or
+        "plain"). Each call computes everything anew: `converse` keeps what was said."""
         refuse_unknown("argument", unknown, arguments_of(LLM.chat), ARGUMENTS)
         written = choose_style(style, self.tokenizer)
         prompts = [written.whole(chat) for chat in read_chats(messages)]
@@ -204,9 +202,9 @@ class LLM(ModelUnderPlan):
         on_shrink: OnShrink | None = None,
         may_shrink: bool = True,
     ) -> list[Scored]:
-        """How likely each continuation is behind its context, in the order of the pairs, of texts or of token ids. "prefill":
-        in one pass, which is refused where the cache evicts or rounds; "decode": token by token, with what it keeps; None: the
-        first where it may be, else the second. `on_token` gets every token that is scored."""
+        """Scores how likely each continuation is behind its context, in the order of the pairs, which are texts or token ids.
+        `by` is "prefill": in one pass, which is refused if the cache evicts or rounds; "decode": token by token, through the
+        cache; None: prefill where it is allowed, otherwise decode. `on_token` gets every scored token."""
         by = way_of(self.plan, by)
         contexts, continuations = read_pairs(pairs, self.tokenizer)
         if not contexts:
@@ -225,8 +223,8 @@ class LLM(ModelUnderPlan):
         return [scored_of(row.completion()) for row in rows] if scorer is None else scorer.in_order
 
     def converse(self, context: int | None = None, *, seed: int | None = None, on_stage: OnStage | None = None) -> Conversation:
-        """A text that goes on turn by turn, with a KV cache that lives on. `context`: the tokens that it may grow to (default:
-        the model's positions); with rolling positions it has no end. Until it is closed nothing else can be generated."""
+        """Opens a text that goes on turn by turn, with a KV cache that lives on. It may grow to `context` tokens (default: the
+        model's positions); with rolling positions it has no end. Until it is closed nothing else can be generated."""
         if self._auto is not None and not self._auto.found_for:
             raise ValueError("percent 'auto' finds plans for generate, chat and score; for a conversation give six numbers")
         extent = Extent.of(self.spec, self.plan.policy, context, self.plan.prefill_tokens)

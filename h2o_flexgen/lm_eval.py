@@ -21,7 +21,7 @@ MISSING = "lm-evaluation-harness is not installed; it comes with the extra [eval
 
 
 def register() -> None:
-    """Makes the model known by its name. It is imported when it is asked for. A second time nothing happens."""
+    """Makes the model known by its name; its module is imported when it is asked for. A second call does nothing."""
     try:
         from lm_eval.api.registry import model_registry
     except ModuleNotFoundError as error:

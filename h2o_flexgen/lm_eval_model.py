@@ -1,4 +1,5 @@
-"""LmEvalModel: an LLM under a plan as lm-evaluation-harness asks for one. Texts become tokens exactly as in its own `hf`."""
+"""LmEvalModel: an LLM under a plan, as lm-evaluation-harness asks for one. Texts become tokens exactly as in the harness's own
+`hf`."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class _Asked:
 
 
 class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is installed, and unknown where it is not
-    """Loglikelihoods in one pass where the cache keeps all, else token by token through the cache that the KV policy keeps."""
+    """An LLM under a plan as a model of the harness. Loglikelihoods are computed in one pass if the cache keeps everything,
+    otherwise token by token through the cache that the KV policy keeps."""
 
     def __init__(
         self,
@@ -71,19 +73,19 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
         prefix_token_id: int | None = None,
         **options: object,
     ) -> None:
-        """`options` are what LLM takes: percent, dtype, cpu_mem, gpu_batch_size, kv_policy, kv_budget, ..."""
+        """`options` are those of LLM: percent, dtype, cpu_mem, gpu_batch_size, kv_policy, kv_budget, ..."""
         super().__init__()
         if not pretrained:
             raise ValueError("no model is given; add pretrained=NAME or pretrained=FOLDER to the model_args")
         self.llm = LLM(str(pretrained), **_engine_options(options, batch_size, max_batch_size))  # type: ignore[arg-type]
-        self._closer = weakref.finalize(self, self.llm.close)  # the harness says no goodbye
+        self._closer = weakref.finalize(self, self.llm.close)  # the harness never closes its models
         if not isinstance(self.llm.tokenizer, HfTokenizer):
             raise ValueError(
                 f"{pretrained} has no tokenizer that reads words; put its files beside the model, or add tokenizer=FOLDER "
                 "to the model_args"
             )
         self.tokenizer = self.llm.tokenizer.of_transformers
-        if add_bos_token is not None:  # it changes how a tokenizer is made
+        if add_bos_token is not None:  # passed only if given: it changes how a tokenizer is made
             folder, local = self.tokenizer.name_or_path, {"trust_remote_code": False, "local_files_only": True}
             self.tokenizer = AutoTokenizer.from_pretrained(folder, add_bos_token=add_bos_token, **local)
         self._add_bos = add_bos_token
@@ -102,7 +104,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context."""
+        """The token that stands before a text without context."""
         for token in (self._prefix, self.tokenizer.bos_token_id, self.eot_token_id):
             if token is not None:
                 return int(token)
@@ -121,7 +123,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def get_model_info(self) -> dict[str, object]:
-        """For the records of the harness."""
+        """What the harness records about the model."""
         plan, spec = self.llm.plan, self.llm.spec
         kept = {one.name: value for one in fields(plan.kv_options) if (value := getattr(plan.kv_options, one.name)) is not None}
         codecs = {"weight_codec": plan.weight_codec, "kv_codec": plan.kv_codec}
@@ -130,7 +132,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
     # -- texts and tokens ------------------------------------------------------------------------------------------------
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: object) -> list[int]:
-        """With the tokenizer's own start of text, unless it is written out already or somebody says otherwise."""
+        """Encodes a text with the tokenizer's own start token, unless the text has it already or somebody decides otherwise."""
         special = self._add_bos if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and string.startswith(self._written(self.prefix_token_id)):
             special = False
@@ -141,7 +143,8 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
         return str(self.tokenizer.decode([token], skip_special_tokens=False))
 
     def apply_chat_template(self, chat_history: Messages, add_generation_prompt: bool = True) -> str:
-        """The text that `hf` makes, with the template's work bounded. Without a generation prompt the last message goes on."""
+        """Renders the same text as `hf` does, with the template's work bounded. Without a generation prompt the last message
+        goes on."""
         rendered = render if add_generation_prompt else render_unfinished
 
         def attempt(messages: Messages) -> str:
@@ -153,7 +156,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
             except TemplateError:
                 log.warning("the chat template refuses these messages; they are tried without those of the system")
                 return attempt([message for message in chat_history if message["role"] != "system"])
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # a template may raise anything
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ValueError(f"the model's chat template refuses these messages ({shown(reason)})") from error
 
@@ -173,7 +176,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
         return answers
 
     def _cut(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[list[int], list[int]]]:
-        """Texts that are too long lose their beginning. The last token is scored, but no layer ever sees it."""
+        """Cuts the beginning off texts that are too long. The last token is scored, but no layer ever sees it."""
         longest = max((len(after) for _, after in pairs), default=0)
         if longest > self.max_length:
             raise ValueError(f"a continuation has {longest} tokens, but max_length is {self.max_length}; it cannot be scored")
@@ -202,7 +205,8 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
     # -- generation ------------------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Rows that may grow to one length are a workload of their own: budgets may be shares of that."""
+        """Generates. Rows that may grow to one length are a workload of their own, because a budget may be a share of that
+        length."""
         asked = [self._asked(*request.args) for request in requests]
         room = [self.max_length - one.max_tokens for one in asked]
         self._warn_of_cuts(sum(len(one.context) > kept for one, kept in zip(asked, room)), len(asked))
@@ -215,7 +219,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
                 completions = self.llm.generate(
                     [asked[place].context[-room[place] :] for place in places],
                     [asked[place].params for place in places],
-                    seed=random.getrandbits(32),  # which the harness has seeded
+                    seed=random.getrandbits(32),  # seeded by the harness
                     on_token=lambda *_: bar.update(),
                 )
                 for place, completion in zip(places, completions, strict=True):
@@ -245,7 +249,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
         return _Asked(self.tok_encode(context) or [self.prefix_token_id], params, max_tokens, until)
 
     def _special(self, text: str) -> int | None:
-        """The token of a stop that is no text: it would never be seen in one."""
+        """The token of a stop that is no text and so never appears in one."""
         token = self.tokenizer.convert_tokens_to_ids(text)
         return token if token in self.tokenizer.all_special_ids and text in self.tokenizer.all_special_tokens else None
 
@@ -253,7 +257,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
 def _engine_options(
     options: Mapping[str, object], batch_size: int | str | None, max_batch_size: int | None
 ) -> dict[str, object]:
-    """As LLM wants them."""
+    """The options as LLM takes them."""
     own = [name for name in signature(LmEvalModel).parameters if name != "options"]
     taken = [name for name in (*signature(LLM).parameters, *Plan.option_names()) if name not in NOT_FOR_EVALUATION]
     for name in options:
@@ -270,7 +274,7 @@ def _engine_options(
 
 
 def _percent(text: str) -> list[float]:
-    """Six numbers between which there is anything but a comma, which would end the argument."""
+    """Six numbers, separated by anything but a comma, which would end the argument."""
     try:
         return [decimal_number(number) for number in re.split(r"[;:/,\s]+", text.strip(" ;:/,[]()"))]
     except ValueError:
@@ -278,7 +282,7 @@ def _percent(text: str) -> list[float]:
 
 
 def _batch_size(of_plan: object, of_harness: int | str | None, largest: int | None) -> int | None:
-    """None: the plan's own. The harness says 1 where nobody has said anything."""
+    """None stands for the plan's own. The harness says 1 where nobody has said anything."""
     leaves_it_open = of_harness is None or str(of_harness).startswith(AUTO)
     if of_plan is not None:
         if not leaves_it_open and str(of_harness) not in ("1", str(of_plan)):
@@ -297,7 +301,7 @@ def _number(name: str, value: object) -> int:
 
 
 def _length(asked: int | None, llm: LLM) -> int:
-    """Of a context, in tokens."""
+    """Length of a context, in tokens."""
     most = llm.spec.max_positions
     if asked is None:
         return most

@@ -1,6 +1,5 @@
 """OpenedModel: what a model's config and files say of it, read once. Its shapes, its functions and the source of its weights
-follow from that under any plan.
-"""
+follow from that under any plan."""
 
 from __future__ import annotations
 
@@ -32,14 +31,14 @@ SILENT = Stages(None)
 class OpenedModel:
     name: str
     config: Config
-    dtype: str  # computed with
-    folder: Path | None  # None: weights are random, and no file of them is looked at
+    dtype: str  # type of the values in computations
+    folder: Path | None  # None: weights are random, and no file of them is read
     checkpoint: Checkpoint | None
     _specs: dict[tuple[bool, str, str], ModelSpec] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, name: str, dummy_weights: bool, dtype: str, accelerator: bool, stages: Stages = SILENT) -> OpenedModel:
-        """`name` is a folder, or a name on the hub. Its .bin files are converted, which is told."""
+        """Opens a folder, or a name on the hub. Its .bin files are converted, which is announced."""
         if dummy_weights:
             folder, checkpoint, stored = None, None, None
             config = known_config(name) or load_config(name)
@@ -57,7 +56,7 @@ class OpenedModel:
         return self._specs[kind]
 
     def model(self, plan: Plan) -> Model:
-        """Its layers as functions, and their shapes."""
+        """The model's layers as functions, with their shapes."""
         model = create_model(self.config, self.dtype, plan.sep_layer, self.name)
         if self.checkpoint is not None:
             stored = self.checkpoint.stored_itemsize
@@ -66,7 +65,7 @@ class OpenedModel:
         return model
 
     def source(self, plan: Plan, offload_folder: Path, stages: Stages) -> WeightSource:
-        """Random weights that are to lie on disk are written to `offload_folder`."""
+        """The source of the weights. Random ones that are to lie on disk are written to `offload_folder`."""
         if self.checkpoint is None:
             return DummySource(DUMMY_SEED, self.dtype, offload_folder, stages.of(Stage.WRITING, Stage.LOADING))
         if plan.weight_codec == PLAIN:
@@ -79,15 +78,15 @@ class OpenedModel:
 
 
 class Mending:
-    """Takes away copies of weights that are not as they were written, so that the next opening makes them again."""
+    """Removes damaged copies of weights, so that the next opening makes them again."""
 
     def __init__(self, stages: Stages) -> None:
         self._stages = stages
         self._mended: set[Path] = set()
 
     def discard(self, damaged: Damaged) -> None:
-        """A copy that is damaged once more is an error. Where another process has taken it away, the next opening finds what
-        that one made, or makes it."""
+        """Removes a damaged copy; an error if it is damaged for the second time. If another process has removed it, the next
+        opening uses that process's new copy, or makes one."""
         if damaged.copy.path in self._mended and damaged.copy.is_still_there:
             advice = "it was made again just now: is the disk sound? Set XDG_CACHE_HOME to a folder on another"
             raise ValueError(f"{damaged.what}; {advice}") from damaged

@@ -1,4 +1,4 @@
-"""What an LLM is asked for by name: a plan, or options that make one."""
+"""The options that an LLM is given by name: a plan, or options that make one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from h2o_flexgen.sampling.elsewhere import OPTIONS, refuse_unknown
 def asked_plan(
     plan: Plan | None, percent: Sequence[float] | str | None, options: Mapping[str, object], other_names: Sequence[str]
 ) -> Plan:
-    """Nothing that was asked for is dropped in silence. Where a plan is to be found, its shares mean nothing."""
+    """The given plan, or the one that the options make; its shares mean nothing if a plan is to be found. No option is dropped
+    silently."""
     refuse_unknown("option", options, [*Plan.option_names(), *other_names], OPTIONS)
     if isinstance(percent, str) and percent != AUTO:
         raise ValueError(f"percent is {shown(percent)}; give six numbers, or {AUTO!r} to have a plan found")
@@ -31,12 +32,12 @@ def asked_plan(
 
 
 def arguments_of(function: Callable[..., object]) -> list[str]:
-    """The arguments that it names."""
+    """The arguments that the function names."""
     return [name for name, one in signature(function).parameters.items() if one.kind is not Parameter.VAR_KEYWORD]
 
 
 def what_is_searched(plan: Plan, options: Mapping[str, object]) -> Asked:
-    """Sizes that were given are kept."""
+    """The sizes that are searched: those that were given are kept."""
     sizes, batches = ((getattr(plan, name),) if name in options else () for name in ("gpu_batch_size", "num_gpu_batches"))
     return Asked(plan, sizes, batches)
 

@@ -1,10 +1,10 @@
-"""The profile command: measures this machine, as plans are priced with it, and keeps what it finds.
+"""The profile command: measures this machine for the pricing of plans, and keeps the result.
 
     python -m h2o_flexgen.profile
     python -m h2o_flexgen.profile --quick -o machine.yaml
 
-A table goes to stdout, behind it one JSON document. The profile is kept in the user's cache, where plans for this machine find
-it; the same machine measured again replaces it.
+A table goes to stdout, followed by one JSON document. The profile is kept in the user's cache, where plans for this machine
+find it; measuring the same machine again replaces it.
 """
 
 from h2o_flexgen.cli.main import door

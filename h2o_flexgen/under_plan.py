@@ -1,4 +1,4 @@
-"""ModelUnderPlan: a model that is open under a plan, what it may hold, and its engine, once its weights are loaded."""
+"""ModelUnderPlan: an open model under a plan, what it may hold, and its engine, once its weights are loaded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ Opened = TypeVar("Opened", bound="ModelUnderPlan")
 
 
 class ModelUnderPlan:
-    """Nothing large is loaded before the first engine is asked for; `close`, or a `with`, gives all of it back."""
+    """An open model under a plan. Nothing large is loaded before the first engine is asked for; `close`, or a `with`, gives all
+    of it back."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class ModelUnderPlan:
         self.requested, self.plan = plan, folded
 
     def adopt(self, plan: Plan) -> None:
-        """Another plan in place of the one that was asked for: one that was found for this model, say."""
+        """Replaces the plan, e.g. by one that was found for this model."""
         self._refuse_closed()
         if self._engine is not None:
             raise ValueError(f"weights of {self.name} lie where the plan before wants them; make a new LLM for another plan")
@@ -94,7 +95,8 @@ class ModelUnderPlan:
 
     @contextmanager
     def replanned(self, on_stage: OnStage | None) -> Iterator[None]:
-        """Inside, another plan may be adopted although weights were loaded. An error leaves the one that there was."""
+        """A context in which another plan may be adopted although weights were loaded. After an error the earlier plan is
+        back."""
         self._refuse_closed()
         self._refuse_in_conversation()
         before = self.requested
@@ -107,7 +109,7 @@ class ModelUnderPlan:
                 raise
 
     def weigh(self) -> None:
-        """Looks again at what the process holds beside what the plan counts."""
+        """Measures again what the process holds beside what the plan counts."""
         if self._memories is None:
             self.budgets = weighed_anew(self.budgets)
 
@@ -116,14 +118,14 @@ class ModelUnderPlan:
         return site_of(self.device.kind, self.device.accelerator, self.dummy_weights)
 
     def planned(self, workload: Workload, plan: Plan | None = None, scored_at_once: int = 0) -> WorkloadPlan:
-        """The workload under this model's plan, or under another one."""
+        """Plans the workload under this model's plan, or under another one."""
         site = self.site
         plan = self.plan if plan is None else plan.at(site)
         spec = self.spec if plan == self.plan else self.spec_under(plan)
         return WorkloadPlan(spec, plan, workload, site, scored_at_once)
 
     def check(self, workload: Workload) -> WorkloadPlan:
-        """Refuses a workload that the plan does not fit, before anything is loaded; else says what is done and held."""
+        """Refuses a workload that the plan does not fit, before anything is loaded; otherwise returns how it is planned."""
         for length, row in workload.first_of_length.items():
             check_positions(self.spec, self.plan, row, length, workload.gen_len)
         return self._fitting(workload)
@@ -142,7 +144,7 @@ class ModelUnderPlan:
     # -- the model -------------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """With copies of the weights that are as they were written."""
+        """Opens the model; damaged copies of its weights are made again."""
         while True:
             try:
                 accelerator = self.device.accelerator
@@ -155,7 +157,7 @@ class ModelUnderPlan:
                 return
 
     def _put_under_plan(self) -> None:
-        self.model = self._opened.model(self.plan)  # its layers as functions, for who runs them in another way
+        self.model = self._opened.model(self.plan)  # its layers as functions, for others that run them
         self.source = self._opened.source(self.plan, self.offload_folder, self._stages)  # where its weights come from
         check_rolling(self.spec, self.plan)
 
@@ -165,14 +167,15 @@ class ModelUnderPlan:
 
     @property
     def packing(self) -> Packing | None:
-        """Random weights are not kept."""
+        """The folder of packed weights, and the bytes still to be written there; None for random weights, which are not
+        kept."""
         return (self.source.folder, self.source.bytes_to_write) if isinstance(self.source, PackedCheckpoint) else None
 
     # -- its engine ------------------------------------------------------------------------------------------------------
 
     @property
     def weight_files(self) -> tuple[Path, ...]:
-        """Where weights are read from in every step; none before they are loaded."""
+        """The files that weights are read from in every step; none before they are loaded."""
         return self._engine.weight_files if self._engine is not None else ()
 
     def _ready(self, on_stage: OnStage | None) -> Engine:
@@ -199,11 +202,11 @@ class ModelUnderPlan:
         return self._engine
 
     def _new_engine(self) -> Engine:
-        """An engine whose weights are loaded, and checked where they lie in a copy."""
+        """A new engine whose weights are loaded, and checked if they lie in a copy."""
         self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight)
         try:
             return Engine(self.model, self.source, self.plan, self._memories)
-        except BaseException:  # whoever tries again starts from nothing
+        except BaseException:  # the next attempt starts from nothing
             self.source.close()
             self._memories.close()
             raise
@@ -227,19 +230,19 @@ class ModelUnderPlan:
     # -- the end ---------------------------------------------------------------------------------------------------------
 
     def unload(self) -> None:
-        """Gives all memory back. Whoever generates again loads again."""
+        """Gives all memory back. The next generation loads everything again."""
         refuse_forked(self._process, f"this LLM of {self.name}")
         if self._conversation is not None:
             self._conversation.close()
         if self._memories is not None:
             self._memories.close()
-        self._memories = self._engine = None  # what it holds is page-locked until its memory is closed
+        self._memories = self._engine = None  # page-locked until its memory is closed
         gc.collect()
         give_back_freed()
 
     def close(self) -> None:
-        """Ends the disk threads, closes files and removes what was written. The object can no longer generate. In a
-        process that was forked nothing is done: all is the parent's."""
+        """Ends the disk threads, closes files and removes what was written. The object can no longer generate. In a forked
+        process nothing is done: everything belongs to the parent."""
         self._closed = True
         if self._process != os.getpid():
             return

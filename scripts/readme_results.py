@@ -36,7 +36,7 @@ RESULTS, TIMELINE, HEADLINE = "results", "timeline", "headline"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md")
 COMPARISON = "compare"  # the first file of this kind is the headline, with these of its columns
 HEADLINE_COLUMNS = ("system", "computes", "rows", "tokens/s", "peak RSS GB", "times slower", "of ceiling")
-ELSEWHERE = ("published-t4",)  # nothing of it was run: docs/cost-model.md has it
+ELSEWHERE = ("published-t4",)  # not run here: docs/cost-model.md has it
 Content = Mapping[str, object]
 
 
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """One file, one table."""
+    """One file, which is one table."""
 
     title: str
     machine: str
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """By way of a neighbour: an interrupted run leaves the old file."""
+    """Writes through a neighbour, so that an interrupted run leaves the old file."""
     neighbour = file.with_name(f".{file.name}.{os.getpid()}")
     neighbour.write_text(text, encoding="utf-8")
     os.replace(neighbour, file)
@@ -118,7 +118,7 @@ class File:
         return value.strip().rstrip(".")
 
     def machine(self) -> str:
-        """In words, or as h2o_flexgen.profiling.measure describes it."""
+        """The machine in words, or as h2o_flexgen.profiling.measure describes it."""
         value = self.content.get("machine")
         if not isinstance(value, dict) or not {"cpu", "cores", "torch", "device"} <= value.keys():
             return self.text("machine")
@@ -168,7 +168,7 @@ def _name(file: File, row: object) -> str:
 
 
 def _overlap(file: File) -> Result:
-    """What benchmarks/overlap.py says: a row for each schedule."""
+    """The result of benchmarks/overlap.py: a row for each schedule."""
     schedules, shape = file.content.get("schedules"), file.content.get("workload")
     if not isinstance(schedules, dict) or not schedules or not isinstance(shape, dict):
         raise ValueError(f"{file.path} has no schedules or no workload; run benchmarks/overlap.py again")
@@ -199,13 +199,13 @@ def _memory(budget: object, schedules: Mapping[str, Content]) -> str:
 
 
 def _timeline(schedules: Mapping[str, Content]) -> str:
-    """Of the first schedule's last run."""
+    """The timeline of the first schedule's last run."""
     runs = next(iter(schedules.values())).get("runs")
     return str(runs[-1].get("timeline", "")) if isinstance(runs, list) and runs else ""
 
 
 def _table_of_its_own(file: File) -> Result:
-    """What benchmarks/compare.py and planner.py say: a row for each system or plan, with columns of their own."""
+    """The result of benchmarks/compare.py or planner.py: a row for each system or plan, with columns of their own."""
     head, cells = file.content.get("columns"), file.content.get("cells")
     if not isinstance(head, list) or not isinstance(cells, list) or any(len(row) != len(head) for row in cells):
         raise ValueError(f"{file.path} has no columns or no cells that fill them; run its benchmark again")
@@ -232,7 +232,7 @@ READERS: Mapping[str, Callable[[File], Result]] = {
 
 
 def parts_of(results: Sequence[Result]) -> dict[str, str]:
-    """The text of each part that there is something for."""
+    """The text of each part that has results."""
     parts = {RESULTS: "\n".join(map(_table, results)) if results else "Nothing has been measured yet.\n"}
     if (drawn := next((result for result in results if result.timeline), None)) is not None:
         parts[TIMELINE] = f"```\n{drawn.timeline}\n```\n\n{drawn.title}; `{drawn.command}`.\n"
@@ -248,7 +248,7 @@ def _headline(result: Result) -> Result:
 
 
 def rewritten(documents: Mapping[Path, str], parts: Mapping[str, str]) -> dict[Path, str]:
-    """Every document with the parts that have their places in it; each part has one."""
+    """Every document with its parts filled in; each part has one place."""
     new = dict(documents)
     for part, text in parts.items():
         document = next((one for one, old in documents.items() if marks(part)[0] in old), None)
@@ -286,7 +286,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _number(value: float) -> str:
-    """Three significant digits, and no exponent where people expect none."""
+    """Three significant digits, without an exponent where people expect none."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
 
 

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from h2o_flexgen.evaluation.recall import RECALL_TASKS, Recall
 
 VOCAB = 4096
-HELD_OUT_CHARACTERS = 9000  # of every book
+HELD_OUT_CHARACTERS = 9000  # characters held out of every book
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -85,14 +85,14 @@ def train(args: argparse.Namespace) -> None:
 
 
 def save(model: torch.nn.Module, folder: Path, curve: Sequence[Point]) -> None:
-    """In 16 bits: what travels is half as large."""
+    """Saves the model in 16 bits, which halves its size."""
     copy = deepcopy(model).to("cpu", torch.bfloat16)
     copy.save_pretrained(str(folder))  # type: ignore[operator]
     (folder / "curve.json").write_text("\n".join(json.dumps(as_json(point)) for point in curve) + "\n", encoding="utf-8")
 
 
 def fast_dtype(device: str) -> torch.dtype:
-    """A CPU without instructions for bfloat16 computes with it many times slower than with float32."""
+    """float32 on a CPU without instructions for bfloat16, where bfloat16 is many times slower."""
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     slow = device == "cpu" and not (capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
     return torch.float32 if slow else torch.bfloat16
@@ -105,8 +105,8 @@ def _take_weights(model: torch.nn.Module, folder: Path) -> None:
 
 
 def _tasks_text() -> str:
-    """Facts and questions alone: their words and digits become tokens too; the same whatever the rows are, so that training
-    can go on from a model with other rows."""
+    """Only facts and questions, whose words and digits become tokens too. It does not depend on the rows, so training can go on
+    from a model with other rows."""
     draw = random.Random(0)
     facts = [fact for _ in range(2000) for make in RECALL_TASKS.values() for fact in make(draw)]
     return "".join("".join(piece.text for note in fact.notes for piece in note) + fact.question + fact.answer for fact in facts)

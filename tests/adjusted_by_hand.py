@@ -1,4 +1,4 @@
-"""What vLLM documents of its sampling options, written down token by token: the reference that the engine is held to."""
+"""vLLM's documented sampling options, written down token by token: the reference for the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 def adjusted_by_hand(
     logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], generated: Sequence[int], ends: Collection[int]
 ) -> list[float]:
-    """`ends`: end-of-text and stop tokens."""
+    """Adjusts logits; `ends` are end-of-text and stop tokens."""
     scores = []
     for token, score in enumerate(logits):
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
@@ -28,7 +28,7 @@ def adjusted_by_hand(
 
 
 def picked_by_hand(scores: Sequence[float], params: SamplingParams, number: float) -> int:
-    """The token that a random number from 0 to 1 falls to: in the order of ids, or of likelihood where some are left out."""
+    """The token that a random number from 0 to 1 selects: in the order of ids, or of likelihood if some are left out."""
     best = max(scores)
     if params.is_greedy:
         return list(scores).index(best)
@@ -44,7 +44,7 @@ def picked_by_hand(scores: Sequence[float], params: SamplingParams, number: floa
 
 
 def _filtered(weights: dict[int, float], params: SamplingParams) -> dict[int, float]:
-    """Likeliest first. min_p, then top_k, then top_p of what they left."""
+    """The tokens that remain, likeliest first, after min_p, then top_k, then top_p."""
     weights = dict(sorted(weights.items(), key=lambda one: (-one[1], one[0])))
     weights = {token: weight for token, weight in weights.items() if weight >= params.min_p}
     if params.top_k:

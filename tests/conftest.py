@@ -1,4 +1,4 @@
-"""What all tests share: the options of the test run, tiny checkpoints made once, the devices that a test body is run on."""
+"""Fixtures of all tests: the options of the test run, tiny checkpoints made once, the devices that tests run on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-if TYPE_CHECKING:  # tests that need no engine pay for none
+if TYPE_CHECKING:  # tests without an engine do not import torch
     from h2o_flexgen.text.tokenizer import Tokenizer
     from tests.contract import Checkpoints
 
@@ -25,27 +25,27 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Of `pytest -n auto`: each process takes a gigabyte or two."""
+    """Processes of `pytest -n auto`: each takes a gigabyte or two."""
     from h2o_flexgen.core.cores import cores
 
     return min(4, cores())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that asks for a `fuzz_seed` is run for as many as --plans says; they go on where the default run's end."""
+    """Runs a test with a `fuzz_seed` as many times as --plans says, with seeds that follow those of the default run."""
     if "fuzz_seed" in metafunc.fixturenames:
         metafunc.parametrize("fuzz_seed", range(30, 30 + metafunc.config.getoption("--plans")))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def what_was_imported_is_not_searched() -> None:
-    """An engine that gives its memory back has garbage collected; modules are none, and there are many of them."""
+    """Keeps the many imported modules out of garbage collection, which an engine triggers when it gives memory back."""
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What a run keeps for later ones is not kept in the user's own cache."""
+    """A cache for the tests, instead of the user's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -63,7 +63,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["cpu", "pretended", pytest.param("cuda", marks=pytest.mark.cuda)])
 def any_device(request: pytest.FixtureRequest, pretended: None) -> str:
-    """Also the CPU that pretends to have memory of its own, which takes the accelerator's way through the engine."""
+    """The devices, with the CPU that pretends to have memory of its own and so takes the accelerator's way."""
     return str(request.param)
 
 
@@ -101,7 +101,7 @@ def tokenizer(tokenizer_kind: str, tokenizers: dict[str, Tokenizer]) -> Tokenize
 
 @pytest.fixture
 def offload(tmp_path: Path) -> Iterator[Path]:
-    """A folder for what goes to disk that does not exist yet; whoever made it must have taken it away again."""
+    """A folder for offloading that does not exist yet; whoever made it must have taken it away again."""
     folder = tmp_path / "offload" / "deep"
     yield folder
     assert not folder.parent.exists(), f"{sorted(folder.parent.rglob('*'))} is left behind"

@@ -53,7 +53,7 @@ POLICIES: tuple[tuple[tuple[str, Any], ...], ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """A plan and a workload. Printed, it is what repeats it."""
+    """A plan and a workload. Its printed form repeats it."""
 
     kind: str = "opt"
     percent: tuple[float, ...] = (100, 0, 100, 0, 100, 0)
@@ -93,7 +93,7 @@ class Case:
 
     def open(self, checkpoints: Checkpoints, offload: Path, **options: Any) -> LLM:
         folder = checkpoints.folder(self.kind, self.stored)
-        overlap = self.overlap or self.schedule == "flexgen_barrier"  # which cannot do without
+        overlap = self.overlap or self.schedule == "flexgen_barrier"  # the barrier cannot do without
         chosen = {"dtype": self.dtype, "device": self.device, "overlap": overlap, **self.plan_options, **options}
         return LLM(str(folder), tokenizer="bytes", percent=self.percent, offload_dir=offload, **chosen)
 
@@ -104,7 +104,7 @@ class Case:
 
 
 def distinct_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    """No two rows share a prompt: a row that gets another one's data shows."""
+    """Prompts without repetition, so that a row with another one's data shows."""
     random = Random(seed)
     prompts = [[random.randrange(tiny.VOCAB) for _ in range(length)] for length in lengths]
     while len({tuple(prompt) for prompt in prompts}) < len(prompts):
@@ -114,7 +114,7 @@ def distinct_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 @dataclass
 class Checkpoints:
-    """Tiny checkpoints, each made when first asked for, and what the resident loop says to them."""
+    """Tiny checkpoints, each made when first asked for, with the results of the resident loop on them."""
 
     root: Path
     hf_models: dict[tuple[str, str], PreTrainedModel] = field(default_factory=dict)
@@ -131,13 +131,13 @@ class Checkpoints:
         return self.hf_models[kind, stored]
 
     def greedy(self, case: Case, row: int, steps: int) -> tuple[list[int], Tensor]:
-        """What transformers generates for one row alone."""
+        """The greedy text of transformers for one row alone."""
         return self.continued(case.kind, case.prompts[row], steps, case.stored)
 
     def continued(self, kind: str, text: Sequence[int], steps: int, stored: str = "float32") -> tuple[list[int], Tensor]:
-        """What transformers says behind a text: its tokens, and its logits (steps, vocab)."""
+        """What transformers gives behind a text: its tokens, and its logits (steps, vocab)."""
         prompt = torch.tensor([text])
-        mask = torch.ones_like(prompt)  # or it takes every token 0 of a prompt for padding
+        mask = torch.ones_like(prompt)  # otherwise every token 0 of a prompt counts as padding
         model: Any = self.hf_model(kind, stored)
         generated = model.generate(
             prompt,
@@ -153,8 +153,8 @@ class Checkpoints:
     def model(
         self, kind: str, stored: str, dtype: str, device: str = "cpu", codec: str = PLAIN, packed: bool = False
     ) -> tuple[Model, list[Weights]]:
-        """With a codec: the weights that are computed with are what it makes of the stored ones; `packed` ones are matrices in
-        its bytes, but for a table that rows are looked up in."""
+        """The model's weights. A codec's weights are computed with as decoded; `packed` ones are matrices in its bytes, except
+        a table that rows are looked up in."""
         folder = self.folder(kind, stored)
         tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
@@ -174,7 +174,7 @@ class Checkpoints:
         return model, weights
 
     def resident_logits(self, case: Case, rows: Sequence[int]) -> list[Tensor]:
-        """Of one batch, for every step (rows, vocab): worked out once for all plans that have this batch."""
+        """The resident loop's logits of a batch, for every step (rows, vocab), computed once for all plans with this batch."""
         prompts = [case.prompts[row] for row in rows]
         by_token, device = case.device != "cpu", "cuda" if case.device == "cuda" else "cpu"
         key = (
@@ -212,7 +212,7 @@ def decoded_with(codec: str, data: Tensor, shape: Sequence[int], dtype: torch.dt
 
 @contextmanager
 def recorded_logits() -> Iterator[Logits]:
-    """What every Sampler is handed inside."""
+    """A context that records what every Sampler is handed."""
     logits: Logits = {}
     sample = Sampler.sample
 
@@ -237,7 +237,7 @@ def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
 
 
 def compare(case: Case, checkpoints: Checkpoints, completions: Sequence[Completion], logits: Logits) -> None:
-    """Tokens and logits, bit for bit, are those of the resident loop over the same batches."""
+    """Asserts that tokens and logits equal, bit for bit, those of the resident loop over the same batches."""
     assert [completion.index for completion in completions] == list(range(len(case.lengths))), case
     assert len(logits) == len(case.lengths) * case.gen_len, case
     for rows in case.batches():

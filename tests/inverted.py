@@ -1,6 +1,6 @@
-"""A codec for tests: every bit turned round, and a trailer behind each row. It loses nothing, so what is computed with it is
-bit-identical; but its bytes are of odd numbers, are no values, and decoding them takes memory of its own. This file is all that
-a codec with a product of its own takes: its form, its kernels, and their rows in the table."""
+"""A codec for tests: every bit inverted, and a trailer behind each row. It loses nothing, so results are bit-identical; but its
+bytes have odd numbers, are not values, and take memory to decode. This file is all that a codec with a product of its own
+needs: its form, its kernels, and their rows in the table."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from h2o_flexgen.quant.codec import CODECS, PLAIN
 from tests.contract import Case, Checkpoints
 
 TRAILER = torch.tensor([0x5A] * 7, dtype=torch.uint8)
-ODD_OFFSET = 13  # of the first tensor in a packed file
+ODD_OFFSET = 13  # start of the first tensor in a packed file
 
 
 @dataclass
 class Inverted:
     name: str = "inverted"
-    few_rows: int = 0  # are multiplied with the bytes
-    decoded: int = 0  # values
-    multiplied: int = 0  # times with the bytes
+    few_rows: int = 0  # up to this many rows are multiplied with the bytes
+    decoded: int = 0  # decoded values
+    multiplied: int = 0  # products with the bytes
 
     def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         return prod(shape[:-1]) * (shape[-1] * itemsize + len(TRAILER))
@@ -78,7 +78,7 @@ def registered(codec: Inverted) -> Iterator[Inverted]:
 
 
 class InvertedCheckpoint:
-    """A WeightSource: plain tensors lie in a checkpoint, all others in one file of their own, as they are kept in memory."""
+    """A WeightSource: plain tensors are in a checkpoint, all others in one file, as they are kept in memory."""
 
     def __init__(self, kind: str, stored: str, dtype: str, spec: ModelSpec, checkpoints: Checkpoints) -> None:
         self._plain = open_checkpoint(checkpoints.folder(kind, stored))

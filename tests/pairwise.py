@@ -11,7 +11,7 @@ import pytest
 
 
 def covering(choices: Mapping[str, Sequence[object]], seed: int = 0, tries: int = 40) -> Iterator[dict[str, Any]]:
-    """Of random cases those that bring most pairs that have not met."""
+    """The random cases that add the most pairs which have not met."""
     random, names = Random(seed), list(choices)
     missing = {
         ((one, first), (other, second))
@@ -40,7 +40,7 @@ def in_turn(choices: Mapping[str, Sequence[object]]) -> list[Any]:
 
 
 def _on_a_gpu(cases: list[dict[str, Any]]) -> list[Any]:
-    """Where there is one, every case is run on it too."""
+    """Runs every case on a GPU too, if there is one."""
     return [pytest.param({**case, "device": "cuda"}, marks=pytest.mark.cuda) for case in cases]
 
 

@@ -1,4 +1,4 @@
-"""An accelerator for machines that have none: the CPU with memory of its own, so that all has to be loaded and stored."""
+"""An accelerator for machines without one: the CPU with memory of its own, so that everything has to be loaded and stored."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from h2o_flexgen.memory.host import HostTier
 
 
 class PretendedDevice(Device):
-    """Takes every way of an accelerator through schedule and stores; its copies are over when the call returns."""
+    """A device that goes every way of an accelerator through schedule and stores; its copies are over when the call returns."""
 
     accelerator = True
 
@@ -26,6 +26,6 @@ def open_any_device(name: str) -> Device:
 
 @contextmanager
 def pretend() -> Iterator[None]:
-    """LLM(device="pretended") works inside; with pin_weight=False, as nobody can page-lock memory for it."""
+    """A context in which LLM(device="pretended") works; with pin_weight=False, as nobody can page-lock memory for it."""
     with patch.object(under_plan, "open_device", open_any_device):
         yield

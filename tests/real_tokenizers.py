@@ -1,4 +1,5 @@
-"""Real tokenizers of three kinds: byte-level BPE, byte fallback, plain bytes. Trained and saved here, nothing is fetched."""
+"""Real tokenizers of three kinds: byte-level BPE, byte fallback, plain bytes. They are trained and saved here; nothing is
+fetched."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ TEXTS = [
 
 
 def save_byte_level(folder: Path) -> None:
-    """As OPT and GPT-NeoX have it: a token may be a part of a character."""
+    """Saves a tokenizer as of OPT and GPT-NeoX, where a token may be a part of a character."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -41,7 +42,8 @@ def save_byte_level(folder: Path) -> None:
 
 
 def save_byte_fallback(folder: Path) -> None:
-    """As LLaMA has it: a space before every word, bytes for unknown characters, the first space dropped in decoding."""
+    """Saves a tokenizer as of LLaMA: a space before every word, bytes for unknown characters, the first space dropped in
+    decoding."""
     pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)] + ["▁"]
     pieces += [chr(code) for code in range(33, 127)]
     bpe = Tokenizer(models.BPE({piece: at for at, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from h2o_flexgen.models.base import Given, Model, Rotate, Weights, computed, logits
 
-Occupancy = dict[str, Tensor]  # "k" and "v" of one layer: (rows, slots, kv_heads, head_dim); slot j holds a row's j-th token
+LayerKV = dict[str, Tensor]  # "k" and "v" of one layer: (rows, slots, kv_heads, head_dim); slot j holds a row's j-th token
 
 
 def weights_by_layer(model: Model, tensors: Mapping[str, Tensor]) -> list[Weights]:
-    """`tensors` by their names in the checkpoint."""
+    """Groups `tensors`, given by their names in the checkpoint, by layer."""
     dtype = getattr(torch, model.spec.dtype)
     return [{name: tensors[spec.name].to(dtype) for name, spec in layer.tensors} for layer in model.spec.layers]
 
@@ -23,13 +23,13 @@ def weights_by_layer(model: Model, tensors: Mapping[str, Tensor]) -> list[Weight
 def reference_generate(
     model: Model, weights: Sequence[Weights], prompts: Sequence[Sequence[int]], steps: int
 ) -> tuple[list[list[int]], list[Tensor]]:
-    """Greedy: the tokens of each row, and for every step the logits (rows, vocab)."""
+    """Generates greedily: returns the tokens of each row, and for every step the logits (rows, vocab)."""
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     longest, every_row = int(lengths.max()), torch.arange(len(prompts))
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
     positions, last = torch.arange(longest).repeat(len(prompts), 1), lengths - 1
     *layers, head = model.spec.layers
-    cache: dict[int, Occupancy] = {layer: {} for layer in model.spec.kv_layers}
+    cache: dict[int, LayerKV] = {layer: {} for layer in model.spec.kv_layers}
     made: list[Tensor] = []
     for step in range(steps):
         hidden = tokens
@@ -42,7 +42,7 @@ def reference_generate(
 
 
 def _attend(
-    slots: Occupancy, positions: Tensor, capacity: int, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None
+    slots: LayerKV, positions: Tensor, capacity: int, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None
 ) -> Tensor:
     """Padding stands behind a row's text, in slots that its own queries never look at and later tokens take over."""
     if rotate is not None:

@@ -34,21 +34,21 @@ def resident_generate(
     kv_codec: str = PLAIN,
     forced: Sequence[Sequence[int]] | None = None,
 ) -> list[Tensor]:
-    """Greedy, or with the tokens that are forced: for every step the logits (rows, vocab). `by_token`: caches lie slot by slot,
-    as beside an accelerator."""
+    """Generates greedily, or with forced tokens; returns for every step the logits (rows, vocab). `by_token`: caches lie slot
+    by slot, as beside an accelerator."""
     policy = policy or Full()
     device = _device(weights)
     batch = Batch(tuple(range(len(prompts))), tuple(map(len, prompts)))
-    slots = policy.slots(batch, steps)
-    caches = _caches(model, policy, len(prompts), slots.capacity, by_token, device, kv_codec)
+    occupancy = policy.occupancy(batch, steps)
+    caches = _caches(model, policy, len(prompts), occupancy.capacity, by_token, device, kv_codec)
     parts = [
-        _last_of_prompts(model, weights, caches, policy, part, prompts, steps, slots.capacity, device)
+        _last_of_prompts(model, weights, caches, policy, part, prompts, steps, occupancy.capacity, device)
         for part in batch.parts(prefill_tokens)
     ]
     made = [_head(model, torch.cat(parts), weights[-1])]
     for step in range(1, steps):
         picked = made[-1].argmax(-1) if forced is None else torch.tensor([own[step - 1] for own in forced], device=device)
-        tokens, now = picked[:, None], KVStep.of(slots, step, slots.capacity, device)
+        tokens, now = picked[:, None], KVStep.of(occupancy, step, occupancy.capacity, device)
         made.append(_head(model, _through_layers(model, weights, caches, now, tokens)[:, 0], weights[-1]))
     return made
 
@@ -70,7 +70,7 @@ def _last_of_prompts(
 ) -> Tensor:
     own = {layer: cache.part(slice(part.rows[0], part.rows[-1] + 1)) for layer, cache in caches.items()}
     padded = [[*prompts[row], *[0] * (part.prompt_len - length)] for row, length in zip(part.rows, part.lengths)]
-    now = KVStep.of(policy.slots(part, steps), 0, capacity, device)
+    now = KVStep.of(policy.occupancy(part, steps), 0, capacity, device)
     hidden = _through_layers(model, weights, own, now, torch.tensor(padded, device=device))
     return hidden[torch.arange(part.size, device=device), torch.tensor(part.lengths, device=device) - 1]
 
@@ -87,24 +87,25 @@ def resident_talk(
     policy: KVPolicy | None = None,
     kv_codec: str = PLAIN,
 ) -> list[list[Tensor]]:
-    """Greedy, one row whose caches live on from turn to turn: for every turn, for every step the logits (1, vocab)."""
+    """Generates greedily for one row whose caches live on from turn to turn; returns for every turn and step the logits (1,
+    vocab)."""
     policy = policy or Full()
     device, seen, unread = _device(weights), 0, list[int]()
-    capacity = policy.slots(Batch((0,), (1,), (), context), 1).capacity
+    capacity = policy.occupancy(Batch((0,), (1,), (), context), 1).capacity
     caches = _caches(model, policy, 1, capacity, by_token, device, kv_codec)
     talk = []
     for turn in turns:
         new, made = [*unread, *turn], []
         while new:
             piece, new = new[:chunk], new[chunk:]
-            slots = policy.slots(Batch((0,), (len(piece),), (seen,) if seen else (), context), 1 if new else steps)
-            for step in range(slots.gen_len):
+            occupancy = policy.occupancy(Batch((0,), (len(piece),), (seen,) if seen else (), context), 1 if new else steps)
+            for step in range(occupancy.gen_len):
                 tokens = torch.tensor([piece], device=device)
-                hidden = _through_layers(model, weights, caches, KVStep.of(slots, step, capacity, device), tokens)
+                hidden = _through_layers(model, weights, caches, KVStep.of(occupancy, step, capacity, device), tokens)
                 if not new:
                     made.append(_head(model, hidden[:, -1], weights[-1]))
                     piece = [int(made[-1].argmax())]
-            seen += slots.taken_in[0] - seen + slots.gen_len - 1
+            seen += occupancy.taken_in[0] - seen + occupancy.gen_len - 1
         unread = piece
         talk.append(made)
     return talk
@@ -121,7 +122,8 @@ def _through_layers(
 
 
 def _head(model: Model, hidden: Tensor, weights: Weights) -> Tensor:
-    """Where the matrix is packed, part by part as the engine decodes it: products of other sizes may have other last bits."""
+    """The logits; a packed matrix goes part by part as in the engine, since products of other sizes may have other last
+    bits."""
     spec = model.spec.layers[-1]
     name = spec.logit_matrix or ""
     parts = [{**weights, name: _part(weights[name], rows)} for rows in spec.logit_parts]
@@ -156,5 +158,5 @@ def _image(model: Model, coding: Coding, rows: int, slots: int, by_token: bool, 
 
 def _scores(model: Model, policy: KVPolicy, rows: int, slots: int, device: torch.device) -> SlotScores | None:
     shape = (rows, model.spec.kv_heads, slots)
-    region = torch.zeros(rows * model.spec.kv_heads * slots * policy.note_bytes, dtype=torch.uint8, device=device)
-    return SlotScores.over(region, policy, shape) if policy.note_bytes else None
+    region = torch.zeros(rows * model.spec.kv_heads * slots * policy.score_bytes, dtype=torch.uint8, device=device)
+    return SlotScores.over(region, policy, shape) if policy.score_bytes else None

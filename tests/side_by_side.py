@@ -1,5 +1,5 @@
-"""An architecture for tests: LLaMA with two mlps side by side in each block, of which a router chooses one for each token. All
-that is new about it stands here: nothing else knows such a layer."""
+"""An architecture for tests: LLaMA with two mlps side by side in each block, of which a router chooses one for each token.
+Everything new about it is here: nothing else knows such a layer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SideBySide(Llama):
 
 
 def chosen(width: int, ffn: int, origin: Origin) -> LayerSpec:
-    """Half of the tokens pass through each mlp."""
+    """A layer of mlps, each of which half of the tokens passes through."""
     mlps = [
         layout.linear(f"mlps.{number}.{name}", *sizes, bias=False, share=1 / MLPS)
         for number in range(MLPS)
@@ -59,14 +59,14 @@ def chosen(width: int, ffn: int, origin: Origin) -> LayerSpec:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """It is what configs of LLaMA mean inside."""
+    """A context in which configs of LLaMA mean this architecture."""
     modules = {"h2o_flexgen.models.side_by_side": sys.modules[__name__]}
     with patch.dict(sys.modules, modules), patch.dict(MODELS, {"llama": ("side_by_side", "SideBySide")}):
         yield
 
 
 class SideBySideCheckpoints(Checkpoints):
-    """Of one model, which is made when it is first asked for."""
+    """Checkpoints of one model, which is made when it is first asked for."""
 
     def folder(self, kind: str, stored: str = "float32") -> Path:
         folder, config = self.root / "side-by-side", tiny_config(KIND)

@@ -1,4 +1,4 @@
-"""Tiny seeded models of every kind that is supported, and checkpoint folders of them: what all tests run on."""
+"""Tiny seeded models of every supported kind, and checkpoint folders of them, for all tests."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def tiny_config(kind: str, **changes: Any) -> PretrainedConfig:
 
 
 def tiny_hf_model(kind: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """In fp32. Every parameter is random, norms and biases too, so that none of them can be forgotten unnoticed."""
+    """A model in fp32. Every parameter is random, norms and biases too, so that none can be forgotten unnoticed."""
     model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes)).float().eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -75,7 +75,7 @@ def _middle(name: str) -> float:
 
 
 def _spread(name: str) -> float:
-    """Token embeddings are small beside what the blocks add, or else a tied head says every token again for ever."""
+    """The spread of random values. Token embeddings are small beside the blocks, or a tied head would repeat every token."""
     return 0.1 if "embed_tokens" in name or "embed_in" in name else 0.25
 
 
@@ -103,14 +103,14 @@ def save_tiny(
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Parameters only: `model.to` would round rotary frequencies as well, which no checkpoint holds."""
+    """Casts parameters only: `model.to` would round rotary frequencies as well, which no checkpoint holds."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
 def _to_bin(folder: Path) -> None:
-    """The same shards as pickles of torch, which is what older checkpoints consist of."""
+    """Rewrites the same shards as pickles of torch, as older checkpoints are."""
     from safetensors.torch import load_file
 
     for file in folder.glob("*.safetensors"):
@@ -129,5 +129,5 @@ def _bin_name(safetensors_name: str) -> str:
 
 
 def _copied(values: dict[str, Any]) -> dict[str, Any]:
-    """Configs write into the dicts that they are given."""
+    """A copy, because configs write into the dicts that they are given."""
     return json.loads(json.dumps(values))

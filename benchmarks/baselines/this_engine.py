@@ -138,8 +138,8 @@ def _behind_middle(request: Request) -> int:
 def _is_steady(llm: LLM, request: Request) -> bool:
     """Is as much held in the first decode step as in the last?"""
     batch = Batch((0,), (request.prompt_len,))
-    slots = llm.plan.policy.slots(batch, request.gen_len)
-    return slots.held(1) == slots.held(request.gen_len - 1)
+    occupancy = llm.plan.policy.occupancy(batch, request.gen_len)
+    return occupancy.held(1) == occupancy.held(request.gen_len - 1)
 
 
 def _placement(llm: LLM, request: Request) -> str:

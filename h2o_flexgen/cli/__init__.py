@@ -1,1 +1,1 @@
-"""What the command line is made of."""
+"""The parts of the command line."""

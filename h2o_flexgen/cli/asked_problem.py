@@ -26,11 +26,11 @@ from h2o_flexgen.planning.reserve import left_to_system
 from h2o_flexgen.planning.search import Problem
 from h2o_flexgen.profiling.kept import is_profiled, machine_before_profile, this_machine
 
-PROCESS_STEP = 64 << 20  # what a process holds is a little different each time; plans should not be. And one for a tokenizer
+PROCESS_STEP = 64 << 20  # what a process holds varies a little; plans should not. One step more is for a tokenizer
 
 
 def machine_of(named: Machine | None, site: SiteRequest, dtype: str, progress: Progress) -> Machine:
-    """The one that is named; or this one, as its profile was kept, or measured now."""
+    """The named machine; otherwise this one, from its kept profile or measured now."""
     return named or this_machine(*_here(site), dtype, progress)
 
 
@@ -40,17 +40,17 @@ def has_profile(site: SiteRequest, dtype: str) -> bool:
 
 
 def machine_before_measuring(site: SiteRequest) -> Machine:
-    """This machine as far as it is known without measuring it."""
+    """This machine, as far as it is known without measuring it."""
     return machine_before_profile(*_here(site))
 
 
 def _here(site: SiteRequest) -> tuple[Device, Path]:
-    """What would be computed on, and the folder that would be offloaded to."""
+    """The device that would compute, and the folder for offloaded data."""
     return open_device(site.device), Path(site.offload_dir or default_offload_folder()).expanduser()
 
 
 def problem_of(request: PlanRequest, machine: Machine) -> Problem:
-    """Shapes say all: no weights are fetched or converted for it."""
+    """The problem, from shapes alone: no weights are fetched or converted for it."""
     number, asked, seen = request.num_prompts, request.plan, request.model.without_weights()
     accelerator = machine.has_accelerator
     return (Asked(asked, attend_on=(asked.attend_on,)) if isinstance(asked, Plan) else asked).problem(
@@ -78,8 +78,8 @@ def _budgets(request: PlanRequest, machine: Machine) -> Budgets:
 
 
 def system_share(named: Machine | None, site: SiteRequest) -> Mapping[str, int]:
-    """tier -> bytes that are not planned with. A machine that is named is taken whole, so that its system needs a share; a
-    profile of this one has what was free, and what somebody has asked for is theirs."""
+    """Bytes per tier that are not planned with. A named machine is taken whole, so its system needs a share; a profile of this
+    one has what was free, and memory that somebody asked for is theirs."""
     if named is None:
         return {}
     asked = {DEVICE: site.gpu_mem, HOST: site.cpu_mem}
@@ -91,6 +91,6 @@ def _size(asked: str | None, of_machine: int) -> int:
 
 
 def process_bytes() -> int:
-    """What a run's process holds before anything is loaded: about as much as this one."""
+    """Bytes that a run's process holds before anything is loaded: about as many as this one."""
     held = int(psutil.Process().memory_info().rss)
     return (held // PROCESS_STEP + 2) * PROCESS_STEP

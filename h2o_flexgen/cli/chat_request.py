@@ -1,4 +1,4 @@
-"""The chat command's flags, the request that is made of them, and the turns that a file has. None of it imports torch."""
+"""The chat command's flags, the request made of them, and the turns in a file. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ While you talk: {", ".join(f"{word} {meaning}" for word, meaning in COMMANDS.ite
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """All that is asked of one talk."""
+    """Everything that is asked of one talk."""
 
     model: ModelRequest
     site: SiteRequest
-    plan: Plan  # of one row
+    plan: Plan  # has one row
     turns: tuple[str, ...] | None  # None: typed, or read from standard input
     style: str
     system: str
@@ -56,7 +56,7 @@ class ChatRequest:
     sampling: SamplingParams
     seed: int | None
     verbose: int
-    others: Others = field(default_factory=Others, compare=False, repr=False)  # who else was busy from the beginning on
+    others: Others = field(default_factory=Others, compare=False, repr=False)  # other processes that have been busy
 
 
 def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:

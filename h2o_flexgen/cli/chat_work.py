@@ -1,4 +1,4 @@
-"""The work of the chat command: turns are answered one by one, over a KV cache that lives on."""
+"""The work of the chat command: answers turns one by one, over a KV cache that lives on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def work(request: ChatRequest) -> None:
     with open_llm(request.model, request.site, request.plan) as llm:
         params.check_vocabulary(llm.spec.vocab, llm.name)
         if not llm.tokenizer.reads_texts:
-            llm.tokenizer.encode("")  # says what is missing, before anything is loaded
+            llm.tokenizer.encode("")  # reports a missing tokenizer before anything is loaded
         say_threads(request.others, request.site.threads)
         style = choose_style(request.style, llm.tokenizer, request.system)
         params = replace(params, stop=(*params.stop_strings, *style.stops))
@@ -73,7 +73,7 @@ def piped_turns() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What is kept of a turn that was answered: a talk without end must not keep every token."""
+    """The figures of an answered turn: an endless talk must not keep every token."""
 
     turn: str
     reply: str
@@ -96,9 +96,9 @@ class Chat:
     style: Style
     params: SamplingParams
     is_typed: bool
-    before: Completion | None = None  # the reply that a turn goes behind
+    before: Completion | None = None  # the reply before the turn
     answered: list[Turn] = field(default_factory=list)
-    forgotten: int = 0  # of the turns that were answered, those before the last reset
+    forgotten: int = 0  # answered turns before the last reset
 
     # -- turns -----------------------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class Chat:
     def _answer(self, turn: str) -> None:
         try:
             self.reply(turn)
-        except ValueError as error:  # one line; whoever types can go on
+        except ValueError as error:  # reported in one line; the talk goes on
             told = ValueError(f"{error} ({self._ways_on()})") if isinstance(error, ContextFull) else error
             if not self.is_typed:
                 raise told from error
@@ -205,7 +205,7 @@ def _rate(tokens: int, seconds: float) -> str:
 
 @contextmanager
 def _stoppable() -> Iterator[Callable[[], bool]]:
-    """Inside, Ctrl-C asks to stop when the token under way is done; a second one interrupts."""
+    """A context in which Ctrl-C asks the reply to stop after the token under way; a second one interrupts."""
     asked: list[int] = []
 
     def ask(number: int, frame: FrameType | None) -> None:

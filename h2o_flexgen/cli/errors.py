@@ -1,4 +1,4 @@
-"""What a person is told when a command fails: one line for what can be mended from outside. Anything else is a bug."""
+"""What a person is told when a command fails: one line for what the user can mend. Anything else is a bug."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from typing import Any, TypeAlias
 from h2o_flexgen.cli.flags import TRACEBACK
 from h2o_flexgen.core.hints import shortened
 
-WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # whoever sets one of them has decided
-SPINS = 2000  # of a thread that waits for work, before it sleeps
+WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")  # a user who sets one of them has decided
+SPINS = 2000  # how often a waiting thread looks for work before it sleeps
 FAILED, INTERRUPTED = 2, 130
-BY_SIGNAL = 128  # the status of a process that a signal has ended is this more than its number
+BY_SIGNAL = 128  # exit status of a process ended by a signal, less the signal's number
 _Handler: TypeAlias = Any  # what `signal` takes and returns
-UNREAD = 141  # of a command whose output nobody reads any more: as if SIGPIPE had ended it
+UNREAD = 141  # status of a command whose output nobody reads any more, as if SIGPIPE had ended it
 
 
 class Mendable(RuntimeError):
-    """What failed can be mended from outside; the line says how."""
+    """An error that the user can mend; its line says how."""
 
 
 USERS = (ValueError, MemoryError, OSError, Mendable)
 
-# the terminal has gone, or somebody else ends the process
+# the terminal has gone, or another process ends this one
 ENDING = {name: word for name, word in (("SIGTERM", "terminated"), ("SIGHUP", "hung up")) if hasattr(signal, name)}
 
 
 class Ended(KeyboardInterrupt):
-    """A signal has ended the command. It is handled as Ctrl-C is, so that no file stays behind."""
+    """The command was ended by a signal. It is handled like Ctrl-C, so that no file stays behind."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -45,8 +45,8 @@ class Ended(KeyboardInterrupt):
 
 @contextmanager
 def _ends_cleanly() -> Iterator[None]:
-    """A second such signal does not disturb the cleaning up: a shell and the system may both tell that a terminal has gone. One
-    that is ignored, as `nohup` has it, stays so."""
+    """A context in which such signals raise Ended, once: a second one, which a shell and the system may both send when a
+    terminal goes, does not disturb the cleaning up. A signal that is ignored, as under `nohup`, stays ignored."""
     before: dict[int, _Handler] = {}
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -67,8 +67,8 @@ def _ends_cleanly() -> Iterator[None]:
 
 
 def _is_ending() -> bool:
-    """Is an `except`, a `finally` or the end of a `with` busy with such a signal? That one was raised is not enough: Python
-    drops what is raised in a `__del__` and goes on, and the next signal must end it."""
+    """Whether an `except`, a `finally` or the end of a `with` is handling such a signal now. That one was raised is not enough:
+    Python drops what is raised in a `__del__` and goes on, and the next signal must end it."""
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, Ended):
         error = error.__context__
@@ -76,7 +76,7 @@ def _is_ending() -> bool:
 
 
 def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]) -> int:
-    """The exit status of a command; 2 for wrong flags, as argparse has it."""
+    """Runs a command and returns its exit status; 2 for wrong flags, as argparse has it."""
     _open_what_is_closed()
     _let_threads_sleep_soon()
     level = 0
@@ -85,8 +85,8 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
         level = args.verbose
         with _ends_cleanly():
             run(args)
-        sys.stdout.flush()  # where nobody reads any more, that shows here, and not when the interpreter ends
-    except SystemExit as ended:  # of argparse: help, or a flag that is wrong
+        sys.stdout.flush()  # a reader that has gone shows here, and not when the interpreter ends
+    except SystemExit as ended:  # raised by argparse for --help or a wrong flag
         return UNREAD if _is_unread() else int(ended.code or 0)
     except Ended as end:
         _say(end.word)
@@ -109,20 +109,20 @@ def exit_status(parse: Callable[[], Namespace], run: Callable[[Namespace], None]
 
 
 def _open_what_is_closed() -> None:
-    """Python has None for a standard stream that a shell has closed. Left closed, its number would go to the next file that is
-    opened, and what a library writes there into that file."""
+    """Opens standard streams that a shell has closed, which Python has as None. Left closed, their numbers would go to the next
+    files that are opened, and what a library writes to a stream would land in those files."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115  # for the process
-            os.set_inheritable(stream.fileno(), True)  # for a process that this one starts the same is true
+            os.set_inheritable(stream.fileno(), True)  # true for a process that this one starts, too
             setattr(sys, name, stream)
 
 
 def _let_threads_sleep_soon() -> None:
-    """OpenMP's threads spin long for work before they sleep. Where a process beside them wants the core, each then waits for
-    the other, and two threads are several times slower than one. Threads that sleep at once are slow where nobody else is
-    there. So these spin a little (docs/log.md has the figures). OpenMP reads the variable when torch is imported: where that
-    has happened already, nothing is changed."""
+    """Makes waiting threads sleep soon. OpenMP's threads spin long for work before they sleep: where another process wants the
+    core, each then waits for the other, and two threads are several times slower than one. Threads that sleep at once are slow
+    where nobody else is there, so these spin a little (docs/log.md has the figures). OpenMP reads the variable when torch is
+    imported; if that has happened, nothing is changed."""
     if "torch" not in sys.modules and not any(name in os.environ for name in WAITING):
         os.environ[WAITING[0]] = str(SPINS)
 
@@ -133,14 +133,15 @@ def _say(line: str) -> None:
 
 
 def _is_about_output(error: BaseException) -> bool:
-    """Whoever was reading has gone, as `head` does after its lines; a task may have written what was not read."""
+    """Whether the reader of our output has gone, as `head` does after its lines; the error may be behind a task's."""
     while not isinstance(error, BrokenPipeError) and error.__cause__ is not None:
         error = error.__cause__
     return isinstance(error, BrokenPipeError)
 
 
 def _is_unread() -> bool:
-    """Nothing more is written where nobody reads: the interpreter would complain of it at its end."""
+    """Whether the error says that nobody reads our output. Nothing more is written then: the interpreter would complain at its
+    end."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -152,7 +153,7 @@ def _is_unread() -> bool:
 
 
 def line_of(error: BaseException) -> str | None:
-    """None for an error that is no user's."""
+    """The line for an error that a user can mend; None for any other."""
     if isinstance(error, Mendable):
         return str(error)
     return _text(error) if isinstance(error, USERS) else None

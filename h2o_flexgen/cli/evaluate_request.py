@@ -1,4 +1,4 @@
-"""The evaluate command's flags, and the request that is made of them. Neither imports torch."""
+"""The evaluate command's flags, and the request made of them. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ USUAL_TASKS = "perplexity,recall,agreement"
 OF_SIZES = (XSum.name,)  # tasks whose usual grid is of KV sizes
 BOTH = "both"
 DEMO_BATCH = 16  # rows of a small model that are computed at once
-# the defaults of what a study has no use for
+# the defaults of flags that mean nothing to a study
 OF_TASKS: Mapping[str, object] = {
     "articles": None,
     "examples": None,
@@ -88,12 +88,12 @@ class Quality:
 
     grid: Grid
     tasks: Mapping[str, Task]
-    fresh: bool  # forget the cells that are there
+    fresh: bool  # whether to forget the cells that are there
 
 
 @dataclass(frozen=True)
 class Study:
-    """Where attention goes over the first window of the texts, and what policies keep of it."""
+    """A study of where attention goes in the first window of the texts, and what policies keep of it."""
 
     texts: tuple[Text, ...]
     window: int | None  # None: as the model has it
@@ -103,13 +103,13 @@ class Study:
 
 @dataclass(frozen=True)
 class EvaluateRequest:
-    """All that is asked of one evaluation."""
+    """Everything that is asked of one evaluation."""
 
     model: ModelRequest
     site: SiteRequest
     plan: Plan  # a grid changes its policy and codecs
     work: Quality | Study
-    output: Path | None  # a folder that is there
+    output: Path | None  # an existing folder
     verbose: int
     command: tuple[str, ...]  # as it was typed
 
@@ -126,7 +126,7 @@ def request_of(flags: Namespace) -> EvaluateRequest:
         if codec != PLAIN:
             raise ValueError(f"--compress-{flag} is a part of the grid here; say {here}, also for several side by side")
     grid = _grid(flags, names)
-    plan = plan_of(flags, without=BESIDE_BUDGET)  # these are in the grid
+    plan = plan_of(flags, without=BESIDE_BUDGET)  # the grid has these
     work: Quality | Study
     if flags.study is not None:
         plan = replace(plan, kv_codec=grid.kv_codecs[0], weight_codec=grid.weight_codecs[0])
@@ -188,7 +188,7 @@ def _grid(flags: Namespace, tasks: Collection[str]) -> Grid:
     for name, _ in beside:
         if not any(name in POLICIES[policy].accepts for policy in policies):
             raise ValueError(f"--{name.replace('_', '-')} is taken by none of the policies {', '.join(policies)}; leave it out")
-    KVOptions(**dict(beside))  # refuses values that are none
+    KVOptions(**dict(beside))  # refuses wrong values
     kv_codecs, weight_codecs = _codecs("--kv-bits", flags.kv_bits), _codecs("--weight-bits", flags.weight_bits)
     return Grid(policies, _amounts(flags, tasks), kv_codecs, weight_codecs, beside)
 
@@ -214,7 +214,7 @@ def _codecs(flag: str, text: str) -> tuple[str, ...]:
 
 
 def _study(flags: Namespace, grid: Grid) -> Study:
-    """A study is of one setting of the rest, and of all policies that evict."""
+    """The request for a study: one setting, with all policies that evict."""
     asked = [STUDY_BUDGET] if flags.budgets is None else [one for one in grid.amounts if isinstance(one, Share)]
     budgets = [one for one in asked if not one.keeps_all]
     for flag, count in (
@@ -237,7 +237,7 @@ def _study(flags: Namespace, grid: Grid) -> Study:
 
 
 def _words(flag: str, text: str) -> tuple[str, ...]:
-    """Each once."""
+    """The distinct words of a list with commas."""
     words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     if not words:
         raise ValueError(f"{flag} is empty; give one or more, with commas between them")
@@ -268,7 +268,7 @@ def _percent(word: str) -> float:
 def _numbers(flag: str, text: str, kind: Callable[[str], T], least: float | None, most: float | None) -> tuple[T, ...]:
     numbers = tuple(dict.fromkeys(_number(flag, word, kind) for word in _words(flag, text)))
     for number in numbers:
-        # asked in this way, what is no number (nan) is refused too
+        # this form also refuses nan
         if not ((least is None or number >= least) and (most is None or number <= most)):  # type: ignore[operator]
             limit = f"{least:g} or more" if most is None else f"{least:.0f} to {most:.0f}"
             raise ValueError(f"{flag} has {number:g}; give {limit}")
@@ -281,7 +281,7 @@ def _numbers(flag: str, text: str, kind: Callable[[str], T], least: float | None
 def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} [--model NAME] [--policies A,B] [--budgets 100,20] [--tasks A,B] [--output FOLDER] [options]"
     parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
-    # what a plan has beside, and the grid says
+    # flags of a plan that the grid also sets
     unasked = dict.fromkeys(("heavy", "recent", "hh_ratio", "kv_budget"))
     parser.set_defaults(hh_all=False, kv_policy=Full.name, weight_codec=PLAIN, kv_codec=PLAIN, **unasked)
     parser.add_model()

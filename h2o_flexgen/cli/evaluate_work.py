@@ -1,5 +1,5 @@
-"""The work of the evaluate command: the cells of a grid are measured, or attention is studied; tables, pictures, and one JSON
-document tell of it."""
+"""The work of the evaluate command: measures the cells of a grid, or studies attention; reports in tables, pictures, and one
+JSON document."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def work(request: EvaluateRequest) -> None:
 def _measure(request: EvaluateRequest, asked: Quality) -> None:
     evaluation, machine, offload_folder = _bound(request, asked)
     evaluation.check()
-    if asked.fresh:  # not before: a command that is refused costs nobody his cells
+    if asked.fresh:  # not earlier: a refused command deletes no cells
         evaluation.cells.forget()
     _announce(evaluation, request.output)
     _fill(request, evaluation, offload_folder)
@@ -61,7 +61,7 @@ def _measure(request: EvaluateRequest, asked: Quality) -> None:
 
 
 def _bound(request: EvaluateRequest, asked: Quality) -> tuple[Evaluation, dict[str, object], Path]:
-    """All that is known of the model without its weights."""
+    """The tasks in the model's tokens, which needs no weights."""
     with open_llm(request.model, request.site, request.plan) as llm:
         bound = {name: task.bind(llm) for name, task in asked.tasks.items()}
         cells = Cells(request.output)
@@ -129,7 +129,7 @@ def _study(request: EvaluateRequest, asked: Study) -> None:
 
 @dataclass(frozen=True)
 class Report:
-    """What an evaluation has to say: tables, a picture, and one JSON document."""
+    """The report of an evaluation: tables, a picture, and one JSON document."""
 
     model: str
     command: tuple[str, ...]
@@ -159,7 +159,7 @@ class Report:
         return "\n".join([heading, "", *command, *rest[1:], *details(self.results)])
 
     def as_json(self, everything: bool = False) -> dict[str, object]:
-        """With figures of examples of one kind, at one length, ..., or without them."""
+        """The cell as JSON, with or without the figures of examples of one kind, of one length, ..."""
         return {
             "model": self.model,
             "command": list(self.command),
@@ -193,7 +193,7 @@ def _versions() -> dict[str, str]:
     for package in PACKAGES:
         try:
             versions[package] = version(package)
-        except PackageNotFoundError:  # an extra that is not there, or a checkout that was never installed
+        except PackageNotFoundError:  # an extra that is missing, or a checkout that was never installed
             continue
     return versions
 

@@ -1,5 +1,5 @@
-"""What a person is told of a failure in mid-work: one line where memory ran out, or where a task failed for a reason that can
-be mended from outside."""
+"""What a person is told of a failure during the work: one line if memory ran out, or if a task failed for a reason that the
+user can mend."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def told_in_one_line() -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str | None:
-    """None for an error that is no user's."""
+    """The line for an error that a user can mend; None for any other."""
     if isinstance(error, USERS):
         return line_of(error)
     if isinstance(error, RuntimeError) and (shortage := shortage_of(error)) is not None:

@@ -1,9 +1,9 @@
-"""The files that commands write: looked at before the work and not behind it, and the file of --output.
+"""The files that commands write: checked before the work and not after it, and the file of --output.
 
 That file has whole texts and token ids, one JSON object per line and prompt, in the order of the prompts. While a run goes on,
-what is done is appended line by line to a neighbour, FILE.partial; at the end FILE takes its place, whole and in order. So FILE
-is never half-written, and who ends a long run early keeps what it had. A later run leaves that as it is and appends to
-FILE.partial.1, or to the first number that is free.
+finished prompts are appended line by line to a neighbour, FILE.partial; at the end FILE takes its place, whole and in order. So
+FILE is never half-written, and a long run that is ended early keeps what it had. A later run leaves that as it is and appends
+to FILE.partial.1, or to the first free number.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def check_picture(file: str | None, flag: str) -> None:
 
 
 def open_output_folder(folder: str | None) -> Path | None:
-    """The folder for several files: made, and seen to be writable."""
+    """Makes the folder for several files and checks that it is writable."""
     if folder is None:
         return None
     path = Path(folder).expanduser()
@@ -83,12 +83,13 @@ def open_output_folder(folder: str | None) -> Path | None:
 
 
 class CompletionsFile:
-    """`with CompletionsFile(file) as output`: `add` what is done, and `finish` with all of it."""
+    """The file of --output, used as `with CompletionsFile(file) as output`: `add` appends what is done, `finish` writes it
+    all."""
 
     def __init__(self, file: str) -> None:
         self.file = Path(os.path.realpath(Path(file).expanduser()))
         self._count = 0
-        self._stream: FileIO | None = None  # from the first text on: a process that is killed before leaves nothing
+        self._stream: FileIO | None = None  # opened for the first text: a process killed before leaves nothing
         try:
             self._open_partial().close()
             self.partial.unlink()
@@ -102,7 +103,7 @@ class CompletionsFile:
         return self.file.with_name(f"{self.file.name}.partial{f'.{number}' if number else ''}")
 
     def _open_partial(self) -> FileIO:
-        """A file that was not there before: what another run kept is never written over."""
+        """Opens a file that was not there before: what another run kept is never overwritten."""
         for number in count():
             self.partial = self._partial(number)
             try:
@@ -112,7 +113,7 @@ class CompletionsFile:
         raise AssertionError("there is always a number that is free")
 
     def add(self, completion: Completion) -> None:
-        """One write for a line: whoever kills the process does not cut it."""
+        """Appends a completion, with one write per line, so that killing the process does not cut a line."""
         if self._stream is None:
             self._stream = self._open_partial()
         self._stream.write(_line(completion))
@@ -136,12 +137,12 @@ class CompletionsFile:
 
 
 def _line(completion: Completion) -> bytes:
-    """Characters that UTF-8 does not have, of an argument that was no text, are escaped as JSON escapes them."""
+    """The line of a completion. Characters that UTF-8 lacks, from an argument that was no text, are escaped as in JSON."""
     return json.dumps(record(completion), ensure_ascii=False).encode("utf-8", errors="backslashreplace") + b"\n"
 
 
 def record(completion: Completion) -> dict[str, object]:
-    """With the log-probability of every token, beside those of the likeliest tokens in its place, where they were asked for."""
+    """What is written of a completion; if asked for, with every token's log-probability beside those of the likeliest."""
     found = {name: getattr(completion, name) for name in RECORDED}
     if completion.logprobs is not None:
         steps = completion.logprobs

@@ -1,7 +1,7 @@
-"""Flags that commands share: model, placement, sizes, search, KV cache, sampling; their types, and the parser. Parsing them
-imports no torch.
+"""Flags that commands share: model, placement, sizes, search, KV cache, sampling; their types, and the parser. Nothing here
+imports torch.
 
-A default that has a meaning in Python too is read from where it is written there: Plan and SamplingParams.
+A default that also has a meaning in Python is read from where it is written there: Plan and SamplingParams.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from h2o_flexgen.sampling.params import LARGEST_PENALTY, LARGEST_SHIFT, LEAST_PE
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import BYTES
 
-BESIDE_BUDGET = ("hh_prompt_only", "sinks", "score_decay", "grace", "positions")  # beside a budget
+BESIDE_BUDGET = ("hh_prompt_only", "sinks", "score_decay", "grace", "positions")  # options beside a budget
 DUMMY_PATH = "_DUMMY_"
 TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 TRACEBACK = 3  # the level of --verbose that shows where an error comes from
-MOST = 1e9  # of numbers that nothing else bounds
+MOST = 1e9  # upper bound of numbers that nothing else bounds
 REPEATABLE = "may be given several times"
 MOST_IDS = 2**31 - 1  # of tokens: no vocabulary is larger
 MOST_SLOTS = 1000  # of a schedule: visits at once
@@ -59,7 +59,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def number(least: float, most: float = MOST, above: bool = False) -> Callable[[str], float]:
-    """`above`: more than `least`, which is not allowed itself."""
+    """The type of a number with bounds. `above` is a lower bound that is not allowed itself."""
 
     def read(text: str) -> float:
         try:
@@ -75,7 +75,7 @@ def number(least: float, most: float = MOST, above: bool = False) -> Callable[[s
 
 
 def memory_size(text: str) -> str:
-    """A size in bytes, as it was written: it is repeated in messages and in flags that are printed."""
+    """A size in bytes, kept as it was written, since messages and printed flags repeat it."""
     try:
         parse_bytes(text)
     except ValueError as error:
@@ -105,15 +105,15 @@ def _switch(text: str) -> bool:
 
 SHARE = number(0, 1, above=True)
 SEED = whole(0, SEED_LIMIT - 1)
-TOKENS = whole(1, MOST_TOKENS)  # of a text
-SLOTS = whole(0, MOST_TOKENS)  # of a KV cache, which never holds more than the tokens of a text
+TOKENS = whole(1, MOST_TOKENS)  # tokens of a text
+SLOTS = whole(0, MOST_TOKENS)  # slots of a KV cache, which never holds more than the tokens of a text
 
 
 # -- the parser ---------------------------------------------------------------------------------------------------------
 
 
 class Version(argparse.Action):
-    """Looked up when it is asked for: that takes as long as the flags of a command do."""
+    """--version, which looks the version up only when asked: that takes as long as parsing the flags."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib.metadata import PackageNotFoundError, version
@@ -129,7 +129,7 @@ class Version(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; --help is there for whoever wants the rest."""
+    """A parser that says what is wrong in one line; --help has the rest."""
 
     def __init__(self, program: str, description: str, usage: str | None = None, epilog: str | None = None) -> None:
         super().__init__(program, usage, description, epilog, formatter_class=Help)
@@ -146,7 +146,7 @@ class Parser(argparse.ArgumentParser):
     def parse_or_demo(
         self, argv: Sequence[str], demo: Mapping[str, object], noise: Mapping[str, object] | None = None
     ) -> argparse.Namespace:
-        """Where no model is named, the flags of `demo` count as given; of `noise`, where weights are to be random."""
+        """If no model is named, the flags of `demo` count as given; and those of `noise` if weights are to be random."""
         flags = self.parse(argv)
         if flags.model is None and flags.path in (None, DUMMY_PATH):
             is_random = flags.dummy_weights or flags.path is not None
@@ -167,7 +167,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown flag {flag}{hint}")
 
     def group(self, title: str | None = None, text: str | None = None) -> Group:
-        """Without a title: the flags that belong to no group."""
+        """A heading for flags; flags that belong to no group have none."""
         return Group((self.add_argument_group(title, text) if title else self).add_argument)
 
     # -- groups that commands share --------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Parser(argparse.ArgumentParser):
         group.value("--offload-dir", "FOLDER", left)
 
     def add_tokenizer(self) -> None:
-        """For commands that read and write texts."""
+        """Adds --tokenizer, for commands that read and write texts."""
         own = f"{AUTO}: that of the model, or {BYTES} for random weights"
         other = f"a hub name or a folder with a tokenizer, or {BYTES}: every byte is a token"
         self.group("texts").value("--tokenizer", "NAME", f"{other}; {own}", default=AUTO)
@@ -265,16 +265,16 @@ class Group:
         self.add(*flags, action="store_true", help=text)
 
     def switch(self, flag: str, default: bool, text: str) -> None:
-        """Without a value it is on."""
+        """A flag that is on if it has no value."""
         self.value(flag, "0|1", text, _switch, default, nargs="?", const=True)
 
     def verbose(self, text: str) -> None:
-        """Without a level: more than usual."""
+        """Adds --verbose; without a level it means more than usual."""
         self.value("--verbose", "LEVEL", text, whole(0, TRACEBACK), 1, nargs="?", const=TRACEBACK - 1)
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Shows a default as it would be typed, where there is one."""
+    """Shows a default as it would be typed, if there is one."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -303,7 +303,7 @@ def add_device(group: Group) -> None:
 
 
 class Percent(argparse.Action):
-    """Six numbers; with a `const` that is true also the word for a plan that is to be found."""
+    """Takes six numbers; with a true `const` also the word that asks for a plan to be found."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: object) -> None:
         given = [str(value) for value in values or ()]

@@ -1,4 +1,4 @@
-"""What a search has found, in lines and as JSON: the plan, why it is the best, what is to be expected, and what came next."""
+"""The report of a search, in lines and as JSON: the plan, why it is the best, what to expect of it, and the runners-up."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from h2o_flexgen.quant.codec import PLAIN
 
 HEAD = ("block", "percent", "weights, KV as", "prefill s", "s/step", "tokens/s", "latency s")
 SHARED = {SHARED_DISK: "reads and writes share the disk", SHARED_MEMORY: "all that moves shares the memory of the host"}
-BINDS = 0.9  # of a budget: below it something else than memory is what holds a plan back
-MORE = 0.1  # memory, to see what it would change
+BINDS = 0.9  # share of a budget below which something else than memory holds a plan back
+MORE = 0.1  # share of memory that is added to see its effect
 WORTH_SAYING = 0.005
 RUN = "python -m h2o_flexgen.run"
 
@@ -128,8 +128,8 @@ class FoundReport:
         }
 
     def _predicted(self, one: Prediction) -> dict[str, object]:
-        """As the run command has it, and beside that what it measures under the names that it gives it. Steps change slowly, so
-        that their mean stands for the median."""
+        """The prediction under the names that the run command measures by. Steps change slowly, so their mean stands for the
+        median."""
         return {
             **Predicted(one, self.problem.machine.name, self.problem.budgets).as_json(),
             "generated_tokens": one.generated_tokens,
@@ -181,7 +181,7 @@ def candidate_json(one: Candidate) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Why:
-    """Why a plan is as fast as it is: the lane that is busiest in a step, and the tier whose memory is nearest to its end."""
+    """The reasons for a plan's speed: the busiest lane of a step, and the tier whose memory is nearest to its end."""
 
     problem: Problem
     best: Candidate
@@ -196,7 +196,7 @@ class Why:
 
     @cached_property
     def steps(self) -> list[int]:
-        """Decode steps that stand for all of them; the prompts, where nothing more is generated."""
+        """The decode steps that stand for all; the prompts if only they are computed."""
         return sampled_steps(self.first) or [0]
 
     @property
@@ -205,7 +205,7 @@ class Why:
 
     @cached_property
     def lane_seconds(self) -> Mapping[str, float]:
-        """In a step, on average."""
+        """Seconds per lane in an average step."""
         each = [self.pricing.lane_seconds(step) for step in self.steps]
         return {
             lane: self._mean([one.get(lane, 0.0) for one in each])
@@ -221,7 +221,7 @@ class Why:
 
     @property
     def shared(self) -> str | None:
-        """What several lanes share, where it takes longer than any of them alone."""
+        """What several lanes share, if it takes longer than any of them alone."""
         bounds = [self.pricing.bounds(step) for step in self.steps]
         seconds = {name: self._mean([one[name] for one in bounds]) for name in SHARED}
         name = max(seconds, key=lambda name: seconds[name])
@@ -246,7 +246,7 @@ class Why:
 
     @cached_property
     def with_more(self) -> float | None:
-        """Tokens per second with more memory on the tier that binds: of blocks with as many batches, and the same codecs."""
+        """Tokens per second with more memory on the tier that binds, with as many batches per block and the same codecs."""
         tier = self.binding_tier
         if tier is None or self.fullness[tier] < BINDS:
             return None

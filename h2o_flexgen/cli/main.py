@@ -1,5 +1,5 @@
 """How a command begins: its request is made without torch, so that --help and wrong flags are answered at once, and then handed
-to what works. Here is also the one command that has the others: h2o-flexgen."""
+to the module that does the work. The h2o-flexgen command, which contains the others, is also here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def door(
 
 
 def working_half(name: str) -> ModuleType:
-    """Imported here and nowhere else: it imports torch, which takes a while."""
+    """The module that does the work. It is imported only here, because it imports torch, which takes a while."""
     return import_module(f"h2o_flexgen.cli.{name}")
 
 

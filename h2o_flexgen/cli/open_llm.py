@@ -1,4 +1,4 @@
-"""An LLM as a request has it. What takes long while it opens is shown."""
+"""Opens the LLM of a request, and shows the steps of opening that take long."""
 
 from __future__ import annotations
 

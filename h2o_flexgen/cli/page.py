@@ -1,4 +1,4 @@
-"""Lines as a terminal shows them: broken between words where they are wider than it is. A pipe or a file gets them whole."""
+"""Lines as a terminal shows them: broken between words where they are too wide. A pipe or a file gets them whole."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from unicodedata import category
 
-BETWEEN = "  "  # columns of a table
-NARROWEST = 40  # a terminal that is narrower than this breaks lines itself
+BETWEEN = "  "  # between columns of a table
+NARROWEST = 40  # a narrower terminal breaks lines itself
 HANGING = "  "  # before the rest of a line that was broken
-LABEL = re.compile(r"[\w./-]+ {2,}")  # at the beginning of a line of a report: what follows stands below itself
-COMMAND = re.compile(r"(^|\s)python -m \S+ -")  # a command to paste: the shell is told that it goes on
+LABEL = re.compile(r"[\w./-]+ {2,}")  # at the beginning of a line of a report: later lines are indented to its width
+COMMAND = re.compile(r"(^|\s)python -m \S+ -")  # a command to paste: broken lines end in a backslash
 AMOUNT = re.compile(r"(?<=\d) (?=(?:[kMGT]?i?B|%|s|tokens/s)\b|%)")  # between a number and its unit
 FIXED = "\u00a0"  # a space at which no line is broken
 
@@ -24,7 +24,7 @@ def page_width() -> int | None:
 
 
 def printable(text: str) -> str:
-    """Text of a model or a file without what a terminal would obey, or could not write."""
+    """The text of a model or a file without characters that a terminal would obey or could not write."""
     return "".join(one if one in "\n\t" or category(one) not in ("Cc", "Cs") else ascii(one)[1:-1] for one in text)
 
 
@@ -48,7 +48,7 @@ def _broken(line: str, width: int) -> Iterator[str]:
     own = len(line) - len(line.lstrip())
     indent = " " * (label.end() if label else own) if label or own else HANGING
     is_command = COMMAND.search(line) is not None
-    if is_command and "'" in line:  # within quotes a shell takes no line for the rest of another
+    if is_command and "'" in line:  # inside quotes a backslash does not continue a line
         return iter([line])
     goes_on = " \\" if is_command else ""
     pieces = _pieces(line, width - len(goes_on), indent)
@@ -56,7 +56,7 @@ def _broken(line: str, width: int) -> Iterator[str]:
 
 
 def _pieces(text: str, width: int, indent: str = "") -> list[str]:
-    """The lines of a text. A word that is longer than the width stays whole."""
+    """The lines of a text. A word wider than the page stays whole."""
     fixed = AMOUNT.sub(FIXED, text)
     pieces = textwrap.wrap(
         fixed, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
@@ -65,8 +65,8 @@ def _pieces(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """Columns as wide as their widest cell, numbers to the left like words: they carry their units. Where that is wider than
-    the page, the widest cells take several lines."""
+    """A table with columns as wide as their widest cell, all aligned left: numbers carry their units. If it is wider than the
+    page, the widest cells take several lines."""
     widths = _widths(rows, width)
     return [line for row in rows for line in _row(row, widths)]
 

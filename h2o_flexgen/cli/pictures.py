@@ -1,5 +1,5 @@
-"""Pictures of plans and runs: what each lane did and when, one trace or two below each other on the same scale; and what a
-search has found, how soon a block is over against how many tokens come per second."""
+"""Pictures of plans and runs: the work of each lane over time, for one trace or two on the same scale; and the plans a search
+has found, the latency of a block against tokens per second."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STEPS = 2
-MOST_VISITS = 120  # of more, single tasks are too narrow to be seen
-WIDTH, LANE_HEIGHT, OTHER_HEIGHT = 12.0, 0.42, 0.9  # of the picture, in inches
-NARROW = 1 / 1200  # of the width: no bar is narrower, and such that touch are drawn as one
-EDGED = 1 / 200  # bars that are wider have an edge
-GREY, BLUE, RED = "#7f7f7f", "#0072b2", "#d55e00"  # told apart by colour-blind eyes too
-LABEL = (0.08, 0.06)  # the room that a label takes, of the picture's width and height
-SPREAD = 8  # from so many times as long on, seconds are on a logarithmic axis
+MOST_VISITS = 120  # with more, single tasks are too narrow to be seen
+WIDTH, LANE_HEIGHT, OTHER_HEIGHT = 12.0, 0.42, 0.9  # inches of the picture
+NARROW = 1 / 1200  # share of the width: no bar is narrower, and bars this narrow that touch are drawn as one
+EDGED = 1 / 200  # share of the width from which bars have an edge
+GREY, BLUE, RED = "#7f7f7f", "#0072b2", "#d55e00"  # distinct to colour-blind eyes, too
+LABEL = (0.08, 0.06)  # a label's share of the picture's width and height
+SPREAD = 8  # ratio of the longest to the shortest latency from which the axis is logarithmic
 UNITS = ((1.0, "s", 1.0), (1e-3, "ms", 1e3), (0.0, "µs", 1e6))
 
 
 def draw_timelines(traces: Mapping[str, Trace], file: Path, title: str = "") -> None:
-    """Each trace under its name ("predicted", "measured")."""
+    """Draws each trace under its name ("predicted", "measured")."""
     from matplotlib.figure import Figure  # the extra [plot]; without pyplot no display is asked for
 
     heights = [max(1, len(trace.lanes)) * LANE_HEIGHT + OTHER_HEIGHT for trace in traces.values()]
@@ -48,8 +48,8 @@ def draw_timelines(traces: Mapping[str, Trace], file: Path, title: str = "") -> 
 
 
 def two_steps(trace: Trace) -> Trace:
-    """Two decode steps from the middle of the work: the last has nothing more to store, and so is like no other. Of large
-    models and blocks as many visits as can be told apart."""
+    """Two decode steps from the middle of the work, because the last has nothing more to store and is unlike all others. Of
+    large models and blocks, as many visits as can be told apart."""
     visits = sorted((span for span in trace.spans if span.lane == COMPUTE_LANE), key=lambda span: span.end)
     steps = len({span.key.step for span in visits})
     if not visits:
@@ -79,7 +79,7 @@ def _draw(axes: Axes, trace: Trace, factor: float, width: float) -> None:
 
 
 def _bars(spans: Sequence[Span], factor: float, width: float) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """(start, length) of those that are wide enough for an edge, and of the others, joined where they touch."""
+    """(start, length) of the bars that are wide enough for an edge, and of the others, joined where they touch."""
     wide: list[tuple[float, float]] = []
     narrow: list[tuple[float, float]] = []
     for span in spans:
@@ -87,7 +87,7 @@ def _bars(spans: Sequence[Span], factor: float, width: float) -> tuple[list[tupl
         if length > EDGED * width:
             wide.append((start, length))
         else:
-            narrow.append((start, max(length, NARROW * width)))  # or else it is not seen at all
+            narrow.append((start, max(length, NARROW * width)))  # otherwise it would be invisible
     return wide, list(_joined(sorted(narrow), NARROW * width))
 
 
@@ -146,7 +146,7 @@ def _points(axes: Axes, candidates: list[Candidate], **style: Any) -> None:
 
 
 def _label(axes: Axes, candidates: list[Candidate]) -> None:
-    """Rows x batches, where there is room for it: to the upper left, where the front, which rises, does not pass."""
+    """Labels a point with rows x batches, if there is room to the upper left, where the rising front does not pass."""
     taken: list[tuple[float, float]] = []
     for one in candidates:
         at = (one.block_seconds, one.tokens_per_second)

@@ -1,5 +1,5 @@
-"""The plan on paper: what was asked for beside what was really placed, in shares and bytes; what each tier must hold, what the
-KV policy keeps, and what is predicted."""
+"""The plan on paper: the shares asked for beside those placed, with bytes; what each tier must hold, what the KV policy keeps,
+and what is predicted."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ KINDS = ("weights", "KV", "activations")
 class PlanReport:
     model: str
     dummy_weights: bool
-    requested: Plan  # as asked for
-    planned: WorkloadPlan  # in force: folded where there is no accelerator
+    requested: Plan  # as it was asked for
+    planned: WorkloadPlan  # in force: folded without an accelerator
     budgets: Budgets
-    kernels: str  # what the CPU works with: C, or torch
-    packing: tuple[Path, int] | None = None  # where packed weights are kept, and the bytes to write there first
+    kernels: str  # what the CPU computes with: C, or torch
+    packing: tuple[Path, int] | None = None  # the folder of packed weights, and the bytes to write there first
     tokenizer_note: str = ""
 
     @property
@@ -69,7 +69,7 @@ class PlanReport:
             f"model     {self.model}: {spec.architecture}, {format_bytes(spec.weight_bytes)} of weights {self._written_down()}",
             f"prompts   {workload.num_prompts} of up to {longest} tokens, {workload.gen_len} to generate for each",
             f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {len(self.planned.blocks)} of them to run",
-            f"schedule  {plan.schedule}, {_slots(self.first.schedule)}, "
+            f"schedule  {plan.schedule}, {_buffers(self.first.schedule)}, "
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
             f"KV        {Kept(self.planned).line()}{packed}",
         ]
@@ -129,11 +129,11 @@ class PlanReport:
 
 
 def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:
-    """kind -> tier -> bytes."""
+    """Bytes by kind of data and tier."""
     placement, spec = planned.placement, planned.spec
     return {
         "weights": _per_tier((placement.weights[name], tensor.nbytes) for name, tensor in spec.tensors.items()),
-        "KV": _per_tier((tier, planned.slots[batch].layout(spec).image_bytes) for (_, batch), tier in placement.kv.items()),
+        "KV": _per_tier((tier, planned.occupancy[batch].layout(spec).image_bytes) for (_, batch), tier in placement.kv.items()),
         "activations": _per_tier(
             (tier, batch.size * batch.prompt_len * spec.widest * spec.itemsize)
             for tier, batch in zip(placement.hidden, planned.block.batches)
@@ -148,7 +148,7 @@ def _per_tier(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
     return total
 
 
-def _slots(schedule: Schedule) -> str:
+def _buffers(schedule: Schedule) -> str:
     weights, others = schedule.weight_buffers, schedule.buffers
     if weights == others:
         return "1 slot, nothing overlaps" if weights == 1 else f"{weights} slots"
@@ -165,7 +165,7 @@ def _three(device_percent: float, host_percent: float) -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a KV policy keeps: what was asked for, and what it means in slots and in rows that fit the same memory."""
+    """What a KV policy keeps: what was asked for, in slots, and in rows that fit the same memory."""
 
     planned: WorkloadPlan
 
@@ -178,7 +178,7 @@ class Kept:
         named = f"{self.policy.name} ({asked})" if asked else self.policy.name
         if not self.evicts:
             return f"{named} keeps all {_range(*self._held_range)} tokens of a row"
-        total, kept = (format_bytes(slots * self._row_bytes) for slots in (self._capacity(Full()), self._capacity(self.policy)))
+        total, kept = (format_bytes(self._capacity(policy) * self._row_bytes) for policy in (Full(), self.policy))
         rows = f"{self.rows_in_same_memory:.1f} times as many rows in the same memory"
         tokens = f"{_range(*self._held_range)} of {_range(*self._length_range)} tokens of a row ({100 * self.share:.1f} %)"
         return f"{named} keeps {tokens}; a row takes {kept} instead of {total}: {rows}"
@@ -195,19 +195,19 @@ class Kept:
 
     @property
     def evicts(self) -> bool:
-        return any(slots.evicts for slots, _ in self._slots)
+        return any(occupancy.evicts for occupancy, _ in self._occupancies)
 
     @property
     def share(self) -> float:
         """The share of all tokens that is held at the end."""
-        held, totals = (sum(count * sum(each(slots)) for slots, count in self._slots) for each in (_held, _totals))
+        held, totals = (sum(count * sum(each(one)) for one, count in self._occupancies) for each in (_held, _totals))
         return held / totals
 
     @property
     def rows_in_same_memory(self) -> float:
-        """Memory of a row of the full cache over that of a row of this one, notes included."""
+        """Memory of a row of the full cache over that of a row of this one, scores included."""
         spec = self.planned.spec
-        noted = spec.kv_heads * self.policy.note_bytes * len(spec.kv_layers)
+        noted = spec.kv_heads * self.policy.score_bytes * len(spec.kv_layers)
         return self._capacity(Full()) * self._row_bytes / (self._capacity(self.policy) * (self._row_bytes + noted))
 
     @property
@@ -215,36 +215,36 @@ class Kept:
         return {name: getattr(self.policy.options, name) for name in self.policy.options.given}
 
     @cached_property
-    def _slots(self) -> tuple[tuple[Occupancy, int], ...]:
-        """Of the batches of a block of each shape, and how many such blocks there are."""
-        return tuple((slots, count) for block, count in self.planned.blocks.alike for slots in block.slots)
+    def _occupancies(self) -> tuple[tuple[Occupancy, int], ...]:
+        """The occupancy of the batches of one block of each shape, and how many blocks have that shape."""
+        return tuple((occupancy, count) for block, count in self.planned.blocks.alike for occupancy in block.occupancy)
 
     @property
     def _held_range(self) -> tuple[int, int]:
-        return _least_and_most(_held(slots) for slots, _ in self._slots)
+        return _least_and_most(_held(occupancy) for occupancy, _ in self._occupancies)
 
     @property
     def _length_range(self) -> tuple[int, int]:
-        return _least_and_most(_totals(slots) for slots, _ in self._slots)
+        return _least_and_most(_totals(occupancy) for occupancy, _ in self._occupancies)
 
     @property
     def _row_bytes(self) -> int:
-        """Of one slot of one row, over all layers."""
+        """Bytes of one slot of one row, over all layers."""
         return self.planned.spec.kv_bytes_per_slot * len(self.planned.spec.kv_layers)
 
     def _capacity(self, policy: KVPolicy) -> int:
         """Slots of a row of the first batch, whose rows are the longest."""
         block = self.planned.blocks.first.block
-        return policy.slots(block.batches[0], block.gen_len).capacity
+        return policy.occupancy(block.batches[0], block.gen_len).capacity
 
 
-def _held(slots: Occupancy) -> Sequence[int]:
-    """When the last token is generated, which is never stored."""
-    return slots.counts(slots.gen_len)
+def _held(occupancy: Occupancy) -> Sequence[int]:
+    """Slots held when the last token is generated, which is never stored itself."""
+    return occupancy.counts(occupancy.gen_len)
 
 
-def _totals(slots: Occupancy) -> Sequence[int]:
-    return [total + slots.gen_len - 1 for total in slots.taken_in]
+def _totals(occupancy: Occupancy) -> Sequence[int]:
+    return [total + occupancy.gen_len - 1 for total in occupancy.taken_in]
 
 
 def _least_and_most(each: Iterable[Sequence[int]]) -> tuple[int, int]:
@@ -261,20 +261,20 @@ def _range(low: int, high: int) -> str:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What was predicted of a run, and beside it what was measured: seconds, lanes, and what each tier held."""
+    """What was predicted of a run beside what was measured: seconds, lanes, and what each tier held."""
 
     prediction: Prediction
-    machine: str  # that it is a prediction for
+    machine: str  # the machine that the prediction is for
     budgets: Budgets
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """With what the process holds by itself."""
+        """Peak bytes per tier, with what the process holds by itself."""
         base = {tier: self.budgets.host_base if tier == HOST else 0 for tier in TIERS}
         return {tier: nbytes + base[tier] for tier, nbytes in self.prediction.peak_bytes.items()}
 
     def as_json(self) -> dict[str, object]:
-        """Under the names that a run's own figures have."""
+        """The prediction, under the names of a run's own figures."""
         one = self.prediction
         return {
             "machine": self.machine,
@@ -288,7 +288,7 @@ class Predicted:
         }
 
     def line(self) -> str:
-        """Before the run."""
+        """The line shown before the run."""
         one = self.prediction
         return (
             f"predicted prefill {one.prefill_seconds:.3g} s, {one.step_seconds:.3g} s a step, "
@@ -296,7 +296,7 @@ class Predicted:
         )
 
     def lines(self, stats: Stats) -> Iterator[str]:
-        """Beside what a run has left."""
+        """The lines shown beside a run's figures."""
         rows = [["", "predicted", "measured", "predicted / measured"]]
         one, steps = self.prediction, len(stats.step_seconds)
         rows.append(_seconds("prefill", one.prefill_seconds, stats.prefill_seconds))

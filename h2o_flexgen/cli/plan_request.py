@@ -1,5 +1,5 @@
-"""The plan command's flags, and the request that is made of them; and the plan that was found as flags of the run command.
-None of it imports torch."""
+"""The plan command's flags, the request made of them, and a found plan written as flags of the run command. Nothing here
+imports torch."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ The flags that it prints are those of `python -m h2o_flexgen.run`. Without --mac
   {PROGRAM} --model facebook/opt-6.7b --prompt-len 512 --gen-len 32 --cpu-mem 8GB
   {PROGRAM} --model facebook/opt-6.7b --cpu-mem 8GB --evaluate --percent 0 10 0 50 0 100 --gpu-batch-size 4
 """
-SITE_FLAGS = ("dtype", "device", "gpu_mem", "cpu_mem", "threads", "offload_dir")  # passed on where somebody gave them
+SITE_FLAGS = ("dtype", "device", "gpu_mem", "cpu_mem", "threads", "offload_dir")  # passed on if given
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """All that is asked of one plan."""
+    """Everything that is asked of one plan."""
 
     model: ModelRequest
     site: SiteRequest
@@ -52,7 +52,7 @@ class PlanRequest:
     num_prompts: int | None  # None: as many as make one block
     prompt_len: int
     gen_len: int
-    disk: str | None  # the most that is held there; None: what the machine has free
+    disk: str | None  # the most that is held there; None: all that is free
     plot: Path | None
     timeline: Path | None
     verbose: int
@@ -60,7 +60,7 @@ class PlanRequest:
     site_flags: tuple[str, ...]
 
     def run_flags(self, plan: Plan) -> list[str]:
-        """What is as the run command has it anyway is left out. Parsed there, the flags ask for this plan."""
+        """The flags that ask the run command for this plan, without those that are its defaults."""
         number = () if self.num_prompts is None else ("--num-prompts", str(self.num_prompts))
         work = (*number, "--prompt-len", str(self.prompt_len), "--gen-len", str(self.gen_len))
         return [*self.model_flags, *work, *_placement(plan), *_kv(plan), *self.site_flags]

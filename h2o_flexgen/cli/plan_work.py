@@ -1,4 +1,4 @@
-"""The work of the plan command: the fastest plan is searched for, or one is priced, and told of."""
+"""The work of the plan command: searches for the fastest plan, or prices a given one, and reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from h2o_flexgen.planning.search import Candidate, Found, Problem, refuse_what_n
 def work(request: PlanRequest) -> None:
     is_given = isinstance(request.plan, Plan)
     with Progress(0, f"planning for {request.model.name}", late=True) as progress:
-        set_threads(request.site.threads)  # what is measured, and the memory that kernels need, depend on their number
+        set_threads(request.site.threads)  # measurements and the memory of kernels depend on their number
         _refuse_before_profile(request)
         problem = problem_of(request, machine_of(request.machine, request.site, request.model.dtype, progress))
         progress.stage("pricing the plan" if is_given else "searching")
@@ -36,7 +36,7 @@ def work(request: PlanRequest) -> None:
 
 
 def _refuse_before_profile(request: PlanRequest) -> None:
-    """Nobody waits for a profile only to hear that what he asks cannot be."""
+    """Refuses what cannot be done, before anybody waits for a profile."""
     if request.machine is None and not has_profile(request.site, request.model.dtype):
         before = problem_of(request, machine_before_measuring(request.site))
         if isinstance(request.plan, Plan):
@@ -46,7 +46,7 @@ def _refuse_before_profile(request: PlanRequest) -> None:
 
 
 def _priced(problem: Problem) -> Found:
-    """The plan as it is asked for, as if it had been found."""
+    """The given plan, as if a search had found it."""
     problem.largest(problem.plan).refuse_what_does_not_fit(problem.budgets)
     one = Candidate(problem.plan, problem.predict(problem.plan))
     return Found(best=one, runners_up=(), front=(one,), cases=0, seconds_at_least=one.block_seconds)

@@ -1,4 +1,4 @@
-"""The profile command's flags, and the request that is made of them. Neither imports torch."""
+"""The profile command's flags, and the request made of them. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ priced with the outcome. It takes a minute or two, and is best done while nothin
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """All that is asked of one profile."""
+    """Everything that is asked of one profile."""
 
     site: SiteRequest
-    dtype: str | None  # None: the one that runs use
+    dtype: str | None  # None: the type that runs use
     quick: bool
-    file: Path | None  # where the profile goes beside the user's cache
+    file: Path | None  # where the profile also goes, beside the user's cache
     verbose: int
 
 
@@ -41,7 +41,7 @@ def request_of(flags: Namespace) -> ProfileRequest:
 
 
 def _output_file(output: str | None) -> Path | None:
-    """Where it can be written; the name has to be one that is taken for a machine's file."""
+    """The file of --output, if it can be written and its name is one of a machine's file."""
     if output is None:
         return None
     check_writable(output, "-o")

@@ -1,4 +1,5 @@
-"""The work of the profile command: this machine is measured, kept, and told of in lines, each figure with its unit."""
+"""The work of the profile command: measures this machine, keeps the profile, and reports it in lines, each figure with its
+unit."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def _figures(machine: Machine) -> Iterator[tuple[str, str]]:
 
 
 def _curve_lines(curves: Mapping[str, Curve]) -> Iterator[str]:
-    """A line for each number of rows, a column for each curve."""
+    """A line for each number of rows, with a column for each curve."""
     points = {kind: dict(curve) for kind, curve in curves.items()}
     yield "products, GFLOP/s" + "".join(f"{kind:>10}" for kind in points)
     for rows in sorted({rows for curve in points.values() for rows in curve}):

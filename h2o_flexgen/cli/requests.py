@@ -1,5 +1,5 @@
 """The parts of a request that commands share: which model, where it runs, which plan, how it samples. Each is read once from
-the flags, and nothing is set afterwards. None of it imports torch."""
+the flags, and nothing is set afterwards. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.quant.codec import BY_BITS
 from h2o_flexgen.sampling.params import SamplingParams
 
-DEMO_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 0}  # of the model of the package, where nothing else is asked
+DEMO_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 0}  # sampling of the package's own model by default
 SAFETENSORS = "*.safetensors"
-BITS = 4  # of the codec that --allow-4bit allows
+BITS = 4  # bits of the codec that --allow-4bit allows
 
 
 # -- the model -------------------------------------------------------------------------------------------------------------
@@ -32,22 +32,22 @@ BITS = 4  # of the codec that --allow-4bit allows
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """A hub name, a local folder, FlexGen's --path with the model in it, or random weights."""
+    """The model: a hub name, a local folder, FlexGen's --path with the model in it, or random weights."""
 
-    name: str  # as a person says it: for reports
+    name: str  # as the user says it, for reports
     source: str  # hub name or folder, as LLM takes it
     dummy_weights: bool
     dtype: str = AUTO
     tokenizer: str = AUTO
 
     def without_weights(self) -> ModelRequest:
-        """For a look at the plan: headers of local safetensors are read, but nothing is downloaded or converted for it."""
+        """The request for a look at the plan: it reads headers of local safetensors, but downloads and converts nothing."""
         has_headers = self.folder.is_dir() and any(self.folder.glob(SAFETENSORS))
         return self if has_headers else replace(self, dummy_weights=True)
 
     @property
     def folder(self) -> Path:
-        """Where it lies, if it is no name on the hub."""
+        """The model's folder; None for a name on the hub."""
         return demo_folder(self.source) or Path(self.source).expanduser()
 
 
@@ -66,7 +66,7 @@ def choose_model(model: str | None, path: str | None, dummy_weights: bool) -> Mo
 
 
 def _folder_in(path: Path, model: str | None) -> Path:
-    """`<path>/<name>`, also without the owner's name, or `<path>` itself."""
+    """`<path>/<name>`, the same without the owner's name, or `<path>` itself."""
     inside = [path / model, path / model.rpartition("/")[2]] if model else []
     for folder in (*inside, path):
         if (folder / "config.json").is_file():
@@ -80,17 +80,17 @@ def _folder_in(path: Path, model: str | None) -> Path:
 
 @dataclass(frozen=True)
 class SiteRequest:
-    """What computes, and how much may be held there. Sizes are as they were written, for messages to repeat."""
+    """What computes, and how much may be held there. Sizes are kept as they were written, since messages repeat them."""
 
     device: str = AUTO
-    threads: int | None = None  # None: one for each core that is free
+    threads: int | None = None  # None: one for each free core
     gpu_mem: str | None = None  # None: what is free
     cpu_mem: str | None = None
     offload_dir: str | None = None  # None: a folder in the user's cache
 
 
 def site_of(flags: Namespace) -> SiteRequest:
-    """A command that has no flag for something leaves it open."""
+    """The site that the flags ask for. A command without some flag leaves that open."""
     names = [one.name for one in fields(SiteRequest)]
     return SiteRequest(**{name: getattr(flags, name) for name in names if hasattr(flags, name)})
 
@@ -106,7 +106,7 @@ def named_machine(flags: Namespace) -> Machine | None:
 
 
 def check_device(machine: Machine, device: str) -> None:
-    """A machine says nothing of a run on something else."""
+    """Refuses a device that is not the machine's: it says nothing of a run on another."""
     if device.partition(":")[0] != machine.device:
         raise ValueError(
             f"machine {machine.name!r} computes on {machine.device}, and not on {device}; "
@@ -118,7 +118,7 @@ def check_device(machine: Machine, device: str) -> None:
 
 
 def plan_of(flags: Namespace, without: Collection[str] = ()) -> Plan:
-    """The plan that the flags ask for, `without` some of its options; what nobody has given is as a plan has it."""
+    """The plan that the flags ask for, `without` some of its options; what is not given is as in a plan."""
     if flags.hh_all and flags.hh_prompt_only:
         raise ValueError("--hh-all evicts generated tokens and --hh-prompt-only keeps them; give one of them")
     names = [name for name in Plan.option_names() if name not in without]
@@ -131,7 +131,7 @@ def plan_of(flags: Namespace, without: Collection[str] = ()) -> Plan:
 
 
 def _policy_name(flags: Namespace) -> str:
-    """Published commands of H2O say no more than --hh-ratio 0.1 --hh-all."""
+    """The policy's name. Published commands of H2O say only --hh-ratio 0.1 --hh-all."""
     if flags.kv_policy is not None:
         return str(flags.kv_policy)
     given = flags.hh_all or any(getattr(flags, field.name) is not field.default for field in fields(KVOptions))
@@ -139,7 +139,7 @@ def _policy_name(flags: Namespace) -> str:
 
 
 def asked_of(flags: Namespace, plan: Plan) -> Asked:
-    """What is asked of a search: sizes that are given are all that it may take, and it may take any where none is given."""
+    """What is asked of a search: given sizes are the only ones it may take; where none is given, it may take any."""
     packed = BY_BITS[BITS]
     four_bits = (packed, plan.kv_codec), (plan.weight_codec, packed), (packed, packed)
     return Asked(
@@ -154,7 +154,7 @@ def asked_of(flags: Namespace, plan: Plan) -> Asked:
 
 
 def refuse_search_options(flags: Namespace, otherwise: str) -> None:
-    """Nothing that is asked of a search is dropped in silence where there is none; `otherwise` says how to have one."""
+    """Refuses options of a search where there is none; `otherwise` says how to have one."""
     is_limited, is_preferred = flags.latency_limit is not None, flags.prefer != THROUGHPUT
     asked = {"--allow-4bit": flags.allow_4bit, "--latency-limit": is_limited, "--prefer": is_preferred}
     if found := next((flag for flag, is_given in asked.items() if is_given), None):
@@ -165,7 +165,7 @@ def refuse_search_options(flags: Namespace, otherwise: str) -> None:
 
 
 def sampling_of(flags: Namespace) -> SamplingParams:
-    """The seed is the whole call's."""
+    """The sampling that the flags ask for; the seed is the whole call's."""
     if flags.min_tokens > flags.gen_len:
         generated = f"--gen-len has {flags.gen_len} generated"
         raise ValueError(f"--min-tokens {flags.min_tokens} cannot be reached: {generated}; give {flags.gen_len} or fewer")

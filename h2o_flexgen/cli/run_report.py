@@ -1,4 +1,4 @@
-"""What a run has left: texts, lanes beside their bounds, FlexGen's summary, files, and one JSON document."""
+"""The report of a run: texts, lanes beside their bounds, FlexGen's summary, files, and one JSON document."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ from h2o_flexgen.schedule.trace import Trace
 if TYPE_CHECKING:
     from h2o_flexgen.cli.run_work import Job
 
-TIMELINE, BESIDE_LANES = 100, 21  # columns of the timeline, and what stands beside it
+TIMELINE, BESIDE_LANES = 100, 21  # columns of the timeline, and of what stands beside it
 PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has left."""
+    """The results of a run."""
 
     job: Job
-    blocks: BlockPlans  # that were run to their end
+    blocks: BlockPlans  # those that were run to their end
     stats: Stats
     completions: list[Completion]
     watch: Watch
-    seconds: float  # of generating, from the first task to the last
+    seconds: float  # seconds of generating, from the first task to the last
     seed: int
 
     def tell(self) -> None:
@@ -73,7 +73,7 @@ class Outcome:
         rates = self._rates_of_machine()
         try:
             self._write_files(summary)
-        finally:  # last, as it tells of the most memory that the process has held; and also where a file cannot be written
+        finally:  # last, to include the peak memory of the process; and also if a file cannot be written
             print(json.dumps(self._json(rates)), flush=True)
 
     def _write_files(self, summary: Sequence[str]) -> None:
@@ -131,7 +131,7 @@ class Outcome:
             yield from ("", "the last block, lane by lane:", *trace.text_timeline(self._timeline_width()).split("\n"))
 
     def _timeline_width(self) -> int:
-        """The width of the lanes, between their names and how busy they are."""
+        """The width of the lanes, between their names and their shares of busy time."""
         width = page_width()
         return TIMELINE if width is None else max(NARROWEST, min(TIMELINE, width - BESIDE_LANES))
 
@@ -143,7 +143,7 @@ class Outcome:
     # -- JSON ----------------------------------------------------------------------------------------------------------
 
     def _json(self, machine: Machine | None) -> dict[str, object]:
-        """`machine`: as it was measured behind the run."""
+        """The JSON document. `machine` was measured after the run."""
         job, stats = self.job, self.stats
         predicted = predicted_bytes(self.blocks, job.stop_at)
         lanes = lane_reports(stats, predicted, self.watch.flops, self.seconds, machine, job.llm.spec.dtype)
@@ -165,7 +165,8 @@ class Outcome:
         }
 
     def _rates_of_machine(self) -> Machine | None:
-        """Measured behind the run, in memory that the run has given back. A run that is done is told of even if this fails."""
+        """Measures the machine after the run, in memory that the run has given back. If this fails, the run is reported all the
+        same."""
         llm = self.job.llm
         files = llm.weight_files
         llm.unload()
@@ -182,18 +183,18 @@ class Outcome:
                 memory_bytes=room_to_measure(llm.budgets),
             )
             return measure(llm.device, needs)
-        except (MemoryError, OSError, RuntimeError) as error:  # torch's want of memory is a RuntimeError
+        except (MemoryError, OSError, RuntimeError) as error:  # torch raises a RuntimeError when memory is short
             print(f"the machine could not be measured, so there are no bounds: {error}", file=sys.stderr)
             return None
 
     def _offloaded_bytes(self) -> int:
-        """What KV and activations took on disk: so much can be had again."""
+        """Bytes of KV and activations on disk; that much is free again."""
         written = sum(self.stats.moved_bytes.get(lane, 0) for lane in ("store", "write"))
         return min(written, self.stats.peak_bytes["disk"])
 
 
 def _rates(machine: Machine | None) -> dict[str, object]:
-    """Those that were measured."""
+    """The rates that were measured."""
     if machine is None:
         return {}
     rates = {
@@ -211,14 +212,14 @@ def _rates(machine: Machine | None) -> dict[str, object]:
 class LaneReport:
     moved_bytes: int
     predicted_bytes: int  # of a run in which no row finishes early
-    busy_share: float  # of the seconds from the first task to the last
+    busy_share: float  # share of the seconds from the first task to the last
     bound_seconds: float | None  # bytes over measured bandwidth, flops over measured rate; None where not measured
 
 
 def lane_reports(
     stats: Stats, predicted: Mapping[str, int], flops: Mapping[int, float], seconds: float, machine: Machine | None, dtype: str
 ) -> dict[str, LaneReport]:
-    """`flops`: by the rows of the product that they were done in, because the rate depends on these."""
+    """A report for each lane. `flops` are keyed by the rows of their products, because the rate depends on these."""
     reports = {}
     for lane in dict.fromkeys((*predicted, *stats.moved_bytes)):
         moved = stats.moved_bytes.get(lane, 0)
@@ -237,7 +238,7 @@ def compute_bound(flops: Mapping[int, float], machine: Machine, dtype: str) -> f
 
 
 def breakdown_seconds(trace: Trace) -> dict[str, dict[str, float]]:
-    """operation -> phase -> seconds."""
+    """Seconds by operation and phase."""
     seconds: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
     for span in trace.spans:
         seconds[str(span.key.op)][PHASES[span.key.step > 0]] += span.end - span.start

@@ -1,4 +1,4 @@
-"""The run command's flags, FlexGen's with FlexGen's meaning and ours, and the request that is made of them. Neither imports
+"""The run command's flags, both FlexGen's with their meaning and our own, and the request made of them. Nothing here imports
 torch."""
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ FEWER_BATCH, BREAKDOWN = "fewer_batch", "breakdown"
 AUTO_LOG = "auto"
 WHERE_FOUND = f"where --percent is {AUTO}"
 
-SPREAD = {"demo": True, "gpu_batch_size": 2, "num_gpu_batches": 2, "percent": [20, 30, 20, 30, 100, 0]}  # over every tier
-# without --model: the one that travels with the package, its heavy hitters kept; or a small OPT where weights are to be random
+SPREAD = {"demo": True, "gpu_batch_size": 2, "num_gpu_batches": 2, "percent": [20, 30, 20, 30, 100, 0]}  # uses every tier
+# without --model: the package's own, heavy hitters kept; or a small OPT where weights are to be random
 DEMO_RUN = {**SPREAD, "model": DEMO, "gen_len": 96, "kv_policy": H2O.name, **DEMO_SAMPLING}
 NOISE_RUN = {**SPREAD, "model": "facebook/opt-125m", "dummy_weights": True, "prompt_len": 64, "gen_len": 16}
 DEMO_PROMPTS = (
@@ -99,7 +99,7 @@ class OutputFiles:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """All that is asked of one run."""
+    """Everything that is asked of one run."""
 
     model: ModelRequest
     site: SiteRequest
@@ -115,8 +115,8 @@ class RunRequest:
     files: OutputFiles
     dry_run: bool
     verbose: int
-    notes: tuple[str, ...]  # what was asked for and is not used
-    others: Others = field(default_factory=Others, compare=False, repr=False)  # who else was busy from the beginning on
+    notes: tuple[str, ...]  # options that were given and are not used
+    others: Others = field(default_factory=Others, compare=False, repr=False)  # other processes that have been busy
 
     @property
     def first_plan(self) -> Plan:
@@ -130,7 +130,7 @@ def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
 
 
 def request_of(flags: Namespace) -> RunRequest:
-    """Texts are read, and what can be seen to be wrong is refused, before torch is imported."""
+    """The request. Texts are read, and visible mistakes refused, before torch is imported."""
     plan = plan_of(flags)
     plan = plan.without_overlap() if flags.debug_mode == BREAKDOWN else plan
     _refuse(flags, plan)

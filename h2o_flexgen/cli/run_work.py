@@ -1,4 +1,4 @@
-"""The work of the run command: a model is opened, its plan found where none is given, and texts are generated under it."""
+"""The work of the run command: opens a model, finds its plan if none is given, and generates texts under it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def work(request: RunRequest) -> None:
         llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan))
         request.sampling.check_vocabulary(llm.spec.vocab, llm.name)
         if not isinstance(request.prompts, MadeUp) and not llm.tokenizer.reads_texts:
-            llm.tokenizer.encode("")  # says what is missing, before a machine is measured
+            llm.tokenizer.encode("")  # reports a missing tokenizer before a machine is measured
         job = Job(request, llm, output)
         job.refuse_impossible()
         job.find_plan()
@@ -56,7 +56,7 @@ def work(request: RunRequest) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """One call of the command: what it is to generate, and what it tells of that."""
+    """One call of the command: what it generates, and what it reports."""
 
     request: RunRequest
     llm: LLM
@@ -65,7 +65,7 @@ class Job:
     # -- what is to be done --------------------------------------------------------------------------------------------
 
     def refuse_impossible(self) -> None:
-        """What no plan can run, and no machine: before a plan is found, and a machine measured for it."""
+        """Refuses what no plan and no machine can run, before a machine is measured to find a plan."""
         if self.request.machine is not None:
             check_device(self.request.machine, self.llm.device.kind)
         asked = self.request.prompts
@@ -81,13 +81,14 @@ class Job:
 
     @property
     def _is_counted(self) -> bool:
-        """Is it known before a plan is found how many prompts there are?"""
+        """Whether the number of prompts is known before a plan is found."""
         request = self.request
         return isinstance(request.plan, Plan) or not isinstance(request.prompts, MadeUp) or request.prompts.number is not None
 
     @cached_property
     def _wish(self) -> Wish | None:
-        """None where a plan is given. Prompts that are made up are as many as a block takes, unless a number is asked for."""
+        """What a plan is to be found for; None if a plan is given. Made-up prompts are as many as a block takes, unless a
+        number is asked for."""
         request = self.request
         if isinstance(request.plan, Plan):
             return None
@@ -96,7 +97,7 @@ class Job:
         return Wish(request.plan, self.llm, workload, length, request.gen_len)
 
     def find_plan(self) -> None:
-        """Where none was given."""
+        """Finds a plan if none was given."""
         if self._wish is None:
             return
         if self._plan_with_room is not None:
@@ -112,7 +113,7 @@ class Job:
 
     @cached_property
     def machine(self) -> Machine | None:
-        """The machine that the run is predicted for. It is None where nobody asks, so that none is measured."""
+        """The machine that the run is predicted for; None, and not measured, if nobody asks for a prediction."""
         request = self.request
         is_searched = self._wish is not None and self._plan_with_room is None
         if not is_searched and request.machine is None and request.files.timeline is None:
@@ -127,7 +128,7 @@ class Job:
 
     @cached_property
     def _read(self) -> list[Prompt]:
-        """The texts with their tokens; none where prompts are made up."""
+        """The texts with their tokens; none if prompts are made up."""
         asked = self.request.prompts
         return [] if isinstance(asked, MadeUp) else self.llm.read(asked, self.request.sampling)
 
@@ -144,9 +145,9 @@ class Job:
 
     @cached_property
     def workload(self) -> Workload:
-        """All of it, also where only a part is run."""
+        """The whole workload, even if only a part is run."""
         asked, gen_len = self.request.prompts, self.request.gen_len
-        if isinstance(asked, MadeUp):  # they need not be made to be counted
+        if isinstance(asked, MadeUp):  # they can be counted without being made
             return Workload.uniform(self._num_made_up(asked), asked.length, gen_len)
         return Workload(tuple(len(prompt.ids) for prompt in self._read), gen_len)
 
@@ -160,7 +161,7 @@ class Job:
 
     @cached_property
     def planned_run(self) -> WorkloadPlan:
-        """What is run of it."""
+        """The part of the workload that is run."""
         steps = self.request.steps
         is_whole = steps == self.workload.gen_len
         return self.planned if is_whole else self.llm.planned(replace(self.workload, gen_len=steps))
@@ -183,7 +184,7 @@ class Job:
 
     @cached_property
     def predicted(self) -> Predicted | None:
-        """Of the steps that are run; of what ends inside of a step nothing can be said."""
+        """The prediction for the steps that are run; None for a run that ends inside a step."""
         if self.machine is None or self.stop_at is not None:
             return None
         return Predicted(predict(self.planned_run, self.machine), self.machine.name, self.llm.budgets)
@@ -201,7 +202,7 @@ class Job:
             return watch.visit
 
         def visit_when_done(task: Task, tokens: int) -> None:
-            """Where the time of single layers is what is asked for, launching a layer must not count as its end."""
+            """Waits for the layer: where layers are timed, launching one must not count as its end."""
             self.llm.device.settle()
             watch.visit(task, tokens)
 

@@ -1,5 +1,4 @@
-"""What a finished run has to say: the texts, how long they took, measured whole or projected from a part, and FlexGen's summary
-of five lines."""
+"""The summary of a finished run: the texts, their time, measured whole or projected from a part, and FlexGen's five lines."""
 
 from __future__ import annotations
 
@@ -17,19 +16,19 @@ from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Task
 
 FIRST = 8  # completions that are shown unless all are wanted
-CHARACTERS = 600  # of a text that is shown unless all is wanted
-TOKENS = 3  # whose log-probabilities are shown unless all are wanted
-PROMPT_CHARACTERS = 120  # of a prompt, its last
+CHARACTERS = 600  # characters of a text that are shown unless all are wanted
+TOKENS = 3  # tokens whose log-probabilities are shown unless all are wanted
+PROMPT_CHARACTERS = 120  # characters that are shown from the end of a prompt
 INDENT = "    "
-FEWER_BATCH_LAYERS = 20  # of the first decode step that are run; the second half of them is what the projection goes by
-GIB = 1 << 30  # FlexGen counts in these, and calls them GB
+FEWER_BATCH_LAYERS = 20  # layers of the first decode step that are run; the second half of them is the base of the projection
+GIB = 1 << 30  # FlexGen's unit, which it calls GB
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------------
 
 
 def completion_lines(completions: Sequence[Completion], everything: bool, as_text: bool = True) -> Iterator[str]:
-    """The end of each prompt, and beneath it what follows: as text, or, of a model without a tokenizer, as token ids."""
+    """The end of each prompt and, beneath it, the completion: as text, or as token ids for a model without a tokenizer."""
     shown = completions if everything else completions[:FIRST]
     for place, one in enumerate(shown):
         if place:
@@ -85,7 +84,7 @@ class Timing:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """The first token of each prompt comes out of prefill."""
+        """Tokens per second of decode; the first token of each prompt is made by prefill."""
         return _rate(self.generated_tokens - self.num_prompts, self.decode_seconds)
 
     @property
@@ -109,7 +108,8 @@ def projected(stats: Stats, generated: int, decode_seconds: Iterable[float]) -> 
 
 
 def from_first_steps(stats: Stats, completions: Sequence[Completion], gen_len: int) -> Timing:
-    """Rows that were cut off would have gone on to `gen_len`; those that had finished would not."""
+    """The timing of all steps, from the first ones. Rows that were cut off would have gone on to `gen_len`; finished ones would
+    not."""
     cut_off = {one.index: one.finish_reason == "length" for one in completions}
     generated = sum(gen_len if cut_off[one.index] else len(one.token_ids) for one in completions)
     decode = [
@@ -124,8 +124,8 @@ def _any_of(block: Block, cut_off: Mapping[int, bool]) -> bool:
 
 
 def extended_seconds(step_seconds: Sequence[float], steps: int) -> float:
-    """Of `steps` decode steps, of which the first were measured: a line through these, as the KV grows by a token a step. A
-    line that falls is noise, and then every further step takes the mean."""
+    """Seconds of `steps` decode steps, of which the first were measured: a line through these, as the KV grows by a token a
+    step. If the line falls, that is noise, and every further step takes the mean."""
     count = len(step_seconds)
     middle, mean = (count - 1) / 2, sum(step_seconds) / count
     spread = sum((place - middle) ** 2 for place in range(count))
@@ -142,7 +142,7 @@ def after_first_layers(task: Task) -> bool:
 
 
 def from_first_layers(stats: Stats, ends: Sequence[Mapping[int, float]], layers: int, gen_len: int) -> Timing:
-    """Every decode step takes what the first would have taken: that the KV grows is left out."""
+    """The timing if every decode step took what the first would have taken; growth of the KV is left out."""
     steps = [
         run.step_seconds[0] if run.step_seconds else step_seconds_of(layer_ends, layers) if layer_ends else 0.0
         for run, layer_ends in zip(stats.blocks, ends)
@@ -151,7 +151,7 @@ def from_first_layers(stats: Stats, ends: Sequence[Mapping[int, float]], layers:
 
 
 def step_seconds_of(ends: Mapping[int, float], layers: int) -> float:
-    """The second half of the layers that were run, an even number of them: attention and MLP take turns."""
+    """Seconds of a step, from the second half of the layers that were run, an even number: attention and MLP take turns."""
     last = max(ends)
     first = max(min(ends), last - max(2, (last + 1) // 4 * 2))
     return (ends[last] - ends[first]) / (last - first) * layers if last > first else 0.0
@@ -161,7 +161,7 @@ def step_seconds_of(ends: Mapping[int, float], layers: int) -> float:
 
 
 def summary_lines(spec: ModelSpec, workload: Workload, timing: Timing, peak_device_bytes: int) -> list[str]:
-    """The layout of FlexGen's logs, tabs included; sizes are those of the whole workload at its full length."""
+    """The summary in the layout of FlexGen's logs, tabs included; sizes are those of the whole workload at its full length."""
     slots = sum(length + workload.gen_len for length in workload.prompt_lens)
     cache = slots * spec.kv_bytes_per_slot * len(spec.kv_layers)
     hidden = slots * spec.width * spec.itemsize

@@ -1,5 +1,5 @@
-"""What looks on while a command works, and feeds the progress line: Opening while a model is opened, Watch while a run
-computes, EvaluationWatch while cells are measured."""
+"""Observers of a command's work, which feed the progress line: Opening while a model is opened, Watch while a run computes,
+EvaluationWatch while cells are measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def show_stage(progress: Progress, stage: Stage, done_bytes: int, total_bytes: i
 
 
 class Opening:
-    """Tells once that a copy of the weights is made and kept, and that one was damaged."""
+    """Reports once when a copy of the weights is made and kept, and when a copy was damaged."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -52,8 +52,8 @@ def _copy(stage: Stage, total_bytes: int) -> str:
 
 
 def say_threads(others: Others, asked: int | None) -> None:
-    """Fewer threads where others are busy, and a line that says so. `others` were looked at from the command's start on, which
-    has cost nothing. Before this, plans and profiles are of the machine as it is when nobody disturbs it."""
+    """Uses fewer threads if other processes are busy, and says so in a line. `others` have been watched, at no cost, since the
+    command began. Plans and profiles come before this: they are for the undisturbed machine."""
     line = make_room_for_others(others.cores(), asked)
     say([] if line is None else [f"threads   {line}"])
 
@@ -62,33 +62,31 @@ def say_threads(others: Others, asked: int | None) -> None:
 
 
 class Watch:
-    """Adds up the work that was really done, and notes the times from which a run that was cut short can be projected. `blocks`
-    are those that the run consists of, as planned; where memory runs out, those that took their place."""
+    """Adds up the work that was done, and keeps the times that a shortened run is projected from. `blocks` are those of the
+    run, as planned; after memory ran out, those that took their place."""
 
     def __init__(self, blocks: BlockPlans, progress: Progress) -> None:
-        self.flops: Counter[int] = Counter()  # rows of a matrix product -> flops done with so many
-        self.first_decode_ends: list[dict[int, float]] = [
-            {} for _ in blocks
-        ]  # of the first decode step: layer -> when it ended
+        self.flops: Counter[int] = Counter()  # rows of a matrix product -> flops done with as many
+        self.first_decode_ends: list[dict[int, float]] = [{} for _ in blocks]  # layer of the first decode step -> when it ended
         self.load_seconds = 0.0
         self.blocks = blocks
         self._block = blocks[0]
         self._progress = progress
-        self._index = -1  # of the block that is running
-        self._visits_ended = 0  # of the block that is running, when it is over, and of all before it
+        self._index = -1  # index of the running block
+        self._visits_ended = 0  # visits of the running block when it is over, and of all before it
         self._visits_before = self._tokens_before = self._tokens = 0
-        self._visits = self._visits_lost = 0  # of the block that is running, and of those that memory ran out in
+        self._visits = self._visits_lost = 0  # visits of the running block so far, and of blocks that memory ran out in
         self._stage_began = time.perf_counter()
         self._generation_began = self._stage_began
 
     @property
     def total(self) -> int:
-        """Visits of all blocks, with those that had to be made twice."""
+        """Visits of all blocks, including those made twice."""
         return self._visits_lost + self.blocks.visits
 
     @property
     def seconds(self) -> float:
-        """Since the weights were there."""
+        """Seconds since the weights were loaded."""
         return time.perf_counter() - self._generation_began
 
     def stage(self, stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
@@ -99,7 +97,7 @@ class Watch:
         show_stage(self._progress, stage, done_bytes, total_bytes)
 
     def visit(self, task: Task, tokens: int) -> None:
-        """A COMPUTE is over; `tokens` were generated in its block so far."""
+        """Counts a finished COMPUTE; `tokens` were generated in its block so far."""
         if self._block.schedule.number(*task.visit) == 0:
             self._next_block()
         self._tokens = tokens
@@ -108,9 +106,9 @@ class Watch:
         self._progress.update(self._text(), self._done, self._details(task))
 
     def shrink(self, num_ended: int, rest: BlockPlans, note: str) -> None:
-        """Memory ran out in the block behind those that have ended. The rest takes the place of all that were to come, and what
-        was done of the broken one counts as done: nobody sees the run go backwards."""
-        if self._index == num_ended:  # or memory ran out before its first visit
+        """Memory ran out in a block. The smaller blocks take the place of all that were to come, and the visits of the broken
+        one count as done: progress never goes backwards."""
+        if self._index == num_ended:  # otherwise memory ran out before its first visit
             self._visits_lost += self._visits
             self._visits_ended = self._visits_before
             self._tokens = 0
@@ -179,8 +177,8 @@ class EvaluationWatch:
         self._progress.update("tokens", self._done)
 
     def stage(self, stage: Stage, done_bytes: int, total_bytes: int) -> None:
-        """Shows the stages of opening a model that take long, which are those with bytes. A damaged copy
-        leaves a line. During all others the progress of the evaluation is shown."""
+        """Shows the stages of opening a model that take long, which are those with bytes; during all others, the progress of
+        the evaluation. A damaged copy leaves a line."""
         if total_bytes or stage is Stage.MENDING:
             self._opening.stage(stage, done_bytes, total_bytes)
         else:

@@ -1,1 +1,1 @@
-"""What every room speaks of: sizes, texts for people, files; nothing here imports torch."""
+"""The nouns that every room uses: sizes, texts for people, files. Nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""What a value given in Python may be: it is read into what is kept, or refused in one line that names it."""
+"""Checks of values given in Python: each is converted to what is kept, or refused in one line that names it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from h2o_flexgen.core.hints import shown
 
-AUTO = "auto"  # whoever gives it leaves the choice to us
+AUTO = "auto"  # the caller leaves the choice to us
 
 T = TypeVar("T")
 Key = TypeVar("Key")
-Read = Callable[[object], T]  # raises a TypeError, a ValueError or an OverflowError for what is not allowed
+Read = Callable[[object], T]  # raises TypeError, ValueError or OverflowError for a value that is not allowed
 
 
 class Rule(NamedTuple):
     read: Read[Any]
-    allowed: str  # in words
+    allowed: str  # what is allowed, in words
 
     def value(self, name: str, given: object) -> Any:
         try:
@@ -28,7 +28,7 @@ class Rule(NamedTuple):
 
 
 def whole(least: int, most: float = math.inf) -> Read[int]:
-    """Reads a whole number, also one of numpy, but neither 2.0 nor True."""
+    """Reads a whole number, also one of numpy; 2.0 and True are refused."""
 
     def read(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
@@ -39,7 +39,7 @@ def whole(least: int, most: float = math.inf) -> Read[int]:
 
 
 def number(least: float, most: float = math.inf, without_least: bool = False) -> Read[float]:
-    """Any finite one."""
+    """Reads any finite number."""
 
     def read(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, Real):
@@ -77,7 +77,7 @@ def several(read: Read[T]) -> Read[tuple[T, ...]]:
 
 
 def any_of(read: Read[tuple[T, ...]]) -> Read[tuple[T, ...]]:
-    """One at least."""
+    """Refuses an empty list."""
 
     def read_some(values: object) -> tuple[T, ...]:
         found = read(values)

@@ -1,4 +1,4 @@
-"""How many cores there are to compute with. Flags are checked against it, so it imports no torch."""
+"""The number of cores to compute with. Flags are checked against it, so it imports no torch."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

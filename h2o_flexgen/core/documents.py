@@ -1,4 +1,4 @@
-"""JSON and YAML that somebody else has written: whatever is wrong with the text is one kind of error."""
+"""JSON and YAML that somebody else has written. Whatever is wrong with the text becomes one kind of error."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ TOO_DEEP = "brackets are nested too deeply"
 
 
 class NotADocument(ValueError):
-    """What is wrong with a text, in a few words."""
+    """An error that says in a few words what is wrong with a text."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """A name that stands twice in the same object is an error: nobody said which of the two counts."""
+    """Parses JSON. A name that occurs twice in one object is an error, because nobody said which of the two counts."""
     try:
         return json.loads(text, object_pairs_hook=_object)
     except NotADocument:
         raise
     except RecursionError as error:
         raise NotADocument(TOO_DEEP) from error
-    except ValueError as error:  # also no UTF-8, and numbers of more digits than Python reads
+    except ValueError as error:  # also raised for invalid UTF-8, and for numbers of more digits than Python reads
         raise NotADocument(one_line(error)) from error
 
 

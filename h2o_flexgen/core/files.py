@@ -17,10 +17,10 @@ def read_text(path: Path, what: str) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """The text goes to a neighbour that then takes the file's name: a reader, or a crash, never meets half of it. A link stays
-    one, and a device or a pipe is written to, not replaced."""
+    """Writes the text to a neighbour that then takes the file's name, so neither a reader nor a crash meets half of it. A link
+    stays a link, and a device or a pipe is written to, not replaced."""
     path = Path(path)
-    if path.exists() and not path.is_file():  # looked at as it is given: what the link to an open pipe says is no path
+    if path.exists() and not path.is_file():  # the path is not resolved: a link to an open pipe leads to no path
         path.write_text(text, encoding="utf-8")
         return
     path = Path(os.path.realpath(path))

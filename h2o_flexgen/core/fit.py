@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number that fits, of rows or of anything else of which more needs more memory; 0 if not even one does. It
-    doubles the number until it does not fit, then bisects."""
+    """The largest number of rows (or of anything that needs memory) that fits; 0 if not even one does. The number is doubled
+    until it does not fit, then bisected."""
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high

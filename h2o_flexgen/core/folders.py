@@ -1,4 +1,4 @@
-"""Where things are kept unless somebody says otherwise."""
+"""The folders that are used unless somebody names others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def default_offload_folder() -> Path:
-    """Not the system's folder for temporary files: that is often memory."""
+    """The folder for offloaded data. It is not the system's folder for temporary files, which is often memory."""
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "h2o_flexgen" / "offload"
 
 

@@ -7,23 +7,23 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from reprlib import Repr
 
-LIKENESS = 0.7  # of names that could be meant, from 0 to 1
+LIKENESS = 0.7  # how alike two names are before one is suggested for the other, from 0 to 1
 LONGEST_VALUE = 80  # characters of a value in a message
-LONGEST_WORD = 200  # characters of anything else in a message: names of files are long
+LONGEST_WORD = 200  # characters of any other word in a message: names of files are long
 QUOTED = re.compile(rf"(?P<quote>['\"`])(?P<text>[^'\"`]{{{LONGEST_WORD + 1},}})(?P=quote)")
 WORD = re.compile(rf"\S{{{LONGEST_WORD + 1},}}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message; nothing where no known name is near."""
-    if len(name) > LONGEST_VALUE:  # nobody means a name by it, and comparing takes long
+    """The end of a message that suggests the nearest known name; empty where none is near."""
+    if len(name) > LONGEST_VALUE:  # it is not meant as a name, and comparing takes long
         return ""
     near = get_close_matches(name, list(known), n=1, cutoff=LIKENESS)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it: as Python writes it, shortened where it is long or deep."""
+    """The value as an error message shows it: as Python writes it, shortened where it is long or deep."""
     writer = Repr()
     writer.maxstring = writer.maxother = writer.maxlong = LONGEST_VALUE
     try:
@@ -36,7 +36,7 @@ def shown(value: object) -> str:
 
 
 def shortened(message: str) -> str:
-    """A message in which no quotation and no word is longer than can be read."""
+    """The message with every quotation and every word cut to a readable length."""
     message = QUOTED.sub(lambda found: _ends(found["text"], found["quote"]), message)
     return WORD.sub(lambda found: _ends(found[0]), message)
 

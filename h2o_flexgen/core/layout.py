@@ -1,7 +1,7 @@
-"""Layout: the bytes of everything that is allocated or written to disk, and where in it each part begins.
+"""Layout: how many bytes each buffer and file takes, and where each part of it begins.
 
-Allocators and stores lay data out by these functions, and the footprint adds up what they say. The room of kernels in C is in
-kernels/sizes.py, beside the header that they share.
+Allocators and stores lay data out with these functions, and the footprint adds up what they return. The working room of the C
+kernels is in kernels/sizes.py, beside the header that they share.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import NamedTuple
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.core.workload import Batch
 
-ALIGNMENT = 4096  # of everything that is allocated or lies in a file of ours: what direct disk access asks for
+ALIGNMENT = 4096  # of every buffer and of every part of our files, as direct disk access requires
 VIEW_ALIGNMENT = 64  # of every tensor: with less, the same product may come out with other last bits (measured with one row)
 PAGE_ALIGNED_FROM = 16 * ALIGNMENT  # larger tensors start at a page, so that disk reads can go straight to their place
 READERS = 6  # threads that read and write files
-CHUNK_BYTES = 4 << 20  # of a file that one of them takes at once
+CHUNK_BYTES = 4 << 20  # bytes of a file that one reader takes at a time
 
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
@@ -26,22 +26,22 @@ def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 def region_bytes(nbytes: int) -> int:
-    """Host memory is allocated in whole pages, one at least."""
+    """Bytes of host memory that are allocated for this many: whole pages, one at least."""
     return aligned(max(nbytes, 1))
 
 
 def disk_buffer_bytes(nbytes: int) -> int:
-    """The buffer of a thread that reads or writes so many bytes at once: a chunk that begins and ends inside of pages fits."""
+    """The buffer of a disk thread for this many bytes: a chunk that begins and ends in the middle of a page still fits."""
     return aligned(max(nbytes, CHUNK_BYTES + 2 * ALIGNMENT))
 
 
 class Arena(NamedTuple):
-    starts: tuple[int, ...]  # of each tensor
+    starts: tuple[int, ...]  # the start of each tensor
     nbytes: int
 
     @classmethod
     def of(cls, sizes: Iterable[int]) -> Arena:
-        """Tensors of these sizes one behind the other: large ones start at a page, the others at a line."""
+        """Tensors of these sizes, one behind the other: large ones start at a page, the others at a cache line."""
         starts, end = [], 0
         for nbytes in sizes:
             starts.append(aligned(end, ALIGNMENT if nbytes >= PAGE_ALIGNED_FROM else VIEW_ALIGNMENT))
@@ -50,36 +50,37 @@ class Arena(NamedTuple):
 
 
 def decoded_arena(layer: LayerSpec) -> Arena:
-    """What of a layer is held as values beside its bytes while it is computed with; the part of a head's table comes last."""
+    """The values of a layer that are held beside its bytes while it computes; the part of a head's table comes last."""
     return Arena.of(tensor.decoded_nbytes for tensor in layer.decoded)
 
 
 def decoded_bytes(spec: ModelSpec) -> int:
-    """The room for such values, which all layers share."""
+    """Bytes of the buffer for decoded values, which all layers share."""
     return max(decoded_arena(layer).nbytes for layer in spec.layers)
 
 
 def part_starts(spec: ModelSpec, head: LayerSpec) -> range:
-    """Where in that room parts of the head's packed table can stand at once: behind its other weights, up to the end."""
+    """The starts in that buffer where decoded parts of the head's packed table fit, from behind its other weights to the
+    end."""
     part = head.decoded[-1].decoded_nbytes
     return range(decoded_arena(head).starts[-1], decoded_bytes(spec) - part + 1, aligned(part))
 
 
 def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
-    """The hidden states of a batch between two layers, at their widest."""
+    """Bytes of the hidden states of a batch between two layers, at their widest."""
     return batch.size * batch.prompt_len * spec.widest * spec.itemsize
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The KV of one batch in one layer. In memory it is an image of all slots. On disk slots stand in a row, padded so
-    that any range can be read and written directly; behind them is a journal of slots that changed one by one."""
+    """The KV of one batch in one layer. In memory it is an image of all slots. On disk, slots are padded so that any range can
+    be read and written directly; behind them is a journal of slots that changed one by one."""
 
     rows: int
     heads: int
-    slots: int  # of each row
-    journal: int  # slots that the journal takes
-    row_bytes: int  # of a row's keys and values in one slot
+    slots: int  # slots of each row
+    journal: int  # slots of the journal
+    row_bytes: int  # bytes of a row's keys and values in one slot
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -87,15 +88,15 @@ class KVLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """One slot of all rows."""
+        """Bytes of one slot of all rows."""
         return self.rows * self.row_bytes
 
     @property
     def image_bytes(self) -> int:
         return self.slots * self.slot_bytes
 
-    def note_bytes(self, of_a_slot: int) -> int:
-        """What a policy notes of every slot of a head lies beside the image."""
+    def score_bytes(self, of_a_slot: int) -> int:
+        """Bytes of what a policy keeps about every slot of a head; they lie beside the image."""
         return prod(self.shape) * of_a_slot
 
     # -- on disk -------------------------------------------------------------------------------------------------------
@@ -113,9 +114,9 @@ class KVLayout:
 
     @property
     def slots_at_once(self) -> int:
-        """Slots that a disk thread takes at once."""
+        """The number of slots that a disk thread takes at a time."""
         return max(1, CHUNK_BYTES // self.padded_slot_bytes)
 
     def of_rows(self, rows: int) -> KVLayout:
-        """The same when only so many rows are left."""
+        """The layout when only this many rows are left."""
         return replace(self, rows=rows)

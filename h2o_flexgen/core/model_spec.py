@@ -16,14 +16,14 @@ from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ON_CPU, ON_ACCELERATOR = "bfloat16", "float16"
-TABLE_PARTS, PART_ROWS = 16, 64  # a packed logit matrix has so many parts at most, of so many rows or a multiple
-ATTENTION_VISIT, MLP_VISIT = "attention", "mlp"  # what visits of layers are priced as, beside their work
+TABLE_PARTS, PART_ROWS = 16, 64  # a packed logit matrix has at most this many parts, each of a multiple of this many rows
+ATTENTION_VISIT, MLP_VISIT = "attention", "mlp"  # prices of a visit beside its work
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor: its name in the checkpoint, its shape, the bytes of a value as computed with and as stored on disk, and how
-    the values are written down until they are computed with: in the file, in memory and on the way."""
+    """One tensor: its name in the checkpoint, its shape, the bytes of a value when computed with and as stored on disk, and the
+    codec of its values in the file, in memory and in transfers."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """In memory and on the way."""
+        """Bytes in memory and in transfers."""
         return CODECS[self.codec].nbytes(self.shape, self.itemsize)
 
     @property
@@ -46,24 +46,24 @@ class TensorSpec:
 
     @property
     def decoded_nbytes(self) -> int:
-        """Held beside the bytes of the codec while the tensor is computed with."""
+        """Bytes of the decoded values, which are held beside the codec's bytes while the tensor is computed with."""
         return 0 if self.codec == PLAIN else self.numel * self.itemsize
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One step of the schedule. It says itself what it is: neither planning nor the engine knows kinds of layers. Tensors go by
-    the names that its functions use, which `tensors` pairs with those of the checkpoint."""
+    """One step of the schedule. Neither planning nor the engine knows kinds of layers: a layer describes itself. `tensors`
+    pairs the names that its functions use with those of the checkpoint."""
 
-    functions: tuple[str, ...]  # methods of the model, each on what the one before has made
+    functions: tuple[str, ...]  # methods of the model, each applied to the result of the one before
     tensors: tuple[tuple[str, TensorSpec], ...]
-    products: tuple[tuple[str, float], ...]  # matrices, and the share of a visit's tokens that meet each: k / n of n experts
-    out_width: int  # values per token that it hands to the next layer
-    block: int | None = None  # which decoder block it is of; None for what stands before and behind all blocks
+    products: tuple[tuple[str, float], ...]  # matrices, and the share of tokens that each multiplies: k / n for n experts
+    out_width: int  # values per token handed to the next layer
+    block: int | None = None  # the decoder block it belongs to; None before and behind all blocks
     has_kv: bool = False
-    visits: tuple[str, ...] = (MLP_VISIT,)  # what a visit costs beside its work, as a machine names it
-    passing_width: int = 0  # values per token that it holds at once between its products; those of attention come on top
-    token_table: str | None = None  # has a row for every token, which is looked up: the layer takes tokens, no hidden states
+    visits: tuple[str, ...] = (MLP_VISIT,)  # the prices of a visit beside its work, by their names in a machine
+    passing_width: int = 0  # values per token held at once between its products; those of attention come on top
+    token_table: str | None = None  # its lookup table, with a row for every token: the layer takes tokens, not hidden states
     logit_matrix: str | None = None  # makes a logit for every token, part by part: the layer is for last positions only
 
     @property
@@ -79,18 +79,18 @@ class LayerSpec:
         return sum(tensor.nbytes for _, tensor in self.tensors)
 
     def packed_tensor(self, name: str | None) -> TensorSpec | None:
-        """The tensor of this name, where its values have to be decoded."""
+        """The packed tensor of this name, or None if its values need no decoding."""
         return next((tensor for own, tensor in self.tensors if own == name and tensor.codec != PLAIN), None)
 
     @property
     def in_pieces(self) -> tuple[str, ...]:
-        """The packed tensors of which only some rows are decoded at a time."""
+        """The packed tensors that are decoded a few rows at a time."""
         return tuple(name for name in (self.token_table, self.logit_matrix) if name is not None and self.packed_tensor(name))
 
     @property
     def logit_parts(self) -> tuple[slice, ...]:
-        """The rows of a packed logit matrix that are decoded, and multiplied with, at once: a part has far less of them than a
-        vocabulary has. The parts are the same under every plan, because the last bits of a product may depend on its rows."""
+        """The rows of a packed logit matrix that are decoded and multiplied at once, far fewer than a vocabulary has. The parts
+        are the same under every plan, because the last bits of a product may depend on its rows."""
         packed = self.packed_tensor(self.logit_matrix)
         if packed is None:
             return ()
@@ -100,7 +100,7 @@ class LayerSpec:
 
     @property
     def decoded(self) -> tuple[TensorSpec, ...]:
-        """What is held as values beside its bytes while the layer is computed with: packed tensors, and the first and largest
+        """The tensors held as values beside their bytes while the layer computes: packed tensors, and the first and largest
         part of a logit matrix. Rows of a token table are decoded as they are looked up."""
         whole = tuple(tensor for name, tensor in self.tensors if tensor.codec != PLAIN and name not in self.in_pieces)
         packed = self.packed_tensor(self.logit_matrix)
@@ -110,7 +110,7 @@ class LayerSpec:
 
     @cached_property
     def multiplied(self) -> tuple[tuple[TensorSpec, float], ...]:
-        """The matrices of its products, and the share of a visit's tokens that each is multiplied with."""
+        """The matrices of its products, and the share of a visit's tokens that each multiplies."""
         tensors = dict(self.tensors)
         return tuple((tensors[name], share) for name, share in self.products)
 
@@ -120,12 +120,12 @@ class LayerSpec:
 
     @property
     def matmul_values(self) -> float:
-        """Two flops each, for every token."""
+        """Values that a token is multiplied with on average; each costs two flops."""
         return sum(share * values for (_, share), values in self.multiplied_values.items())
 
     @cached_property
     def multiplied_values(self) -> Mapping[tuple[str, float], int]:
-        """How many values its matrices have, by codec and by the share of tokens that is multiplied with them."""
+        """The number of values of its matrices, by codec and by the share of tokens that they multiply."""
         values: Counter[tuple[str, float]] = Counter()
         for matrix, share in self.multiplied:
             values[matrix.codec, share] += matrix.numel
@@ -138,7 +138,8 @@ class LayerSpec:
 
     @property
     def computes(self) -> Hashable:
-        """What decides what a visit costs: the same for layers that differ only in the tensors that they find there."""
+        """Everything that decides what a visit costs. Layers that differ only in the contents of their tensors have the
+        same."""
         shapes = tuple((matrix.shape, matrix.codec, share) for matrix, share in self.multiplied)
         return self.functions, self.visits, self.has_kv, self.token_table, self.logit_matrix, self.out_width, shapes
 
@@ -154,10 +155,10 @@ class ModelSpec:
     head_dim: int
     vocab: int
     max_positions: int
-    dtype: str  # computed with
+    dtype: str  # type of the values in computations
     layers: tuple[LayerSpec, ...]
-    kv_codec: str = PLAIN  # how a head's key or value of one token is kept
-    rotary: bool = True  # positions are rotations of queries and keys; else they are learned, and added to the embedding
+    kv_codec: str = PLAIN  # codec of a head's key or value of one token
+    rotary: bool = True  # positions are rotations of queries and keys; otherwise they are learned, and added to the embedding
 
     @property
     def itemsize(self) -> int:
@@ -170,7 +171,7 @@ class ModelSpec:
 
     @property
     def kv_decoded_bytes_per_slot(self) -> int:
-        """The same, as it is computed with."""
+        """The same bytes once they are decoded."""
         return 2 * self.kv_heads * self.head_dim * self.itemsize
 
     @cached_property
@@ -179,13 +180,13 @@ class ModelSpec:
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
-        """Every tensor of the model once, in layer order: a tied head is the embedding again and not counted twice."""
+        """Every tensor of the model once, in layer order: a tied head is the embedding again and is not counted twice."""
         return {tensor.name: tensor for layer in self.layers for _, tensor in layer.tensors}
 
     @cached_property
     def weight_sizes(self) -> Mapping[str, int]:
-        """Bytes of each tensor, layer by layer, within a layer the largest first: where they are spread over tiers, the small
-        ones then mend what the large ones left uneven."""
+        """Bytes of each tensor, layer by layer, the largest of a layer first: when they are spread over tiers, the small ones
+        even out what the large ones left uneven."""
         sizes: dict[str, int] = {}
         for layer in self.layers:
             for _, tensor in sorted(layer.tensors, key=lambda pair: -pair[1].nbytes):
@@ -194,7 +195,7 @@ class ModelSpec:
 
     @cached_property
     def layer_kinds(self) -> tuple[int, ...]:
-        """A number for each layer, the same for those that compute the same and have hidden states of the same sizes."""
+        """A number for each layer; layers that compute the same on hidden states of the same sizes share one."""
         return numbered(zip([layer.computes for layer in self.layers], [0, *(layer.out_width for layer in self.layers)]))
 
     @cached_property
@@ -203,7 +204,7 @@ class ModelSpec:
 
     @cached_property
     def first_blocks(self) -> tuple[ModelSpec, ModelSpec]:
-        """The same model with one and with two of its blocks: what these cost says what many do."""
+        """The same model with only one and only two of its blocks: their costs tell the cost of any number."""
 
         def cut(blocks: int) -> ModelSpec:
             kept = tuple(layer for layer in self.layers if layer.block is None or layer.block < blocks)
@@ -221,7 +222,7 @@ class ModelSpec:
         return max(layer.out_width for layer in self.layers[:-1])
 
     def flops(self, layer: int, rows: int, tokens: int, context: float) -> float:
-        """Of `rows` sequences with `tokens` new tokens each, that attend `context` keys on average."""
+        """Flops of `rows` sequences with `tokens` new tokens each, which attend `context` keys on average."""
         spec = self.layers[layer]
         counted = 1 if spec.makes_logits else tokens
         attention = 4.0 * self.heads * self.head_dim * context if spec.has_kv else 0.0
@@ -235,26 +236,26 @@ class ModelSpec:
         return replace(self, layers=layers)
 
     def packed(self, codec: str) -> ModelSpec:
-        """The same model with its matrices and its tables of tokens written down so. A table of positions stays as it is: it
-        is small, and in every hidden state."""
+        """The same model with its matrices and token tables in this codec. A table of positions stays as it is: it is small,
+        and its rounding would be in every hidden state."""
         tables = {tensor.name for layer in self.layers for name, tensor in layer.tensors if name == layer.token_table}
         packed = tables | {tensor.name for layer in self.layers for tensor in layer.matrices}
         return self.map_tensors(lambda tensor: replace(tensor, codec=codec) if tensor.name in packed else tensor)
 
     def written_as(self, weight_codec: str, kv_codec: str) -> ModelSpec:
-        """The same model with its weights and its KV as the codecs of a plan have them."""
+        """The same model with its weights and its KV in the codecs of a plan."""
         spec = replace(self, kv_codec=kv_codec)
         return spec if weight_codec == PLAIN else spec.packed(weight_codec)
 
 
 def numbered(kinds: Iterable[Hashable]) -> tuple[int, ...]:
-    """A number in the place of each, equal ones have the same: large keys are then small."""
+    """Replaces every item by a number, equal items by equal numbers: large keys become small."""
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds)
 
 
 def usual_dtype(accelerator: bool, stored: str | None = None) -> str:
-    """bf16 is the fast type of CPUs, where fp16 is some 20 times slower; a GPU takes the checkpoint's, at 16 bits."""
+    """bf16 on CPUs, where fp16 is some 20 times slower; on a GPU the checkpoint's type, at 16 bits."""
     if not accelerator:
         return ON_CPU
     return stored if stored in (ON_CPU, ON_ACCELERATOR) else ON_ACCELERATOR

@@ -13,14 +13,14 @@ MOST_DIGITS = 1000  # Python itself refuses to read a few thousand
 
 
 def whole_number(text: str) -> int:
-    """A ValueError for anything that is not one."""
+    """Reads a whole number; raises a ValueError for anything else."""
     if not WHOLE.fullmatch(text.strip()) or len(text) > MOST_DIGITS:
         raise ValueError("not a whole number")
     return int(text)
 
 
 def decimal_number(text: str) -> float:
-    """A ValueError for anything that is not one, `nan` and `inf` included."""
+    """Reads a decimal number; raises a ValueError for anything else, `nan` and `inf` included."""
     if not DECIMAL.fullmatch(text.strip()):
         raise ValueError("not a number")
     return float(text)

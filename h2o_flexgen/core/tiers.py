@@ -1,4 +1,4 @@
-"""The tiers that data may live on, the fastest first. Without an accelerator what is meant for the device lies on the host."""
+"""The tiers that data may live on, the fastest first. Without an accelerator, the device's share lies on the host."""
 
 from __future__ import annotations
 

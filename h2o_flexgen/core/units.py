@@ -1,4 +1,4 @@
-"""Sizes in bytes as people read and write them. What is printed is decimal, as disks and links are sold: 1 GB is 10^9 bytes."""
+"""Sizes in bytes as people read and write them. Printed sizes are decimal, as disks and links are sold: 1 GB is 10^9 bytes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ UNITS = {
     "tib": 2**40,
 }
 MOST_BYTES = 2**63  # more than files and memory can have
-ROUNDS_UP = 0.999995  # from here on two decimals show a 1
+ROUNDS_UP = 0.999995  # from here on a number with two decimals shows as 1
 
 
 def parse_bytes(size: int | str) -> int:
-    """16000000000, "16GB" and "14.9GiB" are sizes."""
+    """Reads a size such as 16000000000, "16GB" or "14.9GiB"."""
     nbytes = size if isinstance(size, int) and not isinstance(size, bool) else _read(size)
     if not 0 < nbytes < MOST_BYTES:
         raise ValueError(f"size {shown(size)} must be above 0 and below {format_bytes(MOST_BYTES)}")

@@ -1,4 +1,4 @@
-"""The vocabulary: a token id must be one that the model has."""
+"""The vocabulary check: every token id must be one that the model has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def check_tokens(whose: str, ids: Iterable[int], vocab: int, model: str) -> None:
-    """`whose` begins the message: "prompt 3 has"."""
+    """Refuses token ids that the model does not have. `whose` begins the message: "prompt 3 has"."""
     wrong = next((token for token in ids if not 0 <= token < vocab), None)
     if wrong is not None:
         raise ValueError(f"{whose} the token id {wrong}; {model} knows 0 to {vocab - 1}")

@@ -1,4 +1,4 @@
-"""Workload: the prompts to run and how many tokens each may grow; and its division into blocks.
+"""Workload: the prompts to run, how many tokens each may grow, and how they are divided into blocks.
 
 A *batch* (micro-batch) is what one COMPUTE task works on; a *block* is the batches that share one pass over the weights.
 Prompts are sorted by length before they are divided, so that rows of one batch need little padding.
@@ -16,25 +16,25 @@ from typing import NamedTuple
 
 from h2o_flexgen.core.hints import shown
 
-MOST_PROMPTS = 1_000_000  # of a workload: each takes part in every look at it
-MOST_BATCHES = 10_000  # of a block
-MOST_TOKENS = 10_000_000  # of a text, prompt or generation: the longest contexts of any model
+MOST_PROMPTS = 1_000_000  # prompts in a workload: many functions loop over them
+MOST_BATCHES = 10_000  # batches in a block
+MOST_TOKENS = 10_000_000  # tokens in a text, prompt or generation: the longest contexts of any model
 
 
 def check_num_prompts(num: int) -> None:
-    """Refuses a number of prompts that is too large, before a list of so many is made."""
+    """Refuses a number of prompts that is too large, before a list of that length is made."""
     if num > MOST_PROMPTS:
         raise ValueError(f"{shown(num)} prompts are more than one run takes; give {MOST_PROMPTS} at most, or run them in parts")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of one micro-batch: their places in the input, and how many tokens step 0 takes in of each."""
+    """The rows of one micro-batch: their places in the input, and the tokens of each that step 0 takes in."""
 
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
-    seen: tuple[int, ...] = ()  # tokens that each row's KV has taken in before; nothing for texts that are new
-    context: int | None = None  # of texts whose KV lives on when the block is over: the tokens that they may grow to
+    seen: tuple[int, ...] = ()  # tokens already in each row's KV; empty for new texts
+    context: int | None = None  # for a text whose KV outlives the block: the most tokens it may grow to
 
     @property
     def size(self) -> int:
@@ -42,7 +42,7 @@ class Batch:
 
     @property
     def before(self) -> tuple[int, ...]:
-        """Tokens that each row has taken in before step 0."""
+        """Tokens already in each row's KV before step 0."""
         return self.seen or (0,) * self.size
 
     @property
@@ -50,7 +50,7 @@ class Batch:
         return self.context is not None
 
     def parts(self, tokens: int) -> tuple[Batch, ...]:
-        """Neighbours whose prompts are computed at once: with their pads no more than so many tokens, but one row at least."""
+        """Neighbouring rows whose prompts are computed at once: at most `tokens` with their padding, but one row at least."""
         starts, longest = [0], 0
         for place, length in enumerate(self.lengths):
             longest = max(longest, length)
@@ -60,7 +60,7 @@ class Batch:
         return tuple(self.only(range(start, end)) for start, end in pairwise([*starts, self.size]))
 
     def kinds_of_parts(self, tokens: int) -> Mapping[Batch, int]:
-        """The parts that differ in more than their places in the input, and how many of each there are."""
+        """The distinct parts, apart from their places in the input, and how many of each there are."""
         if tokens not in self._kinds:
             counts: Counter[Batch] = Counter()
             for part in self.parts(tokens):
@@ -78,19 +78,19 @@ class Batch:
         return replace(self, rows=tuple(range(self.size)))
 
     def only(self, places: Sequence[int]) -> Batch:
-        """The rows at these places, in this order."""
+        """Only the rows at these places, in this order."""
         rows, lengths, seen = (tuple(each[place] for place in places) for each in (self.rows, self.lengths, self.before))
         return Batch(rows, lengths, seen if self.seen else (), self.context)
 
     @property
     def prompt_len(self) -> int:
-        """Length of the longest row: what the others are padded to (on the right) in prefill."""
+        """Length of the longest row, to which the others are padded (on the right) in prefill."""
         return max(self.lengths)
 
 
 @dataclass(frozen=True)
 class Block:
-    """The batches that share one pass over the weights, and the tokens that each row may grow."""
+    """The batches that share one pass over the weights, and the number of tokens that each row may grow."""
 
     batches: tuple[Batch, ...]
     gen_len: int
@@ -104,7 +104,7 @@ class Block:
         return [row for batch in self.batches for row in batch.rows]
 
     def with_rows(self, rows: Sequence[int]) -> Block:
-        """The block of one shape with this one that has other rows."""
+        """A block of the same shape with other rows."""
         starts = accumulate((batch.size for batch in self.batches), initial=0)
         own = (tuple(rows[start : start + batch.size]) for start, batch in zip(starts, self.batches))
         return replace(self, batches=tuple(replace(batch, rows=each) for batch, each in zip(self.batches, own)))
@@ -120,7 +120,8 @@ class BlockSize(NamedTuple):
 
     @property
     def smaller(self) -> BlockSize | None:
-        """Half as large; None below one row. Rows first: with as many batches the weights are as well hidden as before."""
+        """A block half as large; None below one row. Rows are halved first: as many batches hide the weights as well as
+        before."""
         if self.batch_size > 1:
             return self._replace(batch_size=self.batch_size // 2)
         return self._replace(num_batches=self.num_batches // 2) if self.num_batches > 1 else None
@@ -133,7 +134,7 @@ class BlockSize(NamedTuple):
 class Workload:
     prompt_lens: tuple[int, ...]
     gen_len: int
-    context: int | None = None  # of texts whose KV lives on. Of these a workload stands for the last block, which needs most
+    context: int | None = None  # for texts whose KV lives on: the workload then stands for the last block, which needs the most
 
     def __post_init__(self) -> None:
         if not self.prompt_lens:
@@ -158,14 +159,14 @@ class Workload:
 
     @cached_property
     def first_of_length(self) -> Mapping[int, int]:
-        """The lengths of prompts, and the first row of each, in the order of these rows."""
+        """The distinct lengths of prompts, each with its first row, in the order of these rows."""
         rows: dict[int, int] = {}
         for row, length in enumerate(self.prompt_lens):
             rows.setdefault(length, row)
         return rows
 
     def blocks(self, batch_size: int, num_batches: int, rows: Sequence[int] | None = None) -> tuple[Block, ...]:
-        """Of all rows, or of those that are left."""
+        """The blocks of all rows, or of those that are left."""
         return tuple(
             first.with_rows(own[start : start + first.num_rows])
             for first, own in self.alike_blocks(batch_size, num_batches, rows)
@@ -175,9 +176,9 @@ class Workload:
     def alike_blocks(
         self, batch_size: int, num_batches: int, rows: Sequence[int] | None = None
     ) -> Iterator[tuple[Block, Sequence[int]]]:
-        """The first block of each shape, and the rows of all blocks of this shape: of a million prompts of one length these are
-        two shapes at most. Longest prompts come first, so that what needs most memory is met at the start and not after hours.
-        So blocks of one shape follow each other, and all their prompts have one length."""
+        """The first block of each shape, and the rows of all blocks of this shape: a million prompts of one length have two
+        shapes at most. Longest prompts come first, so the need for memory is greatest at the start and not after hours. So
+        blocks of one shape follow each other, and all their prompts have one length."""
         order, size, start = self._longest_first(rows), batch_size * num_batches, 0
         lengths = [-self.prompt_lens[row] for row in order]
         while start < len(order):
@@ -188,7 +189,7 @@ class Workload:
 
     def _longest_first(self, rows: Sequence[int] | None = None) -> list[int]:
         in_order = range(self.num_prompts) if rows is None else sorted(rows)
-        return sorted(in_order, key=self.prompt_lens.__getitem__, reverse=True)  # which leaves equal ones in their order
+        return sorted(in_order, key=self.prompt_lens.__getitem__, reverse=True)  # a stable sort: equal lengths stay in order
 
     def _block(self, rows: Sequence[int], batch_size: int) -> Block:
         starts = range(0, len(rows), batch_size)

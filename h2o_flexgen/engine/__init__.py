@@ -1,1 +1,1 @@
-"""What runs a plan: the engine, its lanes, its stores, and the rows that it generates for."""
+"""The running half: the engine, its lanes, its stores, and the rows that it generates for."""

@@ -1,4 +1,4 @@
-"""What may be held of each tier: as somebody says, or as much as there is when a model is opened."""
+"""The bytes that may be held on each tier: as somebody says, or as many as are free when a model is opened."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Packing = tuple[Path, int]  # the folder that packed weights are kept in, and th
 
 
 def refuse_memory_of_no_gpu(device: Device, gpu_mem: int | str | None) -> None:
-    """Memory of a GPU that is not computed on limits nothing, and whoever gives it expects something else."""
+    """Refuses a limit on a GPU that does not compute: it would limit nothing, and whoever gives it expects something else."""
     if gpu_mem is not None and not device.accelerator:
         raise ValueError(f"gpu_mem {shown(gpu_mem)} is for a GPU, and this model computes on the CPU; leave it out")
 
 
 def open_budgets(device: Device, gpu_mem: int | str | None, cpu_mem: int | str | None) -> Budgets:
-    """Without the disk's."""
+    """The budgets except the disk's."""
     host_base = bytes_to_begin_with()
     asked = None if gpu_mem is None else parse_bytes(gpu_mem)
     device.limit(asked)
@@ -36,7 +36,7 @@ def open_budgets(device: Device, gpu_mem: int | str | None, cpu_mem: int | str |
 
 
 def weighed_anew(budgets: Budgets) -> Budgets:
-    """With what the process holds now beside what a plan counts: a search for a plan leaves something behind."""
+    """The budgets with what the process holds now beside what a plan counts: a search for a plan leaves something behind."""
     give_back_freed()
     return replace(budgets, host_base=bytes_to_begin_with())
 

@@ -33,16 +33,16 @@ Stop = Callable[[], bool]
 
 
 class ContextFull(ValueError):
-    """The text has reached the length that the model, or who opened the conversation, allows."""
+    """The text has reached the length that the model, or whoever opened the conversation, allows."""
 
 
 @dataclass(frozen=True)
 class Reply:
     completion: Completion  # finish_reason may be "interrupted"
-    tokens_read: int  # the turn's, and the last one of the reply before
+    tokens_read: int  # those of the turn, and the last one of the reply before
     prompt_seconds: float
     decode_seconds: float
-    fills_context: bool  # it ended because the text may grow no longer
+    fills_context: bool  # the reply ended because the text may grow no longer
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Extent:
 
     policy: KVPolicy
     context: int  # tokens that the text may grow to, unless it is endless; a budget that is a share is one of this
-    piece_tokens: int  # of a turn, that are computed at once
-    is_asked: bool = False  # somebody chose the context; else it is all that the model has
+    piece_tokens: int  # tokens of a turn that are computed at once
+    is_asked: bool = False  # somebody chose the context; otherwise it is all that the model has
 
     @classmethod
     def of(cls, spec: ModelSpec, policy: KVPolicy, context: int | None, piece_tokens: int) -> Extent:
@@ -75,30 +75,31 @@ class Extent:
 
     @property
     def is_endless(self) -> bool:
-        """Who is evicted makes room, and positions are those in the cache."""
+        """Whether evictions make room for ever and positions are those in the cache."""
         return self.policy.rolls
 
     @property
     def limit(self) -> str:
-        """The tokens that the text may have, and what decided it."""
+        """The most tokens of the text, and what decided it."""
         asked = f"{self.context} tokens, the context that was asked for"
         return asked if self.is_asked else f"the model's {self.context} positions"
 
     @property
     def slots(self) -> int:
-        """That are held between turns, at most."""
-        return self.policy.slots(Batch((0,), (1,), context=self.context), 1).budgets[0].slots
+        """The most slots held between turns."""
+        return self.policy.occupancy(Batch((0,), (1,), context=self.context), 1).budgets[0].slots
 
     @property
     def workload(self) -> Workload:
-        """What needs most of all that may come: as many tokens as are computed at once, behind what is held already."""
+        """The workload that needs most of all that may come: as many tokens as are computed at once, behind all that is
+        held."""
         return Workload((min(self.piece_tokens, max(1, self.context - 1)),), 1, self.context)
 
     def held(self, seen: int) -> int:
         return min(seen, self.slots)
 
     def room(self, seen: int) -> int | None:
-        """Tokens that the text may still take in; None is no limit."""
+        """Tokens that the text may still take in; None means no limit."""
         return None if self.is_endless else self.context - seen
 
     def block(self, seen: int, length: int, gen_len: int) -> Block:
@@ -106,14 +107,15 @@ class Extent:
 
 
 class Conversation:
-    """One at a time: `LLM.converse` makes it, and nothing else is generated until it is closed."""
+    """A text that goes on turn by turn. There is one at a time: `LLM.converse` makes it, and nothing else is generated until it
+    is closed."""
 
     def __init__(
         self, engine: Engine, planned: WorkloadPlan, tokenizer: Tokenizer, extent: Extent, seed: int | None = None
     ) -> None:
         """`planned` is the workload that the extent stands for."""
         self.extent = extent
-        self.seen = 0  # tokens of the text that the cache has taken in
+        self.seen = 0  # tokens of the text that are in the cache
         self.turns = 0
         self.closed = False
         self._spec = planned.spec
@@ -135,7 +137,7 @@ class Conversation:
 
     @property
     def kv_bytes(self) -> int:
-        """Of the slots in use, over all layers."""
+        """Bytes of the slots in use, over all layers."""
         return self.held * self._spec.kv_bytes_per_slot * len(self._spec.kv_layers)
 
     # -- turns -----------------------------------------------------------------------------------------------------------
@@ -147,8 +149,8 @@ class Conversation:
         on_text: OnText | None = None,
         stop: Stop | None = None,
     ) -> Reply:
-        """Puts the turn behind the text and generates what follows. `on_text` gets the pieces as they come; when `stop` says
-        so, the reply ends with the token that is under way."""
+        """Puts the turn behind the text and generates what follows. `on_text` gets the pieces as they come; the reply ends
+        after the token under way once `stop` says so."""
         params = one_params(sampling_params)
         self._refuse_if_closed_or_broken()
         self._refuse(params)
@@ -175,7 +177,7 @@ class Conversation:
         return Reply(row.completion(), len(ids), read - began + run.prefill_seconds, run.decode_seconds, fills_context)
 
     def reset(self) -> None:
-        """Forgets all that was said."""
+        """Forgets everything that was said."""
         self.seen = 0
         self._tail, self._unread = [], []
         self._is_broken = False
@@ -187,7 +189,7 @@ class Conversation:
             raise ValueError("the last reply was broken off within a token; reset the conversation to go on")
 
     def _refuse(self, params: SamplingParams) -> None:
-        """What is not done in a conversation."""
+        """Refuses sampling parameters that a conversation does not support."""
         params.check_vocabulary(self._spec.vocab, self._spec.name)
         if params.n > 1:
             raise ValueError(f"n is {params.n}, but a conversation goes on behind one reply; leave it out")
@@ -226,7 +228,7 @@ class Conversation:
         return (ids[start : start + step] for start in range(0, len(ids), step))
 
     def _take_in(self, row: RowState, piece: Sequence[int]) -> None:
-        """No logits are made of it: the run ends before the head."""
+        """Computes tokens without logits: the run ends before the head."""
         head = len(self._spec.layers) - 1
         block = self._planned.planned(self.extent.block(self.seen, len(piece), 1))
         rows = [RowState(0, piece, row.params, self._tokenizer)]

@@ -51,11 +51,11 @@ class BlockRun:
     planned: BlockPlan
     trace: Trace
     prefill_seconds: float
-    step_seconds: tuple[float, ...]  # of each decode step
-    tokens: int  # generated, or scored
-    moved_bytes: Mapping[str, int]  # per lane
+    step_seconds: tuple[float, ...]  # seconds of each decode step
+    tokens: int  # tokens generated or scored
+    moved_bytes: Mapping[str, int]  # bytes per lane
     busy_seconds: Mapping[str, float]
-    shortage: Shortage | None = None  # of memory, which ended it early: the rows that are not finished have to start anew
+    shortage: Shortage | None = None  # a want of memory that ended it early: unfinished rows start anew
 
     @property
     def block(self) -> Block:
@@ -71,16 +71,16 @@ class BlockRun:
 
 @dataclass
 class _Measures:
-    """What is counted while a block runs, and is there also when it fails."""
+    """Figures that are counted while a block runs; they survive its failure."""
 
     tokens: int = 0
-    step: int = 0  # that is computed
+    step: int = 0  # the step that is computed
     clock: float = field(default_factory=time.perf_counter)  # when a head was last computed
     step_seconds: Counter[int] = field(default_factory=Counter)
     trace: Trace = field(default_factory=lambda: Trace(()))
 
     def count(self, step: int, tokens: int) -> None:
-        """The time since the last head was for this one: in whatever order a schedule visits, each step gets its own."""
+        """Counts the time since the last head for this one: whatever the order of the schedule, each step gets its own."""
         now = time.perf_counter()
         self.step_seconds[step] += now - self.clock  # type: ignore[assignment]
         self.clock = now
@@ -89,7 +89,7 @@ class _Measures:
 
 @dataclass
 class _Progress:
-    """What the actions of a running block share."""
+    """The state that the actions of a running block share."""
 
     rows: list[BatchRows]
     kv: KVStore
@@ -104,7 +104,7 @@ class _Progress:
         return all(rows.is_done for rows in self.rows)
 
     def is_wanted(self, task: Task) -> bool:
-        """Will anybody need what this task stores?"""
+        """Whether anybody will need what this task stores."""
         rows = self.rows[task.batch]
         return rows.last_step is None or (rows.batch.lives_on and task.step <= rows.last_step)
 
@@ -119,7 +119,7 @@ class Engine:
         self._weights = WeightStore(self._spec, place_weights(self._spec, plan), source, memories)
 
     def trim(self) -> None:
-        """Lets go of buffers that the blocks of an earlier workload left for reuse: this one's may have other sizes."""
+        """Frees buffers that the blocks of an earlier workload left for reuse: the next ones may have other sizes."""
         self._memories.host.trim()
 
     def restart_peaks(self) -> None:
@@ -132,11 +132,11 @@ class Engine:
 
     @property
     def is_forked(self) -> bool:
-        """A copy of one that lives on in another process: what it holds is not its own."""
+        """Whether this is a fork's copy of an engine, whose memory belongs to the parent."""
         return self._process != os.getpid()
 
     def open_kv(self, planned: BlockPlan) -> KVStore:
-        """A home for the block's KV, which whoever asks for it closes. That of texts that live on is handed to `run` again."""
+        """A home for the block's KV; the caller closes it. That of texts that live on is handed to `run` again."""
         with torch.inference_mode():
             return KVStore(self._spec, self._plan.policy, planned.block, planned.schedule, self._memories)
 
@@ -151,13 +151,13 @@ class Engine:
         may_run_out: bool = False,
     ) -> BlockRun:
         """Runs one block. `rows` are all rows of the workload, in input order; `stop_at` ends the run early at a task; `kv`
-        holds what an earlier block has left. Want of memory is an error, unless it `may_run_out`: then it ends the block, all
-        that was held for it is given back, and the `shortage` is told."""
+        holds what an earlier block has left. Want of memory is an error, unless it `may_run_out`: then it ends the block,
+        everything held for it is given back, and the run reports the `shortage`."""
         refuse_forked(self._process, f"the engine of {self._spec.name}")
         block, schedule, measures, shortage = planned.block, planned.schedule, _Measures(), None
 
         def run() -> None:
-            """What it holds is its own: it goes with this call."""
+            """Runs the block in a call of its own: everything it holds is freed when the call returns."""
             self._weights.prepare(schedule)
             guard = HostGuard(self._memories.host.spare_bytes) if may_run_out else None
             with ExitStack() as opened, torch.inference_mode():
@@ -184,7 +184,7 @@ class Engine:
                 raise
             measures.count(measures.step, 0)
         if shortage is not None:
-            self._give_back()  # not before: the error's traceback has held what the block did
+            self._give_back()  # not earlier: the error's traceback held what the block did
         return _summary(planned, measures, shortage)
 
     def _give_back(self) -> None:
@@ -198,7 +198,7 @@ class Engine:
         return BatchRows(batch, alive, self._plan, gen_len, device)
 
     def _tasks(self, schedule: Schedule, state: _Progress, stop_at: Until | None) -> Iterator[Task]:
-        """The schedule, until nobody is left to compute for."""
+        """The tasks of the schedule, until nobody is left to compute for."""
         for task in schedule.tasks():
             if state.is_done or (stop_at is not None and stop_at(task)):
                 return
@@ -214,7 +214,7 @@ class Engine:
             return lambda task: action(task) if state.is_wanted(task) else 0
 
         def for_its_users(action: Callable[[Task], int]) -> Callable[[Task], int]:
-            """Weights serve all batches when they are cut in slices, else those in whose name they come."""
+            """Skips the action if nobody needs its data any more. Weights cut in slices serve all batches."""
             return lambda task: 0 if state.is_done or is_for_nobody(task) else action(task)
 
         def is_for_nobody(task: Task) -> bool:
@@ -244,7 +244,7 @@ class Engine:
         }
 
     def _compute(self, task: Task, state: _Progress) -> None:
-        """One layer on one batch."""
+        """Computes one layer on one batch."""
         rows, layer = state.rows[task.batch], self._spec.layers[task.layer]
         if layer.makes_logits:
 
@@ -253,14 +253,14 @@ class Engine:
 
             state.measures.count(task.step, state.at_head(rows, state.hidden.take(task.batch), logits_of, task.step))
             if task.step == 0:
-                give_back_freed()  # prompts work in much more room than steps do, and what they freed would stay
+                give_back_freed()  # prompts work in much more room than steps do; what they freed would stay
             return
         hidden = None if layer.takes_tokens else state.hidden.take(task.batch)
         cache = state.kv.open(task, rows) if layer.has_kv else None
         state.hidden.put(task, self._layer(task.visit, rows, hidden, cache))
 
     def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, cache: KVCache | None) -> Tensor:
-        """All rows at once, or part by part: what a part allocates in passing is free for the next."""
+        """Computes all rows at once, or part by part: what a part allocates in passing is free for the next."""
         if len(rows.parts) == 1:
             return self._computed(visit, rows.parts[0], hidden, cache)
         out: Tensor | None = None
@@ -269,7 +269,7 @@ class Engine:
             own = None if cache is None else cache.part(part.rows)
             computed = self._computed(visit, part, None if hidden is None else hidden[place], own)
             out = computed.new_empty(rows.batch.size, rows.batch.prompt_len, computed.shape[-1]) if out is None else out
-            out[place] = computed  # what stands behind are pads, which nobody reads
+            out[place] = computed  # the rest are pads, which nobody reads
         assert out is not None
         return out
 

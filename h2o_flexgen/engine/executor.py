@@ -51,12 +51,12 @@ class Executor:
         self._actions = actions
         self._device = device
         self._ahead = ahead  # COMPUTEs that may wait while their transfers are under way
-        self._pending: dict[Key, _Pending] = {}  # tasks that are missing here are done
+        self._pending: dict[Key, _Pending] = {}  # tasks; those that are missing here are done
         self._queues: dict[str, SimpleQueue[Task | None]] = {}
         self._threads: list[tuple[threading.Thread, threading.Event]] = []
         self._failure: tuple[Task | str, BaseException] | None = None
         self._stopped = False
-        self.trace = Trace(())  # of the last run, even if it failed
+        self.trace = Trace(())  # trace of the last run, even if it failed
 
     def run(self, tasks: Iterable[Task]) -> Trace:
         self._device.settle()  # weights and buffers were prepared on another stream than the lanes'

@@ -1,4 +1,4 @@
-"""Generation: what is prepared runs block after block, and a completion comes out when the block that it ends in is over."""
+"""Generation: prepared rows run block after block, and a completion comes out when the block it ends in is over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from h2o_flexgen.sampling.output import Completion
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows that can be run: their tokens are known, and the workload that they are is planned and fits."""
+    """Rows that can be run: their tokens are known, and their workload is planned and fits."""
 
     rows: Sequence[RowState]
     planned: WorkloadPlan
@@ -36,7 +36,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Running:
-    """How blocks run, whatever becomes of them at the head of the model; and what has become of those that did."""
+    """How blocks run, whatever happens to them at the head of the model; and the runs that are done."""
 
     engine: Engine
     at_head: AtHead
@@ -63,14 +63,14 @@ class Running:
             deque(self.blocks(prepared), maxlen=0)
 
     def completions(self, prepared: Prepared) -> Iterator[Completion]:
-        """One for each prompt, if all of its rows end."""
+        """Yields one completion for each prompt whose rows all end."""
         rows, of_prompt = prepared.rows, defaultdict[int, list[RowState]](list)
         for row in rows:
             of_prompt[row.index].append(row)
         waiting = Counter(row.index for row in rows if not row.finished)
         counted: set[int] = set()
         for run in self.blocks(prepared):
-            for place in run.block.rows:  # also of a block that memory ran out in: the others of its rows come again
+            for place in run.block.rows:  # also for a block that memory ran out in: its other rows come again
                 row = rows[place]
                 if row.finished and place not in counted:
                     counted.add(place)
@@ -80,5 +80,5 @@ class Running:
 
 
 def _warn(shrink: Shrink) -> None:
-    """For those who listen to nothing: a smaller block is slower, and nobody should wonder why."""
+    """Warns callers without a listener: a smaller block is slower, and nobody should wonder why."""
     warnings.warn(f"{shrink} ({shrink.shortage.reason})", RuntimeWarning, stacklevel=2)

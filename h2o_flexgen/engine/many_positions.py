@@ -1,4 +1,4 @@
-"""Logits of many positions of texts, some of them at a time."""
+"""Logits of many positions of texts, some positions at a time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ LOGITS_AT_ONCE = 2**22  # 16 MiB in fp32, whatever the texts and the vocabulary
 
 
 def positions_at_once(plan: Plan, vocab: int) -> int:
-    """Positions that logits are made of together: those of a step of a batch are counted in any case."""
+    """Positions whose logits are made together: those of a step of a batch are counted in any case."""
     return max(plan.gpu_batch_size, LOGITS_AT_ONCE // vocab)
 
 
 def side_by_side(pieces: Sequence[Tensor], positions: int) -> Iterator[Tensor]:
-    """(tokens, width) each, as few large pieces of so many positions: no more than one of them is ever copied."""
+    """Joins hidden states (tokens, width) to few large pieces of this many positions, copying no more than one piece at a
+    time."""
     held: list[Tensor] = []
     room = positions
     for piece in pieces:

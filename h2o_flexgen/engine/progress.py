@@ -41,7 +41,7 @@ class Progress:
         self._details: tuple[str, ...] = ()
         self._done = 0
         self._counts = True  # show how many are done
-        self._width = 0  # of the line on the terminal
+        self._width = 0  # width of the line on the terminal
         self._started = time.monotonic()
         self._over = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name=f"progress {label}", daemon=True)

@@ -1,6 +1,5 @@
-"""Log-probabilities of prompts, from the pass that reads them. In it every token sees all that stand before it, as they are,
-whatever a policy then keeps of them and in however few bits.
-"""
+"""Log-probabilities of prompts, from the pass that reads them. There every token sees all tokens before it unchanged, whatever
+a policy then keeps of them and in however few bits."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from h2o_flexgen.sampling.ranking import logprobs_of
 
 
 def read_prompts(rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, positions: int) -> None:
-    """hidden (rows, tokens, width), of prompts that begin with their first token. `positions`: of which logits are made at
-    once. Rows that ask for log-probabilities get them."""
+    """Gives rows that ask for them the log-probabilities of their prompts: hidden (rows, tokens, width), of prompts that begin
+    with their first token. `positions`: how many have their logits made at once."""
     asking = [(row, own[: length - 1]) for row, own, length in zip(rows.alive, hidden, rows.batch.lengths)]
     asking = [(row, own) for row, own in asking if row.wants_prompt_logprobs]
     tokens = [token for row, _ in asking for token in row.prompt_ids[1:]]  # each is foretold by the one before it

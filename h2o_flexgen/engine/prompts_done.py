@@ -1,4 +1,4 @@
-"""How many prompts are done of all, shown while a call generates."""
+"""Shows how many prompts are done while a call generates."""
 
 from __future__ import annotations
 

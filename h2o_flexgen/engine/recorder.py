@@ -12,7 +12,7 @@ from h2o_flexgen.memory.device import Device, Marker
 from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Span, Trace
 
-KEPT = 1 << 14  # latest spans that are kept; of earlier ones only each lane's sums are
+KEPT = 1 << 14  # latest spans that are kept; of earlier ones only the sums per lane are
 
 
 class Recorder:

@@ -1,6 +1,5 @@
-"""What is asked of a model, as rows: prompts with their tokens, and what is to be generated behind each of them. What the model
-cannot do is refused here, before anything is planned.
-"""
+"""Requests to a model as rows: prompts with their tokens, and what to generate behind each of them. What the model cannot do is
+refused here, before anything is planned."""
 
 from __future__ import annotations
 
@@ -29,7 +28,8 @@ class RowMaker:
     tokenizer: Tokenizer
 
     def rows(self, prompts: Sequence[Prompt], params: Params, streamed: bool = False, forced: Forced = None) -> list[RowState]:
-        """As many for a prompt as completions are asked for. `streamed`: their texts are followed token by token."""
+        """The rows of all prompts, as many per prompt as completions are asked for. `streamed`: their texts are followed token
+        by token."""
         each = for_each(params, len(prompts))
         forced = [()] * len(prompts) if forced is None else forced
         if len(forced) != len(prompts):
@@ -44,7 +44,8 @@ class RowMaker:
         return rows
 
     def _checked(self, params: SamplingParams, index: int, prompt_len: int, forced: Sequence[int]) -> SamplingParams:
-        """What this model can do behind this prompt, where it is said how many tokens may come."""
+        """The sampling parameters with the number of tokens that may come; what this model cannot do behind this prompt is
+        refused."""
         params.check_vocabulary(self.spec.vocab, self.spec.name)
         wanted = params.max_tokens
         most = most_tokens(self.spec, self.plan, index, prompt_len) if wanted is None else wanted

@@ -30,9 +30,9 @@ class RowState:
         assert params.max_tokens is not None, "the caller replaces None by the positions left"
         if params.stop_strings and not tokenizer.reads_texts:
             raise ValueError("stop is a text, but this model has no tokenizer; give stop_token_ids, or choose a tokenizer")
-        self.index = index  # of the prompt in the input
-        self.number = number  # of the row among the completions of its prompt
-        self.row = index if row is None else row  # among all rows of the workload
+        self.index = index  # index of the prompt in the input
+        self.number = number  # number of the row among the completions of its prompt
+        self.row = index if row is None else row  # index among all rows of the workload
         self.params = params
         self.max_tokens = params.max_tokens
         self.prompt = prompt

@@ -34,14 +34,14 @@ class Part:
 
 class BatchRows:
     def __init__(self, batch: Batch, rows: Sequence[RowState], plan: Plan, gen_len: int, device: torch.device) -> None:
-        self.batch = batch  # of living rows
+        self.batch = batch  # the living rows
         self.generation = 0  # how often the living rows have moved up
         self.places_before: list[int] = list(range(batch.size))  # for each place, the one before the rows last moved up
         self.last_step: int | None = None  # known once all rows are finished
         self._rows = list(rows)
         self._policy = plan.policy
         self._gen_len = gen_len
-        self._capacity = plan.policy.slots(batch, gen_len).capacity
+        self._capacity = plan.policy.occupancy(batch, gen_len).capacity
         self._device = device
         self.parts = self._prompts(plan.prefill_tokens)
 
@@ -69,7 +69,7 @@ class BatchRows:
         return tokens.to(self._device)
 
     def _kv_step(self, batch: Batch, step: int) -> KVStep:
-        return KVStep.of(self._policy.slots(batch, self._gen_len), step, self._capacity, self._device)
+        return KVStep.of(self._policy.occupancy(batch, self._gen_len), step, self._capacity, self._device)
 
     def last_hidden(self, hidden: Tensor) -> Tensor:
         """The hidden states of each row's last token, for logits: (rows, tokens, width) -> (rows, width)."""

@@ -31,7 +31,7 @@ SCORED = "scored"  # the reason why a row ends
 class Scored:
     """The log-probability of every token of a continuation, and the model's likeliest token in its place."""
 
-    index: int  # of the pair in the input
+    index: int  # index of the pair in the input
     logprobs: tuple[float, ...]
     greedy: tuple[int, ...]
 
@@ -53,7 +53,7 @@ def way_of(plan: Plan, asked: str | None) -> str:
 
 
 def read_pairs(pairs: Pairs, tokenizer: Tokenizer) -> tuple[list[Prompt], list[tuple[int, ...]]]:
-    """What stands before, and what is scored."""
+    """Reads pairs: what stands before, and what is scored."""
     read = [read_pair(place, pair, tokenizer) for place, pair in enumerate(pairs)]
     if empty := [index for index, (_, after) in enumerate(read) if not after]:
         raise ValueError(f"continuation {empty[0]} is empty; there is nothing to score: leave the pair out")
@@ -61,14 +61,14 @@ def read_pairs(pairs: Pairs, tokenizer: Tokenizer) -> tuple[list[Prompt], list[t
 
 
 def params_of(continuations: Sequence[Sequence[int]]) -> list[SamplingParams]:
-    """To generate continuations that are given, and to hear how likely each token was."""
+    """Sampling parameters for given continuations, with the log-probability of each token."""
     return [SamplingParams(max_tokens=len(after), logprobs=1) for after in continuations]
 
 
 class _Wanted(NamedTuple):
     """A token whose score is wanted."""
 
-    position: int  # among those that logits are made of
+    position: int  # index among the positions whose logits are made
     pair: int
     token: int
 
@@ -83,7 +83,7 @@ class Scorer:
         self.texts = [RowState(place, text, params, tokenizer) for place, text in enumerate(wanted)]  # the rows to be run
         self.scored: dict[int, Scored] = {}
         self._pairs = [*wanted.values()]  # for each text, the index and continuation of the pairs scored with it
-        self._positions = positions  # of which logits are made at once
+        self._positions = positions  # positions whose logits are made at once
         self._on_token = on_token
 
     @property

@@ -17,11 +17,11 @@ from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
 @dataclass(frozen=True)
 class Shrink:
-    """Memory ran out in a block."""
+    """Smaller blocks, because memory ran out in one."""
 
     shortage: Shortage
     tried: BlockSize
-    size: BlockSize  # of the blocks to come
+    size: BlockSize  # size of the blocks to come
     num_ended: int  # blocks that have ended
     rest: BlockPlans  # all blocks to come
 

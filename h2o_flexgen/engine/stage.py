@@ -1,4 +1,4 @@
-"""Stage: what an LLM is at, for whoever shows how far it is."""
+"""Stage: what an LLM is doing, for those who show progress."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from h2o_flexgen.core.units import format_bytes
 
 
 class Stage(str, Enum):
-    CONVERTING = "converting weights"  # of .bin files, once
+    CONVERTING = "converting weights"  # .bin files, once
     PACKING = "packing weights"  # into fewer bits, once
     WRITING = "writing random weights"  # those that are to be read from disk
     MENDING = "making a damaged copy of weights again"  # told once, before it is converted or packed again

@@ -13,7 +13,7 @@ from h2o_flexgen.engine.row_state import RowState
 
 @dataclass(frozen=True)
 class Stats:
-    """Of the last `generate` or `score`."""
+    """The figures of the last `generate` or `score`."""
 
     num_prompts: int
     prompt_tokens: int
@@ -21,12 +21,12 @@ class Stats:
     prefill_seconds: float
     decode_seconds: float
     total_seconds: float
-    step_seconds: tuple[float, ...]  # of every decode step of every block
-    moved_bytes: dict[str, int]  # per lane
-    busy_seconds: dict[str, float]  # per lane
-    peak_bytes: Mapping[str, int]  # per tier; the host's is the process's resident memory
-    shrunk: tuple[BlockSize, ...]  # of the blocks that memory ran out in; their seconds and bytes count above
-    blocks: tuple[BlockRun, ...] = field(repr=False)  # that ended; of these only the last has kept its trace
+    step_seconds: tuple[float, ...]  # seconds of every decode step of every block
+    moved_bytes: dict[str, int]  # bytes per lane
+    busy_seconds: dict[str, float]  # seconds per lane
+    peak_bytes: Mapping[str, int]  # bytes per tier; the host's is the process's resident memory
+    shrunk: tuple[BlockSize, ...]  # sizes of blocks that memory ran out in; their seconds and bytes count above
+    blocks: tuple[BlockRun, ...] = field(repr=False)  # the blocks that ended; only the last has kept its trace
 
     @classmethod
     def of(cls, rows: Sequence[RowState], runs: Sequence[BlockRun], peak_bytes: Mapping[str, int]) -> Stats:
@@ -40,7 +40,7 @@ class Stats:
         return cls(
             num_prompts=len({row.index for row in rows}),
             prompt_tokens=sum(row.prompt_len for row in rows),
-            generated_tokens=sum(row.num_generated for row in rows),  # once, also where a row started anew
+            generated_tokens=sum(row.num_generated for row in rows),  # counted once, even if a row started anew
             prefill_seconds=prefill,
             decode_seconds=decode,
             total_seconds=prefill + decode,

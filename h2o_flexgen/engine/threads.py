@@ -1,5 +1,5 @@
-"""How many threads compute. Each step of a model waits for the slowest of them, so one more than there are free cores makes it
-slower, and not faster."""
+"""Chooses how many threads compute. Each step of a model waits for the slowest of them, so one more than there are free cores
+makes it slower, not faster."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from h2o_flexgen.core.cores import cores
 
 __all__ = ["get_num_threads", "make_room_for_others", "set_threads"]
 
-CHOSEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # whoever sets one of them has decided
-QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in so many, or "max"
+CHOSEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # a user who sets one of them has decided
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # quota of a container: microseconds per period, or "max"
 
 
 def set_threads(asked: int | None) -> None:
@@ -29,7 +29,7 @@ def set_threads(asked: int | None) -> None:
 
 
 def make_room_for_others(busy_cores: float, asked: int | None) -> str | None:
-    """Fewer threads where other processes keep cores busy, or a container may use less than all of them, unless somebody has
+    """Uses fewer threads if other processes keep cores busy, or if a container may use less than all cores, unless somebody has
     chosen how many. Says in a line what was done."""
     if asked is not None or any(os.environ.get(name) for name in CHOSEN):
         return None
@@ -49,7 +49,7 @@ def threads_beside(busy_cores: float, own_cores: int, quota: float, most: int) -
 
 
 def quota_cores(file: Path = QUOTA) -> float:
-    """Endless where there is none."""
+    """The number of cores in a container's quota; infinite if there is none."""
     with suppress(OSError, ValueError, ZeroDivisionError):
         used, period = file.read_text(encoding="ascii").split()
         return int(used) / int(period)

@@ -124,7 +124,7 @@ class Setting:
         policy = self.plan(base).policy
         for prompt_len, gen_len in sizes:
             try:
-                policy.slots(Batch((0,), (prompt_len,)), gen_len)
+                policy.occupancy(Batch((0,), (prompt_len,)), gen_len)
             except ValueError as error:
                 raise ValueError(f"{error} (this is {self.policy} at {self.amount.label}; leave one of them out)") from error
 

@@ -1,1 +1,1 @@
-"""Kernels in C for the CPU, each beside a twin in torch that it equals and that does its work where none was built."""
+"""C kernels for the CPU, each beside an equal twin in torch that does its work where none was built."""

@@ -13,18 +13,17 @@ from torch import Tensor
 
 
 def column_sums(q: Tensor, k: Tensor, weights: Tensor, is_held: Tensor | None, scored_bytes: int) -> Tensor:
-    """q (rows, heads, tokens, dim), k (rows, kv_heads, keys, dim), weights (rows, tokens) of the queries -> (rows, kv_heads,
-    keys), fp32: probabilities times the weight of their query, summed over queries and the query heads of a group.
-
-    Keys that are more than the queries stand before them all; `is_held` (rows, 1, so many) says which of these exist. So many
-    bytes of probabilities are held at once."""
+    """Sums, for every key, the probabilities times the weight of their query, over queries and over the query heads of a group:
+    q (rows, heads, tokens, dim), k (rows, kv_heads, keys, dim), weights (rows, tokens) -> (rows, kv_heads, keys), fp32. If
+    there are more keys than queries, the first ones stand before all queries; `is_held` (rows, 1, earlier keys) says which of
+    them exist. At most `scored_bytes` of probabilities are held at once."""
     rows, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
     held = keys - tokens
     sums = torch.zeros(rows, kv_heads, keys, dtype=torch.float32, device=q.device)
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, tokens, dim)
     counted = weights.ne(0).any(0).nonzero()[:, 0]
-    first = int(counted[0]) if len(counted) else tokens  # queries before it count for nobody
+    first = int(counted[0]) if len(counted) else tokens  # earlier queries have no weight
     for row, start, end in _blocks(rows, first, tokens, max(1, scored_bytes // (4 * heads * keys))):
         there = None if is_held is None else is_held[row]
         shares = probabilities(grouped[row, :, :, start:end], k[row, :, : held + end], there)
@@ -41,8 +40,8 @@ def _blocks(rows: int, first: int, tokens: int, queries: int) -> Iterator[tuple[
 
 
 def probabilities(q: Tensor, k: Tensor, is_held: Tensor | None) -> Tensor:
-    """q (rows, kv_heads, group, queries, dim), k (rows, kv_heads, keys, dim) up to the last of them ->
-    (rows, kv_heads, group * queries, keys)"""
+    """q (rows, kv_heads, group, queries, dim), k (rows, kv_heads, keys, dim) up to the last query -> (rows, kv_heads, group *
+    queries, keys)"""
     rows, kv_heads, group, queries, dim = q.shape
     scores = q.float().reshape(rows, kv_heads, group * queries, dim) @ k.float().transpose(2, 3)
     scores.mul_(dim**-0.5)

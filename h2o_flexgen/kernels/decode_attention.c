@@ -1,13 +1,14 @@
-/* Attention of one new token per row over the slots that the row holds: shares = softmax(q . keys), out = shares . values, and
-   what each slot got from all query heads of its group. Keys and values are read once; nothing but the shares is stored.
+/* Attention of one new token per row over the slots that the row holds: shares = softmax(q . keys), out = shares . values, and the
+   attention each slot received from all query heads of its group. Keys and values are read once; nothing but the shares is stored.
 
-   A (row, KV head) is worked on by one thread from its first slot to its last, so a row's outcome depends on nothing but the row. */
+   A (row, KV head) is worked on by one thread from its first slot to its last, so a row's outcome depends on nothing but the row.
+   */
 
 #include "group_values.h"
 #include "sizes.h"
 #include "slots.h"
 
-#define TOGETHER 4 /* slots: what is summed up is loaded and stored less often */
+#define TOGETHER 4 /* slots per pass over the sums, so that these are loaded and stored less often */
 
 /* The sums of four registers. */
 static ALWAYS_INLINE void sums_of(const floats *of, float *out)
@@ -16,7 +17,7 @@ static ALWAYS_INLINE void sums_of(const floats *of, float *out)
     const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)of[0], (__m512)of[1]), _mm512_unpackhi_ps((__m512)of[0], (__m512)of[1]));
     const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps((__m512)of[2], (__m512)of[3]), _mm512_unpackhi_ps((__m512)of[2], (__m512)of[3]));
     const __m512 low = _mm512_shuffle_ps(ab, cd, 0x44), high = _mm512_shuffle_ps(ab, cd, 0xee);
-    const __m512 each = _mm512_add_ps(low, high); /* of every quarter the sums over it */
+    const __m512 each = _mm512_add_ps(low, high); /* each quarter has the sums over itself */
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(each), _mm512_extractf32x8_ps(each, 1));
     _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 #elif LANES == 8
@@ -28,7 +29,7 @@ static ALWAYS_INLINE void sums_of(const floats *of, float *out)
 #endif
 }
 
-/* The values of a slot in registers; what stands behind the last one does no harm where queries are zero. */
+/* The values of a slot in registers; whatever is behind the last one does no harm, because queries are zero there. */
 static ALWAYS_INLINE void widen(const char *slot, long dim, long registers, int kind, floats *out)
 {
     if (kind == BF16) {
@@ -53,7 +54,7 @@ static ALWAYS_INLINE void widen(const char *slot, long dim, long registers, int 
     }
 }
 
-/* Slots whose values do not fill their registers are read through a copy, or what lies behind them would be read. */
+/* A slot whose values do not fill their registers is copied first, so that nothing behind it is read. */
 static ALWAYS_INLINE const char *filled(const char *slot, long dim, long registers, int kind, char *room)
 {
     if (kind > FLOAT || registers * LANES == dim)
@@ -64,7 +65,7 @@ static ALWAYS_INLINE const char *filled(const char *slot, long dim, long registe
     return room;
 }
 
-/* In place; adds to `sums` what each slot gets. */
+/* Works in place, and adds the share of each slot to `sums`. */
 static ALWAYS_INLINE void softmax(float *restrict scores, float *restrict sums, long held)
 {
     const long whole = held / LANES * LANES;
@@ -102,8 +103,8 @@ static ALWAYS_INLINE void softmax(float *restrict scores, float *restrict sums, 
     }
 }
 
-/* What follows is for one KV head of one row. `q` and `out` are (group, registers), zeros behind the last value; `shares` is (group,
-   capacity). Sizes are arguments, so that the compiler can know them. */
+/* The functions from here on work on one KV head of one row. `q` and `out` are (group, registers), zeros behind the last value;
+   `shares` is (group, capacity). Sizes are arguments, so that the compiler can know them. */
 
 static ALWAYS_INLINE void score_slots(const floats *q, const slots *keys, long row, long head, float *shares, long held,
                                       long capacity, long group, long dim, long registers, float scale, int key_kind)
@@ -177,7 +178,7 @@ typedef struct {
     const float *q;      /* (rows, kv_heads, group, dim) */
     slots keys, values;
     const int64_t *held; /* (rows), the new token included */
-    float *out;          /* as q */
+    float *out;          /* shaped as q */
     float *sums;         /* (rows, kv_heads, capacity); 0 behind what is held */
     float *shares;       /* (rows, kv_heads, group, capacity) */
     long rows, kv_heads, group, dim, capacity;
@@ -202,8 +203,8 @@ static ALWAYS_INLINE void attend(const attention *a, long row, long head, long g
         memcpy(a->out + (unit * group + g) * dim, out + g * registers, dim * sizeof(float));
 }
 
-/* The same body for sizes that the compiler knows, because those are what models have. What runs in parallel is called through a
-   pointer: a parallel region is compiled by itself, and would know nothing of sizes that are constant outside of it. */
+/* The same body for usual sizes, which the compiler then knows. Parallel regions call it through a pointer: a region is compiled by
+   itself, and would know nothing of sizes that are constant outside of it. */
 
 typedef void (*head_action)(const attention *a, long row, long head);
 
@@ -225,7 +226,7 @@ FOR_KIND(FLOAT)
 FOR_KIND(GROUP4)
 FOR_KIND(GROUP8)
 
-static void attend_mixed(const attention *a, long row, long head) /* keys that were rotated, beside packed values */
+static void attend_mixed(const attention *a, long row, long head) /* rotated keys beside packed values */
 {
     attend(a, row, head, a->group, a->dim, a->keys.kind, a->values.kind);
 }

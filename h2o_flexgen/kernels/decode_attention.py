@@ -1,4 +1,4 @@
-"""Attention of one new token per row over the slots it holds, and what each slot got of it, in C and in torch.
+"""Attention of one new token per row over the slots it holds, and the attention each slot received, in C and in torch.
 
 The two differ in the last bits: C sums in another order, and keeps shares in float32.
 """
@@ -15,11 +15,11 @@ from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.quant.grouped import Grouped
 
-PACKED_KINDS = {Grouped(4).name: 2, Grouped(8).name: 3}  # counted on from plain values
+PACKED_KINDS = {Grouped(4).name: 2, Grouped(8).name: 3}  # numbered after the plain kinds
 
 
 class Kept(NamedTuple):
-    """Keys or values of slots, (rows, kv_heads, slots, width): plain, or the bytes of a codec."""
+    """The keys or values of slots, (rows, kv_heads, slots, width): plain, or as the bytes of a codec."""
 
     data: Tensor
     codec: str = PLAIN
@@ -44,7 +44,7 @@ def _kind(kept: Kept) -> int:
 
 
 def decode_attention_twin(q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    # over all slots, empty ones masked: a slice of the slots is not contiguous, and bf16 products of it are 4 times slower
+    # over all slots, with empty ones masked: a slice is not contiguous, and bf16 products of it are 4 times slower
     scores = torch.matmul(q, keys.data.transpose(2, 3)).float().mul_(q.shape[-1] ** -0.5).add_(mask)
     shares = torch.softmax(scores, dim=-1)  # (rows, kv_heads, group, slots)
     return torch.matmul(shares.to(values.data.dtype), values.data), shares.sum(2)

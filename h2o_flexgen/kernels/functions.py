@@ -1,4 +1,4 @@
-"""Every kernel by the name that kernels/table.py knows it by: those in C, and their twins in torch."""
+"""Every kernel under its name in kernels/table.py: those in C, and their twins in torch."""
 
 from __future__ import annotations
 

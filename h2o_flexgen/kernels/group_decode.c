@@ -1,10 +1,10 @@
-/* Rows of a group codec -> float32 or bfloat16. */
+/* Decodes rows of a group codec to float32 or bfloat16. */
 
 #include "kernel.h"
 
 #ifdef __AVX512BW__
 
-/* Sixteen codes have sixteen values: they are worked out once for a group and then looked up. */
+/* The values of all sixteen codes are worked out once for a group and then looked up. */
 static ALWAYS_INLINE void decode_group_4_half(packed_group from, uint16_t *out)
 {
     uint16_t table[32] = {0};
@@ -53,8 +53,8 @@ static ALWAYS_INLINE void decode_row(const uint8_t *row, char *out, long columns
     }
 }
 
-/* What runs in parallel is called through a pointer: a parallel region is compiled by itself, and would know nothing of what is
-   constant outside of it. */
+/* Parallel regions call through a pointer: a region is compiled by itself, and would know nothing of what is constant outside of
+   it. */
 
 typedef void (*row_action)(const uint8_t *row, char *out, long columns);
 

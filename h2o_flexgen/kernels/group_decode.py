@@ -13,7 +13,7 @@ from h2o_flexgen.quant.grouped import GROUP, Grouped, groups_of
 
 
 def group_decode(codec: Grouped, data: Tensor, out: Tensor) -> None:
-    """data (rows, bytes of a row) -> out (rows, columns)."""
+    """Decodes data (rows, bytes of a row) into out (rows, columns)."""
     rows, columns = out.shape
     sizes = (ctypes.c_long(rows), ctypes.c_long(columns))
     kind = (ctypes.c_int(codec.bits), ctypes.c_int(KINDS[out.dtype]), ctypes.c_int(torch.get_num_threads()))
@@ -32,12 +32,13 @@ def group_decode_twin(codec: Grouped, data: Tensor, out: Tensor) -> None:
 
 
 def group_parts(codec: Grouped, data: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row its codes (rows, groups, bytes of a group), then its scales, then its minima (rows, groups), as bfloat16."""
+    """The parts of each row: its codes (rows, groups, bytes of a group), its scales and its minima (rows, groups), as
+    bfloat16."""
     groups = groups_of(columns)
     codes, scales, minima = data.split((groups * codec.code_bytes, 2 * groups, 2 * groups), dim=1)
     return codes.unflatten(1, (groups, codec.code_bytes)), scales.view(torch.bfloat16), minima.view(torch.bfloat16)
 
 
 def _unpacked(codes: Tensor) -> Tensor:
-    """(rows, groups, 64): byte j of a group of four bits holds the codes of values j (low) and j + 32 (high)."""
+    """Unpacks codes to (rows, groups, 64): byte j of a four-bit group holds the codes of values j (low) and j + 32 (high)."""
     return codes if codes.shape[-1] == GROUP else torch.cat((codes & 15, codes >> 4), dim=-1)

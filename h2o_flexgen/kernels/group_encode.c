@@ -1,12 +1,12 @@
-/* Rows of float32 or bfloat16 -> rows of a group codec, to the bits of the twin in torch: the minimum is rounded down to bfloat16
-   and the scale up, so that the codes reach from the least to the largest value. */
+/* Encodes rows of float32 or bfloat16 with a group codec, bit for bit as the twin in torch does: the minimum is rounded down to
+   bfloat16 and the scale up, so that the codes reach from the least to the largest value. */
 
 #include "kernel.h"
 #include <math.h>
 
-static ALWAYS_INLINE uint16_t next_bf16(uint16_t half, int up) /* the neighbour of a number on that side */
+static ALWAYS_INLINE uint16_t next_bf16(uint16_t half, int up) /* the next number above or below */
 {
-    if ((half & 0x7fff) == 0) /* of both zeros */
+    if ((half & 0x7fff) == 0) /* the neighbour of either zero */
         return up ? 0x0001 : 0x8001;
     const int away_from_zero = (half >> 15) != up;
     return away_from_zero ? half + 1 : half - 1;
@@ -29,21 +29,21 @@ static ALWAYS_INLINE int is_finite(uint16_t half)
     return (half & 0x7f80) != 0x7f80;
 }
 
-/* 64 values; gives scale and minimum as bfloat16. A group with something that is no number becomes NaN altogether. */
+/* Encodes 64 values and gives scale and minimum as bfloat16. A group with a NaN or an infinity becomes NaN altogether. */
 static ALWAYS_INLINE void encode_group(const float *values, int bits, uint8_t *codes, uint16_t *scale, uint16_t *minimum)
 {
     const float most = (float)((1 << bits) - 1);
     float least = values[0], largest = values[0], nothing = 0.0f;
 #pragma omp simd reduction(min : least) reduction(max : largest) reduction(+ : nothing)
     for (int at = 0; at < GROUP; at++) {
-        nothing += values[at] - values[at]; /* unless one is no number */
+        nothing += values[at] - values[at]; /* stays 0 unless a value is NaN or infinite */
         least = values[at] < least ? values[at] : least;
         largest = values[at] > largest ? values[at] : largest;
     }
-    *minimum = bf16_not_above(least + 0.0f); /* of two zeros the positive one */
+    *minimum = bf16_not_above(least + 0.0f); /* makes -0 positive */
     const float from = bf16_to_float(*minimum);
     *scale = bf16_not_below((largest - from + 0.0f) / most);
-    if (nothing != 0.0f || !is_finite(*scale) || !is_finite(*minimum)) { /* none of them can be told from another */
+    if (nothing != 0.0f || !is_finite(*scale) || !is_finite(*minimum)) { /* the values cannot be told apart */
         *minimum = 0x7fc0; /* NaN */
         *scale = 0;
         memset(codes, 0, GROUP / 8 * bits);
@@ -65,7 +65,7 @@ static ALWAYS_INLINE void encode_group(const float *values, int bits, uint8_t *c
     }
 }
 
-/* What the last group lacks is the row's last value, which changes neither end. */
+/* The last group is filled with the row's last value, which changes neither extreme. */
 static ALWAYS_INLINE void encode_row(const char *row, uint8_t *out, long columns, int bits, int wide)
 {
     const long groups = (columns + GROUP - 1) / GROUP, code_bytes = GROUP / 8 * bits;

@@ -1,4 +1,4 @@
-"""Values into a group codec. C and torch give the same bits."""
+"""Values encoded with a group codec. C and torch give the same bits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from h2o_flexgen.quant.grouped import GROUP, Grouped
 
 
 def group_encode(codec: Grouped, values: Tensor, out: Tensor) -> None:
-    """values (rows, columns) -> out (rows, bytes of a row)."""
-    values = values.contiguous()  # and held until C is done
+    """Encodes values (rows, columns) into out (rows, bytes of a row)."""
+    values = values.contiguous()  # kept alive until C is done
     rows, columns = values.shape
     sizes = (ctypes.c_long(rows), ctypes.c_long(columns))
     kind = (ctypes.c_int(codec.bits), ctypes.c_int(KINDS[values.dtype]), ctypes.c_int(torch.get_num_threads()))
@@ -28,10 +28,10 @@ def group_encode_twin(codec: Grouped, values: Tensor, out: Tensor) -> None:
     for row in range(0, len(values), step):
         part = slice(row, row + step)
         here = _in_groups(values[part].float(), codes.shape[1])
-        minimum = _rounded(here.amin(-1).add_(0.0), -torch.inf)  # of two zeros the positive one
+        minimum = _rounded(here.amin(-1).add_(0.0), -torch.inf)  # adding 0.0 makes -0 positive
         here.sub_(minimum.float().unsqueeze(-1))
         scale = _rounded(here.amax(-1).add_(0.0) / most, torch.inf)
-        lost = ~(scale.isfinite() & minimum.isfinite())  # with something that is no number a group becomes NaN altogether
+        lost = ~(scale.isfinite() & minimum.isfinite())  # a group with a NaN or an infinity becomes NaN altogether
         scale, minimum = scale.masked_fill(lost, 0.0), minimum.masked_fill(lost, torch.nan)
         here.masked_fill_(lost.unsqueeze(-1), 0.0)
         here.div_(torch.where(scale > 0, scale, 1).float().unsqueeze(-1))  # a constant group has codes of 0
@@ -41,14 +41,14 @@ def group_encode_twin(codec: Grouped, values: Tensor, out: Tensor) -> None:
 
 
 def _in_groups(rows: Tensor, groups: int) -> Tensor:
-    """(rows, groups, 64), memory of its own; what the last group lacks is the row's last value, which changes neither end."""
+    """A copy as (rows, groups, 64); the last group is filled with the row's last value, which changes neither extreme."""
     lacking = groups * GROUP - rows.shape[-1]
     padded = torch.cat((rows, rows[:, -1:].expand(-1, lacking)), dim=-1) if lacking else rows.clone()
     return padded.view(len(rows), groups, GROUP)
 
 
 def _rounded(values: Tensor, towards: float) -> Tensor:
-    """bfloat16: the nearest that is not on the other side."""
+    """The nearest bfloat16 that is not beyond the value on the side of `towards`."""
     near = values.bfloat16()
     beyond = near.float() > values if towards < 0 else near.float() < values
     return torch.where(beyond, torch.nextafter(near, torch.full_like(near, towards)), near)

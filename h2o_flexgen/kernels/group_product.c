@@ -1,11 +1,11 @@
-/* Few rows times the transposed of a matrix of a group codec, which is never decoded to memory. Codes are taken out of whole
-   words, so what is multiplied with them is arranged to meet them; the minimum of a group is multiplied with the sum of what meets
-   the group. All sums are in float32 and in an order of their own: an outcome depends on nothing but its row of each. */
+/* The product of few rows and a transposed matrix of a group codec, which is never decoded to memory. Codes are taken out of whole
+   words, so the values of x are arranged to meet them; the minimum of a group is multiplied with the sum of the x that meet the
+   group. All sums are in float32 and in a fixed order: an outcome depends only on its row of x and its row of the matrix. */
 
 #include "slots.h"
 #include "vectors.h"
 
-#define MOST_ROWS 8 /* at once; further rows find the same outputs in the cache */
+#define MOST_ROWS 8 /* rows at once; further rows find the same outputs in the cache */
 #define MOST_OUTPUTS 4
 
 typedef struct {
@@ -13,23 +13,23 @@ typedef struct {
     const float *x;      /* (rows, columns) */
     const float *bias;   /* (outputs), or NULL */
     char *out;           /* (rows, outputs) */
-    float *arranged;     /* (rows, room_for_arranged): for this work alone */
-    long rows, outputs, columns; /* whole groups of columns: zeros in x behind the last */
-    int kind;            /* of the outcome */
+    float *arranged;     /* (rows, arranged_values): working room */
+    long rows, outputs, columns; /* columns in whole groups, x filled up with zeros */
+    int kind;            /* type of the outcome */
 } product;
 
-/* As many sums as there are registers for. */
+/* The number of sums that registers hold. */
 static ALWAYS_INLINE int outputs_at_once(int rows)
 {
     return LANES == 16 ? (rows <= 4 ? 4 : 2) : (rows <= 2 ? 4 : rows <= 4 ? 2 : 1);
 }
 
-static ALWAYS_INLINE long registers_of(long columns, int bits) /* full of codes */
+static ALWAYS_INLINE long registers_of(long columns, int bits) /* registers that the codes fill */
 {
     return (columns * bits / 32 + LANES - 1) / LANES;
 }
 
-/* What is arranged of a row: a register of values for every code of a word, then the sums of the groups. */
+/* The arranged values of a row: a register of values for every code of a word, then the sums of the groups. */
 static ALWAYS_INLINE long arranged_values(long columns, int bits)
 {
     return registers_of(columns, bits) * (32 / bits) * LANES + columns / GROUP;
@@ -72,7 +72,7 @@ static ALWAYS_INLINE float sum_of(floats value)
     return lanes[0];
 }
 
-/* Codes of a register's words, as values. */
+/* The lowest codes of a register's words, as float32. */
 static ALWAYS_INLINE floats lowest_codes(words from, int bits)
 {
 #if LANES == 16
@@ -117,7 +117,7 @@ static ALWAYS_INLINE void store(const product *p, long row, long output, float v
         ((float *)p->out)[at] = value;
 }
 
-/* The codes of a register of some outputs, times some rows. */
+/* Multiplies a register of codes of some outputs with some rows. */
 static ALWAYS_INLINE void add(floats (*sums)[MOST_OUTPUTS], words *codes, const floats *scales, const float *x, long room, int rows,
                               int outputs, int bits)
 {
@@ -138,7 +138,7 @@ static ALWAYS_INLINE void add(floats (*sums)[MOST_OUTPUTS], words *codes, const 
     }
 }
 
-/* Some outputs at once, or sums would wait for each other; the last one again where there are no more. */
+/* Computes several outputs at once, or sums would wait for each other; where there are no more, the last one is repeated. */
 static ALWAYS_INLINE void multiply(const product *p, long first_row, long first, int rows, int bits)
 {
     const int outputs = outputs_at_once(rows);
@@ -146,7 +146,7 @@ static ALWAYS_INLINE void multiply(const product *p, long first_row, long first,
     const long words_of_group = GROUP * bits / 32, all_words = groups * words_of_group, room = arranged_values(p->columns, bits);
     const float *arranged = p->arranged + first_row * room, *x = arranged;
     const uint8_t *matrix[MOST_OUTPUTS];
-    floats sums[MOST_ROWS][MOST_OUTPUTS]; /* in registers: only those that are used are there */
+    floats sums[MOST_ROWS][MOST_OUTPUTS]; /* in registers, as many as are used */
 #pragma GCC unroll 4
     for (int next = 0; next < outputs; next++) {
         matrix[next] = p->data + (first + next < last ? first + next : last) * row_bytes;
@@ -188,7 +188,8 @@ static ALWAYS_INLINE void multiply(const product *p, long first_row, long first,
             }
 }
 
-/* Called through a pointer: a parallel region is compiled by itself, and would know nothing of what is constant outside of it. */
+/* Parallel regions call through a pointer: a region is compiled by itself, and would know nothing of what is constant outside of
+   it. */
 
 typedef void (*action)(const product *p, long first_row, long first);
 
@@ -206,7 +207,7 @@ FOR_ROWS(7)
 FOR_ROWS(8)
 
 #define ACTIONS(ROWS) {multiply_##ROWS##_by_4_bits, multiply_##ROWS##_by_8_bits}
-#define TILE 8 /* outputs that are read once for all rows: as many as any number of them at once goes into */
+#define TILE 8 /* outputs that are read once for all rows: a multiple of 1, 2 and 4 */
 
 void group_product(const product *p, int bits, int threads)
 {

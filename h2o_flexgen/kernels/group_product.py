@@ -1,6 +1,5 @@
-"""Few rows times the transposed of a matrix of a group codec, without decoding it. With many rows it is faster to decode it
-first, so table.py names this kernel for few.
-"""
+"""The product of few rows and a transposed matrix of a group codec, without decoding it. With many rows it is faster to decode
+the matrix first, so table.py chooses this kernel for few."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def group_product(codec: Grouped, x: Tensor, data: Tensor, bias: Tensor | None) 
 
 
 def group_product_twin(codec: Grouped, x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor:
-    """With the values as they are before they are rounded to the type of x."""
+    """Multiplies with the decoded values before they are rounded to the type of x."""
     values = torch.empty(len(data), x.shape[-1])
     group_decode_twin(codec, data, values)
     return functional.linear(x.float(), values, None if bias is None else bias.float()).to(x.dtype)

@@ -16,7 +16,7 @@ static ALWAYS_INLINE words words_of_bytes(const uint8_t *from)
 }
 
 typedef struct {
-    floats scale, minimum, values; /* values: of the codes 0 to 15, where a register holds so many */
+    floats scale, minimum, values; /* values: those of the codes 0 to 15, where a register holds 16 */
 } decoder;
 
 static ALWAYS_INLINE decoder decoder_of(packed_group from)
@@ -34,7 +34,7 @@ static ALWAYS_INLINE floats decoded_8(words codes, decoder with)
     return __builtin_convertvector((integers)codes, floats) * with.scale + with.minimum;
 }
 
-static ALWAYS_INLINE floats decoded_4(words codes, decoder with) /* the lowest four bits of each */
+static ALWAYS_INLINE floats decoded_4(words codes, decoder with) /* uses the lowest four bits of each word */
 {
 #if LANES == 16
     return (floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)with.values);

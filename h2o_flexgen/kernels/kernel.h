@@ -1,5 +1,5 @@
-/* What all kernels share. They are plain C: the compiler makes the vector code, for each kind of processor in a library of its
-   own, and Python loads the one that fits. Sizes and strides are in values unless a name says bytes. */
+/* Definitions that all kernels share. They are plain C: the compiler makes the vector code, in a library for each kind of
+   processor, and Python loads the one that fits. Sizes and strides are in values unless a name says bytes. */
 
 #pragma once
 
@@ -20,7 +20,7 @@ static ALWAYS_INLINE float bf16_to_float(uint16_t half)
     return value;
 }
 
-static ALWAYS_INLINE uint16_t float_to_bf16(float value) /* nearest, ties to even; quiet NaNs stay what they are */
+static ALWAYS_INLINE uint16_t float_to_bf16(float value) /* rounds to nearest, ties to even; quiet NaNs stay as they are */
 {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -29,8 +29,8 @@ static ALWAYS_INLINE uint16_t float_to_bf16(float value) /* nearest, ties to eve
 
 /* A group codec: 64 values share a scale and a minimum (bfloat16); there is one code per value, a byte, or four bits, where byte j
    of the group's 32 holds the codes of values j (low) and j + 32 (high). value = code * scale + minimum: the product is exact in
-   float32, so it does not matter whether a compiler fuses the two. Of a row first all codes lie, then all scales, then all minima;
-   its last group may have values that do not count. */
+   float32, so it does not matter whether a compiler fuses the two. A row has all its codes first, then all scales, then all minima;
+   its last group may be filled up. */
 
 #define GROUP 64
 
@@ -44,7 +44,7 @@ typedef struct {
     float scale, minimum;
 } packed_group;
 
-static ALWAYS_INLINE float load_bf16(const uint8_t *bytes) /* of any address */
+static ALWAYS_INLINE float load_bf16(const uint8_t *bytes) /* the address may be unaligned */
 {
     uint16_t half;
     memcpy(&half, bytes, sizeof half);

@@ -1,14 +1,14 @@
-/* Of the slots of each head the one that is ranked lowest among those that may go, and of equals the oldest token's. */
+/* The slot of each head that ranks lowest among those that may go; among equals, the oldest token's. */
 
 #include "kernel.h"
 #include <math.h>
 #include <stddef.h>
 
 typedef struct {
-    const int32_t *positions; /* (rows, heads, slots), of tokens in their text */
-    const float *ranks;       /* the same; NULL: they are ranked by their positions */
+    const int32_t *positions; /* (rows, heads, slots): positions of tokens in their text */
+    const float *ranks;       /* (rows, heads, slots); NULL: slots rank by position */
     const int64_t *held;      /* (rows) */
-    const int64_t *from, *to; /* (rows): tokens from one position on and before the other may go */
+    const int64_t *from, *to; /* (rows): positions from `from` up to but not including `to` may go */
     int64_t *out;             /* (rows, heads) */
     long rows, heads, slots;
 } ranking;
@@ -38,7 +38,7 @@ static ALWAYS_INLINE long lowest(const int32_t *positions, const float *ranks, l
     return held - 1;
 }
 
-/* Called through a pointer: what is constant in a loop of threads stays constant in a function of its own, and only there. */
+/* Parallel regions call through a pointer: what is constant outside a region stays constant only in a function of its own. */
 typedef void (*row_action)(const ranking *r, long row);
 
 static void by_rank(const ranking *r, long row)

@@ -1,4 +1,4 @@
-"""Of the slots of each head the one that is ranked lowest among those that may go, and of equals the oldest token's.
+"""The slot of each head that ranks lowest among those that may go; among equals, the oldest token's.
 
 C and torch have the same outcome.
 """

@@ -1,4 +1,4 @@
-"""PackedMatrix: a matrix of a layer in the bytes of its codec. It is multiplied as it lies where a kernel does that; otherwise
+"""PackedMatrix: a layer's matrix in the bytes of its codec. It is multiplied as it lies where a kernel can do that; otherwise
 it is decoded first, once for all products that follow."""
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from h2o_flexgen.kernels.operations import decode, packed_product, plain_product
 
 @dataclass(eq=False)
 class DecodeBuffer:
-    """Memory for the values of one matrix at a time."""
+    """Memory for the decoded values of one matrix at a time."""
 
-    values: Tensor  # (outputs, inputs) of the largest
-    holder: PackedMatrix | None = None  # whose values are there
+    values: Tensor  # (outputs, inputs) of the largest matrix
+    holder: PackedMatrix | None = None  # the matrix whose values are there
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class PackedMatrix:
     room: DecodeBuffer
 
     def values(self) -> Tensor:
-        """(outputs, inputs). They are good until somebody else takes the buffer."""
+        """The decoded values (outputs, inputs). They are valid until another matrix takes the buffer."""
         values = self.room.values[: len(self.data)]
         if self.room.holder is not self:
             decode(self.codec, self.data, values)
@@ -33,10 +33,10 @@ class PackedMatrix:
         return values
 
     def renew(self) -> None:
-        """The bytes are others now, or the buffer was used for something else."""
+        """Forgets decoded values, after the bytes have changed or the buffer was used for something else."""
         self.room.holder = None
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """As torch's, of the values."""
+        """The linear layer of torch, with the decoded values as weights."""
         out = packed_product(self.codec, x, self.data, bias)
         return plain_product(x, self.values(), bias) if out is None else out

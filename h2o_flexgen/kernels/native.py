@@ -1,4 +1,4 @@
-"""The library of kernels: built when the package is installed, where a C compiler is, for several kinds of processor.
+"""The library of C kernels: built when the package is installed, if there is a C compiler, once for each kind of processor.
 
 It holds no Python: functions are called with pointers and sizes.
 """
@@ -18,32 +18,32 @@ from torch import Tensor
 from h2o_flexgen.kernels.sizes import DTYPES, shared
 from h2o_flexgen.kernels.table import LIBRARIES, TORCH, Processor
 
-SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" does without the library; the name of a variant takes that one
-KINDS: Mapping[torch.dtype, int] = {getattr(torch, name): kind for kind, name in enumerate(DTYPES)}  # as C counts them
-NO_KIND = -1  # of bytes that are only moved
+SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" turns the library off; the name of a variant selects that one
+KINDS: Mapping[torch.dtype, int] = {getattr(torch, name): kind for kind, name in enumerate(DTYPES)}  # the numbering of C
+NO_KIND = -1  # for bytes that are only moved
 RUNS: Mapping[str, Sequence[str]] = {"AVX512": LIBRARIES, "AVX2": LIBRARIES[1:]}
 
 
 def native_library() -> ctypes.CDLL:
-    """Only kernels that were chosen for it ask for the library."""
+    """The loaded library. Only kernels that were chosen for it ask for it."""
     native = _loaded()[1]
     assert native is not None
     return native
 
 
 def processor(device: str) -> Processor:
-    """A kind of device, with the library that is loaded here: none where nothing was built, or nothing that can be loaded."""
+    """A kind of device, and the library that is loaded here; none where none was built or none can be loaded."""
     return Processor(device, _loaded()[0])
 
 
 def in_use() -> str:
-    """The library that is loaded, for reports."""
+    """The name of the loaded library, for reports."""
     name = _loaded()[0]
     return TORCH if name == TORCH else f"C ({name})"
 
 
 def variants() -> list[str]:
-    """The libraries that were built and that this processor runs, the best first."""
+    """The libraries that were built and that run on this processor, the best first."""
     return list(_files())
 
 
@@ -59,7 +59,7 @@ def _loaded() -> tuple[str, ctypes.CDLL | None]:
 
 
 def _load(file: Path) -> ctypes.CDLL | None:
-    """Not what lacks a library of its own, nor what was built from older sources."""
+    """Loads a library, unless the file is missing or was built from older sources."""
     try:
         native = ctypes.CDLL(str(file))
         return native if native.kernels_version() == shared().kernels_version else None
@@ -68,7 +68,8 @@ def _load(file: Path) -> ctypes.CDLL | None:
 
 
 def _files() -> dict[str, Path]:
-    """What torch says of the processor decides: the library must not need more than torch has found."""
+    """The files that may be loaded. What torch says of the processor decides: the library must not need more than torch has
+    found."""
     fitting = RUNS.get(torch.backends.cpu.get_cpu_capability(), LIBRARIES[2:])
     folder = Path(__file__).parent
     places = ((variant, folder / f"_{variant}{suffix}") for variant in fitting for suffix in EXTENSION_SUFFIXES)
@@ -81,7 +82,8 @@ def pointer(tensor: Tensor) -> ctypes.c_void_p:
 
 
 class Places(ctypes.Structure):
-    """Where the values of heads lie, (rows, heads, slots or tokens, width), those of one side by side; strides are in bytes."""
+    """The addresses of the values of heads, (rows, heads, slots or tokens, width). Values of one slot are contiguous; strides
+    are in bytes."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

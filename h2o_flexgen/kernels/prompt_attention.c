@@ -1,10 +1,11 @@
-/* Attention of a prompt: every new token attends what its row held before and the new tokens up to itself; and, where asked, what
-   each key got from all of them. Products of queries and keys are computed once: a block of queries has its scores, for all the keys
-   it sees, in a few hundred kilobytes, where they become shares, are summed up by key, and are multiplied with the values.
+/* Attention of a prompt: every new token attends what its row held before and the new tokens up to itself; and, where asked, the
+   attention each key received from all of them. Products of queries and keys are computed once: a block of queries has its scores,
+   for all the keys it sees, in a few hundred kilobytes, where they become shares, are summed up by key, and are multiplied with the
+   values.
 
-   A (row, KV head) is worked on by one thread from its first query to its last, and each query sums over its keys from the first on,
-   so a row's outcome depends on nothing but the row, and on how many keys are before the new ones in the row that has most. All sums
-   are in float32. */
+   A (row, KV head) is worked on by one thread from its first query to its last, and each query sums over its keys from the first
+   on, so a row's outcome depends only on the row itself and on the largest number of earlier keys in its batch. All sums are in
+   float32. */
 
 #include "sizes.h"
 #include "slots.h"
@@ -12,7 +13,7 @@
 #include <math.h>
 #include <omp.h>
 
-/* A tile of a product lies in registers: so many rows, and up to so many registers of columns. */
+/* A tile of a product lies in registers: TILE_ROWS rows, and up to TILE_WIDTH registers of columns. */
 #define TILE_ROWS 6
 #if LANES == 16
 #define TILE_WIDTH 4
@@ -20,28 +21,28 @@
 #define TILE_WIDTH 2 /* there are 16 registers */
 #endif
 #define PANEL (TILE_WIDTH * LANES) /* columns of a tile */
-#define AHEAD 16                   /* tokens, in reading */
+#define AHEAD 16                   /* tokens that are prefetched */
 #define NEAR 64                    /* keys whose values stay in the nearest cache for a block of queries */
 
 _Static_assert(PROMPT_KEYS % PANEL == 0 && PROMPT_KEYS % (4 * LANES) == 0 && REGISTER_VALUES % LANES == 0 &&
                    PROMPT_QUERIES % TILE_ROWS == 0,
                "whole tiles");
 
-/* How a thread's room is laid out, in values: widths of what lies there, where each part begins behind the keys, and its end. Python
-   works them out (PromptRoom in sizes.py). */
+/* The layout of a thread's room, in values: widths of its parts, where each begins behind the keys, and the end. Python works it
+   out (PromptRoom in sizes.py). */
 typedef struct {
     long keys, dim, stride;
     long values_at, sums_at, scores_at, queries_at, out_at, end;
 } prompt_room;
 
 typedef struct {
-    slots q, keys, values;  /* (rows, heads or kv_heads, new or all tokens, dim); of one kind, which the outcome has too */
+    slots q, keys, values;  /* (rows, heads or kv_heads, new or all tokens, dim), all of the kind of the outcome */
     const int64_t *before;  /* (rows): keys that exist before the new ones; there is room for all_tokens - new_tokens */
-    const float *weights;   /* (rows, new_tokens): of queries, in the sums; NULL: no sums */
+    const float *weights;   /* (rows, new_tokens): weights of queries in the sums; NULL: no sums */
     char *out;              /* (rows, new_tokens, heads, dim) */
     float *sums;            /* (rows, kv_heads, all_tokens) */
-    float *room;            /* of all threads, one behind the other */
-    prompt_room wide;       /* how each of these lies */
+    float *room;            /* rooms of all threads, one behind the other */
+    prompt_room wide;       /* the layout of each room */
     long rows, heads, kv_heads, new_tokens, all_tokens, dim;
     float scale;
 } prompt;
@@ -53,7 +54,7 @@ static ALWAYS_INLINE long rounded_up(long count, long to)
 
 /* -- products -------------------------------------------------------------------------------------------------------------- */
 
-/* c = (or +=, where it adds) a . b: a (TILE_ROWS, depth), b (depth, width registers), strides in values. */
+/* c = a . b, or c += a . b if it adds: a (TILE_ROWS, depth), b (depth, width registers), strides in values. */
 static ALWAYS_INLINE void tile(const float *a, long a_row, const float *b, long b_row, float *c, long c_row, long depth,
                                int width, int adds)
 {
@@ -106,14 +107,14 @@ static const product tiles[2][TILE_WIDTH] = {{tile_1, tile_2, tile_3, tile_4},
 static const product tiles[2][TILE_WIDTH] = {{tile_1, tile_2}, {add_tile_1, add_tile_2}};
 #endif
 
-static ALWAYS_INLINE product tile_of(long columns, int adds) /* the narrowest that has so many, or the widest */
+static ALWAYS_INLINE product tile_of(long columns, int adds) /* the narrowest that has this many columns, or the widest */
 {
     return tiles[adds][columns >= PANEL ? TILE_WIDTH - 1 : (columns - 1) / LANES];
 }
 
 /* -- values as the products want them -------------------------------------------------------------------------------------- */
 
-/* The values from one on, of `left` that are there; zeros behind them. */
+/* A register of values, of which `left` are there; zeros behind them. */
 static ALWAYS_INLINE floats widened(const char *from, long left, int kind)
 {
     char whole[4 * LANES] = {0};
@@ -146,7 +147,7 @@ static ALWAYS_INLINE void narrow_row(const float *from, char *out, long dim, flo
     }
 }
 
-/* Tokens of a head lie far apart: the processor does not foresee where the next ones are. */
+/* Prefetches: tokens of a head lie far apart, and the processor does not foresee where the next ones are. */
 static ALWAYS_INLINE void foresee(const slots *from, long row, long head, long token, long count, long dim)
 {
     if (token < count)
@@ -154,7 +155,7 @@ static ALWAYS_INLINE void foresee(const slots *from, long row, long head, long t
             __builtin_prefetch(slot_at(from, row, head, token) + at);
 }
 
-/* Rows become columns: what stands in registers half of them apart is laid alternately, as often as it takes. */
+/* Rows become columns: registers half of the block apart are interleaved, as often as it takes. */
 static ALWAYS_INLINE void transpose(floats *block)
 {
 #if LANES == 16
@@ -203,8 +204,8 @@ static ALWAYS_INLINE void lay_keys(const prompt *p, long row, long head, float *
 
 /* -- shares ---------------------------------------------------------------------------------------------------------------- */
 
-/* Of the scores of a query, `seen` of which count but for those between `before` and `hidden`; what does not, up to `end`, becomes
-   zero, the others exp(score - largest score). Gives their sum. */
+/* Turns the scores of a query into exp(score - largest score) and gives their sum. The first `seen` count, except those between
+   `before` and `hidden`; the others, up to `end`, become zero. */
 static ALWAYS_INLINE float exponentials(float *scores, long before, long hidden, long seen, long end)
 {
     const long whole = rounded_up(seen, LANES);
@@ -220,7 +221,7 @@ static ALWAYS_INLINE float exponentials(float *scores, long before, long hidden,
     for (int lane = 0; lane < LANES; lane++)
         top = lanes[lane] > top ? lanes[lane] : top;
     for (long key = 0; key < whole; key += LANES) {
-        const floats one = exp_below_zero(LOAD(floats, scores + key) - top); /* of what does not count next to nothing */
+        const floats one = exp_below_zero(LOAD(floats, scores + key) - top); /* next to nothing where it does not count */
         totals += one;
         memcpy(scores + key, &one, sizeof one);
     }
@@ -232,7 +233,7 @@ static ALWAYS_INLINE float exponentials(float *scores, long before, long hidden,
     return total;
 }
 
-/* Adds to `sums` what the keys get from a block of queries, each with its factor. */
+/* Adds the attention that keys receive from a block of queries, each with its factor, to `sums`. */
 static ALWAYS_INLINE void add_columns(const float *shares, long stride, const float *factors, long queries, float *sums, long keys)
 {
     for (long key = 0; key < keys; key += 4 * LANES) {
@@ -257,7 +258,7 @@ typedef struct {
     float *keys, *values, *sums, *scores, *q, *out;
 } rooms;
 
-/* Queries of one head from `first` on; their outcome is written, and added to what the keys get. */
+/* Attends a block of queries of one head from `first` on: writes their outcome, and adds to the sums of the keys. */
 static ALWAYS_INLINE void attend_block(const prompt *p, long row, long head, long first, rooms room, int kind)
 {
     const prompt_room wide = p->wide;

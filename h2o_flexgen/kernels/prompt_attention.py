@@ -1,7 +1,7 @@
 """Attention of the tokens of a prompt, and what each key got from them, in C and in torch.
 
 The two differ in the last bits: C sums in another order, and keeps scores and shares in float32. In C a row's outcome depends
-on nothing but the row, and on how many keys the row of its batch that has most holds before.
+only on the row itself and on the largest number of earlier keys in its batch.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ def _attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     rows, heads, tokens, head_dim = q.shape
     if heads != k.shape[1]:  # torch's own grouping takes an n x n path on many devices and versions; this never does
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-    # pads stand behind the text, so causal attention keeps them from every token that counts
+    # padding stands behind the text, so causal attention hides it from every token that counts
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1)
     return out.transpose(1, 2).reshape(rows, tokens, heads * head_dim)
 
 
 def _attend_seen(q: Tensor, k: Tensor, v: Tensor, is_held: Tensor) -> Tensor:
-    """The query heads of a group stand one behind the other where queries stand."""
+    """Attention with a mask. The query heads of a group are laid one behind the other along the queries."""
     rows, heads, tokens, head_dim = q.shape
     kv_heads = k.shape[1]
     mask = _seen(is_held, tokens).repeat(1, heads // kv_heads, 1).unsqueeze(1)
     out = functional.scaled_dot_product_attention(q.reshape(rows, kv_heads, -1, head_dim), k, v, attn_mask=mask)
-    # on some devices the outcome lies otherwise than the queries do: no view
+    # no view: on some devices the outcome has another layout than the queries
     return out.reshape(rows, heads, tokens, head_dim).transpose(1, 2).reshape(rows, tokens, heads * head_dim)
 
 
 def _seen(is_held: Tensor, tokens: int) -> Tensor:
-    """(rows, tokens, keys)"""
+    """The mask of which token sees which key, (rows, tokens, keys)."""
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=is_held.device).tril_()
     return torch.cat((is_held.expand(-1, tokens, -1), causal.expand(len(is_held), -1, -1)), dim=2)
 

@@ -1,9 +1,9 @@
-/* Numbers that C and Python share: sizes.py reads this file too. A name and a whole number to a line. */
+/* Numbers that C and Python share: sizes.py reads this file too, a name and a whole number per line. */
 
 #pragma once
 
-#define KERNELS_VERSION 4     /* counted up when a function's arguments change: what was built from older sources is not called */
-#define STEP_HEAD_VALUES 1024 /* of a head in a slot, at most, in attention of a step */
+#define KERNELS_VERSION 4     /* raised when a function's arguments change: a library built from older sources is not called */
+#define STEP_HEAD_VALUES 1024 /* most values of a head in a slot, in attention of a step */
 #define REGISTER_VALUES 16    /* float32 values of the widest register */
-#define PROMPT_KEYS 256       /* keys of a prompt lie in multiples of so many: whole tiles on every processor */
+#define PROMPT_KEYS 256       /* keys of a prompt are filled up to a multiple of this: whole tiles on every processor */
 #define PROMPT_QUERIES 48     /* queries of a prompt that a thread attends at once */

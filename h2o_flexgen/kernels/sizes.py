@@ -1,6 +1,6 @@
-"""Sizes of kernels, without torch: the numbers that C and Python share, and the room that attention of prompts works in.
+"""Sizes of kernels, without torch: the numbers that C and Python share, and the working room of prompt attention.
 
-The numbers stand in sizes.h, which C includes and this file reads. Where the parts of a room lie is worked out here: C is told.
+The numbers are in sizes.h, which C includes and this file reads. Where the parts of a room lie is worked out here: C is told.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 FLOAT_BYTES = 4
-DTYPES = ("bfloat16", "float32")  # of values that kernels read, in the order in which C counts them
-TWIN_VALUES = 1 << 20  # that twins encode or decode at once: what torch holds in passing stays small
-SCORED_BYTES = 16 << 20  # of a prompt's attention that torch looks at together
+DTYPES = ("bfloat16", "float32")  # types of values that kernels read, as C numbers them
+TWIN_VALUES = 1 << 20  # values that twins encode or decode at once: torch's temporaries stay small
+SCORED_BYTES = 16 << 20  # bytes of a prompt's attention that torch scores at once
 
 
 class Shared(NamedTuple):
@@ -34,12 +34,12 @@ def shared() -> Shared:
 
 
 class PromptRoom(NamedTuple):
-    """A thread's room to attend prompts in, in float32 values: the keys of a head (from 0 on), its values, what each key got,
-    and of a block of queries their scores, themselves and their outcome. C has the same fields in this order."""
+    """A thread's room for prompt attention, in float32 values: the keys of a head (from 0 on), its values, the sum of each key,
+    and for a block of queries their scores, themselves and their outcome. C has the same fields in this order."""
 
-    keys: int  # with what fills their last tiles
+    keys: int  # with the filling of their last tiles
     dim: int  # of a head, in whole registers
-    stride: int  # of the scores of a query: a register more than keys, or all would want the same place of the cache
+    stride: int  # values from one query to the next: a register more than keys, or all want the same place of the cache
     values_at: int
     sums_at: int
     scores_at: int

@@ -1,4 +1,4 @@
-/* Where the values of heads lie: of any row, head and slot (or token) side by side, else with any strides. */
+/* The addresses of the values of heads: contiguous within a row, head and slot (or token), and any strides between these. */
 
 #pragma once
 
@@ -8,7 +8,7 @@ enum kind { BF16, FLOAT, GROUP4, GROUP8 }; /* how the values of a slot are kept 
 
 typedef struct {
     const char *data;
-    long row, head, slot; /* strides in bytes; the values of a slot lie side by side */
+    long row, head, slot; /* strides in bytes */
     int kind;
 } slots;
 

@@ -1,7 +1,7 @@
-"""Which kernel does an operation: one table of all kernels, and one rule that picks from it.
+"""The table of all kernels, and the one rule that chooses from it.
 
-What computes and what predicts ask the same rule, so neither can have another kernel in mind than the other. A kernel is a row
-here and a function of that name in kernels/functions.py; what it costs is named here and measured by a profile.
+Execution and prediction ask the same rule, so both always mean the same kernel. A kernel is a row here and a function of that
+name in kernels/functions.py; its price is named here and measured by a profile.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ LOWEST_SLOT, TAKE_SLOTS = "lowest slot", "take slots"
 
 CPU = "cpu"
 TORCH = "torch"  # no library of kernels is loaded
-LIBRARIES = ("avx512", "avx2", "baseline")  # of kernels in C, by the instructions they were built for, the best first
+LIBRARIES = ("avx512", "avx2", "baseline")  # libraries of C kernels, by the instructions they were built for, the best first
 FEW_ROWS = 16  # up to here products on packed bytes were measured to be faster: 8 times with one row, 2.2 with 8, 1.2 with 16
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to do an operation. What is left out does not matter to it."""
+    """One way to do an operation. A field that is left at its default does not restrict it."""
 
     op: str
     form: str  # codec of the bytes that it reads or writes
     function: str  # its name in kernels/functions.py
-    device: str | None = None  # kind
+    device: str | None = None  # kind of device
     libraries: tuple[str, ...] = ()  # one of these must be loaded
-    dtypes: tuple[str, ...] = ()  # of the values that are computed with
+    dtypes: tuple[str, ...] = ()  # types of the values in the computation
     most_rows: float = inf
-    most_width: float = inf  # values side by side
-    priced_as: str = ""  # where one form has kernels of several prices
+    most_width: float = inf  # values of one slot or row
+    priced_as: str = ""  # where kernels of one form have different prices
 
     def takes(self, dtype: str, rows: float, width: int) -> bool:
         return dtype in (self.dtypes or (dtype,)) and 0 < rows <= self.most_rows and width <= self.most_width
@@ -49,7 +49,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Processor:
-    """What computes: a kind of device, and the library of kernels that is loaded."""
+    """A kind of device, and the library of kernels that is loaded."""
 
     device: str = CPU
     library: str = TORCH
@@ -60,13 +60,13 @@ class Processor:
 
 
 def choose(op: str, form: str, dtype: str, runs: Callable[[Kernel], bool], rows: float = 1, width: int = 1) -> Kernel | None:
-    """The first kernel of the table that does this. None for a product or an attention: the bytes are decoded before it."""
+    """The first kernel of the table that fits. None for a product or an attention means that the bytes are decoded first."""
     fitting = (kernel for kernel in kernels() if (kernel.op, kernel.form) == (op, form) and kernel.takes(dtype, rows, width))
     return next(filter(runs, fitting), None)
 
 
 def prices(op: str) -> tuple[str, ...]:
-    """The names of rates that packed forms can have in a profile."""
+    """The names of the rates that packed forms can have in a profile."""
     return tuple(dict.fromkeys(kernel.price for kernel in kernels() if kernel.op == op and kernel.form != PLAIN))
 
 
@@ -81,7 +81,7 @@ def _of_groups(form: str) -> Iterator[Kernel]:
 
 @cache
 def kernels() -> tuple[Kernel, ...]:
-    """The first that fits is taken, so each twin in torch stands behind its kernel."""
+    """The table. The first kernel that fits is chosen, so each twin in torch stands behind its kernel."""
     return (
         Kernel(PRODUCT, PLAIN, "plain_product"),
         Kernel(ENCODE, PLAIN, "plain_encode"),

@@ -1,10 +1,10 @@
-/* Slots of heads, each of its own choice, side by side somewhere else: what is kept of a prompt goes to its place in the cache. */
+/* Copies slots that each head chooses: the kept part of a prompt goes to its place in the cache. */
 
 #include "slots.h"
 
 typedef struct {
     slots from, to;       /* (rows, heads, slots, width), (rows, heads, count, width) */
-    const int64_t *index; /* (rows, heads, count), of slots in `from`; strides below are in values */
+    const int64_t *index; /* (rows, heads, count): slots in `from`; the strides below are in values */
     long index_row, index_head;
     long rows, heads, count, width; /* width in bytes */
 } taking;

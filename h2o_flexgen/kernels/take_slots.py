@@ -1,4 +1,4 @@
-"""Slots of heads, each of its own choice, to another place. C and torch give the same bits.
+"""Slots that each head chooses, copied to another place. C and torch give the same bits.
 
 Torch wants an index for every value of a slot: eight bytes of index to move two."""
 
@@ -15,7 +15,7 @@ from h2o_flexgen.kernels.native import Places, native_library, pointer
 def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
     rows, heads, count, width = out.shape
     source = source if source.stride(3) == 1 else source.contiguous()  # C reads the values of a slot side by side
-    index = index.contiguous()  # both are held until C is done
+    index = index.contiguous()  # both are kept alive until C is done
     assert source.dtype == out.dtype and (*source.shape[:2], source.shape[3]) == (rows, heads, width)
     assert index.dtype == torch.int64 and index.shape in ((rows, heads, count), (rows, 1, count))
     strides = (index.stride(0), index.stride(1) if index.shape[1] > 1 else 0)

@@ -1,10 +1,10 @@
-/* Registers of float32, as wide as the processor's, and what all that works with them needs. */
+/* Registers of float32, as wide as the processor's, and the functions that work with them. */
 
 #pragma once
 
 #include "kernel.h"
 
-/* As many values as a register holds. */
+/* The number of values in a register. */
 #if defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX2__)
@@ -47,7 +47,7 @@ static ALWAYS_INLINE floats larger(floats one, floats other)
     return (floats)(((integers)one & mask) | ((integers)other & ~mask));
 }
 
-static ALWAYS_INLINE floats exp_below_zero(floats x) /* relative error below 2e-7; what is below 2^-124 may be 2^-124 */
+static ALWAYS_INLINE floats exp_below_zero(floats x) /* relative error below 2e-7; results below 2^-124 may be 2^-124 */
 {
     x = larger(x, all(-86.0f));
     const float shift = 12582912.0f; /* 1.5 * 2^23: its last bits count whole powers */

@@ -31,7 +31,7 @@ class SlotScores:
     @classmethod
     def over(cls, region: Tensor, policy: KVPolicy, shape: tuple[int, int, int]) -> SlotScores:
         """Lays them over a region of memory; `shape` is (rows, kv_heads, slots). All positions stand before all scores."""
-        positions, *scores = region[: policy.note_bytes * prod(shape)].view(torch.int32).view(policy.notes, *shape)
+        positions, *scores = region[: policy.score_bytes * prod(shape)].view(torch.int32).view(policy.score_words, *shape)
         return cls(policy, positions, scores[0].view(torch.float32) if scores else None)
 
     def part(self, rows: slice) -> SlotScores:

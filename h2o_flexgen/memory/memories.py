@@ -40,11 +40,11 @@ class Memories:
 class Ring:
     """Buffers in one tier. A ring of zero bytes has no buffers, and is false."""
 
-    def __init__(self, memory: HostTier | DeviceTier, slots: int, nbytes: int) -> None:
+    def __init__(self, memory: HostTier | DeviceTier, buffers: int, nbytes: int) -> None:
         self._memory = memory
         self._regions: list[Tensor] = []
         try:
-            for _ in range(slots if nbytes else 0):
+            for _ in range(buffers if nbytes else 0):
                 self._regions.append(memory.alloc(nbytes))
         except BaseException:
             self.free()
@@ -53,8 +53,8 @@ class Ring:
     def __len__(self) -> int:
         return len(self._regions)
 
-    def __getitem__(self, slot: int) -> Tensor:
-        return self._regions[slot]
+    def __getitem__(self, buffer: int) -> Tensor:
+        return self._regions[buffer]
 
     def zero(self) -> None:
         for region in self._regions:

@@ -1,4 +1,4 @@
-"""Asked: what is asked of a plan that is to be found, and the problem that a search makes of it."""
+"""Asked: the requirements of a plan to be found, and the problem that a search makes of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from h2o_flexgen.planning.search import THROUGHPUT, Problem
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of a plan, whatever the model, the prompts and the machine."""
+    """The requirements of a plan, whatever the model, the prompts and the machine."""
 
-    plan: Plan  # has all that is not searched: schedule, KV policy and its budget, slots, codecs
-    batch_sizes: tuple[int, ...] = ()  # only these, where somebody has chosen
+    plan: Plan  # everything that is not searched: schedule, KV policy and its budget, buffers, codecs
+    batch_sizes: tuple[int, ...] = ()  # the sizes to choose from, if somebody has chosen
     batches: tuple[int, ...] = ()
-    codecs: tuple[tuple[str, str], ...] = ()  # of weights and KV that may be taken instead of the plan's
+    codecs: tuple[tuple[str, str], ...] = ()  # codecs of weights and KV that may replace the plan's
     attend_on: tuple[str, ...] = (DEVICE,)
     latency_limit: float | None = None
     prefer: str = THROUGHPUT
@@ -42,10 +42,10 @@ class Asked:
         budgets: Budgets,
         site: Site,
     ) -> Problem:
-        """What can be seen to be wrong without a search is refused here."""
+        """The problem to search. What is visibly wrong without a search is refused here."""
         plan = self.plan.at(site)
         spec = model(plan)
-        machine.flop_rate(spec.dtype, 1)  # a type that was not measured there is refused
+        machine.flop_rate(spec.dtype, 1)  # refuses a type that was not measured there
         check_rolling(spec, plan)
         for length, row in ({prompt_len: 0} if workload is None else workload.first_of_length).items():
             check_positions(spec, plan, row, length, gen_len)

@@ -1,7 +1,6 @@
 """BlockPlan: a block under a plan, with all that follows from the two: what lies where, and in which order it is done.
 
-Engine, footprint, cost, command line and benchmarks start from this one object; of a whole workload they start from its
-BlockPlans.
+Engine, footprint, cost, command line and benchmarks start from this one object, and from BlockPlans for a whole workload.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ class BlockPlan:
         return placed_shares(self.spec, self.plan, self.block, self.placement)
 
     @cached_property
-    def slots(self) -> tuple[Occupancy, ...]:
-        """Of each batch."""
-        return tuple(self.plan.policy.slots(batch, self.block.gen_len) for batch in self.block.batches)
+    def occupancy(self) -> tuple[Occupancy, ...]:
+        """The occupancy of each batch."""
+        return tuple(self.plan.policy.occupancy(batch, self.block.gen_len) for batch in self.block.batches)
 
     @property
     def shape(self) -> Shape:
-        """Blocks of one shape cost the same."""
+        """The key of blocks that cost the same."""
         return tuple((*batch.lengths, *batch.seen) for batch in self.block.batches)
 
 
 @dataclass(frozen=True)
 class BlockPlans:
     """Blocks in the order in which they run. There may be hundreds of thousands, but neighbours of one shape lie alike: they
-    are planned once, and each of them is made when somebody asks for it."""
+    are planned once, and each is made when somebody asks for it."""
 
     groups: tuple[tuple[BlockPlan, Sequence[int]], ...]  # the first of neighbours of one shape, and the rows of all of them
 
@@ -68,7 +67,7 @@ class BlockPlans:
         size: BlockSize | None = None,
         rows: Sequence[int] | None = None,
     ) -> BlockPlans:
-        """Of all rows in blocks as large as the plan has them; or of those that are left, in blocks of another size."""
+        """Divides all rows, or those that are left, into blocks of the plan's size or of another."""
         weights, size = place_weights(spec, plan), size or BlockSize(plan.gpu_batch_size, plan.num_gpu_batches)
         alike = workload.alike_blocks(*size, rows)
         return cls(tuple((BlockPlan.of(spec, plan, block, site, weights), own) for block, own in alike))
@@ -87,7 +86,7 @@ class BlockPlans:
         raise IndexError(number)
 
     def followed_by(self, rest: BlockPlans, place: int) -> BlockPlans:
-        """The first of these blocks, so many, and then others."""
+        """The first `number` of these blocks, and then others."""
         kept = []
         for (first, rows), count in zip(self.groups, self._counts):
             if place > 0:
@@ -97,7 +96,7 @@ class BlockPlans:
 
     @property
     def first(self) -> BlockPlan:
-        """The largest: longest prompts come first."""
+        """The largest block: longest prompts come first."""
         return self.groups[0][0]
 
     @cached_property

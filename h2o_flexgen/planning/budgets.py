@@ -1,4 +1,4 @@
-"""Budgets: what may be held on every tier."""
+"""Budgets: the bytes that may be held on every tier."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ class Budgets:
         return None
 
     def with_half_free(self) -> Budgets:
-        """So much less that a plan leaves half of what there is beside the process."""
+        """Budgets so much smaller that a plan leaves half of the memory beside the process free."""
         host = None if self.host is None else self.host_base + max(0, self.host - self.host_base) // 2
         return replace(self, device=None if self.device is None else self.device // 2, host=host)

@@ -1,6 +1,6 @@
 """The footprint of a plan: the bytes that a block holds on every tier, peak included, before anything is allocated.
 
-Sizes are those by which allocators and stores lay data out (core/layout). Only the working space is an estimate.
+Sizes come from the functions by which allocators and stores lay data out (core/layout). Only the working space is an estimate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Parts = dict[str, dict[str, int]]  # tier -> what it holds -> bytes
 
 @dataclass(frozen=True)
 class Footprint:
-    """tier -> what it holds -> bytes."""
+    """Bytes by tier and by what they hold."""
 
     parts: Mapping[str, Mapping[str, int]]
 
@@ -33,7 +33,7 @@ class Footprint:
         return sum(self.parts.get(tier, {}).values())
 
     def __or__(self, other: Footprint) -> Footprint:
-        """What is enough for both: blocks of a workload run one after the other."""
+        """The larger of both: blocks of a workload run one after the other."""
         return Footprint(
             {
                 tier: {
@@ -46,7 +46,8 @@ class Footprint:
 
 
 def footprint(planned: BlockPlan, site: Site, scored_at_once: int = 0) -> Footprint:
-    """`scored_at_once`: positions of prompts that logits are made for together; 0 where only the last of each row has any."""
+    """The footprint of a block. `scored_at_once`: positions of prompts whose logits are made together; 0 if only the last of
+    each row has logits."""
     spec, schedule = planned.spec, planned.schedule
     parts: Parts = {tier: defaultdict(int) for tier in TIERS}
     compute = DEVICE if schedule.traffic.accelerator else HOST
@@ -85,12 +86,12 @@ def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
 
 
 def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
-    note_bytes, schedule = planned.plan.policy.note_bytes, planned.schedule
-    traffic, layouts = schedule.traffic, [slots.layout(planned.spec) for slots in planned.slots]
+    score_bytes, schedule = planned.plan.policy.score_bytes, planned.schedule
+    traffic, layouts = schedule.traffic, [occupancy.layout(planned.spec) for occupancy in planned.occupancy]
     for (_, batch), tier in traffic.kv.items():
         layout = layouts[batch]
-        if note_bytes:
-            parts[compute]["KV notes"] += region_bytes(layout.note_bytes(note_bytes))
+        if score_bytes:
+            parts[compute]["KV notes"] += region_bytes(layout.score_bytes(score_bytes))
         home = layout.disk_bytes if tier == DISK else region_bytes(layout.image_bytes)
         parts[tier if tier != DEVICE else compute]["KV"] += home
     ring = schedule.buffers * max(region_bytes(layout.image_bytes) for layout in layouts)
@@ -112,9 +113,9 @@ def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule,
 
 
 def _disk_buffers(planned: BlockPlan) -> int:
-    """Whoever reads or writes has a buffer: the disk threads, the workers of both lanes, and the caller. Weights that stay in
-    memory come through them as well."""
+    """Bytes of the buffers of everything that reads or writes: the disk threads, the workers of both lanes, and the caller.
+    Weights that stay in memory come through them as well."""
     threads = READERS + WORKERS[READ] + WORKERS[WRITE] + 1
     on_disk = DISK in planned.schedule.traffic.kv.values()
-    largest = max(slots.layout(planned.spec).padded_slot_bytes for slots in planned.slots) if on_disk else 0
+    largest = max(occupancy.layout(planned.spec).padded_slot_bytes for occupancy in planned.occupancy) if on_disk else 0
     return threads * disk_buffer_bytes(largest)

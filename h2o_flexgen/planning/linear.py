@@ -1,9 +1,9 @@
 """The linear program: for batches of given sizes, the shares of weights, KV and activations per tier that take the least time.
 
-A step cannot take less than any of its lanes, nor than what the lanes share, and all of these are linear in the shares: so
-their values at the corners, where one kind of data is on one tier whole, say everything. Corners are priced by `pricing`
-itself. What a tier must hold is linear but for rings of buffers, which are there or not: so it is anchored at an answer and
-solved again, until the answer fits as the allocator counts.
+A step takes at least as long as its busiest lane and as what the lanes share, and all of these are linear in the shares. So
+they are known from the corners, where all data of one kind is on one tier; `pricing` itself prices them. What a tier must hold
+is linear except for rings of buffers, which are there or not: so it is anchored at an answer and solved again, until the answer
+fits as the allocator counts.
 
 All cases of a search are one program: one call of the solver.
 """
@@ -31,10 +31,10 @@ from h2o_flexgen.planning.predict import sampled_steps, sum_of_steps
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
 
 KINDS = ("weights", "kv", "hidden")
-ROUNDS = 3  # of solving, each anchored at the answers before
-LACKING = 1e6  # seconds for a whole budget that is lacking: far more than anything else can cost
-TIE = 1e-5  # of the seconds, for a kind of data a tier lower: of answers that take as long, the one that offloads least
-FOUND = ("steps", "weights_of_steps", "base", "more", "whole")  # of a case, whatever stays
+ROUNDS = 3  # rounds of solving, each anchored at the answers before
+LACKING = 1e6  # seconds per whole missing budget: far more than anything else can cost
+TIE = 1e-5  # share of the seconds that a kind of data costs a tier lower: among equal answers, the one that offloads least wins
+FOUND = ("steps", "weights_of_steps", "base", "more", "whole")  # properties of a case that do not depend on what stays
 PLACES = {DEVICE: Shares(1.0, 0.0), HOST: Shares(0.0, 1.0), DISK: Shares(0.0, 0.0)}
 Corner = tuple[str, str]  # kind of data, tier
 Bounds = Mapping[str, float]  # lane, or what lanes share -> seconds
@@ -42,7 +42,7 @@ Bounds = Mapping[str, float]  # lane, or what lanes share -> seconds
 
 @dataclass(frozen=True)
 class Case:
-    """What a search asks of the program: a plan whose shares are open, and a block of its sizes."""
+    """A question to the program: a plan whose shares are open, and a block of its sizes."""
 
     spec: ModelSpec
     plan: Plan
@@ -50,7 +50,7 @@ class Case:
     machine: Machine
     budgets: Budgets
     site: Site
-    stays: tuple[str, ...] = ()  # kinds of data that may not leave the fastest tier: then they need no buffers
+    stays: tuple[str, ...] = ()  # kinds of data that may not leave the fastest tier and so need no buffers
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -91,7 +91,7 @@ class Case:
 
     @cached_property
     def more(self) -> dict[Corner, list[dict[str, float]]]:
-        """What is added to these by a kind of data that is on a tier whole."""
+        """What a kind of data adds to these bounds if all of it is on a tier."""
         found: dict[Corner, list[dict[str, float]]] = {}
         for kind, tier in self.corners:
             if tier == self.tiers[0]:
@@ -105,8 +105,8 @@ class Case:
         return found
 
     def _bounds(self, plan: Plan) -> list[dict[str, float]]:
-        """At a corner all equal blocks of the model are treated alike, and so are equal batches: what one and two of them cost
-        says what many do."""
+        """Bounds at a corner, where all equal blocks of the model and all equal batches are treated alike: the costs of one and
+        two of them tell the cost of many."""
         batches = self.block.batches
         alike = len({(batch.lengths, batch.seen) for batch in batches}) == 1
         if not alike or len(batches) < 3:
@@ -128,21 +128,21 @@ class Case:
 
     @cached_property
     def whole(self) -> Footprint:
-        """With all data on the fastest tier."""
+        """The block with all data on the fastest tier."""
         return self.footprint(self.with_shares())
 
     @cached_property
     def bytes_of(self) -> Mapping[str, int]:
-        """Of each kind of data, all of it; what a tier holds for a share of one."""
+        """Bytes of each kind of data: what a tier holds for a share of one."""
         compute = self.whole.parts[self.tiers[0]]
         return {"weights": compute["weights"], "kv": compute.get("KV", 0), "hidden": compute["activations"]}
 
     def bytes_on(self, tier: str) -> Mapping[str, int]:
-        """The same, where they are on this tier: weights that lie on disk already take no room there."""
+        """The same bytes on this tier: weights that already lie on disk take no room there."""
         return {**self.bytes_of, "weights": 0} if tier == DISK and not self.site.writes_weights else self.bytes_of
 
     def anchored(self, plan: Plan, exact: Footprint) -> dict[str, float]:
-        """What each tier holds beside the shares of the data, under this plan: exact there, and near it a good guess."""
+        """What each tier holds beside the shares of the data, exact under this plan and a good guess near it."""
         return {
             tier: self.budgets.needs(exact, tier)
             - sum(getattr(plan, kind).of(tier) * nbytes for kind, nbytes in self.bytes_on(tier).items())
@@ -160,7 +160,7 @@ class Answer:
 
 
 def _extended(one: Sequence[Bounds], two: Sequence[Bounds], count: int) -> list[dict[str, float]]:
-    """From what one and two of them cost, what so many do."""
+    """The value for many, extended from the values for one and two."""
     return [
         {name: low.get(name, 0.0) + (count - 1) * (seconds - low.get(name, 0.0)) for name, seconds in high.items()}
         for low, high in zip(one, two)
@@ -168,8 +168,8 @@ def _extended(one: Sequence[Bounds], two: Sequence[Bounds], count: int) -> list[
 
 
 def solve_thoroughly(cases: Sequence[Case]) -> list[Answer]:
-    """Buffers are there or not, which no line follows: so each case is solved with every choice of kinds that stay where they
-    are computed with, too. It takes eight times as long."""
+    """Solves each case with every choice of kinds of data that stay on the fastest tier, because no linear function says
+    whether buffers are there. It takes eight times as long."""
     choices = [stay for count in range(len(KINDS) + 1) for stay in combinations(KINDS, count)]
     staying = [(_staying(case, stays), number) for number, case in enumerate(cases) for stays in choices]
     numbers = {id(case): number for case, number in staying}
@@ -182,7 +182,7 @@ def solve_thoroughly(cases: Sequence[Case]) -> list[Answer]:
 
 
 def _staying(case: Case, stays: tuple[str, ...]) -> Case:
-    """It knows what was found of the case already."""
+    """The case with these kinds of data staying, keeping what was already found of it."""
     other = replace(case, stays=stays)
     vars(other).update({name: found for name, found in vars(case).items() if name in FOUND})
     return other
@@ -201,7 +201,7 @@ def solve(cases: Sequence[Case]) -> list[Answer]:
                 answer = Answer(case, plan, seconds_at(case, plan))
                 if number not in best or answer.seconds < best[number].seconds:
                     best[number] = answer
-    for number, case in enumerate(cases):  # what fits whole must not be offloaded because an anchor was too careful
+    for number, case in enumerate(cases):  # a careful anchor must not offload what fits whole
         plan = case.with_shares()
         if case.budgets.first_exceeded(case.whole) is None and (
             number not in best or seconds_at(case, plan) <= best[number].seconds
@@ -211,14 +211,15 @@ def solve(cases: Sequence[Case]) -> list[Answer]:
 
 
 def _first_anchor(case: Case) -> dict[str, float]:
-    """At a plan that has something of everything on every tier."""
+    """The first anchor: a plan with some of everything on every tier."""
     some = Shares(1 / 3, 1 / 3) if case.site.accelerator else Shares(0.0, 0.5)
     plan = case.with_shares(**{kind: some for kind in KINDS if kind not in case.stays})
     return case.anchored(plan, case.footprint(plan))
 
 
 def seconds_at(case: Case, plan: Plan) -> float:
-    """What the program says of a plan: for each step the largest of its bounds, or their sum where nothing overlaps."""
+    """Seconds of a plan according to the program: for each step the largest of its bounds, or their sum where nothing
+    overlaps."""
     total = 0.0
     for number, weight in enumerate(case.weights_of_steps):
         bounds = dict(case.base[number])
@@ -241,8 +242,8 @@ def _least(case: Case, bounds: Mapping[str, float]) -> float:
 
 
 def _solve_once(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]]) -> list[Plan]:
-    """The cases have nothing in common, so the sum of what they take is least where each is."""
-    with warnings.catch_warnings():  # of what pulp 4 will want, which has another interface
+    """Solves all cases as one program. They are independent, so the sum of their times is least where each is."""
+    with warnings.catch_warnings():  # pulp warns of version 4, which has another interface
         warnings.simplefilter("ignore", DeprecationWarning)
         return _solved(cases, anchors)
 
@@ -258,7 +259,7 @@ def _solved(cases: Sequence[Case], anchors: Sequence[Mapping[str, float]]) -> li
             program += constraint
     program += pulp.lpSum(goals)
     status = program.solve(pulp.PULP_CBC_CMD(msg=False, threads=1))
-    assert pulp.LpStatus[status] == "Optimal", pulp.LpStatus[status]  # what is lacking may always be bought
+    assert pulp.LpStatus[status] == "Optimal", pulp.LpStatus[status]  # lacking memory can always be bought
     return [_plan(case, {corner: share.value() for corner, share in own.items()}) for case, own in zip(cases, shares)]
 
 
@@ -276,7 +277,7 @@ def _case(
     lacking = {tier: pulp.LpVariable(f"lacking_{tier}_{name}", 0) for tier in case.tiers}
     for tier in case.tiers:
         budget = case.budgets.of(tier)
-        if budget is not None:  # in shares of it, so that numbers of the program are near 1; a disk that is full has none
+        if budget is not None:  # in shares of the budget, so that coefficients are near 1; a full disk has none
             unit = budget or sum(case.bytes_of.values())
             held = pulp.lpSum(shares[kind, tier] * (nbytes / unit) for kind, nbytes in case.bytes_on(tier).items())
             constraints.append(held + anchor[tier] / unit <= budget / unit + lacking[tier])
@@ -299,7 +300,7 @@ def _step_bounds(case: Case, shares: Mapping[Corner, pulp.LpVariable], number: i
 
 
 def _plan(case: Case, values: Mapping[Corner, float | None]) -> Plan:
-    """In whole per cent, as --percent takes them; what rounding leaves goes to the slowest tier that has some anyway."""
+    """The plan in whole per cent, as --percent takes them; the rest after rounding goes to the slowest tier that has some."""
 
     def shares(kind: str) -> Shares:
         device, host, disk = (100 * (values.get((kind, tier)) or 0.0) for tier in TIERS)

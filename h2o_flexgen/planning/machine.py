@@ -29,7 +29,7 @@ from h2o_flexgen.schedule.ops import LOAD, READ, STORE, WRITE
 DEVICES = ("cpu", "cuda")
 EVICTION = "eviction"
 VISITS = (ATTENTION_VISIT, MLP_VISIT, EVICTION)
-PLAIN_SCORES, WITH_SCORES = "plain", "scored"  # attention of prompts: without or with what every key got of it
+PLAIN_SCORES, WITH_SCORES = "plain", "scored"  # attention of prompts: without or with the sums that every key received
 Curve = tuple[tuple[int, float], ...]  # (rows, flop/s), more rows each time
 
 
@@ -43,57 +43,57 @@ class Machine:
     disk_read_per_s: float
     disk_write_per_s: float
     host_copy_per_s: float
-    host_to_device_per_s: float  # of page-locked memory
+    host_to_device_per_s: float  # from page-locked memory
     device_to_host_per_s: float
     flops_per_s: Mapping[str, Curve]  # dtype -> flop/s of a matrix product, by its rows
     attention_bytes_per_s: Mapping[str, float]  # tier in whose memory it is done -> bytes of KV that decode attention reads
-    task_seconds: float  # what a task that moves data costs beside its data
-    # what follows costs nothing where it was not measured
-    disk_both: float = 2.0  # of reads and writes at once: the shares that each has of its rate alone, added up, 1 to 2
-    kv_read_per_s: float = inf  # of KV from disk, and to where it is computed with: slots are moved one by one
+    task_seconds: float  # a task that moves data costs this beside its data
+    # fields from here on cost nothing if they were not measured
+    disk_both: float = 2.0  # reads and writes at once: the shares of their separate rates, added up, 1 to 2
+    kv_read_per_s: float = inf  # KV from disk to where it is computed with: slots are moved one by one
     kv_write_per_s: float = inf
     host_read_per_s: float = inf
-    unpinned_to_device_per_s: float = inf  # of memory that is not page-locked
+    unpinned_to_device_per_s: float = inf  # from memory that is not page-locked
     unpinned_to_host_per_s: float = inf
-    packed_flops_per_s: Mapping[str, Curve] = field(default_factory=dict)  # price of a kernel -> of rows times packed bytes
-    decoded_values_per_s: Mapping[str, float] = field(default_factory=dict)  # codec -> packed weights made values
-    attention_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # how KV is kept -> of decode attention
-    unpacked_values_per_s: Mapping[str, float] = field(default_factory=dict)  # codec -> packed KV made values to attend to
+    packed_flops_per_s: Mapping[str, Curve] = field(default_factory=dict)  # kernel price -> rate of rows times packed bytes
+    decoded_values_per_s: Mapping[str, float] = field(default_factory=dict)  # codec -> packed weights that are decoded
+    attention_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # codec of KV -> rate of decode attention
+    unpacked_values_per_s: Mapping[str, float] = field(default_factory=dict)  # codec -> packed KV that is decoded for attention
     head_seconds: float = 0.0  # decode attention of a row and a KV head, beside its bytes and flops
     prompt_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # attention of prompts: plain, or with scores
-    values_per_s: float = inf  # of norms, activations and additions: each once for each time it passes through one
-    visit_seconds: Mapping[str, float] = field(default_factory=dict)  # of an attention, a mlp, an eviction: beside its work
+    values_per_s: float = inf  # norms, activations and additions: values that pass through one, each time
+    visit_seconds: Mapping[str, float] = field(default_factory=dict)  # an attention, a mlp, an eviction: beside its work
 
     @property
     def has_accelerator(self) -> bool:
         return self.device != "cpu"
 
     def flop_rate(self, dtype: str, rows: float) -> float:
-        """Of a matrix product of so many rows."""
+        """Flop/s of a matrix product with this many rows."""
         if dtype not in self.flops_per_s:
             raise ValueError(f"machine {self.name!r} has no flops_per_s for {dtype}; it has {', '.join(self.flops_per_s)}")
         return at_rows(self.flops_per_s[dtype], rows)
 
     def runs(self, kernel: Kernel) -> bool:
-        """Whether it is a kernel of this machine: those whose products were measured are there, and no others."""
+        """Whether this machine has the kernel: those whose products were measured are there, and no others."""
         fits = kernel.device in (None, self.device)
         return fits and (kernel.form == PLAIN or kernel.price in self.packed_flops_per_s)
 
     def packed_flop_rate(self, kernel: Kernel, rows: float) -> float:
-        """Of a product on packed bytes."""
+        """Flop/s of a product on packed bytes."""
         return at_rows(self.packed_flops_per_s[kernel.price], rows)
 
     def decoding_rate(self, codec: str, value_bytes: float) -> float:
-        """Packed weights made values, per second. A codec that was not measured is as slow as the slowest that was. Where none
-        was, a value takes as long as attention takes to read `value_bytes`, what is read and written for a value, in the memory
-        that is computed in."""
+        """Packed weights decoded per second. A codec that was not measured is as slow as the slowest that was. If none was, a
+        value takes as long as attention takes to read `value_bytes`, the bytes read and written per value, in the memory that
+        is computed in."""
         tier, measured = DEVICE if self.has_accelerator else HOST, self.decoded_values_per_s
         in_memory = self.attention_bytes_per_s.get(tier, self.host_copy_per_s) / value_bytes
         return measured.get(codec) or min(measured.values(), default=in_memory)
 
     def unpacking_rate(self, codec: str, value_bytes: float) -> float:
-        """Packed KV made values to attend to, per second: as weights, where neither this nor its attention was measured. Where
-        only its attention was, the unpacking is in that."""
+        """Packed KV decoded per second for attention. If neither this nor its attention was measured, it is as for weights; if
+        only its attention was, that includes the decoding."""
         unmeasured = inf if codec in self.attention_flops_per_s else self.decoding_rate(codec, value_bytes)
         return self.unpacked_values_per_s.get(codec, unmeasured)
 
@@ -111,7 +111,7 @@ class Machine:
         return rates[lane]
 
     def at_best(self, again: Machine) -> Machine:
-        """The same machine, measured twice: its disk and its products at the faster of the two."""
+        """The better of two measurements of one machine: its disk and its products at the faster of the two."""
         curves = {
             dtype: tuple((rows, max(rate, other)) for (rows, rate), (_, other) in zip(curve, again.flops_per_s[dtype]))
             for dtype, curve in self.flops_per_s.items()
@@ -119,7 +119,7 @@ class Machine:
         return replace(self, disk_read_per_s=max(self.disk_read_per_s, again.disk_read_per_s), flops_per_s=curves)
 
     def as_it_is(self, now: Machine) -> Machine:
-        """This profile with the disk and the products of a later measurement of less: machines drift. Rates of products that
+        """This profile with the disk and the products of a later, smaller measurement: machines drift. Rates of products that
         were not measured again change as much as the median of those that were."""
         changed = {dtype: _changed(self.flops_per_s[dtype], curve) for dtype, curve in now.flops_per_s.items()}
         disk = now.disk_read_per_s if isfinite(now.disk_read_per_s) else self.disk_read_per_s
@@ -144,7 +144,8 @@ class Machine:
 
     @classmethod
     def create(cls, content: Mapping[str, Any]) -> Machine:
-        """From plain values, as a YAML or JSON file has them. What has a default may be left out; no other key may be there."""
+        """Creates a machine from plain values, as in a YAML or JSON file. What has a default may be left out; unknown keys are
+        refused."""
         known = [one.name for one in fields(cls)]
         _check_keys("", content, known)
         if missing := [name for name in known if name not in content and name not in _DEFAULTS]:
@@ -154,7 +155,7 @@ class Machine:
         return cls(**values)
 
     def as_plain(self) -> dict[str, Any]:
-        """Plain values, of which `create` makes it again."""
+        """Plain values, from which `create` makes the machine again."""
         content = {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name)}
         for name in ("flops_per_s", "packed_flops_per_s"):
             if name in content:
@@ -168,7 +169,8 @@ class Machine:
 
 
 def at_rows(curve: Curve, rows: float) -> float:
-    """Between the measured points linear in the logarithm of the rows; outside, the nearest point."""
+    """The rate for this many rows: linear in their logarithm between the measured points; outside, that of the nearest
+    point."""
     for (fewer, low), (more, high) in itertools.pairwise(curve):
         if fewer <= rows < more:
             return low + (high - low) * log(rows / fewer) / log(more / fewer)
@@ -191,7 +193,7 @@ _DEFAULTS: Mapping[str, object] = {
 
 
 class WrongKey(ValueError):
-    """Something is wrong with the value of a key, `key.inner` inside of another; `key` is empty where it is missing."""
+    """The value of a key is wrong; the key is `key.inner` inside another, and empty if it is missing."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -199,7 +201,7 @@ class WrongKey(ValueError):
 
 
 def _lines(text: str) -> dict[str, int]:
-    """The line that each key of a YAML file stands on, counted from 1; of two levels."""
+    """The line, counted from 1, of each key of a YAML file of two levels."""
     root, lines = yaml.compose(text, Loader=yaml.SafeLoader), {}
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         lines[str(key.value)] = key.start_mark.line + 1
@@ -218,7 +220,7 @@ def _check_keys(outer: str, given: Iterable[object], known: Iterable[str]) -> No
 
 
 def _number(name: str, value: object, least: float, what: str = "") -> float:
-    """YAML reads 1.5e9 as text, for want of a sign in the exponent: text that is a number is taken for one."""
+    """Reads a number. YAML reads 1.5e9 as text, since its exponent has no sign: text that is a number counts as one."""
     called = what or name
     try:
         number = decimal_number(value) if isinstance(value, str) else _plain(value)
@@ -230,7 +232,7 @@ def _number(name: str, value: object, least: float, what: str = "") -> float:
 
 
 def _plain(value: object) -> float:
-    """YAML and JSON know true and false, which Python takes for 1 and 0."""
+    """Refuses true and false, which Python takes for 1 and 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(value)
     return float(value)

@@ -1,5 +1,4 @@
-"""Which machine is meant: a file, one of those that travel with the package, or this one, as its profile was kept in the user's
-cache."""
+"""Finds a machine: a file, one that travels with the package, or this one, from its profile in the user's cache."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def find_machine(name_or_file: str | Path) -> Machine:
-    """A file, or the name of a machine of the package."""
+    """Loads a machine from a file, or by the name of one of the package."""
     file = Path(name_or_file).expanduser()
     if file.suffix.lower() in SUFFIXES or file.is_file():
         return Machine.load(file)
@@ -40,7 +39,7 @@ def _package_files() -> dict[str, Path]:
 
 
 def saved_machine(fingerprint: str) -> Machine | None:
-    """None where none was kept. A file that is damaged is a ValueError that names it."""
+    """The kept profile of this machine; None if there is none. A damaged file is a ValueError that names it."""
     file = machine_file(fingerprint)
     return Machine.load(file) if file.is_file() else None
 

@@ -1,7 +1,7 @@
 """Placement: the exact tier of every tensor, of the KV of every (layer, batch) and of every batch's activations.
 
-Nothing is ever split over two tiers. What a tier got too much or too little is carried to the next item, so that over the first
-layers, however many, and so over all, each tier is within one item of what the plan asks.
+Nothing is ever split over two tiers. What a tier got too much or too little is carried over to the next item, so that over the
+first layers, however many, and so over all, each tier is within one item of what the plan asks.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from h2o_flexgen.schedule.traffic import Traffic
 
 @dataclass(frozen=True)
 class Placement:
-    weights: Mapping[str, str]  # tensor's name in the checkpoint -> tier; a tied head is the embedding and stands here once
+    weights: Mapping[str, str]  # tensor's name in the checkpoint -> tier; a tied head is the embedding and occurs once
     kv: Mapping[tuple[int, int], str]  # (layer of the schedule, batch) -> tier, layer by layer
     hidden: tuple[str, ...]  # tier of each batch
 
 
 def spread(sizes: Sequence[int], shares: Shares) -> tuple[str, ...]:
-    """Each item goes whole to the tier that lacks most of its share of the bytes so far, this item included.
+    """Places each item whole on the tier that lacks most of its share of the bytes so far, this item included.
 
-    Behind every item each tier is then within one largest item of its share. Before an item is placed the three lacks sum up to
-    its size s, so the largest is s/3 at least: no tier gets more than 2/3 of an item too much. And if a tier that lacks more
-    than an item were passed over, the one chosen would lack as much, and the third would have had an item too much."""
+    After every item each tier is within one largest item of its share. Before an item is placed the three lacks sum up to its
+    size s, so the largest is s/3 at least: no tier gets more than 2/3 of an item too much. And if a tier that lacks more than
+    an item were passed over, the one chosen would lack as much, and the third would have had an item too much."""
     wanted = {tier: share for tier in TIERS if (share := shares.of(tier)) > 1e-9}  # 1 - 0.58 - 0.42 is not quite 0
     if len(wanted) == 1:
         return tuple(wanted) * len(sizes)
@@ -38,20 +38,20 @@ def spread(sizes: Sequence[int], shares: Shares) -> tuple[str, ...]:
     total, tiers = 0, []
     for size in sizes:
         total += size
-        tier = max(wanted, key=lambda tier: wanted[tier] * total - placed[tier])  # of equals the first, the fastest
+        tier = max(wanted, key=lambda tier: wanted[tier] * total - placed[tier])  # among equals the first, which is the fastest
         placed[tier] += size
         tiers.append(tier)
     return tuple(tiers)
 
 
 def place_weights(spec: ModelSpec, plan: Plan) -> dict[str, str]:
-    """They stay where they are for all blocks of a workload."""
+    """The tiers of the weights, which stay for all blocks of a workload."""
     sizes = spec.weight_sizes
     return dict(zip(sizes, spread(list(sizes.values()), plan.weights)))
 
 
 def place(spec: ModelSpec, plan: Plan, block: Block, weights: Mapping[str, str] | None = None) -> Placement:
-    """`weights`: where they are, if that is known already."""
+    """Places a block. `weights`: their tiers, if they are known already."""
     kv, hidden = _kv_sizes(spec, plan, block), _hidden_sizes(spec, block)
     return Placement(
         weights=place_weights(spec, plan) if weights is None else weights,
@@ -61,7 +61,7 @@ def place(spec: ModelSpec, plan: Plan, block: Block, weights: Mapping[str, str] 
 
 
 def placed_shares(spec: ModelSpec, plan: Plan, block: Block, placement: Placement) -> tuple[float, ...]:
-    """What was really placed, as FlexGen's six numbers: per cent on device and host of weights, KV and activations."""
+    """The shares that were placed, as FlexGen's six numbers: per cent on device and host of weights, KV and activations."""
     weights, kv, hidden = spec.weight_sizes, _kv_sizes(spec, plan, block), _hidden_sizes(spec, block)
     return (
         *_percent((placement.weights[name], size) for name, size in weights.items()),
@@ -71,7 +71,7 @@ def placed_shares(spec: ModelSpec, plan: Plan, block: Block, placement: Placemen
 
 
 def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, site: Site) -> Traffic:
-    """What a schedule has to move under this placement."""
+    """Everything that a schedule must move under this placement."""
     return Traffic(
         steps=block.gen_len,
         layers=len(spec.layers),
@@ -92,7 +92,7 @@ def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, sit
 
 
 def _kv_sizes(spec: ModelSpec, plan: Plan, block: Block) -> dict[tuple[int, int], int]:
-    batches = [plan.policy.slots(batch, block.gen_len).layout(spec).image_bytes for batch in block.batches]
+    batches = [plan.policy.occupancy(batch, block.gen_len).layout(spec).image_bytes for batch in block.batches]
     return {(layer, batch): size for layer in spec.kv_layers for batch, size in enumerate(batches)}
 
 

@@ -1,4 +1,5 @@
-"""Plan: where everything should live and how large a block is. A request; planning/placement.py turns it into exact places."""
+"""Plan: where everything should live and how large a block is. It is a request; planning/placement.py turns it into exact
+places."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from h2o_flexgen.schedule.traffic import Traffic
 
 @dataclass(frozen=True)
 class Shares:
-    """Fractions of one kind of data per tier; what device and host leave goes to disk."""
+    """Fractions of one kind of data per tier; the rest beside device and host goes to disk."""
 
     device: float
     host: float
@@ -38,7 +39,7 @@ class Shares:
         return {DEVICE: self.device, HOST: self.host, DISK: self.disk}[tier]
 
     def folded(self) -> Shares:
-        """On a machine without an accelerator what was meant for it lives in host memory."""
+        """The shares on a machine without an accelerator: the device's share lives in host memory."""
         return Shares(0.0, self.device + self.host)
 
 
@@ -54,12 +55,12 @@ class Plan:
     weights: Shares = ALL_DEVICE
     kv: Shares = ALL_DEVICE
     hidden: Shares = ALL_DEVICE
-    prefill_tokens: int = 1024  # of prompts that are computed at once, unless a single one is longer
+    prefill_tokens: int = 1024  # tokens of prompts that are computed at once, unless a single prompt is longer
     slots: int = 2  # visits whose data may be under way or in use at once; 1 means no overlap
-    attend_on: str = DEVICE  # or HOST: in decode, KV that lies in host memory is attended there, and does not cross the link
+    attend_on: str = DEVICE  # or HOST: in decode, KV in host memory is attended there and does not cross the link
     sep_layer: bool = True  # attention and mlp are two layers of the schedule instead of one
     pin_weight: bool = True  # host weights in page-locked memory (CUDA)
-    weight_codec: str = PLAIN  # of matrices and tables of tokens; positions, and what is small, stay plain
+    weight_codec: str = PLAIN  # codec of matrices and token tables; positions, and what is small, stay plain
     kv_codec: str = PLAIN
     schedule: str = "zigzag"
     kv_policy: str = "full"
@@ -67,7 +68,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens", "slots"):
-            object.__setattr__(self, name, COUNT.value(name, getattr(self, name)))  # a number of numpy becomes Python's
+            object.__setattr__(self, name, COUNT.value(name, getattr(self, name)))  # numpy's numbers become Python's
         if self.num_gpu_batches > MOST_BATCHES:
             raise ValueError(f"num_gpu_batches is {shown(self.num_gpu_batches)}; the most is {MOST_BATCHES}")
         check_num_prompts(self.block_size)
@@ -76,16 +77,17 @@ class Plan:
         _require_known("weight_codec", self.weight_codec, CODECS)
         _require_known("kv_codec", self.kv_codec, CODECS)
         _require_known("kv_policy", self.kv_policy, POLICIES)
-        _ = self.policy  # refuses options that it does not take
+        _ = self.policy  # refuses options that the policy does not take
 
     @staticmethod
     def option_names() -> list[str]:
-        """What `create` takes: the fields of a plan, with those of `kv_options` in its place."""
+        """The options of `create`: the fields of a plan, with those of `kv_options` in its place."""
         return [one.name for one in (*fields(Plan), *fields(KVOptions)) if one.name != "kv_options"]
 
     @classmethod
     def create(cls, **options: object) -> Plan:
-        """From options side by side, those of the KV policy too. An unknown one is an error that names the nearest known."""
+        """Creates a plan from options side by side, those of the KV policy too. An unknown option is an error that names the
+        nearest known one."""
         for name in options:
             if name not in cls.option_names():
                 raise ValueError(f"unknown plan option {name!r}{did_you_mean(name, cls.option_names())}")
@@ -101,7 +103,8 @@ class Plan:
         return self.gpu_batch_size * self.num_gpu_batches
 
     def with_percent(self, percent: Sequence[float]) -> Plan:
-        """FlexGen's six numbers: weights, KV, activations, each as per cent on GPU and in CPU memory; the rest is disk."""
+        """The plan with FlexGen's six numbers: weights, KV, activations, each as per cent on GPU and in CPU memory; the rest is
+        disk."""
         if isinstance(percent, str):
             raise ValueError(f"percent is {percent!r}, but here it takes six numbers, and in LLM 'auto', too")
         if len(percent) != 6:
@@ -117,17 +120,17 @@ class Plan:
 
     @property
     def has_own_slots(self) -> bool:
-        """Has the schedule a number of slots that nobody can choose?"""
+        """Whether the schedule has a fixed number of buffers that nobody can choose."""
         return SCHEDULES[self.schedule](Traffic(steps=1, layers=1, batches=1, slots=1)).buffers > 1
 
     def without_overlap(self) -> Plan:
-        """One slot: fetch, compute and store one after the other."""
+        """The plan with one buffer: fetch, compute and store one after the other."""
         if self.has_own_slots:
             raise ValueError(f"schedule {self.schedule} cannot do without overlap: it has slots of its own; choose another")
         return replace(self, slots=1)
 
     def at(self, site: Site) -> Plan:
-        """The plan as it can be carried out there."""
+        """The plan as it can be carried out at a site."""
         return self if site.accelerator else self.folded()
 
     def folded(self) -> Plan:

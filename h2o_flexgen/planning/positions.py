@@ -1,4 +1,4 @@
-"""Positions: a text must not be longer than the model has any."""
+"""Positions: a text must not be longer than the model's positions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ def check_rolling(spec: ModelSpec, plan: Plan) -> None:
 
 
 def check_positions(spec: ModelSpec, plan: Plan, row: int, length: int, max_tokens: int) -> None:
-    """The last token is generated, but no layer ever sees it. Rolling positions end where the budget does."""
+    """Refuses texts that are too long. The last token is generated, but no layer ever sees it. Rolling positions end where the
+    budget does."""
     if plan.policy.rolls:
-        slots = plan.policy.slots(Batch((row,), (length,)), max_tokens).capacity
+        slots = plan.policy.occupancy(Batch((row,), (length,)), max_tokens).capacity
         if max(length, slots) > spec.max_positions:
             raise ValueError(
                 f"prompt {row} has {length} tokens and {slots} slots, but {spec.name} has {spec.max_positions} "
@@ -29,7 +30,7 @@ def check_positions(spec: ModelSpec, plan: Plan, row: int, length: int, max_toke
 
 
 def most_tokens(spec: ModelSpec, plan: Plan, row: int, length: int) -> int:
-    """How many may be generated behind a prompt, where nobody says how many; one at least, which `check_positions` judges."""
+    """The default number of tokens to generate behind a prompt; at least one, which `check_positions` judges."""
     if plan.policy.rolls:
         raise ValueError(f"max_tokens of prompt {row} is None, but with rolling positions a text has no end; give a number")
     return max(1, spec.max_positions + 1 - length)

@@ -1,8 +1,8 @@
 """Prediction: how long a workload takes under a plan on a machine, how busy each lane is, and what each tier holds.
 
-A block is simulated task by task, its prompts and a few of its decode steps: their seconds change slowly, with the KV, so that
-what lies between is on a line. Every sampled step is simulated twice in a row, and the second counts: it begins as any other.
-Of many blocks whose prompts are all of other lengths a few stand for all in the same way.
+A block is simulated task by task: its prompts and a few of its decode steps. Seconds of steps change slowly with the KV, so the
+steps between are on a line. Every sampled step is simulated twice in a row, and the second counts, because it begins as any
+other. Of many blocks whose prompts differ in length a few stand for all in the same way.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 
-ALL_STEPS = 6  # of a decode this short every step is simulated
-ALL_BLOCKS, SAMPLED_BLOCKS = 16, 12  # so many blocks that differ are all simulated; of more, so many
+ALL_STEPS = 6  # every step of a decode this short is simulated
+ALL_BLOCKS, SAMPLED_BLOCKS = 16, 12  # this many blocks that differ are all simulated; of more, only the second number
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Prediction:
     generated_tokens: int
     prefill_seconds: float
     decode_seconds: float
-    step_seconds: float  # of a decode step: the mean
+    step_seconds: float  # mean of a decode step
     block_seconds: float  # from the first prompt to the last token of the block that takes longest
-    lane_seconds: Mapping[str, float]  # that each lane works, of all blocks
+    lane_seconds: Mapping[str, float]  # seconds that each lane works, in all blocks
     peak_bytes: Mapping[str, int]  # per tier, beside what the process holds by itself
 
     @property
@@ -52,7 +52,7 @@ class Prediction:
 
 
 def predict(planned: WorkloadPlan, machine: Machine) -> Prediction:
-    """Of blocks that run one after the other."""
+    """Predicts blocks that run one after the other."""
     alike = planned.blocks.alike
     rows, gen_len = planned.workload.num_prompts, planned.workload.gen_len
     steps = len(planned.blocks) * (gen_len - 1)
@@ -70,9 +70,9 @@ def predict(planned: WorkloadPlan, machine: Machine) -> Prediction:
 
 
 def sampled_blocks(counted: Sequence[tuple[BlockPlan, int]]) -> Iterator[tuple[BlockPlan, float]]:
-    """The blocks that are simulated, and how often each counts, from blocks that differ and how many there are of each. One
-    between two of them takes what its tokens say: it counts as a part of either. The last has fewer rows than the others, so
-    that it and the one before it stand for no third one."""
+    """The blocks that are simulated, and how often each counts, chosen from the distinct blocks and their numbers. A block
+    between two samples counts as a part of either, in proportion to its tokens. The last has fewer rows than the others, so it
+    and the one before stand for no third one."""
     if len(counted) <= ALL_BLOCKS:
         yield from ((block, float(count)) for block, count in counted)
         return
@@ -94,14 +94,14 @@ class BlockPrediction:
     prefill_seconds: float
     decode_seconds: float
     lane_seconds: Mapping[str, float]
-    trace: Trace  # of the steps that were simulated
+    trace: Trace  # the simulated steps
 
     @classmethod
     def of(cls, planned: BlockPlan, machine: Machine) -> BlockPrediction:
         pricing, gen_len = Pricing(planned, machine, averaged=True), planned.block.gen_len
         samples = sampled_steps(planned)
         exact = samples == list(range(1, gen_len))
-        # one step more behind the last: it has nothing to store, and so is not like the others
+        # one step more behind the last, which has nothing to store and so is unlike the others
         steps = [0, *samples] if exact else [0, *(step for sample in samples for step in (sample, sample)), samples[-1]]
         schedule = planned.schedule if exact else _of_so_many_steps(planned.schedule, len(steps))
         trace = simulate(schedule.tasks(), _seconds_of(pricing, steps), schedule.ahead)
@@ -118,12 +118,12 @@ class BlockPrediction:
 
 def sampled_steps(planned: BlockPlan) -> list[int]:
     """The decode steps that are simulated: the first and the last; those in which the KV of rows stops growing, and the ones
-    before, because evictions begin at once; and the one in the middle of the longest stretch between these: lanes may take
-    turns in being the busiest there."""
+    before, because evictions begin at once; and the middle of the longest stretch between these, since lanes may take turns in
+    being the busiest there."""
     last = planned.block.gen_len - 1
     if last <= ALL_STEPS:
         return list(range(1, last + 1))
-    full = [slots.first_evicting_step for slots in planned.slots]
+    full = [occupancy.first_evicting_step for occupancy in planned.occupancy]
     around = (step for first in (min(full), max(full)) for step in (first - 1, first))
     samples = sorted({1, last, *(step for step in around if 1 < step < last)})
     before, behind = max(pairwise(samples), key=lambda pair: pair[1] - pair[0])
@@ -131,7 +131,7 @@ def sampled_steps(planned: BlockPlan) -> list[int]:
 
 
 def sum_of_steps(samples: Sequence[int], seconds: Sequence[float]) -> float:
-    """Of all steps from the first sample to the last, those between samples on a line."""
+    """The sum of all steps from the first sample to the last; steps between samples are on a line."""
     if not samples:
         return 0.0
     total = seconds[0]
@@ -142,7 +142,8 @@ def sum_of_steps(samples: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 def step_seconds(trace: Trace, schedule: Schedule) -> list[float]:
-    """Of each step: the time since the head before is for the step of this one, in whatever order a schedule visits."""
+    """Seconds of each step: the time since the head before counts for the step of this one, whatever the order of the
+    schedule."""
     spent, clock = [0.0] * schedule.traffic.steps, 0.0
     head = schedule.traffic.layers - 1
     for span in sorted(trace.spans, key=lambda span: span.end):
@@ -157,7 +158,7 @@ def _of_so_many_steps(schedule: Schedule, steps: int) -> Schedule:
 
 
 class _seconds_of:
-    """The seconds of a task whose step stands for another one."""
+    """The seconds of a task, whose step stands for another one."""
 
     def __init__(self, pricing: Pricing, steps: Sequence[int]) -> None:
         self._pricing, self._steps = pricing, steps

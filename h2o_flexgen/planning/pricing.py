@@ -1,6 +1,6 @@
 """Pricing: the seconds of a task on a machine. The simulator, the linear program and the timeline all ask here.
 
-What moves takes its bytes over a bandwidth; what computes takes the sum of its parts: products, decoding of packed weights,
+A transfer takes its bytes over a bandwidth; a computation takes the sum of its parts: products, decoding of packed weights,
 attention, and what every value and every visit costs beside them. All of it is linear in the shares of a placement, as long as
 the batches stay the same. `docs/cost-model.md` has the terms.
 """
@@ -29,8 +29,8 @@ from h2o_flexgen.schedule.simulate import simulate
 from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 
-LONG_ROW = 1 << 12  # values, over which the bytes of a packed row are spread
-SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # beside the lanes, where bounds are named
+LONG_ROW = 1 << 12  # values of a row over which its extra bytes are averaged
+SHARED_DISK, SHARED_MEMORY = "disk", "memory"  # names of bounds beside the lanes
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Pricing:
         return {}
 
     def _kind(self, task: Task | Key) -> object:
-        """Tasks of one kind cost the same."""
+        """The key of tasks that cost the same."""
         op, step, layer, batch = task[:4]
         if op.data is Data.WEIGHTS:
             return op, layer
@@ -88,7 +88,7 @@ class Pricing:
             rate = min(rate, machine.kv_read_per_s if op.fetches else machine.kv_write_per_s)
         seconds = nbytes / rate + machine.task_seconds
         if machine.has_accelerator and op.data is Data.HIDDEN and self.schedule.traffic.hidden[task.batch] == DISK:
-            seconds += nbytes / machine.bandwidth(READ if op.fetches else WRITE)  # on its way to the link, in the same task
+            seconds += nbytes / machine.bandwidth(READ if op.fetches else WRITE)  # in the same task
         return seconds
 
     def _nbytes(self, task: Task | Key) -> float:
@@ -97,7 +97,7 @@ class Pricing:
     # -- a COMPUTE -----------------------------------------------------------------------------------------------------
 
     def compute_parts(self, task: Task | Key) -> dict[str, float]:
-        """What a visit spends its seconds on."""
+        """The seconds of a visit, by what they are spent on."""
         layer, batch = self.spec.layers[task.layer], self.planned.block.batches[task.batch]
         if task.step or layer.makes_logits:
             rows = {batch.size: 1}
@@ -115,7 +115,7 @@ class Pricing:
         }
 
     def _parts(self, batch: int) -> Mapping[Batch, int]:
-        """Of the prompts of a batch: what is computed at once."""
+        """The parts of a batch whose prompts are computed at once."""
         return self.planned.block.batches[batch].kinds_of_parts(self.planned.plan.prefill_tokens)
 
     def _products(self, layer: LayerSpec, rows: int) -> float:
@@ -128,11 +128,12 @@ class Pricing:
         return total
 
     def _packed_product(self, codec: str, rows: float) -> Kernel | None:
-        """The kernel that multiplies packed bytes as they are; None where they are decoded first."""
+        """The kernel that multiplies packed bytes directly; None if they are decoded first."""
         return None if codec == PLAIN else choose(PRODUCT, codec, self.spec.dtype, self.machine.runs, rows)
 
     def _decoding(self, layer: LayerSpec, rows: Iterable[int], first: bool) -> float:
-        """Once for a pass over the layer's weights; parts of a logit matrix that there is no room for, once for a batch."""
+        """Seconds of decoding, once for a pass over the layer's weights; parts of a logit matrix without a place of their own,
+        once per batch."""
         total = 0.0
         for (codec, share), values in layer.multiplied_values.items():
             if codec == PLAIN or all(self._packed_product(codec, each * share) for each in rows):
@@ -142,7 +143,7 @@ class Pricing:
         return total
 
     def _bytes_to_decode(self, codec: str) -> float:
-        """Read and written for a value."""
+        """Bytes read and written to decode a value."""
         return CODECS[codec].nbytes((LONG_ROW,), self.spec.itemsize) / LONG_ROW + self.spec.itemsize
 
     def _share_decoded_again(self, layer: LayerSpec) -> float:
@@ -159,8 +160,9 @@ class Pricing:
         return sum(self.machine.visit_seconds.get(kind, 0.0) for kind in layer.visits)
 
     def _eviction_seconds(self, task: Task | Key) -> float:
-        """Of many small operations, whatever the sizes: of scores, of who goes, and of who comes in its place."""
-        evicts = self.spec.layers[task.layer].has_kv and self.planned.slots[task.batch].evicts_at(task.step)
+        """Seconds of the many small operations of an eviction, whatever the sizes: on scores, on who goes, and on who takes the
+        place."""
+        evicts = self.spec.layers[task.layer].has_kv and self.planned.occupancy[task.batch].evicts_at(task.step)
         return self.machine.visit_seconds.get(EVICTION, 0.0) if evicts else 0.0
 
     # -- attention -----------------------------------------------------------------------------------------------------
@@ -172,13 +174,16 @@ class Pricing:
         return self._prompt_attention(task) + (self._kept_to_host(task.batch) if stays else 0.0)
 
     def _kept_to_host(self, batch: int) -> float:
-        """What is kept of prompts, which are attended on the device wherever their KV is to stay."""
-        slots, spec, machine = self.planned.slots[batch], self.spec, self.machine
-        return slots.batch.size * slots.stored(0) * spec.kv_bytes_per_slot / machine.device_to_host_per_s + machine.task_seconds
+        """Seconds of storing what is kept of prompts, which are attended on the device wherever their KV is to stay."""
+        occupancy, spec, machine = self.planned.occupancy[batch], self.spec, self.machine
+        return (
+            occupancy.batch.size * occupancy.stored(0) * spec.kv_bytes_per_slot / machine.device_to_host_per_s
+            + machine.task_seconds
+        )
 
     def _decode_attention(self, task: Task | Key) -> float:
         spec, machine, rows = self.spec, self.machine, self.planned.block.batches[task.batch].size
-        slots = rows * (self.planned.slots[task.batch].held(task.step) + 1)
+        slots = rows * (self.planned.occupancy[task.batch].held(task.step) + 1)
         on_host = self._attends_on_host(task.layer, task.batch)
         tier = HOST if on_host or not machine.has_accelerator else DEVICE
         reading = slots * spec.kv_bytes_per_slot / machine.attention_bytes_per_s.get(tier, inf)
@@ -186,7 +191,7 @@ class Pricing:
             return reading + self._to_host_and_back(rows)
         is_plain = spec.kv_codec == PLAIN
         flops = 4.0 * spec.heads * spec.head_dim * slots
-        values = 0.0 if is_plain else 2.0 * spec.kv_heads * spec.head_dim * slots  # to unpack
+        values = 0.0 if is_plain else 2.0 * spec.kv_heads * spec.head_dim * slots  # values to decode
         computing = flops / machine.attention_flops_per_s.get(spec.dtype if is_plain else spec.kv_codec, inf)
         unpacking = values / machine.unpacking_rate(spec.kv_codec, self._bytes_to_decode(spec.kv_codec))
         return max(reading, computing + unpacking) + rows * spec.kv_heads * machine.head_seconds
@@ -196,18 +201,18 @@ class Pricing:
         return traffic.attends_on_host and traffic.kv.get((layer, batch), DEVICE) != DEVICE
 
     def _to_host_and_back(self, rows: int) -> float:
-        """Queries, and what is new of keys and values; then what attention makes of them."""
+        """Seconds of sending queries and new keys and values to the host, and the result of attention back."""
         spec, machine = self.spec, self.machine
         there = rows * (spec.heads + 2 * spec.kv_heads) * spec.head_dim * spec.itemsize
         back = rows * spec.heads * spec.head_dim * spec.itemsize
         return there / machine.device_to_host_per_s + back / machine.host_to_device_per_s + 2 * machine.task_seconds
 
     def _prompt_attention(self, task: Task | Key) -> float:
-        spec, policy, slots = self.spec, self.planned.plan.policy, self.planned.slots[task.batch]
-        scored = policy.ranks_by == ATTENTION and slots.evicts
+        spec, policy, occupancy = self.spec, self.planned.plan.policy, self.planned.occupancy[task.batch]
+        scored = policy.ranks_by == ATTENTION and occupancy.evicts
         rate = self.machine.prompt_flops_per_s.get(WITH_SCORES if scored else PLAIN_SCORES, inf)
         pairs = sum(
-            count * part.size * part.prompt_len * (slots.held(0) + (part.prompt_len + 1) / 2)
+            count * part.size * part.prompt_len * (occupancy.held(0) + (part.prompt_len + 1) / 2)
             for part, count in self._parts(task.batch).items()
         )
         return 4.0 * spec.heads * spec.head_dim * pairs / rate
@@ -215,25 +220,25 @@ class Pricing:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def lane_seconds(self, step: int) -> dict[str, float]:
-        """That each lane works in one step: the least that the step can take is the most of these."""
+        """Seconds that each lane works in one step: the step takes at least the longest."""
         return _by_lane(self._priced(step))
 
     def _priced(self, step: int) -> list[tuple[Key, float]]:
-        """The tasks of a step and their seconds, those of all slices of weights together."""
+        """The tasks of a step and their seconds, with all slices of weights together."""
         return [(key, self.schedule.parts(key.op) * self.seconds(key)) for key in self.schedule.in_step(step)]
 
     # -- what lanes share ----------------------------------------------------------------------------------------------
 
     def bounds(self, step: int) -> dict[str, float]:
-        """Seconds that a step takes at least: of each lane, and of what lanes share. Reads and writes share a disk; all that
-        moves shares the memory of the host, on a CPU with the weights and the KV that are computed with."""
+        """Seconds that a step takes at least, by lane and by what lanes share. Reads and writes share a disk; all transfers
+        share the memory of the host, on a CPU also with the weights and the KV that are computed with."""
         priced = self._priced(step)
         reads, writes = self._disk_seconds(priced)
         memory = self._memory_bytes(key for key, _ in priced) / self.machine.host_read_per_s
         return {**_by_lane(priced), SHARED_DISK: (reads + writes) / self.machine.disk_both, SHARED_MEMORY: memory}
 
     def stretches(self, step: int) -> dict[Op, float]:
-        """How many times as long tasks take because of what they share with others."""
+        """How many times longer tasks take because of what they share with others."""
         bounds = self.bounds(step)
         longest_of_disk = max(self._disk_seconds(self._priced(step)))
         disk = max(1.0, bounds[SHARED_DISK] / longest_of_disk) if longest_of_disk else 1.0
@@ -242,7 +247,7 @@ class Pricing:
         return {op: max(memory, disk if self.schedule.traffic.uses_disk(op) else 1.0) for op in Op}
 
     def _disk_seconds(self, priced: Iterable[tuple[Key, float]]) -> tuple[float, float]:
-        """Of reads, of writes."""
+        """Seconds of reads, and of writes."""
         reads = writes = 0.0
         for key, seconds in priced:
             if self.schedule.traffic.uses_disk(key.op):
@@ -268,11 +273,11 @@ class Pricing:
         return tuple(sum(tensor.nbytes for tensor in layer.matrices) for layer in self.spec.layers)
 
     def _held_bytes(self, step: int, batch: int) -> int:
-        """Of a batch's KV in a layer."""
-        return self.planned.block.batches[batch].size * self.planned.slots[batch].held(step) * self.spec.kv_bytes_per_slot
+        """Bytes held of a batch's KV in a layer."""
+        return self.planned.block.batches[batch].size * self.planned.occupancy[batch].held(step) * self.spec.kv_bytes_per_slot
 
     def simulated(self) -> Trace:
-        """The block as it should run on this machine."""
+        """The trace of the block as it should run on this machine."""
         return simulate(self.schedule.tasks(), self.seconds, self.schedule.ahead)
 
 

@@ -1,8 +1,8 @@
 """Search: the best plan for a workload on a machine, within budgets.
 
-The linear program finds the shares for every size of batches and blocks and every codec that may be taken; what promises most
-is then simulated with real tensors, and the best of that wins. What decides over quality - a KV budget, codecs - is searched
-only where somebody allows it.
+The linear program finds the shares for every allowed size of batches and blocks and every allowed codec; the most promising
+plans are simulated with real tensors, and the best of these wins. KV budgets and codecs, which change quality, are searched
+only if somebody allows it.
 """
 
 from __future__ import annotations
@@ -28,34 +28,35 @@ from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
 
 THROUGHPUT, LATENCY = "throughput", "latency"
 PREFERENCES = (THROUGHPUT, LATENCY)
-SIZES = tuple(sorted({factor * 2**power for power in range(11) for factor in (1, 3)}))  # of batches: 1 2 3 4 6 8 12 ...
-BETWEEN = frozenset(3 * 2**power for power in range(11))  # of both, those that are tried where their neighbours are good
-MOST_ROWS = 1024  # of a batch
-NUMBERS_OF_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)  # in a block
-SIMULATED, ON_FRONT = 5, 4  # of the cases that the program puts first; of those that only the front is for
-SIMULATED_AT_MOST = 10  # of them, where simulations fall behind what the program promises of others
-REFINED = 6  # of the answers on the grid, so many have their neighbours tried
-HOPELESS = 0.5  # of what the soonest block takes: a limit below it is one that no plan can keep
-LATENCY_MARGINS = (1.0, 0.95, 0.85, 0.7, 0.5)  # of a latency limit: how soon the program must promise to end
+SIZES = tuple(sorted({factor * 2**power for power in range(11) for factor in (1, 3)}))  # sizes of batches: 1 2 3 4 6 8 12 ...
+BETWEEN = frozenset(3 * 2**power for power in range(11))  # sizes and numbers of batches tried only near good neighbours
+MOST_ROWS = 1024  # rows of a batch
+NUMBERS_OF_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)  # batches of a block
+SIMULATED, ON_FRONT = 5, 4  # plans that are simulated: the best by the program; further ones for the front
+SIMULATED_AT_MOST = 10  # the limit if simulations fall behind what the program promises of others
+REFINED = 6  # good answers on the grid whose neighbours are tried
+HOPELESS = 0.5  # share of the soonest block's seconds below which no plan keeps a latency limit
+LATENCY_MARGINS = (1.0, 0.95, 0.85, 0.7, 0.5)  # shares of a latency limit within which the program must promise to end
 ON_HOST, ON_DISK = Shares(0.0, 1.0), Shares(0.0, 0.0)
-NEAR = 0.05  # two plans this near to each other are equal: then the one whose block is over sooner
+NEAR = 0.05  # plans this near to each other are equal: then the one whose block is over sooner wins
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked. `plan` has all that is not searched: schedule, KV policy and its budget, slots, codecs."""
+    """The question to a search. `plan` has everything that is not searched: schedule, KV policy and its budget, buffers,
+    codecs."""
 
-    model: Callable[[Plan], ModelSpec]  # its sizes under a plan: codecs and layers apart or together change them
-    workload: Workload | None  # all prompts; or none, and then as many as a block has room for
+    model: Callable[[Plan], ModelSpec]  # its sizes under a plan: codecs, and layers apart or together, change them
+    workload: Workload | None  # all prompts; None: as many as a block has room for
     prompt_len: int
     gen_len: int
     plan: Plan
     machine: Machine
     budgets: Budgets
     site: Site
-    codecs: tuple[tuple[str, str], ...] = ()  # of weights and KV that may be taken instead of the plan's
+    codecs: tuple[tuple[str, str], ...] = ()  # codecs of weights and KV that may replace the plan's
     attend_on: tuple[str, ...] = (DEVICE,)
-    batch_sizes: tuple[int, ...] = ()  # only these, where somebody has chosen
+    batch_sizes: tuple[int, ...] = ()  # the sizes to choose from, if somebody has chosen
     batches: tuple[int, ...] = ()
     latency_limit: float | None = None  # seconds from the first prompt of a block to its last token
     prefer: str = THROUGHPUT
@@ -65,7 +66,7 @@ class Problem:
         return self.site.accelerator
 
     def prompts(self, plan: Plan) -> Workload:
-        """What a plan is measured by."""
+        """The prompts that a plan is measured by."""
         return self.workload or Workload.uniform(plan.block_size, self.prompt_len, self.gen_len)
 
     def first_block(self, plan: Plan) -> Workload:
@@ -91,7 +92,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, and what is to be expected of it."""
+    """A plan, and what to expect of it."""
 
     plan: Plan
     prediction: Prediction
@@ -102,7 +103,7 @@ class Candidate:
 
     @property
     def block_seconds(self) -> float:
-        """The latency."""
+        """The latency of a block."""
         return self.prediction.block_seconds
 
 
@@ -111,8 +112,8 @@ class Found:
     best: Candidate
     runners_up: tuple[Candidate, ...]
     front: tuple[Candidate, ...]  # fastest block first: none has both more tokens per second and less latency than another
-    cases: int  # that the program has solved
-    seconds_at_least: float  # what the program says of the best
+    cases: int  # cases that the program has solved
+    seconds_at_least: float  # the program's bound for the best
 
     @property
     def all(self) -> tuple[Candidate, ...]:
@@ -120,7 +121,7 @@ class Found:
 
 
 class NoPlan(DoesNotFit):
-    """Nothing fits, or nothing is fast enough."""
+    """No plan fits, or none is fast enough."""
 
 
 def search(problem: Problem) -> Found:
@@ -130,7 +131,8 @@ def search(problem: Problem) -> Found:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """To look for cycles among millions of small tuples, which make none, was measured at four tenths of a simulation."""
+    """A context without garbage collection: looking for cycles among millions of small tuples, which have none, took four
+    tenths of a simulation."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -159,7 +161,7 @@ def _search(problem: Problem) -> Found:
 
 
 def _refuse_what_nothing_reaches(problem: Problem) -> None:
-    """A latency that no plan can have is told of before any is looked for."""
+    """Refuses a latency that no plan can have, before any is searched."""
     if problem.latency_limit is None:
         return
     least = min(map(partial(_soonest_seconds, problem), _bases(problem)))
@@ -171,15 +173,15 @@ def _refuse_what_nothing_reaches(problem: Problem) -> None:
 
 
 def _soonest_seconds(problem: Problem, base: Plan) -> float:
-    """The seconds of a block of one row that moves nothing, whether it fits or not: hardly any block can end sooner."""
+    """Seconds of a block of one row that moves nothing, whether it fits or not: hardly any block can end sooner."""
     plan = replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ALL_DEVICE, kv=ALL_DEVICE, hidden=ALL_DEVICE)
     plan = plan.at(problem.site)
     return predict(problem.largest(plan), problem.machine).block_seconds
 
 
 def _simulated(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Candidate], list[Candidate]]:
-    """What promises most, and what the front is made of. A simulation takes longer than the program says: where none of them
-    ends in time, those are next that promise to end sooner."""
+    """The most promising plans and those of the front, simulated. A simulation takes longer than the program says: if none of
+    them ends in time, plans that promise to end sooner are next."""
     ranked = sorted(answers, key=lambda answer: _rank(problem, answer))
     limit, known = problem.latency_limit, dict[Plan, Candidate]()
 
@@ -213,7 +215,7 @@ def _simulated(problem: Problem, answers: Sequence[Answer]) -> tuple[list[Candid
 
 
 def _answers(problem: Problem) -> tuple[list[Answer], int]:
-    """Of the program, for a grid of sizes and then for all sizes near to the best of these; and how many it was asked for."""
+    """The program's answers for a grid of sizes, then for all sizes near the best of these; and the number of cases."""
     cases = list(_cases(problem))
     grid = [case for case in cases if problem.batch_sizes or _is_on_grid(case)]
     answers, asked = solve(grid) if grid else [], len(grid)
@@ -241,13 +243,13 @@ def _cases(problem: Problem) -> Iterator[Case]:
 
 
 def _is_on_grid(case: Case) -> bool:
-    """A power of two, or a size between that the workload or the memory asks for."""
+    """Whether a size is a power of two, or one that the workload or the memory asks for."""
     size, batches = case.plan.gpu_batch_size, case.plan.num_gpu_batches
     return size not in BETWEEN and batches not in BETWEEN
 
 
 def _is_near(case: Case, other: Case) -> bool:
-    """Between its neighbours on the grid, and else the same."""
+    """Whether a size lies between its neighbours on the grid, and all else is the same."""
     size, batches = other.plan.gpu_batch_size, other.plan.num_gpu_batches
     if replace(case.plan, gpu_batch_size=size, num_gpu_batches=batches) != other.plan:
         return False
@@ -263,19 +265,19 @@ def _bases(problem: Problem) -> Iterator[Plan]:
 
 
 def _blocks(problem: Problem, base: Plan) -> Iterator[tuple[int, int]]:
-    """Sizes that fit with as much as possible on the slowest tier: with more on faster ones nothing more fits."""
+    """Sizes that fit with as much as possible on the slowest tier: with more on faster tiers nothing more fits."""
     prompts = problem.workload.num_prompts if problem.workload else None
     offloaded = replace(base, weights=ON_DISK, kv=ON_DISK, hidden=ON_DISK)
     for batches in problem.batches or NUMBERS_OF_BATCHES:
         most = MOST_ROWS if prompts is None else min(MOST_ROWS, -(-prompts // batches))
         if not problem.batches and prompts is not None and any(prompts <= fewer < batches for fewer in NUMBERS_OF_BATCHES):
-            continue  # there are too few prompts for so many
+            continue  # too few prompts for this size
 
         def fits(size: int, batches: int = batches) -> bool:
             plan = replace(offloaded, gpu_batch_size=size, num_gpu_batches=batches)
             return any(map(problem.fits, _offloaded(plan)))
 
-        if problem.batch_sizes:  # whoever chose a size may have fewer prompts
+        if problem.batch_sizes:  # a chosen size may exceed the number of prompts
             yield from ((size, batches) for size in problem.batch_sizes if fits(size))
             continue
         reach = largest(fits, most)
@@ -285,8 +287,8 @@ def _blocks(problem: Problem, base: Plan) -> Iterator[tuple[int, int]]:
 
 
 def _offloaded(plan: Plan) -> Iterator[Plan]:
-    """With everything on the slowest tier; and with more and more on the host: rings of buffers take room too, and a disk may
-    be full."""
+    """The plan with everything on the slowest tier; then with more and more on the host, because rings of buffers take room
+    too, and a disk may be full."""
     yield plan
     yield replace(plan, hidden=ON_HOST)
     yield replace(plan, kv=ON_HOST, hidden=ON_HOST)
@@ -297,7 +299,7 @@ def _offloaded(plan: Plan) -> Iterator[Plan]:
 
 
 def _rank(problem: Problem, answer: Answer) -> tuple[float, float]:
-    """Less is better."""
+    """The order of candidates; less is better."""
     for_a_row = answer.seconds / answer.case.block.num_rows
     return (answer.seconds, for_a_row) if problem.prefer == LATENCY else (for_a_row, answer.seconds)
 
@@ -308,15 +310,14 @@ def _order(problem: Problem, candidate: Candidate) -> tuple[float, float]:
 
 
 def _promise(problem: Problem, answer: Answer) -> float:
-    """What the program says, in the terms that candidates are ordered by."""
+    """The program's promise, in the terms that candidates are ordered by."""
     if problem.prefer == LATENCY:
         return answer.seconds
     return -answer.case.block.num_rows * answer.case.block.gen_len / answer.seconds
 
 
 def _promising(problem: Problem, ranked: Sequence[Answer]) -> list[Answer]:
-    """The first; and those with the shortest blocks among all that are near it: their simulations may differ where bounds do
-    not."""
+    """The first, and those with the shortest blocks among all that are near it: simulations may differ where bounds do not."""
     first = _rank(problem, ranked[0])[0]
     near = {answer.plan: answer for answer in ranked if _rank(problem, answer)[0] <= (1 + 2 * NEAR) * first}
     shortest = sorted(near.values(), key=lambda answer: answer.seconds)
@@ -327,13 +328,13 @@ def _promising(problem: Problem, ranked: Sequence[Answer]) -> list[Answer]:
 def _soonest_of_the_best(problem: Problem, ordered: Sequence[Candidate]) -> Candidate:
     first = _order(problem, ordered[0])[0]
     near = [one for one in ordered if abs(_order(problem, one)[0] - first) <= NEAR * abs(first)]
-    if problem.prefer == LATENCY:  # of those that end about as soon, the one that does most meanwhile
+    if problem.prefer == LATENCY:  # among plans that end about as soon, the one that does most meanwhile
         return max(near, key=lambda one: one.tokens_per_second)
     return min(near, key=lambda one: (one.block_seconds, _order(problem, one)))
 
 
 def _front_answers(problem: Problem, answers: Sequence[Answer], known: Sequence[Answer]) -> list[Answer]:
-    """Of the program's own front a few more, from fast to large: the rest of it was not simulated yet."""
+    """More plans of the program's own front, from fast to large, that were not simulated yet."""
     by_latency = sorted(answers, key=lambda answer: answer.seconds)
     front: list[Answer] = []
     for answer in by_latency:
@@ -359,19 +360,19 @@ def _front(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 
 def refuse_what_never_fits(problem: Problem) -> None:
-    """Bytes alone decide here, so no figure of the machine is needed."""
+    """Refuses a problem whose smallest plan does not fit. Bytes alone decide here, so no rate of the machine is needed."""
     if not any(map(problem.fits, _smallest(problem))):
         raise NoPlan(nearest_miss(problem))
 
 
 def _smallest(problem: Problem) -> Iterator[Plan]:
-    """One row, everything on the slowest tier."""
+    """One row, with everything on the slowest tier."""
     for base in _bases(problem):
         yield from _offloaded(replace(base, gpu_batch_size=1, num_gpu_batches=1, weights=ON_DISK, kv=ON_DISK, hidden=ON_DISK))
 
 
 def nearest_miss(problem: Problem) -> str:
-    """What the smallest of all plans needs more than there is."""
+    """What the smallest of all plans lacks."""
     misses = []
     for plan in _smallest(problem):
         needed = problem.largest(plan).footprint

@@ -1,7 +1,7 @@
-"""Working space: an estimate of the most that the functions of one visit allocate in passing, held against runs by a test.
+"""Working space: an estimate of the most that the functions of one visit allocate in passing, compared with runs by a test.
 
 What allocators are asked for is known to the byte (core/layout, kernels/sizes). This is the rest: what torch allocates for the
-results of its functions, from their shapes. The constants of that estimate stand here.
+results of its functions, from their shapes. The constants of the estimate are here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import ATTENTION, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
 
-SLACK = 1.15  # on the whole: allocators keep some of what is freed
+SLACK = 1.15  # factor on the whole: allocators keep some of what is freed
 DECODING_BYTES, ENCODING_BYTES = 16 * TWIN_VALUES, 24 * TWIN_VALUES  # codes and fp32 values of some rows, and copies of them
 SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices of 8 bytes and masks
 DEVICE_LIBRARIES = 64 << 20  # kept on a device for matrix products; the context itself is outside of every budget
@@ -25,93 +25,95 @@ DEVICE_LIBRARIES = 64 << 20  # kept on a device for matrix products; the context
 
 def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> int:
     spec = planned.spec
-    kinds = {(slots.batch.lengths, slots.batch.seen): slots for slots in planned.slots}  # most batches are like others
-    most = max(working_bytes(spec, planned.plan, slots, site, scored_at_once) for slots in kinds.values())
+    kinds = {
+        (occupancy.batch.lengths, occupancy.batch.seen): occupancy for occupancy in planned.occupancy
+    }  # most batches are alike
+    most = max(working_bytes(spec, planned.plan, occupancy, site, scored_at_once) for occupancy in kinds.values())
     return int(SLACK * most) + min(DECODING_BYTES, 6 * max(tensor.decoded_nbytes for tensor in spec.tensors.values()))
 
 
 def loading_bytes(tensor: TensorSpec) -> int:
-    """A tensor on its way to a device, and what is held while it is encoded."""
+    """Bytes of a tensor on its way to a device, and of what is held while it is encoded."""
     return tensor.nbytes + min(tensor.decoded_nbytes, ENCODING_BYTES)
 
 
-def working_bytes(spec: ModelSpec, plan: Plan, slots: Occupancy, site: Site, scored_at_once: int = 0) -> int:
-    """For one batch."""
-    policy, batch = plan.policy, slots.batch
-    parts = (policy.slots(part, slots.gen_len) for part in batch.kinds_of_parts(plan.prefill_tokens))
+def working_bytes(spec: ModelSpec, plan: Plan, occupancy: Occupancy, site: Site, scored_at_once: int = 0) -> int:
+    """Bytes for one batch."""
+    policy, batch = plan.policy, occupancy.batch
+    parts = (policy.occupancy(part, occupancy.gen_len) for part in batch.kinds_of_parts(plan.prefill_tokens))
     prefill = max(_prefill_bytes(spec, policy, part, site) for part in parts)
-    decode = batch.size * spec.heads * slots.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, slots)
-    decode += batch.size * slots.capacity * _decoding_bytes_per_slot(spec, policy, site)
+    decode = batch.size * spec.heads * occupancy.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, occupancy)
+    decode += batch.size * occupancy.capacity * _decoding_bytes_per_slot(spec, policy, site)
     scored = min(scored_at_once, batch.size * batch.prompt_len)
     head = max(batch.size, scored) * spec.vocab * (3 * 4 + spec.itemsize) + scored * _normed_bytes(spec)
     return max(prefill, decode, head) + hidden_bytes(spec, batch)
 
 
-def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, site: Site) -> int:
-    """For prompts that are computed at once."""
-    tokens, heads = slots.batch.size * slots.batch.prompt_len, spec.heads * spec.head_dim
+def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, site: Site) -> int:
+    """Bytes for prompts that are computed at once."""
+    tokens, heads = occupancy.batch.size * occupancy.batch.prompt_len, spec.heads * spec.head_dim
     normed = _normed_bytes(spec)
     threads = site.threads_of(PROMPT_ATTENTION, spec.dtype)
     widened = spec.itemsize if threads else max(spec.itemsize, 4)  # torch's column sums are in fp32
     attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * widened)
-    attention += _kernel_bytes(spec, slots, threads) if threads else _scored_bytes(spec, policy, slots)
-    attention += _choosing_bytes(spec, policy, slots, threads) + _extending_bytes(spec, policy, slots, threads)
+    attention += _kernel_bytes(spec, occupancy, threads) if threads else _scored_bytes(spec, policy, occupancy)
+    attention += _choosing_bytes(spec, policy, occupancy, threads) + _extending_bytes(spec, policy, occupancy, threads)
     if spec.kv_codec != PLAIN:
         attention += tokens * spec.kv_bytes_per_slot + min(ENCODING_BYTES, 4 * tokens * spec.kv_decoded_bytes_per_slot)
     return max(attention, tokens * (normed + max(layer.passing_width for layer in spec.layers) * spec.itemsize))
 
 
 def _normed_bytes(spec: ModelSpec) -> int:
-    """For one token: norms work in fp32."""
+    """Bytes for one token: norms work in fp32."""
     return 3 * spec.width * 4 + 2 * spec.widest * spec.itemsize
 
 
-def _scored_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy) -> int:
-    """For torch to add up what keys get."""
+def _scored_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy) -> int:
+    """Bytes for torch to add up what keys receive."""
     if policy.ranks_by != ATTENTION:
         return 0
-    batch, keys = slots.batch, slots.held(0) + slots.batch.prompt_len
-    queries = max(budget.queries or batch.prompt_len for budget in slots.budgets)
+    batch, keys = occupancy.batch, occupancy.held(0) + occupancy.batch.prompt_len
+    queries = max(budget.queries or batch.prompt_len for budget in occupancy.budgets)
     return 2 * min(SCORED_BYTES, 4 * batch.size * spec.heads * keys * queries)
 
 
-def _kernel_bytes(spec: ModelSpec, slots: Occupancy, threads: int) -> int:
-    """The room of the kernel that attends prompts."""
-    room = PromptRoom.of(slots.held(0) + slots.batch.prompt_len, spec.head_dim)
-    return FLOAT_BYTES * room.end * prompt_threads(slots.batch.size, spec.kv_heads, threads)
+def _kernel_bytes(spec: ModelSpec, occupancy: Occupancy, threads: int) -> int:
+    """Bytes of the room of the kernel that attends prompts."""
+    room = PromptRoom.of(occupancy.held(0) + occupancy.batch.prompt_len, spec.head_dim)
+    return FLOAT_BYTES * room.end * prompt_threads(occupancy.batch.size, spec.kv_heads, threads)
 
 
-def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, threads: int) -> int:
-    """For ranking the tokens of prompts, sorting them, and moving those that stay."""
+def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, threads: int) -> int:
+    """Bytes for ranking the tokens of prompts, sorting them, and moving those that stay."""
     if policy.keeps_all:
         return 0
-    keys = slots.held(0) + slots.batch.prompt_len
-    moved = 0 if threads else 4 * spec.head_dim  # in torch by an index for each value
-    return slots.batch.size * spec.kv_heads * keys * (SORTED_BYTES + moved)
+    keys = occupancy.held(0) + occupancy.batch.prompt_len
+    moved = 0 if threads else 4 * spec.head_dim  # torch moves with an index for each value
+    return occupancy.batch.size * spec.kv_heads * keys * (SORTED_BYTES + moved)
 
 
-def _extending_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy, threads: int) -> int:
-    """For new tokens behind those that are held: all of them side by side, as held, as stored and as attended."""
-    if slots.held(0) == 0:
+def _extending_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, threads: int) -> int:
+    """Bytes for new tokens behind held ones: all of them side by side, as held, as stored and as attended."""
+    if occupancy.held(0) == 0:
         return 0
-    tokens, group = slots.batch.prompt_len, spec.heads // spec.kv_heads
-    keys = slots.held(0) + tokens
+    tokens, group = occupancy.batch.prompt_len, spec.heads // spec.kv_heads
+    keys = occupancy.held(0) + tokens
     copies = keys * spec.kv_decoded_bytes_per_slot * (4 if policy.rolls else 3)
     mask = 0 if threads else tokens * (keys + group * keys * (1 + 4))  # who sees whom, as it is and for every head
-    return slots.batch.size * (copies + mask)
+    return occupancy.batch.size * (copies + mask)
 
 
 def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, site: Site) -> int:
-    """What of packed KV is decoded before it is attended, and its bytes side by side."""
+    """Bytes per slot of packed KV that is decoded before it is attended, and of its bytes side by side."""
     if spec.kv_codec == PLAIN:
         return 0
-    if site.reads(DECODE_ATTENTION, spec.kv_codec, spec.dtype, spec.head_dim):  # but for keys that are to be rotated
+    if site.reads(DECODE_ATTENTION, spec.kv_codec, spec.dtype, spec.head_dim):  # except keys that are to be rotated
         return (spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot) // 2 if policy.rolls else 0
     return spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
 
 
-def _evicting_bytes(spec: ModelSpec, policy: KVPolicy, slots: Occupancy) -> int:
+def _evicting_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy) -> int:
     if policy.keeps_all:
         return 0
     rolled = spec.head_dim * (4 + 3 * spec.itemsize) if policy.rolls else 0  # angles, and keys on their way
-    return slots.batch.size * spec.kv_heads * slots.capacity * (RANKED_BYTES + rolled)
+    return occupancy.batch.size * spec.kv_heads * occupancy.capacity * (RANKED_BYTES + rolled)

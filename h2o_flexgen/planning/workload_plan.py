@@ -1,4 +1,4 @@
-"""WorkloadPlan: a workload under a plan, from its blocks to what they hold; and what would fit where that is too much.
+"""WorkloadPlan: a workload under a plan, from its blocks to what they hold; and what would fit if that is too much.
 
 A budget is a promise: a plan that needs more is refused before anything is loaded, with the tier, the need, the budget and what
 would fit.
@@ -24,20 +24,20 @@ from h2o_flexgen.planning.plan import Plan, Shares
 @dataclass(frozen=True)
 class WorkloadPlan:
     """A workload under a plan: its blocks, each planned, and what they hold. Report, prediction and run start from this one
-    object; it is also all that decides whether a plan fits."""
+    object; it alone decides whether a plan fits."""
 
     spec: ModelSpec
     plan: Plan
     workload: Workload
     site: Site
-    scored_at_once: int = 0  # positions of prompts that logits are made for together
+    scored_at_once: int = 0  # positions of prompts whose logits are made together
 
     @cached_property
     def blocks(self) -> BlockPlans:
         return BlockPlans.of(self.spec, self.plan, self.workload, self.site)
 
     def blocks_of(self, rows: Sequence[int], size: BlockSize) -> BlockPlans:
-        """Those of the rows that are left, where memory has run out in larger ones."""
+        """Blocks of the rows that are left after memory ran out in larger blocks."""
         return BlockPlans.of(self.spec, self.plan, self.workload, self.site, size, rows)
 
     def planned(self, block: Block) -> BlockPlan:
@@ -68,7 +68,7 @@ class WorkloadPlan:
 
 
 class DoesNotFit(ValueError):
-    """A plan that needs more than may be held."""
+    """An error: the plan needs more than may be held."""
 
 
 def what_would_fit(asked: WorkloadPlan, budgets: Budgets) -> str:
@@ -98,7 +98,7 @@ MORE = {
 
 
 def _smaller_with_less(asked: WorkloadPlan, budgets: Budgets, tier: str | None) -> str:
-    """Both at once, where neither alone is enough; nothing if that is not enough either."""
+    """Both at once, if neither alone is enough; nothing if that is not enough either."""
     for size in _halves(asked.plan.gpu_batch_size) or [1]:
         for kept in (0.5, 0.0):
             for plan in _with_less(replace(asked.plan, gpu_batch_size=size), tier, kept):
@@ -140,5 +140,5 @@ def _with_less(plan: Plan, tier: str | None, kept: float) -> Iterator[Plan]:
 
 
 def _off_disk(shares: Shares, kept: float) -> Shares:
-    """Only a part of what was meant for the disk stays there; the rest goes to host memory."""
+    """A plan that leaves only a part of the disk's share there; the rest goes to host memory."""
     return Shares(shares.device, min(1.0 - shares.device, round(shares.host + (1.0 - kept) * shares.disk, 2)))

@@ -14,7 +14,7 @@ from h2o_flexgen.policies.occupancy import Budget, Occupancy
 from h2o_flexgen.policies.options import ROLLING, KVOptions, row_of
 
 NONE, ATTENTION, AGE, CHANCE = "none", "attention", "age", "chance"  # what tokens are ranked by
-NOTE_BYTES = 4  # of a position, and of a score
+WORD_BYTES = 4  # of a position, and of a score
 SHARES = ("hh_ratio", "kv_budget")
 BUDGETS = ("heavy", "recent", *SHARES)
 PROTECTION = ("sinks", "grace")
@@ -60,16 +60,16 @@ class KVPolicy(ABC):
         return self.ranks_by == NONE
 
     @property
-    def notes(self) -> int:
-        """What is noted of each slot of a KV head, beside key and value: its position, and its score where one is kept."""
+    def score_words(self) -> int:
+        """32-bit words kept for a slot of a KV head beside key and value: its position, and its score if the policy has one."""
         return 0 if self.keeps_all else 2 if self.ranks_by == ATTENTION else 1
 
     @property
-    def note_bytes(self) -> int:
+    def score_bytes(self) -> int:
         """Bytes kept for a slot of a KV head beside key and value."""
-        return self.notes * NOTE_BYTES
+        return self.score_words * WORD_BYTES
 
-    def slots(self, batch: Batch, gen_len: int) -> Occupancy:
+    def occupancy(self, batch: Batch, gen_len: int) -> Occupancy:
         """The slots of every row at every step. A batch that lives on has its share of the context that it may grow to."""
         if batch.context is not None:
             return Occupancy(batch, (self._checked(batch.context, 0),) * batch.size, gen_len)

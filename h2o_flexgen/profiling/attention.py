@@ -107,7 +107,7 @@ class Step:
 
     @classmethod
     def of(cls, device: Device, heads: Heads, coding: Coding, rows: int, slots: int) -> Step:
-        held = Plan().policy.slots(Batch(tuple(range(rows)), (slots - 1,) * rows), STEP + 1)
+        held = Plan().policy.occupancy(Batch(tuple(range(rows)), (slots - 1,) * rows), STEP + 1)
         assert held.capacity >= slots
         return cls(_cache(device, heads, coding, held, None), _step(device, held, STEP), _new(device, heads, coding, rows, 1))
 
@@ -124,7 +124,7 @@ def prompts(clock: Clock, dtype: str, sizes: Sizes) -> list[Subject]:
 def _prompts(clock: Clock, kind: str, plan: Plan, dtype: str, sizes: Sizes) -> Subject:
     heads, device = Heads(sizes.heads, sizes.heads, sizes.head_dim), clock.device
     coding, rows = Coding(PLAIN, DTYPES[dtype], heads.dim), max(1, sizes.prompt_tokens // sizes.prompt_len)
-    occupancy = plan.policy.slots(Batch(tuple(range(rows)), (sizes.prompt_len,) * rows), 1 + STEP)
+    occupancy = plan.policy.occupancy(Batch(tuple(range(rows)), (sizes.prompt_len,) * rows), 1 + STEP)
     cache, now = _cache(device, heads, coding, occupancy, plan), _step(device, occupancy, 0)
     given = _new(device, heads, coding, rows, sizes.prompt_len)
     flops = 4.0 * heads.queries * heads.dim * rows * sizes.prompt_len * (sizes.prompt_len + 1) / 2
@@ -137,9 +137,9 @@ def _cache(device: Device, heads: Heads, coding: Coding, occupancy: Occupancy, p
     region = memory.alloc(2 * prod(shape) * coding.width * coding.kept_dtype.itemsize)
     image = image_over(region, shape, coding, device.accelerator)
     image.copy_(coding.encode(torch.zeros(heads.dim, dtype=coding.dtype, device=device.torch_device)))
-    if plan is None or not plan.policy.note_bytes:
+    if plan is None or not plan.policy.score_bytes:
         return KVCache(image, None, coding)
-    scores = SlotScores.over(memory.alloc(prod(shape) * plan.policy.note_bytes), plan.policy, shape)
+    scores = SlotScores.over(memory.alloc(prod(shape) * plan.policy.score_bytes), plan.policy, shape)
     return KVCache(image, scores, coding)
 
 

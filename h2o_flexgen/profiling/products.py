@@ -120,9 +120,9 @@ def values(clock: Clock, dtype: str, sizes: Sizes) -> Subject:
 
 def _layers(clock: Clock, name: str, dtype: str, sizes: Sizes) -> Iterator[tuple[float, Callable[[], object]]]:
     """Attention, without attending, and mlp: how many values each has, and a call of it."""
-    model = small_model(name, dtype, sizes.hidden)
+    model = small_model(name, dtype, sizes.width)
     rows, device = sizes.prompt_tokens, clock.device.torch_device
-    hidden = torch.full((1, rows, sizes.hidden), 0.5, dtype=DTYPES[dtype], device=device)
+    hidden = torch.full((1, rows, sizes.width), 0.5, dtype=DTYPES[dtype], device=device)
     given = Given(torch.arange(rows, device=device)[None], _attend_nothing)
     for layer in model.spec.layers:
         if layer.block is None:
@@ -143,12 +143,12 @@ def _attend_nothing(q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = Non
     return q.flatten(2)
 
 
-def small_model(name: str, dtype: str, hidden: int, blocks: int = 1) -> Model:
+def small_model(name: str, dtype: str, width: int, blocks: int = 1) -> Model:
     """A known architecture with heads of 64 values and a vocabulary of bytes."""
-    heads = max(1, hidden // HEAD_DIM)
-    sizes = {"hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": heads, "vocab_size": VOCAB}
-    of_opt = {"word_embed_proj_dim": hidden, "ffn_dim": 4 * hidden}
-    of_llama = {"num_key_value_heads": heads, "intermediate_size": 11 * hidden // 4}
+    heads = max(1, width // HEAD_DIM)
+    sizes = {"hidden_size": width, "num_hidden_layers": blocks, "num_attention_heads": heads, "vocab_size": VOCAB}
+    of_opt = {"word_embed_proj_dim": width, "ffn_dim": 4 * width}
+    of_llama = {"num_key_value_heads": heads, "intermediate_size": 11 * width // 4}
     config = known_config(name, **sizes, **(of_opt if name == OPT else of_llama))
     assert config is not None
     return create_model(config, dtype)

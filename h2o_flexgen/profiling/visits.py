@@ -75,7 +75,7 @@ class Trials:
 
     def of_kv(self) -> Figures:
         """KV transfers of large batches, with nothing else on the disk: bytes over the time in which a lane was busy."""
-        model, prompt_len = small_model(OPT, self.dtype, self.sizes.hidden, 1), max(1, self.sizes.slots // 2)
+        model, prompt_len = small_model(OPT, self.dtype, self.sizes.width, 1), max(1, self.sizes.slots // 2)
         rows, weights, kv = self.sizes.kv_rows, Shares(1.0, 0.0), Shares(0.0, 0.0)
         plan = Plan(gpu_batch_size=rows, num_gpu_batches=KV_BATCHES, weights=weights, kv=kv, pin_weight=False)
 

@@ -1,1 +1,1 @@
-"""How values are stored: the forms, one file each, without anything that computes."""
+"""The forms in which values are stored, one file each. Nothing here computes."""

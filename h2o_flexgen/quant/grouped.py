@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 GROUP = 64
-SHARED_BYTES = 2 + 2  # of a scale and a minimum
+SHARED_BYTES = 2 + 2  # bytes of a scale and a minimum
 
 
 @dataclass(frozen=True)
@@ -32,5 +32,5 @@ class Grouped:
 
 
 def groups_of(columns: int) -> int:
-    """Groups of a row; the last may have values that do not count."""
+    """Groups of a row; the last may be filled up."""
     return -(-columns // GROUP)

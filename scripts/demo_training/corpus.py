@@ -6,13 +6,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-HELD_OUT = (0.90, 0.93)  # of every book, by its characters: not the end, where some have notes of their editors
+HELD_OUT = (0.90, 0.93)  # share of every book, by characters: not the end, where editors' notes may be
 
 
 @dataclass(frozen=True)
 class Book:
     name: str
-    learned: tuple[str, ...]  # what stands before the passage that is held out, and what stands behind it
+    learned: tuple[str, ...]  # the text before the held-out passage, and the text behind it
     held_out: str
 
 
@@ -38,13 +38,13 @@ def _book(file: Path) -> Book:
 
 
 def clean(text: str) -> str:
-    """A line is a paragraph; marks of emphasis and runs of spaces are gone."""
+    """Cleans a text: a line is a paragraph; marks of emphasis and runs of spaces are gone."""
     paragraphs = re.split(r"\n\s*\n", text.replace("\r\n", "\n").replace("_", ""))
     return "\n".join(one for one in (" ".join(paragraph.split()) for paragraph in paragraphs) if one)
 
 
 def held_out_passages(books: tuple[Book, ...], characters: int) -> str:
-    """The beginning of each book's passage, whole paragraphs, as many characters of each."""
+    """The beginning of each book's passage in whole paragraphs, with the same number of characters from each."""
     return "\n".join(_beginning(book.held_out, characters) for book in books) + "\n"
 
 

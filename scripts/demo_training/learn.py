@@ -17,7 +17,8 @@ from demo_training.rows import AGAIN, ANSWER, PROSE, Row, RowMaker
 
 @dataclass(frozen=True)
 class Stage:
-    """From a share of the time on: how long texts are, how many tokens a step takes, how many rows are rounds."""
+    """A stage of the training, from a share of the time on: the length of texts, tokens per step, and the share of rows that
+    are rounds."""
 
     since: float
     length: int
@@ -26,8 +27,8 @@ class Stage:
 
 
 STAGES = (Stage(0.0, 256, 4096, 0.15), Stage(0.25, 512, 4096, 0.05), Stage(0.5, 1024, 8192, 0.05))
-WARM_UP = 0.02  # of the time
-PRICE_RISES = 0.1  # first it learns to look back, then to do so where it helps
+WARM_UP = 0.02  # share of the time
+PRICE_RISES = 0.1  # share of the time: the model first learns to look back, then to do so where it helps
 COOL_DOWN = 0.4
 CLIP = 1.0
 STEPS_OF_A_POINT = 10
@@ -35,7 +36,7 @@ STEPS_OF_A_POINT = 10
 
 @dataclass(frozen=True)
 class Point:
-    """Of the loss curve."""
+    """A point of the loss curve."""
 
     step: int
     seconds: float
@@ -52,18 +53,18 @@ class Point:
 @dataclass(frozen=True)
 class Settings:
     minutes: float
-    steps: int | None  # in place of the minutes: the same work whatever the machine
-    matrix_rate: float  # for Muon
-    table_rate: float  # for AdamW: embeddings, norms, biases
+    steps: int | None  # instead of minutes: the same work on any machine
+    matrix_rate: float  # learning rate of Muon
+    table_rate: float  # learning rate of AdamW: embeddings, norms, biases
     near_price: float  # added to the loss, times the share of attention that is near
     far_price: float
     since: float = 0.0  # share of the training that an earlier run has done
     device: str = "cpu"
-    dtype: torch.dtype = torch.bfloat16  # of products
+    dtype: torch.dtype = torch.bfloat16  # type of the values in products
 
 
 class Progress:
-    """The share of the training that is done: by the clock, or by steps where their number is given."""
+    """The share of the training that is done, by the clock, or by steps if their number is given."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -84,17 +85,17 @@ def stage_at(progress: float) -> Stage:
 
 
 def rate_at(progress: float) -> float:
-    """Of the full rate: up at once, flat, and down to nothing in a straight line."""
+    """The share of the full rate: it rises at once, stays, and falls to nothing in a straight line."""
     return min(1.0, (progress + 0.001) / WARM_UP, max(0.0, 1 - progress) / COOL_DOWN)
 
 
 def price_share_at(progress: float) -> float:
-    """Of the price of looking."""
+    """The share of the price of looking."""
     return min(1.0, (progress + 0.001) / PRICE_RISES)
 
 
 def learn(model: PreTrainedModel, maker: RowMaker, settings: Settings, on_point: Callable[[Point], None]) -> None:
-    """Rates and lengths follow the share of the training that is done."""
+    """Trains the model; rates and lengths follow the share of the training that is done."""
     model.to(settings.device).train()
     optimizers, looks = _optimizers(model, settings), Looks(model)
     progress, step, tokens = Progress(settings), 0, 0
@@ -122,7 +123,7 @@ def learn(model: PreTrainedModel, maker: RowMaker, settings: Settings, on_point:
 
 
 def _rows(pool: ThreadPoolExecutor, maker: RowMaker, progress: Progress) -> Iterator[list[Row]]:
-    """Batches without end, each made while the one before is learned from."""
+    """Endless batches, each made while the one before is learned from."""
     made = batches = 0
 
     def batch(first: int, stage: Stage) -> list[Row]:

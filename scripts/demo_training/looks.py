@@ -17,12 +17,12 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "measured"
 NEAR = 32  # tokens up to a query
-SAMPLED = 16  # queries of each text, in every head: all would cost as much as attention itself
+SAMPLED = 16  # queries of each text in every head: using all would cost as much as attention itself
 
 
 class Looks:
-    """The shares of attention that are near and far, in the mean over layers, heads and sampled queries. The rest is at the
-    first token, which says nothing."""
+    """The shares of attention that are near and far, averaged over layers, heads and sampled queries. The rest is at the first
+    token, which says nothing."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._of_layers: list[Tensor] = []
@@ -32,11 +32,11 @@ class Looks:
         model.set_attn_implementation(NAME)
 
     def close(self) -> None:
-        """The model attends as it did before."""
+        """Makes the model attend as it did before."""
         self._model.set_attn_implementation(self._before)
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Near and far, of the forward pass before."""
+        """The near and far shares of the last forward pass."""
         near, far = torch.stack(self._of_layers).mean(0)
         self._of_layers.clear()
         return near, far

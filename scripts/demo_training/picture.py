@@ -12,7 +12,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-AVERAGED = 10  # points: a single one is of few answers
+AVERAGED = 10  # points: a single one covers few answers
 
 
 def draw(curves: Mapping[str, Sequence[Mapping[str, float]]], file: Path) -> None:
@@ -33,7 +33,7 @@ def draw(curves: Mapping[str, Sequence[Mapping[str, float]]], file: Path) -> Non
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Of each point and those before it; what is no number (a step without answers) is left out."""
+    """Averages each point with those before it; nan (a step without answers) is left out."""
     held: list[float] = []
     means = []
     for value in values:

@@ -11,15 +11,15 @@ from h2o_flexgen.evaluation.recall import RECALL_TASKS, WORDS, Fact, Recall
 
 QUESTION_EVERY = 110  # tokens
 TOKENS_PER_FACT = 60
-SINGLE = 0.25  # of all facts are said once only
-PROSE, NEW, AGAIN, ANSWER = 1.0, 0.0, 1.5, 6.0  # weights: nobody can know what is new
+SINGLE = 0.25  # share of facts that are stated only once
+PROSE, NEW, AGAIN, ANSWER = 1.0, 0.0, 1.5, 6.0  # weights in the loss: nobody can know what is new
 SHORTEST_ROUND = 8
 
 
 @dataclass(frozen=True)
 class Row:
     tokens: tuple[int, ...]
-    weights: tuple[float, ...]  # of each token as what is to be predicted
+    weights: tuple[float, ...]  # the weight of each token as a target
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class RowMaker:
     seed: int
 
     def row(self, number: int, length: int, share_of_rounds: float) -> Row:
-        """Of a length, and the same whenever it is asked for. Rounds, of tokens in any order, teach to look back sooner than
-        prose would."""
+        """A row of the given length, the same whenever it is asked for. Rounds, tokens in any order that repeat, teach to look
+        back sooner than prose would."""
         draw = random.Random(self.seed * 1_000_003 + number)
         if draw.random() < share_of_rounds:
             return self._round(length, draw)
@@ -48,7 +48,7 @@ class RowMaker:
         return Row(tuple(made.tokens[:length]), tuple(made.weights[:length]))
 
     def _round(self, length: int, draw: random.Random) -> Row:
-        """The same tokens over and over."""
+        """The same tokens, repeated."""
         start = len(self.recall.start)
         known = WORDS if draw.random() < 0.5 else []
         words = [token for word in known for token in self.recall.encode(f" {word}")] or range(self.vocab)
@@ -84,7 +84,7 @@ class RowMaker:
         return sorted(events, key=lambda event: event[0])
 
     def _unlike(self, facts: list[Fact], more: tuple[Fact, ...]) -> list[Fact]:
-        """Those that ask another question: the same one could not have two answers."""
+        """The facts with another question: one question could not have two answers."""
         asked = {fact.question for fact in facts}
         return [fact for fact in more if fact.question not in asked]
 

@@ -21,7 +21,7 @@ POSITIONS = 1024
 
 @dataclass(frozen=True)
 class Shape:
-    config: Callable[[int], PretrainedConfig]  # of a vocabulary
+    config: Callable[[int], PretrainedConfig]  # makes the config for a size of vocabulary
     model: type[PreTrainedModel]
 
     def build(self, vocab: int) -> PreTrainedModel:

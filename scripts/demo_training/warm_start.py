@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 from transformers import GPTNeoXForCausalLM, LlamaForCausalLM, OPTForCausalLM, PreTrainedModel
 
-SPREAD = 0.1  # of values in the embedding
-CONSTANT = 0.4  # in column 0 of every token, where heads have no biases to go by
-WAVE = 0.3  # of the places in a table of positions
-FAST, SLOW = 0.05, 0.0015  # radians a position: what tells neighbours apart, and what hardly turns within a text
-CONTRAST = 60.0  # between the token before and this one, before it is scaled
-MATCH = 14.0  # of a token with itself, scaled
-BEFORE, SAID = 0.3, 0.6  # how loud the two layers write
+SPREAD = 0.1  # standard deviation of values in the embedding
+CONSTANT = 0.4  # in column 0 of every token, for heads without biases
+WAVE = 0.3  # size of the waves in a table of positions
+FAST, SLOW = 0.05, 0.0015  # radians a position: one tells neighbours apart, the other hardly turns within a text
+CONTRAST = 60.0  # unscaled contrast between the token before and this one
+MATCH = 14.0  # scaled score of a token with itself
+BEFORE, SAID = 0.3, 0.6  # strengths of what the two layers write
 ALIKE = 0.01  # heads of a group differ by this, or they would stay the same for ever
 
 
 @dataclass(frozen=True)
 class Head:
-    """A KV head with its queries: their rows of the projections, and their columns of what is written; views."""
+    """A KV head with its queries, as views: their rows of the projections, and their columns of the output."""
 
     query: Tensor  # (queries * size, width)
     key: Tensor  # (size, width)
@@ -43,11 +43,11 @@ class Head:
 
     @property
     def queries(self) -> list[Tensor]:
-        """All of a group look at the same: what they look at adds up, and stands out in the scores of the KV head."""
+        """The queries of a group, which all look at the same: their scores add up and stand out in the KV head."""
         return list(self.query.split(self.size))
 
     def write(self, what: Tensor) -> None:
-        """what (width, size): a part by each of the queries."""
+        """Writes what (width, size), a part by each of the queries."""
         self.out.copy_(what.repeat(1, len(self.queries)) / len(self.queries))
 
 
@@ -55,7 +55,7 @@ def warm_start(model: PreTrainedModel, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         model.get_input_embeddings().weight.normal_(0, SPREAD, generator=draw)
-        for name, weight in model.named_parameters():  # nothing speaks but what is said below
+        for name, weight in model.named_parameters():  # silences everything that is not set below
             if name.endswith(
                 ("o_proj.weight", "out_proj.weight", "dense.weight", "down_proj.weight", "fc2.weight", "4h_to_h.weight")
             ):
@@ -106,7 +106,7 @@ class _Llama:
         return found
 
     def look_at_the_token_before(self, head: Head) -> None:
-        """A key that is the same everywhere, and a query that is turned back by one position."""
+        """Sets a key that is the same everywhere, and a query that is turned back by one position."""
         width, half, fast = self.table.shape[1], self.size // 2, (self.angles > FAST).float()
         behind_the_norm = CONSTANT / ((CONSTANT**2 + SPREAD**2 * (width - 1)) / width) ** 0.5
         gain = (CONTRAST / (fast * (1 - torch.cos(self.angles))).sum()) ** 0.5 / behind_the_norm
@@ -131,7 +131,7 @@ class _NeoX:
         self.still = torch.arange(turning, self.size)
 
     def prepare(self) -> None:
-        """Nothing: biases are there."""
+        """Does nothing: there are biases."""
 
     def heads(self, layer: int) -> list[Head]:
         own, size = self.layers[layer].attention, self.size

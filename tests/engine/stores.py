@@ -1,4 +1,4 @@
-"""What the tests of the stores share: the memories of an engine, opened and closed."""
+"""The memories of an engine, opened and closed for the tests of the stores."""
 
 from __future__ import annotations
 

@@ -47,14 +47,14 @@ def test_every_number_of_bits_has_settings_of_its_own() -> None:
 @pytest.mark.parametrize("slots", [8, 13])
 def test_a_size_is_what_the_policy_then_holds(policy: str, slots: int) -> None:
     made = Setting(policy, Size(slots)).plan(Plan()).policy
-    assert made.slots(Batch((0,), (100,)), 50).counts(1) == (slots,)
+    assert made.occupancy(Batch((0,), (100,)), 50).counts(1) == (slots,)
 
 
 @pytest.mark.parametrize("policy", EVICTING)
 def test_a_share_is_one_of_prompt_and_generation(policy: str) -> None:
     made = Setting(policy, Share(20)).plan(Plan()).policy
     place_of_the_newest = policy == "h2o-flexgen"
-    assert made.slots(Batch((0,), (100,)), 50).counts(1) == (30 - place_of_the_newest,)
+    assert made.occupancy(Batch((0,), (100,)), 50).counts(1) == (30 - place_of_the_newest,)
 
 
 def test_half_of_a_size_is_heavy_and_half_recent() -> None:
@@ -71,7 +71,7 @@ def test_an_option_goes_to_the_policies_that_take_it_and_shows_in_their_rows() -
         "streaming, sinks 2, hh-prompt-only",
     ]
     for setting in grid.settings[1:]:
-        assert setting.plan(Plan()).policy.slots(Batch((0,), (100,)), 50).counts(1) == (12,)
+        assert setting.plan(Plan()).policy.occupancy(Batch((0,), (100,)), 50).counts(1) == (12,)
 
 
 @pytest.mark.parametrize(("policy", "amount"), [("streaming", Size(4)), ("snapkv", Size(1)), ("h2o", Share(1))])

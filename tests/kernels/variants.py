@@ -1,4 +1,4 @@
-"""Every kind of processor that the library of kernels was built for and that this one runs; one by one they are used."""
+"""Uses, one by one, every kind of library of kernels that was built and that this processor runs."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def without(function: str) -> Iterator[None]:
 
 
 def never(*_: object) -> NoReturn:
-    """In place of a twin: what is to be done in C is not to be done in torch."""
+    """Replaces a twin that must not be used: the work is to be done in C."""
     raise AssertionError("torch was asked")

@@ -13,7 +13,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from h2o_flexgen.core.model_spec import TensorSpec
 from h2o_flexgen.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from h2o_flexgen.models.safetensors_format import TensorForm, read_header, write_safetensors
-from tests.outcome import one_line
+from tests.refusals import one_line
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 NORM = "model.norm.weight"

@@ -17,7 +17,7 @@ from h2o_flexgen.models.config_values import eos_ids_of
 from h2o_flexgen.models.safetensors_format import TensorForm, read_header, write_safetensors
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
-from tests.outcome import one_line
+from tests.refusals import one_line
 from tests.tiny import save_tiny
 
 DEEP = "[" * 100_000

@@ -23,8 +23,8 @@ from h2o_flexgen.models.files import Progress
 from h2o_flexgen.models.leftovers import writer
 from h2o_flexgen.models.safetensors_format import TensorForm, write_safetensors
 from h2o_flexgen.models.sums import Sums
-from tests.outcome import one_line
 from tests.patience import PATIENCE_SECONDS
+from tests.refusals import one_line
 
 State = dict[str, torch.Tensor]
 

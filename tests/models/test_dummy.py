@@ -17,7 +17,7 @@ from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.models import dummy as dummy_module
 from h2o_flexgen.models.checkpoint import WeightSource
 from h2o_flexgen.models.dummy import DummySource
-from tests.outcome import one_line
+from tests.refusals import one_line
 
 MATRIX = "model.layers.3.mlp.up_proj.weight"
 NORM = "model.layers.3.input_layernorm.weight"

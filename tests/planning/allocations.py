@@ -1,4 +1,4 @@
-"""Bytes that code allocates in passing: of all tensors that it makes, the most that are alive at once."""
+"""Measures the bytes that code allocates in passing: the most that its tensors take at one time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Watch(TorchDispatchMode):
 
 
 def peak_allocated(run: Callable[[], object], known: Iterable[Tensor]) -> int:
-    """`known` are the tensors that are there already. What kernels keep to themselves is not seen."""
+    """The peak of allocated bytes. `known` are the tensors that exist already; memory inside kernels is not seen."""
     watch = _Watch(known)
     with torch.inference_mode(), watch:
         run()

@@ -173,7 +173,7 @@ def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str
     plan = Plan.create(prefill_tokens=rows * tokens, **options)
     with used(variant):
         most = max(passing_bytes(model, policy, batch, gen_len, step) for step in (0, 1, gen_len - 1))
-        estimate = SLACK * working_bytes(model.spec, plan, policy.slots(batch, gen_len), site_of("cpu", False))
+        estimate = SLACK * working_bytes(model.spec, plan, policy.occupancy(batch, gen_len), site_of("cpu", False))
     assert 0.2 * estimate < most <= estimate
 
 
@@ -181,11 +181,11 @@ def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, st
     """Of the visit of prefill (0) or of a decode step that allocates most."""
     rows, tokens = batch.size, batch.prompt_len
     spec, dtype, new = model.spec, getattr(torch, model.spec.dtype), 1 if step else tokens
-    slots = policy.slots(batch, gen_len)
-    now = KVStep.of(slots, step, slots.capacity, torch.device("cpu"))
+    occupancy = policy.occupancy(batch, gen_len)
+    now = KVStep.of(occupancy, step, occupancy.capacity, torch.device("cpu"))
     image = torch.zeros(2, rows, spec.kv_heads, now.capacity, spec.head_dim, dtype=dtype)
-    noted = torch.zeros(rows * spec.kv_heads * now.capacity * policy.note_bytes, dtype=torch.uint8)
-    scores = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.note_bytes else None
+    noted = torch.zeros(rows * spec.kv_heads * now.capacity * policy.score_bytes, dtype=torch.uint8)
+    scores = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.score_bytes else None
     weights = [{name: torch.randn(tensor.shape, dtype=dtype) for name, tensor in layer.tensors} for layer in spec.layers]
     ids, hidden = torch.zeros(rows, new, dtype=torch.long), torch.randn(rows, new, spec.width, dtype=dtype)
     embed, block, *_, head = spec.layers
@@ -230,7 +230,7 @@ def test_looking_up_rows_and_a_head_in_parts_allocate_no_more_than_is_estimated(
     there = [pack.buffer, ids, positions, hidden, *first.values(), *last.values()]
     most = max(peak_allocated(look_up, there), peak_allocated(lambda: logits(model, head, hidden, parts), there))
     plan = Plan.create(prefill_tokens=rows * tokens)
-    assert len(parts) == 16 and most <= SLACK * working_bytes(spec, plan, plan.policy.slots(batch, 2), Site())
+    assert len(parts) == 16 and most <= SLACK * working_bytes(spec, plan, plan.policy.occupancy(batch, 2), Site())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -250,7 +250,7 @@ def test_scoring_allocates_no_more_in_passing_than_is_estimated(
     asked = [RowState(row, [row] * 6, params, tokenizer, forced=after) for row in batch.rows]
     scorer = Scorer(asked, tokenizer, at_once)
     most = peak_allocated(lambda: scorer(rows, hidden, partial(model.head, weights=weights), 0), [hidden, *weights.values()])
-    estimate = SLACK * working_bytes(model.spec, plan, plan.policy.slots(batch, 1), site_of("cpu", False), at_once)
+    estimate = SLACK * working_bytes(model.spec, plan, plan.policy.occupancy(batch, 1), site_of("cpu", False), at_once)
     assert rows.is_done and len(scorer.scored) == 2 and most <= estimate
     assert most > 0.2 * estimate or vocab < 1000, "layers need more than a small head"
 
@@ -274,7 +274,7 @@ def test_log_probabilities_of_prompts_allocate_no_more_in_passing_than_is_estima
     hidden = torch.randn(2, tokens, model.spec.width)
     logits_of = partial(model.head, weights=weights)
     most = peak_allocated(lambda: read_prompts(rows, hidden, logits_of, at_once), [hidden, *weights.values()])
-    estimate = SLACK * working_bytes(model.spec, plan, plan.policy.slots(batch, 1), site_of("cpu", False), at_once)
+    estimate = SLACK * working_bytes(model.spec, plan, plan.policy.occupancy(batch, 1), site_of("cpu", False), at_once)
     assert all(len(row.prompt_logprobs or ()) == tokens for row in states) and most <= estimate
 
 

@@ -68,7 +68,7 @@ def test_what_cannot_be_asked_of_a_policy_is_refused_with_the_plan(options: dict
 def test_budgets_that_leave_no_slot_are_refused_with_the_workload(options: dict[str, object], message: str) -> None:
     plan = Plan.create(**options)
     with pytest.raises(ValueError, match=message) as caught:
-        plan.policy.slots(Batch((0,), (20,)), 10)
+        plan.policy.occupancy(Batch((0,), (20,)), 10)
     assert "\n" not in str(caught.value)
 
 
@@ -87,7 +87,7 @@ def test_budgets_that_leave_no_slot_are_refused_with_the_workload(options: dict[
     ],
 )
 def test_budgets_in_slots(options: dict[str, object], slots: tuple[int, int]) -> None:
-    budgets = Plan.create(**options).policy.slots(Batch((0, 1), (20, 10)), 10).budgets
+    budgets = Plan.create(**options).policy.occupancy(Batch((0, 1), (20, 10)), 10).budgets
     assert tuple(budget.slots for budget in budgets) == slots
 
 

@@ -133,7 +133,7 @@ def test_what_is_scored_costs_more_only_where_somebody_may_go() -> None:
 
 def test_a_visit_that_evicts_costs_more_than_one_that_does_not() -> None:
     of = planned(block_of([[4, 4]], gen_len=5), False, kv_policy="h2o", heavy=4, recent=2)
-    assert [of.slots[0].evicts_at(step) for step in range(4)] == [False, False, False, True]
+    assert [of.occupancy[0].evicts_at(step) for step in range(4)] == [False, False, False, True]
     assert [parts_of(of, step, "attention")["overhead"] for step in range(4)] == pytest.approx([3e-4, 3e-4, 3e-4, 1e-3])
     assert parts_of(of, 3, "mlp")["overhead"] == 1e-4
     pruned = planned(block_of([[4, 2], [3]]), False, kv_policy="h2o", heavy=2, recent=1)
@@ -193,7 +193,7 @@ def test_on_average_a_journal_moves_as_much_as_step_by_step() -> None:
     of = planned(block_of([[6, 6]], gen_len=40), False, kv_policy="h2o", heavy=6, recent=2)
     exact, averaged = (Pricing(of, on(MACHINE, False), averaged=averaged) for averaged in (False, True))
     (place,) = (place for place, tier in of.placement.kv.items() if tier == DISK)
-    steps = range(of.slots[0].first_evicting_step, 40)
+    steps = range(of.occupancy[0].first_evicting_step, 40)
     for op in (Op.READ_KV, Op.WRITE_KV):
         each, same = ([one.seconds(Key(op, step, *place)) for step in steps] for one in (exact, averaged))
         assert max(each) > min(each) and set(same) == {same[0]} and sum(same) == pytest.approx(sum(each))

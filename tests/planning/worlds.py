@@ -1,4 +1,4 @@
-"""Small made-up worlds for the planning tests: random moves, a model of plain sizes, an executor in slow motion."""
+"""Small made-up worlds for the planning tests: random traffic, a model of plain sizes, an executor in slow motion."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _some(random: Random, count: int) -> frozenset[int]:
 
 
 def streamed(steps: int, layers: int, batches: int, slots: int, accelerator: bool = False) -> Traffic:
-    """All weights on disk, all else where it is computed with."""
+    """Traffic with all weights on disk, and all else where it is computed with."""
     return Traffic(steps, layers, batches, slots, accelerator, weights_on_disk=frozenset(range(layers)))
 
 
@@ -86,7 +86,7 @@ def last_block_of(context: int, lengths: Sequence[int], gen_len: int = 3) -> Blo
 
 
 def durations(tasks: Sequence[Task], random: Random) -> Callable[[Task], float]:
-    """Each task its own, some much longer than others."""
+    """Seconds of tasks, all different, some much longer than others."""
     seconds = {task.key: random.random() * random.choice([0.1, 1.0, 5.0]) for task in tasks}
     return lambda task: seconds[task.key]
 
@@ -127,7 +127,7 @@ class SlowMotion:
         return self.intervals
 
     def _act(self) -> bool:
-        """Whatever takes no time; True if anything did."""
+        """Does whatever takes no time; True if anything did."""
         acted = self._issue()
         for worker in [*self.workers, self.main]:
             if worker.task is None and worker is not self.main and self.queues[worker.lane]:
@@ -154,7 +154,7 @@ class SlowMotion:
         return need in self.intervals and self.intervals[need][1] <= self.now
 
     def _wait(self) -> None:
-        """On to the next end of a task."""
+        """Advances to the next end of a task."""
         busy = [worker for worker in [*self.workers, self.main] if worker.end is not None]
         assert busy, "nothing runs and nothing can start: the schedule is stuck"
         self.now = min(worker.end for worker in busy if worker.end is not None)

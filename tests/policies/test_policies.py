@@ -103,17 +103,17 @@ def new_tokens(rows: Sequence[tuple[Tensor, Tensor, Tensor]], step: int) -> list
 def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, Any], kv_heads: int, group: int) -> None:
     policy, batch = Plan.create(**kept).policy, Batch(tuple(range(len(LENGTHS))), LENGTHS)
     if "kv_budget" not in kept and "heavy" not in kept and "recent" not in kept and "hh_ratio" not in kept:
-        assert policy.slots(batch, STEPS).budgets[0].slots == int(0.2 * (LENGTHS[0] + STEPS))
-    slots = policy.slots(batch, STEPS)
-    shape = (len(LENGTHS), kv_heads, slots.capacity)
+        assert policy.occupancy(batch, STEPS).budgets[0].slots == int(0.2 * (LENGTHS[0] + STEPS))
+    occupancy = policy.occupancy(batch, STEPS)
+    shape = (len(LENGTHS), kv_heads, occupancy.capacity)
     scores = SlotScores.over(
-        torch.full((4 * 8 * len(LENGTHS) * kv_heads * slots.capacity,), 0xFF, dtype=torch.uint8), policy, shape
+        torch.full((4 * 8 * len(LENGTHS) * kv_heads * occupancy.capacity,), 0xFF, dtype=torch.uint8), policy, shape
     )
     cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores)
     rows = texts(kv_heads, group)
     heads = [[Head(kept, length, STEPS, head, turn) for head in range(kv_heads)] for length in LENGTHS]
     for step in range(STEPS):
-        out = cache.attend(KVStep.of(slots, step, slots.capacity, torch.device("cpu")), *new_tokens(rows, step), ROTARY)
+        out = cache.attend(KVStep.of(occupancy, step, occupancy.capacity, torch.device("cpu")), *new_tokens(rows, step), ROTARY)
         for row, length in enumerate(LENGTHS):
             new = slice(length + step - 1, length + step) if step else slice(0, length)
             q, k, v = (part[new].double().numpy() for part in rows[row])
@@ -121,7 +121,7 @@ def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, 
                 expected = head.attend(q[:, number * group : (number + 1) * group], k[:, number], v[:, number])
                 got = out[row, : q.shape[0]].view(-1, kv_heads, group, DIM)[:, number]
                 np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
-                count = slots.counts(step + 1)[row]
+                count = occupancy.counts(step + 1)[row]
                 assert sorted(scores.positions[row, number, :count].tolist()) == head.kept, (
                     f"row {row}, head {number}, step {step}"
                 )
@@ -132,17 +132,17 @@ def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, 
 def test_after_every_step_the_budget_is_held_and_who_is_protected_is_there(kept: dict[str, Any]) -> None:
     """Read from the scores alone: no definition of who is chosen among the others."""
     policy, rows = Plan.create(**kept).policy, texts(2, 2)
-    slots = policy.slots(Batch(tuple(range(len(LENGTHS))), LENGTHS), STEPS)
-    shape = (len(LENGTHS), 2, slots.capacity)
+    occupancy = policy.occupancy(Batch(tuple(range(len(LENGTHS))), LENGTHS), STEPS)
+    shape = (len(LENGTHS), 2, occupancy.capacity)
     scores = SlotScores.over(torch.zeros(8 * shape[0] * shape[1] * shape[2], dtype=torch.uint8), policy, shape)
     cache = KVCache(torch.zeros(2, *shape, DIM), scores)
     for step in range(STEPS):
-        cache.attend(KVStep.of(slots, step, slots.capacity, torch.device("cpu")), *new_tokens(rows, step), ROTARY)
-        for row, (length, budget) in enumerate(zip(LENGTHS, slots.budgets)):
-            total, generated = length + step, step if slots.prompt_only else 0
+        cache.attend(KVStep.of(occupancy, step, occupancy.capacity, torch.device("cpu")), *new_tokens(rows, step), ROTARY)
+        for row, (length, budget) in enumerate(zip(LENGTHS, occupancy.budgets)):
+            total, generated = length + step, step if occupancy.prompt_only else 0
             window = budget.window if step else budget.prompt_window
             for head in range(2):
-                held = scores.positions[row, head, : slots.counts(step + 1)[row]].tolist()
+                held = scores.positions[row, head, : occupancy.counts(step + 1)[row]].tolist()
                 assert len(held) == len(set(held)) == min(total - generated, budget.slots) + generated
                 assert set(range(min(budget.sinks, total))) <= set(held)
                 assert set(range(max(0, total - window), total)) <= set(held)
@@ -167,16 +167,16 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
     heads = [[Head(kept, PASSES[0][0][row], 0, head, turn, CONTEXT) for head in range(kv_heads)] for row in range(rows)]
     seen, cache = (0,) * rows, None
     for lengths, gen_len in PASSES:
-        slots = policy.slots(Batch(tuple(range(rows)), lengths, seen, CONTEXT), gen_len)
-        shape = (rows, kv_heads, slots.capacity)
+        occupancy = policy.occupancy(Batch(tuple(range(rows)), lengths, seen, CONTEXT), gen_len)
+        shape = (rows, kv_heads, occupancy.capacity)
         if cache is None:
-            region = torch.full((4 * 8 * rows * kv_heads * slots.capacity,), 0xFF, dtype=torch.uint8)
-            scores = SlotScores.over(region, policy, shape) if policy.note_bytes else None
+            region = torch.full((4 * 8 * rows * kv_heads * occupancy.capacity,), 0xFF, dtype=torch.uint8)
+            scores = SlotScores.over(region, policy, shape) if policy.score_bytes else None
             cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores)
         for step in range(gen_len):
             tokens = max(lengths) if step == 0 else 1
             q, k, v = (torch.randn(rows, tokens, n, DIM, generator=generator) for n in (kv_heads * group, kv_heads, kv_heads))
-            out = cache.attend(KVStep.of(slots, step, slots.capacity, torch.device("cpu")), 2 * q, k, v, ROTARY)
+            out = cache.attend(KVStep.of(occupancy, step, occupancy.capacity, torch.device("cpu")), 2 * q, k, v, ROTARY)
             for row in range(rows):
                 count = lengths[row] if step == 0 else 1
                 asked, keys, values = (x[row, :count].double().numpy() for x in (2 * q, k, v))
@@ -184,7 +184,7 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
                     expected = head.attend(asked[:, number * group : (number + 1) * group], keys[:, number], values[:, number])
                     got = out[row, :count].view(-1, kv_heads, group, DIM)[:, number]
                     np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
-                    held = slots.counts(step + 1)[row]
+                    held = occupancy.counts(step + 1)[row]
                     assert len(head.kept) == held
                     if scores is not None:
                         assert sorted(scores.positions[row, number, :held].tolist()) == head.kept, f"row {row}, step {step}"
@@ -193,10 +193,12 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
 
 def test_what_is_never_filled_is_noted_as_nobody() -> None:
     policy, batch = Plan.create(kv_policy="h2o", heavy=3, recent=2).policy, Batch((0, 1), (9, 2))
-    slots = policy.slots(batch, 4)
-    scores = SlotScores.over(torch.zeros(2 * 6 * 8, dtype=torch.uint8), policy, (2, 1, slots.capacity))
+    occupancy = policy.occupancy(batch, 4)
+    scores = SlotScores.over(torch.zeros(2 * 6 * 8, dtype=torch.uint8), policy, (2, 1, occupancy.capacity))
     x = torch.randn(2, 9, 1, DIM)
-    KVCache(torch.zeros(2, 2, 1, slots.capacity, DIM), scores).attend(KVStep.of(slots, 0, 6, torch.device("cpu")), x, x, x)
+    KVCache(torch.zeros(2, 2, 1, occupancy.capacity, DIM), scores).attend(
+        KVStep.of(occupancy, 0, 6, torch.device("cpu")), x, x, x
+    )
     assert scores.positions[1, 0].tolist() == [0, 1, NOBODY, NOBODY, NOBODY, NOBODY]
 
 

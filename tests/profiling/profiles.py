@@ -20,6 +20,6 @@ TINY = Sizes(
     slots=16,
     prompt_len=16,
     prompt_tokens=32,
-    hidden=64,
+    width=64,
     steps=3,
 )

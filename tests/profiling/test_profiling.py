@@ -201,7 +201,7 @@ def test_without_kernels_there_are_no_packed_products(monkeypatch: pytest.Monkey
 
 def test_values_are_those_around_the_products_of_blocks() -> None:
     calls = 4  # a second each, of attention and mlp of two models
-    specs = [products.small_model(name, "float32", TINY.hidden).spec for name in products.LAYERS_OF]
+    specs = [products.small_model(name, "float32", TINY.width).spec for name in products.LAYERS_OF]
     counted = sum(layer.values_around_products for spec in specs for layer in spec.layers if layer.block is not None)
     assert figures(products.values(CLOCK, "float32", TINY)) == {"values": TINY.prompt_tokens * counted / calls}
 

@@ -1,4 +1,4 @@
-"""Scripts are no package: a test reads them from their files."""
+"""Loads scripts, which are not in a package, from their files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 def load_script(name: str, folder: str = "scripts") -> ModuleType:
-    """As a module, like an import, but no compiled file is left beside the script."""
+    """Loads a script as a module, like an import, but leaves no compiled file beside it."""
     file = PROJECT / folder / name
     module = ModuleType(f"{folder}_{file.stem}")
     module.__file__ = str(file)

@@ -24,7 +24,7 @@ class HiddenStore:
         self._schedule = schedule
         self._memories = memories
         self._dtype = DTYPES[spec.dtype]
-        self._now: dict[int, Tensor] = {}  # batch -> where it is computed with
+        self._now: dict[int, Tensor] = {}  # batch -> its states where they are computed with
         self._shapes: dict[int, torch.Size] = {}
         self._on_host: dict[int, Tensor] = {}
         self._on_disk: dict[int, DiskRegion] = {}
@@ -33,7 +33,7 @@ class HiddenStore:
             for place, batch in enumerate(block.batches)
             if schedule.traffic.moves_hidden(place)
         }
-        with ExitStack() as held:  # when the disk is full, for one, what was reserved so far goes back
+        with ExitStack() as held:  # if a reservation fails, e.g. on a full disk, earlier ones are released
             self._allocate(held, sizes)
             self._held = held.pop_all()
 
@@ -46,10 +46,10 @@ class HiddenStore:
             else:
                 self._on_host[batch] = memories.host.alloc(nbytes)
                 held.callback(memories.host.free, self._on_host[batch])
-        slots, largest = self._schedule.buffers, max(sizes.values(), default=0)
-        self._host_ring = Ring(memories.host, slots, largest if self._on_disk else 0)
+        buffers, largest = self._schedule.buffers, max(sizes.values(), default=0)
+        self._host_ring = Ring(memories.host, buffers, largest if self._on_disk else 0)
         held.callback(self._host_ring.free)
-        self._device_ring = Ring(memories.compute, slots, largest if traffic.accelerator else 0)
+        self._device_ring = Ring(memories.compute, buffers, largest if traffic.accelerator else 0)
         held.callback(self._device_ring.free)
 
     def close(self) -> None:
@@ -60,8 +60,8 @@ class HiddenStore:
         return self._now[batch]
 
     def put(self, task: Task, hidden: Tensor) -> None:
-        """What goes home from a device is put into its slot first: its own memory is then free when the layer is done, and
-        not only when the copy has been made, which the launching of layers may be far ahead of."""
+        """Keeps hidden states. Those that go home from a device are first copied to their buffer: the layer's own memory is
+        then free when the layer is done, not only after the copy, which the launching of layers may run far ahead of."""
         if self._device_ring and self._schedule.traffic.moves_hidden(task.batch):
             hidden = self._view(self._device_ring[self._schedule.buffer(task.visit)], hidden.shape).copy_(hidden)
         self._now[task.batch] = hidden

@@ -1,8 +1,8 @@
-"""The KV of a block: a home for every (layer, batch) on the tier where the placement puts it, and the slots through which
-those that live elsewhere pass while they are computed with.
+"""The KV of a block: a home for every (layer, batch) on the tier where the placement puts it, and the buffers through which KV
+that lives elsewhere passes while it is computed with.
 
 In host memory next to the CPU an image lies head by head, as CPU attention wants it; where a device fetches it, and on disk,
-token by token, so that what is held is one range from the start and a step's new tokens are one range as well.
+token by token, so that held slots are one range from the start and a step's new tokens are one range as well.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Unit:
     batch: Batch  # the rows in it
     generation: int = 0  # how often its rows were filled up
     changed: tuple[int, int] = (0, 0)  # slots that the last COMPUTE wrote
-    cache: KVCache | None = None  # of the last COMPUTE
-    journaled: list[Tensor] = field(default_factory=list)  # of what stands on disk behind the slots: where it belongs
+    cache: KVCache | None = None  # cache of the last COMPUTE
+    journaled: list[Tensor] = field(default_factory=list)  # where the journal's entries on disk, behind the slots, belong
 
     @property
     def replaced(self) -> Tensor | None:
@@ -65,15 +65,15 @@ class KVStore:
         self.prepare(block, schedule)
         self._in_memory: dict[tuple[int, int], Tensor] = {}  # homes on device or host
         self._on_disk: dict[tuple[int, int], DiskRegion] = {}
-        self._notes: dict[tuple[int, int], SlotScores] = {}  # always where it is computed
-        with ExitStack() as held:  # when the disk is full, for one, what was reserved so far goes back
+        self._scores: dict[tuple[int, int], SlotScores] = {}  # always where it is computed
+        with ExitStack() as held:  # if a reservation fails, e.g. on a full disk, earlier ones are released
             self._allocate(held)
             self._held = held.pop_all()
 
     def prepare(self, block: Block, schedule: Schedule) -> None:
-        """For the next block of texts that live on: rows, capacity and slots are those of the first."""
+        """Prepares the next block of texts that live on: rows, capacity and slots are those of the first."""
         self._block, self._schedule = block, schedule
-        self._layouts = [self._slots(batch).layout(self._spec) for batch in block.batches]
+        self._layouts = [self._occupancy(batch).layout(self._spec) for batch in block.batches]
         for place in schedule.traffic.kv:
             batch, before = block.batches[place[1]], self._units.get(place)
             self._units[place] = Unit(batch, journaled=before.journaled if before is not None and any(batch.seen) else [])
@@ -89,19 +89,20 @@ class KVStore:
                 memory = memories.host if tier == HOST else memories.compute
                 self._in_memory[place] = memory.alloc(layout.image_bytes)
                 held.callback(memory.free, self._in_memory[place])
-            if self._policy.note_bytes:
-                self._notes[place] = self._blank_notes(held, layout)
+            if self._policy.score_bytes:
+                self._scores[place] = self._blank_scores(held, layout)
         self._host_ring = self._ring(held, memories.host, bool(self._on_disk))
         moved = any(traffic.moves_kv(*place) for place in self._units)
         self._device_ring = self._ring(held, memories.compute, moved and self._accelerator)
 
-    def _blank_notes(self, held: ExitStack, layout: KVLayout) -> SlotScores:
-        region = self._memories.compute.alloc(layout.note_bytes(self._policy.note_bytes))
+    def _blank_scores(self, held: ExitStack, layout: KVLayout) -> SlotScores:
+        region = self._memories.compute.alloc(layout.score_bytes(self._policy.score_bytes))
         held.callback(self._memories.compute.free, region)
         return SlotScores.over(region, self._policy, layout.shape)
 
     def _ring(self, held: ExitStack, memory: HostTier | DeviceTier, needed: bool) -> Ring:
-        """Zeroed: slots that a row does not fill are masked, but 0 * NaN of an earlier user would still be NaN."""
+        """A ring of zeroed buffers: slots that a row does not fill are masked, but 0 * NaN of an earlier user would still be
+        NaN."""
         largest = max(layout.image_bytes for layout in self._layouts)
         ring = Ring(memory, self._schedule.buffers, largest if needed else 0)
         held.callback(ring.free)
@@ -110,11 +111,11 @@ class KVStore:
 
     def close(self) -> None:
         self._held.close()
-        for places in (self._units, self._in_memory, self._on_disk, self._notes):
-            places.clear()  # whoever still holds the store does not hold its memory
+        for places in (self._units, self._in_memory, self._on_disk, self._scores):
+            places.clear()  # a reference to the store then holds no memory
 
-    def _slots(self, batch: Batch) -> Occupancy:
-        return self._policy.slots(batch, self._block.gen_len)
+    def _occupancy(self, batch: Batch) -> Occupancy:
+        return self._policy.occupancy(batch, self._block.gen_len)
 
     def _image(self, region: Tensor, batch: int) -> Tensor:
         """(2, rows, kv_heads, slots, width) over the bytes of a region."""
@@ -123,13 +124,13 @@ class KVStore:
     # -- actions -------------------------------------------------------------------------------------------------------
 
     def open(self, task: Task, rows: BatchRows) -> KVCache:
-        """For COMPUTE: the cache, with the rows that are still alive."""
+        """The cache for a COMPUTE, with the rows that are still alive."""
         unit = self._units[task.layer, task.batch]
-        notes = self._notes.get((task.layer, task.batch))
-        cache = KVCache(self._image(self._working_region(task), task.batch), notes, self._coding)
-        unit.changed, unit.cache = self._slots(rows.batch).changed(task.step), cache
+        scores = self._scores.get((task.layer, task.batch))
+        cache = KVCache(self._image(self._working_region(task), task.batch), scores, self._coding)
+        unit.changed, unit.cache = self._occupancy(rows.batch).changed(task.step), cache
         if task.step and unit.generation != rows.generation:
-            cache.keep_rows(rows.places_before, self._slots(unit.batch).held(task.step))
+            cache.keep_rows(rows.places_before, self._occupancy(unit.batch).held(task.step))
             unit.changed, unit.cache = (0, unit.changed[1]), None  # all is to be stored
         unit.batch, unit.generation = rows.batch, rows.generation
         return cache
@@ -140,24 +141,24 @@ class KVStore:
         return (self._device_ring or self._host_ring)[self._schedule.buffer(task.visit)]
 
     def load(self, task: Task) -> int:
-        """Host -> device: all that is held, one range from the start."""
+        """Host -> device: all held slots, one range from the start."""
         unit = self._units[task.layer, task.batch]
-        return self._transfer(task, 0, self._slots(unit.batch).held(task.step), to_device=True)
+        return self._transfer(task, 0, self._occupancy(unit.batch).held(task.step), to_device=True)
 
     def store(self, task: Task) -> int:
-        """Device -> host: what the step changed."""
+        """Device -> host: the slots that the step changed."""
         unit = self._units[task.layer, task.batch]
         if unit.replaced is None:
             return self._transfer(task, *unit.changed, to_device=False)
         host, device = (self._image(region, task.batch) for region in self._both_regions(task))
         row, head = torch.arange(unit.batch.size)[:, None], torch.arange(self._spec.kv_heads)
-        at_home = device.device  # of the indices: gathered there, scattered here
+        at_home = device.device  # indices are gathered there, scattered here
         values = device[:, row.to(at_home), head.to(at_home), unit.replaced].cpu()
         host[:, row, head, unit.replaced.cpu()] = values
         return values.nbytes
 
     def _both_regions(self, task: Task) -> tuple[Tensor, Tensor]:
-        """On the host and on the device."""
+        """The regions on the host and on the device."""
         place, slot = (task.layer, task.batch), self._schedule.buffer(task.visit)
         return self._host_ring[slot] if place in self._on_disk else self._in_memory[place], self._device_ring[slot]
 
@@ -170,15 +171,15 @@ class KVStore:
         return (last - first) * per_slot
 
     def read(self, task: Task) -> int:
-        """Disk -> host: all that is held, and then, in their order, the changes that stand in the journal."""
+        """Disk -> host: all held slots, and then, in their order, the changes in the journal."""
         unit = self._units[task.layer, task.batch]
-        moved = self._disk_slots(task, unit, 0, self._slots(unit.batch).held(task.step), self._read_slots)
+        moved = self._disk_slots(task, unit, 0, self._occupancy(unit.batch).held(task.step), self._read_slots)
         for place, slots in enumerate(unit.journaled):
             moved += self._read_journaled(task, place, slots)
         return moved
 
     def write(self, task: Task) -> int:
-        """Host -> disk: what the step changed. Slots here and there go into the journal until it is full."""
+        """Writes what the step changed from host to disk. Scattered slots go into the journal until it is full."""
         unit = self._units[task.layer, task.batch]
         if unit.replaced is not None and len(unit.journaled) < self._layouts[task.batch].journal:
             unit.journaled.append(unit.replaced.cpu())
@@ -187,7 +188,7 @@ class KVStore:
         return self._disk_slots(task, unit, *unit.changed, self._write_slots)
 
     def _read_journaled(self, task: Task, place: int, slots: Tensor) -> int:
-        """One slot of every row and head, to where it belongs."""
+        """Reads one slot of every row and head to where it belongs."""
         image, at, offset, scratch = self._journal_entry(task, place, slots)
         self._memories.disk.read_into(self._on_disk[task.layer, task.batch], offset, scratch)
         image[at] = self._slots_of(scratch, len(slots), 1)[..., 0, :]
@@ -226,7 +227,7 @@ class KVStore:
         self._memories.disk.write_from(home, first * layout.padded_slot_bytes, scratch)
 
     def _slots_of(self, scratch: Tensor, rows: int, slots: int) -> numpy.ndarray:
-        """Bytes as they lie on disk, seen as an image: (2, rows, kv_heads, slots, width)."""
+        """The bytes of disk slots seen as an image: (2, rows, kv_heads, slots, width)."""
         shape = (slots, 2, rows, self._spec.kv_heads, self._coding.width)
         raw = numpy_of(scratch.view(self._coding.kept_dtype)).reshape(slots, -1)[:, : prod(shape[1:])]
         image: numpy.ndarray = raw.reshape(shape).transpose(1, 2, 3, 0, 4)
@@ -234,7 +235,7 @@ class KVStore:
 
 
 def image_over(region: Tensor, shape: tuple[int, int, int], coding: Coding, accelerator: bool) -> Tensor:
-    """(2, rows, kv_heads, slots, width) over the bytes of a region; `shape` is (rows, kv_heads, slots)."""
+    """A view (2, rows, kv_heads, slots, width) of the bytes of a region; `shape` is (rows, kv_heads, slots)."""
     rows, heads, slots = shape
     values = region[: 2 * prod(shape) * coding.width * coding.kept_dtype.itemsize].view(coding.kept_dtype)
     if accelerator:

@@ -1,9 +1,9 @@
 """The weights of a run: those that stay where they are computed with, those in host memory that a device fetches, and those
-that are read from the files they lie in. Reads and loads go into rings of slots, in slices that the schedule asks for.
+that are read from the files they lie in. Reads and loads go into rings of buffers, in slices that the schedule asks for.
 
-What moves are the bytes of a tensor's codec. A layer with few rows computes with the bytes; else they become values, once for
-all its batches, in room that all layers share. Packed tables of the vocabulary are decoded in pieces: where tokens are looked
-up, the rows of these tokens; where logits are made, one part after the other.
+What moves are the bytes of a tensor's codec. A layer with few rows computes with the bytes; otherwise they are decoded, once
+for all its batches, into room that all layers share. Packed tables of the vocabulary are decoded in pieces: for lookups, the
+rows of these tokens; for logits, one part after the other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Task, Visit
 
-Located = Callable[[], Mapping[str, StoredTensor]]  # asked only when something has to be read
+Located = Callable[[], Mapping[str, StoredTensor]]  # called only when something has to be read
 
 
 class WeightStore:
@@ -47,13 +47,13 @@ class WeightStore:
         self._check_stored()
         self._resident = self._fill(source, self._on(*self._stays_in), memories.compute)
         self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.host)
-        self._host_ring = self._device_ring = Ring(memories.host, slots=0, nbytes=0)
+        self._host_ring = self._device_ring = Ring(memories.host, buffers=0, nbytes=0)
         decoded = decoded_bytes(spec)
         self._decoded = memories.compute.alloc(decoded) if decoded else None
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Those that are read from in every step."""
+        """The files that are read from in every step."""
         return tuple(dict.fromkeys(stored.file for stored in self._stored.values()))
 
     # -- once ----------------------------------------------------------------------------------------------------------
@@ -65,14 +65,14 @@ class WeightStore:
         return Layout.pack({tensor.name: Entry(0, tensor.shape, self._dtype, tensor.codec) for tensor in tensors})
 
     def _check_stored(self) -> None:
-        """What is read in every step is checked here, once and before anything is computed: a step reads parts of tensors, and
-        where one of them was found damaged, tokens would have been handed out already."""
+        """Checks what every step reads, once and before anything is computed: a step reads parts of tensors, and if damage were
+        found there, tokens would have been handed out already."""
         stored = self._stored.values()
         checked = [Checked(one.file, one.offset, one.nbytes, one.check) for one in stored if one.check is not None]
         self._memories.files.check(checked)
 
     def _fill(self, source: WeightSource, tensors: list[TensorSpec], memory: HostTier | DeviceTier) -> Pack:
-        """Makes or reads the tensors into one arena; besides it, only one tensor on its way there is ever held."""
+        """Makes or reads the tensors into one arena; besides it, at most one tensor is held at a time."""
         layout = self._layout(tensors)
         pack = Pack(memory.alloc(layout.nbytes) if tensors else torch.empty(0, dtype=torch.uint8), layout)
         located = cache(lambda: source.locate(tensors))
@@ -85,7 +85,7 @@ class WeightStore:
         return pack
 
     def _bring(self, tensor: TensorSpec, out: Tensor, source: WeightSource, located: Located) -> None:
-        """One tensor -> host bytes of its codec."""
+        """Brings the codec's bytes of one tensor to the host."""
         is_there = source.fill(tensor, out.view(self._dtype).view(tensor.shape) if tensor.codec == PLAIN else out)
         if not is_there:
             stored = located()[tensor.name]
@@ -102,18 +102,18 @@ class WeightStore:
     # -- for a block ---------------------------------------------------------------------------------------------------
 
     def prepare(self, schedule: Schedule) -> None:
-        """Makes the rings that schedules turn over, once: all blocks of a plan move the same weights through the same slots.
+        """Makes the rings that schedules use, once: all blocks of a plan move the same weights through the same buffers.
         Pieces, copies and views into them are kept for the block."""
         self._schedule = schedule
         self._pieces: dict[Place, list[Piece]] = {}
         self._copies: dict[Place, list[tuple[Tensor, Tensor]]] = {}
         self._views: dict[tuple[int, int], dict[str, Tensor | PackedMatrix]] = {}
-        self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # of a packed logit matrix
+        self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # parts of a packed logit matrix
         self._viewed_pass = -1
-        memories, slots = self._memories, schedule.weight_buffers
+        memories, buffers = self._memories, schedule.weight_buffers
         largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
-        self._host_ring = self._host_ring or Ring(memories.host, slots, _largest(self._disk_layouts))
-        self._device_ring = self._device_ring or Ring(memories.compute, slots, largest_moved)
+        self._host_ring = self._host_ring or Ring(memories.host, buffers, _largest(self._disk_layouts))
+        self._device_ring = self._device_ring or Ring(memories.compute, buffers, largest_moved)
 
     @cached_property
     def _disk_layouts(self) -> list[Layout]:
@@ -144,7 +144,7 @@ class WeightStore:
         return self._memories.files.read(self._pieces[place])
 
     def load(self, task: Task) -> int:
-        """Host -> device: what rests in host memory, and what the read of the same slice has brought there."""
+        """Host -> device: weights at rest in host memory, and those that the read of the same slice has brought there."""
         place = self._place(task)
         if place not in self._copies:
             target = Pack(self._device_ring[place.slot], self._moved_layouts[place.layer])
@@ -163,9 +163,9 @@ class WeightStore:
         return Pack(self._host_ring[place.slot], self._disk_layouts[place.layer])
 
     def views(self, visit: Visit) -> Weights:
-        """The layer's weights by local name, where they lie; packed matrices have room to be decoded to, once for a pass over
-        the layer's weights: the next one finds other bytes in the slot. Good until the next call: what was decoded makes room
-        for the next layer's. What is decoded in pieces is not among them."""
+        """The layer's weights by local name, where they lie; packed matrices have room to be decoded to, once per pass over the
+        layer's weights, since the next pass finds other bytes in the buffer. Valid until the next call, whose decoding reuses
+        the room. Tables decoded in pieces are not among them."""
         layer, slot, number = visit.layer, self._schedule.weight_buffer(visit), self._schedule.weight_number(*visit)
         if (layer, slot) not in self._views:
             spec = self._spec.layers[layer]
@@ -185,8 +185,8 @@ class WeightStore:
         return pack.matrix(tensor.name, DecodeBuffer(self._decoded_pack(layer).view(tensor.name)))
 
     def look_up(self, visit: Visit, tokens: Tensor) -> tuple[Tensor, Weights]:
-        """Tokens (rows, tokens) and weights for a layer that takes tokens. Of a packed table only their rows are decoded: these
-        are the table then, and the tokens are places in it."""
+        """Tokens (rows, tokens) and weights for a layer that takes tokens. Of a packed table only the rows of these tokens are
+        decoded: they become the table, and the tokens are places in it."""
         layer, views = self._spec.layers[visit.layer], self.views(visit)
         local, table = layer.token_table, layer.packed_tensor(layer.token_table)
         if local is None or table is None:
@@ -197,8 +197,8 @@ class WeightStore:
         return torch.arange(len(found), device=found.device).view(tokens.shape), {**views, local: found}
 
     def logit_parts(self, visit: Visit) -> Iterator[Weights]:
-        """The weights of a layer that makes logits, once for each part of a packed matrix. Good until the next one. Parts that
-        there is room for are decoded once for all batches of a pass; the others take turns in the last place."""
+        """The weights of a layer that makes logits, once for each part of a packed matrix, each valid until the next. Parts
+        with a place of their own are decoded once for all batches of a pass; the others take turns in the last place."""
         layer, place = self._spec.layers[visit.layer], (visit.layer, self._schedule.weight_buffer(visit))
         local, matrix = layer.logit_matrix, layer.packed_tensor(layer.logit_matrix)
         if local is None or matrix is None:
@@ -215,14 +215,14 @@ class WeightStore:
             yield {**views, local: part}
 
     def _rooms_for_parts(self, layer: LayerSpec, matrix: TensorSpec) -> list[DecodeBuffer]:
-        """All that the layer's other weights leave of the room of the largest layer."""
+        """The places of parts: all that the layer's other weights leave of the room of the largest layer."""
         assert self._decoded is not None
         part, room = self._decoded_layout(layer).entries[matrix.name], self._decoded
         starts = part_starts(self._spec, layer)
         return [DecodeBuffer(room[start : start + part.nbytes].view(self._dtype).view(part.shape)) for start in starts]
 
     def _pack_of(self, tensor: TensorSpec, layer: int, slot: int) -> Pack:
-        """Where the bytes of a tensor are when its layer is computed with."""
+        """The pack with a tensor's bytes while its layer is computed with."""
         if self._tiers[tensor.name] in self._stays_in:
             return self._resident
         if self._memories.device.accelerator:
@@ -238,7 +238,7 @@ class WeightStore:
 
 
 class Place(NamedTuple):
-    """A slice of a layer in a slot of a ring."""
+    """A slice of a layer in a buffer of a ring."""
 
     layer: int
     part: int

@@ -31,7 +31,7 @@ class Keeper:
     @property
     def occupancy(self) -> Occupancy:
         """The budget is a share of the whole text."""
-        return self.policy.slots(Batch((0,), (self.prompt_len,), context=self.tokens), 1 + self.tokens - self.prompt_len)
+        return self.policy.occupancy(Batch((0,), (self.prompt_len,), context=self.tokens), 1 + self.tokens - self.prompt_len)
 
     @property
     def gone(self) -> Gone:
@@ -55,6 +55,6 @@ class Keeper:
     def _opened(self, capacity: int, kv_heads: int, device: torch.device) -> tuple[KVCache, SlotScores]:
         shape = (1, kv_heads, capacity)
         image = torch.zeros(2, *shape, self.coding.width, dtype=self.coding.kept_dtype, device=device)
-        region = torch.zeros(kv_heads * capacity * self.policy.note_bytes, dtype=torch.uint8, device=device)
+        region = torch.zeros(kv_heads * capacity * self.policy.score_bytes, dtype=torch.uint8, device=device)
         scores = SlotScores.over(region, self.policy, shape)
         return KVCache(image, scores, self.coding), scores

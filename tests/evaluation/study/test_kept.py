@@ -61,21 +61,21 @@ def test_layer_by_layer_is_token_by_token(kind: str, policy: str, checkpoints: C
     model, weights = checkpoints.model(kind, "float32", "float32")
     spec, prompt_len, chosen = model.spec, 9, Plan.create(**asked(policy, 0.25)).policy
     text = distinct_prompts((TOKENS,), seed=8)[0]
-    slots = chosen.slots(Batch((0,), (prompt_len,), context=TOKENS), 1 + TOKENS - prompt_len)
-    shape = (1, spec.kv_heads, slots.capacity)
+    occupancy = chosen.occupancy(Batch((0,), (prompt_len,), context=TOKENS), 1 + TOKENS - prompt_len)
+    shape = (1, spec.kv_heads, occupancy.capacity)
     caches, notes = {}, {}
     for layer in spec.kv_layers:
         notes[layer] = SlotScores.over(torch.zeros(8 * shape[1] * shape[2], dtype=torch.uint8), chosen, shape)
         caches[layer] = KVCache(torch.zeros(2, *shape, spec.head_dim), notes[layer])
     kept = []
     with torch.inference_mode():
-        for step in range(slots.gen_len):
-            now, end = KVStep.of(slots, step, slots.capacity, torch.device("cpu")), prompt_len + step
+        for step in range(occupancy.gen_len):
+            now, end = KVStep.of(occupancy, step, occupancy.capacity, torch.device("cpu")), prompt_len + step
             hidden = torch.tensor([text[end - 1 if step else 0 : end]])
             for layer, one in enumerate(spec.layers[:-1]):
                 given = Given(now.positions, partial(caches[layer].attend, now)) if one.has_kv else Given(now.positions)
                 hidden = computed(model, one, hidden, weights[layer], given)
-            count = slots.counts(step + 1)[0]
+            count = occupancy.counts(step + 1)[0]
             kept.append([[sorted(head[:count].tolist()) for head in notes[layer].positions[0]] for layer in spec.kv_layers])
     with LLM(str(checkpoints.folder(kind)), dtype="float32") as llm:
         found = study(llm, text, [policy], 0.25, prompt_len=prompt_len)
