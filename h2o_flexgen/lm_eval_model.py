@@ -55,7 +55,7 @@ class _Asked:
     context: list[int]
     params: SamplingParams
     max_tokens: int
-    stop_at: list[str]
+    until: list[str]
 
 
 class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is installed, and unknown where it is not
@@ -221,14 +221,14 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
                 )
                 for place, completion in zip(places, completions, strict=True):
                     text = str(self.tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
-                    texts[place] = postprocess_generated_text(text, asked[place].stop_at, None)
+                    texts[place] = postprocess_generated_text(text, asked[place].until, None)
                     self.cache_hook.add_partial("generate_until", requests[place].args, texts[place])
         return [texts[place] for place in range(len(requests))]
 
     def _asked(self, context: str, given: Mapping[str, object]) -> _Asked:
         options = dict(normalize_gen_kwargs(dict(given), self.max_gen_toks))
         end = None if self.eot_token_id is None else self._written(self.eot_token_id)
-        stop_at = [text for text in handle_stop_sequences(options.pop("until", None), eos=end) if text]
+        until = [text for text in handle_stop_sequences(options.pop("until", None), eos=end) if text]
         max_tokens = options.pop("max_gen_toks")
         if max_tokens >= self.max_length:
             raise ValueError(f"max_gen_toks is {max_tokens}, but max_length is {self.max_length}; leave room for the context")
@@ -239,11 +239,11 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
                 raise ValueError(
                     f"generation option {name} is {value!r}, which this engine cannot do; it takes {', '.join(SAMPLED_BY)}"
                 )
-        found = (self._special(text) for text in stop_at)
+        found = (self._special(text) for text in until)
         special = [token for token in found if token is not None and token < self.llm.spec.vocab]  # others never come
-        texts = tuple(text for text in stop_at if self._special(text) is None)
+        texts = tuple(text for text in until if self._special(text) is None)
         params = SamplingParams(max_tokens=max_tokens, stop=texts, stop_token_ids=special, **sampled)
-        return _Asked(self.tok_encode(context) or [self.prefix_token_id], params, max_tokens, stop_at)
+        return _Asked(self.tok_encode(context) or [self.prefix_token_id], params, max_tokens, until)
 
     def _special(self, text: str) -> int | None:
         """The token of a stop that is no text and so never appears in one."""

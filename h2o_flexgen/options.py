@@ -23,6 +23,8 @@ def asked_plan(
     if plan is None:
         asked = Plan.create(**options)
         return asked if percent is None or isinstance(percent, str) else asked.with_percent(percent)
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan is a {type(plan).__name__}; give a Plan, or leave it out and name its options here")
     if other := next(iter([*options, *(["percent"] if percent is not None else [])]), None):
         raise ValueError(f"both plan and {other} are given; put {other} into the plan, or leave the plan out")
     return plan

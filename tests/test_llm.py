@@ -35,6 +35,7 @@ Told = list[tuple[Stage, int, int]]
         ({"cpu_men": "8GB"}, r"unknown option 'cpu_men'; did you mean cpu_mem\?"),
         ({"plan": Plan(), "slotz": 3}, "unknown option 'slotz'"),
         ({"plan": Plan(), "slots": 3}, "both plan and slots are given"),
+        ({"plan": "auto"}, "plan is a str; give a Plan, or leave it out and name its options here"),
         ({"plan": Plan(), "percent": (0, 100, 0, 100, 0, 100)}, "both plan and percent are given"),
         ({"schedule": "zigzagg"}, "'zigzagg' is unknown; known: zigzag"),
         ({"kv_policy": "h20"}, "'h20' is unknown; known: full, h2o"),

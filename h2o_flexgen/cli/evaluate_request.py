@@ -54,7 +54,7 @@ USUAL_TASKS = "perplexity,recall,agreement"
 OF_SIZES = (XSum.name,)  # tasks whose usual grid is of KV sizes
 BOTH = "both"
 DEMO_BATCH = 16  # rows of a small model that are computed at once
-# flags without meaning for a study, at their defaults
+# the defaults of flags that mean nothing to a study
 OF_TASKS: Mapping[str, object] = {
     "articles": None,
     "examples": None,
@@ -288,6 +288,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     parser.add_tokenizer()
     _add_grid(parser.group("grid", "what is compared: every policy at every budget"))
     _add_tasks(parser.group("tasks"))
+    parser.set_defaults(**OF_TASKS)
     group = parser.group("plan")
     add_placement(group)
     add_sizes(group)
@@ -316,14 +317,14 @@ def _add_tasks(group: Group) -> None:
     value("--window", "TOKENS", f"of a text at once (default: {WINDOW}, or the model's positions)", TOKENS)
     each = f"windows of text (default: {EXAMPLES}), articles (100), or questions of each kind, length and depth (4)"
     value("--examples", "N", each, whole(1, MOST_EXAMPLES))
-    value("--gen-len", "TOKENS", "generated for each summary, or to be agreed on", TOKENS, GEN_LEN)
+    value("--gen-len", "TOKENS", "generated for each summary, or to be agreed on", TOKENS)
     seen = "recall: is the question there when tokens of the prompt are evicted, or does it come behind"
-    group.choice("--question", (*QUESTIONS, BOTH), seen, BOTH)
+    group.choice("--question", (*QUESTIONS, BOTH), seen)
     value("--lengths", "TOKENS", "recall: of texts, with commas (default: 256,512,1024, as far as the model has positions)")
     value("--depths", "PERCENT", "recall: where the answer stands; 0 is the beginning (default: 0,25,50,75,100)")
     mentions = "recall: how often a note says its fact; accumulated attention keeps what a text comes back to"
-    value("--mentions", "N", mentions, whole(1, MOST_MENTIONS), MENTIONS)
-    value("--seed", "N", "recall: of the questions", SEED, 0)
+    value("--mentions", "N", mentions, whole(1, MOST_MENTIONS))
+    value("--seed", "N", "recall: of the questions", SEED)
     share = f"at one budget (default: {STUDY_BUDGET.percent:g})"
     studies = f"instead of tasks: where attention goes over the first window of the text, and who is kept {share}"
     group.choice("--study", STUDIES, studies)

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
-from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.quant.grouped import Grouped
+from h2o_flexgen.quant.codec import GROUPED, PLAIN
 
-PACKED_KINDS = {Grouped(4).name: 2, Grouped(8).name: 3}  # numbered after the plain kinds
+PACKED_KINDS = {codec.name: kind for kind, codec in enumerate(GROUPED, start=2)}  # numbered after the plain kinds
 
 
 class Kept(NamedTuple):

@@ -9,7 +9,7 @@ from h2o_flexgen.kernels import group_encode as module
 from h2o_flexgen.kernels.group_encode import group_encode_twin
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.quant.grouped import Grouped
-from tests.kernels.variants import VARIANTS, used
+from tests.kernels.variants import VARIANTS, used, without
 
 SHAPES = [(1, 64), (37, 640), (5, 130), (3, 1), (64, 63), (200, 1024)]
 SPREADS = {
@@ -40,13 +40,13 @@ def by_the_twin(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spread", list(SPREADS))
 def test_c_gives_the_bytes_of_torch(variant: str, bits: int, dtype: torch.dtype, spread: str) -> None:
     torch.manual_seed(len(spread))
     for shape in SHAPES:
         values = SPREADS[spread](shape).to(dtype)
-        with used(variant):
+        with used(variant), without("group_encode_twin"):
             ours = encoded(values, bits)
         assert torch.equal(ours, by_the_twin(values, bits)), shape
 
@@ -62,5 +62,5 @@ def test_parts_of_large_tensors_meet(bits: int, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_strided_values_are_encoded_as_they_are_seen(variant: str) -> None:
     values = torch.randn(64, 30).T
-    with used(variant):
+    with used(variant), without("group_encode_twin"):
         assert torch.equal(encoded(values, 4), by_the_twin(values.contiguous(), 4))

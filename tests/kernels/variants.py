@@ -9,6 +9,7 @@ from typing import NoReturn
 import pytest
 
 from h2o_flexgen.kernels import native as kernels
+from h2o_flexgen.kernels.functions import FUNCTIONS
 
 NONE = pytest.param("none", marks=pytest.mark.skip("no library of kernels was built here"))
 VARIANTS = kernels.variants() or [NONE]
@@ -23,6 +24,14 @@ def used(variant: str) -> Iterator[None]:
             yield
         finally:
             kernels._loaded.cache_clear()
+
+
+@contextmanager
+def without(function: str) -> Iterator[None]:
+    """Whoever asks for this function of kernels/functions.py fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FUNCTIONS, function, never)
+        yield
 
 
 def never(*_: object) -> NoReturn:
