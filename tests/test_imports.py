@@ -34,6 +34,7 @@ ROOMS = {
 }
 ROOMS["profiling"] = (*ROOMS["engine"], "engine")
 FACE = ("options", "open", "under_plan", "finding", "auto_plan", "llm")  # files above all rooms, the lowest first
+DOORS = ("__main__.py", "run.py", "plan.py", "profile.py", "chat.py", "evaluate.py", "lm_eval.py")
 WITHOUT_TORCH = ("quant", "core", "schedule", "policies", "planning")
 PREDICTING = [
     f"{ROOT}.{name}" for name in ("planning.cost", "planning.pricing", "planning.predict", "planning.linear", "planning.search")
@@ -126,6 +127,12 @@ def test_files_above_the_rooms_import_only_those_below_them() -> None:
     for place, name in enumerate(FACE):
         above = [f"{ROOT}.{one}" for one in FACE[place + 1 :]]
         assert [one for one in imported_by(PACKAGE / f"{name}.py") if below(one, *above, f"{ROOT}.cli")] == [], name
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if "cli" not in path.relative_to(PACKAGE).parts], ids=module_name)
+def test_only_doors_know_the_command_line(path: Path) -> None:
+    if path.relative_to(PACKAGE).as_posix() not in DOORS:
+        assert [name for name in imported_by(path) if below(name, f"{ROOT}.cli")] == []
 
 
 @pytest.mark.parametrize("path", files_in(*WITHOUT_TORCH), ids=module_name)
