@@ -9,7 +9,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "h2o_flexgen"
 FRAGMENT = re.compile(
-    "(That|Whose|Whom|Of|To|For|In|On|By|From|With|Without|Where|Per|Behind|Beside|Before|After|Between|Under|Into|Through|"
+    "(That|Which|Whose|Whom|Of|To|For|In|On|By|From|With|Without|Where|Per|Behind|Beside|Before|After|Between|Under|Into|Through|"
     r"Not|Nor|And|Or|But|Is|Are|Does|Do|Did|Has|Have|Can|May|Will)\b"
 )
 

@@ -49,14 +49,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Processor:
-    """A kind of device, and the library of kernels that is loaded."""
+    """A kind of device, and the build of the library of kernels that is loaded there."""
 
     device: str = CPU
-    library: str = TORCH
+    build: str = TORCH
 
     def runs(self, kernel: Kernel) -> bool:
         fits = kernel.device in (None, self.device)
-        return fits and (not kernel.libraries or self.library in kernel.libraries)
+        return fits and (not kernel.libraries or self.build in kernel.libraries)
 
 
 def choose(op: str, form: str, dtype: str, runs: Callable[[Kernel], bool], rows: float = 1, width: int = 1) -> Kernel | None:

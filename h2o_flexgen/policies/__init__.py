@@ -1,1 +1,1 @@
-"""Which tokens a KV cache keeps, as data: nothing here imports torch."""
+"""Policies say, as data, which tokens a KV cache keeps. Nothing here imports torch."""

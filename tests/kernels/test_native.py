@@ -14,7 +14,7 @@ from tests.kernels.variants import VARIANTS, used
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_can_be_asked_for(variant: str) -> None:
     with used(variant):
-        assert kernels.processor(CPU).library == variant and kernels.in_use() == f"C ({variant})"
+        assert kernels.processor(CPU).build == variant and kernels.in_use() == f"C ({variant})"
 
 
 def test_unless_asked_the_best_one_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_unless_asked_the_best_one_is_used(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_library_can_be_switched_off() -> None:
     with used(TORCH):
-        assert kernels.processor(CPU).library == kernels.in_use() == TORCH
+        assert kernels.processor(CPU).build == kernels.in_use() == TORCH
 
 
 def test_one_that_is_not_there_is_refused_with_those_that_are() -> None:

@@ -408,7 +408,7 @@ def test_packed_slots_that_are_read_where_they_lie_are_not_decoded() -> None:
     plain, evicting = Plan().policy, Plan.create(kv_policy="h2o", heavy=3, recent=3, positions="rolling").policy
     both = spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
     assert spec.kv_bytes_per_slot == 2 * spec.kv_heads * 36
-    in_torch, in_c = Site(), Site(processor=Processor(library=LIBRARIES[-1]))
+    in_torch, in_c = Site(), Site(processor=Processor(build=LIBRARIES[-1]))
     assert _decoding_bytes_per_slot(spec, plain, in_torch) == _decoding_bytes_per_slot(spec, evicting, in_torch) == both
     assert _decoding_bytes_per_slot(spec, plain, in_c) == 0
     assert _decoding_bytes_per_slot(spec, evicting, in_c) == both // 2

@@ -26,7 +26,7 @@ def of_layers(gone: Sequence[torch.Tensor]) -> Gone:
 
 
 def held_after(gone: Gone, read: int) -> NDArray[np.bool_]:
-    """Which tokens are held when `read` tokens have been read; the same shape."""
+    """Marks the tokens that are held when `read` tokens have been read, in the same shape."""
     tokens = gone.shape[-1]
     return (gone > read) & (np.arange(tokens) < read)
 
