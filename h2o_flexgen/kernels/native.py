@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.sizes import DTYPES, shared
-from h2o_flexgen.kernels.table import LIBRARIES, TORCH, Processor
+from h2o_flexgen.kernels.table import BASELINE, LIBRARIES, TORCH, WIDE, Processor
 
 SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" turns the library off; the name of a variant selects that one
 KINDS: Mapping[torch.dtype, int] = {getattr(torch, name): kind for kind, name in enumerate(DTYPES)}  # the numbering of C
 NO_KIND = -1  # for bytes that are only moved
-RUNS: Mapping[str, Sequence[str]] = {"AVX512": LIBRARIES, "AVX2": LIBRARIES[1:]}
+RUNS: Mapping[str, Sequence[str]] = {"AVX512": LIBRARIES, "AVX2": [name for name in LIBRARIES if name not in WIDE]}
 
 
 def native_library() -> ctypes.CDLL:
@@ -44,35 +45,41 @@ def in_use() -> str:
 
 def variants() -> list[str]:
     """The libraries that were built and that run on this processor, the best first."""
-    return list(_files())
+    return list(_usable())
 
 
 @cache
 def _loaded() -> tuple[str, ctypes.CDLL | None]:
-    files, asked = _files(), os.environ.get(SWITCH)
-    if asked and asked not in (TORCH, *files):
-        raise ValueError(f"{SWITCH} is {asked!r}; known here: {', '.join((TORCH, *files))}")
-    for name, file in files.items():
-        if asked in (None, "", name) and (native := _load(file)) is not None:
-            return name, native
-    return TORCH, None
+    usable, asked = _usable(), os.environ.get(SWITCH)
+    if asked and asked not in (TORCH, *usable):
+        raise ValueError(f"{SWITCH} is {asked!r}, which {_why_not(asked)}; known here: {', '.join((TORCH, *usable))}")
+    if asked == TORCH or not usable:
+        return TORCH, None
+    name = asked or next(iter(usable))
+    return name, usable[name]
 
 
-def _load(file: Path) -> ctypes.CDLL | None:
-    """Loads a library, unless the file is missing or was built from older sources."""
-    try:
-        native = ctypes.CDLL(str(file))
-        return native if native.kernels_version() == shared().kernels_version else None
-    except (OSError, AttributeError):
-        return None
+def _why_not(asked: str) -> str:
+    if asked not in LIBRARIES:
+        return "is no library of kernels"
+    return "was not built or needs instructions that this processor lacks"
 
 
-def _files() -> dict[str, Path]:
-    """The files that may be loaded: the library must not need more of the processor than torch has found."""
-    fitting = RUNS.get(torch.backends.cpu.get_cpu_capability(), LIBRARIES[2:])
-    folder = Path(__file__).parent
-    places = ((variant, folder / f"_{variant}{suffix}") for variant in fitting for suffix in EXTENSION_SUFFIXES)
-    return {variant: file for variant, file in places if file.is_file()}
+def _usable() -> dict[str, ctypes.CDLL]:
+    """The libraries that were built and that run here, best first: none may need more of the processor than torch has found."""
+    fitting = RUNS.get(torch.backends.cpu.get_cpu_capability(), [BASELINE])
+    loaded = {variant: _load(variant) for variant in fitting}
+    return {variant: native for variant, native in loaded.items() if native is not None}
+
+
+def _load(variant: str) -> ctypes.CDLL | None:
+    """Loads a library, unless it is missing, was built from older sources or needs instructions that the processor lacks."""
+    for suffix in EXTENSION_SUFFIXES:
+        with suppress(OSError, AttributeError):
+            native = ctypes.CDLL(str(Path(__file__).parent / f"_{variant}{suffix}"))
+            if native.kernels_version() == shared().kernels_version and native.runs_here():
+                return native
+    return None
 
 
 def pointer(tensor: Tensor) -> ctypes.c_void_p:
