@@ -95,7 +95,7 @@ class PackedCheckpoint:
         codec, columns = CODECS[tensor.codec], tensor.shape[-1]
         out = torch.zeros(aligned(tensor.nbytes), dtype=torch.uint8)
         start = 0
-        for values in _parts(stored, columns):
+        for values in _parts(stored, columns, codec.rows_together):
             end = start + codec.nbytes(tuple(values.shape), values.itemsize)
             values = values.float() if values.dtype == torch.float16 else values  # exact, and readable from C
             if not float(values.abs().amax()) < LARGEST:  # false for NaN too
@@ -117,16 +117,18 @@ def _in_files(tensors: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
     yield own
 
 
-def _parts(stored: StoredTensor, columns: int) -> Iterator[torch.Tensor]:
-    """The values of a matrix, some rows at a time. Those of a copy are cut from the very bytes that were checked."""
+def _parts(stored: StoredTensor, columns: int, together: int) -> Iterator[torch.Tensor]:
+    """The values of a matrix, some times `together` rows at a time but for the last ones. Those of a copy are cut from the very
+    bytes that were checked."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
     row_bytes = columns * dtype.itemsize
-    rest = torch.empty(0, dtype=torch.uint8)  # the beginning of a row that is not complete yet
+    rest = torch.empty(0, dtype=torch.uint8)  # the beginning of rows that are not complete yet
     for start, part in _read(stored, PART_BYTES if stored.check is None else _whole_stretches(PART_BYTES)):
         if stored.check is not None:
             stored.check(stored.offset + start, part.numpy().data)
         both = torch.cat((rest, part)) if len(rest) else part
-        whole = len(both) // row_bytes * row_bytes
+        is_last = start + len(part) == stored.nbytes
+        whole = len(both) // row_bytes * row_bytes if is_last else len(both) // (together * row_bytes) * together * row_bytes
         rest = both[whole:].clone()  # a view would keep the whole part alive
         if whole:
             yield both[:whole].view(dtype).view(-1, columns)

@@ -182,7 +182,8 @@ class WeightStore:
         pack = self._pack_of(tensor, layer, slot)
         if tensor.codec == PLAIN:
             return pack.view(tensor.name)
-        return pack.matrix(tensor.name, DecodeBuffer(self._decoded_pack(layer).view(tensor.name)))
+        room = DecodeBuffer(self._decoded_pack(layer).view(tensor.name))
+        return pack.matrix(tensor.name, room, self._spec.product)
 
     def look_up(self, visit: Visit, tokens: Tensor) -> tuple[Tensor, Weights]:
         """Tokens (rows, tokens) and weights for a layer that takes tokens. Of a packed table only the rows of these tokens are
@@ -205,10 +206,10 @@ class WeightStore:
             yield self.views(visit)
             return
         if place not in self._parts:
-            whole, rooms = self._pack_of(matrix, *place).rows(matrix.name), self._rooms_for_parts(layer, matrix)
+            rooms = self._rooms_for_parts(layer, matrix)
+            whole = self._pack_of(matrix, *place).matrix(matrix.name, rooms[0], self._spec.product)
             self._parts[place] = [
-                PackedMatrix(whole[rows], matrix.codec, rooms[min(number, len(rooms) - 1)])
-                for number, rows in enumerate(layer.logit_parts)
+                whole.part(rows, rooms[min(number, len(rooms) - 1)]) for number, rows in enumerate(layer.logit_parts)
             ]
         views = self.views(visit)
         for part in self._parts[place]:
