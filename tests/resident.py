@@ -132,6 +132,7 @@ def _part(matrix: Tensor | Matrix, rows: slice) -> Tensor | Matrix:
     if isinstance(matrix, Tensor):
         return matrix[rows]
     assert isinstance(matrix, PackedMatrix)
+    assert matrix.room is not None
     return matrix.part(rows, DecodeBuffer(torch.empty_like(matrix.room.values[rows])))
 
 

@@ -26,18 +26,19 @@ class PackedMatrix:
     data: Tensor  # (units of rows, bytes of a unit)
     codec: str
     outputs: int
-    room: DecodeBuffer
+    room: DecodeBuffer | None  # None where all products read the bytes
     product: str = PRODUCT  # the op by which it is multiplied
 
     def values(self) -> Tensor:
         """The decoded values (outputs, inputs). They are valid until another matrix takes the buffer."""
+        assert self.room is not None
         values = self.room.values[: self.outputs]
         if self.room.holder is not self:
             decode(self.codec, self.data, values)
             self.room.holder = self
         return values
 
-    def part(self, rows: slice, room: DecodeBuffer) -> PackedMatrix:
+    def part(self, rows: slice, room: DecodeBuffer | None) -> PackedMatrix:
         """Some of its rows: whole units of its codec."""
         together = CODECS[self.codec].rows_together
         assert rows.start % together == 0 and (rows.stop % together == 0 or rows.stop == self.outputs), rows
@@ -46,7 +47,8 @@ class PackedMatrix:
 
     def renew(self) -> None:
         """Forgets decoded values, after the bytes have changed or the buffer was used for something else."""
-        self.room.holder = None
+        if self.room is not None:
+            self.room.holder = None
 
     def linear(self, x: Factor, bias: Tensor | None) -> Tensor:
         """The linear layer of torch, with the decoded values as weights."""

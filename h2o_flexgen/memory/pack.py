@@ -88,7 +88,7 @@ class Pack:
         assert entry.codec == PLAIN, entry
         return self.bytes(name).view(entry.dtype).view(entry.shape)
 
-    def matrix(self, name: str, room: DecodeBuffer, product: str) -> PackedMatrix:
+    def matrix(self, name: str, room: DecodeBuffer | None, product: str) -> PackedMatrix:
         """`product`: the op by which the matrix is multiplied."""
         entry = self.layout.entries[name]
         return PackedMatrix(self._units(name), entry.codec, entry.shape[0], room, product)
