@@ -110,11 +110,7 @@ static ALWAYS_INLINE float of_minima(const uint8_t *minima, const float *group_s
 static ALWAYS_INLINE void store(const product *p, long row, long output, float value)
 {
     value += p->bias ? p->bias[output] : 0.0f;
-    const long at = row * p->outputs + output;
-    if (p->kind == BF16)
-        ((uint16_t *)p->out)[at] = float_to_bf16(value);
-    else
-        ((float *)p->out)[at] = value;
+    store_value(p->out + (row * p->outputs + output) * itemsize_of(p->kind), value, p->kind);
 }
 
 /* Multiplies a register of codes of some outputs with some rows. */
