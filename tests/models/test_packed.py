@@ -20,7 +20,8 @@ from h2o_flexgen.models.checkpoint import open_checkpoint
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.models.safetensors_format import StoredTensor
 from h2o_flexgen.models.sums import STRETCH_BYTES
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.quant.codec import PLAIN, matrix_form
+from h2o_flexgen.quant.tiled import TILE
 from tests.contract import Checkpoints
 from tests.tiny import save_tiny
 
@@ -58,7 +59,7 @@ def test_what_is_packed_is_what_the_codec_makes_of_the_stored_values(codec: str,
     assert len(packed) >= 10
     for tensor in packed:
         expected = torch.empty(tensor.nbytes, dtype=torch.uint8)
-        encode(codec, values[tensor.name], expected)
+        encode(matrix_form(codec), values[tensor.name], expected)
         stored = located[tensor.name]
         assert stored.offset % 4096 == 0, "direct reads start at pages"
         assert stored.file.read_bytes()[stored.offset :][: tensor.nbytes] == expected.numpy().tobytes()
@@ -94,7 +95,7 @@ def test_every_matrix_is_packed_and_every_table_of_tokens_tied_or_not(
     source, values = opened(folder, tmp_path / "cache"), stored_values(folder)
     for table in filter(None, tables):
         expected = torch.empty(table.nbytes, dtype=torch.uint8)
-        encode(CODEC, values[table.name], expected)
+        encode(matrix_form(CODEC), values[table.name], expected)
         stored = source.locate([table])[table.name]
         assert stored.file.read_bytes()[stored.offset :][: table.nbytes] == expected.numpy().tobytes()
 
@@ -148,9 +149,10 @@ class HarmsWhatItChecked:
         return error
 
 
+@pytest.mark.parametrize("together", [1, TILE])
 @pytest.mark.parametrize(("rows", "columns"), [(5, 3), (700, 1501)])
 def test_what_is_packed_are_the_bytes_that_were_checked(
-    rows: int, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: int, columns: int, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts that end within rows, too."""
     file, values = tmp_path / "copy.bin", torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
@@ -158,18 +160,22 @@ def test_what_is_packed_are_the_bytes_that_were_checked(
     monkeypatch.setattr(packed_module, "PART_BYTES", STRETCH_BYTES)
     check = HarmsWhatItChecked(file)
     stored = StoredTensor("matrix", file, 0, values.nbytes, "float32", (rows, columns), check)
-    parts = list(packed_module._parts(stored, columns))
+    parts = list(packed_module._parts(stored, columns, together))
     assert b"".join(part.numpy().tobytes() for part in parts) == check.seen
     assert torch.equal(parts[0], values[: len(parts[0])])
 
 
+@pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize("part_bytes", [1, 4 * 7, 4 * 7 * 3 + 5])
-def test_rows_are_put_together_from_parts(part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_put_together_from_parts(
+    part_bytes: int, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packed_module, "PART_BYTES", part_bytes)
     file, values = tmp_path / "matrix.bin", torch.arange(70, dtype=torch.float32).view(10, 7)
     file.write_bytes(b"before" + values.numpy().tobytes())
     stored = StoredTensor("matrix", file, 6, values.nbytes, "float32", (10, 7))
-    assert torch.equal(torch.cat(list(packed_module._parts(stored, 7))), values)
+    parts = list(packed_module._parts(stored, 7, together))
+    assert torch.equal(torch.cat(parts), values) and all(len(part) % together == 0 for part in parts[:-1])
 
 
 def contents(source: PackedCheckpoint, folder: Path) -> dict[str, bytes]:
