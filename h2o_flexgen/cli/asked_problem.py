@@ -24,7 +24,6 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.reserve import left_to_system
 from h2o_flexgen.planning.search import Problem
-from h2o_flexgen.profiling import kept
 from h2o_flexgen.profiling.kept import is_profiled, machine_before_profile, this_machine
 
 PROCESS_STEP = 64 << 20  # what a process holds varies a little; plans should not. One step more is for a tokenizer
@@ -38,11 +37,6 @@ def machine_of(named: Machine | None, site: SiteRequest, dtype: str, progress: P
 def has_profile(site: SiteRequest, dtype: str) -> bool:
     """Whether this machine's profile is kept."""
     return is_profiled(*_here(site), None if dtype == AUTO else dtype)
-
-
-def profile_at_hand(site: SiteRequest, dtype: str) -> Machine | None:
-    """This machine's kept profile; None if it would have to be measured."""
-    return kept.profile_at_hand(*_here(site), None if dtype == AUTO else dtype)
 
 
 def machine_before_measuring(site: SiteRequest) -> Machine:

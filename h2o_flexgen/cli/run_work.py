@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from h2o_flexgen.cli.asked_problem import machine_of, profile_at_hand
+from h2o_flexgen.cli.asked_problem import machine_of
 from h2o_flexgen.cli.files import CompletionsFile
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import say
@@ -28,6 +28,7 @@ from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import predict
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.profiling.kept import profile_at_hand
 from h2o_flexgen.sampling.sampler import resolve_seed
 from h2o_flexgen.schedule.task import Task
 from h2o_flexgen.text.made_up import check_room, made_up_prompts
@@ -199,7 +200,7 @@ class Job:
     def say_slow(self) -> None:
         """Says what makes the run slow and could be mended."""
         say_slow(kernel_reasons(self.plan_report.arithmetic, variants()))
-        machine = self.machine or profile_at_hand(self.request.site, self.request.model.dtype)
+        machine = self.machine or profile_at_hand(self.llm.device, self.llm.offload_folder, self.llm.spec.dtype)
         if machine is not None:
             say_slow(int8_reason(self.planned.blocks.first, machine))
 
