@@ -81,7 +81,7 @@ class Plan:
         _require_known("compute", self.compute, PRODUCTS)
         if not can_compute(self.compute, self.weight_codec):
             codecs = " or ".join(map(repr, OF_MATRICES))
-            raise ValueError(f"compute {self.compute!r} needs packed weights; add weight_codec={codecs} (--compress-weight)")
+            raise ValueError(f"compute {self.compute!r} needs packed weights; add weight_codec={codecs}")
         _require_known("kv_policy", self.kv_policy, POLICIES)
         _ = self.policy  # refuses options that the policy does not take
 
