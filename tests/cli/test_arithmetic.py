@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.kernels.table import Processor
+from h2o_flexgen.kernels import table as kernels_table
+from h2o_flexgen.kernels.table import CPU, INT8_PRODUCT, LIBRARIES, PRODUCT, Kernel, Processor
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.quant.codec import PLAIN
 from tests.planning.worlds import tiny_spec
 
+BF16, OURS = "bfloat16", "ours"
+TABLE = (
+    Kernel(PRODUCT, PLAIN, "torch's", dtypes=(BF16,), instructions=BF16),
+    Kernel(PRODUCT, PLAIN, OURS, CPU, LIBRARIES, (BF16, "float16")),
+    Kernel(PRODUCT, PLAIN, "torch's"),
+    Kernel(PRODUCT, "tiles4", OURS, CPU, LIBRARIES, most_rows=16),
+    Kernel(INT8_PRODUCT, "tiles4", OURS, CPU, LIBRARIES, priced_as="int8 tiles4"),
+    Kernel(INT8_PRODUCT, "tiles4", "its twin in torch", priced_as="int8 tiles4"),
+)
 OLD = Processor("cpu", "avx2")
 NEW = Processor("cpu", "avx512vnni", ("bfloat16",))
 GPU = Processor("cuda", "avx2")
 BARE = Processor("cpu")
 KEPT = "activations and KV in bfloat16"
+
+
+@pytest.fixture(autouse=True)
+def pretended_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_table, "kernels", lambda: TABLE)
 
 
 def arithmetic(processor: Processor | None = OLD, dtype: str = "bfloat16", **options: object) -> Arithmetic:
@@ -49,11 +67,12 @@ def test_its_document_has_the_same_facts() -> None:
     assert arithmetic(None).as_json()["products"] == []
 
 
-def test_prompts_may_be_multiplied_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arithmetic, "_multiplied_in", lambda self, rows, _: "float32" if rows < 9 else "bfloat16")
-    own = Arithmetic(Plan(), "bfloat16", NEW, decode_rows=4, prompt_rows=90)
-    assert own.products == ("float32", "bfloat16")
-    assert own.line() == f"weights in bfloat16, products exact in float32 (of prompts in bfloat16); {KEPT}"
+def test_prompts_may_be_multiplied_otherwise() -> None:
+    """Packed weights may be decoded first where there are many rows."""
+    own = Arithmetic(Plan(weight_codec="group4"), BF16, NEW, decode_rows=4, prompt_rows=90)
+    assert own.products == ("float32", BF16)
+    assert own.line() == f"weights in 4 bits, products exact in float32 (of prompts in bfloat16); {KEPT}"
+    assert replace(own, processor=OLD).products == ("float32",)
 
 
 def test_rows_are_those_of_the_largest_block() -> None:

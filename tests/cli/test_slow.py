@@ -10,14 +10,21 @@ from h2o_flexgen.cli import slow
 from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.slow import NO_KERNELS, int8_reason, kernel_reasons, say_slow
 from h2o_flexgen.core.site import Site
+from h2o_flexgen.kernels import table as kernels_table
 from h2o_flexgen.kernels.table import Processor
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
+from tests.cli.test_arithmetic import TABLE
 from tests.planning.test_pricing import MACHINE
 from tests.planning.worlds import block_of, tiny_spec
 
 BUILT = ("avx512vnni", "avx512", "avx2", "baseline")
+
+
+@pytest.fixture(autouse=True)
+def pretended_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_table, "kernels", lambda: TABLE)
 
 
 def reasons(processor: Processor | None, libraries: tuple[str, ...] = BUILT, dtype: str = "bfloat16") -> list[str]:
@@ -37,6 +44,10 @@ def test_without_kernels_it_says_how_to_get_a_compiler_and_which_type_is_fast() 
     assert reasons(Processor("cpu"), libraries=(), dtype="float32") == [NO_KERNELS]
     assert reasons(Processor("cpu", instructions=("bfloat16",)), libraries=()) == [NO_KERNELS]
     assert len(reasons(Processor("cpu", instructions=("bfloat16",)), libraries=(), dtype="float16")) == 2
+
+
+def test_a_type_that_a_kernel_multiplies_is_not_slow() -> None:
+    assert reasons(Processor("cpu", BUILT[0]), dtype="bfloat16") == reasons(Processor("cpu", BUILT[0]), dtype="float16") == []
 
 
 @pytest.mark.parametrize("forced", ["torch", "avx2"])
