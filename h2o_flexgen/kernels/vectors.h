@@ -30,18 +30,21 @@ static ALWAYS_INLINE floats all(float value)
     return value - (floats){0};
 }
 
-/* The value itself. Compilers fuse a product and a sum, which rounds once less, but not through this. */
+/* Has a vector worked out here, as it is written: compilers do not look through this. */
+#if LANES == 16
+#define IN_A_REGISTER(VALUE) __asm__("" : "+v"(VALUE))
+#elif defined(__SSE__)
+#define IN_A_REGISTER(VALUE) __asm__("" : "+x"(VALUE))
+#elif defined(__aarch64__)
+#define IN_A_REGISTER(VALUE) __asm__("" : "+w"(VALUE))
+#else
+#define IN_A_REGISTER(VALUE) __asm__("" : "+m"(VALUE))
+#endif
+
+/* The value itself, of which no product is fused with a sum: that would round once less. */
 static ALWAYS_INLINE floats rounded(floats value)
 {
-#if LANES == 16
-    __asm__("" : "+v"(value));
-#elif defined(__SSE__)
-    __asm__("" : "+x"(value));
-#elif defined(__aarch64__)
-    __asm__("" : "+w"(value));
-#else
-    __asm__("" : "+m"(value));
-#endif
+    IN_A_REGISTER(value);
     return value;
 }
 
