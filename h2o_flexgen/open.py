@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from h2o_flexgen.core.allowed_values import AUTO
@@ -70,7 +71,8 @@ class OpenedModel:
             return DummySource(DUMMY_SEED, self.dtype, offload_folder, stages.of(Stage.WRITING, Stage.LOADING))
         if plan.weight_codec == PLAIN:
             return self.checkpoint
-        return PackedCheckpoint(self.checkpoint, self.spec(plan), progress=stages.of(Stage.PACKING, Stage.LOADING))
+        packing, renewing = stages.of(Stage.PACKING, Stage.LOADING), partial(stages, Stage.RENEWING)
+        return PackedCheckpoint(self.checkpoint, self.spec(plan), progress=packing, renewing=renewing)
 
     def tokenizer(self, asked: str, vocab: int) -> Tokenizer:
         place = asked if asked in (AUTO, BYTES) else resolve_model(asked, with_weights=False)

@@ -41,6 +41,11 @@ def of_rows() -> list[str]:
     return [name for name, codec in CODECS.items() if codec.rows_together == 1]
 
 
+def chosen_codec(form: str) -> str:
+    """The codec that people choose, of the form that matrices have in it."""
+    return {form: codec for codec, form in OF_MATRICES.items()}.get(form, form)
+
+
 def matrix_form(codec: str) -> str:
     """The form of matrices in a codec that people choose: the same values, in an order that suits products."""
     return OF_MATRICES.get(codec, codec)
