@@ -15,7 +15,8 @@ KERNELS = Path("h2o_flexgen/kernels")
 PROCESSORS = {"baseline": []}  # one library for each; the one that fits is chosen when it is loaded
 if platform.machine().lower() in ("x86_64", "amd64"):
     AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]  # by name: compilers that know levels of x86-64 are younger than these
-    PROCESSORS |= {"avx2": AVX2, "avx512": [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl"))]}
+    AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl"))]
+    PROCESSORS |= {"avx2": AVX2, "avxvnni": [*AVX2, "-mavxvnni"], "avx512": AVX512, "avx512vnni": [*AVX512, "-mavx512vnni"]}
 OPTIMISED = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]  # whoever asks for a level in CFLAGS gets that one
 
 
@@ -33,4 +34,5 @@ def kernels(processor, flags):
 setup(
     packages=[*find_packages(include=["h2o_flexgen", "h2o_flexgen.*"]), "h2o_flexgen.configs"],
     ext_modules=[kernels(processor, flags) for processor, flags in PROCESSORS.items()],
+    options={"build_ext": {"parallel": os.cpu_count()}},  # libraries beside each other
 )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -16,12 +18,13 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.sizes import DTYPES, shared
-from h2o_flexgen.kernels.table import LIBRARIES, TORCH, Processor
+from h2o_flexgen.kernels.table import BASELINE, LIBRARIES, TORCH, WIDE, Processor
 
 SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" turns the library off; the name of a variant selects that one
 KINDS: Mapping[torch.dtype, int] = {getattr(torch, name): kind for kind, name in enumerate(DTYPES)}  # the numbering of C
+BF16, X86 = "bfloat16", ("x86_64", "amd64")
 NO_KIND = -1  # for bytes that are only moved
-RUNS: Mapping[str, Sequence[str]] = {"AVX512": LIBRARIES, "AVX2": LIBRARIES[1:]}
+RUNS: Mapping[str, Sequence[str]] = {"AVX512": LIBRARIES, "AVX2": [name for name in LIBRARIES if name not in WIDE]}
 
 
 def native_library() -> ctypes.CDLL:
@@ -33,7 +36,17 @@ def native_library() -> ctypes.CDLL:
 
 def processor(device: str) -> Processor:
     """A kind of device, and the library that is loaded here; none where none was built or none can be loaded."""
-    return Processor(device, _loaded()[0])
+    return Processor(device, build := _loaded()[0], _instructions(build))
+
+
+@cache
+def _instructions(build: str) -> tuple[str, ...]:
+    """What torch multiplies with instructions of its own. Without them it goes value by value, ten times as slow as float32.
+    Whoever asks for the library of an older processor gets what that one would have."""
+    if platform.machine().lower() not in X86:
+        return (BF16,) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
+    is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512" and build in (TORCH, *WIDE)
+    return (BF16,) if is_wide and torch.cpu._is_avx512_bf16_supported() else ()
 
 
 def in_use() -> str:
@@ -44,35 +57,41 @@ def in_use() -> str:
 
 def variants() -> list[str]:
     """The libraries that were built and that run on this processor, the best first."""
-    return list(_files())
+    return list(_usable())
 
 
 @cache
 def _loaded() -> tuple[str, ctypes.CDLL | None]:
-    files, asked = _files(), os.environ.get(SWITCH)
-    if asked and asked not in (TORCH, *files):
-        raise ValueError(f"{SWITCH} is {asked!r}; known here: {', '.join((TORCH, *files))}")
-    for name, file in files.items():
-        if asked in (None, "", name) and (native := _load(file)) is not None:
-            return name, native
-    return TORCH, None
+    usable, asked = _usable(), os.environ.get(SWITCH)
+    if asked and asked not in (TORCH, *usable):
+        raise ValueError(f"{SWITCH} is {asked!r}, which {_why_not(asked)}; known here: {', '.join((TORCH, *usable))}")
+    if asked == TORCH or not usable:
+        return TORCH, None
+    name = asked or next(iter(usable))
+    return name, usable[name]
 
 
-def _load(file: Path) -> ctypes.CDLL | None:
-    """Loads a library, unless the file is missing or was built from older sources."""
-    try:
-        native = ctypes.CDLL(str(file))
-        return native if native.kernels_version() == shared().kernels_version else None
-    except (OSError, AttributeError):
-        return None
+def _why_not(asked: str) -> str:
+    if asked not in LIBRARIES:
+        return "is no library of kernels"
+    return "was not built or needs instructions that this processor lacks"
 
 
-def _files() -> dict[str, Path]:
-    """The files that may be loaded: the library must not need more of the processor than torch has found."""
-    fitting = RUNS.get(torch.backends.cpu.get_cpu_capability(), LIBRARIES[2:])
-    folder = Path(__file__).parent
-    places = ((variant, folder / f"_{variant}{suffix}") for variant in fitting for suffix in EXTENSION_SUFFIXES)
-    return {variant: file for variant, file in places if file.is_file()}
+def _usable() -> dict[str, ctypes.CDLL]:
+    """The libraries that were built and that run here, best first: none may need more of the processor than torch has found."""
+    fitting = RUNS.get(torch.backends.cpu.get_cpu_capability(), [BASELINE])
+    loaded = {variant: _load(variant) for variant in fitting}
+    return {variant: native for variant, native in loaded.items() if native is not None}
+
+
+def _load(variant: str) -> ctypes.CDLL | None:
+    """Loads a library, unless it is missing, was built from older sources or needs instructions that the processor lacks."""
+    for suffix in EXTENSION_SUFFIXES:
+        with suppress(OSError, AttributeError):
+            native = ctypes.CDLL(str(Path(__file__).parent / f"_{variant}{suffix}"))
+            if native.kernels_version() == shared().kernels_version and native.runs_here():
+                return native
+    return None
 
 
 def pointer(tensor: Tensor) -> ctypes.c_void_p:

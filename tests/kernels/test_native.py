@@ -29,7 +29,7 @@ def test_the_library_can_be_switched_off() -> None:
 
 
 def test_one_that_is_not_there_is_refused_with_those_that_are() -> None:
-    with used("avx1024"), pytest.raises(ValueError, match=r"^H2O_FLEXGEN_KERNELS is 'avx1024'; known here: torch"):
+    with used("avx1024"), pytest.raises(ValueError, match=r"^H2O_FLEXGEN_KERNELS is 'avx1024', which .*; known here: torch"):
         kernels.in_use()
 
 
