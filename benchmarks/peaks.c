@@ -68,8 +68,3 @@ LOOP(dpbusd_512, "avx512f,avx512vnni", __m512i, 16, CODES, 64 * 2, ADD("vpdpbusd
     }
 LOOP(maddubs_256_of_4_bits, "avx2", __m256i, 8, CODES, 32 * 2, EIGHT)
 LOOP(maddubs_512_of_4_bits, "avx512f,avx512bw", __m512i, 8, CODES, 64 * 2, EIGHT)
-
-int has_bf16(void) {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512bf16") != 0;
-}

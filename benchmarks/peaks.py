@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.backends.cpu import get_cpu_capability
 
-from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.kernels.native import BF16, processor
 from h2o_flexgen.kernels.table import CPU, TORCH
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -64,22 +65,17 @@ class Peaks:
             library = _compiled(Path(folder))
         if library is None:
             return None
-        loops = LOOPS[_instructions()]
-        has_bf16 = loops.bf16 is not None and bool(library.has_bf16())
+        here = processor(CPU)
+        loops = LOOPS[here.build if here.build != TORCH else WITHOUT_LIBRARY.get(get_cpu_capability(), "baseline")]
         of_each = {
             "fp32": loops.fp32,
             "integer": loops.integer,
-            "bf16": loops.bf16 if has_bf16 else None,
+            "bf16": loops.bf16 if BF16 in here.instructions else None,
             "integer_of_4_bits": loops.integer_of_4_bits,
         }
         count = threads or torch.get_num_threads()
         rates = {kind: name and _rate(library, name, count, seconds) for kind, name in of_each.items()}
         return cls(**rates)  # type: ignore[arg-type]
-
-
-def _instructions() -> str:
-    build = processor(CPU).build
-    return build if build != TORCH else WITHOUT_LIBRARY.get(torch.backends.cpu.get_cpu_capability(), "baseline")
 
 
 def _compiled(folder: Path) -> ctypes.CDLL | None:
