@@ -161,16 +161,19 @@ class Checkpoints:
             tensors |= {name: tensor.clone() for name, tensor in load_file(file).items()}
         model = create_model(load_config(str(folder)), dtype)
         model.spec = model.spec.packed(codec)
-        encoded = {name: encoded_with(codec, tensors[name]) for name, one in model.spec.tensors.items() if one.codec != PLAIN}
+        forms = {name: one.codec for name, one in model.spec.tensors.items() if one.codec != PLAIN}
+        encoded = {name: encoded_with(form, tensors[name]) for name, form in forms.items()}
         for name, data in encoded.items():
-            tensors[name] = decoded_with(codec, data, tensors[name].shape, getattr(torch, dtype))
+            tensors[name] = decoded_with(forms[name], data, tensors[name].shape, getattr(torch, dtype))
         weights = [{name: one.to(device) for name, one in layer.items()} for layer in weights_by_layer(model, tensors)]
         if packed:
             for layer, own in zip(model.spec.layers, weights):
                 for name, tensor in layer.tensors:
                     if tensor.codec != PLAIN and name != layer.token_table:
-                        data = encoded[tensor.name].view(tensor.shape[0], -1).to(device)
-                        own[name] = PackedMatrix(data, codec, DecodeBuffer(torch.empty_like(own[name])))
+                        units = -(-tensor.shape[0] // CODECS[tensor.codec].rows_together)
+                        data = encoded[tensor.name].view(units, -1).to(device)
+                        room = DecodeBuffer(torch.empty_like(own[name]))
+                        own[name] = PackedMatrix(data, tensor.codec, tensor.shape[0], room)
         return model, weights
 
     def resident_logits(self, case: Case, rows: Sequence[int]) -> list[Tensor]:

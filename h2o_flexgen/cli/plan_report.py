@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 
 from h2o_flexgen.cli.page import page_width, table
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.engine.budgets import Packing
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.budgets import Budgets
@@ -36,7 +36,7 @@ class PlanReport:
     planned: WorkloadPlan  # in force: folded without an accelerator
     budgets: Budgets
     kernels: str  # what the CPU computes with: C, or torch
-    packing: tuple[Path, int] | None = None  # the folder of packed weights, and the bytes to write there first
+    packing: Packing | None = None
     tokenizer_note: str = ""
 
     @property
@@ -54,7 +54,7 @@ class PlanReport:
             "placed_percent": [round(share, 2) for share in self.first.placed_percent],
             "kept": Kept(self.planned).as_json(),
             "kernels": self.kernels,
-            "bytes_to_pack": self.packing[1] if self.packing else 0,
+            "bytes_to_pack": self.packing.nbytes if self.packing else 0,
             "num_prompts": self.planned.workload.num_prompts,
             "placed_bytes": placed_bytes(self.first),
             "needed_bytes": {tier: self.budgets.needs(self.planned.footprint, tier) for tier in TIERS},
@@ -77,8 +77,8 @@ class PlanReport:
             lines.append(f"tokens    {self.tokenizer_note}")
         if not self.planned.site.accelerator:
             lines.append(f"kernels   {self.kernels}" + (f" ({NO_KERNELS})" if self.kernels == "torch" else ""))
-        if self.packing and self.packing[1]:
-            lines.append(f"the weights are packed first, once: {format_bytes(self.packing[1])} in {self.packing[0]}")
+        if self.packing and self.packing.nbytes:
+            lines.append(f"the weights are packed first, once: {self.packing}")
         if self.dummy_weights:
             lines.append("weights are random, so the text is noise")
         if self._is_folded:

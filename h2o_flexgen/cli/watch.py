@@ -9,7 +9,7 @@ from collections import Counter
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.engine.stage import Stage, damaged_copy, how_far
+from h2o_flexgen.engine.stage import MADE_AGAIN, Stage, how_far, made_again
 from h2o_flexgen.engine.threads import make_room_for_others
 from h2o_flexgen.models.derived import CONVERTED, PACKED, cache_folder
 from h2o_flexgen.planning.block_plan import BlockPlans
@@ -27,13 +27,13 @@ COPIES = {  # how copies are made, and where in the cache they are kept
 
 
 def show_stage(progress: Progress, stage: Stage, done_bytes: int, total_bytes: int) -> None:
-    if stage is Stage.MENDING:
-        progress.note(damaged_copy(cache_folder("")))
+    if stage in MADE_AGAIN:
+        progress.note(made_again(stage, cache_folder("")))
     progress.stage(str(stage), how_far(done_bytes, total_bytes))
 
 
 class Opening:
-    """Reports once when a copy of the weights is made and kept, and when a copy was damaged."""
+    """Reports once when a copy of the weights is made and kept, and why one is made again."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -178,8 +178,8 @@ class EvaluationWatch:
 
     def stage(self, stage: Stage, done_bytes: int, total_bytes: int) -> None:
         """Shows the stages of opening a model that take long, which are those with bytes; during all others, the progress of
-        the evaluation. A damaged copy leaves a line."""
-        if total_bytes or stage is Stage.MENDING:
+        the evaluation. A copy that is made again leaves a line."""
+        if total_bytes or stage in MADE_AGAIN:
             self._opening.stage(stage, done_bytes, total_bytes)
         else:
             self.begin(self._doing)

@@ -15,9 +15,9 @@ class Site:
     processor: Processor = field(default_factory=Processor)
     threads: int = 1  # of the CPU
 
-    def reads(self, op: str, form: str, dtype: str, width: int = 1) -> bool:
+    def reads(self, op: str, form: str, dtype: str, rows: float = 1, width: int = 1) -> bool:
         """Whether something does this with the bytes as they are."""
-        return choose(op, form, dtype, self.processor.runs, width=width) is not None
+        return choose(op, form, dtype, self.processor.runs, rows, width) is not None
 
     def threads_of(self, op: str, dtype: str) -> int:
         """Threads of the kernel in C that does this with plain values; 0 where torch does."""

@@ -32,12 +32,9 @@ static ALWAYS_INLINE void sums_of(const floats *of, float *out)
 /* The values of a slot in registers; whatever is behind the last one does no harm, because queries are zero there. */
 static ALWAYS_INLINE void widen(const char *slot, long dim, long registers, int kind, floats *out)
 {
-    if (kind == BF16) {
+    if (kind < GROUP4) {
         for (long at = 0; at < registers; at++)
-            out[at] = (floats)(words_of_halves(slot + 2 * LANES * at) << 16);
-    } else if (kind == FLOAT) {
-        for (long at = 0; at < registers; at++)
-            out[at] = LOAD(floats, slot + 4 * LANES * at);
+            out[at] = load_floats(slot + itemsize_of(kind) * LANES * at, kind);
     } else {
         const int bits = kind == GROUP4 ? 4 : 8;
         for (long number = 0; number * GROUP < dim; number++) {
@@ -57,9 +54,9 @@ static ALWAYS_INLINE void widen(const char *slot, long dim, long registers, int 
 /* A slot whose values do not fill their registers is copied first, so that nothing behind it is read. */
 static ALWAYS_INLINE const char *filled(const char *slot, long dim, long registers, int kind, char *room)
 {
-    if (kind > FLOAT || registers * LANES == dim)
+    if (kind >= GROUP4 || registers * LANES == dim)
         return slot;
-    const long itemsize = kind == BF16 ? 2 : 4;
+    const long itemsize = itemsize_of(kind);
     memset(room, 0, registers * LANES * itemsize);
     memcpy(room, slot, dim * itemsize);
     return room;
@@ -223,6 +220,7 @@ typedef void (*head_action)(const attention *a, long row, long head);
 
 FOR_KIND(BF16)
 FOR_KIND(FLOAT)
+FOR_KIND(HALF)
 FOR_KIND(GROUP4)
 FOR_KIND(GROUP8)
 
@@ -235,7 +233,7 @@ static void attend_mixed(const attention *a, long row, long head) /* rotated key
 
 static head_action chosen(const attention *a)
 {
-    static const head_action actions[][5] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(GROUP4), ACTIONS(GROUP8)};
+    static const head_action actions[][5] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF), ACTIONS(GROUP4), ACTIONS(GROUP8)};
     if (a->keys.kind != a->values.kind)
         return attend_mixed;
     const head_action *of_kind = actions[a->keys.kind];

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
+from h2o_flexgen.kernels.sizes import DTYPES
 from h2o_flexgen.quant.codec import GROUPED, PLAIN
 
-PACKED_KINDS = {codec.name: kind for kind, codec in enumerate(GROUPED, start=2)}  # numbered after the plain kinds
+PACKED_KINDS = {codec.name: kind for kind, codec in enumerate(GROUPED, start=len(DTYPES))}  # numbered after the plain kinds
 
 
 class Kept(NamedTuple):

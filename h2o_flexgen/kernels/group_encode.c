@@ -1,4 +1,4 @@
-/* Encodes rows of float32 or bfloat16 with a group codec, bit for bit as the twin in torch does: the minimum is rounded down to
+/* Encodes rows of values with a group codec, bit for bit as the twin in torch does: the minimum is rounded down to
    bfloat16 and the scale up, so that the codes reach from the least to the largest value. */
 
 #include "kernel.h"
@@ -66,7 +66,7 @@ static ALWAYS_INLINE void encode_group(const float *values, int bits, uint8_t *c
 }
 
 /* The last group is filled with the row's last value, which changes neither extreme. */
-static ALWAYS_INLINE void encode_row(const char *row, uint8_t *out, long columns, int bits, int wide)
+static ALWAYS_INLINE void encode_row(const char *row, uint8_t *out, long columns, int bits, int kind)
 {
     const long groups = (columns + GROUP - 1) / GROUP, code_bytes = GROUP / 8 * bits;
     uint8_t *scales = out + groups * code_bytes, *minima = scales + 2 * groups;
@@ -74,7 +74,7 @@ static ALWAYS_INLINE void encode_row(const char *row, uint8_t *out, long columns
         float values[GROUP];
         for (int at = 0; at < GROUP; at++) {
             const long column = number * GROUP + at < columns ? number * GROUP + at : columns - 1;
-            values[at] = wide ? ((const float *)row)[column] : bf16_to_float(((const uint16_t *)row)[column]);
+            values[at] = load_value(row + column * itemsize_of(kind), kind);
         }
         uint16_t scale, minimum;
         encode_group(values, bits, out + number * code_bytes, &scale, &minimum);
@@ -85,15 +85,21 @@ static ALWAYS_INLINE void encode_row(const char *row, uint8_t *out, long columns
 
 typedef void (*row_action)(const char *row, uint8_t *out, long columns);
 
-static void encode_4_half(const char *row, uint8_t *out, long columns) { encode_row(row, out, columns, 4, 0); }
-static void encode_4_wide(const char *row, uint8_t *out, long columns) { encode_row(row, out, columns, 4, 1); }
-static void encode_8_half(const char *row, uint8_t *out, long columns) { encode_row(row, out, columns, 8, 0); }
-static void encode_8_wide(const char *row, uint8_t *out, long columns) { encode_row(row, out, columns, 8, 1); }
+#define FOR_KIND(KIND)                                                                                                           \
+    static void encode_4_##KIND(const char *row, uint8_t *out, long columns) { encode_row(row, out, columns, 4, KIND); }         \
+    static void encode_8_##KIND(const char *row, uint8_t *out, long columns) { encode_row(row, out, columns, 8, KIND); }
 
-void group_encode(const char *values, uint8_t *out, long rows, long columns, int bits, int wide, int threads)
+FOR_KIND(BF16)
+FOR_KIND(FLOAT)
+FOR_KIND(HALF)
+
+#define ACTIONS(KIND) {encode_4_##KIND, encode_8_##KIND}
+
+void group_encode(const char *values, uint8_t *out, long rows, long columns, int bits, int kind, int threads)
 {
-    const row_action action = bits == 4 ? (wide ? encode_4_wide : encode_4_half) : (wide ? encode_8_wide : encode_8_half);
-    const long row_bytes = columns * (wide ? 4 : 2), out_bytes = group_row_bytes(columns, bits);
+    static const row_action actions[][2] = {ACTIONS(BF16), ACTIONS(FLOAT), ACTIONS(HALF)};
+    const row_action action = actions[kind][bits == 8];
+    const long row_bytes = columns * itemsize_of(kind), out_bytes = group_row_bytes(columns, bits);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long row = 0; row < rows; row++)
         action(values + row * row_bytes, out + row * out_bytes, columns);

@@ -118,40 +118,30 @@ static ALWAYS_INLINE product tile_of(long columns, int adds) /* the narrowest th
 static ALWAYS_INLINE floats widened(const char *from, long left, int kind)
 {
     char whole[4 * LANES] = {0};
-    const long itemsize = kind == BF16 ? 2 : 4;
     if (left < LANES)
-        from = memcpy(whole, from, left * itemsize);
-    return kind == BF16 ? (floats)(words_of_halves(from) << 16) : LOAD(floats, from);
+        from = memcpy(whole, from, left * itemsize_of(kind));
+    return load_floats(from, kind);
 }
 
 static ALWAYS_INLINE void widen_row(const char *from, float *out, long dim, float scale, int kind)
 {
     for (long at = 0; at < dim; at += LANES) {
-        const floats values = widened(from + at * (kind == BF16 ? 2 : 4), dim - at, kind) * scale;
+        const floats values = widened(from + at * itemsize_of(kind), dim - at, kind) * scale;
         memcpy(out + at, &values, sizeof values);
     }
 }
 
 static ALWAYS_INLINE void narrow_row(const float *from, char *out, long dim, float scale, int kind)
 {
-    if (kind == BF16) {
-        for (long at = 0; at < dim; at++) {
-            const uint16_t half = float_to_bf16(from[at] * scale);
-            memcpy(out + 2 * at, &half, sizeof half);
-        }
-    } else {
-        for (long at = 0; at < dim; at++) {
-            const float value = from[at] * scale;
-            memcpy(out + 4 * at, &value, sizeof value);
-        }
-    }
+    for (long at = 0; at < dim; at++)
+        store_value(out + at * itemsize_of(kind), from[at] * scale, kind);
 }
 
 /* Prefetches: tokens of a head lie far apart, and the processor does not foresee where the next ones are. */
 static ALWAYS_INLINE void foresee(const slots *from, long row, long head, long token, long count, long dim)
 {
     if (token < count)
-        for (long at = 0; at < dim * (from->kind == BF16 ? 2 : 4); at += 64)
+        for (long at = 0; at < dim * itemsize_of(from->kind); at += 64)
             __builtin_prefetch(slot_at(from, row, head, token) + at);
 }
 
@@ -183,7 +173,7 @@ static ALWAYS_INLINE void transpose(floats *block)
 /* The keys of a head as panels of columns, (panels, dim, PANEL); zeros behind the last key. */
 static ALWAYS_INLINE void lay_keys(const prompt *p, long row, long head, float *out, int kind)
 {
-    const long itemsize = kind == BF16 ? 2 : 4;
+    const long itemsize = itemsize_of(kind);
     for (long first = 0; first < rounded_up(p->all_tokens, PANEL); first += LANES) {
         float *panel = out + first / PANEL * PANEL * p->wide.dim + first % PANEL;
         for (long at = 0; at < p->dim; at += LANES) {
@@ -298,7 +288,7 @@ static ALWAYS_INLINE void attend_block(const prompt *p, long row, long head, lon
                                                   room.out + at * TILE_ROWS * wide.dim + column, wide.dim,
                                                   seen - key < NEAR ? seen - key : NEAR);
         }
-    const long itemsize = kind == BF16 ? 2 : 4;
+    const long itemsize = itemsize_of(kind);
     for (long query = 0; query < queries; query++)
         narrow_row(room.out + query * wide.dim,
                    p->out + ((row * p->new_tokens + first + query) * p->heads + head) * p->dim * itemsize, p->dim, parts[query],
@@ -332,10 +322,12 @@ typedef void (*head_action)(const prompt *p, long row, long kv_head, float *room
 
 static void attend_bf16(const prompt *p, long row, long kv_head, float *room) { attend(p, row, kv_head, room, BF16); }
 static void attend_float(const prompt *p, long row, long kv_head, float *room) { attend(p, row, kv_head, room, FLOAT); }
+static void attend_half(const prompt *p, long row, long kv_head, float *room) { attend(p, row, kv_head, room, HALF); }
 
 void prompt_attention(const prompt *p, int threads)
 {
-    const head_action action = p->q.kind == BF16 ? attend_bf16 : attend_float;
+    static const head_action actions[] = {[BF16] = attend_bf16, [FLOAT] = attend_float, [HALF] = attend_half};
+    const head_action action = actions[p->q.kind];
 #pragma omp parallel for collapse(2) num_threads(threads) schedule(dynamic, 1)
     for (long row = 0; row < p->rows; row++)
         for (long kv_head = 0; kv_head < p->kv_heads; kv_head++)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FLOAT_BYTES = 4
-DTYPES = ("bfloat16", "float32")  # types of values that kernels read, as C numbers them
+DTYPES = ("bfloat16", "float32", "float16")  # types of values that kernels read, as C numbers them
 TWIN_VALUES = 1 << 20  # values that twins encode or decode at once: torch's temporaries stay small
 SCORED_BYTES = 16 << 20  # bytes of a prompt's attention that torch scores at once
 

@@ -4,12 +4,10 @@
 
 #include "kernel.h"
 
-enum kind { BF16, FLOAT, GROUP4, GROUP8 }; /* how the values of a slot are kept */
-
 typedef struct {
     const char *data;
     long row, head, slot; /* strides in bytes */
-    int kind;
+    int kind; /* how the values are kept: one of enum kind */
 } slots;
 
 static ALWAYS_INLINE const char *slot_at(const slots *from, long row, long head, long slot)

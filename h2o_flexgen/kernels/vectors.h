@@ -30,6 +30,21 @@ static ALWAYS_INLINE floats all(float value)
     return value - (floats){0};
 }
 
+/* The value itself. Compilers fuse a product and a sum, which rounds once less, but not through this. */
+static ALWAYS_INLINE floats rounded(floats value)
+{
+#if LANES == 16
+    __asm__("" : "+v"(value));
+#elif defined(__SSE__)
+    __asm__("" : "+x"(value));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(value));
+#else
+    __asm__("" : "+m"(value));
+#endif
+    return value;
+}
+
 static ALWAYS_INLINE words words_of_halves(const char *from)
 {
 #if LANES == 16
@@ -39,6 +54,33 @@ static ALWAYS_INLINE words words_of_halves(const char *from)
 #else
     return __builtin_convertvector(LOAD(halves, from), words);
 #endif
+}
+
+/* Values of float16, converted without instructions for them as half_to_float does. */
+static ALWAYS_INLINE floats floats_of_half_words(words from)
+{
+    const words magnitude = (from & 0x7fff) << 13, sign = (from & 0x8000) << 16, raised = magnitude + (112u << 23);
+    const words small = (words)((floats)(raised + (1u << 23)) - float_of_bits(113u << 23));
+    const words is_special = (words)(magnitude >= 0x7c00u << 13), is_small = (words)(magnitude < 0x0400u << 13);
+    const words finite = (small & is_small) | (raised & ~is_small);
+    return (floats)(sign | ((magnitude + (224u << 23)) & is_special) | (finite & ~is_special));
+}
+
+static ALWAYS_INLINE floats floats_of_halves(const char *from)
+{
+#if LANES == 16
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif LANES == 8 && defined(__F16C__)
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    return floats_of_half_words(words_of_halves(from));
+#endif
+}
+
+/* A register of values that have a type of their own. */
+static ALWAYS_INLINE floats load_floats(const char *from, int kind)
+{
+    return kind == FLOAT ? LOAD(floats, from) : kind == BF16 ? (floats)(words_of_halves(from) << 16) : floats_of_halves(from);
 }
 
 static ALWAYS_INLINE floats larger(floats one, floats other)

@@ -107,7 +107,7 @@ def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, site: Site) -> i
     """Bytes per slot of packed KV that is decoded before it is attended, and of its bytes side by side."""
     if spec.kv_codec == PLAIN:
         return 0
-    if site.reads(DECODE_ATTENTION, spec.kv_codec, spec.dtype, spec.head_dim):  # except keys that are to be rotated
+    if site.reads(DECODE_ATTENTION, spec.kv_codec, spec.dtype, width=spec.head_dim):  # except keys that are to be rotated
         return (spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot) // 2 if policy.rolls else 0
     return spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
 

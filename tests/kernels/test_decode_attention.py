@@ -14,7 +14,11 @@ from tests.kernels.variants import VARIANTS, used
 SHAPES = [  # rows, kv_heads, group, slots, dim
     (1, 1, 1, 1, 64), (3, 2, 1, 17, 64), (2, 3, 4, 33, 128), (4, 2, 7, 130, 80), (5, 1, 2, 9, 3), (2, 2, 1, 600, 128),
 ]  # fmt: skip
-TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}  # of bfloat16 the twin rounds shares, and both the outcome
+TOLERANCES = {
+    torch.float32: 3e-6,
+    torch.bfloat16: 2e-2,
+    torch.float16: 2.5e-3,
+}  # the twin rounds shares to 16 bits, and both the outcome
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -109,3 +113,14 @@ def test_packed_slots_are_attended_as_what_they_decode_to(
             out, sums = decode_attention(q, keys_there, values_there, held, mask)
             assert (out.double() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
             assert (sums.double() - expected_sums).abs().max() <= TOLERANCES[dtype] * expected_sums.abs().max()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_value_of_float16_is_read_as_what_it_is(variant: str) -> None:
+    """A row that holds one slot gets the slot's value."""
+    values = torch.arange(-(1 << 15), 1 << 15).short().view(torch.float16).view(64, 1, 1, 1024)
+    nothing = torch.zeros_like(values)
+    with used(variant):
+        found = decode_attention(nothing, Kept(nothing), Kept(values), torch.ones(64).long(), torch.zeros(64, 1, 1, 1))[0]
+    assert torch.equal(found.nan_to_num(7.0, torch.inf, -torch.inf), values.nan_to_num(7.0, torch.inf, -torch.inf))
+    assert torch.equal(found.isnan(), values.isnan()) and (found == values).sum() == (1 << 16) - 2 * 1023

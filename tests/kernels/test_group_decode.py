@@ -13,7 +13,7 @@ from tests.kernels.variants import VARIANTS, used, without
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 64), (37, 640), (5, 130), (3, 1), (64, 63), (200, 4096)])
 def test_c_gives_the_bits_of_torch(variant: str, bits: int, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     data = packed(torch.randn(shape) * torch.logspace(-8, 8, shape[0])[:, None], bits)

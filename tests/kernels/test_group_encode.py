@@ -40,7 +40,7 @@ def by_the_twin(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spread", list(SPREADS))
 def test_c_gives_the_bytes_of_torch(variant: str, bits: int, dtype: torch.dtype, spread: str) -> None:
     torch.manual_seed(len(spread))

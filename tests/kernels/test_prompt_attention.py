@@ -17,7 +17,11 @@ SHAPES = [  # rows, kv_heads, group, held, tokens, dim
     (1, 1, 1, 0, 1, 64), (3, 2, 1, 0, 17, 64), (2, 1, 4, 5, 33, 128), (4, 2, 3, 0, 130, 80), (5, 1, 2, 9, 3, 3),
     (2, 2, 1, 70, 200, 64), (1, 2, 1, 0, 300, 16), (2, 1, 2, 64, 64, 256),
 ]  # fmt: skip
-TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2}  # of an outcome: of bfloat16 the twin rounds shares, and both it
+TOLERANCES = {
+    torch.float32: 3e-6,
+    torch.bfloat16: 2e-2,
+    torch.float16: 2.5e-3,
+}  # of an outcome: the twin rounds shares to 16 bits, and both it
 SUMS = 1e-5  # of the largest sum, whatever the dtype: scores and shares are in float32 everywhere
 
 
@@ -148,7 +152,7 @@ def test_what_a_row_does_not_hold_changes_nothing(variant: str, dtype: torch.dty
     assert (expected[1].masked_select(missing[:, None]) == 0).all() and missing.any()
 
 
-def test_float16_is_attended_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_types_are_attended_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FUNCTIONS, "prompt_attention_twin", lambda *_: ("twin", None))
-    given = drawn((1, 2, 1, 0, 7, 64), torch.float16)
+    given = drawn((1, 2, 1, 0, 7, 64), torch.float64)
     assert prompt_attention(*given)[0] == "twin"

@@ -28,7 +28,7 @@ CODECS = (("group4", "plain"), ("plain", "group4"), ("group4", "group4"))
 
 
 def sized(spec: ModelSpec = SPEC) -> Callable[[Plan], ModelSpec]:
-    return lambda plan: spec.written_as(plan.weight_codec, plan.kv_codec)
+    return lambda plan: spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute)
 
 
 def problem(accelerator: bool = False, budgets: Budgets | None = None, **changes: object) -> Problem:
