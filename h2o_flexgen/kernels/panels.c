@@ -2,11 +2,6 @@
 
 #include "panels.h"
 
-long arranged_values(long rows, long columns)
-{
-    return rows * columns + rows * (columns / GROUP);
-}
-
 /* The factor that makes up for the place of a code in its word: where it is not shifted down it is too large by a power of two
    (tiles.h), which is exact. */
 static ALWAYS_INLINE float place_factor(long input, int bits)
@@ -30,7 +25,7 @@ static ALWAYS_INLINE float sum_of_group(const float *values)
 static ALWAYS_INLINE void load_group(const char *x, long count, int kind, float *values)
 {
     for (long at = 0; at < count; at++)
-        values[at] = kind == BF16 ? bf16_to_float(((const uint16_t *)x)[at]) : ((const float *)x)[at];
+        values[at] = load_value(x + at * itemsize_of(kind), kind);
     for (long at = count; at < GROUP; at++)
         values[at] = 0.0f;
 }
@@ -40,7 +35,7 @@ static ALWAYS_INLINE void arrange(const char *x, float *out, float *sums, long r
 {
     float values[GROUP];
     for (long first = 0; first < inputs; first += GROUP, out += GROUP * rows, sums += rows) {
-        load_group(x + first * (kind == BF16 ? 2 : 4), inputs - first < GROUP ? inputs - first : GROUP, kind, values);
+        load_group(x + first * itemsize_of(kind), inputs - first < GROUP ? inputs - first : GROUP, kind, values);
         if (bits)
             *sums = sum_of_group(values);
         for (long at = 0; at < GROUP; at++)
@@ -62,13 +57,17 @@ OF(BF16, 8)
 OF(FLOAT, 0)
 OF(FLOAT, 4)
 OF(FLOAT, 8)
+OF(HALF, 0)
+OF(HALF, 4)
+OF(HALF, 8)
 
 /* Arranges x (rows, inputs) for a matrix whose codes have so many bits, or for a plain one (0), and sums up its groups for codes. */
 void arrange_rows(const char *x, float *out, long rows, long inputs, int kind, int bits, int threads)
 {
-    static const row_action actions[2][3] = {{arrange_BF16_for_0, arrange_BF16_for_4, arrange_BF16_for_8},
-                                             {arrange_FLOAT_for_0, arrange_FLOAT_for_4, arrange_FLOAT_for_8}};
-    const row_action action = actions[kind == FLOAT][bits / 4];
+    static const row_action actions[3][3] = {{arrange_BF16_for_0, arrange_BF16_for_4, arrange_BF16_for_8},
+                                             {arrange_FLOAT_for_0, arrange_FLOAT_for_4, arrange_FLOAT_for_8},
+                                             {arrange_HALF_for_0, arrange_HALF_for_4, arrange_HALF_for_8}};
+    const row_action action = actions[kind][bits / 4];
     const long columns = parts_of(inputs, GROUP) * GROUP;
     const product p = {.x = out, .rows = rows, .columns = columns};
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -76,6 +75,6 @@ void arrange_rows(const char *x, float *out, long rows, long inputs, int kind, i
         const long first = first_row(block, rows), count = first_row(block + 1, rows) - first;
         float *values = (float *)block_of_x(&p, block), *sums = (float *)block_of_group_sums(&p, block);
         for (long row = 0; row < count; row++)
-            action(x + (first + row) * inputs * (kind == BF16 ? 2 : 4), values + row, sums + row, count, inputs);
+            action(x + (first + row) * inputs * itemsize_of(kind), values + row, sums + row, count, inputs);
     }
 }

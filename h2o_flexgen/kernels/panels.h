@@ -9,7 +9,6 @@
 
 #pragma once
 
-#include "slots.h"
 #include "vectors.h"
 
 #define PANEL (2 * LANES) /* outputs */
@@ -92,19 +91,28 @@ static ALWAYS_INLINE void add_inputs(row_sums sums, const float *panel, const fl
 
 static ALWAYS_INLINE void store_register(char *out, floats value, int kind)
 {
-    if (kind == BF16) {
+    if (kind == FLOAT) {
+        memcpy(out, &value, sizeof value);
+    } else if (kind == BF16) {
         const words bits = (words)value, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
         const halves narrow = __builtin_convertvector(rounded, halves);
         memcpy(out, &narrow, sizeof narrow);
     } else {
-        memcpy(out, &value, sizeof value);
+#if LANES == 16
+        _mm256_storeu_si256((__m256i *)out, _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT));
+#elif LANES == 8
+        _mm_storeu_si128((__m128i *)out, _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
+#else
+        for (int lane = 0; lane < LANES; lane++)
+            store_value(out + 2 * lane, value[lane], HALF);
+#endif
     }
 }
 
 /* Adds the bias to the sums of a row, and stores them as the outcome from `output` on: as many as there are. */
 static ALWAYS_INLINE void finish(const product *p, long row, long output, const floats *sums)
 {
-    const long size = p->kind == BF16 ? 2 : 4, left = p->outputs - output;
+    const long size = itemsize_of(p->kind), left = p->outputs - output;
     char *out = p->out + (row * p->outputs + output) * size;
     float bias[PANEL] = {0};
     char last[PANEL * 4];

@@ -198,6 +198,8 @@ static void add(const product *p, long block, long input, long inputs, const pan
 
 void tile_product(const product *p, int bits, int threads)
 {
+    if (!p->rows)
+        return;
     if (parts_of(p->rows, MOST_ROWS) <= FEW_BLOCKS) {
         multiply_few(p, bits, threads);
         return;

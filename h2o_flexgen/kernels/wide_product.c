@@ -80,7 +80,7 @@ static ALWAYS_INLINE void write_turned(const char *const *from, float *to, int k
     words square[LANES];
 #pragma GCC unroll 16
     for (int output = 0; output < LANES; output++)
-        square[output] = LOAD(words, from[output]);
+        square[output] = kind == BF16 ? LOAD(words, from[output]) : (words)load_floats(from[output], kind);
     turn(square);
 #pragma GCC unroll 16
     for (int at = 0; at < LANES; at++) {
@@ -96,7 +96,7 @@ static ALWAYS_INLINE void write_turned(const char *const *from, float *to, int k
 
 static ALWAYS_INLINE void fill(const product *p, long output, long input, long inputs, panel_values *panel, int kind)
 {
-    const long size = kind == BF16 ? 2 : 4, step = inputs_at_once(kind);
+    const long size = itemsize_of(kind), step = inputs_at_once(kind);
     for (int half = 0; half < 2; half++) {
         const char *rows[LANES];
         for (int next = 0; next < LANES; next++) {
@@ -105,7 +105,7 @@ static ALWAYS_INLINE void fill(const product *p, long output, long input, long i
         }
         for (long at = 0; at < inputs; at += step) {
             const char *from[LANES];
-            char filled[LANES][4 * LANES];
+            char filled[LANES][4 * LANES]; /* the last inputs, and zeros behind them */
             const long left = p->inputs - input - at;
             for (int next = 0; next < LANES; next++)
                 from[next] = rows[next] + (input + at) * size;
@@ -129,6 +129,11 @@ static void fill_bf16(const product *p, long output, long input, long inputs, pa
 static void fill_float(const product *p, long output, long input, long inputs, panel_values *to)
 {
     fill(p, output, input, inputs, to, FLOAT);
+}
+
+static void fill_half(const product *p, long output, long input, long inputs, panel_values *to)
+{
+    fill(p, output, input, inputs, to, HALF);
 }
 
 static ALWAYS_INLINE void add_plain(const float *x, long inputs, const panel_values *panel, floats (*total)[2], int rows)
@@ -163,9 +168,13 @@ static void add(const product *p, long block, long input, long inputs, const pan
 
 void wide_product(const product *p, int kind, int threads)
 {
+    if (!p->rows)
+        return;
 #pragma omp parallel num_threads(threads)
     if (kind == BF16)
         multiply_panels(p, threads, fill_bf16, add);
+    else if (kind == HALF)
+        multiply_panels(p, threads, fill_half, add);
     else
         multiply_panels(p, threads, fill_float, add);
 }
