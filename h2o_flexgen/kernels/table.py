@@ -89,6 +89,8 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
     for op, function in ((ENCODE, "tile_encode"), (DECODE, "tile_decode"), (DECODE_ROWS, "tile_decode_rows")):
         yield Kernel(op, form, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, form, f"{function}_twin")
+    yield Kernel(INT8_PRODUCT, form, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {form}")
+    yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}")
 
 
 @cache
