@@ -38,7 +38,7 @@ def panel_product(function: str, x: Factor, matrix: Matrix, bias: Tensor | None)
 
 
 def _arranged(values: Tensor, bits: int) -> Tensor:
-    """Rows (..., inputs) as float32, block by block: panels.c says how. For codes they are followed by the sums of their groups."""
+    """Rows (..., inputs) as float32, block by block, and for codes the sums of their groups behind them: panels.c says how."""
     inputs, native = values.shape[-1], native_library()
     rows = values.reshape(-1, inputs).contiguous()
     columns = groups_of(inputs) * GROUP

@@ -1,6 +1,6 @@
-"""The product of rows and a transposed plain matrix, which is widened to float32 piece by piece: for processors without
-instructions that multiply its type, and for float32. Sums are in float32; C and torch sum in different orders. With C what becomes
-of a row depends on nothing but the row and the matrix."""
+"""The product of rows and a transposed plain matrix, which is widened to float32 piece by piece: for float32, and where the
+processor has no instructions that multiply the matrix's type. Sums are in float32; C and torch sum in different orders. With C
+what becomes of a row depends on nothing but the row and the matrix."""
 
 from __future__ import annotations
 
