@@ -2,14 +2,6 @@
 
 #include "panels.h"
 
-/* The factor that makes up for the place of a code in its word: where it is not shifted down it is too large by a power of two
-   (tiles.h), which is exact. */
-static ALWAYS_INLINE float place_factor(long input, int bits)
-{
-    const long place = bits == 4 ? input % 4 * 8 + input / 4 % 2 * 4 : bits == 8 ? input % 4 * 8 : 0;
-    return place + bits == 32 ? 1.0f : 1.0f / (float)(1u << place);
-}
-
 static ALWAYS_INLINE float sum_of_group(const float *values)
 {
     float sums[16] = {0};
@@ -61,6 +53,17 @@ OF(HALF, 0)
 OF(HALF, 4)
 OF(HALF, 8)
 
+/* Pairs of a row of a block, as they are: they lie `rows` apart. */
+static void arrange_pairs(const char *x, float *out, long rows, long inputs)
+{
+    for (long first = 0; first < inputs; first += GROUP, out += GROUP / 2 * rows) {
+        uint32_t pairs[GROUP / 2] = {0};
+        memcpy(pairs, x + first * 2, (inputs - first < GROUP ? inputs - first : GROUP) * 2);
+        for (long at = 0; at < GROUP / 2; at++)
+            memcpy(out + at * rows, pairs + at, sizeof *pairs);
+    }
+}
+
 /* Arranges x (rows, inputs) for a matrix whose codes have so many bits, or for a plain one (0), and sums up its groups for codes. */
 void arrange_rows(const char *x, float *out, long rows, long inputs, int kind, int bits, int threads)
 {
@@ -77,4 +80,15 @@ void arrange_rows(const char *x, float *out, long rows, long inputs, int kind, i
         for (long row = 0; row < count; row++)
             action(x + (first + row) * inputs * itemsize_of(kind), values + row, sums + row, count, inputs);
     }
+}
+
+/* Arranges x (rows, inputs), bfloat16, in pairs of inputs. */
+void arrange_row_pairs(const char *x, float *out, long rows, long inputs, int threads)
+{
+    const product p = {.x = out, .rows = rows, .columns = parts_of(inputs, GROUP) * GROUP / 2};
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long block = 0; block < parts_of(rows, MOST_ROWS); block++)
+        for (long row = first_row(block, rows); row < first_row(block + 1, rows); row++)
+            arrange_pairs(x + row * inputs * 2, (float *)block_of_x(&p, block) + row - first_row(block, rows),
+                          first_row(block + 1, rows) - first_row(block, rows), inputs);
 }

@@ -65,6 +65,14 @@ static ALWAYS_INLINE const float *block_of_group_sums(const product *p, long blo
     return p->x + p->rows * p->columns + first_row(block, p->rows) * (p->columns / GROUP);
 }
 
+/* The factor that makes up for the place of a code in its word: where it is not shifted down it is too large by a power of two
+   (tiles.h), which is exact. */
+static ALWAYS_INLINE float place_factor(long input, int bits)
+{
+    const long place = bits == 4 ? input % 4 * 8 + input / 4 % 2 * 4 : bits == 8 ? input % 4 * 8 : 0;
+    return place + bits == 32 ? 1.0f : 1.0f / (float)(1u << place);
+}
+
 static ALWAYS_INLINE void start(row_sums sums, int rows)
 {
 #pragma GCC unroll 12
