@@ -62,16 +62,6 @@ static ALWAYS_INLINE void arrange(const float *x, long columns, int bits, float 
     }
 }
 
-static ALWAYS_INLINE float sum_of(floats value)
-{
-    float lanes[LANES];
-    memcpy(lanes, &value, sizeof lanes);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int lane = 0; lane < half; lane++)
-            lanes[lane] += lanes[lane + half];
-    return lanes[0];
-}
-
 /* The lowest codes of a register's words, as float32. */
 static ALWAYS_INLINE floats lowest_codes(words from, int bits)
 {
