@@ -34,4 +34,5 @@ def kernels(processor, flags):
 setup(
     packages=[*find_packages(include=["h2o_flexgen", "h2o_flexgen.*"]), "h2o_flexgen.configs"],
     ext_modules=[kernels(processor, flags) for processor, flags in PROCESSORS.items()],
+    options={"build_ext": {"parallel": os.cpu_count()}},  # libraries beside each other
 )

@@ -30,9 +30,11 @@ from torch.nn import functional
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
-from h2o_flexgen.kernels.group_decode import group_decode_twin
+from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.kernels.operations import decode, decode_attention, encode, packed_product
+from h2o_flexgen.kernels.table import PRODUCT
+from h2o_flexgen.kernels.tile_rows import tile_decode_twin
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
@@ -45,7 +47,7 @@ from h2o_flexgen.models.base import Given, computed
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling.measure import describe_machine
 from h2o_flexgen.quant.codec import PLAIN
-from h2o_flexgen.quant.grouped import Grouped
+from h2o_flexgen.quant.tiled import TILE, Tiled
 
 GIB = 1 << 30
 READ, COPY, PRODUCTS, PLAIN_READING = "read", "copy", "products", "plain reading"
@@ -154,17 +156,17 @@ def attention(
 
 
 def decoding(bits: int, dtype: torch.dtype, scale: float) -> Subject:
-    shape, codec = (max(1, round(4096 * scale)), 11008), Grouped(bits)
+    shape, codec = (max(1, round(4096 * scale)), 11008), Tiled(bits)
     data = torch.empty(codec.nbytes(shape, 2), dtype=torch.uint8)
     encode(codec.name, torch.randn(shape), data)
-    out, rows = torch.empty(shape, dtype=dtype), data.view(shape[0], -1)
+    out, tiles = torch.empty(shape, dtype=dtype), data.view(-(-shape[0] // TILE), -1)
     return Subject(
         f"{bits}-bit weights to bf16, bytes that come out",
         out.nbytes,
         COPY,
         0.5,
-        lambda: decode(codec.name, rows, out),
-        lambda: group_decode_twin(codec, rows, out),
+        lambda: decode(codec.name, tiles, out),
+        lambda: tile_decode_twin(codec, tiles, out),
     )
 
 
@@ -237,10 +239,10 @@ def file_on_disk(folder: str | None, nbytes: int) -> Iterator[Path]:
 
 def product(bits: int, rows: int, scale: float) -> Subject:
     """Products with so many matrices that no cache holds them. The twin in torch decodes by the kernel, then multiplies."""
-    shape, codec = (max(1, round(4096 * scale)), 4096), Grouped(bits)
+    shape, codec = (max(1, round(4096 * scale)), 4096), Tiled(bits)
     matrices = []
     for _ in range(8):
-        data = torch.empty(shape[0], codec.nbytes((1, shape[1]), 2), dtype=torch.uint8)
+        data = torch.empty(-(-shape[0] // TILE), codec.tile_bytes(shape[1]), dtype=torch.uint8)
         encode(codec.name, torch.randn(shape), data)
         matrices.append(data)
     x, values = torch.randn(rows, shape[1]).bfloat16(), torch.empty(shape, dtype=torch.bfloat16)
@@ -255,7 +257,7 @@ def product(bits: int, rows: int, scale: float) -> Subject:
         sum(data.nbytes for data in matrices),
         READ,
         0.5,
-        lambda: [packed_product(codec.name, x, data, None) for data in matrices],
+        lambda: [packed_product(PRODUCT, codec.name, Factor(x), data, shape[0], None) for data in matrices],
         decoded_first,
     )
 

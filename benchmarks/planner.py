@@ -236,7 +236,7 @@ def prediction(done: Mapping[str, Any], spec: ModelSpec, machine: Machine) -> Pr
     plan = Plan.create(**options, **given).with_percent(done["requested_percent"]).folded()
     lengths = (done["prompt_tokens"] // done["num_prompts"],) * done["num_prompts"]
     workload = Workload(lengths, done["generated_tokens"] // done["num_prompts"])
-    kept = spec.written_as(plan.weight_codec, plan.kv_codec)
+    kept = spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute)
     return predict(WorkloadPlan(kept, plan, workload, site_of("cpu", False, writes_weights=True)), machine)
 
 

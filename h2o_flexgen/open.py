@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from h2o_flexgen.core.allowed_values import AUTO
@@ -34,7 +35,7 @@ class OpenedModel:
     dtype: str  # type of the values in computations
     folder: Path | None  # None: weights are random, and no file of them is read
     checkpoint: Checkpoint | None
-    _specs: dict[tuple[bool, str, str], ModelSpec] = field(default_factory=dict, compare=False, repr=False)
+    _specs: dict[tuple[bool, str, str, str], ModelSpec] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, name: str, dummy_weights: bool, dtype: str, accelerator: bool, stages: Stages = SILENT) -> OpenedModel:
@@ -50,7 +51,7 @@ class OpenedModel:
         return cls(name, config, usual_dtype(accelerator, stored) if dtype == AUTO else dtype, folder, checkpoint)
 
     def spec(self, plan: Plan) -> ModelSpec:
-        kind = plan.sep_layer, plan.weight_codec, plan.kv_codec
+        kind = plan.sep_layer, plan.weight_codec, plan.kv_codec, plan.compute
         if kind not in self._specs:
             self._specs[kind] = self.model(plan).spec
         return self._specs[kind]
@@ -61,7 +62,7 @@ class OpenedModel:
         if self.checkpoint is not None:
             stored = self.checkpoint.stored_itemsize
             model.spec = model.spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=stored(tensor.name)))
-        model.spec = model.spec.written_as(plan.weight_codec, plan.kv_codec)
+        model.spec = model.spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute)
         return model
 
     def source(self, plan: Plan, offload_folder: Path, stages: Stages) -> WeightSource:
@@ -70,7 +71,8 @@ class OpenedModel:
             return DummySource(DUMMY_SEED, self.dtype, offload_folder, stages.of(Stage.WRITING, Stage.LOADING))
         if plan.weight_codec == PLAIN:
             return self.checkpoint
-        return PackedCheckpoint(self.checkpoint, self.spec(plan), progress=stages.of(Stage.PACKING, Stage.LOADING))
+        packing, renewing = stages.of(Stage.PACKING, Stage.LOADING), partial(stages, Stage.RENEWING)
+        return PackedCheckpoint(self.checkpoint, self.spec(plan), progress=packing, renewing=renewing)
 
     def tokenizer(self, asked: str, vocab: int) -> Tokenizer:
         place = asked if asked in (AUTO, BYTES) else resolve_model(asked, with_weights=False)

@@ -166,7 +166,9 @@ class ModelUnderPlan:
     @property
     def packing(self) -> Packing | None:
         """The folder of packed weights, and the bytes still to be written there. Random weights are not kept."""
-        return (self.source.folder, self.source.bytes_to_write) if isinstance(self.source, PackedCheckpoint) else None
+        if not isinstance(self.source, PackedCheckpoint):
+            return None
+        return Packing(self.source.folder, self.source.bytes_to_write, self.source.bytes_to_free)
 
     # -- its engine ------------------------------------------------------------------------------------------------------
 

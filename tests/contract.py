@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.operations import decode, encode
+from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Model, Weights
@@ -33,6 +34,9 @@ from tests.reference import weights_by_layer
 from tests.resident import resident_generate
 
 Logits = dict[tuple[int, int], Tensor]  # (step, row of the workload) -> (vocab,)
+
+# what weights are written in and how products are made: of plain ones there is one kind
+WEIGHTS = (PLAIN, EXACT), ("group4", EXACT), ("group8", EXACT), ("group4", INT8), ("group8", INT8)
 
 
 # plan options, one policy each, with budgets that tiny texts outgrow
@@ -72,11 +76,12 @@ class Case:
     prefill_tokens: int = Plan.prefill_tokens
     weight_codec: str = PLAIN
     kv_codec: str = PLAIN
+    compute: str = EXACT
 
     @property
     def plan_options(self) -> dict[str, Any]:
         names = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "schedule", "prefill_tokens")
-        names += ("weight_codec", "kv_codec")
+        names += ("weight_codec", "kv_codec", "compute")
         return {name: getattr(self, name) for name in names} | {"pin_weight": self.device == "cuda", **dict(self.policy)}
 
     @property
@@ -151,26 +156,29 @@ class Checkpoints:
         return generated.sequences[0, prompt.shape[1] :].tolist(), torch.cat(generated.logits)
 
     def model(
-        self, kind: str, stored: str, dtype: str, device: str = "cpu", codec: str = PLAIN, packed: bool = False
+        self, kind: str, stored: str, dtype: str, device: str = "cpu", codec: str = PLAIN, compute: str | None = None
     ) -> tuple[Model, list[Weights]]:
-        """The model's weights. A codec's weights are computed with as decoded; `packed` ones are matrices in its bytes, except
-        a table that rows are looked up in."""
+        """The model's weights. A codec's weights are computed with as decoded; where it is said how to `compute`, they are
+        matrices in its bytes, except a table that rows are looked up in."""
         folder = self.folder(kind, stored)
         tensors: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             tensors |= {name: tensor.clone() for name, tensor in load_file(file).items()}
         model = create_model(load_config(str(folder)), dtype)
         model.spec = model.spec.packed(codec)
-        encoded = {name: encoded_with(codec, tensors[name]) for name, one in model.spec.tensors.items() if one.codec != PLAIN}
+        forms = {name: one.codec for name, one in model.spec.tensors.items() if one.codec != PLAIN}
+        encoded = {name: encoded_with(form, tensors[name]) for name, form in forms.items()}
         for name, data in encoded.items():
-            tensors[name] = decoded_with(codec, data, tensors[name].shape, getattr(torch, dtype))
+            tensors[name] = decoded_with(forms[name], data, tensors[name].shape, getattr(torch, dtype))
         weights = [{name: one.to(device) for name, one in layer.items()} for layer in weights_by_layer(model, tensors)]
-        if packed:
+        if compute is not None:
             for layer, own in zip(model.spec.layers, weights):
                 for name, tensor in layer.tensors:
                     if tensor.codec != PLAIN and name != layer.token_table:
-                        data = encoded[tensor.name].view(tensor.shape[0], -1).to(device)
-                        own[name] = PackedMatrix(data, codec, DecodeBuffer(torch.empty_like(own[name])))
+                        units = -(-tensor.shape[0] // CODECS[tensor.codec].rows_together)
+                        data = encoded[tensor.name].view(units, -1).to(device)
+                        room = DecodeBuffer(torch.empty_like(own[name]))
+                        own[name] = PackedMatrix(data, tensor.codec, tensor.shape[0], room, PRODUCTS[compute])
         return model, weights
 
     def resident_logits(self, case: Case, rows: Sequence[int]) -> list[Tensor]:
@@ -188,10 +196,11 @@ class Checkpoints:
             case.prefill_tokens,
             case.weight_codec,
             case.kv_codec,
+            case.compute,
             *map(tuple, prompts),
         )
         if key not in self.resident:
-            model, weights = self.model(case.kind, case.stored, case.dtype, device, case.weight_codec, packed=True)
+            model, weights = self.model(case.kind, case.stored, case.dtype, device, case.weight_codec, case.compute)
             self.resident[key] = resident_generate(
                 model, weights, prompts, case.gen_len, by_token, case.kv_policy, case.prefill_tokens, case.kv_codec
             )

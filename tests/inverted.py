@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.kernels import table
+from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.kernels.table import DECODE, ENCODE, PRODUCT, Kernel
@@ -32,6 +33,7 @@ ODD_OFFSET = 13  # start of the first tensor in a packed file
 @dataclass
 class Inverted:
     name: str = "inverted"
+    rows_together: int = 1
     few_rows: int = 0  # up to this many rows are multiplied with the bytes
     decoded: int = 0  # decoded values
     multiplied: int = 0  # products with the bytes
@@ -48,9 +50,10 @@ class Inverted:
         self.decoded += out.numel()
         out.copy_(self._values(data, out.dtype))
 
-    def product(self, x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
         self.multiplied += 1
-        return functional.linear(x, self._values(data, x.dtype), bias)
+        assert outputs == len(data)
+        return functional.linear(x.values, self._values(data, x.values.dtype), bias)
 
     def _values(self, data: Tensor, dtype: torch.dtype) -> Tensor:
         turned, trailers = data.tensor_split([-len(TRAILER)], dim=1)

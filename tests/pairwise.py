@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+Name = str | tuple[str, ...]  # a tuple names what is chosen together: each of its values is a tuple as well
 
-def covering(choices: Mapping[str, Sequence[object]], seed: int = 0, tries: int = 40) -> Iterator[dict[str, Any]]:
+
+def covering(choices: Mapping[Name, Sequence[object]], seed: int = 0, tries: int = 40) -> Iterator[dict[str, Any]]:
     """The random cases that add the most pairs which have not met."""
     random, names = Random(seed), list(choices)
     missing = {
@@ -23,10 +25,15 @@ def covering(choices: Mapping[str, Sequence[object]], seed: int = 0, tries: int 
         drawn = [{name: wanted.get(name, random.choice(choices[name])) for name in names} for _ in range(tries)]
         best = max(drawn, key=lambda case: len(missing & _pairs(case)))
         missing -= _pairs(best)
-        yield best
+        yield _each_apart(best)
 
 
-def on_devices(choices: Mapping[str, Sequence[object]]) -> list[Any]:
+def _each_apart(case: Mapping[Name, Any]) -> dict[str, Any]:
+    together = {name: value for names, values in case.items() if isinstance(names, tuple) for name, value in zip(names, values)}
+    return together | {name: value for name, value in case.items() if isinstance(name, str)}
+
+
+def on_devices(choices: Mapping[Name, Sequence[object]]) -> list[Any]:
     """The device is one more choice: the CPU, or the CPU that pretends to have memory of its own."""
     cases = list(covering({**choices, "device": ("cpu", "pretended")}))
     return [*cases, *_on_a_gpu(cases)]
@@ -44,5 +51,5 @@ def _on_a_gpu(cases: list[dict[str, Any]]) -> list[Any]:
     return [pytest.param({**case, "device": "cuda"}, marks=pytest.mark.cuda) for case in cases]
 
 
-def _pairs(case: dict[str, Any]) -> set[object]:
+def _pairs(case: Mapping[Name, Any]) -> set[object]:
     return set(itertools.combinations(case.items(), 2))

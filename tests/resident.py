@@ -132,7 +132,8 @@ def _part(matrix: Tensor | Matrix, rows: slice) -> Tensor | Matrix:
     if isinstance(matrix, Tensor):
         return matrix[rows]
     assert isinstance(matrix, PackedMatrix)
-    return PackedMatrix(matrix.data[rows], matrix.codec, DecodeBuffer(torch.empty_like(matrix.room.values[rows])))
+    assert matrix.room is not None
+    return matrix.part(rows, DecodeBuffer(torch.empty_like(matrix.room.values[rows])))
 
 
 def _caches(

@@ -23,7 +23,8 @@ from tests.planning.test_machine import SMALL
 from tests.test_contract import CHOICES, EQUAL, MANY, MIXES, RAGGED
 
 ON_DISK, IN_MEMORY = (MIXES[2], MIXES[3], MIXES[6]), ((100, 0, 0, 0, 0, 0), (0, 100, 0, 50, 0, 50), (40, 60, 100, 0, 100, 0))
-CASES = {name: choices for name, choices in CHOICES.items() if name not in ("overlap", "weight_codec", "kv_codec")} | {
+LEFT_OUT = "overlap", "kv_codec", ("weight_codec", "compute")
+CASES = {name: choices for name, choices in CHOICES.items() if name not in LEFT_OUT} | {
     "kind": ("opt", "llama-gqa", "neox-parallel"),
     "percent": ON_DISK + IN_MEMORY,
     "lengths": (RAGGED, EQUAL),

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels import matrix, native
+from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.matrix import PackedMatrix
+from h2o_flexgen.kernels.operations import packed_product
+from h2o_flexgen.kernels.table import EXACT, INT8, TORCH
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.quant.codec import PLAIN
-from tests.contract import POLICIES, Case, Checkpoints, compare, generate_with, hold_contract
+from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints, compare, generate_with, hold_contract
+from tests.kernels.variants import used
 from tests.pairwise import in_turn, on_devices
 from tests.reference import reference_generate
 from tests.resident import resident_generate
@@ -41,7 +50,7 @@ CHOICES = {
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
     "policy": POLICIES,
     "prefill_tokens": (1024, 12, 1),
-    "weight_codec": (PLAIN, "group4", "group8"),
+    ("weight_codec", "compute"): WEIGHTS,
     "kv_codec": (PLAIN, "group4", "group8"),
 }
 
@@ -75,6 +84,7 @@ TYPES = {
     "stored": ("float32", "float16", "bfloat16"),
     "dtype": ("float32", "bfloat16"),
     "percent": (MIXES[0], MIXES[2], MIXES[3]),
+    ("weight_codec", "compute"): WEIGHTS[:1] + WEIGHTS[-2:],
 }
 
 
@@ -89,7 +99,12 @@ def test_a_single_prompt_of_a_single_token(any_device: str, checkpoints: Checkpo
     hold_contract(Case(percent=MIXES[2], lengths=(1,), gen_len=3, device=any_device), checkpoints, offload)
 
 
-HELD = {"percent": (MIXES[2], MIXES[3], (0, 50, 0, 60, 0, 50)), "num_gpu_batches": (1, 3, 4), "slots": (1, 2, 3)}
+HELD = {
+    "percent": (MIXES[2], MIXES[3], (0, 50, 0, 60, 0, 50)),
+    "num_gpu_batches": (1, 3, 4),
+    "slots": (1, 2, 3),
+    ("weight_codec", "compute"): WEIGHTS[:1] + WEIGHTS[-2:],
+}
 
 
 @pytest.mark.parametrize("values", on_devices(HELD))
@@ -144,3 +159,73 @@ def test_the_layout_of_a_cache_changes_no_token_of_the_resident_loop(checkpoints
     prompts = Case(lengths=RAGGED).prompts
     by_head, by_token = (torch.stack(resident_generate(model, weights, prompts, 6, layout)) for layout in (False, True))
     torch.testing.assert_close(by_head, by_token, atol=1e-5, rtol=0)
+
+
+# -- products of 8 bits --------------------------------------------------------------------------------------------------
+
+IN_8_BITS = [values for values in WEIGHTS if values[1] == INT8]
+NAMES = ("weight_codec", "compute")
+
+
+@pytest.mark.parametrize(NAMES, IN_8_BITS)
+def test_a_plan_that_asks_for_them_gets_them(weight_codec: str, compute: str, checkpoints: Checkpoints) -> None:
+    """They are near exact ones, and none of them is exact."""
+    rough, exact = (Case("llama-gqa", weight_codec=weight_codec, compute=each) for each in (compute, EXACT))
+    one, other = (checkpoints.resident_logits(case, range(5))[0] for case in (rough, exact))
+    assert 0.0005 < (one - other).norm() / other.norm() < 0.1 and (one != other).all()
+
+
+@contextmanager
+def products_by(library: str) -> Iterator[None]:
+    """A context in which products on packed bytes are done by a library, and all else by the one that is always used."""
+
+    def multiplied(*given: Any) -> Tensor | None:
+        with used(library):
+            return packed_product(*given)
+
+    with patch.object(matrix, "packed_product", multiplied):
+        yield
+
+
+@pytest.mark.parametrize(NAMES, IN_8_BITS)
+@pytest.mark.parametrize("kind", CHOICES["kind"][:3])
+def test_logits_have_the_same_bits_in_every_library_and_in_torch(
+    kind: str, weight_codec: str, compute: str, checkpoints: Checkpoints
+) -> None:
+    case = Case(kind, weight_codec=weight_codec, compute=compute)
+    expected = checkpoints.resident_logits(case, range(5))
+    for library in (*native.variants(), TORCH):
+        with products_by(library):
+            found = replace(checkpoints, resident={}).resident_logits(case, range(5))
+        assert torch.equal(torch.stack(found), torch.stack(expected)), library
+
+
+@pytest.mark.parametrize(NAMES, IN_8_BITS)
+@pytest.mark.parametrize("threads", [2, 3])
+def test_no_number_of_threads_changes_a_bit(
+    threads: int, weight_codec: str, compute: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    case, before = Case("llama-gqa", MIXES[3], weight_codec=weight_codec, compute=compute), torch.get_num_threads()
+    for rows in case.batches():
+        checkpoints.resident_logits(case, rows)
+    torch.set_num_threads(threads)
+    try:
+        hold_contract(case, checkpoints, offload)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("library", [*native.variants(), TORCH])
+@pytest.mark.parametrize(NAMES, IN_8_BITS)
+def test_a_row_of_a_product_comes_out_the_same_in_any_company(
+    weight_codec: str, compute: str, library: str, checkpoints: Checkpoints
+) -> None:
+    _, weights = checkpoints.model("llama-gqa", "float32", "float32", codec=weight_codec, compute=compute)
+    one = next(each for each in weights[1].values() if isinstance(each, PackedMatrix))
+    assert one.room is not None
+    x = torch.randn(40, one.room.values.shape[1], generator=torch.Generator().manual_seed(1))
+    with used(library):
+        together = one.linear(Factor(x), None)
+        for rows in (1, 2, 7, 16, 17, 33):
+            assert torch.equal(one.linear(Factor(x[:rows]), None), together[:rows]), rows

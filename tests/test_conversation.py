@@ -19,6 +19,7 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.conversation import ContextFull, Extent
 from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.kernels.table import EXACT, INT8
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.llama import Llama
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
@@ -42,7 +43,7 @@ CHOICES = {
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
     "policy": LIVING,
     "prefill_tokens": (1024, 4),
-    "weight_codec": (PLAIN, "group4"),
+    ("weight_codec", "compute"): ((PLAIN, EXACT), ("group4", EXACT), ("group4", INT8)),
     "kv_codec": (PLAIN, "group4"),
 }
 
@@ -57,7 +58,7 @@ def nothing_runs_on() -> Iterator[None]:
 def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
     """Tokens and logits of every turn, bit for bit."""
     device = "cuda" if case.device == "cuda" else "cpu"
-    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, device, case.weight_codec, packed=True)
+    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, device, case.weight_codec, case.compute)
     by_token = case.device != "cpu"
     how = (case.prefill_tokens, by_token, case.kv_policy, case.kv_codec)
     expected = resident_talk(model, weights, TURNS, STEPS, CONTEXT, *how)

@@ -2,10 +2,10 @@
 the other way.
 
 The two sum in another order, so their values differ in the last bits. Such a difference stays as small as it is until somebody
-rounds or chooses: a value of 4 bits that lay on the border of two codes, or a token whose score was that of another one to the
-last bits. From there on a text may go another way. So both runs write down every such decision with what it was made of: where
-they first part, what it was made of must be the same to the last bits, and the twin must decide as the kernel did when it is
-handed the kernel's own values.
+rounds or chooses: a value of 4 bits or of 8 that lay on the border of two codes, or a token whose score was that of another
+one to the last bits. From there on a text may go another way. So both runs write down every such decision with what it was
+made of: where they first part, what it was made of must be the same to the last bits, and the twin must decide as the kernel
+did when it is handed the kernel's own values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels import native
+from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.group_encode import group_encode_twin
+from h2o_flexgen.kernels.int8_rows import Int8Rows, int8_rows_twin
 from h2o_flexgen.kernels.lowest_slot import lowest_slot_twin
 from h2o_flexgen.kernels.table import TORCH
 from h2o_flexgen.kv.coding import Coding
@@ -63,6 +65,19 @@ def of_encoding(decisions: list[Decision], encode: Callable[..., Tensor]) -> Cal
         return kept
 
     return encoding
+
+
+def of_rounding(decisions: list[Decision], made: Callable[..., Any]) -> Callable[..., Any]:
+    """What the factor of matrices becomes in 8 bits, once for all that it is multiplied with."""
+
+    def making(self: Factor, function: Callable[[Tensor], Any]) -> Any:
+        is_new, outcome = function not in self._made, made(self, function)
+        if is_new and isinstance(outcome, Int8Rows):
+            codes, twin = outcome.codes.clone(), int8_rows_twin(self.values).codes
+            decisions.append(Decision("a factor in 8 bits", self.values.float().clone(), codes, twin))
+        return outcome
+
+    return making
 
 
 def of_eviction(decisions: list[Decision], take_over: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -105,6 +120,7 @@ def written_down() -> Iterator[list[Decision]]:
     decisions: list[Decision] = []
     with (
         patch.object(Coding, "encode", of_encoding(decisions, Coding.encode)),
+        patch.object(Factor, "made", of_rounding(decisions, Factor.made)),
         patch.object(SlotScores, "take_over", of_eviction(decisions, SlotScores.take_over)),
         patch.object(SlotScores, "_best", of_prompt(decisions, SlotScores._best)),
         patch.object(Sampler, "sample", of_tokens(decisions, Sampler.sample)),

@@ -51,6 +51,7 @@ def spec_of(sep_layer: bool = True) -> ModelSpec:
         Case(KIND, (0, 0, 0, 0, 100, 0), policy=(("kv_policy", "h2o"), ("heavy", 2), ("recent", 2))),
         Case(KIND, (30, 0, 50, 0, 0, 0), sep_layer=False, schedule="row_by_row", prefill_tokens=8),
         Case(KIND, (0, 0, 100, 0, 100, 0), weight_codec="group4", gpu_batch_size=3),
+        Case(KIND, (0, 0, 100, 0, 100, 0), weight_codec="group4", compute="int8"),
     ],
     ids=str,
 )

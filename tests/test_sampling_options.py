@@ -35,6 +35,7 @@ PLANS = (
     Case("opt-350m", MIXED, gen_len=GEN_LEN, policy=POLICIES[3], gpu_batch_size=1, schedule="row_by_row"),
     Case("qwen3", ON_DISK, gen_len=GEN_LEN, policy=POLICIES[6], schedule="flexgen_barrier", sep_layer=False),
     Case("qwen2-wordy", MIXED, gen_len=GEN_LEN, policy=POLICIES[8], slots=3, kv_codec="group8", weight_codec="group8"),
+    Case("qwen2", MIXED, gen_len=GEN_LEN, weight_codec="group4", compute="int8"),
 )
 
 
@@ -53,7 +54,7 @@ def different_options(stops: Sequence[int]) -> list[SamplingParams]:
 
 def hold_reference(case: Case, checkpoints: Checkpoints, params: Sequence[SamplingParams], found: Sequence[Completion]) -> None:
     """Every token is the one that the reference picks of the logits that the resident loop has behind those before it."""
-    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, codec=case.weight_codec, packed=True)
+    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, codec=case.weight_codec, compute=case.compute)
     forced = [[*one.token_ids, *[0] * case.gen_len][: case.gen_len] for one in found]
     for rows in case.batches():
         prompts, own = [case.prompts[row] for row in rows], [forced[row] for row in rows]
@@ -169,7 +170,7 @@ def assert_as_transformers(found: Sequence[Completion], checkpoints: Checkpoints
             assert all(top.logprob == pytest.approx(row[top.token_id].item(), abs=1e-4) for top in step.top)
 
 
-@pytest.mark.parametrize("case", [replace(case, weight_codec="plain") for case in PLANS], ids=str)
+@pytest.mark.parametrize("case", [replace(case, weight_codec="plain", compute="exact") for case in PLANS], ids=str)
 def test_those_of_prompts_are_those_of_transformers_whatever_is_then_kept(
     case: Case, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.quant.codec import PLAIN
 
 ALIGNMENT = 4096  # of every buffer and of every part of our files, as direct disk access requires
 VIEW_ALIGNMENT = 64  # of every tensor: with less, the same product may come out with other last bits (measured with one row)
@@ -54,15 +56,21 @@ def decoded_arena(layer: LayerSpec) -> Arena:
     return Arena.of(tensor.decoded_nbytes for tensor in layer.decoded)
 
 
-def decoded_bytes(spec: ModelSpec) -> int:
-    """Bytes of the buffer for decoded values, which all layers share."""
+def decoded_bytes(spec: ModelSpec, site: Site) -> int:
+    """Bytes of the buffer for decoded values, which all layers share; none where products of any rows read packed bytes."""
+    forms = {matrix.codec for layer in spec.layers for matrix in layer.matrices}
+    is_read = all(site.reads(spec.product, form, spec.dtype, rows=inf) for form in forms if form != PLAIN)
+    return 0 if is_read else _largest_decoded(spec)
+
+
+def _largest_decoded(spec: ModelSpec) -> int:
     return max(decoded_arena(layer).nbytes for layer in spec.layers)
 
 
 def part_starts(spec: ModelSpec, head: LayerSpec) -> range:
     """The places for decoded parts of the head's packed table in that buffer, behind its other weights."""
     part = head.decoded[-1].decoded_nbytes
-    return range(decoded_arena(head).starts[-1], decoded_bytes(spec) - part + 1, aligned(part))
+    return range(decoded_arena(head).starts[-1], _largest_decoded(spec) - part + 1, aligned(part))
 
 
 def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:

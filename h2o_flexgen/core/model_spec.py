@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.kernels.table import PRODUCT, PRODUCTS
+from h2o_flexgen.quant.codec import CODECS, PLAIN, matrix_form
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ON_CPU, ON_ACCELERATOR = "bfloat16", "float16"
@@ -157,6 +158,7 @@ class ModelSpec:
     dtype: str  # type of the values in computations
     layers: tuple[LayerSpec, ...]
     kv_codec: str = PLAIN  # codec of a head's key or value of one token
+    product: str = PRODUCT  # the op by which packed matrices are multiplied
     rotary: bool = True  # positions are rotations of queries and keys; otherwise they are learned, and added to the embedding
 
     @property
@@ -237,13 +239,14 @@ class ModelSpec:
     def packed(self, codec: str) -> ModelSpec:
         """The same model with its matrices and token tables in this codec. A table of positions stays as it is: it is small,
         and its rounding would be in every hidden state."""
+        form = matrix_form(codec)
         tables = {tensor.name for layer in self.layers for name, tensor in layer.tensors if name == layer.token_table}
         packed = tables | {tensor.name for layer in self.layers for tensor in layer.matrices}
-        return self.map_tensors(lambda tensor: replace(tensor, codec=codec) if tensor.name in packed else tensor)
+        return self.map_tensors(lambda tensor: replace(tensor, codec=form) if tensor.name in packed else tensor)
 
-    def written_as(self, weight_codec: str, kv_codec: str) -> ModelSpec:
-        """The same model with its weights and its KV in the codecs of a plan."""
-        spec = replace(self, kv_codec=kv_codec)
+    def written_as(self, weight_codec: str, kv_codec: str, compute: str) -> ModelSpec:
+        """The same model with its weights and its KV in the codecs of a plan, and its products as a plan wants them."""
+        spec = replace(self, kv_codec=kv_codec, product=PRODUCTS[compute])
         return spec if weight_codec == PLAIN else spec.packed(weight_codec)
 
 

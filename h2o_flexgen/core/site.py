@@ -15,11 +15,11 @@ class Site:
     processor: Processor = field(default_factory=Processor)
     threads: int = 1  # of the CPU
 
-    def reads(self, op: str, form: str, dtype: str, width: int = 1) -> bool:
+    def reads(self, op: str, form: str, dtype: str, rows: float = 1, width: int = 1) -> bool:
         """Whether something does this with the bytes as they are."""
-        return choose(op, form, dtype, self.processor.runs, width=width) is not None
+        return choose(op, form, dtype, self.processor.runs, rows, width) is not None
 
-    def threads_of(self, op: str, dtype: str) -> int:
-        """Threads of the kernel in C that does this with plain values; 0 where torch does."""
-        kernel = choose(op, PLAIN, dtype, self.processor.runs)
+    def threads_of(self, op: str, dtype: str, form: str = PLAIN) -> int:
+        """Threads of the kernel in C that does this with values in this form; 0 where torch does."""
+        kernel = choose(op, form, dtype, self.processor.runs)
         return self.threads if kernel is not None and kernel.libraries else 0

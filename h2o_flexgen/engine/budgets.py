@@ -5,15 +5,26 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from h2o_flexgen.core.folders import existing_folder
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.core.units import parse_bytes
+from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import available_bytes, bytes_to_begin_with, give_back_freed
 from h2o_flexgen.planning.budgets import Budgets
 
-Packing = tuple[Path, int]  # the folder that packed weights are kept in, and the bytes to write there first
+
+class Packing(NamedTuple):
+    """The folder of packed weights, and what is done there first."""
+
+    folder: Path
+    nbytes: int  # to write
+    freed: int = 0  # of a copy in an older form, which goes before
+
+    def __str__(self) -> str:
+        instead = f", in place of {format_bytes(self.freed)} of an older layout" if self.freed else ""
+        return f"{format_bytes(self.nbytes)} in {self.folder}{instead}"
 
 
 def refuse_memory_of_no_gpu(device: Device, gpu_mem: int | str | None) -> None:
@@ -47,6 +58,5 @@ def disk_budget(offload_folder: Path, packing: Packing | None) -> int:
     free = shutil.disk_usage(place).free
     if packing is None:
         return free
-    folder, nbytes = packing
-    shared = existing_folder(folder).stat().st_dev == place.stat().st_dev
-    return max(0, free - nbytes) if shared else free
+    shared = existing_folder(packing.folder).stat().st_dev == place.stat().st_dev
+    return max(0, free + packing.freed - packing.nbytes) if shared else free

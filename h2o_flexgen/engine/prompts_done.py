@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import OnToken
-from h2o_flexgen.engine.stage import OnStage, Stage, damaged_copy, how_far
+from h2o_flexgen.engine.stage import MADE_AGAIN, OnStage, Stage, how_far, made_again
 from h2o_flexgen.models.derived import cache_folder
 from h2o_flexgen.sampling.output import Completion
 
@@ -55,8 +55,8 @@ def _on_stderr(progress: Progress, rows: Sequence[RowState], told: Listeners) ->
     def show_stage(stage: Stage, done_bytes: int, total_bytes: int) -> None:
         nonlocal begun
         begun = time.monotonic()  # tokens come after the last stage
-        if stage is Stage.MENDING:
-            progress.note(damaged_copy(cache_folder("")))
+        if stage in MADE_AGAIN:
+            progress.note(made_again(stage, cache_folder("")))
         progress.stage(str(stage), how_far(done_bytes, total_bytes))
         if on_stage is not None:
             on_stage(stage, done_bytes, total_bytes)

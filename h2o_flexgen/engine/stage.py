@@ -15,6 +15,7 @@ class Stage(str, Enum):
     PACKING = "packing weights"  # into fewer bits, once
     WRITING = "writing random weights"  # those that are to be read from disk
     MENDING = "making a damaged copy of weights again"  # told once, before it is converted or packed again
+    RENEWING = "making a copy of weights of an older layout again"  # told once, before they are packed again
     LOADING = "loading weights"
     GENERATING = "generating"
 
@@ -62,6 +63,9 @@ def how_far(done_bytes: int, total_bytes: int) -> str:
     return f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}" if total_bytes else ""
 
 
-def damaged_copy(place: Path) -> str:
-    """A line for people, which should stay: MENDING is soon followed by other stages."""
-    return f"a copy of the weights in {place} was damaged: it is made again from the checkpoint"
+MADE_AGAIN = {Stage.MENDING: "was damaged", Stage.RENEWING: "had an older layout"}  # why copies are made again
+
+
+def made_again(stage: Stage, place: Path) -> str:
+    """A line for people, which should stay: other stages soon follow."""
+    return f"a copy of the weights in {place} {MADE_AGAIN[stage]}: it is made again from the checkpoint"

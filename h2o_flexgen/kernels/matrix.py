@@ -3,11 +3,14 @@ it is decoded first, once for all products that follow."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.operations import decode, packed_product, plain_product
+from h2o_flexgen.kernels.table import PRODUCT
+from h2o_flexgen.quant.codec import CODECS
 
 
 @dataclass(eq=False)
@@ -20,23 +23,34 @@ class DecodeBuffer:
 
 @dataclass(frozen=True, eq=False)
 class PackedMatrix:
-    data: Tensor  # (outputs, bytes of a row)
+    data: Tensor  # (units of rows, bytes of a unit)
     codec: str
-    room: DecodeBuffer
+    outputs: int
+    room: DecodeBuffer | None  # None where all products read the bytes
+    product: str = PRODUCT  # the op by which it is multiplied
 
     def values(self) -> Tensor:
         """The decoded values (outputs, inputs). They are valid until another matrix takes the buffer."""
-        values = self.room.values[: len(self.data)]
+        assert self.room is not None
+        values = self.room.values[: self.outputs]
         if self.room.holder is not self:
             decode(self.codec, self.data, values)
             self.room.holder = self
         return values
 
+    def part(self, rows: slice, room: DecodeBuffer | None) -> PackedMatrix:
+        """Some of its rows: whole units of its codec."""
+        together = CODECS[self.codec].rows_together
+        assert rows.start % together == 0 and (rows.stop % together == 0 or rows.stop == self.outputs), rows
+        units = self.data[rows.start // together : -(-rows.stop // together)]
+        return replace(self, data=units, outputs=rows.stop - rows.start, room=room)
+
     def renew(self) -> None:
         """Forgets decoded values, after the bytes have changed or the buffer was used for something else."""
-        self.room.holder = None
+        if self.room is not None:
+            self.room.holder = None
 
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Factor, bias: Tensor | None) -> Tensor:
         """The linear layer of torch, with the decoded values as weights."""
-        out = packed_product(self.codec, x, self.data, bias)
+        out = packed_product(self.product, self.codec, x, self.data, self.outputs, bias)
         return plain_product(x, self.values(), bias) if out is None else out

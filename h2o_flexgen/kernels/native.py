@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -21,6 +22,7 @@ from h2o_flexgen.kernels.table import BASELINE, LIBRARIES, TORCH, WIDE, Processo
 
 SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" turns the library off; the name of a variant selects that one
 KINDS: Mapping[torch.dtype, int] = {getattr(torch, name): kind for kind, name in enumerate(DTYPES)}  # the numbering of C
+BF16, X86 = "bfloat16", ("x86_64", "amd64")
 NO_KIND = -1  # for bytes that are only moved
 RUNS: Mapping[str, Sequence[str]] = {"AVX512": LIBRARIES, "AVX2": [name for name in LIBRARIES if name not in WIDE]}
 
@@ -34,7 +36,17 @@ def native_library() -> ctypes.CDLL:
 
 def processor(device: str) -> Processor:
     """A kind of device, and the library that is loaded here; none where none was built or none can be loaded."""
-    return Processor(device, _loaded()[0])
+    return Processor(device, build := _loaded()[0], _instructions(build))
+
+
+@cache
+def _instructions(build: str) -> tuple[str, ...]:
+    """What torch multiplies with instructions of its own. Without them it goes value by value, ten times as slow as float32.
+    Whoever asks for the library of an older processor gets what that one would have."""
+    if platform.machine().lower() not in X86:
+        return (BF16,) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
+    is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512" and build in (TORCH, *WIDE)
+    return (BF16,) if is_wide and torch.cpu._is_avx512_bf16_supported() else ()
 
 
 def in_use() -> str:

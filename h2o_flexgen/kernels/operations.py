@@ -11,11 +11,13 @@ from math import prod
 from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.functions import FUNCTIONS, Function
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.table import (
     DECODE,
     DECODE_ATTENTION,
+    DECODE_ROWS,
     ENCODE,
     LOWEST_SLOT,
     PRODUCT,
@@ -45,26 +47,41 @@ def _required(op: str, form: str, like: Tensor, rows: int = 1) -> Function:
 def encode(codec: str, values: Tensor, out: Tensor) -> None:
     """Encodes values into `out`, which has as many bytes as the codec's `nbytes` says."""
     rows = prod(values.shape[:-1])
-    _required(ENCODE, codec, values)(CODECS[codec], values.reshape(rows, -1), out.view(rows, -1))
+    _required(ENCODE, codec, values)(CODECS[codec], values.reshape(rows, -1), _in_units(codec, out, rows))
 
 
 def decode(codec: str, data: Tensor, out: Tensor) -> None:
     """Decodes the bytes of a codec into `out`, which has the shape of the values and the type that is computed with."""
     rows = prod(out.shape[:-1])
-    _required(DECODE, codec, out)(CODECS[codec], data.view(rows, -1), out.view(rows, -1))
+    _required(DECODE, codec, out)(CODECS[codec], _in_units(codec, data, rows), out.view(rows, -1))
 
 
-def packed_product(codec: str, x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor | None:
-    """Multiplies x (..., inputs) with the transposed matrix whose bytes are data (outputs, bytes of a row) and adds bias. None
-    if no kernel multiplies this many rows with the bytes: the matrix must be decoded first."""
-    function = chosen(PRODUCT, codec, x, prod(x.shape[:-1]))
-    return None if function is None else function(CODECS[codec], x, data, bias)
+def decode_rows(codec: str, data: Tensor, numbers: Tensor, out: Tensor) -> None:
+    """Decodes the rows with these numbers (count,) of data (units of rows, bytes of a unit) into out (count, columns)."""
+    if CODECS[codec].rows_together == 1:
+        decode(codec, data[numbers], out)
+    elif len(out):
+        _required(DECODE_ROWS, codec, out)(CODECS[codec], data, numbers, out)
 
 
-def plain_product(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+def _in_units(codec: str, data: Tensor, rows: int) -> Tensor:
+    return data.view(-(-rows // CODECS[codec].rows_together), -1)
+
+
+# -- products ------------------------------------------------------------------------------------------------------------
+
+
+def packed_product(op: str, codec: str, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor | None:
+    """Multiplies x (..., inputs) with the transposed matrix whose bytes are data (units of rows, bytes of a unit) and adds bias
+    (outputs,). None if no kernel multiplies this many rows with the bytes: the matrix must be decoded first."""
+    function = chosen(op, codec, x.values, x.rows)
+    return None if function is None else function(CODECS[codec], x, data, outputs, bias)
+
+
+def plain_product(x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     """x (..., inputs), matrix (outputs, inputs) -> (..., outputs)"""
-    function = _required(PRODUCT, PLAIN, x, max(1, prod(x.shape[:-1])))
-    out: Tensor = function(CODECS[PLAIN], x, matrix, bias)
+    function = _required(PRODUCT, PLAIN, x.values, max(1, x.rows))
+    out: Tensor = function(CODECS[PLAIN], x, matrix, len(matrix), bias)
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.quant.plain import Plain
 
 
@@ -16,5 +17,5 @@ def plain_decode(codec: Plain, data: Tensor, out: Tensor) -> None:
     out.copy_(data.view(out.dtype).view(out.shape))
 
 
-def plain_product(codec: Plain, x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor:
-    return functional.linear(x, data, bias)
+def plain_product(codec: Plain, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    return functional.linear(x.values, data, bias)

@@ -12,9 +12,13 @@ from functools import cache
 from math import inf
 
 from h2o_flexgen.kernels.sizes import DTYPES, shared
-from h2o_flexgen.quant.codec import GROUPED, PLAIN
+from h2o_flexgen.quant.codec import GROUPED, PLAIN, TILED
 
-ENCODE, DECODE, PRODUCT = "encode", "decode", "product"
+ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"
+PRODUCT, INT8_PRODUCT = "product", "int8 product"  # the second one rounds its factor to 8 bits
+EXACT, INT8 = "exact", "int8"
+PRODUCT_OPS = PRODUCT, INT8_PRODUCT
+PRODUCTS = {EXACT: PRODUCT, INT8: INT8_PRODUCT}  # by what people ask for: exact products round nothing but their outcome
 DECODE_ATTENTION, PROMPT_ATTENTION = "decode attention", "prompt attention"
 LOWEST_SLOT, TAKE_SLOTS = "lowest slot", "take slots"
 
@@ -37,6 +41,7 @@ class Kernel:
     dtypes: tuple[str, ...] = ()  # types of the values in the computation
     most_rows: float = inf
     most_width: float = inf  # values of one slot or row
+    instructions: str = ""  # the processor must have those with which torch multiplies this dtype
     priced_as: str = ""  # where kernels of one form have different prices
 
     def takes(self, dtype: str, rows: float, width: int) -> bool:
@@ -54,9 +59,10 @@ class Processor:
 
     device: str = CPU
     build: str = TORCH
+    instructions: tuple[str, ...] = ()  # the types of 16 bits that torch multiplies with instructions made for them
 
     def runs(self, kernel: Kernel) -> bool:
-        fits = kernel.device in (None, self.device)
+        fits = kernel.device in (None, self.device) and kernel.instructions in ("", *self.instructions)
         return fits and (not kernel.libraries or self.build in kernel.libraries)
 
 
@@ -66,18 +72,25 @@ def choose(op: str, form: str, dtype: str, runs: Callable[[Kernel], bool], rows:
     return next(filter(runs, fitting), None)
 
 
-def prices(op: str) -> tuple[str, ...]:
+def prices(*ops: str) -> tuple[str, ...]:
     """The names of the rates that packed forms can have in a profile."""
-    return tuple(dict.fromkeys(kernel.price for kernel in kernels() if kernel.op == op and kernel.form != PLAIN))
+    return tuple(dict.fromkeys(kernel.price for kernel in kernels() if kernel.op in ops and kernel.form != PLAIN))
 
 
 def _of_groups(form: str) -> Iterator[Kernel]:
-    yield Kernel(PRODUCT, form, "group_product", CPU, LIBRARIES, DTYPES, most_rows=FEW_ROWS)
     yield Kernel(ENCODE, form, "group_encode", CPU, LIBRARIES, DTYPES)
     yield Kernel(ENCODE, form, "group_encode_twin")
     yield Kernel(DECODE, form, "group_decode", CPU, LIBRARIES, DTYPES)
     yield Kernel(DECODE, form, "group_decode_twin")
     yield Kernel(DECODE_ATTENTION, form, "decode_attention", CPU, LIBRARIES, most_width=shared().step_head_values)
+
+
+def _of_tiles(form: str) -> Iterator[Kernel]:
+    for op, function in ((ENCODE, "tile_encode"), (DECODE, "tile_decode"), (DECODE_ROWS, "tile_decode_rows")):
+        yield Kernel(op, form, function, CPU, LIBRARIES, DTYPES)
+        yield Kernel(op, form, f"{function}_twin")
+    yield Kernel(INT8_PRODUCT, form, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {form}")
+    yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}")
 
 
 @cache
@@ -96,4 +109,5 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel(TAKE_SLOTS, PLAIN, "take_slots", CPU, LIBRARIES),
         Kernel(TAKE_SLOTS, PLAIN, "take_slots_twin"),
         *(kernel for codec in GROUPED for kernel in _of_groups(codec.name)),
+        *(kernel for codec in TILED for kernel in _of_tiles(codec.name)),
     )

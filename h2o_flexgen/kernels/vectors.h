@@ -48,6 +48,21 @@ static ALWAYS_INLINE float sum_of(floats value)
     return lanes[0];
 }
 
+/* The value itself. Compilers fuse a product and a sum, which rounds once less, but not through this. */
+static ALWAYS_INLINE floats rounded(floats value)
+{
+#if LANES == 16
+    __asm__("" : "+v"(value));
+#elif defined(__SSE__)
+    __asm__("" : "+x"(value));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(value));
+#else
+    __asm__("" : "+m"(value));
+#endif
+    return value;
+}
+
 static ALWAYS_INLINE words words_of_halves(const char *from)
 {
 #if LANES == 16

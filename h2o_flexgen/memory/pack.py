@@ -13,7 +13,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.layout import ALIGNMENT, Arena
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
-from h2o_flexgen.kernels.operations import decode
+from h2o_flexgen.kernels.operations import decode_rows
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -88,13 +88,16 @@ class Pack:
         assert entry.codec == PLAIN, entry
         return self.bytes(name).view(entry.dtype).view(entry.shape)
 
-    def rows(self, name: str) -> Tensor:
-        """The bytes of any tensor, row by row: (rows, bytes of a row)."""
-        return self.bytes(name).view(self.layout.entries[name].shape[0], -1)
-
-    def matrix(self, name: str, room: DecodeBuffer) -> PackedMatrix:
-        return PackedMatrix(self.rows(name), self.layout.entries[name].codec, room)
+    def matrix(self, name: str, room: DecodeBuffer | None, product: str) -> PackedMatrix:
+        """`product`: the op by which the matrix is multiplied."""
+        entry = self.layout.entries[name]
+        return PackedMatrix(self._units(name), entry.codec, entry.shape[0], room, product)
 
     def decode_rows(self, name: str, rows: Tensor, out: Tensor) -> None:
         """The values of some rows of a tensor: the same as if all were decoded and these taken."""
-        decode(self.layout.entries[name].codec, self.rows(name)[rows], out)
+        decode_rows(self.layout.entries[name].codec, self._units(name), rows, out)
+
+    def _units(self, name: str) -> Tensor:
+        """The bytes of any tensor by the rows that lie together: (units, bytes of a unit)."""
+        entry = self.layout.entries[name]
+        return self.bytes(name).view(-(-entry.shape[0] // CODECS[entry.codec].rows_together), -1)

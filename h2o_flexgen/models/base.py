@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.kernels.factor import Factor
 
 Rotate = Callable[[Tensor, Tensor], Tensor]  # (x (rows, tokens, heads, head_dim), positions (rows, tokens)) -> same shape as x
 
@@ -21,7 +22,7 @@ Rotate = Callable[[Tensor, Tensor], Tensor]  # (x (rows, tokens, heads, head_dim
 class Matrix(Protocol):
     """A matrix that knows how rows are multiplied with it: one that is packed, say."""
 
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Factor, bias: Tensor | None) -> Tensor:
         """x (..., inputs) -> (..., outputs)."""
 
 

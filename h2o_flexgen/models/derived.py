@@ -12,21 +12,21 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
 from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.core.hints import reason
-from h2o_flexgen.models.leftovers import PARTIAL, writer
+from h2o_flexgen.models.leftovers import PARTIAL, nbytes_in, writer
 from h2o_flexgen.models.safetensors_format import StoredTensor, header_of, raw_header
 from h2o_flexgen.models.sums import Sums
 
 COPIES = CONVERTED, PACKED = ("converted", "packed")  # the kinds of folders
 TAIL_BYTES = 1 << 16
 MANIFEST = "copy.json"
-FORMAT = 2  # of manifests; copies with an older one are made again
+FORMATS = {CONVERTED: 2, PACKED: 3}  # of what lies in a folder, its manifest included; a copy of an older one is made again
 WEIGHTS = ".safetensors"
 
 
@@ -243,6 +243,7 @@ Build = Callable[[Path], Mapping[str, Mapping[str, Sums]]]
 @dataclass(frozen=True)
 class DerivedFolder:
     path: Path
+    format: int
     purpose: str  # "convert X to safetensors": for the message if it fails
     sources: tuple[Path, ...]  # the files that it is made from
 
@@ -251,7 +252,15 @@ class DerivedFolder:
         cls, model: Path, sources: tuple[Path, ...], kind: str, purpose: str, asked: str = "", cache: Path | None = None
     ) -> DerivedFolder:
         """The folder of exactly these files of a model. `asked` is all else that it depends on."""
-        return cls((cache or cache_folder(kind)) / f"{model_name(model)}-{fingerprint(sources, asked)}", purpose, sources)
+        path = (cache or cache_folder(kind)) / f"{model_name(model)}-{fingerprint(sources, asked)}"
+        return cls(path, FORMATS[kind], purpose, sources)
+
+    @property
+    def older_bytes(self) -> int:
+        """Bytes of a copy in an older format, whose place the new one will take."""
+        with suppress(OSError):  # another process removes it
+            return 0 if self.is_there else nbytes_in(self.path)
+        return 0
 
     @property
     def is_there(self) -> bool:
@@ -262,12 +271,12 @@ class DerivedFolder:
             return False
         except (OSError, ValueError, TypeError, KeyError):
             return True
-        return found == FORMAT if isinstance(found, int) else True
+        return found == self.format if isinstance(found, int) else True
 
-    def made(self, build: Build) -> Copy:
-        """The folder, which `build` fills if it does not exist yet."""
+    def made(self, build: Build, renewing: Callable[[], None] | None = None) -> Copy:
+        """The folder, which `build` fills if it does not exist yet. `renewing` is called if there is one in an older format."""
         while True:
-            self._make_if_missing(build)
+            self._make_if_missing(build, renewing)
             try:
                 return Copy.opened(self.path, self.sources)
             except FileNotFoundError:  # another process has removed it since
@@ -275,35 +284,44 @@ class DerivedFolder:
             except OSError as error:
                 raise _unreadable(self.path, error) from error
 
-    def _make_if_missing(self, build: Build) -> None:
+    def _make_if_missing(self, build: Build, renewing: Callable[[], None] | None) -> None:
         cache = self.path.parent
         try:
             if not self.is_there:
                 cache.mkdir(parents=True, exist_ok=True)
                 with alone_in(cache):
                     if not self.is_there:  # another process may have made it while we waited
-                        self._make(build)
+                        self._make(build, renewing)
         except OSError as error:
             raise ValueError(
                 f"cannot {self.purpose} in {cache}: {reason(error)}; free some space, or set XDG_CACHE_HOME to another folder"
             ) from error
 
-    def _make(self, build: Build) -> None:
-        if self.path.is_dir():  # in an older format
-            shutil.rmtree(self.path)
+    def _make(self, build: Build, renewing: Callable[[], None] | None) -> None:
+        if self.path.is_dir():
+            self._remove_older(renewing)
         partial = _place_beside(self.path)
         try:
             partial.mkdir()
-            _write_manifest(partial, build(partial))
+            _write_manifest(partial, build(partial), self.format)
             os.rename(partial, self.path)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
 
+    def _remove_older(self, renewing: Callable[[], None] | None) -> None:
+        """Removes a copy that nobody reads any more, before the new one is made: a disk may not hold both. Its name becomes
+        that of a leftover, so that a later run removes what stays of it if this one is killed."""
+        if renewing is not None:
+            renewing()
+        aside = _place_beside(self.path)
+        os.rename(self.path, aside)
+        shutil.rmtree(aside)
 
-def _write_manifest(folder: Path, sums: Mapping[str, Mapping[str, Sums]]) -> None:
+
+def _write_manifest(folder: Path, sums: Mapping[str, Mapping[str, Sums]], format: int) -> None:
     files = {file.name: Record.of(file, sums.get(file.name, {})).as_json() for file in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=1), encoding="utf-8")
+    (folder / MANIFEST).write_text(json.dumps({"format": format, "files": files}, indent=1), encoding="utf-8")
 
 
 @contextmanager

@@ -124,13 +124,13 @@ class DummySource:
     def _fill_packed(self, tensor: TensorSpec, out: torch.Tensor) -> None:
         """Encodes some rows at a time, since all plain values of a table would need more memory than the packed ones."""
         rows, columns = tensor.numel // tensor.shape[-1], tensor.shape[-1]
-        own = out.view(rows, -1)
-        step = max(1, PART_VALUES // columns)
+        together = CODECS[tensor.codec].rows_together
+        units, step = out.view(-(-rows // together), -1), max(1, PART_VALUES // (together * columns)) * together
         values = torch.empty(min(step, rows), columns, dtype=getattr(torch, self.dtype))
         for row in range(0, rows, step):
             part = values[: rows - row]
             self._fill_values(tensor, part.view(-1), row * columns)
-            encode(tensor.codec, part, own[row : row + step])
+            encode(tensor.codec, part, units[row // together : (row + step) // together])
 
     def _fill_values(self, tensor: TensorSpec, flat: torch.Tensor, first: int = 0) -> None:
         start = 0

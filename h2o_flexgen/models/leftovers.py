@@ -47,6 +47,10 @@ def remove_leftovers(offload_folder: Path, caches: Sequence[Path]) -> Leftovers 
     return Leftovers([place for place, _ in found], sum(nbytes for _, nbytes in found)) if found else None
 
 
+def nbytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*"))
+
+
 def writer() -> str:
     """The mark of this process and its host in names of files."""
     return f"{_host()}{BEFORE_PID}{os.getpid()}"
@@ -93,7 +97,7 @@ def _partial_folders_in(cache: Path) -> Iterator[tuple[Path, int]]:
     with _lock(cache) as is_ours:  # otherwise somebody is filling one of them
         for place in places if is_ours else ():
             with suppress(OSError):
-                nbytes = sum(file.stat().st_size for file in place.rglob("*"))
+                nbytes = nbytes_in(place)
                 shutil.rmtree(place)
                 yield place, nbytes
 

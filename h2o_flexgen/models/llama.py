@@ -45,7 +45,8 @@ class Llama:
 
     def attention(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = ops.rms_norm(hidden, weights, "input_layernorm", self._eps)
-        q, k, v = (ops.split_heads(ops.linear(x, weights, f"self_attn.{part}_proj"), self.spec.head_dim) for part in "qkv")
+        products = ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))
+        q, k, v = (ops.split_heads(each, self.spec.head_dim) for each in products)
         if "self_attn.q_norm.weight" in weights:
             q = ops.rms_norm(q, weights, "self_attn.q_norm", self._eps)
             k = ops.rms_norm(k, weights, "self_attn.k_norm", self._eps)
@@ -55,8 +56,8 @@ class Llama:
 
     def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = ops.rms_norm(hidden, weights, "post_attention_layernorm", self._eps)
-        gated = self._activation(ops.linear(x, weights, "mlp.gate_proj"))
-        gated *= ops.linear(x, weights, "mlp.up_proj")
+        gate, up = ops.linears(x, weights, "mlp.gate_proj", "mlp.up_proj")
+        gated = self._activation(gate).mul_(up)
         out = ops.linear(gated, weights, "mlp.down_proj")
         out += hidden
         return out

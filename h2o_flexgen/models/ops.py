@@ -3,13 +3,14 @@ except the activations, which are handed only what nobody else needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.operations import plain_product
 from h2o_flexgen.models.base import Weights
 
@@ -17,8 +18,16 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
-    matrix, bias = weights[f"{name}.weight"], _plain(weights, f"{name}.bias")
-    return plain_product(x, matrix, bias) if isinstance(matrix, Tensor) else matrix.linear(x, bias)
+    (out,) = linears(x, weights, name)
+    return out
+
+
+def linears(x: Tensor, weights: Weights, *names: str) -> Iterator[Tensor]:
+    """Products of the same rows, which are made ready for them only once. Each is computed when it is asked for."""
+    factor = Factor(x)
+    for name in names:
+        matrix, bias = weights[f"{name}.weight"], _plain(weights, f"{name}.bias")
+        yield plain_product(factor, matrix, bias) if isinstance(matrix, Tensor) else matrix.linear(factor, bias)
 
 
 def embedding(rows: Tensor, weights: Weights, name: str) -> Tensor:

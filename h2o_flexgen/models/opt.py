@@ -28,7 +28,8 @@ class OPT:
 
     def attention(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = ops.layer_norm(hidden, weights, "self_attn_layer_norm") if self._norm_first else hidden
-        q, k, v = (ops.split_heads(ops.linear(x, weights, f"self_attn.{part}_proj"), self.spec.head_dim) for part in "qkv")
+        products = ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))
+        q, k, v = (ops.split_heads(each, self.spec.head_dim) for each in products)
         out = ops.linear(given.attend(q, k, v), weights, "self_attn.out_proj")
         out += hidden
         return out if self._norm_first else ops.layer_norm(out, weights, "self_attn_layer_norm")

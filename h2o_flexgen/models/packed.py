@@ -21,24 +21,30 @@ from h2o_flexgen.models.derived import PACKED, DerivedFolder
 from h2o_flexgen.models.files import Progress, advancing, require_free_space
 from h2o_flexgen.models.safetensors_format import StoredTensor, TensorForm, write_safetensors
 from h2o_flexgen.models.sums import STRETCH_BYTES, Sums
-from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.quant.codec import CODECS, PLAIN, chosen_codec
 
 FILE_BYTES = 2 << 30  # of a packed file, approximately
 PART_BYTES = 16 << 20  # of a checkpoint's values, encoded at once
 LARGEST = 1e38  # so that the difference of two values is still a float32
-FORMAT = 1  # of the encoded bytes, counted up whenever a codec changes them
+NAMING = 1  # in the names of folders: with another number nobody would find those of before
 
 
 class PackedCheckpoint:
     """A WeightSource that encodes nothing before the first packed tensor is asked for."""
 
     def __init__(
-        self, checkpoint: Checkpoint, spec: ModelSpec, cache_dir: Path | None = None, progress: Progress | None = None
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        cache_dir: Path | None = None,
+        progress: Progress | None = None,
+        renewing: Callable[[], None] | None = None,
     ) -> None:
         self._checkpoint = checkpoint
-        self._progress = progress
+        self._progress, self._renewing = progress, renewing
         self._tensors = {tensor.name: tensor for tensor in spec.tensors.values() if tensor.codec != PLAIN}
-        asked = json.dumps([FORMAT, *((tensor.name, tensor.shape, tensor.codec) for tensor in self._tensors.values())])
+        packed = ((tensor.name, tensor.shape, chosen_codec(tensor.codec)) for tensor in self._tensors.values())
+        asked = json.dumps([NAMING, *packed])  # and not the form: a copy of an older one has this name too
         purpose = f"pack the weights of {checkpoint.folder}"
         self._folder = DerivedFolder.of(checkpoint.folder, checkpoint.origins, PACKED, purpose, asked, cache_dir)
 
@@ -50,6 +56,11 @@ class PackedCheckpoint:
     def bytes_to_write(self) -> int:
         """Bytes that it will write to the cache, once."""
         return 0 if self._folder.is_there else self._nbytes
+
+    @property
+    def bytes_to_free(self) -> int:
+        """Bytes of a copy in an older form, which is removed before."""
+        return self._folder.older_bytes
 
     @property
     def _nbytes(self) -> int:
@@ -75,7 +86,7 @@ class PackedCheckpoint:
 
     @cached_property
     def _packed(self) -> Mapping[str, StoredTensor]:
-        copy = self._folder.made(self._build)
+        copy = self._folder.made(self._build, self._renewing)
         return {tensor.name: tensor for file in copy.files for tensor in copy.tensors(file)}
 
     def _build(self, folder: Path) -> dict[str, dict[str, Sums]]:
@@ -95,7 +106,7 @@ class PackedCheckpoint:
         codec, columns = CODECS[tensor.codec], tensor.shape[-1]
         out = torch.zeros(aligned(tensor.nbytes), dtype=torch.uint8)
         start = 0
-        for values in _parts(stored, columns):
+        for values in _parts(stored, columns, codec.rows_together):
             end = start + codec.nbytes(tuple(values.shape), values.itemsize)
             values = values.float() if values.dtype == torch.float16 else values  # exact, and readable from C
             if not float(values.abs().amax()) < LARGEST:  # false for NaN too
@@ -117,16 +128,18 @@ def _in_files(tensors: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
     yield own
 
 
-def _parts(stored: StoredTensor, columns: int) -> Iterator[torch.Tensor]:
-    """The values of a matrix, some rows at a time. Those of a copy are cut from the very bytes that were checked."""
+def _parts(stored: StoredTensor, columns: int, together: int) -> Iterator[torch.Tensor]:
+    """The values of a matrix, some times `together` rows at a time but for the last ones. Those of a copy are cut from the very
+    bytes that were checked."""
     dtype: torch.dtype = getattr(torch, stored.dtype)
     row_bytes = columns * dtype.itemsize
-    rest = torch.empty(0, dtype=torch.uint8)  # the beginning of a row that is not complete yet
+    rest = torch.empty(0, dtype=torch.uint8)  # the beginning of rows that are not complete yet
     for start, part in _read(stored, PART_BYTES if stored.check is None else _whole_stretches(PART_BYTES)):
         if stored.check is not None:
             stored.check(stored.offset + start, part.numpy().data)
         both = torch.cat((rest, part)) if len(rest) else part
-        whole = len(both) // row_bytes * row_bytes
+        is_last = start + len(part) == stored.nbytes
+        whole = len(both) // row_bytes * row_bytes if is_last else len(both) // (together * row_bytes) * together * row_bytes
         rest = both[whole:].clone()  # a view would keep the whole part alive
         if whole:
             yield both[:whole].view(dtype).view(-1, columns)

@@ -58,7 +58,7 @@ def footprint(planned: BlockPlan, site: Site, scored_at_once: int = 0) -> Footpr
         parts[HOST]["loading"] = max(map(loading_bytes, spec.tensors.values()))
         parts[DEVICE]["libraries"] = DEVICE_LIBRARIES
     parts[compute]["working space"] = block_working_bytes(planned, site, scored_at_once)
-    parts[compute]["decoded weights"] = decoded_bytes(spec)
+    parts[compute]["decoded weights"] = decoded_bytes(spec, site)
     parts[HOST]["disk buffers"] = _disk_buffers(planned)
     return Footprint({tier: dict(held) for tier, held in parts.items()})
 

@@ -22,8 +22,8 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, MLP_VISIT
 from h2o_flexgen.core.numbers import decimal_number
 from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.kernels.table import PRODUCT, Kernel, prices
-from h2o_flexgen.quant.codec import PACKED, PLAIN
+from h2o_flexgen.kernels.table import PRODUCT_OPS, Kernel, prices
+from h2o_flexgen.quant.codec import MATRIX_FORMS, PLAIN, ROW_FORMS
 from h2o_flexgen.schedule.ops import LOAD, READ, STORE, WRITE
 
 DEVICES = ("cpu", "cuda")
@@ -289,15 +289,19 @@ def _curve(name: str, value: object) -> Curve:
 
 
 def _packed_curves(name: str, value: object) -> dict[str, Curve]:
-    return {price: _curve(f"{name}.{price}", points) for price, points in _mapping(name, value, prices(PRODUCT), True).items()}
+    return {
+        price: _curve(f"{name}.{price}", points) for price, points in _mapping(name, value, prices(*PRODUCT_OPS), True).items()
+    }
 
 
 def _rates_of(*kinds: str) -> Callable[[str, object], dict[str, float]]:
     return lambda name, value: {kind: _rate(f"{name}.{kind}", rate) for kind, rate in _mapping(name, value, kinds).items()}
 
 
-def _packed_rates(name: str, value: object) -> dict[str, float]:
-    return {codec: _rate(f"{name}.{codec}", rate) for codec, rate in _mapping(name, value, PACKED, True).items()}
+def _packed_rates(*forms: str) -> Callable[[str, object], dict[str, float]]:
+    return lambda name, value: {
+        form: _rate(f"{name}.{form}", rate) for form, rate in _mapping(name, value, forms, True).items()
+    }
 
 
 def _visits(name: str, value: object) -> dict[str, float]:
@@ -321,9 +325,9 @@ _READERS: Mapping[str, Any] = {
     "task_seconds": _seconds,
     "disk_both": _both,
     "packed_flops_per_s": _packed_curves,
-    "decoded_values_per_s": _packed_rates,
-    "attention_flops_per_s": _rates_of(*DTYPE_BYTES, *PACKED),
-    "unpacked_values_per_s": _packed_rates,
+    "decoded_values_per_s": _packed_rates(*MATRIX_FORMS),
+    "attention_flops_per_s": _rates_of(*DTYPE_BYTES, *ROW_FORMS),
+    "unpacked_values_per_s": _packed_rates(*ROW_FORMS),
     "head_seconds": _seconds,
     "prompt_flops_per_s": _rates_of(PLAIN_SCORES, WITH_SCORES),
     "visit_seconds": _visits,

@@ -12,10 +12,11 @@ from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import MOST_BATCHES, check_num_prompts
+from h2o_flexgen.kernels.table import EXACT, PRODUCTS
 from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.table import POLICIES
-from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.quant.codec import OF_MATRICES, PLAIN, of_rows
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.traffic import Traffic
 
@@ -62,6 +63,7 @@ class Plan:
     pin_weight: bool = True  # host weights in page-locked memory (CUDA)
     weight_codec: str = PLAIN  # codec of matrices and token tables; positions, and what is small, stay plain
     kv_codec: str = PLAIN
+    compute: str = EXACT  # or INT8: factors of packed weights are rounded to 8 bits
     schedule: str = "zigzag"
     kv_policy: str = "full"
     kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and who is protected
@@ -74,8 +76,12 @@ class Plan:
         check_num_prompts(self.block_size)
         _require_known("attend_on", self.attend_on, (DEVICE, HOST))
         _require_known("schedule", self.schedule, SCHEDULES)
-        _require_known("weight_codec", self.weight_codec, CODECS)
-        _require_known("kv_codec", self.kv_codec, CODECS)
+        _require_known("weight_codec", self.weight_codec, of_rows())
+        _require_known("kv_codec", self.kv_codec, of_rows())
+        _require_known("compute", self.compute, PRODUCTS)
+        if not can_compute(self.compute, self.weight_codec):
+            codecs = " or ".join(map(repr, OF_MATRICES))
+            raise ValueError(f"compute {self.compute!r} needs packed weights; add weight_codec={codecs}")
         _require_known("kv_policy", self.kv_policy, POLICIES)
         _ = self.policy  # refuses options that the policy does not take
 
@@ -141,6 +147,11 @@ class Plan:
         return tuple(
             round(100 * value, 4) for share in (self.weights, self.kv, self.hidden) for value in (share.device, share.host)
         )
+
+
+def can_compute(compute: str, weight_codec: str) -> bool:
+    """Whether weights in this codec can be multiplied so: only products with packed weights can do without exactness."""
+    return compute == EXACT or weight_codec != PLAIN
 
 
 def _require_known(name: str, value: str, known: Iterable[str]) -> None:

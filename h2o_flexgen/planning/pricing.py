@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
+from math import inf, prod
 
 from h2o_flexgen.core.layout import part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, numbered
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.kernels.table import PRODUCT, Kernel, choose
+from h2o_flexgen.kernels.table import Kernel, choose
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
@@ -129,7 +129,7 @@ class Pricing:
 
     def _packed_product(self, codec: str, rows: float) -> Kernel | None:
         """The kernel that multiplies packed bytes directly; None if they are decoded first."""
-        return None if codec == PLAIN else choose(PRODUCT, codec, self.spec.dtype, self.machine.runs, rows)
+        return None if codec == PLAIN else choose(self.spec.product, codec, self.spec.dtype, self.machine.runs, rows)
 
     def _decoding(self, layer: LayerSpec, rows: Iterable[int], first: bool) -> float:
         """Seconds of decoding, once for a pass over the layer's weights; parts of a logit matrix without a place, once per
@@ -144,7 +144,8 @@ class Pricing:
 
     def _bytes_to_decode(self, codec: str) -> float:
         """Bytes read and written to decode a value."""
-        return CODECS[codec].nbytes((LONG_ROW,), self.spec.itemsize) / LONG_ROW + self.spec.itemsize
+        shape = CODECS[codec].rows_together, LONG_ROW
+        return CODECS[codec].nbytes(shape, self.spec.itemsize) / prod(shape) + self.spec.itemsize
 
     def _share_decoded_again(self, layer: LayerSpec) -> float:
         if not layer.logit_parts:

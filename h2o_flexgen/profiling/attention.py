@@ -23,7 +23,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.profiling.sizes import Sizes
 from h2o_flexgen.profiling.subject import Clock, Figures, Subject
-from h2o_flexgen.quant.codec import PACKED, PLAIN
+from h2o_flexgen.quant.codec import PLAIN, ROW_FORMS
 
 READING, COMPUTING, PROMPTS = "attention_bytes", "attention_flops", "prompt_flops"
 UNPACKING, HEAD = "unpacked_values", "head_seconds"
@@ -58,7 +58,7 @@ def decode_computing(clock: Clock, dtypes: tuple[str, ...], dtype: str, sizes: S
     for name in dtypes:
         step, flops = _grouped(clock, PLAIN, name, sizes.queries_per_key, sizes)
         subjects.append(clock.rate(f"decode attention, {name}, grouped", f"{COMPUTING} {name}", flops, step))
-    return [*subjects, *(_packed_computing(clock, codec, dtype, sizes) for codec in PACKED)]
+    return [*subjects, *(_packed_computing(clock, codec, dtype, sizes) for codec in ROW_FORMS)]
 
 
 def _packed_computing(clock: Clock, codec: str, dtype: str, sizes: Sizes) -> Subject:

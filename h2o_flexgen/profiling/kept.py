@@ -59,10 +59,15 @@ def profiled(
 
 def is_profiled(device: Device, offload_folder: Path, dtype: str | None = None) -> bool:
     """True if a profile is saved, so that nobody has to wait for one."""
+    return profile_at_hand(device, offload_folder, dtype) is not None
+
+
+def profile_at_hand(device: Device, offload_folder: Path, dtype: str | None = None) -> Machine | None:
+    """This machine's saved profile; None if there is none, or none that can be read."""
     try:
-        return saved_machine(fingerprint_of(device, offload_folder, dtype).name) is not None
-    except ValueError:  # it cannot be read and is measured anew
-        return False
+        return saved_machine(fingerprint_of(device, offload_folder, dtype).name)
+    except ValueError:  # it is measured anew where one is needed
+        return None
 
 
 def partial_file(mark: Fingerprint) -> Path:

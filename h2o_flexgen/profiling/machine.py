@@ -12,7 +12,7 @@ import torch
 
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, usual_dtype
 from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.kernels.table import PRODUCT, prices
+from h2o_flexgen.kernels.table import PRODUCT_OPS, prices
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import available_bytes, give_back_freed
 from h2o_flexgen.memory.memories import Memories
@@ -21,7 +21,7 @@ from h2o_flexgen.profiling import attention, moving, products, visits
 from h2o_flexgen.profiling.rounds import Taken, measured
 from h2o_flexgen.profiling.sizes import FULL, Sizes
 from h2o_flexgen.profiling.subject import Clock, OnSubject, Subject, Watch
-from h2o_flexgen.quant.codec import PACKED
+from h2o_flexgen.quant.codec import MATRIX_FORMS, ROW_FORMS
 
 SLOW_ON_CPU = "float16"
 SHARE_OF_MEMORY = 2  # at most half of the free memory is used
@@ -92,10 +92,10 @@ def _machine(name: str, device: Device, free: tuple[int, int, int], figures: Map
         disk_both=min(2.0, max(1.0, figures[moving.BOTH])),
         **{name: figures[name] for name in visits.KV},
         host_read_per_s=figures[moving.SUM],
-        packed_flops_per_s=_curves(figures, products.PACKED_PRODUCTS, prices(PRODUCT)),
-        decoded_values_per_s=_rates(figures, products.DECODING, PACKED),
-        attention_flops_per_s=_rates(figures, attention.COMPUTING, (*DTYPE_BYTES, *PACKED)),
-        unpacked_values_per_s=_rates(figures, attention.UNPACKING, PACKED),
+        packed_flops_per_s=_curves(figures, products.PACKED_PRODUCTS, prices(*PRODUCT_OPS)),
+        decoded_values_per_s=_rates(figures, products.DECODING, MATRIX_FORMS),
+        attention_flops_per_s=_rates(figures, attention.COMPUTING, (*DTYPE_BYTES, *ROW_FORMS)),
+        unpacked_values_per_s=_rates(figures, attention.UNPACKING, ROW_FORMS),
         head_seconds=figures[attention.HEAD],
         prompt_flops_per_s=_rates(figures, attention.PROMPTS, (PLAIN_SCORES, WITH_SCORES)),
         values_per_s=figures.get(products.VALUES, inf),

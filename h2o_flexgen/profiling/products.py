@@ -11,9 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import decode, encode, packed_product, plain_product
-from h2o_flexgen.kernels.table import PRODUCT, choose
+from h2o_flexgen.kernels.table import PRODUCT_OPS, choose
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
@@ -21,7 +22,7 @@ from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.models.base import Given, Model, Rotate, computed
 from h2o_flexgen.profiling.sizes import Sizes
 from h2o_flexgen.profiling.subject import Clock, Subject
-from h2o_flexgen.quant.codec import CODECS, PACKED
+from h2o_flexgen.quant.codec import CODECS, MATRIX_FORMS
 
 PRODUCTS, PACKED_PRODUCTS, DECODING, VALUES = "products", "packed products", "decoding", "values"
 OPT = "facebook/opt-125m"
@@ -42,7 +43,7 @@ def plain_products(clock: Clock, dtype: str, rows: tuple[int, ...], sizes: Sizes
     weights = itertools.cycle(_weights(clock, DTYPES[dtype], sizes))
 
     def multiply(x: Tensor) -> object:
-        return plain_product(x, next(weights), None)
+        return plain_product(Factor(x), next(weights), None)
 
     return [_product(clock, dtype, PRODUCTS, dtype, each, sizes.side, multiply) for each in rows]
 
@@ -58,18 +59,18 @@ def _product(
 def packed_products(clock: Clock, dtype: str, sizes: Sizes) -> list[Subject]:
     """Products with weights as they lie packed, if a kernel takes them so, and the decoding rate of every codec."""
     here, subjects = processor(clock.device.torch_device.type), list[Subject]()
-    for codec in PACKED:
+    for codec in MATRIX_FORMS:
         packed = itertools.cycle(_packed(clock, codec, sizes))
-        for rows in sizes.rows:
-            if kernel := choose(PRODUCT, codec, dtype, here.runs, rows):
-                multiply = partial(_multiplied, kernel.form, packed)
+        for op, rows in itertools.product(PRODUCT_OPS, sizes.rows):
+            if kernel := choose(op, codec, dtype, here.runs, rows):
+                multiply = partial(_multiplied, op, kernel.form, packed, sizes.side)
                 subjects.append(_product(clock, dtype, PACKED_PRODUCTS, kernel.price, rows, sizes.side, multiply))
         subjects.append(_decoding(clock, dtype, codec, packed, sizes.side))
     return subjects
 
 
-def _multiplied(form: str, packed: Iterator[Tensor], x: Tensor) -> object:
-    return packed_product(form, x, next(packed), None)
+def _multiplied(op: str, form: str, packed: Iterator[Tensor], outputs: int, x: Tensor) -> object:
+    return packed_product(op, form, Factor(x), next(packed), outputs, None)
 
 
 def _decoding(clock: Clock, dtype: str, codec: str, packed: Iterator[Tensor], side: int) -> Subject:
@@ -84,11 +85,12 @@ def _weights(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
 
 
 def _packed(clock: Clock, codec: str, sizes: Sizes) -> list[Tensor]:
-    """(outputs, bytes of a row) each"""
+    """(units of rows, bytes of a unit) each"""
     side, device = sizes.side, clock.device.torch_device
     one = torch.empty(CODECS[codec].nbytes((side, side), 4), dtype=torch.uint8, device=device)
     encode(codec, torch.rand(side, side, device=device).sub_(0.5), one)
-    return _copies(clock.device, one.view(side, -1), sizes.cold_bytes // 2)
+    units = -(-side // CODECS[codec].rows_together)
+    return _copies(clock.device, one.view(units, -1), sizes.cold_bytes // 2)
 
 
 def _copies(device: Device, one: Tensor, nbytes: int) -> list[Tensor]:
@@ -107,8 +109,8 @@ class Done:
 
     out: Tensor  # (rows, outputs)
 
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self.out.view(*x.shape[:-1], -1)
+    def linear(self, x: Factor, bias: Tensor | None) -> Tensor:
+        return self.out.view(*x.values.shape[:-1], -1)
 
 
 def values(clock: Clock, dtype: str, sizes: Sizes) -> Subject:

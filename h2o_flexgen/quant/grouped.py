@@ -17,6 +17,7 @@ SHARED_BYTES = 2 + 2  # bytes of a scale and a minimum
 @dataclass(frozen=True)
 class Grouped:
     bits: int
+    rows_together: int = 1
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ from math import prod
 @dataclass(frozen=True)
 class Plain:
     name: str = "plain"
+    rows_together: int = 1
 
     def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         return prod(shape) * itemsize

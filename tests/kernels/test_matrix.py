@@ -2,65 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
-from h2o_flexgen.kernels.functions import FUNCTIONS, Function
+from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
-from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.kernels.table import FEW_ROWS
-from h2o_flexgen.quant.grouped import Grouped
-from tests.kernels.variants import VARIANTS, used
+from h2o_flexgen.kernels.operations import decode, encode
+from h2o_flexgen.quant.codec import CODECS, TILED
+from h2o_flexgen.quant.tiled import TILE
+from tests.inverted import Inverted, registered
 
-INPUTS = 128
-
-
-Rows = list[int]
+INPUTS, FEW = 128, 2
 
 
 @pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> Rows:
-    """Rows that were decoded, call by call."""
-    found: Rows = []
-    for name in ("group_decode", "group_decode_twin"):
-
-        def counted(codec: Grouped, data: Tensor, out: Tensor, function: Function = FUNCTIONS[name]) -> None:
-            function(codec, data, out)
-            found.append(len(out))
-
-        monkeypatch.setitem(FUNCTIONS, name, counted)
-    return found
+def inverted() -> Iterator[Inverted]:
+    """A codec whose few rows are multiplied with its bytes."""
+    with registered(Inverted(few_rows=FEW)) as codec:
+        yield codec
 
 
-def matrix(outputs: int, room: DecodeBuffer) -> PackedMatrix:
-    data = torch.empty(outputs, Grouped(4).nbytes((INPUTS,), 4), dtype=torch.uint8)
-    encode("group4", torch.randn(outputs, INPUTS), data)
-    return PackedMatrix(data, "group4", room)
+def room(outputs: int) -> DecodeBuffer:
+    return DecodeBuffer(torch.empty(outputs, INPUTS))
 
 
-def test_it_is_decoded_once_until_its_room_is_taken_or_its_bytes_are_others(decoded: Rows) -> None:
-    room = DecodeBuffer(torch.empty(9, INPUTS))
-    first, second = matrix(9, room), matrix(5, room)
-    x = torch.randn(FEW_ROWS + 1, INPUTS)
-    expected = [functional.linear(x, one.values().clone()) for one in (first, second)]
-    assert decoded == [9, 5]
+def matrix(codec: str, outputs: int, room: DecodeBuffer | None) -> PackedMatrix:
+    units = -(-outputs // CODECS[codec].rows_together)
+    data = torch.empty(CODECS[codec].nbytes((outputs, INPUTS), 4), dtype=torch.uint8).view(units, -1)
+    encode(codec, torch.randn(outputs, INPUTS), data)
+    return PackedMatrix(data, codec, outputs, room)
+
+
+def test_it_is_decoded_once_until_its_room_is_taken_or_its_bytes_are_others(inverted: Inverted) -> None:
+    shared = room(9)
+    first, second = (matrix(inverted.name, outputs, shared) for outputs in (9, 5))
+    x = Factor(torch.randn(FEW + 1, INPUTS))
+    expected = [functional.linear(x.values, one.values().clone()) for one in (first, second)]
+    assert inverted.decoded == 14 * INPUTS
     for one, wanted in ((second, 1), (second, 1), (first, 0), (first, 0), (second, 1)):
         assert torch.equal(one.linear(x, None), expected[wanted])
-    assert decoded == [9, 5, 9, 5]
+    assert inverted.decoded == 28 * INPUTS
     second.renew()
     second.values()
-    assert decoded == [9, 5, 9, 5, 5]
+    assert inverted.decoded == 33 * INPUTS and inverted.multiplied == 0
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_few_rows_are_multiplied_without_decoding(variant: str, decoded: Rows) -> None:
-    one = matrix(9, DecodeBuffer(torch.empty(9, INPUTS)))
-    x, bias = torch.randn(2, 1, INPUTS), torch.randn(9)
-    with used(variant):
-        out = one.linear(x, bias)
-    assert decoded == [] and out.shape == (2, 1, 9)
-    with used("torch"):
-        assert torch.allclose(out, one.linear(x, bias), atol=1e-4)
-    assert decoded == [9]
+def test_what_a_kernel_multiplies_is_not_decoded_and_needs_no_room(inverted: Inverted) -> None:
+    one, x, bias = matrix(inverted.name, 9, None), torch.randn(FEW, 1, INPUTS), torch.randn(9)
+    out = one.linear(Factor(x), bias)
+    assert (inverted.decoded, inverted.multiplied) == (0, 1)
+    decode(inverted.name, one.data, values := torch.empty(9, INPUTS))
+    assert torch.equal(out, functional.linear(x, values, bias))
+
+
+@pytest.mark.parametrize("codec", [codec.name for codec in TILED])
+@pytest.mark.parametrize(("start", "stop"), [(0, TILE), (TILE, 2 * TILE), (2 * TILE, 39), (0, 39)])
+def test_a_part_of_whole_units_has_its_rows(codec: str, start: int, stop: int) -> None:
+    whole = matrix(codec, 39, room(39))
+    part = whole.part(slice(start, stop), room(stop - start))
+    assert part.outputs == stop - start and torch.equal(part.values(), whole.values()[start:stop])
+    with pytest.raises(AssertionError):
+        whole.part(slice(start + 1, stop), room(stop))
+
+
+def test_rows_that_matrices_share_are_made_ready_once() -> None:
+    made, x = list[torch.Tensor](), Factor(torch.randn(3, 2, INPUTS))
+
+    def ready(values: torch.Tensor) -> torch.Tensor:
+        made.append(values)
+        return values * 2
+
+    first, second = (x.made(ready) for _ in range(2))
+    assert first is second and made == [x.values] and x.rows == 6
+    assert x.made(torch.neg) is not first

@@ -21,7 +21,7 @@ from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import derived as derived_module
 from h2o_flexgen.models.checkpoint import open_checkpoint
-from h2o_flexgen.models.derived import FORMAT, MANIFEST, Copy, Damaged
+from h2o_flexgen.models.derived import FORMATS, MANIFEST, Copy, Damaged
 from h2o_flexgen.models.safetensors_format import StoredTensor, raw_header
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.tiny import save_tiny
@@ -98,7 +98,7 @@ def test_zeros_where_weights_were_are_noticed_said_once_and_mended(
     folder = home.model(model, safe=kind == "packed")
     expected = home.tokens(folder, percent, **options)
     for file in home.weights(kind):
-        zero_tail(file, 3000)
+        zero_tail(file, 5000)
     assert home.tokens(folder, percent, **options) == expected
     assert home.stages.count(Stage.MENDING) == 1
     assert home.tokens(folder, percent, **options) == expected
@@ -110,7 +110,7 @@ def test_a_copy_is_packed_from_weights_that_were_checked(home: Home) -> None:
     expected = home.tokens(folder, **KINDS["packed"])
     shutil.rmtree(home.copy("packed"))
     for file in home.weights("converted"):
-        zero_tail(file, 3000)
+        zero_tail(file, 5000)
     assert home.tokens(folder, **KINDS["packed"]) == expected
     assert home.stages.count(Stage.MENDING) == 1
     assert home.tokens(folder, **KINDS["packed"]) == expected and home.stages.count(Stage.PACKING) == 0
@@ -140,7 +140,7 @@ HARMS: list[Callable[[Path], object]] = [
     lambda file: file.write_bytes(file.read_bytes()[:-1]),
     lambda file: (file.parent / MANIFEST).write_text("no json"),
     lambda file: (file.parent / MANIFEST).write_text("[" * 100_000),
-    lambda file: (file.parent / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": {"a": 3}})),
+    lambda file: (file.parent / MANIFEST).write_text(json.dumps({"format": FORMATS[file.parents[1].name], "files": {"a": 3}})),
     lambda file: (file.parent / MANIFEST).write_text("{}"),
 ]
 
@@ -174,13 +174,14 @@ def test_a_copy_of_an_older_format_is_made_again_in_its_place(kind: str, older: 
     else:
         manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 0}))
     assert home.tokens(folder, **KINDS[kind]) == expected
+    assert home.stages.count(Stage.RENEWING) == (kind == "packed")
     assert Stage.MENDING not in home.stages and len(home.copies(kind)) == 1
 
 
 def test_where_nobody_listens_a_warning_names_the_copy_and_the_tensor(home: Home) -> None:
     folder = home.model()
     home.tokens(folder)
-    zero_tail(home.weights("converted")[-1], 3000)
+    zero_tail(home.weights("converted")[-1], 5000)
     with pytest.warns(RuntimeWarning, match=r"opt-False-\w+, a copy of weights .* of tensor model.decoder.* made again"):
         home.tokens(folder, on_stage=None)
 
@@ -190,7 +191,7 @@ def test_where_progress_is_shown_the_line_of_a_damaged_copy_stays_and_the_listen
 ) -> None:
     folder, told = home.model(), list[Stage]()
     home.tokens(folder)
-    zero_tail(home.weights("converted")[-1], 3000)
+    zero_tail(home.weights("converted")[-1], 5000)
     with LLM(str(folder), offload_dir=home.folder / "offload", on_stage=lambda stage, *_: told.append(stage)) as llm:
         llm.generate(PROMPTS, PARAMS, use_tqdm=True)
         assert "was damaged: it is made again from the checkpoint" in capfd.readouterr().err
@@ -208,7 +209,7 @@ def test_a_copy_whose_source_is_gone_is_left_and_both_are_named(home: Home) -> N
     folder = home.model()
     home.tokens(folder)
     copy = home.copy("converted")
-    zero_tail(home.weights("converted")[-1], 3000)
+    zero_tail(home.weights("converted")[-1], 5000)
     with LLM(str(folder), offload_dir=home.folder / "offload", on_stage=lambda *_: None) as llm:
         gone = next(folder.glob("*.bin"))
         gone.unlink()
@@ -253,7 +254,7 @@ def test_a_copy_that_another_process_takes_away_is_made_again(
     expected = home.tokens(folder, percent, **KINDS[kind])
     (path,) = home.copies("converted")
     if again:
-        zero_tail(home.weights("converted")[-1], 3000)
+        zero_tail(home.weights("converted")[-1], 5000)
     if kind == "packed":
         shutil.rmtree(home.copy("packed"))
     stages, taken = list[Stage](), list[Path]()
@@ -339,9 +340,9 @@ def test_weights_of_the_user_are_not_checked(home: Home) -> None:
     assert stored and all(one.check is None for one in stored)
 
 
-def test_a_person_is_told_in_one_line(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("stage", "why"), [(Stage.MENDING, "was damaged"), (Stage.RENEWING, "had an older layout")])
+def test_a_person_is_told_in_one_line(stage: Stage, why: str, home: Home, capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(0, "opening", late=True) as progress:
-        Opening(progress).stage(Stage.MENDING, 0, 0)
+        Opening(progress).stage(stage, 0, 0)
     cache = home.folder / "cache" / "h2o_flexgen"
-    told = f"a copy of the weights in {cache} was damaged: it is made again from the checkpoint\n"
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == f"a copy of the weights in {cache} {why}: it is made again from the checkpoint\n"

@@ -91,9 +91,9 @@ def test_packed_weights_are_what_the_codec_makes_of_the_plain_ones(
     """In however many parts they are encoded, in memory as on disk."""
     monkeypatch.setattr(dummy_module, "PART_VALUES", part_values)
     weights, plain = source(tmp_path, dtype=dtype), spec(MATRIX, 300, 101)
-    packed = replace(plain, codec="group4")
+    packed = replace(plain, codec="tiles4")
     expected, out = (torch.empty(packed.nbytes, dtype=torch.uint8) for _ in range(2))
-    encode("group4", filled(weights, plain, dtype), expected)
+    encode("tiles4", filled(weights, plain, dtype), expected)
     assert weights.fill(packed, out) and torch.equal(out, expected)
     stored = weights.locate([packed])[MATRIX]
     assert stored.file.read_bytes()[stored.offset :][: packed.nbytes] == expected.numpy().tobytes()

@@ -110,7 +110,7 @@ def test_a_folder_that_is_made_is_known_by_its_writer(tmp_path: Path) -> None:
     other, seen = partial_of(tmp_path, writer()), list[str]()
     (tmp_path / f"opt.partial-{writer()}").mkdir()
     (tmp_path / f"opt.partial-{writer()}" / "half").touch()
-    DerivedFolder(tmp_path / "opt", "make it", ()).made(lambda folder: seen.append(folder.name) or {})
+    DerivedFolder(tmp_path / "opt", 1, "make it", ()).made(lambda folder: seen.append(folder.name) or {})
     assert seen == [f"opt.partial-{writer()}"] and other.exists()
     assert [file.name for file in (tmp_path / "opt").iterdir()] == [MANIFEST]
 

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import re
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import create_model, load_config
+from h2o_flexgen.models import derived as derived_module
 from h2o_flexgen.models import packed as packed_module
 from h2o_flexgen.models.checkpoint import open_checkpoint
+from h2o_flexgen.models.derived import PACKED, DerivedFolder, cache_folder
+from h2o_flexgen.models.leftovers import nbytes_in, remove_leftovers
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.models.safetensors_format import StoredTensor
 from h2o_flexgen.models.sums import STRETCH_BYTES
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.quant.codec import PLAIN, matrix_form
+from h2o_flexgen.quant.tiled import TILE
 from tests.contract import Checkpoints
 from tests.tiny import save_tiny
 
@@ -58,7 +68,7 @@ def test_what_is_packed_is_what_the_codec_makes_of_the_stored_values(codec: str,
     assert len(packed) >= 10
     for tensor in packed:
         expected = torch.empty(tensor.nbytes, dtype=torch.uint8)
-        encode(codec, values[tensor.name], expected)
+        encode(matrix_form(codec), values[tensor.name], expected)
         stored = located[tensor.name]
         assert stored.offset % 4096 == 0, "direct reads start at pages"
         assert stored.file.read_bytes()[stored.offset :][: tensor.nbytes] == expected.numpy().tobytes()
@@ -94,7 +104,7 @@ def test_every_matrix_is_packed_and_every_table_of_tokens_tied_or_not(
     source, values = opened(folder, tmp_path / "cache"), stored_values(folder)
     for table in filter(None, tables):
         expected = torch.empty(table.nbytes, dtype=torch.uint8)
-        encode(CODEC, values[table.name], expected)
+        encode(matrix_form(CODEC), values[table.name], expected)
         stored = source.locate([table])[table.name]
         assert stored.file.read_bytes()[stored.offset :][: table.nbytes] == expected.numpy().tobytes()
 
@@ -148,9 +158,10 @@ class HarmsWhatItChecked:
         return error
 
 
+@pytest.mark.parametrize("together", [1, TILE])
 @pytest.mark.parametrize(("rows", "columns"), [(5, 3), (700, 1501)])
 def test_what_is_packed_are_the_bytes_that_were_checked(
-    rows: int, columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rows: int, columns: int, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts that end within rows, too."""
     file, values = tmp_path / "copy.bin", torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
@@ -158,18 +169,22 @@ def test_what_is_packed_are_the_bytes_that_were_checked(
     monkeypatch.setattr(packed_module, "PART_BYTES", STRETCH_BYTES)
     check = HarmsWhatItChecked(file)
     stored = StoredTensor("matrix", file, 0, values.nbytes, "float32", (rows, columns), check)
-    parts = list(packed_module._parts(stored, columns))
+    parts = list(packed_module._parts(stored, columns, together))
     assert b"".join(part.numpy().tobytes() for part in parts) == check.seen
     assert torch.equal(parts[0], values[: len(parts[0])])
 
 
+@pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize("part_bytes", [1, 4 * 7, 4 * 7 * 3 + 5])
-def test_rows_are_put_together_from_parts(part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_put_together_from_parts(
+    part_bytes: int, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(packed_module, "PART_BYTES", part_bytes)
     file, values = tmp_path / "matrix.bin", torch.arange(70, dtype=torch.float32).view(10, 7)
     file.write_bytes(b"before" + values.numpy().tobytes())
     stored = StoredTensor("matrix", file, 6, values.nbytes, "float32", (10, 7))
-    assert torch.equal(torch.cat(list(packed_module._parts(stored, 7))), values)
+    parts = list(packed_module._parts(stored, 7, together))
+    assert torch.equal(torch.cat(parts), values) and all(len(part) % together == 0 for part in parts[:-1])
 
 
 def contents(source: PackedCheckpoint, folder: Path) -> dict[str, bytes]:
@@ -215,11 +230,11 @@ def test_a_plan_says_what_it_would_write(model: Path, tmp_path: Path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     with LLM(str(model), weight_codec=CODEC, offload_dir=tmp_path / "offload") as llm:
         assert llm.packing is not None
-        folder, nbytes = llm.packing
+        folder, nbytes, _ = llm.packing
         assert folder.parent == tmp_path / "home" / "h2o_flexgen" / "packed" and nbytes > 0
         assert not folder.exists()
         llm.generate([[1, 2, 3]])
-        assert llm.packing == (folder, 0)
+        assert llm.packing == (folder, 0, 0)
     with LLM(str(model), offload_dir=tmp_path / "offload") as llm:
         assert llm.packing is None
 
@@ -232,3 +247,96 @@ def test_what_packing_will_write_is_no_room_for_the_run(model: Path, tmp_path: P
         assert plain.budgets.disk == 10**9
     with LLM(str(model), weight_codec=CODEC, offload_dir=tmp_path / "offload") as llm:
         assert llm.packing is not None and llm.budgets.disk == 10**9 - llm.packing[1]
+
+
+# -- copies of an older layout -------------------------------------------------------------------------------------------
+
+
+def made_older(model: Path, cache: Path, codec: str = CODEC) -> Path:
+    """A copy as it was made before matrices lay in tiles: in the same place, row by row."""
+    spec = spec_of(model, codec)
+    rows = [tensor for tensor in spec.tensors.values() if tensor.codec != PLAIN]
+    asked = json.dumps([1, *((tensor.name, tensor.shape, codec) for tensor in rows)])
+    checkpoint = open_checkpoint(model)
+    older = replace(DerivedFolder.of(checkpoint.folder, checkpoint.origins, PACKED, "pack", asked, cache), format=2)
+    of_rows = spec.map_tensors(lambda tensor: replace(tensor, codec=codec) if tensor in rows else tensor)
+    older.made(PackedCheckpoint(checkpoint, of_rows, cache)._build)
+    return older.path
+
+
+class Told(list[str]):
+    def __call__(self) -> None:
+        self.append("renewed")
+
+
+def told_opening(model: Path, cache: Path, told: Told, codec: str = CODEC) -> PackedCheckpoint:
+    return PackedCheckpoint(open_checkpoint(model), spec_of(model, codec), cache, renewing=told)
+
+
+def test_a_copy_of_an_older_layout_is_made_again_in_its_place_and_said_once(model: Path, tmp_path: Path) -> None:
+    cache, told = tmp_path / "cache", Told()
+    expected = contents(opened(model, tmp_path / "other"), model)
+    older = made_older(model, cache)
+    source = told_opening(model, cache, told)
+    assert source.folder == older and source.bytes_to_write > 0 and source.bytes_to_free == nbytes_in(older)
+    assert contents(source, model) == expected and contents(told_opening(model, cache, told), model) == expected
+    assert told == ["renewed"] and list(cache.iterdir()) == [older]
+    assert (source.bytes_to_write, source.bytes_to_free) == (0, 0)
+
+
+def test_a_copy_in_another_codec_is_not_taken_for_an_older_one(model: Path, tmp_path: Path) -> None:
+    cache, told = tmp_path / "cache", Told()
+    older = made_older(model, cache, "group8")
+    for codec in ("group4", "group4", "group8", "group4"):
+        locate_all(told_opening(model, cache, told, codec), model, codec)
+        assert len(told) == (codec == "group8" or told == ["renewed"])
+    assert len(list(cache.iterdir())) == 2 and nbytes_in(older) > 0
+    assert [opened(model, cache, codec).bytes_to_write for codec in ("group4", "group8")] == [0, 0]
+
+
+def test_a_disk_that_cannot_hold_both_holds_the_new_copy(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    made_older(model, cache)
+    size = opened(model, cache).bytes_to_write + 20_000  # headers and a manifest included
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=size - nbytes_in(cache)))
+    with pytest.raises(ValueError, match="packing the weights needs"):
+        locate_all(opened(model, cache, "group8"), model, "group8")
+    locate_all(opened(model, cache), model)
+    assert 0 < nbytes_in(cache) <= size
+
+
+def test_an_older_copy_of_which_a_part_could_not_be_removed_is_a_leftover(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a run is killed meanwhile."""
+    cache = tmp_path / "cache"
+    older = made_older(model, cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(derived_module.shutil, "rmtree", refuse)
+        with pytest.raises(ValueError, match=r"^cannot pack the weights of .*: Input/output error; free some space"):
+            locate_all(opened(model, cache), model)
+    (left,) = cache.iterdir()
+    assert left != older
+    leftovers = remove_leftovers(tmp_path, [cache])
+    assert leftovers is not None and leftovers.places == [left] and list(cache.iterdir()) == []
+    locate_all(opened(model, cache), model)
+    assert list(cache.iterdir()) == [older]
+
+
+def refuse(place: Path) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_what_an_older_copy_takes_is_room_for_the_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    older = made_older(model, cache_folder(PACKED))
+    held = nbytes_in(older)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(total=10**9, used=0, free=10**9))
+    stages = list[Stage]()
+    with LLM(str(model), weight_codec=CODEC, offload_dir=tmp_path, on_stage=lambda stage, *_: stages.append(stage)) as llm:
+        assert llm.packing is not None and llm.packing.freed == held
+        assert llm.budgets.disk == 10**9 + held - llm.packing.nbytes
+        assert str(llm.packing).endswith(f" in {older}, in place of {format_bytes(held)} of an older layout")
+        llm.generate([[1, 2, 3]])
+        assert llm.packing == (older, 0, 0)
+    assert stages.count(Stage.RENEWING) == 1 and stages.index(Stage.RENEWING) < stages.index(Stage.PACKING)

@@ -10,14 +10,15 @@ import pytest
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.core.workload import Block
-from h2o_flexgen.kernels.table import FEW_ROWS
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing, lane_bounds
+from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Key
+from tests.inverted import Inverted, registered
 from tests.planning.test_machine import SMALL
 from tests.planning.worlds import block_of, last_block_of, tiny_spec
 
@@ -28,8 +29,8 @@ MACHINE = replace(
     unpacked_values_per_s={"group4": 4e8},
     head_seconds=2e-9,
     prompt_flops_per_s={"plain": 4e9, "scored": 2e9},
-    decoded_values_per_s={"group4": 5e8},
-    packed_flops_per_s={"group4": ((1, 2e9), (2, 4e9))},
+    decoded_values_per_s={"tiles4": 5e8, "inverted": 5e8},
+    packed_flops_per_s={"inverted": ((1, 2e9), (2, 4e9))},
     values_per_s=1e9,
     visit_seconds={"attention": 3e-4, "mlp": 1e-4, "eviction": 7e-4},
     unpinned_to_device_per_s=3e9,
@@ -38,10 +39,10 @@ MACHINE = replace(
 PERCENT = (30, 20, 30, 40, 50, 50)
 
 
-def planned(block: Block, accelerator: bool = True, packed: bool = False, **options: object) -> BlockPlan:
+def planned(block: Block, accelerator: bool = True, codec: str = PLAIN, **options: object) -> BlockPlan:
     plan = Plan.create(**{"num_gpu_batches": 3, **options}).with_percent(PERCENT)
     plan = plan.at(Site(accelerator))
-    spec = tiny_spec().packed("group4") if packed else tiny_spec()
+    spec = tiny_spec() if codec == PLAIN else tiny_spec().packed(codec)
     return BlockPlan.of(replace(spec, kv_codec=plan.kv_codec), plan, block, Site(accelerator))
 
 
@@ -68,10 +69,10 @@ def test_the_seconds_of_a_step_are_those_of_its_tasks(
 
 
 @pytest.mark.parametrize("accelerator", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-def test_tasks_that_count_as_alike_cost_the_same(accelerator: bool, packed: bool) -> None:
+@pytest.mark.parametrize("codec", [PLAIN, "group4"])
+def test_tasks_that_count_as_alike_cost_the_same(accelerator: bool, codec: str) -> None:
     """`seconds` keeps what it found of a kind of task: of each alone it must find the same."""
-    of = planned(block_of([[4, 2], [3, 3], [5]]), accelerator, packed, kv_codec="group4" if packed else "plain")
+    of = planned(block_of([[4, 2], [3, 3], [5]]), accelerator, codec, kv_codec=codec)
     pricing = Pricing(of, on(MACHINE, accelerator))
     for task in pricing.schedule.tasks():
         assert Pricing(of, on(MACHINE, accelerator)).seconds(task) == pricing.seconds(task), task
@@ -141,21 +142,26 @@ def test_a_visit_that_evicts_costs_more_than_one_that_does_not() -> None:
 
 
 def test_packed_weights_are_multiplied_as_they_are_by_few_rows_and_decoded_once_for_more() -> None:
-    few = parts_of(planned(block_of([[4, 2]]), False, packed=True), 1, "mlp")
+    rows = 17
+    with registered(Inverted(few_rows=rows - 1)) as codec:
+        few = parts_of(planned(block_of([[4, 2]]), False, codec.name), 1, "mlp")
+        of = planned(block_of([[4] * rows, [3] * rows]), False, codec.name)
+        first, second = (parts_of(of, 1, "mlp", batch) for batch in (0, 1))
     assert few["decoding"] == 0.0 and few["products"] == pytest.approx(2 * 2 * 8 * 32 * 2 / 4e9)
-    rows = FEW_ROWS + 1
-    of = planned(block_of([[4] * rows, [3] * rows]), False, packed=True)
-    first, second = (parts_of(of, 1, "mlp", batch) for batch in (0, 1))
     assert first["decoding"] == pytest.approx(2 * 8 * 32 / 5e8) and second["decoding"] == 0.0
     assert first["products"] == second["products"] == pytest.approx(2 * 2 * 8 * 32 * rows / 9e9)
 
 
-@pytest.mark.parametrize("measured", [{"group8": 3e8, "group4": 5e8}, {"group8": 3e8}, {}])
-def test_a_codec_that_was_not_profiled_is_not_decoded_for_nothing(measured: dict[str, float]) -> None:
+@pytest.mark.parametrize("measured", [{8: 3e8, 4: 5e8}, {8: 3e8}, {}])
+def test_a_codec_that_was_not_profiled_is_not_decoded_for_nothing(measured: dict[int, float]) -> None:
     """It is as slow as the slowest that was, or else as its bytes are read and its values written in memory."""
-    machine = replace(SMALL, flops_per_s=MACHINE.flops_per_s, decoded_values_per_s=measured, unpacked_values_per_s=measured)
-    rate = measured.get("group4") or measured.get("group8") or 20e9 / (36 / 64 + 4)
-    of = planned(block_of([[4, 2]]), False, packed=True, kv_codec="group4")
+    rates = {
+        "decoded_values_per_s": {f"tiles{bits}": rate for bits, rate in measured.items()},
+        "unpacked_values_per_s": {f"group{bits}": rate for bits, rate in measured.items()},
+    }
+    machine = replace(SMALL, flops_per_s=MACHINE.flops_per_s, **rates)
+    rate = measured.get(4) or measured.get(8) or 20e9 / (36 / 64 + 4)
+    of = planned(block_of([[4, 2]]), False, "group4", kv_codec="group4")
     mlp, attention = (Pricing(of, on(machine, False)).compute_parts(Key(Op.COMPUTE, 1, layer, 0)) for layer in (2, 1))
     assert mlp["decoding"] == pytest.approx(2 * 8 * 32 / rate)
     assert attention["attention"] >= 2 * 5 * 2 * 2 * 4 / rate

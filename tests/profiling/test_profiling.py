@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -16,11 +17,11 @@ import psutil
 import pytest
 import torch
 
-from h2o_flexgen.core.model_spec import DTYPE_BYTES
+from h2o_flexgen.core.model_spec import DTYPE_BYTES, usual_dtype
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.kernels.native import in_use
-from h2o_flexgen.kernels.table import CPU, FEW_ROWS, TORCH, Processor
+from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.kernels.table import CPU, PRODUCT_OPS, TORCH, Processor, choose
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
@@ -37,7 +38,9 @@ from h2o_flexgen.profiling.rounds import Taken, measured
 from h2o_flexgen.profiling.sizes import FULL, QUICK
 from h2o_flexgen.profiling.subject import Clock, Subject, Watch
 from h2o_flexgen.profiling.visits import Between, visits
+from h2o_flexgen.quant.codec import MATRIX_FORMS
 from h2o_flexgen.schedule.task import Task
+from tests.inverted import Inverted, registered
 from tests.pretended import PretendedDevice
 from tests.profiling.profiles import TINY
 
@@ -95,9 +98,18 @@ def test_curves_have_the_rows_that_they_are_asked_for(found: tuple[Machine, obje
     }
     assert set(machine.attention_flops_per_s) == {"float32", "bfloat16", "group4", "group8"}
     assert (set(machine.prompt_flops_per_s), set(machine.attention_bytes_per_s)) == ({"plain", "scored"}, {"host"})
-    assert (set(machine.visit_seconds), set(machine.decoded_values_per_s)) == ({"attention", "mlp"}, {"group4", "group8"})
-    packed = {codec: [rows for rows, _ in curve] for codec, curve in machine.packed_flops_per_s.items()}
-    assert packed == ({} if in_use() == TORCH else {"group4": [1, 8], "group8": [1, 8]})
+    assert (set(machine.visit_seconds), set(machine.decoded_values_per_s)) == ({"attention", "mlp"}, {"tiles4", "tiles8"})
+    packed = {price: [rows for rows, _ in curve] for price, curve in machine.packed_flops_per_s.items()}
+    assert packed == multiplied_here(usual_dtype(accelerator=False), TINY.rows)
+
+
+def multiplied_here(dtype: str, rows: tuple[int, ...]) -> dict[str, list[int]]:
+    """The rows of packed products, by the price of the kernel that there is for them."""
+    found = dict[str, list[int]]()
+    for op, form, count in itertools.product(PRODUCT_OPS, MATRIX_FORMS, rows):
+        if kernel := choose(op, form, dtype, processor(CPU).runs, count):
+            found.setdefault(kernel.price, []).append(count)
+    return found
 
 
 def test_a_profile_is_kept_and_loaded_as_it_is(found: tuple[Machine, object, object], tmp_path: Path) -> None:
@@ -179,24 +191,21 @@ def test_weights_take_turns_over_more_than_a_cache_holds() -> None:
     assert len(places) == 8 and sum(weight.nbytes for weight in weights) == TINY.cold_bytes
 
 
-@pytest.mark.skipif(in_use() == TORCH, reason="packed weights are multiplied with by the kernels in C")
-def test_packed_products_are_those_of_few_rows() -> None:
-    found = figures(*products.packed_products(CLOCK, "bfloat16", replace(TINY, rows=(1, FEW_ROWS, FEW_ROWS + 1))))
+def test_packed_products_are_those_that_a_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    with registered(Inverted(few_rows=8)) as codec:
+        monkeypatch.setattr(products, "MATRIX_FORMS", (codec.name,))
+        found = figures(*products.packed_products(CLOCK, "float32", TINY))
     flops = 2 * 64 * 64
-    assert found == {
-        f"{kind} {codec}{rows}": value
-        for codec in ("group4", "group8")
-        for kind, rows, value in (
-            ("packed products", " 1", flops),
-            ("packed products", f" {FEW_ROWS}", FEW_ROWS * flops),
-            ("decoding", "", 64 * 64),
-        )
+    assert TINY.rows == (1, 8, 32) and found == {
+        "packed products inverted 1": flops,
+        "packed products inverted 8": 8 * flops,
+        "decoding inverted": 64 * 64,
     }
 
 
 def test_without_kernels_there_are_no_packed_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "processor", lambda device: Processor(CPU, TORCH))
-    assert set(figures(*products.packed_products(CLOCK, "bfloat16", TINY))) == {"decoding group4", "decoding group8"}
+    assert set(figures(*products.packed_products(CLOCK, "bfloat16", TINY))) == {"decoding tiles4", "decoding tiles8"}
 
 
 def test_values_are_those_around_the_products_of_blocks() -> None:

@@ -26,6 +26,7 @@ from h2o_flexgen.memory.disk import Checked, Piece
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES, Entry, Layout, Pack, Range, slices
+from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
 from h2o_flexgen.quant.codec import PLAIN
@@ -48,7 +49,7 @@ class WeightStore:
         self._resident = self._fill(source, self._on(*self._stays_in), memories.compute)
         self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.host)
         self._host_ring = self._device_ring = Ring(memories.host, buffers=0, nbytes=0)
-        decoded = decoded_bytes(spec)
+        decoded = decoded_bytes(spec, site_of(memories.device.kind, accelerator))
         self._decoded = memories.compute.alloc(decoded) if decoded else None
 
     @property
@@ -182,7 +183,12 @@ class WeightStore:
         pack = self._pack_of(tensor, layer, slot)
         if tensor.codec == PLAIN:
             return pack.view(tensor.name)
-        return pack.matrix(tensor.name, DecodeBuffer(self._decoded_pack(layer).view(tensor.name)))
+        return pack.matrix(tensor.name, self._room(tensor, layer), self._spec.product)
+
+    def _room(self, tensor: TensorSpec, layer: int) -> DecodeBuffer | None:
+        if self._decoded is None:
+            return None
+        return DecodeBuffer(Pack(self._decoded, self._decoded_layout(self._spec.layers[layer])).view(tensor.name))
 
     def look_up(self, visit: Visit, tokens: Tensor) -> tuple[Tensor, Weights]:
         """Tokens (rows, tokens) and weights for a layer that takes tokens. Of a packed table only the rows of these tokens are
@@ -205,18 +211,19 @@ class WeightStore:
             yield self.views(visit)
             return
         if place not in self._parts:
-            whole, rooms = self._pack_of(matrix, *place).rows(matrix.name), self._rooms_for_parts(layer, matrix)
+            rooms = self._rooms_for_parts(layer, matrix)
+            whole = self._pack_of(matrix, *place).matrix(matrix.name, rooms[0], self._spec.product)
             self._parts[place] = [
-                PackedMatrix(whole[rows], matrix.codec, rooms[min(number, len(rooms) - 1)])
-                for number, rows in enumerate(layer.logit_parts)
+                whole.part(rows, rooms[min(number, len(rooms) - 1)]) for number, rows in enumerate(layer.logit_parts)
             ]
         views = self.views(visit)
         for part in self._parts[place]:
             yield {**views, local: part}
 
-    def _rooms_for_parts(self, layer: LayerSpec, matrix: TensorSpec) -> list[DecodeBuffer]:
+    def _rooms_for_parts(self, layer: LayerSpec, matrix: TensorSpec) -> list[DecodeBuffer | None]:
         """The places of parts: all that the layer's other weights leave of the room of the largest layer."""
-        assert self._decoded is not None
+        if self._decoded is None:
+            return [None]
         part, room = self._decoded_layout(layer).entries[matrix.name], self._decoded
         starts = part_starts(self._spec, layer)
         return [DecodeBuffer(room[start : start + part.nbytes].view(self._dtype).view(part.shape)) for start in starts]
@@ -228,10 +235,6 @@ class WeightStore:
         if self._memories.device.accelerator:
             return Pack(self._device_ring[slot], self._moved_layouts[layer])
         return Pack(self._host_ring[slot], self._disk_layouts[layer])
-
-    def _decoded_pack(self, layer: int) -> Pack:
-        assert self._decoded is not None
-        return Pack(self._decoded, self._decoded_layout(self._spec.layers[layer]))
 
     def _decoded_layout(self, layer: LayerSpec) -> Layout:
         return Layout.pack({tensor.name: Entry(0, tensor.shape, self._dtype) for tensor in layer.decoded})

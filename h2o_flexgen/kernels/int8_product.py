@@ -1,0 +1,70 @@
+"""The product of rows of int8 and a transposed matrix in tiles of 4 or 8 bits. C and torch give the same bits, and what becomes
+of a row depends on nothing but the row and the matrix: int8_product.c says how."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.int8_rows import Int8Rows, int8_rows, int8_rows_twin
+from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.sizes import TWIN_VALUES
+from h2o_flexgen.quant.grouped import GROUP, groups_of
+from h2o_flexgen.quant.tiled import TILE, Tiled
+
+
+def int8_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., columns), data (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
+    rows = x.made(int8_rows)
+    assert data.shape == (-(-outputs // TILE), codec.tile_bytes(x.values.shape[-1]))
+    assert bias is None or bias.shape == (outputs,)
+    out = torch.empty(*x.values.shape[:-1], outputs, dtype=x.values.dtype)
+    added = None if bias is None else bias.float().contiguous()
+    places = (None if place is None else pointer(place) for place in (data, *rows, added, out))
+    given = _Product(*places, *rows.scales.shape, outputs, KINDS[out.dtype])
+    native_library().int8_product(ctypes.byref(given), ctypes.c_int(codec.bits), ctypes.c_int(torch.get_num_threads()))
+    return out
+
+
+def int8_product_twin(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    rows = x.made(int8_rows_twin)
+    step = max(1, TWIN_VALUES // max(TILE * rows.codes.shape[1], TILE * len(rows.codes)))
+    parts = [_product_of_tiles(codec, rows, data[start : start + step]) for start in range(0, len(data), step)]
+    out = torch.cat(parts, dim=1)[:, :outputs]
+    added = out if bias is None else out + bias.float()
+    return added.to(x.values.dtype).reshape(*x.values.shape[:-1], outputs)
+
+
+def _product_of_tiles(codec: Tiled, x: Int8Rows, tiles: Tensor) -> Tensor:
+    """The sums of some tiles (rows, tiles * 16), group behind group. Dot products are whole numbers below 2 ** 24, which
+    float32 holds, in any order of their sums."""
+    sums = torch.zeros(len(x.codes), len(tiles) * TILE, device=tiles.device)
+    for group in range(groups_of(x.codes.shape[1])):
+        codes, scales, minima = _block(codec, tiles, group)
+        dots = functional.linear(x.codes[:, group * GROUP : (group + 1) * GROUP].float(), codes)
+        own = slice(group, group + 1)
+        sums += dots * x.scales[:, own] * scales + x.sums[:, own] * minima
+    return sums
+
+
+def _block(codec: Tiled, tiles: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The codes (tiles * 16, 64), scales and minima (tiles * 16,) of a group, as float32."""
+    blocks = tiles[:, group * codec.block_bytes : (group + 1) * codec.block_bytes]
+    words, scales, minima = blocks.split((TILE * codec.as_rows.code_bytes, 2 * TILE, 2 * TILE), dim=1)
+    codes = words.reshape(len(tiles), -1, TILE, 4)
+    if codec.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1, 2)
+    shared = (part.contiguous().view(torch.bfloat16).float().flatten() for part in (scales, minima))
+    return codes.transpose(1, 2).reshape(len(tiles) * TILE, GROUP).float(), *shared
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "codes", "scales", "sums", "bias", "out")),
+        *((name, ctypes.c_long) for name in ("rows", "groups", "outputs")),
+        ("kind", ctypes.c_int),
+    )

@@ -1,0 +1,97 @@
+/* Rows of x as int8: the 64 values of a group share a scale, their largest magnitude over 127. What is not finite makes the scale
+   NaN, and values too small for a scale become 0. Plain IEEE arithmetic in a fixed order, as in torch: the same bits everywhere. */
+
+#include "int8_dots.h"
+
+typedef struct {
+    const char *x;        /* (rows, columns) */
+    int8_t *codes;        /* (rows, groups * 64) */
+    float *scales, *sums; /* (rows, groups): sums are those of the codes, times the scale */
+    long columns;
+} rows_of_x;
+
+#define REGISTERS (GROUP / LANES)
+
+static ALWAYS_INLINE void load_group(const char *x, long count, int kind, floats *values)
+{
+    char filled[GROUP * 4] = {0};
+    if (count < GROUP)
+        x = memcpy(filled, x, count * itemsize_of(kind));
+#pragma GCC unroll 16
+    for (int at = 0; at < REGISTERS; at++)
+        values[at] = load_floats(x + itemsize_of(kind) * LANES * at, kind);
+}
+
+static ALWAYS_INLINE float largest_magnitude(const floats *values) /* NaN, if there is one: as integers they are the largest */
+{
+    integers most = {0};
+    int32_t lanes[LANES], all_most = 0;
+#pragma GCC unroll 16
+    for (int at = 0; at < REGISTERS; at++) {
+        const integers next = (integers)values[at] & 0x7fffffff, mask = next > most;
+        most = (next & mask) | (most & ~mask);
+    }
+    memcpy(lanes, &most, sizeof lanes);
+    for (int lane = 0; lane < LANES; lane++)
+        all_most = lanes[lane] > all_most ? lanes[lane] : all_most;
+    return float_of_bits((uint32_t)all_most);
+}
+
+/* Writes the codes of a group and returns their sum. */
+static ALWAYS_INLINE int32_t encode(const floats *values, float inverse, int8_t *codes)
+{
+    typedef int8_t small __attribute__((vector_size(LANES)));
+    const floats shift = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers, ties to even */
+    integers sums = {0};
+    int32_t lanes[LANES], sum = 0;
+#pragma GCC unroll 16
+    for (int at = 0; at < REGISTERS; at++) {
+        const integers whole = (integers)(rounded(values[at] * inverse) + shift) - (integers)shift;
+        const small narrow = __builtin_convertvector(whole, small);
+        memcpy(codes + LANES * at, &narrow, sizeof narrow);
+        sums += whole;
+    }
+    memcpy(lanes, &sums, sizeof lanes);
+    for (int lane = 0; lane < LANES; lane++)
+        sum += lanes[lane];
+    return sum;
+}
+
+static ALWAYS_INLINE void encode_row(const rows_of_x *p, long row, int kind)
+{
+    const long groups = groups_of(p->columns);
+    const char *x = p->x + row * p->columns * itemsize_of(kind);
+    for (long group = 0; group < groups; group++) {
+        const long first = group * GROUP, count = p->columns - first < GROUP ? p->columns - first : GROUP;
+        int8_t *codes = p->codes + row * groups * GROUP + first;
+        floats values[REGISTERS];
+        load_group(x + first * itemsize_of(kind), count, kind, values);
+        const float most = largest_magnitude(values);
+        const int finite = most <= 3.40282347e38f, some = most >= 1e-30f;
+        float scale = finite ? 0.0f : __builtin_nanf("");
+        int32_t sum = 0;
+        if (finite && some) {
+            scale = most / 127.0f;
+            sum = encode(values, 127.0f / most, codes);
+        } else {
+            memset(codes, 0, GROUP);
+        }
+        p->scales[row * groups + group] = scale;
+        p->sums[row * groups + group] = scale * (float)sum;
+    }
+}
+
+void int8_rows(const char *x, int8_t *codes, float *scales, float *sums, long rows, long columns, int kind, int threads)
+{
+    const rows_of_x given = {x, codes, scales, sums, columns};
+    if (!rows)
+        return;
+#pragma omp parallel for num_threads(threads < rows ? threads : (int)rows) schedule(static)
+    for (long row = 0; row < rows; row++)
+        if (kind == BF16)
+            encode_row(&given, row, BF16);
+        else if (kind == FLOAT)
+            encode_row(&given, row, FLOAT);
+        else
+            encode_row(&given, row, HALF);
+}

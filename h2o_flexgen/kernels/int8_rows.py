@@ -1,0 +1,52 @@
+"""Rows of x as int8: 64 values along a row share a scale, which is their largest magnitude over 127. C and torch give the same
+bits. A group with NaN or infinity has NaN as its scale, so that no outcome of it is a number."""
+
+from __future__ import annotations
+
+import ctypes
+from math import inf, nan
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.quant.grouped import GROUP, groups_of
+
+LARGEST_CODE = 127
+NOTHING = 1e-30  # groups of smaller values become zeros: scales have to have inverses
+
+
+class Int8Rows(NamedTuple):
+    codes: Tensor  # (rows, groups * 64), int8
+    scales: Tensor  # (rows, groups), float32
+    sums: Tensor  # (rows, groups), float32: of the codes, times the scale
+
+
+def int8_rows(values: Tensor) -> Int8Rows:
+    """values (..., columns)"""
+    x = values.reshape(-1, values.shape[-1]).contiguous()
+    made = _room(x)
+    places = map(pointer, (x, *made))
+    sizes = (*map(ctypes.c_long, x.shape), ctypes.c_int(KINDS[x.dtype]), ctypes.c_int(torch.get_num_threads()))
+    native_library().int8_rows(*places, *sizes)
+    return made
+
+
+def int8_rows_twin(values: Tensor) -> Int8Rows:
+    columns = values.shape[-1]
+    x = functional.pad(values.reshape(-1, columns).float(), (0, -columns % GROUP)).unflatten(1, (-1, GROUP))
+    most = x.abs().amax(-1)
+    limit = torch.full_like(most, LARGEST_CODE)  # a number is no divisor: torch would multiply with its inverse
+    some = (most >= NOTHING) & (most < inf)
+    scales = torch.where(some, most / limit, 0.0).masked_fill_(~(most < inf), nan)
+    inverses = torch.where(some, limit / most, 0.0).unsqueeze(-1)
+    codes = torch.where(some.unsqueeze(-1), x * inverses, 0.0).round_()
+    return Int8Rows(codes.flatten(1).to(torch.int8), scales, scales * codes.sum(-1))
+
+
+def _room(x: Tensor) -> Int8Rows:
+    rows, groups = len(x), groups_of(x.shape[1])
+    codes = torch.empty(rows, groups * GROUP, dtype=torch.int8)
+    return Int8Rows(codes, torch.empty(rows, groups), torch.empty(rows, groups))
