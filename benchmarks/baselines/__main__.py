@@ -1,6 +1,7 @@
 """One system in a process of its own, started by compare.py:
 
     python -m benchmarks.baselines most REQUEST    # prints how many rows fit, by the planner of a system that has one
+    python -m benchmarks.baselines prepare REQUEST # makes what a system needs beside the checkpoint, if it needs something
     python -m benchmarks.baselines run REQUEST     # prints READY when all is loaded, waits for a line, prints the answer
 
 Whatever else a system prints goes to standard error.
@@ -12,10 +13,10 @@ import os
 import sys
 from typing import TextIO
 
-from benchmarks.baselines.request import Plans, Request
+from benchmarks.baselines.request import Plans, Prepares, Request
 from benchmarks.baselines.systems import system_named
 
-MOST, RUN, READY = "most", "run", "ready"
+MOST, PREPARE, RUN, READY = "most", "prepare", "run", "ready"
 
 
 def main() -> int:
@@ -27,6 +28,9 @@ def main() -> int:
         if action == MOST:
             assert isinstance(system, Plans), request.system
             print(system.most_rows(request), file=words)
+        elif action == PREPARE:
+            assert isinstance(system, Prepares), request.system
+            system.prepare(request)
         else:
             print(system.run(request, lambda: _ready(words)).to_json(), file=words)
     return 0

@@ -83,3 +83,11 @@ class Plans(Protocol):
     """A system that knows without trying how many rows fit."""
 
     def most_rows(self, request: Request) -> int: ...
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A system that needs more than a checkpoint: what is compiled or converted once, and kept."""
+
+    def prepare(self, request: Request) -> None:
+        """Makes what is not there yet. It may take all memory and many minutes, and says on standard error what it does."""

@@ -11,6 +11,8 @@ SYSTEMS = {  # name -> module, which has a class of the name System
     "accelerate": "accelerate_offload",
     "deepspeed": "deepspeed_zero",
     "transformers": "transformers_resident",
+    "continuous batching": "transformers_batching",
+    "llama.cpp": "llama_cpp",
     "airllm": "airllm_layers",
     "flexgen": "flexgen_original",
 }

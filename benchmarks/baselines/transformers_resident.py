@@ -15,7 +15,7 @@ class System:
     loads_within_cap = True
 
     def missing(self, request: Request) -> str | None:
-        return missing_package("transformers") or missing_gpu(request) or _missing_memory(request)
+        return missing_package("transformers") or missing_gpu(request) or missing_memory(request)
 
     def run(self, request: Request, ready: Ready) -> Answer:
         from transformers import AutoModelForCausalLM
@@ -30,7 +30,7 @@ class System:
         return course.answer(request, (), f"weights and KV on {request.device}", load_seconds)
 
 
-def _missing_memory(request: Request) -> str | None:
+def missing_memory(request: Request) -> str | None:
     if request.device == "cuda":
         place, room = "the GPU has", request.device_bytes
     elif request.host_bytes is not None:

@@ -10,10 +10,13 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.instructions import instructions
+from benchmarks.peaks import Peaks
+from h2o_flexgen.kernels.table import CPU, INT8
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, memory_read_rate
 
-RATES = ("flops_per_s", "memory_read_per_s", "disk_read_per_s", "link_per_s")
+RATES = ("flops_per_s", "memory_read_per_s", "disk_read_per_s", "link_per_s", "fp32_peak_per_s", "integer_peak_per_s")
 SHAPE = (11008, 4096)  # of the weights
 ROWS = 256
 
@@ -25,24 +28,35 @@ class Calibration:
     disk_read_per_s: float
     link_per_s: float | None  # to the accelerator
     machine: dict[str, object]
+    fp32_peak_per_s: float = 0.0  # operations in registers alone; 0 where that cannot be measured
+    integer_peak_per_s: float = 0.0  # of 8 bits
+
+    def products_per_s(self, arithmetic: str) -> float:
+        """The most operations per second: as measured of a large product, or the peak if torch is below it."""
+        peaks = self.fp32_peak_per_s, self.integer_peak_per_s if arithmetic == INT8 else 0.0
+        return max(self.flops_per_s, *peaks)
 
     def __str__(self) -> str:
-        return (
-            f"{self.flops_per_s / 1e9:,.0f} GFLOP/s, memory {self.memory_read_per_s / 1e9:.1f} GB/s, "
-            f"disk {self.disk_read_per_s / 1e9:.2f} GB/s"
-        )
+        rates = [f"{self.flops_per_s / 1e9:,.0f} GFLOP/s"]
+        if self.fp32_peak_per_s:
+            rates.append(f"peaks {self.fp32_peak_per_s / 1e9:,.0f} in fp32, {self.integer_peak_per_s / 1e9:,.0f} in int8")
+        rates += [f"memory {self.memory_read_per_s / 1e9:.1f} GB/s", f"disk {self.disk_read_per_s / 1e9:.2f} GB/s"]
+        return ", ".join(rates)
 
     @classmethod
     def taken(cls, device: str, dtype: str, checkpoint: Path, seconds: float = 2.0) -> Calibration:
         opened = open_device(device)
         needs = Needs(dtype, SHAPE, (ROWS,), read_files=tuple(sorted(checkpoint.glob("*.safetensors"))), links=True)
+        peaks = Peaks.measured() if device == CPU else None
         machine = measure(opened, needs, repetitions=3, seconds=seconds / 3)
         return cls(
             flops_per_s=machine.flop_rate(dtype, ROWS),
             memory_read_per_s=memory_read_rate(),
             disk_read_per_s=machine.disk_read_per_s,
             link_per_s=machine.host_to_device_per_s if opened.accelerator else None,
-            machine=describe_machine(opened),
+            machine={**describe_machine(opened), "instructions": instructions()},
+            fp32_peak_per_s=peaks.fp32 if peaks else 0.0,
+            integer_peak_per_s=peaks.integer if peaks else 0.0,
         )
 
     def at_best(self, other: Calibration) -> Calibration:

@@ -10,6 +10,7 @@ from math import inf
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.suites import Load
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.kernels.table import EXACT
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Ceiling:
     machine: Calibration
     host_bytes: float = inf
     device_bytes: float | None = None
+    arithmetic: str = EXACT
 
     def seconds(self, rows: int, load: Load) -> float:
         return self.pass_seconds(rows, load.prompt_len) + (load.gen_len - 1) * self.pass_seconds(rows, 1)
@@ -42,7 +44,7 @@ class Ceiling:
         flops = sum(self.spec.flops(layer, rows, tokens, 0) for layer in range(len(self.spec.layers)))
         bounds = [
             max(0.0, weights - self.host_bytes - (self.device_bytes or 0)) / self.machine.disk_read_per_s,
-            flops / self.machine.flops_per_s,
+            flops / self.machine.products_per_s(self.arithmetic),
         ]
         if self.device_bytes is None:
             bounds.append(weights / self.machine.memory_read_per_s)

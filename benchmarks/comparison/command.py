@@ -3,13 +3,15 @@
     python benchmarks/compare.py --suite cpu-small --loads 64+256            # OPT-1.3B shapes in 1.5 GiB
     python benchmarks/compare.py --suite cpu --caps 4GiB --loads 64+256      # OPT-6.7B shapes in 4 GiB: hours
     python benchmarks/compare.py --suite cpu --systems h2o_flexgen accelerate --steps 8 --repeats 3
+    python benchmarks/compare.py --suite processor --llama-cpp SOURCES --repeats 3      # all with the same rows, in turns
 
 Every run has a process of its own under the same cap on memory, the page cache included, and starts with nothing of the
 checkpoint in that cache. Random weights are written once, as a checkpoint that every system can read. Rows are doubled until a
 system fails or slows, and then tried half way; the engine, whose planner knows what fits, is tried from there downwards, and
 with one thing switched off it is run with as many as fit. Without --whole a run is
 shortened: prompts are computed whole, then a few decode steps are timed with as much KV as half way through the text, and the
-rest of the generation counts as if each step took their median. The machine is measured before and after. The last line is one
+rest of the generation counts as if each step took their median. With --rows, as in the suite "processor", all systems are run
+with the same numbers of rows, in turns, and prompts and steps are held against the machine's limit apart. The machine is measured before and after. The last line is one
 JSON document; --picture draws it.
 """
 
@@ -21,15 +23,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from itertools import product
 from math import inf
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.baselines.request import Plans, Request
+from benchmarks.baselines.llama_build import INSTRUCTIONS, NATIVE
+from benchmarks.baselines.request import Plans, Prepares, Request
 from benchmarks.baselines.systems import system_named
+from benchmarks.comparison.by_rows import ReportByRows
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.cap import open_cap
 from benchmarks.comparison.ceiling import Ceiling
@@ -39,10 +43,11 @@ from benchmarks.comparison.picture import draw
 from benchmarks.comparison.point import Point
 from benchmarks.comparison.report import Entry, Report, version_of
 from benchmarks.comparison.search import Search
-from benchmarks.comparison.suites import SUITES, Contender, Load, contenders
+from benchmarks.comparison.suites import SUITES, Contender, Load, by_rows, contenders
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.units import format_bytes, parse_bytes
+from h2o_flexgen.quant.codec import PLAIN
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +84,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     length.add_argument("--whole", action="store_true", help="generate everything")
     add("--repeats", type=int, default=1, help="runs of each system with its best number of rows, in turns; medians count")
     add("--most-rows", type=int, default=1024, help="no system is tried with more")
+    add("--rows", type=int, nargs="+", help="run every system with these, in turns, instead of finding its best number")
+    add(
+        "--llama-cpp",
+        metavar="FOLDER",
+        help="of llama.cpp's programs, or of its sources, which are compiled once (default: PATH)",
+    )
+    add("--llama-cpp-for", choices=INSTRUCTIONS, default=NATIVE, help="the instructions for which it is compiled")
     add("--timeout", type=float, default=3600, help="seconds that one run may take")
     add("--folder", default=str(default_offload_folder().parent / "compare"), help="for checkpoints and what is offloaded")
     add("--output", metavar="FOLDER", help="also write compare-....json there")
@@ -90,7 +102,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     suite = SUITES[args.suite]
     args.models, args.caps, args.loads = args.models or suite.models, args.caps or suite.caps, args.loads or suite.loads
     args.device, args.device_bytes = suite.device, suite.device_bytes
-    known = contenders(suite.device)
+    args.rows = tuple(args.rows or suite.rows)
+    if args.rows and args.picture:
+        parser.error("--picture draws what was found of the best number of rows; leave it out with given rows")
+    args.of_system = {"llama.cpp": {"folder": args.llama_cpp, "instructions": args.llama_cpp_for}}
+    known = by_rows() if args.rows else contenders(suite.device)
     names = [one.name for one in known]
     for name in args.systems or ():
         if name not in names:
@@ -128,19 +144,18 @@ class Comparison:
         say(f"{self.model}, {self.load} tokens, {format_bytes(self.cap)}, {self.cap_words}")
         self.checkpoint = checkpoint_of(self.model, self.args.dtype, self.folder / "checkpoints")
         before = self.calibrated()
-        missing = {one: system_named(one.system).missing(self.request(one, 1)) for one in self.args.contenders}
+        missing = {one: self.missing(one) for one in self.args.contenders}
         skipped = {one.name: reason for one, reason in missing.items() if reason is not None}
         for name, reason in skipped.items():
             say(f"  {name}: skipped, {reason}")
-        searches = {one: self.searched(one) for one, reason in missing.items() if reason is None}
-        finalists = {one: search.best for one, search in searches.items() if search.best is not None}
-        self.repeat(searches, finalists)
+        present = [one for one, reason in missing.items() if reason is None]
+        searches = self.with_given_rows(present) if self.args.rows else self.with_best_rows(present)
         after = self.calibrated()
-        entries = [self.entry(one, searches[one], rows, before.at_best(after)) for one, rows in finalists.items()]
+        machine = before.at_best(after)
         for contender, search in searches.items():
-            if contender not in finalists:
+            if search.best is None:
                 skipped[contender.name] = next(iter(search.failures.values()), "not even one row fits, says its planner")
-        return Report(
+        return (ReportByRows if self.args.rows else Report)(
             suite=self.args.suite,
             model=self.model,
             dtype=self.args.dtype,
@@ -151,15 +166,58 @@ class Comparison:
             after=after,
             day=date.today().isoformat(),
             reference=self.args.contenders[0].name,
-            entries=tuple(entries),
+            entries=tuple(self.entries(searches, machine)),
             skipped=skipped,
         )
+
+    def entries(self, searches: Mapping[Contender, Search[Point]], machine: Calibration) -> Iterator[Entry]:
+        for rows in self.args.rows or (None,):
+            for contender, search in searches.items():
+                which = search.best if rows is None else rows
+                if which in search.runs:
+                    yield self.entry(contender, search, which, machine)
+
+    def missing(self, contender: Contender) -> str | None:
+        """Why a system is not there, in a line; what it needs beside the checkpoint is made now."""
+        request, system = self.request(contender, 1), system_named(contender.system)
+        reason = system.missing(request)
+        if reason is None and isinstance(system, Prepares):
+            try:
+                self.launcher.prepare(request)
+            except Failed as error:
+                return f"could not be prepared: {error}"
+        return reason
+
+    def with_best_rows(self, present: Sequence[Contender]) -> dict[Contender, Search[Point]]:
+        searches = {one: self.searched(one) for one in present}
+        self.repeat(searches, {one: search.best for one, search in searches.items() if search.best is not None})
+        return searches
+
+    def with_given_rows(self, present: Sequence[Contender]) -> dict[Contender, Search[Point]]:
+        """Systems take turns at each number of rows."""
+        searches = {one: self.search(one) for one in present}
+        for _, rows, contender in product(range(self.args.repeats), self.args.rows, present):
+            if rows not in searches[contender].failures:
+                self.once_more(searches[contender], contender, rows)
+        return searches
+
+    def once_more(self, search: Search[Point], contender: Contender, rows: int) -> None:
+        try:
+            again = self.measured(contender, rows)
+        except Failed as error:  # what came to its end before still counts
+            search.failures[rows] = f"in a repetition: {error}" if rows in search.runs else str(error)
+            say(f"  {contender.name}, {rows} rows: {search.failures[rows]}")
+        else:
+            search.runs[rows] = search.runs[rows].with_answer(again.answers[0]) if rows in search.runs else again
+
+    def search(self, contender: Contender) -> Search[Point]:
+        return Search(lambda rows: self.measured(contender, rows), lambda point: point.tokens_per_s)
 
     def request(self, contender: Contender, rows: int) -> Request:
         return Request(
             system=contender.system,
             checkpoint=str(self.checkpoint),
-            dtype=self.args.dtype,
+            dtype=contender.dtype or self.args.dtype,
             device=self.args.device,
             rows=rows,
             prompt_len=self.load.prompt_len,
@@ -168,7 +226,7 @@ class Comparison:
             host_bytes=self.cap if contender.capped else None,
             device_bytes=self.args.device_bytes,
             scratch=str(self.folder / "scratch"),
-            options=contender.options,
+            options={**contender.options, **self.args.of_system.get(contender.system, {})},
         )
 
     def calibrated(self) -> Calibration:
@@ -182,8 +240,7 @@ class Comparison:
         return calibration
 
     def searched(self, contender: Contender) -> Search[Point]:
-        search = Search(lambda rows: self.measured(contender, rows), lambda point: point.tokens_per_s)
-        request = self.request(contender, 1)
+        search, request = self.search(contender), self.request(contender, 1)
         if not isinstance(system_named(contender.system), Plans):
             search.upwards(self.args.most_rows)
         else:
@@ -209,19 +266,13 @@ class Comparison:
     def repeat(self, searches: Mapping[Contender, Search[Point]], finalists: Mapping[Contender, int]) -> None:
         """Runs the best of each once more, in turns, because machines drift."""
         for _, (contender, rows) in product(range(1, self.args.repeats), finalists.items()):
-            try:
-                again = self.measured(contender, rows)
-            except Failed as error:  # what came to its end before still counts
-                searches[contender].failures[rows] = f"in a repetition: {error}"
-            else:
-                searches[contender].runs[rows] = searches[contender].runs[rows].with_answer(again.answers[0])
+            self.once_more(searches[contender], contender, rows)
 
     def entry(self, contender: Contender, search: Search[Point], rows: int, machine: Calibration) -> Entry:
         best = search.runs[rows]
-        spec = spec_of(self.model, self.args.dtype)
-        codec = contender.options.get("weight_codec")
-        memory = self.cap if contender.capped else inf
-        ceiling = Ceiling(spec.packed(codec) if codec else spec, machine, memory, self.args.device_bytes)
+        spec, memory = spec_of(self.model, contender.dtype or self.args.dtype), self.cap if contender.capped else inf
+        packed = spec if contender.codec == PLAIN else spec.packed(contender.codec)
+        ceiling = Ceiling(packed, machine, memory, self.args.device_bytes, contender.arithmetic)
         return Entry(
             name=contender.name,
             version=version_of(best.answers[-1].versions, contender.system),
@@ -231,6 +282,8 @@ class Comparison:
             failures=search.failures,
             computes=contender.computes,
             remark=remark_on(contender),
+            prompt_limit=rows * self.load.prompt_len / ceiling.pass_seconds(rows, self.load.prompt_len),
+            step_limit=rows / ceiling.pass_seconds(rows, 1),
         )
 
 

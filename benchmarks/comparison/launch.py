@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.baselines.__main__ import MOST, READY, RUN
+from benchmarks.baselines.__main__ import MOST, PREPARE, READY, RUN
 from benchmarks.baselines.request import Answer, Request
 from benchmarks.comparison.cap import Cap, NoCap, open_cap
 
@@ -36,6 +36,10 @@ class Launcher:
     def most_rows(self, request: Request) -> int:
         """The number of rows that fit, according to the system's own planner."""
         return int(self._last_line(request, MOST))
+
+    def prepare(self, request: Request) -> None:
+        """Has made what the system needs beside the checkpoint, with the whole memory of the machine."""
+        self._output(replace(request, host_bytes=None), PREPARE, loads_within_cap=True)
 
     def run(self, request: Request, loads_within_cap: bool) -> Answer:
         return Answer.from_json(self._last_line(request, RUN, loads_within_cap))

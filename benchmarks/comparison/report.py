@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.point import Point
@@ -30,6 +30,8 @@ class Entry:
     failures: Mapping[int, str]
     computes: str
     remark: str = ""  # where it was treated unlike the others
+    prompt_limit: float = 0.0  # tokens per second in prompts, and in steps: where that is looked at
+    step_limit: float = 0.0
 
     @property
     def share(self) -> float:
@@ -50,6 +52,13 @@ class Report:
     reference: str  # the name of the one that the others are held against
     entries: tuple[Entry, ...]
     skipped: Mapping[str, str]
+    kind: ClassVar[str] = "compare"
+    columns: ClassVar[tuple[str, ...]] = COLUMNS
+    ceiling: ClassVar[str] = (
+        "weights of as many bits beyond the cap over the disk's rate, or flops of as many rows over the rate of "
+        "matrix products or the peak of arithmetic, all measured; KV is not counted. Peak RSS counts mapped pages of a "
+        "checkpoint too"
+    )
 
     @property
     def name(self) -> str:
@@ -67,7 +76,7 @@ class Report:
     # -- for people ----------------------------------------------------------------------------------------------------------
 
     def table(self) -> str:
-        rows = [COLUMNS, *map(self._cells, self.entries)]
+        rows = [self.columns, *map(self.cells, self.entries)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
         lines = [
             "  ".join([*map(str.ljust, row[:WORDS], widths[:WORDS]), *map(str.rjust, row[WORDS:], widths[WORDS:])])
@@ -88,7 +97,7 @@ class Report:
             ]
         )
 
-    def _cells(self, entry: Entry) -> tuple[str, ...]:
+    def cells(self, entry: Entry) -> tuple[str, ...]:
         best = entry.best
         return (
             entry.name + ("" if best.is_whole else " *"),
@@ -119,20 +128,19 @@ class Report:
 
     def document(self, command: str, commit: str) -> dict[str, Any]:
         return {
-            "benchmark": "compare",
+            "benchmark": self.kind,
             "title": self.title,
             "command": command,
             "commit": commit,
             "date": self.day,
             "machine": self.before.machine,
-            "ceiling": "weights of as many bits beyond the cap over the disk's rate, or flops of as many rows over the rate of "
-            "matrix products, all measured; KV is not counted. Peak RSS counts mapped pages of a checkpoint too",
+            "ceiling": self.ceiling,
             "cap": {"bytes": self.cap_bytes, "how": self.cap_words},
             "calibration": {"before": asdict(self.before), "after": asdict(self.after)},
             "unit": "tokens/s",
             "higher_is_better": True,
-            "columns": list(COLUMNS),
-            "cells": [list(self._cells(entry)) for entry in self.entries],
+            "columns": list(self.columns),
+            "cells": [list(self.cells(entry)) for entry in self.entries],
             "rows": [self._row(entry) for entry in self.entries],
             "skipped": dict(self.skipped),
             "notes": " ".join(self.remarks()),

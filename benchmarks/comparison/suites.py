@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from h2o_flexgen.kernels.table import EXACT, INT8
+from h2o_flexgen.quant.codec import PLAIN
+
 GIB = 1 << 30
 GB = 10**9
 
@@ -21,6 +24,9 @@ class Contender:
     computes: str = "exactly, in 16 bits"
     most_rows: int | None = None  # where more would be faster still, but take too long to measure
     halved: bool = True  # tried with fewer rows than its planner says would fit, too
+    dtype: str | None = None  # that it computes in, if not in the one that is asked for
+    codec: str = PLAIN  # one of ours with as many bits as its weights have
+    arithmetic: str = EXACT  # or INT8: which of the processor's peaks bounds it
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,13 @@ class Suite:
     device: str = "cpu"
     device_bytes: int | None = None
     loads: tuple[Load, ...] = (Load(512, 32), Load(64, 256), Load(512, 512))
+    rows: tuple[int, ...] = ()  # all systems are run with these; none: each with its best number
 
 
 SUITES: Mapping[str, Suite] = {
     "cpu-small": Suite(("facebook/opt-1.3b",), (3 * GIB // 2,)),
     "cpu": Suite(("facebook/opt-6.7b",), (4 * GIB, 8 * GIB)),
+    "processor": Suite(("TinyLlama/TinyLlama-1.1B-Chat-v1.0",), (12 * GIB,), loads=(Load(128, 32),), rows=(1, 8, 32, 128, 512)),
     "llama": Suite(("meta-llama/Meta-Llama-3-8B",), (4 * GIB, 8 * GIB)),
     "gpu-t4-like": Suite(
         ("facebook/opt-6.7b", "facebook/opt-30b"),
@@ -71,17 +79,33 @@ BARRIER = {"sep_layer": False, "schedule": "flexgen_barrier"}
 ROW_BY_ROW = {"sep_layer": False, "schedule": "row_by_row", "rows_at_once": 1 << 20}  # all rows are one batch
 H2O = {"kv_policy": "h2o", "kv_budget": 0.2}
 FOUR_BITS = {"weight_codec": "group4", "kv_codec": "group4"}
-LOSSY = {"4 bits": FOUR_BITS, "20 % of the KV": H2O}
+WEIGHTS_IN_4_BITS = {"weight_codec": "group4"}
+INT8_PRODUCTS = {"compute": INT8}
+LOSSY = {"4 bits": FOUR_BITS, "weights in 4 bits": WEIGHTS_IN_4_BITS, "int8": INT8_PRODUCTS, "20 % of the KV": H2O}
 HOST_KV = {"percent": (0, 0, 0, 100, 0, 100)}
 DISK_KV = {"percent": (0, 0, 0, 0, 0, 100), "rows_at_once": 32}  # a batch is what of the KV is in memory at a time
 GPU = {"percent": (0, 100, 0, 100, 100, 0)}  # weights and KV in host memory
+RESIDENT = {"percent": (0, 100, 0, 100, 0, 100), "sep_layer": False, "rows_at_once": 1 << 20}  # all rows are one batch
+LLAMA_CPP = (
+    Contender(
+        "llama.cpp, Q4_0",
+        "llama.cpp",
+        {"stored": "q4_0"},
+        computes="weights in 4 bits, int8",
+        codec="group4",
+        arithmetic=INT8,
+    ),
+    Contender("llama.cpp, bf16", "llama.cpp", {"stored": "bf16"}),
+)
 
 
 def _own(name: str, *options: Mapping[str, Any], halved: bool = False, most_rows: int | None = None) -> Contender:
     merged = {key: value for each in options for key, value in each.items()}
     lossy = [words for words, option in LOSSY.items() if any(one is option for one in options)]
     computes = ", ".join(lossy) or Contender.computes
-    return Contender(name, "h2o_flexgen", merged, computes=computes, most_rows=most_rows, halved=halved)
+    codec, arithmetic = merged.get("weight_codec", PLAIN), merged.get("compute", EXACT)
+    more = {"computes": computes, "most_rows": most_rows, "halved": halved, "codec": codec, "arithmetic": arithmetic}
+    return Contender(name, "h2o_flexgen", merged, **more)
 
 
 def contenders(device: str) -> tuple[Contender, ...]:
@@ -89,6 +113,7 @@ def contenders(device: str) -> tuple[Contender, ...]:
     memory, all_kv = (GPU, GPU) if device == "cuda" else (HOST_KV, DISK_KV)
     return (
         _own("h2o_flexgen", ZIGZAG, H2O, FOUR_BITS, memory, halved=True),
+        _own("int8", ZIGZAG, H2O, FOUR_BITS, INT8_PRODUCTS, memory),
         _own("without H2O", ZIGZAG, FOUR_BITS, memory),
         _own("without 4 bits", ZIGZAG, H2O, memory),
         _own("without overlap", ZIGZAG, H2O, FOUR_BITS, memory, {"slots": 1}),
@@ -100,5 +125,21 @@ def contenders(device: str) -> tuple[Contender, ...]:
         Contender("deepspeed", "deepspeed"),
         Contender("airllm", "airllm"),
         Contender("flexgen", "flexgen"),
+        Contender("continuous batching", "continuous batching"),
+        *LLAMA_CPP,
         Contender("transformers, no cap", "transformers", capped=False),
+        Contender("continuous batching, no cap", "continuous batching", capped=False),
+    )
+
+
+def by_rows() -> tuple[Contender, ...]:
+    """The systems of a table by rows, in which everything is in memory and one layer's products are what counts."""
+    return (
+        _own("h2o_flexgen, int8", RESIDENT, WEIGHTS_IN_4_BITS, INT8_PRODUCTS),
+        _own("h2o_flexgen, 4 bits", RESIDENT, WEIGHTS_IN_4_BITS),
+        _own("h2o_flexgen, 16 bits", RESIDENT),
+        *LLAMA_CPP,
+        Contender("transformers, bf16", "transformers"),
+        Contender("transformers, fp32", "transformers", dtype="float32", computes="exactly, in fp32"),
+        Contender("continuous batching", "continuous batching"),
     )

@@ -46,6 +46,13 @@ def test_without_kernels_it_says_how_to_get_a_compiler_and_which_type_is_fast() 
     assert len(reasons(Processor("cpu", instructions=("bfloat16",)), libraries=(), dtype="float16")) == 2
 
 
+def test_products_of_8_bits_without_kernels_are_slower_than_exact_ones() -> None:
+    plan = Plan(weight_codec="group4", compute="int8")
+    found = [list(kernel_reasons(Arithmetic(plan, "float32", Processor("cpu", build)), BUILT)) for build in ("torch", BUILT[0])]
+    assert found[0][1:] == ["--compute int8 is slower than exact products where there are no kernels in C; leave it out"]
+    assert found[1] == []
+
+
 def test_a_type_that_a_kernel_multiplies_is_not_slow() -> None:
     assert reasons(Processor("cpu", BUILT[0]), dtype="bfloat16") == reasons(Processor("cpu", BUILT[0]), dtype="float16") == []
 

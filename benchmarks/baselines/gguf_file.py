@@ -1,0 +1,89 @@
+"""A checkpoint as a GGUF file, which is what llama.cpp reads: 16-bit matrices as they are, norms and biases in fp32.
+
+It is for measuring alone: there is no vocabulary in it, and rows of q and k stay in the order of the hub, in which llama.cpp
+does not turn them. The time is the same; the text would be another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+STORED = {torch.bfloat16: gguf.GGMLQuantizationType.BF16, torch.float16: gguf.GGMLQuantizationType.F16}
+NO_VOCABULARY = "none"
+SUFFIXES = (".weight", ".bias")
+
+
+def write_gguf(checkpoint: Path, config: Mapping[str, Any], architecture: str, file: Path) -> None:
+    """Writes the file whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f"{file.name}.{os.getpid()}")
+    writer = gguf.GGUFWriter(partial, architecture)
+    try:
+        _add_sizes(writer, config)
+        named = _names(config, architecture)
+        for name, value in _tensors(checkpoint):
+            form = STORED.get(value.dtype)
+            writer.add_tensor_info(named(name), value.shape, _as_stored(value).dtype, value.nbytes, form)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for _, value in _tensors(checkpoint):
+            writer.write_tensor_data(_as_stored(value))
+        writer.close()
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _add_sizes(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    head_size = config.get("head_dim") or width // heads
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    writer.add_rope_dimension_count(head_size)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model(NO_VOCABULARY)
+
+
+def _names(config: Mapping[str, Any], architecture: str) -> Callable[[str], str]:
+    """The names of GGUF for those of the hub."""
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+
+    def named(name: str) -> str:
+        found = names.get_name(name, try_suffixes=SUFFIXES)
+        if found is None:
+            raise ValueError(f"GGUF has no name for the tensor {name} in the architecture {architecture}")
+        return str(found)
+
+    return named
+
+
+def _tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor, one at a time; what has one dimension in fp32, as llama.cpp wants it."""
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
+                value = opened.get_tensor(name)
+                yield name, value.float() if value.ndim == 1 else value
+
+
+def _as_stored(value: Tensor) -> numpy.ndarray[Any, Any]:
+    """The values for numpy, which has no bf16."""
+    return (value.view(torch.uint16) if value.dtype == torch.bfloat16 else value).numpy()
