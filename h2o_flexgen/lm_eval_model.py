@@ -125,7 +125,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
         """What the harness records about the model."""
         plan, spec = self.llm.plan, self.llm.spec
         kept = {one.name: value for one in fields(plan.kv_options) if (value := getattr(plan.kv_options, one.name)) is not None}
-        codecs = {"weight_codec": plan.weight_codec, "kv_codec": plan.kv_codec}
+        codecs = {"weight_codec": plan.weight_codec, "kv_codec": plan.kv_codec, "compute": plan.compute}
         return {"model_dtype": spec.dtype, "percent": plan.percent, "kv_policy": plan.kv_policy, "kv_options": kept, **codecs}
 
     # -- texts and tokens ------------------------------------------------------------------------------------------------

@@ -118,6 +118,19 @@ def test_bits_are_a_part_of_the_grid(command: Any) -> None:
     assert len({cell["figures"][0]["value"] for cell in cells}) == 4
 
 
+def test_products_are_a_part_of_the_grid_for_packed_weights(command: Any) -> None:
+    flags = ("--policies", "full", "--budgets", "100", "--weight-bits", "plain,4", "--compute", "exact,int8")
+    result = command(*flags, *SMALL, "--tasks", "perplexity")
+    cells = result.json["tasks"]["perplexity"]["cells"]
+    assert [(cell["weight_codec"], cell["compute"]) for cell in cells] == [
+        ("plain", "exact"),
+        ("group4", "exact"),
+        ("group4", "int8"),
+    ]
+    assert len({cell["figures"][0]["value"] for cell in cells}) == 3
+    assert any(line.startswith("| full, weights 4 bits, products int8 | ") for line in result.out)
+
+
 def test_sizes_in_slots_and_options_beside_them(command: Any) -> None:
     flags = ("--policies", "h2o,local", "--kv-sizes", "full,16", "--sinks", 1, "--tasks", "perplexity")
     result = command(*flags, *SMALL)
@@ -159,11 +172,12 @@ def test_whatever_decides_a_value_makes_another_cell(
     command(*flags, *SMALL)
     for change in (("--examples", 3), ("--window", 40), ("--text", other), ("--sinks", 1), ("--kv-bits", 8)):
         command(*flags, *SMALL, *change)
+    command(*flags, *SMALL, "--weight-bits", 4, "--compute", "exact,int8")
     command(*flags, *SMALL, "--tokenizer", "bytes")
     command(*flags, *SMALL, dtype="bfloat16")
-    assert len(measured) == 8
+    assert len(measured) == 10
     command(*flags, *SMALL, "--gpu-batch-size", 1, "--percent", 0, 0, 0, 0, 0, 0)  # which decides nothing
-    assert len(measured) == 8
+    assert len(measured) == 10
 
 
 def test_other_weights_make_other_cells(command: Any, tmp_path: Path, measured: list[str]) -> None:
@@ -218,6 +232,9 @@ def test_a_study_is_of_one_budget_and_one_number_of_bits(command: Any) -> None:
     assert "--study takes one budget below 100, and 2 are given" in command(*study, "--budgets", "50,20").error
     assert "--study takes one budget below 100, and 0 are given" in command(*study, "--budgets", "100").error
     assert "--study takes one --kv-bits, and 2 are given" in command(*study, "--kv-bits", "plain,4").error
+    assert (
+        "--study takes one --compute, and 2 are given" in command(*study, "--weight-bits", 4, "--compute", "exact,int8").error
+    )
     unused = {"--kv-sizes": 64, "--sinks": 2, "--tasks": "recall", "--depths": 20, "--gen-len": 8, "--seed": 1}
     for flag, value in unused.items():
         assert f"--study takes no {flag}; leave it out" in command(*study, flag, value).error
@@ -240,6 +257,11 @@ def test_a_study_is_of_one_budget_and_one_number_of_bits(command: Any) -> None:
         (("--policies", "full,snapvk"), "did you mean snapkv?"),
         (("--tasks", "perplexty"), "did you mean perplexity?"),
         (("--kv-bits", "3"), "--kv-bits has '3', which is unknown; known: plain, 4, 8"),
+        (("--compute", "exact,int9"), "--compute has 'int9', which is unknown; known: exact, int8"),
+        (
+            ("--compute", "exact,int8"),
+            "--compute has int8, which is for packed weights, and these are not; add --weight-bits 4 or 8",
+        ),
         (("--compress-cache",), "--compress-cache is a part of the grid here; say --kv-bits"),
         (("--policies", "local", "--sinks", "2"), "--sinks is taken by none of the policies local"),
         (("--sinks", "-1"), "--sinks: '-1' is not allowed"),

@@ -18,6 +18,7 @@ import torch
 from h2o_flexgen import plan
 from h2o_flexgen.cli import asked_problem, plan_request, plan_work, run_request
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
+from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.profiling import kept
@@ -50,7 +51,8 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("machines")
     curve = ((1, 5e9), (64, 2e10))
     slow = replace(MACHINE, flops_per_s=dict.fromkeys(("float32", "float16", "bfloat16"), curve))
-    slow = replace(slow, attention_flops_per_s={}, host_bytes=10**10, disk_bytes=10**11, device_bytes=10**9)
+    slow = replace(slow, attention_flops_per_s={}, packed_flops_per_s={}, decoded_values_per_s={"tiles4": 5e8})
+    slow = replace(slow, host_bytes=10**10, disk_bytes=10**11, device_bytes=10**9)
     files = {"cpu": replace(slow, name="slow-cpu", device="cpu"), "accelerator": replace(slow, name="slow-link")}
     for name, machine in files.items():
         machine.save(folder / f"{name}.yaml")
@@ -93,7 +95,7 @@ def as_run(flags: list[str]) -> run_request.RunRequest:
         ("cpu", "--hh-ratio", 0.25, "--hh-prompt-only", "--sinks", 2, "--schedule", "flexgen_barrier"),
         ("accelerator", "--compress-weight", "--compress-cache", 8, "--sep-layer", 0, "--prefill-tokens", 64),
         ("accelerator", "--overlap", 0, "--pin-weight", 0, "--dtype", "float32", "--gpu-batch-size", 3),
-        ("cpu", "--slots", 3, "--num-gpu-batches", 2, "--dummy-weights"),
+        ("cpu", "--slots", 3, "--num-gpu-batches", 2, "--dummy-weights", "--compress-weight", "--compute", "int8"),
     ],
     ids=lambda flags: " ".join(map(str, flags)),
 )
@@ -146,6 +148,22 @@ def test_four_bits_are_taken_only_where_they_are_allowed(command: Any) -> None:
     assert plain["plan"]["weight_codec"] == plain["plan"]["kv_codec"] == "plain"
     assert free["plan"]["weight_codec"] == "group4" and "--compress-weight" in free["flags"]
     assert free["predicted"]["tokens_per_second"] > plain["predicted"]["tokens_per_second"]
+
+
+def test_products_of_8_bits_are_taken_where_they_are_allowed_and_faster(command: Any, machines: dict[str, Path]) -> None:
+    fast = replace(Machine.load(machines["cpu"]), packed_flops_per_s={"int8 tiles4": ((1, 1e12),)}, visit_seconds={})
+    fast.save(file := machines["cpu"].with_name("fast-int8.yaml"))
+    exact, free, unmeasured = (
+        command(*WORK, "--compress-weight", *more, machine=machine)
+        for more, machine in (((), file), (("--allow-int8",), file), (("--allow-int8",), machines["cpu"]))
+    )
+    assert [one.json["plan"]["compute"] for one in (exact, free, unmeasured)] == ["exact", "int8", "exact"]
+    assert "--compute" not in exact.json["flags"] and free.json["flags"][-2:] == ["--compute", "int8"]
+    assert {one["compute"] for one in (*free.json["runners_up"], *free.json["front"])} >= {"int8"}
+    assert "numbers   weights in 4 bits, products in int8, of activations rounded to 8 bits; " in "\n".join(free.out)
+    gain = exact.json["predicted"]["total_seconds"] / free.json["predicted"]["total_seconds"]
+    (reason,) = [line for line in exact.err if "--compute int8 would be" in line]
+    assert gain > 1.3 and reason.startswith("slow: products are exact") and not any("--compute" in line for line in free.err)
 
 
 def test_a_latency_limit_is_kept_and_latency_may_be_preferred(command: Any) -> None:
@@ -205,6 +223,8 @@ def test_a_given_plan_that_does_not_fit_is_refused(command: Any) -> None:
     [
         (("--percent", 0, 50, 0, 50, 0, 50), ("--percent", "--evaluate")),
         (("--evaluate", "--allow-4bit"), ("--allow-4bit is for a search", "without --evaluate")),
+        (("--evaluate", "--compress-weight", "--allow-int8"), ("--allow-int8 is for a search", "without --evaluate")),
+        (("--compute", "int8"), ("--compute int8 is for packed weights", "add --compress-weight")),
         (("--evaluate", "--latency-limit", 3), ("--latency-limit is for a search", "without --evaluate")),
         (("--evaluate", "--prefer", "latency"), ("--prefer is for a search", "without --evaluate")),
         (("--evaluate", "--plot", "front.png"), ("--plot", "search")),

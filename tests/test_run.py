@@ -526,7 +526,7 @@ def test_as_many_prompts_are_made_up_as_the_block_that_is_found_takes(command: A
         (("--debug-mode", "breakdown"), True),
         (("--debug-mode", "fewer_batch"), False),  # ends in mid step
         (("--compress-weight", "--kv-policy", "h2o", "--kv-budget", 0.5), True),
-        (("--allow-4bit", "--prefer", "latency", "--latency-limit", 1000), True),
+        (("--allow-4bit", "--allow-int8", "--prefer", "latency", "--latency-limit", 1000), True),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )
@@ -662,6 +662,8 @@ def test_bad_flags_get_one_line(command: Any, opt: Path, flags: tuple[object, ..
         (("--cpu-mem", "1MB"), ("no plan fits", "on host")),
         ((*DISK_HEAVY, "--latency-limit", 3), ("--latency-limit is for a search", "--percent auto")),
         ((*DISK_HEAVY, "--allow-4bit"), ("--allow-4bit is for a search", "--percent auto")),
+        ((*DISK_HEAVY, "--allow-int8"), ("--allow-int8 is for a search", "--percent auto")),
+        ((*DISK_HEAVY, "--compute", "int8"), ("--compute int8 is for packed weights", "add --compress-weight")),
         ((*DISK_HEAVY, "--prefer", "latency"), ("--prefer is for a search", "--percent auto")),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) and str(value[0]).startswith("--") else "",
@@ -889,6 +891,18 @@ def test_fewer_bits_say_what_is_packed_and_move_what_was_predicted(
         assert any("with matrices as group4" in line for line in result.out)
         assert any(line.startswith("KV ") and line.endswith(", as group4") for line in result.out)
     assert first.json["kernels"] in (TORCH, *(f"C ({name})" for name in LIBRARIES))
+
+
+def test_a_profile_at_hand_tells_of_faster_products(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(find_machine("cpu-2core"), flops_per_s={"bfloat16": ((1, 1e6),)}, visit_seconds={})
+    fast = replace(slow, packed_flops_per_s={"int8 tiles4": ((1, 1e15),)})
+    flags = ("--gen-len", 4, "--compress-weight", *IN_MEMORY)
+    for machine, extra, times in ((fast, (), 1), (slow, (), 0), (fast, ("--compute", "int8"), 0), (None, (), 0)):
+        monkeypatch.setattr(kept, "saved_machine", lambda name, machine=machine: machine)
+        result = command(*flags, *extra)
+        found = [line for line in result.err if line.startswith("slow: products are exact; --compute int8 would be ")]
+        assert result.status == 0 and len(found) == times and not any("slow: " in line for line in result.out)
+        assert result.json["arithmetic"]["compute"] == result.json["plan"]["compute"] == ("int8" if extra else "exact")
 
 
 def test_random_weights_can_be_packed_too(command: Any) -> None:

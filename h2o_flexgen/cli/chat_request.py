@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from h2o_flexgen.cli.flags import TOKENS, TRACEBACK, Group, Parser, add_placement
+from h2o_flexgen.cli.flags import TOKENS, TRACEBACK, Group, Parser, add_compute, add_placement
 from h2o_flexgen.cli.requests import DEMO_SAMPLING, ModelRequest, SiteRequest, model_of, plan_of, sampling_of, site_of
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.documents import parse_json
@@ -111,7 +111,9 @@ def make_parser(program: str = PROGRAM) -> Parser:
     parser.add_model()
     parser.add_tokenizer()
     _add_turns(parser.group("talk"))
-    add_placement(parser.group("plan"))
+    group = parser.group("plan")
+    add_placement(group)
+    add_compute(group)
     parser.add_kv()
     parser.add_sampling()
     return parser

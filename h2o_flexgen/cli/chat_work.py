@@ -10,15 +10,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 
+from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.chat_request import COMMANDS, HELP, QUIT, RESET, STATS, ChatRequest
 from h2o_flexgen.cli.errors import Ended, line_of
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import printable, say
+from h2o_flexgen.cli.slow import kernel_reasons, say_slow
 from h2o_flexgen.cli.watch import Opening, say_threads
 from h2o_flexgen.core.hints import did_you_mean
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.conversation import ContextFull, Conversation, Reply
 from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.kernels.native import processor, variants
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.sampling.output import Completion
@@ -37,6 +40,7 @@ def work(request: ChatRequest) -> None:
         if not llm.tokenizer.reads_texts:
             llm.tokenizer.encode("")  # reports a missing tokenizer before anything is loaded
         say_threads(request.others, request.site.threads)
+        say_slow(kernel_reasons(_arithmetic(llm), variants()))
         style = choose_style(request.style, llm.tokenizer, request.system)
         params = replace(params, stop=(*params.stop_strings, *style.stops))
         with _opened(request, llm) as talk:
@@ -175,6 +179,7 @@ class Chat:
         talk, policy = self.talk, llm.plan.policy
         ends = "no limit" if talk.extent.is_endless else f"up to {talk.extent.context} tokens of text"
         yield f"{llm.name}: KV policy {policy.name}, {talk.extent.slots} slots a head, {ends}; weights {_placed(llm)}"
+        yield f"numbers: {_arithmetic(llm).line()}"
         if llm.tokenizer.note:
             yield f"tokens: {llm.tokenizer.note}"
         if self.is_typed:
@@ -184,6 +189,7 @@ class Chat:
         return {
             "model": llm.name,
             "percent": list(llm.plan.percent),
+            "arithmetic": _arithmetic(llm).as_json(),
             "kept": {"policy": llm.plan.policy.name, "slots": self.talk.extent.slots, "context": self.talk.extent.context},
             "endless": self.talk.extent.is_endless,
             "turns": [asdict(turn) for turn in self.answered],
@@ -192,6 +198,11 @@ class Chat:
             "kv_bytes": self.talk.kv_bytes,
             "peak_host_bytes": peak_resident_bytes(),
         }
+
+
+def _arithmetic(llm: LLM) -> Arithmetic:
+    """The arithmetic of one row; a turn is read in pieces."""
+    return Arithmetic(llm.plan, llm.spec.dtype, processor(llm.device.kind), prompt_rows=llm.plan.prefill_tokens)
 
 
 def _placed(llm: LLM) -> str:

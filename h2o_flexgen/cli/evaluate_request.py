@@ -41,7 +41,8 @@ from h2o_flexgen.evaluation.tasks.task import (
 from h2o_flexgen.evaluation.tasks.tasks import TASKS
 from h2o_flexgen.evaluation.tasks.xsum import XSum
 from h2o_flexgen.evaluation.texts import Text
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.kernels.table import PRODUCTS
+from h2o_flexgen.planning.plan import Plan, can_compute
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.policies.table import POLICIES
@@ -126,11 +127,11 @@ def request_of(flags: Namespace) -> EvaluateRequest:
         if codec != PLAIN:
             raise ValueError(f"--compress-{flag} is a part of the grid here; say {here}, also for several side by side")
     grid = _grid(flags, names)
-    plan = plan_of(flags, without=BESIDE_BUDGET)  # the grid has these
+    plan = plan_of(flags, without=(*BESIDE_BUDGET, "compute"))  # the grid has these
     work: Quality | Study
     if flags.study is not None:
-        plan = replace(plan, kv_codec=grid.kv_codecs[0], weight_codec=grid.weight_codecs[0])
         work = _study(flags, grid)
+        plan = replace(plan, kv_codec=grid.kv_codecs[0], weight_codec=grid.weight_codecs[0], compute=grid.computes[0])
     else:
         asked = _asked(flags, names)
         work = Quality(grid, {name: TASKS[name].of(asked) for name in names}, flags.fresh)
@@ -190,7 +191,7 @@ def _grid(flags: Namespace, tasks: Collection[str]) -> Grid:
             raise ValueError(f"--{name.replace('_', '-')} is taken by none of the policies {', '.join(policies)}; leave it out")
     KVOptions(**dict(beside))  # refuses wrong values
     kv_codecs, weight_codecs = _codecs("--kv-bits", flags.kv_bits), _codecs("--weight-bits", flags.weight_bits)
-    return Grid(policies, _amounts(flags, tasks), kv_codecs, weight_codecs, beside)
+    return Grid(policies, _amounts(flags, tasks), kv_codecs, weight_codecs, _computes(flags.compute, weight_codecs), beside)
 
 
 def _amounts(flags: Namespace, tasks: Collection[str]) -> tuple[Amount, ...]:
@@ -210,6 +211,15 @@ def _codecs(flag: str, text: str) -> tuple[str, ...]:
     return tuple(known[word] for word in _names(flag, text, known))
 
 
+def _computes(text: str, weight_codecs: Sequence[str]) -> tuple[str, ...]:
+    computes = _names("--compute", text, PRODUCTS)
+    for one in computes:
+        if not any(can_compute(one, codec) for codec in weight_codecs):
+            bits = " or ".join(map(str, BY_BITS))
+            raise ValueError(f"--compute has {one}, which is for packed weights, and these are not; add --weight-bits {bits}")
+    return computes
+
+
 # -- a study ---------------------------------------------------------------------------------------------------------------
 
 
@@ -221,6 +231,7 @@ def _study(flags: Namespace, grid: Grid) -> Study:
         ("budget below 100", len(budgets)),
         ("--kv-bits", len(grid.kv_codecs)),
         ("--weight-bits", len(grid.weight_codecs)),
+        ("--compute", len(grid.computes)),
     ):
         if count != 1:
             raise ValueError(f"--study takes one {flag}, and {count} are given; give one")
@@ -305,6 +316,8 @@ def _add_grid(group: Group) -> None:
     several = f"one or more of {'|'.join([AS_IT_IS, *map(str, BY_BITS)])}, with commas"
     group.value("--kv-bits", "BITS", f"that keys and values take: {several}", default=AS_IT_IS)
     group.value("--weight-bits", "BITS", f"that matrices take: {several}", default=AS_IT_IS)
+    products = f"how packed weights are multiplied: one or more of {'|'.join(PRODUCTS)}, with commas"
+    group.value("--compute", "NAMES", products, default=Plan.compute)
     add_protection(group)
 
 

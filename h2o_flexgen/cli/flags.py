@@ -19,6 +19,7 @@ from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.numbers import decimal_number, whole_number
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS
+from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.planning.machine import DEVICES
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
@@ -202,6 +203,8 @@ class Parser(argparse.ArgumentParser):
         group.value("--machine", "NAME", f"{named} (default: this one, as its profile was kept, or measured now)")
         bits = "4 bits may be taken for weights, for KV or for both, where that is faster; it changes what the model says"
         group.truth("--allow-4bit", text=bits)
+        rounded = f"products of {INT8} may be taken for packed weights, where that is faster; it changes what the model says"
+        group.truth("--allow-int8", text=rounded)
         limit = "from the first prompt of a block to its last token (default: no limit)"
         group.value("--latency-limit", "SECONDS", limit, number(0, above=True))
         wish = "what is best: most tokens per second, or the block that is over soonest"
@@ -343,6 +346,12 @@ def add_placement(group: Group, may_be_found: bool = False) -> None:
         kinds = "|".join(map(str, BY_BITS))
         group.value(flag, kinds, text, _codec, argparse.SUPPRESS, dest=option, nargs="?", const="4")
     group.value("--slots", "N", "layers whose weights may be under way or in use at once", whole(1, MOST_SLOTS), Plan.slots)
+
+
+def add_compute(group: Group) -> None:
+    """Adds how weights are multiplied."""
+    rounded = f"{INT8}: packed weights are multiplied with activations rounded to 8 bits, which is faster"
+    group.choice("--compute", PRODUCTS, f"{EXACT}: nothing is rounded but what is stored; {rounded}", Plan.compute)
 
 
 def add_sizes(group: Group, found: str = "") -> None:

@@ -13,7 +13,8 @@ from h2o_flexgen.cli.plan_report import NAMES, PlanReport, Predicted
 from h2o_flexgen.cli.plan_request import PlanRequest
 from h2o_flexgen.core.tiers import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
-from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.kernels.table import EXACT
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.footprint import Footprint
@@ -67,7 +68,7 @@ class FoundReport:
             requested=request.plan if isinstance(request.plan, Plan) else self.found.best.plan,
             planned=self.planned,
             budgets=self.problem.budgets,
-            kernels=in_use(),
+            processor=processor(self.problem.machine.device) if request.machine is None else None,
         )
 
     @cached_property
@@ -149,10 +150,11 @@ def candidate_lines(candidates: Iterable[Candidate]) -> list[str]:
 def _row(one: Candidate) -> list[str]:
     plan, prediction = one.plan, one.prediction
     kept = "as they are" if plan.weight_codec == plan.kv_codec == PLAIN else f"{plan.weight_codec}, {plan.kv_codec}"
+    products = "" if plan.compute == EXACT else f"; {plan.compute}"
     return [
         f"{plan.gpu_batch_size} x {plan.num_gpu_batches}",
         " ".join(f"{share:g}" for share in plan.percent),
-        kept,
+        kept + products,
         f"{prediction.prefill_seconds:.3f}",
         f"{prediction.step_seconds:.4f}",
         f"{one.tokens_per_second:.3f}",
@@ -168,6 +170,7 @@ def candidate_json(one: Candidate) -> dict[str, object]:
         "percent": list(plan.percent),
         "weight_codec": plan.weight_codec,
         "kv_codec": plan.kv_codec,
+        "compute": plan.compute,
         "attend_on": plan.attend_on,
         "prefill_seconds": round(prediction.prefill_seconds, 6),
         "decode_seconds": round(prediction.decode_seconds, 6),
@@ -246,7 +249,8 @@ class Why:
 
     @cached_property
     def with_more(self) -> float | None:
-        """Tokens per second with more memory on the tier that binds, with as many batches per block and the same codecs."""
+        """Tokens per second with more memory on the tier that binds, with as many batches per block and the same codecs and
+        products."""
         tier = self.binding_tier
         if tier is None or self.fullness[tier] < BINDS:
             return None
@@ -256,7 +260,8 @@ class Why:
         batches = (self.best.plan.num_gpu_batches,)
         plan, attend_on = self.best.plan, (self.best.plan.attend_on,)
         try:
-            found = search(replace(self.problem, budgets=more, plan=plan, codecs=(), batches=batches, attend_on=attend_on))
+            same = replace(self.problem, plan=plan, codecs=(), computes=(), batches=batches, attend_on=attend_on)
+            found = search(replace(same, budgets=more))
         except NoPlan:
             return None
         return max(found.best.tokens_per_second, self.best.tokens_per_second)

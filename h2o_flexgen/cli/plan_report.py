@@ -7,11 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.page import page_width, table
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.budgets import Packing
 from h2o_flexgen.engine.stats import Stats
+from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.kernels.table import Processor
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import Plan
@@ -24,7 +27,6 @@ from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.schedule import Schedule
 
 NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
-NO_KERNELS = "none in C were built; install from a checkout with `pip install -e .` and a C compiler for faster ones"
 KINDS = ("weights", "KV", "activations")
 
 
@@ -35,13 +37,17 @@ class PlanReport:
     requested: Plan  # as it was asked for
     planned: WorkloadPlan  # in force: folded without an accelerator
     budgets: Budgets
-    kernels: str  # what the CPU computes with: C, or torch
+    processor: Processor | None  # what computes; None for another machine, of which only its profile is known
     packing: Packing | None = None
     tokenizer_note: str = ""
 
     @property
     def first(self) -> BlockPlan:
         return self.planned.blocks.first
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.of(self.planned, self.processor)
 
     def lines(self) -> list[str]:
         return [*self._head(), "", *self._shares(), "", *self._needs()]
@@ -52,8 +58,9 @@ class PlanReport:
             "plan": asdict(self.planned.plan),
             "requested_percent": list(self.requested.percent),
             "placed_percent": [round(share, 2) for share in self.first.placed_percent],
+            "arithmetic": self.arithmetic.as_json(),
             "kept": Kept(self.planned).as_json(),
-            "kernels": self.kernels,
+            "kernels": in_use(),
             "bytes_to_pack": self.packing.nbytes if self.packing else 0,
             "num_prompts": self.planned.workload.num_prompts,
             "placed_bytes": placed_bytes(self.first),
@@ -72,11 +79,12 @@ class PlanReport:
             f"schedule  {plan.schedule}, {_buffers(self.first.schedule)}, "
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
             f"KV        {Kept(self.planned).line()}{packed}",
+            f"numbers   {self.arithmetic.line()}",
         ]
         if self.tokenizer_note:
             lines.append(f"tokens    {self.tokenizer_note}")
         if not self.planned.site.accelerator:
-            lines.append(f"kernels   {self.kernels}" + (f" ({NO_KERNELS})" if self.kernels == "torch" else ""))
+            lines.append(f"kernels   {in_use()}")
         if self.packing and self.packing.nbytes:
             lines.append(f"the weights are packed first, once: {self.packing}")
         if self.dummy_weights:
@@ -87,7 +95,7 @@ class PlanReport:
 
     def _written_down(self) -> str:
         dtype, codec = self.planned.spec.dtype, self.planned.plan.weight_codec
-        return f"in {dtype}" if codec == PLAIN else f"with matrices as {codec}, computed with in {dtype}"
+        return f"in {dtype}" if codec == PLAIN else f"with matrices as {codec}"
 
     def _shares(self) -> list[str]:
         tiers = TIERS if self.planned.site.accelerator else (HOST, DISK)

@@ -9,7 +9,18 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from h2o_flexgen.cli.files import check_picture
-from h2o_flexgen.cli.flags import DUMMY_PATH, TOKENS, TRACEBACK, Group, Parser, add_placement, add_sizes, memory_size, whole
+from h2o_flexgen.cli.flags import (
+    DUMMY_PATH,
+    TOKENS,
+    TRACEBACK,
+    Group,
+    Parser,
+    add_compute,
+    add_placement,
+    add_sizes,
+    memory_size,
+    whole,
+)
 from h2o_flexgen.cli.requests import (
     ModelRequest,
     SiteRequest,
@@ -139,6 +150,8 @@ def _placement(plan: Plan) -> Iterator[str]:
     for flag, codec in (("--compress-weight", plan.weight_codec), ("--compress-cache", plan.kv_codec)):
         if codec != PLAIN:
             yield from (flag, bits[codec])
+    if plan.compute != Plan.compute:
+        yield from ("--compute", plan.compute)
 
 
 def _kv(plan: Plan) -> Iterator[str]:
@@ -178,6 +191,7 @@ def _add_workload(group: Group) -> None:
 def _add_plan(parser: Parser) -> None:
     group = parser.group("plan", "what is named is kept, and the rest of sizes and shares is searched")
     add_placement(group)
+    add_compute(group)
     parser.set_defaults(percent=None)
     add_sizes(group, "without --evaluate")
     beside = "KV in CPU memory is attended by the CPU; priced only: the run command cannot do it"

@@ -17,7 +17,7 @@ from h2o_flexgen.planning.machines import SUFFIXES
 PROGRAM = "python -m h2o_flexgen.profile"
 DESCRIPTION = """\
 Measure this machine: its disk, its memory, its links and what it computes, each with the means that a run uses. Plans are
-priced with the outcome. It takes a minute or two, and is best done while nothing else runs."""
+priced with the outcome. It takes two minutes at most, and is best done while nothing else runs."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ def _output_file(output: str | None) -> Path | None:
 def make_parser(program: str = PROGRAM) -> Parser:
     parser = Parser(program, DESCRIPTION)
     group = parser.group()
-    group.truth("--quick", text="a third of a minute: fewer repetitions, a smaller file")
+    group.truth("--quick", text="half a minute at most: fewer repetitions, a smaller file")
     written = "also write the profile here, as YAML; the machine is named after the file"
     group.add("-o", "--output", metavar="FILE", help=written)
     group.value("--offload-dir", "FOLDER", "the disk to measure; left as it was found (default: below ~/.cache/h2o_flexgen)")
     add_device(group)
     add_threads(group)
-    types = "of all but the products, which are measured in every type; auto: the one that runs use"
+    types = "of values and products; auto: the one that runs use"
     group.choice("--dtype", (AUTO, *DTYPE_BYTES), types, AUTO)
     group.verbose(f"{TRACEBACK}: where errors come from")
     return parser

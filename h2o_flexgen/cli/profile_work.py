@@ -32,14 +32,16 @@ def work(request: ProfileRequest) -> None:
         set_threads(request.site.threads)
         folder = Path(request.site.offload_dir or default_offload_folder()).expanduser()
         device, dtype, file = open_device(request.site.device), request.dtype, request.file
+        sizes = QUICK if request.quick else FULL
         mark, begun, others = fingerprint_of(device, folder, dtype), time.perf_counter(), Others()
         note_partial(mark, progress.note)
+        progress.note(f"measuring this machine takes {sizes.budget_seconds:.0f} s at most")
         machine = profile(
             device,
             folder,
             mark.name,
             dtype,
-            QUICK if request.quick else FULL,
+            sizes,
             lambda title, done, total: progress.stage(title, f"{done}/{total}" if total else ""),
             partial_file(mark),
         )
@@ -58,6 +60,7 @@ def machine_lines(machine: Machine) -> Iterator[str]:
     yield from (f"{what + ' ':.<{WIDTH}} {value}" for what, value in _figures(machine) if value)
     yield ""
     yield from _curve_lines({**machine.flops_per_s, **machine.packed_flops_per_s})
+    yield from machine.not_measured
 
 
 def _figures(machine: Machine) -> Iterator[tuple[str, str]]:

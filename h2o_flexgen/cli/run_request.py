@@ -17,6 +17,7 @@ from h2o_flexgen.cli.flags import (
     TRACEBACK,
     Group,
     Parser,
+    add_compute,
     add_placement,
     add_sizes,
     number,
@@ -242,6 +243,7 @@ def _add_prompts(group: Group) -> None:
 
 def _add_plan(group: Group) -> None:
     add_placement(group, may_be_found=True)
+    add_compute(group)
     add_sizes(group, WHERE_FOUND)
     group.truth("--dry-run", text="print the plan and its bytes per tier; no weights are loaded")
 

@@ -16,17 +16,19 @@ from h2o_flexgen.cli.plan_report import PlanReport, Predicted
 from h2o_flexgen.cli.requests import check_device
 from h2o_flexgen.cli.run_report import Outcome
 from h2o_flexgen.cli.run_request import MadeUp, RunRequest
+from h2o_flexgen.cli.slow import int8_reason, kernel_reasons, say_slow
 from h2o_flexgen.cli.summary import after_first_layers
 from h2o_flexgen.cli.watch import Watch, say_threads
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.finding import Wish
-from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.kernels.native import processor, variants
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import predict
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.profiling.kept import profile_at_hand
 from h2o_flexgen.sampling.sampler import resolve_seed
 from h2o_flexgen.schedule.task import Task
 from h2o_flexgen.text.made_up import check_room, made_up_prompts
@@ -51,6 +53,7 @@ def work(request: RunRequest) -> None:
             print(json.dumps(job.plan_report.as_json()))
         else:
             say_threads(request.others, request.site.threads)
+            job.say_slow()
             job.run()
 
 
@@ -176,7 +179,7 @@ class Job:
             requested=llm.requested,
             planned=self.planned,
             budgets=llm.budgets,
-            kernels=in_use(),
+            processor=processor(llm.device.kind),
             packing=llm.packing,
             tokenizer_note=llm.tokenizer.note,
         )
@@ -193,6 +196,13 @@ class Job:
         say(self.request.notes)
         if self.predicted is not None:
             say(["", self.predicted.line()])
+
+    def say_slow(self) -> None:
+        """Says what makes the run slow and could be mended."""
+        say_slow(kernel_reasons(self.plan_report.arithmetic, variants()))
+        machine = self.machine or profile_at_hand(self.llm.device, self.llm.offload_folder, self.llm.spec.dtype)
+        if machine is not None:
+            say_slow(int8_reason(self.planned.blocks.first, machine))
 
     # -- the run -------------------------------------------------------------------------------------------------------
 

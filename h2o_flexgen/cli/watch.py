@@ -7,10 +7,12 @@ import time
 from collections import Counter
 
 from h2o_flexgen.cli.page import say
+from h2o_flexgen.cli.slow import say_slow
+from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import MADE_AGAIN, Stage, how_far, made_again
-from h2o_flexgen.engine.threads import make_room_for_others
+from h2o_flexgen.engine.threads import crowding, get_num_threads, make_room_for_others
 from h2o_flexgen.models.derived import CONVERTED, PACKED, cache_folder
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.cost import Cost
@@ -52,10 +54,14 @@ def _copy(stage: Stage, total_bytes: int) -> str:
 
 
 def say_threads(others: Others, asked: int | None) -> None:
-    """Uses fewer threads if other processes are busy, and says so in a line. `others` have been watched, at no cost, since the
-    command began. Plans and profiles come before this: they are for the undisturbed machine."""
-    line = make_room_for_others(others.cores(), asked)
-    say([] if line is None else [f"threads   {line}"])
+    """Uses fewer threads if other processes are busy, or tells of the crowd, in a line. `others` have been watched, at no cost,
+    since the command began. Plans and profiles come before this: they are for the undisturbed machine."""
+    busy = others.cores()
+    line = make_room_for_others(busy, asked)
+    if line is not None:
+        say([f"threads   {line}"])
+    elif crowded := crowding(busy, get_num_threads(), cores()):
+        say_slow([crowded])
 
 
 # -- while a run computes ----------------------------------------------------------------------------------------------

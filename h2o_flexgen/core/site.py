@@ -19,7 +19,7 @@ class Site:
         """Whether something does this with the bytes as they are."""
         return choose(op, form, dtype, self.processor.runs, rows, width) is not None
 
-    def threads_of(self, op: str, dtype: str) -> int:
-        """Threads of the kernel in C that does this with plain values; 0 where torch does."""
-        kernel = choose(op, PLAIN, dtype, self.processor.runs)
+    def threads_of(self, op: str, dtype: str, form: str = PLAIN) -> int:
+        """Threads of the kernel in C that does this with values in this form; 0 where torch does."""
+        kernel = choose(op, form, dtype, self.processor.runs)
         return self.threads if kernel is not None and kernel.libraries else 0

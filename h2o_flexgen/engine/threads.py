@@ -13,7 +13,7 @@ from torch import get_num_threads, set_num_threads
 from h2o_flexgen.core.allowed_values import Rule, whole
 from h2o_flexgen.core.cores import cores
 
-__all__ = ["get_num_threads", "make_room_for_others", "set_threads"]
+__all__ = ["crowding", "get_num_threads", "make_room_for_others", "set_threads"]
 
 CHOSEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # a user who sets one of them has decided
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # quota of a container: microseconds per period, or "max"
@@ -39,8 +39,19 @@ def make_room_for_others(busy_cores: float, asked: int | None) -> str | None:
     if threads == now:
         return None
     set_num_threads(threads)
-    why = f"other processes keep {busy_cores:.1f} cores busy" if threads < alone else "no more may be used here at a time"
+    busy = f"other processes keep {busy_cores:.1f} cores busy, and without them it is faster"
+    why = busy if threads < alone else "no more may be used here at a time"
     return f"{threads} of {now}: {why}; --threads chooses otherwise"
+
+
+def crowding(busy_cores: float, threads: int, own_cores: int) -> str | None:
+    """A line that says what helps if there are more threads than other processes leave cores for."""
+    free = own_cores - math.floor(busy_cores + 0.5)
+    if threads <= free:
+        return None
+    advice = f"stop them, or give --threads {free}" if free > 0 else "stop them"
+    word = "1 thread computes" if threads == 1 else f"{threads} threads compute"
+    return f"{word} on {own_cores} cores, and other processes keep {busy_cores:.1f} of them busy; {advice}"
 
 
 def threads_beside(busy_cores: float, own_cores: int, quota: float, most: int) -> int:

@@ -1,4 +1,5 @@
-"""Grid: the settings to compare: policies, how much each keeps, and in how many bits weights and KV are held."""
+"""Grid: the settings to compare: policies, how much each keeps, in how many bits weights and KV are held, and how weights are
+multiplied."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from math import inf
 from typing import TypeAlias
 
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.kernels.table import EXACT
+from h2o_flexgen.planning.plan import Plan, can_compute
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.policies.table import POLICIES
@@ -83,6 +85,7 @@ class Setting:
     amount: Amount
     kv_codec: str = PLAIN
     weight_codec: str = PLAIN
+    compute: str = EXACT
     beside: Beside = ()  # options asked for in addition to the budget
 
     @property
@@ -104,7 +107,8 @@ class Setting:
         taken = [name if value is True else f"{name} {value}" for name, value in self._taken.items()]
         words = [self.policy, *(word.replace("_", "-") for word in taken)]
         codecs = {"KV": self.kv_codec, "weights": self.weight_codec}
-        return ", ".join([*words, *(f"{what} {BITS[codec]}" for what, codec in codecs.items() if codec != PLAIN)])
+        words += (f"{what} {BITS[codec]}" for what, codec in codecs.items() if codec != PLAIN)
+        return ", ".join(words if self.compute == EXACT else [*words, f"products {self.compute}"])
 
     @property
     def full(self) -> Setting:
@@ -116,8 +120,12 @@ class Setting:
         return self.policy == Full.name and {self.kv_codec, self.weight_codec} == {PLAIN}
 
     def plan(self, base: Plan) -> Plan:
-        with_codecs = replace(base, kv_codec=self.kv_codec, weight_codec=self.weight_codec)
-        return replace(with_codecs, kv_policy=self.policy, kv_options=self.options)
+        forms = replace(base, kv_codec=self.kv_codec, weight_codec=self.weight_codec, compute=self.compute)
+        return replace(forms, kv_policy=self.policy, kv_options=self.options)
+
+    @property
+    def _forms(self) -> dict[str, str]:
+        return {"kv_codec": self.kv_codec, "weight_codec": self.weight_codec, "compute": self.compute}
 
     def check(self, base: Plan, sizes: Sequence[tuple[int, int]]) -> None:
         """Refuses a setting that cannot hold texts of these sizes: pairs of prompt length and tokens to generate."""
@@ -130,14 +138,13 @@ class Setting:
 
     def identity(self) -> dict[str, object]:
         """Everything in a setting that its figures depend on."""
-        return {"policy": self.policy, **asdict(self.options), "kv_codec": self.kv_codec, "weight_codec": self.weight_codec}
+        return {"policy": self.policy, **asdict(self.options), **self._forms}
 
     def as_json(self) -> dict[str, object]:
         return {
             "policy": self.policy,
             "kept": self.amount.label,
-            "kv_codec": self.kv_codec,
-            "weight_codec": self.weight_codec,
+            **self._forms,
             "options": {name: value for name, value in asdict(self.options).items() if value not in (None, False)},
         }
 
@@ -152,19 +159,21 @@ class Grid:
     amounts: tuple[Amount, ...]
     kv_codecs: tuple[str, ...] = (PLAIN,)
     weight_codecs: tuple[str, ...] = (PLAIN,)
+    computes: tuple[str, ...] = (EXACT,)  # of packed weights; products with others are always exact
     beside: Beside = ()
 
     @property
     def settings(self) -> tuple[Setting, ...]:
         """All policies are the full cache when they keep everything, so that one is run once, and first."""
         found: dict[Setting, None] = {}
-        for weight_codec, kv_codec in product(self.weight_codecs, self.kv_codecs):
-            found |= dict.fromkeys(self._settings(kv_codec, weight_codec))
+        for weight_codec, compute, kv_codec in product(self.weight_codecs, self.computes, self.kv_codecs):
+            known = compute if can_compute(compute, weight_codec) else EXACT
+            found |= dict.fromkeys(self._settings(kv_codec, weight_codec, known))
         return tuple(found)
 
-    def _settings(self, kv_codec: str, weight_codec: str) -> list[Setting]:
+    def _settings(self, kv_codec: str, weight_codec: str, compute: str) -> list[Setting]:
         def setting(policy: str, amount: Amount) -> Setting:
-            return Setting(policy, amount, kv_codec, weight_codec, self.beside)
+            return Setting(policy, amount, kv_codec, weight_codec, compute, self.beside)
 
         full = [setting(Full.name, amount) for amount in self.amounts if amount.keeps_all][:1]
         if Full.name in self.policies and not full:

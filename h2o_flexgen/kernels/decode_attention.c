@@ -1,9 +1,11 @@
 /* Attention of one new token per row over the slots that the row holds: shares = softmax(q . keys), out = shares . values, and the
    attention each slot received from all query heads of its group. Keys and values are read once; nothing but the shares is stored.
+   Packed ones are multiplied in fixed point where queries have 16 bits and it is faster (fixed_attention.h), else as float32.
 
    A (row, KV head) is worked on by one thread from its first slot to its last, so a row's outcome depends on nothing but the row.
    */
 
+#include "fixed_attention.h"
 #include "group_values.h"
 #include "sizes.h"
 #include "slots.h"
@@ -180,7 +182,45 @@ typedef struct {
     float *shares;       /* (rows, kv_heads, group, capacity) */
     long rows, kv_heads, group, dim, capacity;
     float scale;
+    int narrow; /* queries have 16 bits */
 } attention;
+
+/* Packed slots and queries of 16 bits: the same body for usual numbers of queries, which the compiler then knows. A group of
+   another size has its last queries with the next larger number, filled up with zeros. */
+
+typedef void (*fixed_action)(const queries_of_head *h);
+
+#define FOR_QUERIES(QUERIES, BITS)                                                                                               \
+    static void score_##QUERIES##_by_##BITS(const queries_of_head *h) { score_packed(h, QUERIES, BITS); }                       \
+    static void sum_##QUERIES##_by_##BITS(const queries_of_head *h) { sum_packed(h, QUERIES, BITS); }
+#define FOR_BITS(BITS) FOR_QUERIES(1, BITS) FOR_QUERIES(2, BITS) FOR_QUERIES(4, BITS) FOR_QUERIES(8, BITS)
+
+FOR_BITS(4)
+FOR_BITS(8)
+
+#define FIXED_ACTIONS(WHAT, BITS) {WHAT##_1_by_##BITS, WHAT##_2_by_##BITS, WHAT##_4_by_##BITS, WHAT##_8_by_##BITS}
+
+typedef const fixed_action (*fixed_actions)[4];
+static const fixed_action scoring[2][4] = {FIXED_ACTIONS(score, 4), FIXED_ACTIONS(score, 8)};
+static const fixed_action summing[2][4] = {FIXED_ACTIONS(sum, 4), FIXED_ACTIONS(sum, 8)};
+
+/* A single query is as fast in float32 where registers are wide enough for a table of a group's values, and integers would have no
+   instruction for their products in the narrowest ones. */
+static ALWAYS_INLINE int is_fixed(const attention *a, long group, int kind)
+{
+    return LANES > 4 && a->narrow && (kind == GROUP4 || kind == GROUP8) && (group > 1 || LANES == 8);
+}
+
+static ALWAYS_INLINE void in_fixed_point(fixed_actions actions, const attention *a, const slots *from, long row, long head)
+{
+    for (long first = 0; first < a->group; first += MOST_QUERIES) {
+        const long left = a->group - first, queries = left < MOST_QUERIES ? left : MOST_QUERIES;
+        const long at = (row * a->kv_heads + head) * a->group + first;
+        const queries_of_head here = {from, row, head, a->held[row], a->q + at * a->dim, a->out + at * a->dim,
+                                      a->shares + at * a->capacity, queries, a->dim, a->capacity, a->scale};
+        actions[from->kind == GROUP8][queries > 4 ? 3 : queries > 2 ? 2 : queries > 1](&here);
+    }
+}
 
 static ALWAYS_INLINE void attend(const attention *a, long row, long head, long group, long dim, int key_kind, int value_kind)
 {
@@ -191,10 +231,17 @@ static ALWAYS_INLINE void attend(const attention *a, long row, long head, long g
         memcpy(q + g * registers, a->q + (unit * group + g) * dim, dim * sizeof(float));
     float *shares = a->shares + unit * group * a->capacity, *sums = a->sums + unit * a->capacity;
     const long held = a->held[row];
-    score_slots(q, &a->keys, row, head, shares, held, a->capacity, group, dim, registers, a->scale, key_kind);
+    if (is_fixed(a, group, key_kind))
+        in_fixed_point(scoring, a, &a->keys, row, head);
+    else
+        score_slots(q, &a->keys, row, head, shares, held, a->capacity, group, dim, registers, a->scale, key_kind);
     memset(sums, 0, a->capacity * sizeof *sums);
     for (long g = 0; g < group; g++)
         softmax(shares + g * a->capacity, sums, held);
+    if (is_fixed(a, group, value_kind)) {
+        in_fixed_point(summing, a, &a->values, row, head);
+        return;
+    }
     sum_values(shares, &a->values, row, head, out, held, a->capacity, group, dim, registers, value_kind);
     for (long g = 0; g < group; g++)
         memcpy(a->out + (unit * group + g) * dim, out + g * registers, dim * sizeof(float));

@@ -2,21 +2,28 @@
    sum = sum + ((dot * scale of x) * scale of the output + sum of x * minimum of the output), group behind group, every operation
    rounded by itself. So an outcome has the same bits in every library and in torch, whatever lies beside its row.
 
-   Few rows are multiplied with the blocks as they lie. For many, blocks of some tiles and groups are prepared once and stay in the
-   cache while all rows pass. */
+   Some tiles pass at a time, some groups of them after each other: their blocks stay in the cache for all rows, while those that
+   come next are fetched. Codes are taken apart anew for every few rows, which costs little beside dot products of dwords; where
+   those are slower, and rows many, they are taken apart once. */
 
 #include "int8_dots.h"
 
+/* Rows and tiles at once: the dot products of a group fill the registers. */
 #if LANES == 16
-#define MOST_ROWS 6 /* at once, with TILES tiles: the dot products of a group fill the registers */
+#define MOST_ROWS 6
 #define TILES 2
+#elif WHOLE_DWORDS
+#define MOST_ROWS 6
+#define TILES 1
 #else
 #define MOST_ROWS 4
 #define TILES 1
 #endif
 #define REGISTERS (TILES * PARTS)
-#define GROUPS_AT_ONCE 8 /* whose prepared blocks lie in the cache */
+#define GROUPS_AT_ONCE (16 / TILES)
 #define ROWS_AT_ONCE 256 /* whose sums are kept between groups */
+#define PREPARED_ROWS 24 /* fewer do not pay for preparing blocks */
+#define LINE 64          /* bytes of the cache that are fetched at once */
 
 typedef struct {
     const uint8_t *data; /* (tiles, bytes of a tile) */
@@ -29,15 +36,21 @@ typedef struct {
     int kind; /* type of the outcome */
 } product;
 
-/* Blocks of the same groups in some tiles. */
+/* Blocks of some groups of some tiles, and what is to be fetched from memory meanwhile. */
 typedef struct {
-    const uint8_t *tiles[TILES];
-    long first_group, groups;
+    const uint8_t *tiles[TILES], *next[TILES];
+    long first_group, groups, lines; /* lines of the cache, with each group and of each tile */
 } blocks;
 
 static ALWAYS_INLINE void add_dots(const uint8_t *const *block, const int8_t *x, long x_row, int rows, int bits, int prepared,
                                    integers (*dots)[REGISTERS])
 {
+    const int8_t *x_at[MOST_ROWS];
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++) {
+        x_at[row] = x + row * x_row;
+        __asm__("" : "+r"(x_at[row])); /* or compilers work out every address anew */
+    }
 #if WHOLE_DWORDS
 #pragma GCC unroll 16
     for (int dword = 0; dword < X_DWORDS; dword++) {
@@ -47,7 +60,7 @@ static ALWAYS_INLINE void add_dots(const uint8_t *const *block, const int8_t *x,
             codes[at] = codes_at(block[at / PARTS], dword, at % PARTS, 0, bits, prepared);
 #pragma GCC unroll 8
         for (int row = 0; row < rows; row++) {
-            const words with = same_word(x + row * x_row + 4 * dword);
+            const words with = same_word(x_at[row] + 4 * dword);
 #pragma GCC unroll 8
             for (int at = 0; at < REGISTERS; at++)
                 dots[row][at] = dots_added(dots[row][at], codes[at], with);
@@ -59,6 +72,7 @@ static ALWAYS_INLINE void add_dots(const uint8_t *const *block, const int8_t *x,
 #pragma GCC unroll 2
         for (int first = 0; first < X_DWORDS; first += 8) {
             shorts pairs[MOST_ROWS][REGISTERS];
+            __asm__("" ::: "memory"); /* or compilers keep what is loaded here for the next turn */
 #pragma GCC unroll 8
             for (int dword = first; dword < first + 8; dword++) {
                 words codes[REGISTERS];
@@ -67,11 +81,12 @@ static ALWAYS_INLINE void add_dots(const uint8_t *const *block, const int8_t *x,
                     codes[at] = codes_at(block[at / PARTS], dword, at % PARTS, plane, bits, prepared);
 #pragma GCC unroll 8
                 for (int row = 0; row < rows; row++) {
-                    const words with = same_word(x + row * x_row + 4 * dword);
+                    const words with = same_word(x_at[row] + 4 * dword);
 #pragma GCC unroll 8
                     for (int at = 0; at < REGISTERS; at++) {
                         const shorts next = pair_dots(codes[at], with);
                         pairs[row][at] = dword == first ? next : pairs[row][at] + next;
+                        IN_A_REGISTER(pairs[row][at]); /* or compilers put sums off and run out of registers */
                     }
                 }
             }
@@ -98,6 +113,10 @@ static ALWAYS_INLINE void multiply(const product *p, const blocks *from, long ro
 #pragma GCC unroll 4
         for (int tile = 0; tile < TILES; tile++)
             block[tile] = from->tiles[tile] + group * size;
+        for (long line = 0; line < from->lines; line++)
+#pragma GCC unroll 4
+            for (int tile = 0; tile < TILES; tile++)
+                __builtin_prefetch(from->next[tile] + (group * from->lines + line) * LINE);
         add_dots(block, p->codes + at_group * GROUP, x_row, rows, bits, prepared, dots);
 #pragma GCC unroll 8
         for (int at = 0; at < REGISTERS; at++) {
@@ -143,91 +162,88 @@ static void finish(const product *p, long row, long rows, long first_tile, float
 
 typedef void (*action)(const product *p, const blocks *from, long row, floats (*sums)[REGISTERS]);
 
-#define FOR_ROWS(ROWS, BITS, PREPARED, NAME)                                                                                     \
-    static void multiply_##ROWS##_##NAME(const product *p, const blocks *from, long row, floats (*sums)[REGISTERS])              \
+#define DEFINED(ROWS, BITS, PREPARED)                                                                                            \
+    static void multiply_##ROWS##_##BITS##_##PREPARED(const product *p, const blocks *from, long row, floats (*sums)[REGISTERS]) \
     {                                                                                                                            \
         multiply(p, from, row, sums, ROWS, BITS, PREPARED);                                                                      \
     }
-#define FOR_ALL_ROWS(BITS, PREPARED, NAME)                                                                                       \
-    FOR_ROWS(1, BITS, PREPARED, NAME)                                                                                            \
-    FOR_ROWS(2, BITS, PREPARED, NAME)                                                                                            \
-    FOR_ROWS(3, BITS, PREPARED, NAME)                                                                                            \
-    FOR_ROWS(4, BITS, PREPARED, NAME)                                                                                            \
-    FOR_MORE_ROWS(BITS, PREPARED, NAME)
+#define NAMED(ROWS, BITS, PREPARED) multiply_##ROWS##_##BITS##_##PREPARED,
+#define FOUR_ROWS(OF, ...) OF(1, __VA_ARGS__) OF(2, __VA_ARGS__) OF(3, __VA_ARGS__) OF(4, __VA_ARGS__)
 #if MOST_ROWS == 6
-#define FOR_MORE_ROWS(BITS, PREPARED, NAME)                                                                                      \
-    FOR_ROWS(5, BITS, PREPARED, NAME)                                                                                            \
-    FOR_ROWS(6, BITS, PREPARED, NAME)
-#define ACTIONS(NAME)                                                                                                            \
-    {multiply_1_##NAME, multiply_2_##NAME, multiply_3_##NAME, multiply_4_##NAME, multiply_5_##NAME, multiply_6_##NAME}
+#define ALL_ROWS(OF, ...) FOUR_ROWS(OF, __VA_ARGS__) OF(5, __VA_ARGS__) OF(6, __VA_ARGS__)
 #else
-#define FOR_MORE_ROWS(BITS, PREPARED, NAME)
-#define ACTIONS(NAME) {multiply_1_##NAME, multiply_2_##NAME, multiply_3_##NAME, multiply_4_##NAME}
+#define ALL_ROWS FOUR_ROWS
 #endif
 
-FOR_ALL_ROWS(4, 0, by_4_bits)
-FOR_ALL_ROWS(8, 0, by_8_bits)
-FOR_ALL_ROWS(4, 1, by_prepared_4_bits)
-FOR_ALL_ROWS(8, 1, by_prepared_8_bits)
+ALL_ROWS(DEFINED, 4, 0)
+ALL_ROWS(DEFINED, 8, 0)
+#if !WHOLE_DWORDS
+ALL_ROWS(DEFINED, 4, 1)
+ALL_ROWS(DEFINED, 8, 1)
+#endif
 
-/* The tiles from this one on; where there are no more, the last one is repeated. */
-static ALWAYS_INLINE blocks blocks_of(const product *p, long first_tile, int bits)
+/* By whether blocks are prepared, then by bits. */
+static const action actions[][2][MOST_ROWS] = {
+    {{ALL_ROWS(NAMED, 4, 0)}, {ALL_ROWS(NAMED, 8, 0)}},
+#if !WHOLE_DWORDS
+    {{ALL_ROWS(NAMED, 4, 1)}, {ALL_ROWS(NAMED, 8, 1)}},
+#endif
+};
+
+/* The block of this group and tile; behind the last tile the last one is repeated, behind the last group come the next tiles. */
+static ALWAYS_INLINE const uint8_t *block_at(const product *p, long tile, long group, int bits)
 {
-    const long last = (p->outputs - 1) / TILE;
-    blocks found = {{0}, 0, p->groups};
-    for (int tile = 0; tile < TILES; tile++)
-        found.tiles[tile] = p->data + (first_tile + tile < last ? first_tile + tile : last) * p->groups * block_bytes(bits);
-    return found;
+    const long last = (p->outputs - 1) / TILE, later = group < p->groups ? tile : tile + TILES;
+    return p->data + ((later < last ? later : last) * p->groups + (group < p->groups ? group : 0)) * block_bytes(bits);
 }
 
-static ALWAYS_INLINE void few_rows(const product *p, long first_tile, int bits, action multiply_as_they_lie)
+static ALWAYS_INLINE void prepare_blocks(blocks *from, uint8_t *room, int bits)
 {
-    floats sums[MOST_ROWS][REGISTERS] = {0};
-    const blocks from = blocks_of(p, first_tile, bits);
-    multiply_as_they_lie(p, &from, 0, sums);
-    finish(p, 0, p->rows, first_tile, sums);
+    for (int tile = 0; tile < TILES; tile++) {
+        for (long group = 0; group < from->groups; group++)
+            prepare(from->tiles[tile] + group * block_bytes(bits), room + group * prepared_bytes(bits), bits);
+        from->tiles[tile] = room;
+        room += GROUPS_AT_ONCE * prepared_bytes(bits);
+    }
 }
 
-static ALWAYS_INLINE void many_rows(const product *p, long first_tile, long first_row, int bits, const action *multiply_prepared)
+static ALWAYS_INLINE void multiply_tiles(const product *p, long first_tile, long first_row, int bits)
 {
     const long left = p->rows - first_row, rows = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
-    const blocks from = blocks_of(p, first_tile, bits);
+    const long parts = (rows + MOST_ROWS - 1) / MOST_ROWS, lines = (block_bytes(bits) / LINE + parts - 1) / parts;
+    const int prepared = !WHOLE_DWORDS && rows >= PREPARED_ROWS;
     floats sums[ROWS_AT_ONCE][REGISTERS];
-    uint8_t prepared[TILES * GROUPS_AT_ONCE * PREPARED_BYTES] __attribute__((aligned(64)));
+    uint8_t room[TILES * GROUPS_AT_ONCE * PREPARED_BYTES] __attribute__((aligned(LINE)));
     memset(sums, 0, rows * sizeof *sums);
     for (long group = 0; group < p->groups; group += GROUPS_AT_ONCE) {
-        blocks part = {{0}, group, p->groups - group < GROUPS_AT_ONCE ? p->groups - group : GROUPS_AT_ONCE};
+        const long groups = p->groups - group < GROUPS_AT_ONCE ? p->groups - group : GROUPS_AT_ONCE;
+        blocks from = {{0}, {0}, group, groups, lines};
         for (int tile = 0; tile < TILES; tile++) {
-            uint8_t *to = prepared + tile * GROUPS_AT_ONCE * prepared_bytes(bits);
-            part.tiles[tile] = to;
-            for (long next = 0; next < part.groups; next++)
-                prepare(from.tiles[tile] + (group + next) * block_bytes(bits), to + next * prepared_bytes(bits), bits);
+            from.tiles[tile] = block_at(p, first_tile + tile, group, bits);
+            from.next[tile] = block_at(p, first_tile + tile, group + GROUPS_AT_ONCE, bits);
         }
-        for (long row = 0; row < rows; row += MOST_ROWS)
-            multiply_prepared[(rows - row < MOST_ROWS ? rows - row : MOST_ROWS) - 1](p, &part, first_row + row, sums + row);
+        if (prepared)
+            prepare_blocks(&from, room, bits);
+        for (long part = 0, row = 0; part < parts; part++) {
+            const long count = (rows - row + parts - part - 1) / (parts - part); /* about the same in each part */
+            actions[prepared][bits == 8][count - 1](p, &from, first_row + row, sums + row);
+            row += count;
+            for (int tile = 0; tile < TILES; tile++)
+                from.next[tile] += groups * lines * LINE;
+            if ((part + 1) * lines * LINE >= block_bytes(bits))
+                from.lines = 0;
+        }
     }
     finish(p, first_row, rows, first_tile, sums);
 }
 
 void int8_product(const product *p, int bits, int threads)
 {
-    static const action as_they_lie[2][MOST_ROWS] = {ACTIONS(by_4_bits), ACTIONS(by_8_bits)};
-    static const action prepared[2][MOST_ROWS] = {ACTIONS(by_prepared_4_bits), ACTIONS(by_prepared_8_bits)};
-    if (!p->rows)
-        return;
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (long tile = 0; tile < (p->outputs + TILE - 1) / TILE; tile += TILES) {
-        if (p->rows <= MOST_ROWS) {
+    for (long tile = 0; tile < (p->outputs + TILE - 1) / TILE; tile += TILES)
+        for (long row = 0; row < p->rows; row += ROWS_AT_ONCE)
             if (bits == 4)
-                few_rows(p, tile, 4, as_they_lie[0][p->rows - 1]);
+                multiply_tiles(p, tile, row, 4);
             else
-                few_rows(p, tile, 8, as_they_lie[1][p->rows - 1]);
-        } else {
-            for (long row = 0; row < p->rows; row += ROWS_AT_ONCE)
-                if (bits == 4)
-                    many_rows(p, tile, row, 4, prepared[0]);
-                else
-                    many_rows(p, tile, row, 8, prepared[1]);
-        }
-    }
+                multiply_tiles(p, tile, row, 8);
 }

@@ -30,18 +30,39 @@ static ALWAYS_INLINE floats all(float value)
     return value - (floats){0};
 }
 
-/* The value itself. Compilers fuse a product and a sum, which rounds once less, but not through this. */
+/* Has a vector worked out here, as it is written: compilers do not look through this. */
+#if LANES == 16
+#define IN_A_REGISTER(VALUE) __asm__("" : "+v"(VALUE))
+#elif defined(__SSE__)
+#define IN_A_REGISTER(VALUE) __asm__("" : "+x"(VALUE))
+#elif defined(__aarch64__)
+#define IN_A_REGISTER(VALUE) __asm__("" : "+w"(VALUE))
+#else
+#define IN_A_REGISTER(VALUE) __asm__("" : "+m"(VALUE))
+#endif
+
+#if LANES == 16
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#elif LANES == 8
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#else
+#define LANE_NUMBERS {0, 1, 2, 3}
+#endif
+
+static ALWAYS_INLINE float sum_of(floats value)
+{
+    float lanes[LANES];
+    memcpy(lanes, &value, sizeof lanes);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int lane = 0; lane < half; lane++)
+            lanes[lane] += lanes[lane + half];
+    return lanes[0];
+}
+
+/* The value itself, of which no product is fused with a sum: that would round once less. */
 static ALWAYS_INLINE floats rounded(floats value)
 {
-#if LANES == 16
-    __asm__("" : "+v"(value));
-#elif defined(__SSE__)
-    __asm__("" : "+x"(value));
-#elif defined(__aarch64__)
-    __asm__("" : "+w"(value));
-#else
-    __asm__("" : "+m"(value));
-#endif
+    IN_A_REGISTER(value);
     return value;
 }
 
@@ -70,7 +91,7 @@ static ALWAYS_INLINE floats floats_of_halves(const char *from)
 {
 #if LANES == 16
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
-#elif LANES == 8 && defined(__F16C__)
+#elif LANES == 8
     return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
 #else
     return floats_of_half_words(words_of_halves(from));
@@ -89,9 +110,10 @@ static ALWAYS_INLINE floats larger(floats one, floats other)
     return (floats)(((integers)one & mask) | ((integers)other & ~mask));
 }
 
-static ALWAYS_INLINE floats exp_below_zero(floats x) /* relative error below 2e-7; results below 2^-124 may be 2^-124 */
+/* Relative error below 2e-7; results below 2^-124 may be 2^-124. NaN stays NaN. */
+static ALWAYS_INLINE floats exp_below_zero(floats from)
 {
-    x = larger(x, all(-86.0f));
+    const floats x = larger(from, all(-86.0f));
     const float shift = 12582912.0f; /* 1.5 * 2^23: its last bits count whole powers */
     const floats shifted = x * 1.44269504f + shift, powers = shifted - shift;
     const floats rest = (x - powers * 0.693359375f) + powers * 2.12194440e-4f;
@@ -101,5 +123,5 @@ static ALWAYS_INLINE floats exp_below_zero(floats x) /* relative error below 2e-
     value = value * rest + 1.6666665459e-1f;
     value = value * rest + 5.0000001201e-1f;
     value = value * (rest * rest) + rest + 1.0f;
-    return (floats)((integers)value + ((integers)shifted << 23));
+    return (floats)(((integers)value + ((integers)shifted << 23)) | (from != from));
 }

@@ -24,13 +24,14 @@ class Asked:
     batch_sizes: tuple[int, ...] = ()  # the sizes to choose from, if somebody has chosen
     batches: tuple[int, ...] = ()
     codecs: tuple[tuple[str, str], ...] = ()  # codecs of weights and KV that may replace the plan's
+    computes: tuple[str, ...] = ()  # products that may replace the plan's where weights are packed
     attend_on: tuple[str, ...] = (DEVICE,)
     latency_limit: float | None = None
     prefer: str = THROUGHPUT
 
     @property
     def is_only_speed(self) -> bool:
-        return not self.codecs and self.latency_limit is None and self.prefer == THROUGHPUT
+        return not self.codecs and not self.computes and self.latency_limit is None and self.prefer == THROUGHPUT
 
     def problem(
         self,
@@ -59,6 +60,7 @@ class Asked:
             budgets=budgets,
             site=site,
             codecs=self.codecs,
+            computes=self.computes,
             attend_on=self.attend_on,
             batch_sizes=self.batch_sizes,
             batches=self.batches,

@@ -63,6 +63,7 @@ class Machine:
     prompt_flops_per_s: Mapping[str, float] = field(default_factory=dict)  # attention of prompts: plain, or with scores
     values_per_s: float = inf  # norms, activations and additions: values that pass through one, each time
     visit_seconds: Mapping[str, float] = field(default_factory=dict)  # an attention, a mlp, an eviction: beside its work
+    not_measured: tuple[str, ...] = ()  # what was too slow to be measured in time, and what it is taken for: for people
 
     @property
     def has_accelerator(self) -> bool:
@@ -71,7 +72,10 @@ class Machine:
     def flop_rate(self, dtype: str, rows: float) -> float:
         """Flop/s of a matrix product with this many rows."""
         if dtype not in self.flops_per_s:
-            raise ValueError(f"machine {self.name!r} has no flops_per_s for {dtype}; it has {', '.join(self.flops_per_s)}")
+            raise ValueError(
+                f"machine {self.name!r} has no flops_per_s for {dtype}; it has {', '.join(self.flops_per_s)}; on that machine, "
+                f"`python -m h2o_flexgen.profile --dtype {dtype} -o FILE.yaml` measures it"
+            )
         return at_rows(self.flops_per_s[dtype], rows)
 
     def runs(self, kernel: Kernel) -> bool:
@@ -159,7 +163,7 @@ class Machine:
         for name in ("flops_per_s", "packed_flops_per_s"):
             if name in content:
                 content[name] = {kind: [list(point) for point in curve] for kind, curve in getattr(self, name).items()}
-        return content
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in content.items()}
 
     def save(self, path: str | Path, comment: str = "") -> None:
         content = self.as_plain()
@@ -256,6 +260,12 @@ def _name(name: str, value: object) -> str:
     return value
 
 
+def _lines_of_text(name: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(line, str) for line in value):
+        raise WrongKey(name, f"{name} is {shown(value)}; give a list of texts")
+    return tuple(value)
+
+
 def _device(name: str, value: object) -> str:
     if value not in DEVICES:
         raise WrongKey(name, f"{name} is {shown(value)}; give one of {', '.join(DEVICES)}")
@@ -331,4 +341,5 @@ _READERS: Mapping[str, Any] = {
     "head_seconds": _seconds,
     "prompt_flops_per_s": _rates_of(PLAIN_SCORES, WITH_SCORES),
     "visit_seconds": _visits,
+    "not_measured": _lines_of_text,
 }

@@ -79,9 +79,9 @@ class Plan:
         _require_known("weight_codec", self.weight_codec, of_rows())
         _require_known("kv_codec", self.kv_codec, of_rows())
         _require_known("compute", self.compute, PRODUCTS)
-        if self.compute != EXACT and self.weight_codec == PLAIN:
+        if not can_compute(self.compute, self.weight_codec):
             codecs = " or ".join(map(repr, OF_MATRICES))
-            raise ValueError(f"compute {self.compute!r} needs packed weights; add weight_codec={codecs} (--compress-weight)")
+            raise ValueError(f"compute {self.compute!r} needs packed weights; add weight_codec={codecs}")
         _require_known("kv_policy", self.kv_policy, POLICIES)
         _ = self.policy  # refuses options that the policy does not take
 
@@ -147,6 +147,11 @@ class Plan:
         return tuple(
             round(100 * value, 4) for share in (self.weights, self.kv, self.hidden) for value in (share.device, share.host)
         )
+
+
+def can_compute(compute: str, weight_codec: str) -> bool:
+    """Whether weights in this codec can be multiplied so: only products with packed weights can do without exactness."""
+    return compute == EXACT or weight_codec != PLAIN
 
 
 def _require_known(name: str, value: str, known: Iterable[str]) -> None:

@@ -1,8 +1,8 @@
 """Search: the best plan for a workload on a machine, within budgets.
 
 The linear program finds the shares for every allowed size of batches and blocks and every allowed codec; the most promising
-plans are simulated with real tensors, and the best of these wins. KV budgets and codecs, which change quality, are searched
-only if somebody allows it.
+plans are simulated with real tensors, and the best of these wins. KV budgets, codecs and inexact products, which change
+quality, are searched only if somebody allows it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.model_spec import ModelSpec
@@ -22,7 +23,7 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.linear import Answer, Case, solve, solve_thoroughly
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
+from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares, can_compute
 from h2o_flexgen.planning.predict import Prediction, predict
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
 
@@ -54,6 +55,7 @@ class Problem:
     budgets: Budgets
     site: Site
     codecs: tuple[tuple[str, str], ...] = ()  # codecs of weights and KV that may replace the plan's
+    computes: tuple[str, ...] = ()  # products that may replace the plan's where weights are packed
     attend_on: tuple[str, ...] = (DEVICE,)
     batch_sizes: tuple[int, ...] = ()  # the sizes to choose from, if somebody has chosen
     batches: tuple[int, ...] = ()
@@ -256,10 +258,12 @@ def _is_near(case: Case, other: Case) -> bool:
 
 
 def _bases(problem: Problem) -> Iterator[Plan]:
-    own = (problem.plan.weight_codec, problem.plan.kv_codec)
-    for weight_codec, kv_codec in dict.fromkeys((own, *problem.codecs)):
-        for attend_on in problem.attend_on if problem.accelerator else (DEVICE,):
-            yield replace(problem.plan, weight_codec=weight_codec, kv_codec=kv_codec, attend_on=attend_on)
+    codecs = dict.fromkeys(((problem.plan.weight_codec, problem.plan.kv_codec), *problem.codecs))
+    computes = dict.fromkeys((problem.plan.compute, *problem.computes))  # of equally fast ones the plan's own wins
+    attended = problem.attend_on if problem.accelerator else (DEVICE,)
+    for (weights, kv), compute, attend_on in product(codecs, computes, attended):
+        if can_compute(compute, weights):
+            yield replace(problem.plan, weight_codec=weights, kv_codec=kv, compute=compute, attend_on=attend_on)
 
 
 def _blocks(problem: Problem, base: Plan) -> Iterator[tuple[int, int]]:

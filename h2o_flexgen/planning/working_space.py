@@ -10,7 +10,7 @@ from h2o_flexgen.core.layout import hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.kernels.sizes import FLOAT_BYTES, SCORED_BYTES, TWIN_VALUES, PromptRoom, prompt_threads
-from h2o_flexgen.kernels.table import DECODE_ATTENTION, PROMPT_ATTENTION
+from h2o_flexgen.kernels.table import DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
@@ -19,6 +19,7 @@ from h2o_flexgen.quant.codec import PLAIN
 
 SLACK = 1.15  # factor on the whole: allocators keep some of what is freed
 DECODING_BYTES, ENCODING_BYTES = 16 * TWIN_VALUES, 24 * TWIN_VALUES  # codes and fp32 values of some rows, and copies of them
+ROUNDED_BYTES = 12  # per value in and out of a product of 8 bits by torch: three of fp32 at a time
 SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices of 8 bytes and masks
 DEVICE_LIBRARIES = 64 << 20  # kept on a device for matrix products; the context itself is outside of every budget
 
@@ -43,7 +44,7 @@ def working_bytes(spec: ModelSpec, plan: Plan, occupancy: Occupancy, site: Site,
     parts = (policy.occupancy(part, occupancy.gen_len) for part in batch.kinds_of_parts(plan.prefill_tokens))
     prefill = max(_prefill_bytes(spec, policy, part, site) for part in parts)
     decode = batch.size * spec.heads * occupancy.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, occupancy)
-    decode += batch.size * occupancy.capacity * _decoding_bytes_per_slot(spec, policy, site)
+    decode += batch.size * (occupancy.capacity * _decoding_bytes_per_slot(spec, policy, site) + _rounding_bytes(spec, site))
     scored = min(scored_at_once, batch.size * batch.prompt_len)
     head = max(batch.size, scored) * spec.vocab * (3 * 4 + spec.itemsize) + scored * _normed_bytes(spec)
     return max(prefill, decode, head) + hidden_bytes(spec, batch)
@@ -60,12 +61,23 @@ def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, site
     attention += _choosing_bytes(spec, policy, occupancy, threads) + _extending_bytes(spec, policy, occupancy, threads)
     if spec.kv_codec != PLAIN:
         attention += tokens * spec.kv_bytes_per_slot + min(ENCODING_BYTES, 4 * tokens * spec.kv_decoded_bytes_per_slot)
-    return max(attention, tokens * (normed + max(layer.passing_width for layer in spec.layers) * spec.itemsize))
+    passing = max(layer.passing_width for layer in spec.layers) * spec.itemsize
+    return max(attention, tokens * (normed + passing)) + tokens * _rounding_bytes(spec, site)
 
 
 def _normed_bytes(spec: ModelSpec) -> int:
     """Bytes for one token: norms work in fp32."""
     return 3 * spec.width * 4 + 2 * spec.widest * spec.itemsize
+
+
+def _rounding_bytes(spec: ModelSpec, site: Site) -> int:
+    """Bytes for one token: torch makes products of 8 bits from values of fp32. A kernel in C needs little more than 8 bits."""
+    if spec.product != INT8_PRODUCT:
+        return 0
+    packed = [matrix for layer in spec.layers for matrix in layer.matrices if matrix.codec != PLAIN]
+    if all(site.threads_of(INT8_PRODUCT, spec.dtype, form) for form in {matrix.codec for matrix in packed}):
+        return 0
+    return ROUNDED_BYTES * max(sum(matrix.shape[-2:]) for matrix in packed)
 
 
 def _scored_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +13,19 @@ import psutil
 import torch
 
 from h2o_flexgen.core.folders import existing_folder
-from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.kernels.native import in_use, processor
+from h2o_flexgen.kernels.sizes import shared
+from h2o_flexgen.kernels.table import CPU
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.profiling.measure import describe_machine
 
 GB = 10**9
 UNKNOWN = "unknown"
+LIMITS = (
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+)  # read by the libraries that torch multiplies with
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,8 @@ class Fingerprint:
                 "memory": f"{round(psutil.virtual_memory().total / GB)} GB",
                 "device": str(words["device"]),
                 "torch": str(words["torch"]),
-                "kernels": in_use(),
+                "kernels": f"{in_use()}, version {shared().kernels_version}",
+                "instructions": instructions(),
                 "disk": file_system(offload_folder),
                 "dtype": dtype,
             }
@@ -49,6 +58,12 @@ class Fingerprint:
         words = f"{parts['cpu']} {parts['cores']} cores {parts['memory']} {parts['device']}".lower()
         digest = blake2b(repr(sorted(parts.items())).encode(), digest_size=4).hexdigest()
         return f"{re.sub(r'[^a-z0-9.]+', '-', words).strip('-')}-{digest}"
+
+
+def instructions() -> str:
+    """What torch uses of the processor: it may be less than there is, if somebody has said so."""
+    limits = (f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ)
+    return ", ".join((torch.backends.cpu.get_cpu_capability(), *processor(CPU).instructions, *limits))
 
 
 def file_system(folder: Path) -> str:

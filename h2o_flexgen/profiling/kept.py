@@ -46,6 +46,7 @@ def profiled(
             note(f"this machine's profile may be off: {line}")
         return found
     note_partial(mark, note)
+    note(f"this machine was not measured yet; that takes {QUICK.budget_seconds:.0f} s at most, once")
     others, host_bytes, device_bytes = Others(), available_bytes(), device.free_bytes() or 0
     machine = profile_apart(device, offload_folder, mark.name, dtype, QUICK, on_subject, partial_file(mark))
     machine = replace(machine, host_bytes=host_bytes, device_bytes=device_bytes)  # without the measuring process's share
@@ -59,10 +60,15 @@ def profiled(
 
 def is_profiled(device: Device, offload_folder: Path, dtype: str | None = None) -> bool:
     """True if a profile is saved, so that nobody has to wait for one."""
+    return profile_at_hand(device, offload_folder, dtype) is not None
+
+
+def profile_at_hand(device: Device, offload_folder: Path, dtype: str | None = None) -> Machine | None:
+    """This machine's saved profile; None if there is none, or none that can be read."""
     try:
-        return saved_machine(fingerprint_of(device, offload_folder, dtype).name) is not None
-    except ValueError:  # it cannot be read and is measured anew
-        return False
+        return saved_machine(fingerprint_of(device, offload_folder, dtype).name)
+    except ValueError:  # it is measured anew where one is needed
+        return None
 
 
 def partial_file(mark: Fingerprint) -> Path:

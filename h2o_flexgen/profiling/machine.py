@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from math import inf
 from pathlib import Path
 
 import torch
 
-from h2o_flexgen.core.model_spec import DTYPE_BYTES, usual_dtype
+from h2o_flexgen.core.model_spec import DTYPE_BYTES, ON_ACCELERATOR, ON_CPU, usual_dtype
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.kernels.table import PRODUCT_OPS, prices
-from h2o_flexgen.memory.device import Device
-from h2o_flexgen.memory.host import available_bytes, give_back_freed
+from h2o_flexgen.memory.device import Device, DeviceTier
+from h2o_flexgen.memory.host import HostTier, available_bytes, give_back_freed
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.planning.machine import PLAIN_SCORES, VISITS, WITH_SCORES, Curve, Machine
 from h2o_flexgen.profiling import attention, moving, products, visits
-from h2o_flexgen.profiling.rounds import Taken, measured
+from h2o_flexgen.profiling.budget import NOW, Budget, Now
+from h2o_flexgen.profiling.pool import Pool
+from h2o_flexgen.profiling.rounds import Taken, measured, missing
 from h2o_flexgen.profiling.sizes import FULL, Sizes
-from h2o_flexgen.profiling.subject import Clock, OnSubject, Subject, Watch
+from h2o_flexgen.profiling.subject import Bench, Clock, OnSubject, Subject, Watch
 from h2o_flexgen.quant.codec import MATRIX_FORMS, ROW_FORMS
 
-SLOW_ON_CPU = "float16"
 SHARE_OF_MEMORY = 2  # at most half of the free memory is used
+SHARE_TO_FILL = 0.1  # of the time, for the memory that is measured with
 
 
 def profile(
@@ -35,9 +37,11 @@ def profile(
     sizes: Sizes = FULL,
     on_subject: OnSubject | None = None,
     partial: Path | None = None,
+    now: Now = NOW,
 ) -> Machine:
-    """Measures everything with `dtype`, except for products, which have a curve for every dtype. Nothing stays in the folder.
-    The file `partial` holds measurements until the end: if the profile is stopped, the next call continues from there."""
+    """Measures everything for one type of values, in the seconds that the sizes allow. Nothing stays in the folder. The file
+    `partial` holds measurements until the end: if the profile is stopped, the next call continues from there."""
+    budget = Budget(sizes.budget_seconds, now)
     host_bytes, device_bytes = available_bytes(), device.free_bytes() or 0
     sizes = sizes.within(host_bytes // SHARE_OF_MEMORY)
     dtype = dtype or usual_dtype(device.accelerator)
@@ -46,34 +50,67 @@ def profile(
     try:
         with closing(Memories(device, offload_folder, False)) as memories, ExitStack() as opened, torch.inference_mode():
             disk_bytes = shutil.disk_usage(offload_folder).free
-            disk = opened.enter_context(moving.disk(memories, sizes, watch))
+            disk = opened.enter_context(moving.disk(memories, sizes, now, watch))
             watch.inside("making ready what is measured")
-            subjects = [disk, *_subjects(device, offload_folder, dtype, sizes, watch)]
-            figures = {kind: _rounded(value) for kind, value in measured(subjects, sizes.rounds, watch, taken).items()}
+            subjects = [disk, *_subjects(device, offload_folder, dtype, sizes, budget, watch)]
+            figures = {kind: _rounded(value) for kind, value in measured(subjects, sizes.rounds, budget, watch, taken).items()}
+            not_measured = _told(missing(subjects, figures), figures)
             del subjects
     finally:
         give_back_freed()
     taken.forget()
-    return _machine(name, device, (device_bytes, host_bytes, disk_bytes), figures)
+    return _machine(name, device, (device_bytes, host_bytes, disk_bytes), figures, not_measured)
 
 
-def _subjects(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Watch) -> Iterator[Subject]:
-    clock = Clock(device, sizes.seconds)
-    yield from moving.copies(clock, sizes)
-    for each in DTYPE_BYTES:
-        is_slow = each == SLOW_ON_CPU != dtype and not device.accelerator
-        yield from products.plain_products(clock, each, sizes.slow_rows if is_slow else sizes.rows, sizes)
-    yield from products.packed_products(clock, dtype, sizes)
-    yield products.values(clock, dtype, sizes)
-    yield from attention.decode_reading(clock, dtype, sizes)
-    plain = [each for each in DTYPE_BYTES if each == dtype or device.accelerator or each != SLOW_ON_CPU]
-    yield from attention.decode_computing(clock, tuple(plain), dtype, sizes)
-    yield attention.decode_of_short_texts(clock, dtype, sizes)
-    yield from attention.prompts(clock, dtype, sizes)
-    yield from visits.visits(device, folder, dtype, sizes, watch)
+def _subjects(device: Device, folder: Path, dtype: str, sizes: Sizes, budget: Budget, watch: Watch) -> Iterator[Subject]:
+    """Products come last, since those of many rows take what is left of the time."""
+    bench, host = _benches(device, sizes, budget)
+    dtypes = measured_dtypes(dtype, device.accelerator)
+    sizes = sizes.in_pool(min(bench.pool.nbytes, host.pool.nbytes), max(DTYPE_BYTES[each] for each in dtypes))
+    yield from moving.copies(bench, host, sizes)
+    yield from visits.visits(bench, host, folder, dtype, sizes, watch)
+    yield from attention.decode_reading({HOST: host, **({DEVICE: bench} if device.accelerator else {})}, dtype, sizes)
+    yield from attention.decode_computing(bench, dtypes, dtype, sizes)
+    yield attention.decode_of_short_texts(bench, dtype, sizes)
+    yield from attention.prompts(bench, dtype, sizes)
+    yield products.values(bench, dtype, sizes)
+    yield from products.decoding(bench, dtype, sizes)
+    yield from products.curves(bench, dtypes, dtype, sizes)
 
 
-def _machine(name: str, device: Device, free: tuple[int, int, int], figures: Mapping[str, float]) -> Machine:
+def _benches(device: Device, sizes: Sizes, budget: Budget) -> tuple[Bench, Bench]:
+    """Those of the device that computes and of the CPU, which may be the same."""
+    host = _bench(Device(), HostTier(), sizes, budget)
+    return (_bench(device, device.memory(HostTier()), sizes, budget) if device.accelerator else host), host
+
+
+def _bench(device: Device, memory: HostTier | DeviceTier, sizes: Sizes, budget: Budget) -> Bench:
+    filling = Budget(budget.left * SHARE_TO_FILL, budget.now)
+    return Bench(Clock(device, sizes.seconds, budget.now), Pool.filled(memory, sizes.pool_bytes, filling))
+
+
+def measured_dtypes(dtype: str, accelerator: bool) -> tuple[str, ...]:
+    """The types of products: that of the job alone; on an accelerator both types of 16 bits, as which of them is taken there by
+    itself depends on the checkpoint."""
+    return tuple(dict.fromkeys((dtype, *((ON_ACCELERATOR, ON_CPU) if accelerator else ()))))
+
+
+def _told(unknown: Sequence[str], figures: Mapping[str, float]) -> tuple[str, ...]:
+    """What is said of products for which there was no time. Pricing takes the rate of the most rows for all that are more."""
+    lines = []
+    for kind, of in ((products.PRODUCTS, tuple(DTYPE_BYTES)), (products.PACKED_PRODUCTS, prices(*PRODUCT_OPS))):
+        known = _curves(figures, kind, of)
+        for each in _curves(dict.fromkeys(unknown, 0.0), kind, of):
+            rows = known[each][-1][0]
+            lines.append(
+                f"products of {each} with more rows than {rows}: too slow to be measured in time, taken as with {rows}"
+            )
+    return tuple(lines)
+
+
+def _machine(
+    name: str, device: Device, free: tuple[int, int, int], figures: Mapping[str, float], not_measured: tuple[str, ...]
+) -> Machine:
     device_bytes, host_bytes, disk_bytes = free
     copy = figures[moving.COPY]
     rate = {field: figures.get(field, copy) for pair in moving.LINKS.values() for field in pair}  # without a link: a host copy
@@ -86,11 +123,16 @@ def _machine(name: str, device: Device, free: tuple[int, int, int], figures: Map
         disk_read_per_s=figures[moving.READ],
         disk_write_per_s=figures[moving.WRITE],
         host_copy_per_s=copy,
+        host_to_device_per_s=rate["host_to_device_per_s"],
+        device_to_host_per_s=rate["device_to_host_per_s"],
+        unpinned_to_device_per_s=rate["unpinned_to_device_per_s"],
+        unpinned_to_host_per_s=rate["unpinned_to_host_per_s"],
         flops_per_s=_curves(figures, products.PRODUCTS, DTYPE_BYTES),
         attention_bytes_per_s=_rates(figures, attention.READING, (HOST, DEVICE)),
         task_seconds=figures[visits.TASK],
         disk_both=min(2.0, max(1.0, figures[moving.BOTH])),
-        **{name: figures[name] for name in visits.KV},
+        kv_read_per_s=figures["kv_read_per_s"],
+        kv_write_per_s=figures["kv_write_per_s"],
         host_read_per_s=figures[moving.SUM],
         packed_flops_per_s=_curves(figures, products.PACKED_PRODUCTS, prices(*PRODUCT_OPS)),
         decoded_values_per_s=_rates(figures, products.DECODING, MATRIX_FORMS),
@@ -100,7 +142,7 @@ def _machine(name: str, device: Device, free: tuple[int, int, int], figures: Map
         prompt_flops_per_s=_rates(figures, attention.PROMPTS, (PLAIN_SCORES, WITH_SCORES)),
         values_per_s=figures.get(products.VALUES, inf),
         visit_seconds=_rates(figures, visits.VISIT, VISITS),
-        **rate,
+        not_measured=not_measured,
     )
 
 

@@ -3,31 +3,28 @@ norms, activations and additions."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.kernels.operations import decode, encode, packed_product, plain_product
-from h2o_flexgen.kernels.table import PRODUCT_OPS, choose
-from h2o_flexgen.memory.device import Device
-from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.kernels.operations import decode, packed_product, plain_product
+from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, kernels
 from h2o_flexgen.memory.pack import DTYPES
-from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.models.base import Given, Model, Rotate, computed
 from h2o_flexgen.profiling.sizes import Sizes
-from h2o_flexgen.profiling.subject import Clock, Subject
-from h2o_flexgen.quant.codec import CODECS, MATRIX_FORMS
+from h2o_flexgen.profiling.small_models import small_llama, small_opt
+from h2o_flexgen.profiling.subject import Bench, Figures, Subject
+from h2o_flexgen.quant.codec import CODECS, MATRIX_FORMS, PLAIN
 
 PRODUCTS, PACKED_PRODUCTS, DECODING, VALUES = "products", "packed products", "decoding", "values"
-OPT = "facebook/opt-125m"
-LAYERS_OF = (OPT, "meta-llama/Llama-2-7b-hf")  # norms and activations of the two kinds
-HEAD_DIM, VOCAB = 64, 512
+VALUES_AT_FIRST = 16  # how many times fewer rows of values are tried first
 
 
 def point(kind: str, of: str, rows: int) -> str:
@@ -38,66 +35,83 @@ def point(kind: str, of: str, rows: int) -> str:
 # -- products ------------------------------------------------------------------------------------------------------------
 
 
-def plain_products(clock: Clock, dtype: str, rows: tuple[int, ...], sizes: Sizes) -> list[Subject]:
-    """Products with weights that no cache holds, since each call takes another."""
-    weights = itertools.cycle(_weights(clock, DTYPES[dtype], sizes))
+@dataclass(frozen=True)
+class Curve:
+    """The products of matrices in some form with rows of some type, by the number of rows. A kernel with a price of its own
+    begins a curve of its own."""
 
-    def multiply(x: Tensor) -> object:
-        return plain_product(Factor(x), next(weights), None)
+    op: str
+    form: str
+    dtype: str
 
-    return [_product(clock, dtype, PRODUCTS, dtype, each, sizes.side, multiply) for each in rows]
+    def kernel(self, bench: Bench, rows: int) -> Kernel | None:
+        return choose(self.op, self.form, self.dtype, processor(bench.device.torch_device.type).runs, rows)
 
+    def points(self, bench: Bench, sizes: Sizes) -> list[Subject]:
+        """Each behind the one before it, if that has the same price."""
+        found, last = list[Subject](), dict[str, str]()
+        for rows in self.rows(bench, sizes.rows):
+            if (kernel := self.kernel(bench, rows)) is not None:
+                price = self._price(kernel)
+                found.append(self._point(bench, price, rows, sizes.side, last.get(price, "")))
+                last[price] = found[-1].title
+        return found
 
-def _product(
-    clock: Clock, dtype: str, kind: str, of: str, rows: int, side: int, multiply: Callable[[Tensor], object]
-) -> Subject:
-    x = torch.full((rows, side), 0.5, dtype=DTYPES[dtype], device=clock.device.torch_device)
-    flops, title = 2.0 * rows * side * side, f"products, {of}, {rows} row{'s' * (rows > 1)}"
-    return clock.rate(title, point(kind, of, rows), flops, lambda: multiply(x))
+    def rows(self, bench: Bench, wanted: Iterable[int]) -> list[int]:
+        """The rows that are wanted, and both sides of every limit at which another kernel takes over."""
+        limits = {kernel.most_rows for kernel in kernels() if (kernel.op, kernel.form) == (self.op, self.form)}
+        ends = [int(rows) for rows in limits if isfinite(rows) and rows < max(wanted)]
+        sides = [(rows, rows + 1) for rows in ends if self.kernel(bench, rows) != self.kernel(bench, rows + 1)]
+        return sorted({*wanted, *(rows for side in sides for rows in side)})
 
+    def _price(self, kernel: Kernel) -> str:
+        """The name of its curve."""
+        return self.dtype if self.form == PLAIN else kernel.price
 
-def packed_products(clock: Clock, dtype: str, sizes: Sizes) -> list[Subject]:
-    """Products with weights as they lie packed, if a kernel takes them so, and the decoding rate of every codec."""
-    here, subjects = processor(clock.device.torch_device.type), list[Subject]()
-    for codec in MATRIX_FORMS:
-        packed = itertools.cycle(_packed(clock, codec, sizes))
-        for op, rows in itertools.product(PRODUCT_OPS, sizes.rows):
-            if kernel := choose(op, codec, dtype, here.runs, rows):
-                multiply = partial(_multiplied, op, kernel.form, packed, sizes.side)
-                subjects.append(_product(clock, dtype, PACKED_PRODUCTS, kernel.price, rows, sizes.side, multiply))
-        subjects.append(_decoding(clock, dtype, codec, packed, sizes.side))
-    return subjects
+    def _point(self, bench: Bench, price: str, rows: int, side: int, behind: str) -> Subject:
+        figure = point(PRODUCTS if self.form == PLAIN else PACKED_PRODUCTS, price, rows)
+        title, multiply = f"products, {price}, {rows} row{'s' * (rows > 1)}", partial(self._measured, bench, side, figure)
+        return Subject(title, multiply, (rows,), figure=figure, behind=behind)
 
+    def _measured(self, bench: Bench, side: int, figure: str, rows: int) -> Figures:
+        """Each call takes another matrix, which no cache holds."""
+        x = torch.full((rows, side), 0.5, dtype=DTYPES[self.dtype], device=bench.device.torch_device)
+        matrices = bench.pool.in_turn(CODECS[self.form].nbytes((side, side), x.itemsize))
+        return {figure: 2.0 * rows * side * side / bench.clock.of(lambda: self._multiplied(x, next(matrices), side))}
 
-def _multiplied(op: str, form: str, packed: Iterator[Tensor], outputs: int, x: Tensor) -> object:
-    return packed_product(op, form, Factor(x), next(packed), outputs, None)
-
-
-def _decoding(clock: Clock, dtype: str, codec: str, packed: Iterator[Tensor], side: int) -> Subject:
-    values = torch.empty(side, side, dtype=DTYPES[dtype], device=clock.device.torch_device)
-    figure = f"{DECODING} {codec}"
-    return clock.rate(f"decoding {codec}", figure, values.numel(), lambda: decode(codec, next(packed), values))
-
-
-def _weights(clock: Clock, dtype: torch.dtype, sizes: Sizes) -> list[Tensor]:
-    one = torch.rand(sizes.side, sizes.side, device=clock.device.torch_device).sub_(0.5).to(dtype)
-    return _copies(clock.device, one, sizes.cold_bytes)
-
-
-def _packed(clock: Clock, codec: str, sizes: Sizes) -> list[Tensor]:
-    """(units of rows, bytes of a unit) each"""
-    side, device = sizes.side, clock.device.torch_device
-    one = torch.empty(CODECS[codec].nbytes((side, side), 4), dtype=torch.uint8, device=device)
-    encode(codec, torch.rand(side, side, device=device).sub_(0.5), one)
-    units = -(-side // CODECS[codec].rows_together)
-    return _copies(clock.device, one.view(units, -1), sizes.cold_bytes // 2)
+    def _multiplied(self, x: Tensor, data: Tensor, side: int) -> object:
+        if self.form == PLAIN:
+            return plain_product(Factor(x), data.view(x.dtype).view(side, side), None)
+        return packed_product(self.op, self.form, Factor(x), _in_units(self.form, data, side), side, None)
 
 
-def _copies(device: Device, one: Tensor, nbytes: int) -> list[Tensor]:
-    """As many copies of a weight as these bytes hold, two at least, in memory as a run allocates it."""
-    memory = device.memory(HostTier())
-    places = [memory.alloc(one.nbytes)[: one.nbytes] for _ in range(max(2, nbytes // one.nbytes))]
-    return [place.view(one.dtype).view(one.shape).copy_(one) for place in places]
+def curves(bench: Bench, dtypes: Iterable[str], dtype: str, sizes: Sizes) -> list[Subject]:
+    """Products with plain weights of these types, and with packed ones if a kernel takes them as they are. Few rows come first,
+    so that what is left of the time is for the many."""
+    plain = [Curve(PRODUCT, PLAIN, each) for each in dtypes]
+    packed = [Curve(op, form, dtype) for form, op in product(MATRIX_FORMS, PRODUCT_OPS)]
+    subjects = [subject for curve in (*plain, *packed) for subject in curve.points(bench, sizes)]
+    return sorted(subjects, key=lambda subject: subject.sizes)
+
+
+def decoding(bench: Bench, dtype: str, sizes: Sizes) -> list[Subject]:
+    """Decoding of every form of matrices."""
+    return [
+        Subject(f"decoding {form}", partial(_decoding, bench, dtype, form), (max(1, sizes.side // 8), sizes.side))
+        for form in MATRIX_FORMS
+    ]
+
+
+def _decoding(bench: Bench, dtype: str, form: str, side: int) -> Figures:
+    values = torch.empty(side, side, dtype=DTYPES[dtype], device=bench.device.torch_device)
+    packed = bench.pool.in_turn(CODECS[form].nbytes((side, side), values.itemsize))
+    seconds = bench.clock.of(lambda: decode(form, _in_units(form, next(packed), side), values))
+    return {f"{DECODING} {form}": values.numel() / seconds}
+
+
+def _in_units(form: str, data: Tensor, outputs: int) -> Tensor:
+    """(units of rows, bytes of a unit)"""
+    return data.view(-(-outputs // CODECS[form].rows_together), -1)
 
 
 # -- values --------------------------------------------------------------------------------------------------------------
@@ -113,18 +127,24 @@ class Done:
         return self.out.view(*x.values.shape[:-1], -1)
 
 
-def values(clock: Clock, dtype: str, sizes: Sizes) -> Subject:
+def values(bench: Bench, dtype: str, sizes: Sizes) -> Subject:
     """Layers of each kind: the values in and out of their products, divided by the seconds of everything else."""
-    layers = [one for name in LAYERS_OF for one in _layers(clock, name, dtype, sizes)]
-    counted = sum(count for count, _ in layers)
-    return Subject("norms and activations", lambda: {VALUES: counted / sum(clock.of(action) for _, action in layers)})
+
+    def measure(rows: int) -> Figures:
+        layers = [one for model in _models(dtype, sizes) for one in _layers(bench, model, dtype, rows)]
+        return {VALUES: sum(count for count, _ in layers) / sum(bench.clock.of(action) for _, action in layers)}
+
+    return Subject("norms and activations", measure, (max(1, sizes.prompt_tokens // VALUES_AT_FIRST), sizes.prompt_tokens))
 
 
-def _layers(clock: Clock, name: str, dtype: str, sizes: Sizes) -> Iterator[tuple[float, Callable[[], object]]]:
+def _models(dtype: str, sizes: Sizes) -> tuple[Model, Model]:
+    return small_opt(dtype, sizes.width), small_llama(dtype, sizes.width)
+
+
+def _layers(bench: Bench, model: Model, dtype: str, rows: int) -> Iterator[tuple[float, Callable[[], object]]]:
     """Attention, without attending, and mlp: how many values each has, and a call of it."""
-    model = small_model(name, dtype, sizes.width)
-    rows, device = sizes.prompt_tokens, clock.device.torch_device
-    hidden = torch.full((1, rows, sizes.width), 0.5, dtype=DTYPES[dtype], device=device)
+    device = bench.device.torch_device
+    hidden = torch.full((1, rows, model.spec.width), 0.5, dtype=DTYPES[dtype], device=device)
     given = Given(torch.arange(rows, device=device)[None], _attend_nothing)
     for layer in model.spec.layers:
         if layer.block is None:
@@ -143,14 +163,3 @@ def _attend_nothing(q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = Non
         positions = torch.arange(q.shape[1], device=q.device).expand(q.shape[:2])
         q, k = rotate(q, positions), rotate(k, positions)
     return q.flatten(2)
-
-
-def small_model(name: str, dtype: str, width: int, blocks: int = 1) -> Model:
-    """A known architecture with heads of 64 values and a vocabulary of bytes."""
-    heads = max(1, width // HEAD_DIM)
-    sizes = {"hidden_size": width, "num_hidden_layers": blocks, "num_attention_heads": heads, "vocab_size": VOCAB}
-    of_opt = {"word_embed_proj_dim": width, "ffn_dim": 4 * width}
-    of_llama = {"num_key_value_heads": heads, "intermediate_size": 11 * width // 4}
-    config = known_config(name, **sizes, **(of_opt if name == OPT else of_llama))
-    assert config is not None
-    return create_model(config, dtype)

@@ -1,19 +1,30 @@
-"""Rounds: every subject is measured once per round, and the median over the rounds counts. Measurements are saved as they are
-made, so that a stopped profile can continue."""
+"""Rounds: every subject is measured once per round, and the median over the rounds counts. The first round finds the sizes; it
+counts only for what is too slow to be measured again. Measurements are saved as they are made, so that a stopped profile can
+continue."""
 
 from __future__ import annotations
 
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from h2o_flexgen.profiling.budget import Budget
 from h2o_flexgen.profiling.subject import Figures, Subject, Watch
 
+FIRST = 0  # the round that finds the sizes
+SLOW = 0.04  # the share of the whole time above which a measurement is not repeated
 Mark = tuple[int, str]  # the round, and the title of the subject
+
+
+@dataclass(frozen=True)
+class Measurement:
+    figures: Figures
+    size: int
+    seconds: float  # that it took, with all that had to be made ready
 
 
 @dataclass
@@ -23,17 +34,17 @@ class Taken:
 
     file: Path | None = None
     asked: str = ""  # sizes and everything else that figures depend on; lines with another value are ignored
-    known: dict[Mark, Figures] = field(default_factory=dict)
+    known: dict[Mark, Measurement] = field(default_factory=dict)
 
     @classmethod
     def kept_in(cls, file: Path, asked: str) -> Taken:
         return cls(file, asked, dict(_read(file, asked)))
 
-    def add(self, number: int, title: str, figures: Figures) -> None:
-        self.known[number, title] = figures
+    def add(self, number: int, title: str, measurement: Measurement) -> None:
+        self.known[number, title] = measurement
         if self.file is None:
             return
-        line = json.dumps([self.asked, number, title, dict(figures)])
+        line = json.dumps([self.asked, number, title, {**asdict(measurement), "figures": dict(measurement.figures)}])
         with suppress(OSError):  # a folder that cannot be written is reported when the profile is saved
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as out:
@@ -45,49 +56,123 @@ class Taken:
             with suppress(OSError):
                 self.file.unlink()
 
+    def figures(self, title: str) -> Iterator[Figures]:
+        """The figures that count: those of the first round only if there are no others."""
+        rounds = sorted(number for number, known in self.known if known == title)
+        yield from (self.known[number, title].figures for number in (rounds[1:] if rounds[1:] else rounds))
 
-def _read(file: Path, asked: str) -> Iterator[tuple[Mark, Figures]]:
+
+def _read(file: Path, asked: str) -> Iterator[tuple[Mark, Measurement]]:
     """Reads measurements, skipping a last line that was cut off."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return
     for line in lines:
-        with suppress(ValueError, TypeError, AttributeError):
-            of, number, title, figures = json.loads(line)
+        with suppress(ValueError, TypeError, AttributeError, KeyError):
+            of, number, title, found = json.loads(line)
             if of == asked:
-                yield (int(number), str(title)), {str(name): float(value) for name, value in figures.items()}
+                figures = {str(name): float(value) for name, value in found["figures"].items()}
+                yield (int(number), str(title)), Measurement(figures, int(found["size"]), float(found["seconds"]))
 
 
 def measured(
-    subjects: Sequence[Subject], rounds: int, watch: Watch | None = None, taken: Taken | None = None
+    subjects: Sequence[Subject],
+    rounds: int,
+    budget: Budget | None = None,
+    watch: Watch | None = None,
+    taken: Taken | None = None,
 ) -> dict[str, float]:
-    """Measures all subjects in turns. A first round that does not count starts threads and touches memory. Measurements in
-    `taken` are not repeated."""
-    watch, taken = watch or Watch(), taken or Taken()
-    watch.total = (1 + rounds) * len(subjects)
-    for number in range(1 + rounds):
-        for place, subject in enumerate(subjects):
-            watch.done = number * len(subjects) + place
-            if not _is_needed(subject, number, rounds, taken):
-                continue
-            watch.begin(subject.title)
-            figures = subject.measure()
-            if number:
-                taken.add(number, subject.title, figures)
-    return _middles(subjects, rounds, taken)
+    """Measures all subjects in turns, as often as the budget allows, and so many rounds at most. Measurements in `taken` are
+    not repeated. Points of curves for which there was no time are missing."""
+    return Rounds(subjects, rounds, budget or Budget(float("inf")), watch or Watch(), taken or Taken()).measured()
 
 
-def _is_needed(subject: Subject, number: int, rounds: int, taken: Taken) -> bool:
-    """The uncounted round is needed if any counted one is still missing."""
-    wanted = (number,) if number else range(1, 1 + rounds)
-    return any((each, subject.title) not in taken.known for each in wanted)
+@dataclass(eq=False)
+class Rounds:
+    subjects: Sequence[Subject]
+    rounds: int
+    budget: Budget
+    watch: Watch
+    taken: Taken
+    _warm: set[str] = field(default_factory=set)  # titles of what this process has measured
+    _last: dict[str, Measurement] = field(default_factory=dict)
+
+    def measured(self) -> dict[str, float]:
+        self.watch.total = (1 + self.rounds) * len(self.subjects)
+        for number in range(1 + self.rounds):
+            self._round(number)
+        figures: dict[str, list[float]] = defaultdict(list)
+        for subject in self.subjects:
+            for one in self.taken.figures(subject.title):
+                for name, value in one.items():
+                    figures[name].append(value)
+        return {name: statistics.median(values) for name, values in figures.items()}
+
+    def _round(self, number: int) -> None:
+        whole = sum(subject.weight for subject in self.subjects)
+        to_do = whole
+        for place, subject in enumerate(self.subjects):
+            self.watch.done = number * len(self.subjects) + place
+            if number == FIRST:
+                self._first(subject, self.budget.share(subject.weight, to_do))
+            else:
+                self._again(number, subject, self.budget.share(subject.weight, to_do + whole * (self.rounds - number)))
+            to_do -= subject.weight
+
+    # -- the first round -------------------------------------------------------------------------------------------------
+
+    def _first(self, subject: Subject, seconds: float) -> None:
+        known = self.taken.known.get((FIRST, subject.title))
+        if known is None and self._has_time(subject, seconds):
+            self.watch.begin(subject.title)
+            known = self._at_its_size(subject, seconds)
+            self.taken.add(FIRST, subject.title, known)
+        if known is not None:
+            self._last[subject.title] = known
+
+    def _has_time(self, subject: Subject, seconds: float) -> bool:
+        """Points take as long as the point before tells, and without that one they are not tried."""
+        if not subject.behind:
+            return True
+        before = self._last.get(subject.behind)
+        return before is not None and before.seconds * subject.sizes[0] / before.size <= seconds
+
+    def _at_its_size(self, subject: Subject, seconds: float) -> Measurement:
+        """Measures at the smallest size, and then at the largest that should fit in what is left of the seconds."""
+        ends = self.budget.now() + seconds
+        found = self._measured(subject, subject.sizes[0])
+        if len(subject.sizes) > 1 and 2 * found.seconds <= seconds:
+            found = self._measured(subject, found.size)  # without what only a first call takes
+        while True:
+            left = min(ends - self.budget.now(), subject.enough)
+            larger = [size for size in subject.sizes if size > found.size and found.seconds * size / found.size <= left]
+            if not larger:
+                return found
+            found = self._measured(subject, larger[-1])
+
+    # -- the others ------------------------------------------------------------------------------------------------------
+
+    def _again(self, number: int, subject: Subject, seconds: float) -> None:
+        last = self._last.get(subject.title)
+        if last is None or (number, subject.title) in self.taken.known:
+            return
+        cold = subject.title not in self._warm  # what another process has measured: threads and libraries start here once more
+        if (1 + cold) * last.seconds > min(seconds, SLOW * self.budget.seconds):
+            return
+        self.watch.begin(subject.title)
+        if cold:
+            self._measured(subject, last.size)
+        self._last[subject.title] = found = self._measured(subject, last.size)
+        self.taken.add(number, subject.title, found)
+
+    def _measured(self, subject: Subject, size: int) -> Measurement:
+        begun = self.budget.now()
+        figures = subject.measure(size)
+        self._warm.add(subject.title)
+        return Measurement(figures, size, self.budget.now() - begun)
 
 
-def _middles(subjects: Sequence[Subject], rounds: int, taken: Taken) -> dict[str, float]:
-    figures: dict[str, list[float]] = defaultdict(list)
-    for number in range(1, 1 + rounds):
-        for subject in subjects:
-            for name, value in taken.known[number, subject.title].items():
-                figures[name].append(value)
-    return {name: statistics.median(values) for name, values in figures.items()}
+def missing(subjects: Sequence[Subject], figures: Mapping[str, float]) -> list[str]:
+    """The figures of points for which there was no time."""
+    return [subject.figure for subject in subjects if subject.figure and subject.figure not in figures]

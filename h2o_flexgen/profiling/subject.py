@@ -1,23 +1,33 @@
-"""Subject: one thing to measure, the clock that measures it, and the watch that reports progress."""
+"""Subject: one thing to measure, the bench that it is measured on, and the watch that reports progress."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from h2o_flexgen.memory.device import Device
+from h2o_flexgen.profiling.budget import NOW, Now
+from h2o_flexgen.profiling.pool import Pool
 
 CALLS_AT_ONCE = 8  # given to an accelerator before it is awaited
+ENOUGH = 0.5  # seconds of a measurement that does not have to be longer
 OnSubject = Callable[[str, int, int], None]  # subject, measurements done, measurements in all
 Figures = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Subject:
+    """It is measured at the largest of its sizes for which there is time. A point of a curve has one size: if there is no time
+    for it, its figure stays unknown. All others, and the first point of a curve, are measured whatever it takes."""
+
     title: str  # for people
-    measure: Callable[[], Figures]  # figures by name
+    measure: Callable[[int], Figures]  # figures by name, at a size
+    sizes: tuple[int, ...] = (1,)  # smallest first; what is measured takes longer in proportion
+    enough: float = ENOUGH  # seconds of a measurement above which no larger size is tried
+    weight: float = 1.0  # its part of the time of a profile, as against others'
+    figure: str = ""  # of a point
+    behind: str = ""  # the title of the point before it, which tells how long this one will take
 
 
 @dataclass
@@ -47,20 +57,33 @@ class Clock:
 
     device: Device
     seconds: float
-
-    def rate(self, title: str, figure: str, work: float, action: Callable[[], object]) -> Subject:
-        """A subject with one figure: so much work by the seconds of a call."""
-        return Subject(title, lambda: {figure: work / self.of(action)})
+    now: Now = NOW
 
     def of(self, action: Callable[[], object]) -> float:
         at_once = CALLS_AT_ONCE if self.device.accelerator else 1
         taken: list[float] = []
         self.device.settle()
-        ends = time.perf_counter() + self.seconds
-        while not taken or time.perf_counter() < ends:
-            begun = time.perf_counter()
+        ends = self.now() + self.seconds
+        while not taken or self.now() < ends:
+            begun = self.now()
             for _ in range(at_once):
                 action()
             self.device.settle()
-            taken.append((time.perf_counter() - begun) / at_once)
+            taken.append((self.now() - begun) / at_once)
         return statistics.median(taken)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where something is measured: a device, with a clock for it, and the memory there."""
+
+    clock: Clock
+    pool: Pool
+
+    @property
+    def device(self) -> Device:
+        return self.clock.device
+
+    def rate(self, title: str, figure: str, work: float, action: Callable[[], object]) -> Subject:
+        """A subject with one figure: so much work by the seconds of a call."""
+        return Subject(title, lambda _: {figure: work / self.clock.of(action)})

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 import torch
@@ -25,9 +26,9 @@ from h2o_flexgen.models.base import Model
 from h2o_flexgen.models.dummy import DummySource
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.plan import Plan, Shares
-from h2o_flexgen.profiling.products import HEAD_DIM, OPT, small_model
 from h2o_flexgen.profiling.sizes import Sizes
-from h2o_flexgen.profiling.subject import Figures, Subject, Watch
+from h2o_flexgen.profiling.small_models import HEAD_DIM, small_llama, small_opt
+from h2o_flexgen.profiling.subject import Bench, Figures, Subject, Watch
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from h2o_flexgen.schedule.ops import Op
@@ -40,16 +41,21 @@ KINDS = (ATTENTION_VISIT, MLP_VISIT)
 BLOCKS, PROMPT_LEN, SEED = 4, 4, 0
 KV = {"kv_read_per_s": Op.READ_KV.lane, "kv_write_per_s": Op.WRITE_KV.lane}  # field -> lane
 KV_BATCHES, KV_STEPS = 2, 4
+FEW_STEPS = 3  # of the first run, for processors that are slow
+SHORTER = (16, 4, 1)  # how many times shorter the texts are at first, for disks that are slow
+WEIGHT, WEIGHT_OF_KV = 3.0, 6.0
 
 
-def visits(device: Device, folder: Path, dtype: str, sizes: Sizes, watch: Watch | None = None) -> list[Subject]:
+def visits(bench: Bench, host: Bench, folder: Path, dtype: str, sizes: Sizes, watch: Watch | None = None) -> list[Subject]:
     """Runs to measure, each on its own. That of KV takes long on a slow disk, so it reports its visits; in the others,
-    reporting would be measured as well."""
-    trials = Trials(device, folder, dtype, sizes, watch or Watch())
+    reporting would be measured as well. `host` is the bench of the CPU."""
+    trials = Trials(bench.device, folder, dtype, host.pool.halves()[0].view(torch.float32), sizes, watch or Watch())
+    steps, tokens = (min(FEW_STEPS, sizes.steps), sizes.steps), max(1, sizes.slots // 2)
+    lengths = tuple(max(1, tokens // shorter) for shorter in SHORTER)
     return [
-        Subject("visits of layers", trials.of_visits),
-        Subject("reads of next to nothing", trials.of_reads),
-        Subject("KV on disk", trials.of_kv),
+        Subject("visits of layers", trials.of_visits, steps, weight=WEIGHT),
+        Subject("reads of next to nothing", trials.of_reads, steps, weight=WEIGHT),
+        Subject("KV on disk", trials.of_kv, lengths, enough=inf, weight=WEIGHT_OF_KV),
     ]
 
 
@@ -60,22 +66,24 @@ class Trials:
     device: Device
     folder: Path
     dtype: str
+    displacing: Tensor  # more values than caches hold
     sizes: Sizes
     watch: Watch
 
-    def of_visits(self) -> Figures:
+    def of_visits(self, steps: int) -> Figures:
         """Visits with weights in memory, so that nothing else needs the processor."""
-        between = None if self.device.accelerator else Between(torch.ones(self.sizes.cold_bytes // 4))
-        spec, trace = self._tiny(Shares(1.0, 0.0), between)
+        between = None if self.device.accelerator else Between(self.displacing)
+        spec, trace = self._tiny(Shares(1.0, 0.0), steps, between)
         own = (lambda key: 0.0) if between is None else between.seconds.__getitem__
         return {f"{VISIT} {kind}": _median(spec, trace, Op.COMPUTE, (kind,), own) for kind in KINDS}
 
-    def of_reads(self) -> Figures:
-        return {TASK: _median(*self._tiny(Shares(0.0, 0.0)), Op.READ_W, KINDS)}
+    def of_reads(self, steps: int) -> Figures:
+        return {TASK: _median(*self._tiny(Shares(0.0, 0.0), steps), Op.READ_W, KINDS)}
 
-    def of_kv(self) -> Figures:
-        """KV transfers of large batches, with nothing else on the disk: bytes over the time in which a lane was busy."""
-        model, prompt_len = small_model(OPT, self.dtype, self.sizes.width, 1), max(1, self.sizes.slots // 2)
+    def of_kv(self, prompt_len: int) -> Figures:
+        """KV transfers of large batches, with nothing else on the disk: bytes over the time in which a lane was busy. The model
+        has far more KV than products, which are not asked for here."""
+        model = small_llama(self.dtype, HEAD_DIM, heads=max(1, self.sizes.width // HEAD_DIM))
         rows, weights, kv = self.sizes.kv_rows, Shares(1.0, 0.0), Shares(0.0, 0.0)
         plan = Plan(gpu_batch_size=rows, num_gpu_batches=KV_BATCHES, weights=weights, kv=kv, pin_weight=False)
 
@@ -85,10 +93,10 @@ class Trials:
         trace = self._trace(model, plan, prompt_len, KV_STEPS, tell)
         return {name: trace.moved_bytes(lane) / trace.busy_seconds(lane) for name, lane in KV.items()}
 
-    def _tiny(self, weights: Shares, on_visit: OnVisit | None = None) -> tuple[ModelSpec, Trace]:
+    def _tiny(self, weights: Shares, steps: int, on_visit: OnVisit | None = None) -> tuple[ModelSpec, Trace]:
         plan = Plan(gpu_batch_size=1, weights=weights, pin_weight=False)
-        model = small_model(OPT, self.dtype, HEAD_DIM, BLOCKS)
-        return model.spec, self._trace(model, plan, PROMPT_LEN, self.sizes.steps, on_visit)
+        model = small_opt(self.dtype, HEAD_DIM, BLOCKS)
+        return model.spec, self._trace(model, plan, PROMPT_LEN, steps, on_visit)
 
     def _trace(self, model: Model, plan: Plan, prompt_len: int, steps: int, on_visit: OnVisit | None) -> Trace:
         """Runs one block and returns its trace."""

@@ -10,6 +10,7 @@ from h2o_flexgen.sampling.params import INSTEAD, SamplingParams
 
 _LEAVE_OUT = "leave it out"
 _ONE_DEVICE = f"one process computes on one device; {_LEAVE_OUT}"
+_PACKED = 'write weight_codec="group4" or weight_codec="group8", and compute="int8" for products of 8 bits'
 _SHARES = "percent=(...) says how much of weights, KV and activations lies where, and cpu_mem= how much memory may be used"
 
 # constructor arguments of other libraries, and what to do here
@@ -30,7 +31,7 @@ OPTIONS: Mapping[str, str] = {
     "kv_cache_memory_bytes": _SHARES,
     "load_format": "safetensors and .bin files are both read; random weights are dummy_weights=True",
     "load_in_4bit": 'write weight_codec="group4"',
-    "load_in_8bit": 'write weight_codec="group8"',
+    "load_in_8bit": 'write weight_codec="group8", and compute="int8" if activations are to be rounded to 8 bits, too',
     "low_cpu_mem_usage": "write cpu_mem=",
     "max_memory": "write gpu_mem= and cpu_mem=",
     "max_model_len": f"room is made for what each call needs; {_LEAVE_OUT}",
@@ -38,8 +39,8 @@ OPTIONS: Mapping[str, str] = {
     "max_num_seqs": "gpu_batch_size= rows are computed at once, and num_gpu_batches= of these share a pass over the weights",
     "offload_folder": "write offload_dir=",
     "pipeline_parallel_size": _ONE_DEVICE,
-    "quantization": 'write weight_codec="group4" or weight_codec="group8"',
-    "quantization_config": 'write weight_codec="group4" or weight_codec="group8"',
+    "quantization": _PACKED,
+    "quantization_config": _PACKED,
     "revision": "download that revision and give its folder as model",
     "seed": "it belongs to a call: generate(..., seed=0) or SamplingParams(seed=0)",
     "skip_tokenizer_init": f"token ids are taken with any tokenizer, or none; {_LEAVE_OUT}",

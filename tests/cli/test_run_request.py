@@ -56,6 +56,43 @@ def test_fewer_bits_are_asked_for_as_flexgen_does_or_by_number(words: tuple[str,
     assert (plan.weight_codec, plan.kv_codec) == codecs
 
 
+@pytest.mark.parametrize(
+    ("words", "weights", "computes"),
+    [
+        ("--compute int8 --compress-weight 8", "group8", ()),
+        ("--compute int8 --allow-4bit", "group4", ()),  # a search that must find packed weights
+        ("--compute int8 --compress-weight 8 --allow-4bit", "group8", ()),
+        ("--allow-int8 --compress-weight", "group4", ("int8",)),
+        ("--allow-int8 --allow-4bit", "plain", ("int8",)),
+    ],
+)
+def test_products_of_8_bits_come_with_packed_weights(words: str, weights: str, computes: tuple[str, ...]) -> None:
+    search = asked("--model", "m", *words.split()).plan
+    assert isinstance(search, Asked)
+    assert (search.plan.weight_codec, search.computes) == (weights, computes)
+    assert search.plan.compute == ("int8" if "--compute" in words else "exact")
+
+
+def test_a_search_for_products_of_8_bits_takes_no_plain_weights() -> None:
+    search = asked("--model", "m", "--compute", "int8", "--allow-4bit").plan
+    assert isinstance(search, Asked)
+    assert {search.plan.weight_codec, *(weights for weights, _ in search.codecs)} == {"group4"}
+    assert {kv for _, kv in search.codecs} == {"plain", "group4"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--compute int8", "^--compute int8 is for packed weights, and these are not; add --compress-weight "),
+        ("--compute int8 --compress-cache", "^--compute int8 is for packed weights"),
+        ("--allow-int8", "^--allow-int8 is for packed weights, and these are not; .* or --allow-4bit$"),
+    ],
+)
+def test_products_of_8_bits_with_other_weights_say_what_to_add(words: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        asked("--model", "m", *words.split())
+
+
 @pytest.mark.parametrize("flag", ["--compress-weight", "--compress-cache"])
 def test_a_number_of_bits_that_is_not_known_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -131,7 +168,16 @@ def test_what_the_run_and_the_plan_command_both_ask_is_asked_in_the_same_words()
         return {flag: action.help or "" for action in parser._actions for flag in action.option_strings}
 
     run, plan = texts(run_request.make_parser()), texts(plan_request.make_parser())
-    for flag in ("--allow-4bit", "--latency-limit", "--prefer", "--schedule", "--device", "--hh-ratio"):
+    for flag in (
+        "--compute",
+        "--allow-4bit",
+        "--allow-int8",
+        "--latency-limit",
+        "--prefer",
+        "--schedule",
+        "--device",
+        "--hh-ratio",
+    ):
         assert run[flag] == plan[flag] != "", flag
     for flag in ("--machine", "--gpu-batch-size", "--num-gpu-batches"):  # but for what else it is, or where it is found
         assert run[flag].split(";")[0] == plan[flag].split(";")[0] != run[flag], flag

@@ -15,7 +15,7 @@ import torch
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.cli.errors import SPINS
 from h2o_flexgen.engine import threads
-from h2o_flexgen.engine.threads import make_room_for_others, quota_cores, set_threads, threads_beside
+from h2o_flexgen.engine.threads import crowding, make_room_for_others, quota_cores, set_threads, threads_beside
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,16 @@ def test_room_is_made_and_told_of_unless_somebody_has_chosen(monkeypatch: pytest
     assert make_room_for_others(7.0, None) is None and torch.get_num_threads() == 2
     monkeypatch.delenv("OMP_NUM_THREADS")
     line = make_room_for_others(7.0, None)
-    assert line == "1 of 2: other processes keep 7.0 cores busy; --threads chooses otherwise" and torch.get_num_threads() == 1
+    assert line == ("1 of 2: other processes keep 7.0 cores busy, and without them it is faster; --threads chooses otherwise")
+    assert torch.get_num_threads() == 1
+
+
+def test_threads_that_others_leave_no_cores_for_are_too_many() -> None:
+    assert [crowding(busy, 2, 4) for busy in (0.0, 0.4, 2.4)] == [None] * 3
+    assert crowding(2.6, 2, 4) == (
+        "2 threads compute on 4 cores, and other processes keep 2.6 of them busy; stop them, or give --threads 1"
+    )
+    assert crowding(4.0, 1, 4) == "1 thread computes on 4 cores, and other processes keep 4.0 of them busy; stop them"
 
 
 def test_a_container_may_have_less_than_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

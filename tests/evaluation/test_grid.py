@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from h2o_flexgen.core.workload import Batch
@@ -41,6 +43,15 @@ def test_every_number_of_bits_has_settings_of_its_own() -> None:
     ]
     plan = grid.settings[-1].plan(Plan(gpu_batch_size=7))
     assert (plan.kv_codec, plan.weight_codec, plan.kv_policy, plan.gpu_batch_size) == ("group4", "group8", "h2o", 7)
+
+
+def test_packed_weights_are_multiplied_in_every_way_and_others_exactly() -> None:
+    grid = Grid(("full",), (Share(100),), weight_codecs=("plain", "group4"), computes=("exact", "int8"))
+    assert labels(grid) == ["full 100 %", "full, weights 4 bits 100 %", "full, weights 4 bits, products int8 100 %"]
+    exact, rounded = grid.settings[1:]
+    assert rounded.plan(Plan()) == replace(exact.plan(Plan()), compute="int8")
+    assert rounded.identity() != exact.identity() and rounded.as_json()["compute"] == "int8"
+    assert labels(replace(grid, computes=("int8",))) == [labels(grid)[0], labels(grid)[2]]
 
 
 @pytest.mark.parametrize("policy", EVICTING)

@@ -13,6 +13,7 @@ from tests.kernels.variants import VARIANTS, used
 
 SHAPES = [  # rows, kv_heads, group, slots, dim
     (1, 1, 1, 1, 64), (3, 2, 1, 17, 64), (2, 3, 4, 33, 128), (4, 2, 7, 130, 80), (5, 1, 2, 9, 3), (2, 2, 1, 600, 128),
+    (2, 1, 8, 70, 200), (1, 2, 12, 65, 64),
 ]  # fmt: skip
 TOLERANCES = {
     torch.float32: 3e-6,
@@ -124,3 +125,45 @@ def test_every_value_of_float16_is_read_as_what_it_is(variant: str) -> None:
         found = decode_attention(nothing, Kept(nothing), Kept(values), torch.ones(64).long(), torch.zeros(64, 1, 1, 1))[0]
     assert torch.equal(found.nan_to_num(7.0, torch.inf, -torch.inf), values.nan_to_num(7.0, torch.inf, -torch.inf))
     assert torch.equal(found.isnan(), values.isnan()) and (found == values).sum() == (1 << 16) - 2 * 1023
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("codec", ["plain", "group4", "group8"])
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("where", ["q", "keys", "values"])
+@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+@pytest.mark.parametrize("group", [1, 4])
+def test_what_is_no_number_stays_none_and_harms_no_other_head(
+    variant: str, codec: str, dtype: torch.dtype, where: str, what: float, group: int
+) -> None:
+    q, keys, values, held, mask = drawn((2, 2, group, 37, 64), dtype)
+    given = {"q": q, "keys": keys, "values": values}
+    coding, held, mask = Coding(codec, dtype, 64), torch.full_like(held, 37), torch.zeros_like(mask)
+
+    def attended() -> tuple[Tensor, Tensor]:
+        kept = [coding.encode(given[name]) for name in ("keys", "values")]
+        twin = decode_attention_twin(given["q"].float(), *(Kept(coding.decode(one).float()) for one in kept), held, mask)
+        return decode_attention(given["q"], *(Kept(one, codec) for one in kept), held, mask)[0], twin[0]
+
+    with used(variant):
+        before = attended()[0]
+        given[where][1, 1, 0, 5] = what
+        after, twin = attended()
+    assert torch.equal(after.isfinite(), twin.isfinite()) and (what == torch.inf or not twin.isfinite().all())
+    assert torch.equal(after[0], before[0]) and torch.equal(after[1, 0], before[1, 0])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_packed_slots_give_the_same_bits_in_any_company(variant: str, bits: int, group: int) -> None:
+    q, keys, values, held, mask = drawn((5, 2, group, 90, 64), torch.bfloat16)
+    coding = Coding(f"group{bits}", torch.bfloat16, 64)
+    kept = [coding.encode(tensor) for tensor in (keys, values)]
+    with used(variant):
+        together = decode_attention(q, *(Kept(one, coding.codec) for one in kept), held, mask)
+        for row in range(5):
+            one = slice(row, row + 1)
+            apart = [tensor[one].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for tensor in kept]
+            alone = decode_attention(q[one], *(Kept(each, coding.codec) for each in apart), held[one], mask[one])
+            assert torch.equal(alone[0], together[0][one]) and torch.equal(alone[1], together[1][one])

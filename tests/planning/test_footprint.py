@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from h2o_flexgen.core.layout import aligned, decoded_arena
-from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Batch, Workload
@@ -24,6 +25,7 @@ from h2o_flexgen.engine.prompt_logprobs import read_prompts
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.scoring import Scorer
+from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.table import LIBRARIES, TORCH, Processor
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.scores import SlotScores
@@ -39,11 +41,11 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, working_bytes
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer
-from tests.contract import Case, Checkpoints
+from tests.contract import WEIGHTS, Case, Checkpoints, encoded_with
 from tests.kernels.variants import VARIANTS, used
 from tests.pairwise import covering
 from tests.planning.allocations import peak_allocated
@@ -59,6 +61,7 @@ def random_case(random: Random) -> Case:
         device = random.choice([0, 0, 30, 50, 100])
         return device, random.choice([0, 40, 100 - device]) if device < 60 else 0
 
+    weight_codec, compute = random.choice(WEIGHTS)
     return Case(
         kind=random.choice(["opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen2", "qwen2-wordy"]),
         percent=(*pair(), *pair(), *pair()),
@@ -70,7 +73,8 @@ def random_case(random: Random) -> Case:
         sep_layer=random.random() < 0.7,
         schedule=random.choice(list(SCHEDULES)),
         dtype=random.choice(["float32", "bfloat16"]),
-        weight_codec=random.choice([PLAIN, "group4", "group8"]),
+        weight_codec=weight_codec,
+        compute=compute,
     )
 
 
@@ -160,6 +164,7 @@ PASSING = {
     "sizes": ((8, 64, 8), (64, 4, 200), (3, 200, 4)),  # rows, tokens of a prompt, tokens to generate
     "kept": range(len(KEPT)),
     "computed": tuple(product(("float32", "bfloat16"), (*VARIANTS[:1], TORCH))),
+    "weights": WEIGHTS,
 }
 
 
@@ -167,7 +172,8 @@ PASSING = {
 def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str, Any]) -> None:
     kind, (rows, tokens, gen_len), (dtype, variant) = values["kind"], values["sizes"], values["computed"]
     config: Any = tiny_config(kind, **LARGER, **WIDER[kind])
-    model = create_model(config, dtype, sep_layer=False)
+    model, (weight_codec, compute) = create_model(config, dtype, sep_layer=False), values["weights"]
+    model.spec = model.spec.written_as(weight_codec, PLAIN, compute)
     options = {name: value for name, value in KEPT[values["kept"]].items() if name != "positions" or model.spec.rotary}
     policy, batch = Plan.create(**options).policy, Batch(tuple(range(rows)), (tokens,) * rows)
     plan = Plan.create(prefill_tokens=rows * tokens, **options)
@@ -186,7 +192,7 @@ def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, st
     image = torch.zeros(2, rows, spec.kv_heads, now.capacity, spec.head_dim, dtype=dtype)
     noted = torch.zeros(rows * spec.kv_heads * now.capacity * policy.score_bytes, dtype=torch.uint8)
     scores = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.score_bytes else None
-    weights = [{name: torch.randn(tensor.shape, dtype=dtype) for name, tensor in layer.tensors} for layer in spec.layers]
+    weights = [{name: weight_of(spec, layer, name) for name, _ in layer.tensors} for layer in spec.layers]
     ids, hidden = torch.zeros(rows, new, dtype=torch.long), torch.randn(rows, new, spec.width, dtype=dtype)
     embed, block, *_, head = spec.layers
     given = Given(now.positions, partial(KVCache(image, scores).attend, now))
@@ -195,8 +201,19 @@ def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, st
         lambda: computed(model, block, hidden, weights[1], given),
         lambda: logits(model, head, hidden[:, -1], weights[-1:]),
     )
-    there = [ids, hidden, image, noted, now.counts, now.positions, *(tensor for layer in weights for tensor in layer.values())]
+    there = [ids, hidden, image, noted, now.counts, now.positions]
+    for weight in (weight for layer in weights for weight in layer.values()):
+        there += [weight] if isinstance(weight, Tensor) else [weight.data, weight.values()]
     return max(peak_allocated(visit, there) for visit in visits)
+
+
+def weight_of(spec: ModelSpec, layer: LayerSpec, name: str) -> Tensor | PackedMatrix:
+    tensor = dict(layer.tensors)[name]
+    values = torch.randn(tensor.shape, dtype=getattr(torch, spec.dtype))
+    if tensor.codec == PLAIN or name == layer.token_table:
+        return values
+    data = encoded_with(tensor.codec, values).view(-(-len(values) // CODECS[tensor.codec].rows_together), -1)
+    return PackedMatrix(data, tensor.codec, len(values), DecodeBuffer(values), spec.product)
 
 
 @pytest.mark.parametrize("codec", ["group4", "group8"])
@@ -212,7 +229,7 @@ def test_looking_up_rows_and_a_head_in_parts_allocate_no_more_than_is_estimated(
     embed, *_, head = spec.layers
     batch, table = Batch(tuple(range(rows)), (tokens,) * rows), embed.packed_tensor(embed.token_table)
     assert table is not None and embed.token_table is not None and head.logit_matrix is not None
-    layout = Layout.pack({table.name: Entry(0, table.shape, value_type, codec)})
+    layout = Layout.pack({table.name: Entry(0, table.shape, value_type, table.codec)})
     pack = Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout)
     ids, positions = torch.zeros(rows * tokens, dtype=torch.long), torch.arange(tokens).repeat(rows, 1)
     first, last = (

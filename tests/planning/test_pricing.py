@@ -29,8 +29,7 @@ MACHINE = replace(
     unpacked_values_per_s={"group4": 4e8},
     head_seconds=2e-9,
     prompt_flops_per_s={"plain": 4e9, "scored": 2e9},
-    decoded_values_per_s={"tiles4": 5e8, "inverted": 5e8},
-    packed_flops_per_s={"inverted": ((1, 2e9), (2, 4e9))},
+    decoded_values_per_s={"tiles4": 5e8},
     values_per_s=1e9,
     visit_seconds={"attention": 3e-4, "mlp": 1e-4, "eviction": 7e-4},
     unpinned_to_device_per_s=3e9,
@@ -104,9 +103,9 @@ def test_the_bounds_of_a_step_are_bytes_over_bandwidth_and_flops_over_their_rate
     assert bounds["compute"] == pytest.approx(2 * (2 * 2 * values) / 7e9)  # two batches of two rows
 
 
-def parts_of(of: BlockPlan, step: int, kind: str, batch: int = 0, accelerator: bool = False) -> dict[str, float]:
+def parts_of(of: BlockPlan, step: int, kind: str, batch: int = 0, machine: Machine = MACHINE) -> dict[str, float]:
     layer = next(index for index, layer in enumerate(of.spec.layers) if layer.functions == (kind,))
-    return Pricing(of, on(MACHINE, accelerator)).compute_parts(Key(Op.COMPUTE, step, layer, batch))
+    return Pricing(of, on(machine, False)).compute_parts(Key(Op.COMPUTE, step, layer, batch))
 
 
 def test_the_parts_of_an_attention_by_hand() -> None:
@@ -142,11 +141,12 @@ def test_a_visit_that_evicts_costs_more_than_one_that_does_not() -> None:
 
 
 def test_packed_weights_are_multiplied_as_they_are_by_few_rows_and_decoded_once_for_more() -> None:
-    rows = 17
+    rows, rates = 17, {"decoded_values_per_s": {"inverted": 5e8}, "packed_flops_per_s": {"inverted": ((1, 2e9), (2, 4e9))}}
+    machine = replace(MACHINE, **rates)
     with registered(Inverted(few_rows=rows - 1)) as codec:
-        few = parts_of(planned(block_of([[4, 2]]), False, codec.name), 1, "mlp")
+        few = parts_of(planned(block_of([[4, 2]]), False, codec.name), 1, "mlp", machine=machine)
         of = planned(block_of([[4] * rows, [3] * rows]), False, codec.name)
-        first, second = (parts_of(of, 1, "mlp", batch) for batch in (0, 1))
+        first, second = (parts_of(of, 1, "mlp", batch, machine) for batch in (0, 1))
     assert few["decoding"] == 0.0 and few["products"] == pytest.approx(2 * 2 * 8 * 32 * 2 / 4e9)
     assert first["decoding"] == pytest.approx(2 * 8 * 32 / 5e8) and second["decoding"] == 0.0
     assert first["products"] == second["products"] == pytest.approx(2 * 2 * 8 * 32 * rows / 9e9)

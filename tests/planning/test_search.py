@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -106,6 +107,30 @@ def test_a_codec_is_taken_only_where_it_is_allowed() -> None:
     assert {one.plan.weight_codec for one in plain.all} == {"plain"} and {one.plan.kv_codec for one in plain.all} == {"plain"}
     assert free.best.tokens_per_second >= plain.best.tokens_per_second
     assert (free.best.plan.weight_codec, free.best.plan.kv_codec) in CODECS, "nearly no memory: fewer bytes are faster"
+
+
+@pytest.mark.parametrize(
+    ("own", "changes", "expected"),
+    [
+        ("plain", {}, {("plain", "exact")}),
+        ("plain", {"computes": ("int8",)}, {("plain", "exact")}),
+        ("group4", {"computes": ("int8",)}, {("group4", "exact"), ("group4", "int8")}),
+        ("plain", {"codecs": CODECS, "computes": ("int8",)}, {("plain", "exact"), ("group4", "exact"), ("group4", "int8")}),
+    ],
+)
+def test_products_that_are_not_exact_are_tried_where_they_are_allowed_and_weights_are_packed(
+    own: str, changes: dict[str, Any], expected: set[tuple[str, str]]
+) -> None:
+    tried = search_module._bases(problem(plan=Plan(weight_codec=own), **changes))
+    assert {(plan.weight_codec, plan.compute) for plan in tried} == expected
+
+
+@pytest.mark.parametrize(("rate", "chosen"), [(1e12, "int8"), (1e6, "exact"), (None, "exact")])
+def test_rounded_products_are_taken_where_they_are_faster(rate: float | None, chosen: str) -> None:
+    curves = {} if rate is None else {"int8 tiles4": ((1, rate),)}
+    machine = replace(on(SLOW, False), packed_flops_per_s=curves)
+    found = search(problem(plan=Plan(weight_codec="group4"), machine=machine, computes=("int8",), batch_sizes=(4,)))
+    assert found.best.plan.compute == chosen
 
 
 # -- latency -------------------------------------------------------------------------------------------------------------

@@ -5,15 +5,15 @@ from __future__ import annotations
 from h2o_flexgen.profiling.sizes import Sizes
 
 TINY = Sizes(
+    budget_seconds=1e6,
     rounds=1,
     seconds=0.0,
     disk_seconds=0.0,
     disk_bytes=1 << 20,
-    cold_bytes=1 << 16,
+    pool_bytes=1 << 17,
     copied_bytes=1 << 16,
     side=64,
     rows=(1, 8, 32),
-    slow_rows=(1, 4),
     heads=4,
     head_dim=16,
     kv_rows=2,

@@ -1,0 +1,81 @@
+"""Arithmetic: what a plan keeps its values in, and what it multiplies them in.
+
+These are two things: a processor without instructions for a type of 16 bits multiplies in float32 what is kept in 16 bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from h2o_flexgen.core.model_spec import DTYPE_BYTES
+from h2o_flexgen.kernels.table import CPU, INT8, INT8_PRODUCT, PRODUCT, PRODUCTS, Processor, choose
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.quant.codec import BY_BITS, PLAIN, matrix_form
+
+FLOAT32 = "float32"
+BITS = {codec: f"{bits} bits" for bits, codec in BY_BITS.items()}
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    plan: Plan
+    dtype: str  # type of hidden states, and of everything that is not packed
+    processor: Processor | None  # None: that of another machine, whose instructions are not known
+    decode_rows: int = 1  # rows of products in decode
+    prompt_rows: int = 1  # rows of products while prompts are computed
+
+    @classmethod
+    def of(cls, planned: WorkloadPlan, processor: Processor | None) -> Arithmetic:
+        """The arithmetic of the largest block."""
+        batch = planned.blocks.first.block.batches[0]
+        parts = batch.parts(planned.plan.prefill_tokens)
+        return cls(planned.plan, planned.spec.dtype, processor, batch.size, max(one.size * one.prompt_len for one in parts))
+
+    # -- what products are made in ---------------------------------------------------------------------------------------
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """The types in which decode and prompts are multiplied; one if they are the same, none if the processor is unknown."""
+        if self.processor is None:
+            return ()
+        return tuple(dict.fromkeys(self._multiplied_in(rows, self.processor) for rows in (self.decode_rows, self.prompt_rows)))
+
+    @property
+    def is_value_by_value(self) -> bool:
+        """Whether torch multiplies a type of 16 bits for which the processor has no instructions."""
+        if self.processor is None or self.processor.device != CPU or DTYPE_BYTES[self.dtype] > 2:
+            return False
+        return self.dtype in self.products and self.dtype not in self.processor.instructions
+
+    def _multiplied_in(self, rows: int, processor: Processor) -> str:
+        """The type that weights are multiplied in. Kernels for packed weights, and all in C, make float32 of what they read."""
+        form = matrix_form(self.plan.weight_codec)
+        packed = None if form == PLAIN else choose(PRODUCTS[self.plan.compute], form, self.dtype, processor.runs, rows)
+        if packed is not None:
+            return INT8 if packed.op == INT8_PRODUCT else FLOAT32
+        kernel = choose(PRODUCT, PLAIN, self.dtype, processor.runs, rows)
+        return FLOAT32 if kernel is not None and kernel.libraries else self.dtype
+
+    # -- in words ----------------------------------------------------------------------------------------------------------
+
+    def line(self) -> str:
+        weights, kv = (BITS.get(codec, self.dtype) for codec in (self.plan.weight_codec, self.plan.kv_codec))
+        kept = f"activations and KV in {kv}" if kv == self.dtype else f"activations in {self.dtype}, KV in {kv}"
+        return f"weights in {weights}, products {self._products()}; {kept}"
+
+    def _products(self) -> str:
+        if self.plan.compute == INT8:
+            return f"in {INT8}, of activations rounded to 8 bits"
+        decode, *prompts = self.products or ("",)
+        exact = f"{self.plan.compute} in {decode}" if decode else self.plan.compute
+        return f"{exact} (of prompts in {prompts[0]})" if prompts else exact
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "weights": self.plan.weight_codec,
+            "kv": self.plan.kv_codec,
+            "activations": self.dtype,
+            "compute": self.plan.compute,
+            "products": list(self.products),
+        }

@@ -1,0 +1,64 @@
+"""What makes a run slow although a flag or an action would mend it: a line for each reason, which names the mending.
+
+The reasons follow from facts that are at hand: nothing is measured for them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from h2o_flexgen.cli.arithmetic import FLOAT32, Arithmetic
+from h2o_flexgen.kernels.native import SWITCH
+from h2o_flexgen.kernels.table import CPU, EXACT, INT8, PRODUCTS, TORCH
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import can_compute
+from h2o_flexgen.planning.predict import BlockPrediction
+
+SLOW = "slow"  # the first word of each line
+WORTH_SAYING = 1.3  # times that int8 products must be faster to be named
+NO_KERNELS = (
+    "no kernels in C were built, and what takes their place in torch is slower; get a C compiler (`apt install gcc` or "
+    "`dnf install gcc`), and install again, from a checkout with `pip install -e .`"
+)
+
+
+def say_slow(reasons: Iterable[str]) -> None:
+    for reason in reasons:
+        print(f"{SLOW}: {reason}", file=sys.stderr, flush=True)
+
+
+def kernel_reasons(arithmetic: Arithmetic, libraries: Sequence[str]) -> Iterator[str]:
+    """The reasons in what computes. `libraries` were built and run on this processor, the best first."""
+    own = arithmetic.processor
+    if own is None or own.device != CPU:
+        return
+    if not libraries:
+        yield NO_KERNELS
+    elif own.build != libraries[0]:
+        yield f"{SWITCH}={own.build} asks for less than this processor can do ({libraries[0]}); unset it"
+    if own.build == TORCH and arithmetic.plan.compute == INT8:
+        yield f"--compute {INT8} is slower than {EXACT} products where there are no kernels in C; leave it out"
+    if arithmetic.is_value_by_value:
+        dtype = arithmetic.dtype
+        why = f"neither this processor nor a kernel multiplies {dtype} fast"
+        yield f"{why}; --dtype {FLOAT32} is several times as fast, and takes twice the memory"
+
+
+def int8_reason(first: BlockPlan, machine: Machine) -> Iterator[str]:
+    """The reason that products are exact, if the machine's profile says that rounded ones would be much faster."""
+    plan = first.plan
+    if plan.compute != EXACT or not can_compute(INT8, plan.weight_codec):
+        return
+    rounded = replace(first, plan=replace(plan, compute=INT8), spec=replace(first.spec, product=PRODUCTS[INT8]))
+    exact, other = (_seconds(one, machine) for one in (first, rounded))
+    if exact >= WORTH_SAYING * other:
+        gain = f"--compute {INT8} would be {exact / other:.1f} times as fast, says the profile of {machine.name}"
+        yield f"products are exact; {gain}; it rounds activations to 8 bits"
+
+
+def _seconds(planned: BlockPlan, machine: Machine) -> float:
+    predicted = BlockPrediction.of(planned, machine)
+    return predicted.prefill_seconds + predicted.decode_seconds

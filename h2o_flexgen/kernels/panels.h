@@ -1,0 +1,196 @@
+/* Products of rows with a transposed matrix, panel by panel: what exact products on tiles and on plain matrices share.
+
+   A panel is a number of inputs of as many outputs as two registers hold, as float32, input by input: it lies in the nearest cache
+   while one block of rows after the other is multiplied with it, each block with all its sums in registers. Some panels of outputs
+   share a part of x in the cache behind. x is arranged block by block (panels.c), input by input too.
+
+   A row and an output have one chain of operations: products are summed up over a span of inputs in their order, and the sums of
+   the spans in theirs. So an outcome does not depend on the rows beside it, nor on the width of registers where there is FMA. */
+
+#pragma once
+
+#include "vectors.h"
+
+#define PANEL (2 * LANES) /* outputs */
+#if LANES == 16
+#define MOST_ROWS 12 /* of a block: as many as registers hold sums of */
+#elif LANES == 8
+#define MOST_ROWS 6
+#else
+#define MOST_ROWS 4
+#endif
+#define SPAN 128          /* inputs of a panel */
+#define GROUP_PANELS 8    /* panels of outputs that meet a part of x one after the other */
+#define GROUP_BLOCKS 16   /* blocks of rows that meet a panel */
+
+#if MOST_ROWS == 12
+#define EACH_NUMBER_OF_ROWS(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
+#elif MOST_ROWS == 6
+#define EACH_NUMBER_OF_ROWS(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6)
+#else
+#define EACH_NUMBER_OF_ROWS(DO) DO(1) DO(2) DO(3) DO(4)
+#endif
+
+typedef struct {
+    const uint8_t *data; /* the matrix */
+    const float *x;      /* arranged */
+    const float *bias;   /* (outputs), or NULL */
+    char *out;           /* (rows, outputs) */
+    long rows, outputs, inputs;
+    long columns; /* inputs, filled up */
+    int kind;     /* type of the outcome */
+} product;
+
+typedef floats row_sums[MOST_ROWS][2];
+
+static ALWAYS_INLINE long parts_of(long count, long size)
+{
+    return (count + size - 1) / size;
+}
+
+/* Blocks of rows are as equal as can be. */
+static ALWAYS_INLINE long first_row(long block, long rows)
+{
+    return block * rows / parts_of(rows, MOST_ROWS);
+}
+
+static ALWAYS_INLINE const float *block_of_x(const product *p, long block)
+{
+    return p->x + first_row(block, p->rows) * p->columns;
+}
+
+/* Behind the values of all rows lie their sums over each group of inputs. */
+static ALWAYS_INLINE const float *block_of_group_sums(const product *p, long block)
+{
+    return p->x + p->rows * p->columns + first_row(block, p->rows) * (p->columns / GROUP);
+}
+
+/* The factor that makes up for the place of a code in its word: where it is not shifted down it is too large by a power of two
+   (tiles.h), which is exact. */
+static ALWAYS_INLINE float place_factor(long input, int bits)
+{
+    const long place = bits == 4 ? input % 4 * 8 + input / 4 % 2 * 4 : bits == 8 ? input % 4 * 8 : 0;
+    return place + bits == 32 ? 1.0f : 1.0f / (float)(1u << place);
+}
+
+static ALWAYS_INLINE void start(row_sums sums, int rows)
+{
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++)
+        sums[row][0] = sums[row][1] = (floats){0};
+}
+
+/* One input of two registers of outputs, for all rows of a block. */
+static ALWAYS_INLINE void add_input(row_sums sums, floats one, floats other, const float *x, int rows)
+{
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++) {
+        const floats with = all(x[row]);
+        sums[row][0] += with * one;
+        sums[row][1] += with * other;
+    }
+}
+
+static ALWAYS_INLINE void add_inputs(row_sums sums, const float *panel, const float *x, long inputs, int rows)
+{
+    for (long input = 0; input < inputs; input++)
+        add_input(sums, LOAD(floats, panel + input * PANEL), LOAD(floats, panel + input * PANEL + LANES), x + input * rows, rows);
+}
+
+static ALWAYS_INLINE void store_register(char *out, floats value, int kind)
+{
+    if (kind == FLOAT) {
+        memcpy(out, &value, sizeof value);
+    } else if (kind == BF16) {
+        const words bits = (words)value, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        const halves narrow = __builtin_convertvector(rounded, halves);
+        memcpy(out, &narrow, sizeof narrow);
+    } else {
+#if LANES == 16
+        _mm256_storeu_si256((__m256i *)out, _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT));
+#elif LANES == 8
+        _mm_storeu_si128((__m128i *)out, _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
+#else
+        for (int lane = 0; lane < LANES; lane++)
+            store_value(out + 2 * lane, value[lane], HALF);
+#endif
+    }
+}
+
+/* Adds the bias to the sums of a row, and stores them as the outcome from `output` on: as many as there are. */
+static ALWAYS_INLINE void finish(const product *p, long row, long output, const floats *sums)
+{
+    const long size = itemsize_of(p->kind), left = p->outputs - output;
+    char *out = p->out + (row * p->outputs + output) * size;
+    float bias[PANEL] = {0};
+    char last[PANEL * 4];
+    if (p->bias)
+        memcpy(bias, p->bias + output, (left < PANEL ? left : PANEL) * sizeof *bias);
+    for (int half = 0; half < 2; half++)
+        store_register((left < PANEL ? last : out) + half * LANES * size, sums[half] + LOAD(floats, bias + half * LANES), p->kind);
+    if (left < PANEL)
+        memcpy(out, last, left * size);
+}
+
+/* -- the order of the work -------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    float values[SPAN][PANEL];
+    float scales[SPAN / GROUP][PANEL], minima[SPAN / GROUP][PANEL]; /* of each group and output; unused where there are none */
+} panel_values;
+
+/* Fills a panel with the outputs from `output` on and a number of inputs (whole groups) from `input` on. */
+typedef void fill_panel(const product *p, long output, long input, long inputs, panel_values *panel);
+
+/* Adds the sums over a panel's inputs, from `input` on, to the sums of a block of rows. */
+typedef void add_panel(const product *p, long block, long input, long inputs, const panel_values *panel, floats (*sums)[2]);
+
+/* Some panels of outputs and some blocks of rows, which are multiplied together. */
+typedef struct {
+    long panel, panels, block, blocks;
+} work;
+
+static ALWAYS_INLINE long panels_together(const product *p, long threads)
+{
+    const long blocks = parts_of(p->rows, MOST_ROWS), shared = parts_of(p->outputs, PANEL * threads);
+    const long most = blocks < GROUP_PANELS ? blocks : GROUP_PANELS; /* few rows read one panel of outputs to its end */
+    return shared < most ? shared : most;
+}
+
+static ALWAYS_INLINE void multiply_work(const product *p, work part, fill_panel fill, add_panel add)
+{
+    _Alignas(64) floats sums[GROUP_PANELS][GROUP_BLOCKS * MOST_ROWS][2];
+    _Alignas(64) panel_values values;
+    const long first = first_row(part.block, p->rows), rows = first_row(part.block + part.blocks, p->rows) - first;
+    for (long panel = 0; panel < part.panels; panel++)
+        memset(sums[panel], 0, rows * sizeof sums[panel][0]);
+    for (long input = 0; input < p->columns; input += SPAN) {
+        const long inputs = p->columns - input < SPAN ? p->columns - input : SPAN;
+        for (long panel = 0; panel < part.panels; panel++) {
+            fill(p, (part.panel + panel) * PANEL, input, inputs, &values);
+            for (long block = part.block; block < part.block + part.blocks; block++)
+                add(p, block, input, inputs, &values, sums[panel] + first_row(block, p->rows) - first);
+        }
+    }
+    for (long row = 0; row < rows; row++)
+        for (long panel = 0; panel < part.panels; panel++)
+            finish(p, first + row, (part.panel + panel) * PANEL, sums[panel][row]);
+}
+
+static ALWAYS_INLINE work work_number(const product *p, long number, long panels, long groups_of_blocks)
+{
+    const long all_panels = parts_of(p->outputs, PANEL), all_blocks = parts_of(p->rows, MOST_ROWS);
+    const long panel = number / groups_of_blocks * panels, group = number % groups_of_blocks;
+    const long block = group * all_blocks / groups_of_blocks, behind = (group + 1) * all_blocks / groups_of_blocks;
+    return (work){panel, all_panels - panel < panels ? all_panels - panel : panels, block, behind - block};
+}
+
+/* The caller is the parallel region: a region is compiled by itself, and knows nothing of what is constant outside of it. */
+static ALWAYS_INLINE void multiply_panels(const product *p, int threads, fill_panel fill, add_panel add)
+{
+    const long panels = panels_together(p, threads);
+    const long groups_of_blocks = parts_of(parts_of(p->rows, MOST_ROWS), GROUP_BLOCKS);
+#pragma omp for schedule(dynamic)
+    for (long number = 0; number < parts_of(parts_of(p->outputs, PANEL), panels) * groups_of_blocks; number++)
+        multiply_work(p, work_number(p, number, panels, groups_of_blocks), fill, add);
+}

@@ -1,0 +1,33 @@
+"""The product of rows and a transposed matrix in tiles of 4 or 8 bits, without rounding anything but the outcome to the type of
+the rows. C and torch sum in different orders. With C what becomes of a row depends on nothing but the row and the matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.panels import Matrix, panel_product
+from h2o_flexgen.kernels.sizes import TWIN_VALUES
+from h2o_flexgen.kernels.tile_rows import tile_decode_twin
+from h2o_flexgen.quant.tiled import TILE, Tiled
+
+
+def tile_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), data (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
+    assert data.shape == (-(-outputs // TILE), codec.tile_bytes(x.values.shape[-1]))
+    return panel_product("tile_product", x, Matrix(data, outputs, codec.bits, told=codec.bits), bias)
+
+
+def tile_product_twin(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """Multiplies with values that are decoded to float32, some tiles at a time."""
+    wide, inputs = x.made(Tensor.float), x.values.shape[-1]
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    step = max(1, TWIN_VALUES // (TILE * inputs))
+    for first in range(0, len(data), step):
+        part = slice(first * TILE, min(outputs, (first + step) * TILE))
+        values = torch.empty(part.stop - part.start, inputs, device=data.device)
+        tile_decode_twin(codec, data[first : first + step], values)
+        out[..., part] = functional.linear(wide, values, None if bias is None else bias[part].float())
+    return out

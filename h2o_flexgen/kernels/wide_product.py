@@ -1,0 +1,31 @@
+"""The product of rows and a transposed plain matrix, which is widened to float32 piece by piece: for float32, and where the
+processor has no instructions that multiply the matrix's type. Sums are in float32; C and torch sum in different orders. With C
+what becomes of a row depends on nothing but the row and the matrix."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.native import KINDS
+from h2o_flexgen.kernels.panels import PLAIN_BITS, Matrix, panel_product
+from h2o_flexgen.kernels.sizes import TWIN_VALUES
+from h2o_flexgen.quant.plain import Plain
+
+
+def wide_product(codec: Plain, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), data (outputs, inputs), bias (outputs,) -> (..., outputs)"""
+    assert data.shape == (outputs, x.values.shape[-1])
+    return panel_product("wide_product", x, Matrix(data.contiguous(), outputs, PLAIN_BITS, told=KINDS[data.dtype]), bias)
+
+
+def wide_product_twin(codec: Plain, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    wide = x.made(Tensor.float)
+    out = x.values.new_empty(*x.values.shape[:-1], outputs)
+    step = max(1, TWIN_VALUES // max(1, data.shape[1]))
+    for first in range(0, outputs, step):
+        part = slice(first, first + step)
+        added = None if bias is None else bias[part].float()
+        out[..., part] = functional.linear(wide, data[part].float(), added)
+    return out

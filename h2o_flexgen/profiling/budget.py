@@ -1,0 +1,28 @@
+"""Budget: the seconds that a profile may take in all, divided among what is left to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+Now = Callable[[], float]  # the seconds that a clock shows
+NOW: Now = time.perf_counter
+
+
+@dataclass(frozen=True)
+class Budget:
+    seconds: float
+    now: Now = NOW
+    _begun: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_begun", self.now())
+
+    @property
+    def left(self) -> float:
+        return max(0.0, self.seconds - (self.now() - self._begun))
+
+    def share(self, weight: float, of: float) -> float:
+        """The seconds for something of this weight, if all that is left to do has the weight `of`."""
+        return self.left * weight / of

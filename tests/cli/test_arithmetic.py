@@ -1,0 +1,88 @@
+"""Arithmetic: what values are kept in and what they are multiplied in, by processor; told in one line and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from h2o_flexgen.cli.arithmetic import Arithmetic
+from h2o_flexgen.core.site import Site
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.kernels import table as kernels_table
+from h2o_flexgen.kernels.table import CPU, INT8_PRODUCT, LIBRARIES, PRODUCT, Kernel, Processor
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.quant.codec import PLAIN
+from tests.planning.worlds import tiny_spec
+
+BF16, OURS = "bfloat16", "ours"
+TABLE = (
+    Kernel(PRODUCT, PLAIN, "torch's", dtypes=(BF16,), instructions=BF16),
+    Kernel(PRODUCT, PLAIN, OURS, CPU, LIBRARIES, (BF16, "float16")),
+    Kernel(PRODUCT, PLAIN, "torch's"),
+    Kernel(PRODUCT, "tiles4", OURS, CPU, LIBRARIES, most_rows=16),
+    Kernel(INT8_PRODUCT, "tiles4", OURS, CPU, LIBRARIES, priced_as="int8 tiles4"),
+    Kernel(INT8_PRODUCT, "tiles4", "its twin in torch", priced_as="int8 tiles4"),
+)
+OLD = Processor("cpu", "avx2")
+NEW = Processor("cpu", "avx512vnni", ("bfloat16",))
+GPU = Processor("cuda", "avx2")
+BARE = Processor("cpu")
+KEPT = "activations and KV in bfloat16"
+
+
+@pytest.fixture(autouse=True)
+def pretended_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_table, "kernels", lambda: TABLE)
+
+
+def arithmetic(processor: Processor | None = OLD, dtype: str = "bfloat16", **options: object) -> Arithmetic:
+    return Arithmetic(Plan.create(**options), dtype, processor)
+
+
+@pytest.mark.parametrize(
+    ("own", "line"),
+    [
+        (arithmetic(NEW), f"weights in bfloat16, products exact in bfloat16; {KEPT}"),
+        (arithmetic(OLD), f"weights in bfloat16, products exact in float32; {KEPT}"),
+        (arithmetic(OLD, "float32"), "weights in float32, products exact in float32; activations and KV in float32"),
+        (arithmetic(GPU, "float16"), "weights in float16, products exact in float16; activations and KV in float16"),
+        (arithmetic(None, weight_codec="group8"), f"weights in 8 bits, products exact; {KEPT}"),
+        (
+            arithmetic(NEW, weight_codec="group4", kv_codec="group4", compute="int8"),
+            "weights in 4 bits, products in int8, of activations rounded to 8 bits; activations in bfloat16, KV in 4 bits",
+        ),
+    ],
+    ids=["with instructions", "without", "float32", "an accelerator", "another machine", "of 8 bits"],
+)
+def test_one_line_says_what_is_kept_in_what_and_multiplied_in_what(own: Arithmetic, line: str) -> None:
+    assert own.line() == line
+
+
+def test_its_document_has_the_same_facts() -> None:
+    own = arithmetic(NEW, weight_codec="group4", compute="int8")
+    kept = {"weights": "group4", "kv": "plain", "activations": "bfloat16"}
+    assert own.as_json() == {**kept, "compute": "int8", "products": ["int8"]}
+    assert arithmetic(None).as_json()["products"] == []
+
+
+def test_prompts_may_be_multiplied_otherwise() -> None:
+    """Packed weights may be decoded first where there are many rows."""
+    own = Arithmetic(Plan(weight_codec="group4"), BF16, NEW, decode_rows=4, prompt_rows=90)
+    assert own.products == ("float32", BF16)
+    assert own.line() == f"weights in 4 bits, products exact in float32 (of prompts in bfloat16); {KEPT}"
+    assert replace(own, processor=OLD).products == ("float32",)
+
+
+def test_rows_are_those_of_the_largest_block() -> None:
+    planned = WorkloadPlan(tiny_spec(), Plan(gpu_batch_size=3, prefill_tokens=20), Workload((7, 9, 2, 9), 4), Site())
+    own = Arithmetic.of(planned, OLD)
+    assert (own.dtype, own.decode_rows, own.prompt_rows) == ("float32", 3, 18)
+
+
+def test_only_torch_without_instructions_goes_value_by_value() -> None:
+    assert arithmetic(BARE).is_value_by_value and arithmetic(BARE, weight_codec="group4").is_value_by_value
+    others = (arithmetic(BARE, "float32"), arithmetic(OLD), arithmetic(NEW), arithmetic(GPU), arithmetic(None))
+    assert not any(one.is_value_by_value for one in others)
+    assert not arithmetic(BARE, weight_codec="group4", compute="int8").is_value_by_value

@@ -1,0 +1,106 @@
+"""Reasons for a slow run: each comes of facts, names what mends it, and is said once, beside the output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from h2o_flexgen.cli import slow
+from h2o_flexgen.cli.arithmetic import Arithmetic
+from h2o_flexgen.cli.slow import NO_KERNELS, int8_reason, kernel_reasons, say_slow
+from h2o_flexgen.core.site import Site
+from h2o_flexgen.kernels import table as kernels_table
+from h2o_flexgen.kernels.table import Processor
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
+from tests.cli.test_arithmetic import TABLE
+from tests.planning.test_pricing import MACHINE
+from tests.planning.worlds import block_of, tiny_spec
+
+BUILT = ("avx512vnni", "avx512", "avx2", "baseline")
+
+
+@pytest.fixture(autouse=True)
+def pretended_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels_table, "kernels", lambda: TABLE)
+
+
+def reasons(processor: Processor | None, libraries: tuple[str, ...] = BUILT, dtype: str = "bfloat16") -> list[str]:
+    return list(kernel_reasons(Arithmetic(Plan(), dtype, processor), libraries))
+
+
+def test_where_nothing_can_be_mended_nothing_is_said() -> None:
+    for processor in (Processor("cpu", BUILT[0], ("bfloat16",)), Processor("cuda"), None):
+        assert reasons(processor) == []
+    assert reasons(Processor("cuda"), libraries=()) == []
+
+
+def test_without_kernels_it_says_how_to_get_a_compiler_and_which_type_is_fast() -> None:
+    found = reasons(Processor("cpu"), libraries=())
+    assert found[0] == NO_KERNELS and "apt install gcc" in NO_KERNELS
+    assert found[1].startswith("neither this processor nor a kernel multiplies bfloat16 fast; --dtype float32 is ")
+    assert reasons(Processor("cpu"), libraries=(), dtype="float32") == [NO_KERNELS]
+    assert reasons(Processor("cpu", instructions=("bfloat16",)), libraries=()) == [NO_KERNELS]
+    assert len(reasons(Processor("cpu", instructions=("bfloat16",)), libraries=(), dtype="float16")) == 2
+
+
+def test_products_of_8_bits_without_kernels_are_slower_than_exact_ones() -> None:
+    plan = Plan(weight_codec="group4", compute="int8")
+    found = [list(kernel_reasons(Arithmetic(plan, "float32", Processor("cpu", build)), BUILT)) for build in ("torch", BUILT[0])]
+    assert found[0][1:] == ["--compute int8 is slower than exact products where there are no kernels in C; leave it out"]
+    assert found[1] == []
+
+
+def test_a_type_that_a_kernel_multiplies_is_not_slow() -> None:
+    assert reasons(Processor("cpu", BUILT[0]), dtype="bfloat16") == reasons(Processor("cpu", BUILT[0]), dtype="float16") == []
+
+
+@pytest.mark.parametrize("forced", ["torch", "avx2"])
+def test_a_library_that_is_forced_to_less_is_named_with_its_switch(forced: str) -> None:
+    (line,) = reasons(Processor("cpu", forced), dtype="float32")
+    assert line == f"H2O_FLEXGEN_KERNELS={forced} asks for less than this processor can do (avx512vnni); unset it"
+
+
+# -- exact products --------------------------------------------------------------------------------------------------------
+
+
+def machine(rate: float) -> Machine:
+    """A machine that does nothing but multiply, exactly at one rate and rounded at another."""
+    free = {"attention_flops_per_s": {}, "unpacked_values_per_s": {}, "prompt_flops_per_s": {}, "visit_seconds": {}}
+    curves = {"flops_per_s": {"float32": ((1, 1e6),)}, "packed_flops_per_s": {"int8 tiles4": ((1, rate),)}}
+    own = replace(MACHINE, name="this one", device="cpu", decoded_values_per_s={"tiles4": 1e15}, values_per_s=1e15)
+    return replace(own, task_seconds=0.0, head_seconds=0.0, **free, **curves)
+
+
+def block(codec: str = "group4", compute: str = "exact") -> BlockPlan:
+    plan = Plan(weight_codec=codec, compute=compute).at(Site())
+    return BlockPlan.of(tiny_spec().written_as(codec, "plain", compute), plan, block_of([[4] * 4]), Site())
+
+
+def test_exact_products_are_named_where_rounded_ones_are_much_faster() -> None:
+    (line,) = int8_reason(block(), machine(2e6))
+    assert line == (
+        "products are exact; --compute int8 would be 2.0 times as fast, says the profile of this one; "
+        "it rounds activations to 8 bits"
+    )
+
+
+@pytest.mark.parametrize(
+    ("planned", "known"),
+    [
+        (block(), machine(1.2e6)),
+        (block(compute="int8"), machine(9e6)),
+        (block("plain"), machine(9e6)),
+        (block(), replace(machine(9e6), packed_flops_per_s={})),
+    ],
+    ids=["a little faster", "rounded already", "not packed", "not measured"],
+)
+def test_otherwise_nothing_is_said_of_products(planned: BlockPlan, known: Machine) -> None:
+    assert list(int8_reason(planned, known)) == []
+
+
+def test_reasons_go_beside_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    say_slow(["one", "two"])
+    assert capsys.readouterr() == ("", f"{slow.SLOW}: one\n{slow.SLOW}: two\n")
