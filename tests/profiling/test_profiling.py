@@ -22,6 +22,7 @@ import torch
 from h2o_flexgen.core.model_spec import usual_dtype
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.kernels.table import CPU, PRODUCT, PRODUCT_OPS, TORCH, Kernel, Processor, choose
@@ -233,9 +234,11 @@ def test_packed_products_are_those_that_a_kernel_does(monkeypatch: pytest.Monkey
     }
 
 
-def test_without_kernels_there_are_no_packed_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_packed_products_are_those_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "processor", lambda device: Processor(CPU, TORCH))
-    assert products.curves(BENCH, (), "bfloat16", TINY) == []
+    monkeypatch.setattr(operations, "processor", lambda device: Processor(CPU, TORCH))
+    measured = [f"packed products int8 tiles{bits} {rows}" for bits in (4, 8) for rows in TINY.rows]
+    assert set(figures(*products.curves(BENCH, (), "bfloat16", TINY))) == set(measured)
     assert set(figures(*products.decoding(BENCH, "bfloat16", TINY))) == {"decoding tiles4", "decoding tiles8"}
 
 
