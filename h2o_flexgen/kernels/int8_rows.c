@@ -37,20 +37,38 @@ static ALWAYS_INLINE float largest_magnitude(const floats *values) /* NaN, if th
     return float_of_bits((uint32_t)all_most);
 }
 
+static ALWAYS_INLINE void store_bytes(const integers *values, int8_t *out) /* GCC narrows 256 bits value by value */
+{
+#if LANES == 8
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    for (int at = 0; at < REGISTERS; at += 4) {
+        const __m256i first = _mm256_packs_epi32((__m256i)values[at], (__m256i)values[at + 1]);
+        const __m256i second = _mm256_packs_epi32((__m256i)values[at + 2], (__m256i)values[at + 3]);
+        const __m256i bytes_of_four = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(first, second), order);
+        _mm256_storeu_si256((__m256i *)(out + LANES * at), bytes_of_four);
+    }
+#else
+    typedef int8_t small __attribute__((vector_size(LANES)));
+#pragma GCC unroll 16
+    for (int at = 0; at < REGISTERS; at++) {
+        const small narrow = __builtin_convertvector(values[at], small);
+        memcpy(out + LANES * at, &narrow, sizeof narrow);
+    }
+#endif
+}
+
 /* Writes the codes of a group and returns their sum. */
 static ALWAYS_INLINE int32_t encode(const floats *values, float inverse, int8_t *codes)
 {
-    typedef int8_t small __attribute__((vector_size(LANES)));
     const floats shift = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers, ties to even */
-    integers sums = {0};
+    integers whole[REGISTERS], sums = {0};
     int32_t lanes[LANES], sum = 0;
 #pragma GCC unroll 16
     for (int at = 0; at < REGISTERS; at++) {
-        const integers whole = (integers)(rounded(values[at] * inverse) + shift) - (integers)shift;
-        const small narrow = __builtin_convertvector(whole, small);
-        memcpy(codes + LANES * at, &narrow, sizeof narrow);
-        sums += whole;
+        whole[at] = (integers)(rounded(values[at] * inverse) + shift) - (integers)shift;
+        sums += whole[at];
     }
+    store_bytes(whole, codes);
     memcpy(lanes, &sums, sizeof lanes);
     for (int lane = 0; lane < LANES; lane++)
         sum += lanes[lane];

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.sizes import TWIN_VALUES
 from h2o_flexgen.quant.grouped import GROUP, groups_of
 
 LARGEST_CODE = 127
@@ -35,18 +36,26 @@ def int8_rows(values: Tensor) -> Int8Rows:
 
 
 def int8_rows_twin(values: Tensor) -> Int8Rows:
-    columns = values.shape[-1]
-    x = functional.pad(values.reshape(-1, columns).float(), (0, -columns % GROUP)).unflatten(1, (-1, GROUP))
+    x = values.reshape(-1, values.shape[-1])
+    made, step = _room(x), max(1, TWIN_VALUES // max(1, x.shape[1]))
+    for row in range(0, len(x), step):
+        part = slice(row, row + step)
+        made.codes[part], made.scales[part], made.sums[part] = _encoded(x[part].float())
+    return made
+
+
+def _encoded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x = functional.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     most = x.abs().amax(-1)
     limit = torch.full_like(most, LARGEST_CODE)  # a number is no divisor: torch would multiply with its inverse
     some = (most >= NOTHING) & (most < inf)
     scales = torch.where(some, most / limit, 0.0).masked_fill_(~(most < inf), nan)
     inverses = torch.where(some, limit / most, 0.0).unsqueeze(-1)
     codes = torch.where(some.unsqueeze(-1), x * inverses, 0.0).round_()
-    return Int8Rows(codes.flatten(1).to(torch.int8), scales, scales * codes.sum(-1))
+    return codes.flatten(1), scales, scales * codes.sum(-1)
 
 
 def _room(x: Tensor) -> Int8Rows:
-    rows, groups = len(x), groups_of(x.shape[1])
-    codes = torch.empty(rows, groups * GROUP, dtype=torch.int8)
-    return Int8Rows(codes, torch.empty(rows, groups), torch.empty(rows, groups))
+    rows, groups, device = len(x), groups_of(x.shape[1]), x.device
+    scales, sums = (torch.empty(rows, groups, device=device) for _ in range(2))
+    return Int8Rows(torch.empty(rows, groups * GROUP, dtype=torch.int8, device=device), scales, sums)
