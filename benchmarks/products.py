@@ -5,10 +5,10 @@
     H2O_FLEXGEN_KERNELS=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/products.py    # emulated
 
 Each product has another matrix than the one before, of so many that no cache holds them, and rows that it has not seen: what a
-run makes of rows once for several matrices is made anew here, and what is decoded first is decoded anew. All forms take turns at
-each number of rows, and the best time counts. The limit of a product is the longer of two times: its bytes at the rate at which
-memory is read, and its operations at the peak of the processor's arithmetic (peaks.c), both measured before and behind
-each number of rows. The last line is one JSON document.
+run makes of rows once for several matrices is made anew here, and what is decoded first is decoded anew. All forms take turns
+at each number of rows, and the best time counts. The limit of a product is the longer of two times: its bytes at the rate at
+which memory is read, and its operations at the peak of the processor's arithmetic (peaks.c), both measured before and behind each
+number of rows. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "unit": "GFLOP/s",
         "higher_is_better": True,
-        "ceiling": "bytes of the matrix over the rate of reading memory, or operations over the peak of arithmetic in registers",
+        "ceiling": "bytes of the matrix over the rate of reading, or operations over the peak of arithmetic in registers",
         "limits": {"read_per_s": limits.read_per_s, **asdict(limits.peaks)},
         "columns": ["", *(f"{rows} row{'s' * (rows > 1)}" for rows in args.rows)],
         "cells": [[form.name, *map(cell, (one for one in lines if one["form"] == form.name))] for form in forms],

@@ -89,6 +89,7 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
     for op, function in ((ENCODE, "tile_encode"), (DECODE, "tile_decode"), (DECODE_ROWS, "tile_decode_rows")):
         yield Kernel(op, form, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, form, f"{function}_twin")
+    yield Kernel(PRODUCT, form, "tile_product", CPU, LIBRARIES, DTYPES)
     yield Kernel(INT8_PRODUCT, form, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {form}")
     yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}")
 
@@ -97,6 +98,9 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
 def kernels() -> tuple[Kernel, ...]:
     """The table. The first kernel that fits is chosen, so each twin in torch stands behind its kernel."""
     return (
+        Kernel(PRODUCT, PLAIN, "plain_product", CPU, dtypes=("bfloat16",), instructions="bfloat16"),
+        Kernel(PRODUCT, PLAIN, "wide_product", CPU, LIBRARIES[:-1], DTYPES),
+        Kernel(PRODUCT, PLAIN, "wide_product_twin", CPU, dtypes=("bfloat16", "float16")),
         Kernel(PRODUCT, PLAIN, "plain_product"),
         Kernel(ENCODE, PLAIN, "plain_encode"),
         Kernel(DECODE, PLAIN, "plain_decode"),

@@ -47,7 +47,7 @@ class Pool:
         return self.data[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def in_turn(self, nbytes: int) -> Iterator[Tensor]:
-        """Without end: so many bytes, and each time others, until it begins anew. Together they are more than a cache holds."""
+        """An endless series of ranges of so many bytes, each behind the last; together they are more than a cache holds."""
         step = -(-nbytes // ALIGNMENT) * ALIGNMENT
         starts = range(0, max(step, self.nbytes - nbytes + 1), step)
         return itertools.cycle([self.data[start : start + nbytes] for start in starts])

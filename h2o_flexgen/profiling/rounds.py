@@ -114,10 +114,11 @@ class Rounds:
         to_do = whole
         for place, subject in enumerate(self.subjects):
             self.watch.done = number * len(self.subjects) + place
+            share = self.budget.share(subject.weight, to_do + whole * (self.rounds - number) * (number > FIRST))
             if number == FIRST:
-                self._first(subject, self.budget.share(subject.weight, to_do))
+                self._first(subject, share)
             else:
-                self._again(number, subject, self.budget.share(subject.weight, to_do + whole * (self.rounds - number)))
+                self._again(number, subject, self.budget.left if self._rest_fits(place) else share)
             to_do -= subject.weight
 
     # -- the first round -------------------------------------------------------------------------------------------------
@@ -153,12 +154,21 @@ class Rounds:
 
     # -- the others ------------------------------------------------------------------------------------------------------
 
+    def _rest_fits(self, place: int) -> bool:
+        """Whether there is time for all that is not slow and still to come in this round."""
+        last = (self._last.get(subject.title) for subject in self.subjects[place:])
+        return sum(2 * one.seconds for one in last if one is not None and one.seconds <= self._slow) <= self.budget.left
+
+    @property
+    def _slow(self) -> float:
+        return SLOW * self.budget.seconds
+
     def _again(self, number: int, subject: Subject, seconds: float) -> None:
         last = self._last.get(subject.title)
         if last is None or (number, subject.title) in self.taken.known:
             return
         cold = subject.title not in self._warm  # what another process has measured: threads and libraries start here once more
-        if (1 + cold) * last.seconds > min(seconds, SLOW * self.budget.seconds):
+        if (1 + cold) * last.seconds > min(seconds, self._slow):
             return
         self.watch.begin(subject.title)
         if cold:

@@ -75,7 +75,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where something is measured: a device, with a clock for it, and the memory there."""
+    """A place to measure at: a device, with a clock for it, and memory there."""
 
     clock: Clock
     pool: Pool

@@ -41,21 +41,23 @@ KINDS = (ATTENTION_VISIT, MLP_VISIT)
 BLOCKS, PROMPT_LEN, SEED = 4, 4, 0
 KV = {"kv_read_per_s": Op.READ_KV.lane, "kv_write_per_s": Op.WRITE_KV.lane}  # field -> lane
 KV_BATCHES, KV_STEPS = 2, 4
-FEW_STEPS = 3  # of the first run, for processors that are slow
-SHORTER = (16, 4, 1)  # how many times shorter the texts are at first, for disks that are slow
+FEW_STEPS = 2  # of the first run, for processors that are slow
+SHRINKS = (8, 2, 1)  # how many times fewer rows, and shorter ones, there are at first, for disks that are slow
+DISPLACING_BYTES = 64 << 20  # more than a cache holds
 WEIGHT, WEIGHT_OF_KV = 3.0, 6.0
 
 
 def visits(bench: Bench, host: Bench, folder: Path, dtype: str, sizes: Sizes, watch: Watch | None = None) -> list[Subject]:
     """Runs to measure, each on its own. That of KV takes long on a slow disk, so it reports its visits; in the others,
     reporting would be measured as well. `host` is the bench of the CPU."""
-    trials = Trials(bench.device, folder, dtype, host.pool.halves()[0].view(torch.float32), sizes, watch or Watch())
-    steps, tokens = (min(FEW_STEPS, sizes.steps), sizes.steps), max(1, sizes.slots // 2)
-    lengths = tuple(max(1, tokens // shorter) for shorter in SHORTER)
+    displacing = host.pool.view((min(DISPLACING_BYTES, host.pool.nbytes) // 4,), torch.float32)
+    trials = Trials(bench.device, folder, dtype, displacing, sizes, watch or Watch())
+    steps, tokens = (min(FEW_STEPS, sizes.steps), sizes.steps), max(1, sizes.kv_rows * sizes.slots // 2)
+    of_kv = tuple(dict.fromkeys(max(1, tokens // shrink**2) for shrink in SHRINKS))
     return [
         Subject("visits of layers", trials.of_visits, steps, weight=WEIGHT),
         Subject("reads of next to nothing", trials.of_reads, steps, weight=WEIGHT),
-        Subject("KV on disk", trials.of_kv, lengths, enough=inf, weight=WEIGHT_OF_KV),
+        Subject("KV on disk", trials.of_kv, of_kv, enough=inf, weight=WEIGHT_OF_KV),
     ]
 
 
@@ -80,11 +82,13 @@ class Trials:
     def of_reads(self, steps: int) -> Figures:
         return {TASK: _median(*self._tiny(Shares(0.0, 0.0), steps), Op.READ_W, KINDS)}
 
-    def of_kv(self, prompt_len: int) -> Figures:
+    def of_kv(self, tokens: int) -> Figures:
         """KV transfers of large batches, with nothing else on the disk: bytes over the time in which a lane was busy. The model
         has far more KV than products, which are not asked for here."""
         model = small_llama(self.dtype, HEAD_DIM, heads=max(1, self.sizes.width // HEAD_DIM))
-        rows, weights, kv = self.sizes.kv_rows, Shares(1.0, 0.0), Shares(0.0, 0.0)
+        weights, kv = Shares(1.0, 0.0), Shares(0.0, 0.0)
+        shrink = round((self.sizes.kv_rows * self.sizes.slots / 2 / tokens) ** 0.5)
+        rows, prompt_len = max(1, self.sizes.kv_rows // shrink), max(1, self.sizes.slots // 2 // shrink)
         plan = Plan(gpu_batch_size=rows, num_gpu_batches=KV_BATCHES, weights=weights, kv=kv, pin_weight=False)
 
         def tell(task: Task, tokens: int) -> None:

@@ -79,6 +79,29 @@ def test_a_peer_that_is_installed_answers(peer: str, checkpoint: str, tmp_path: 
     assert ("last step, 21 tokens held" in answer.notes) == (steps is not None)
 
 
+@pytest.mark.parametrize("steps", [None, 2])
+def test_continuous_batching_answers_and_says_what_generate_says(
+    steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny("llama-gqa", tmp_path)
+    request = asked(str(tmp_path), tmp_path, system="continuous batching", steps=steps, options={"batch_tokens": 16})
+    system = system_named("continuous batching")
+    if (lacking := system.missing(request)) is not None:
+        pytest.skip(lacking)
+    from benchmarks.baselines.hugging_face import Course
+
+    said: list[list[list[int]]] = []
+    answer_as_before = Course.answer
+    monkeypatch.setattr(
+        Course, "answer", lambda self, *words: said.append(self.tokens.tolist()) or answer_as_before(self, *words)
+    )
+    answer = system.run(request, lambda: None)
+    assert len(answer.step_seconds) == (9 if steps is None else 2) and answer.prefill_seconds > 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, **loading(request)).eval()
+    whole = generate_greedily(model, replace(request, steps=None), VOCAB)
+    assert said == [whole.tokens.tolist() if steps is None else whole.tokens[:, :1].tolist()]
+
+
 def test_the_loop_says_what_generate_says(checkpoint: str, tmp_path: Path) -> None:
     request = asked(checkpoint, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, **loading(request)).eval()

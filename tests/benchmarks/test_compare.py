@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.baselines.__main__ import make_device_smaller
 from benchmarks.baselines.request import Answer, Request
 from benchmarks.baselines.systems import system_named
-from benchmarks.comparison import command
+from benchmarks.comparison import command, suites
+from benchmarks.comparison.by_rows import ReportByRows
 from benchmarks.comparison.calibration import Calibration
 from benchmarks.comparison.cap import Ballast, ControlGroup, NoCap, SystemdScope, open_cap
 from benchmarks.comparison.ceiling import Ceiling
@@ -33,6 +34,7 @@ from benchmarks.comparison.report import Entry, Report
 from benchmarks.comparison.search import Search
 from benchmarks.comparison.suites import SUITES, Contender, Load, contenders
 from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.kernels.table import EXACT, INT8
 from tests.patience import PATIENCE_SECONDS
 from tests.scripts.loading import PROJECT, load_script
 from tests.tiny import tiny_config
@@ -247,8 +249,8 @@ def test_a_workload_is_written_with_a_plus(text: str) -> None:
 
 
 def test_every_contender_has_a_name_of_its_own() -> None:
-    for suite in SUITES.values():
-        names = [one.name for one in contenders(suite.device)]
+    for all_of_them in (*(contenders(suite.device) for suite in SUITES.values()), suites.by_rows()):
+        names = [one.name for one in all_of_them]
         assert len(set(names)) == len(names)
 
 
@@ -451,6 +453,80 @@ def test_a_comparison_goes_on_whatever_becomes_of_one_system(tmp_path: Path, mon
     ]
     assert {entry.name: entry.failures for entry in report.entries}["fails again"][2] == "in a repetition: had enough"
     assert report.times_slower(report.entries[1]) == pytest.approx(2.0)
+
+
+def by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[ReportByRows, FakeLauncher]:
+    args = command.parse(["--loads", "16+32", "--steps", "4", "--rows", "2", "3", "--folder", str(tmp_path), *arguments])
+    args.contenders = [Contender(name, name) for name in ("ours", "peer", "fails again", "absent", "fits nothing")]
+    monkeypatch.setattr(command, "system_named", SYSTEMS.__getitem__)
+    monkeypatch.setattr(command, "checkpoint_of", lambda *_: tmp_path)
+    monkeypatch.setattr(command.Comparison, "calibrated", lambda _: MACHINE)
+    comparison = command.Comparison(args, "facebook/opt-1.3b", 2 << 30, Load(16, 32))
+    comparison.launcher = launcher = FakeLauncher()
+    report = comparison.run()
+    assert isinstance(report, ReportByRows)
+    return report, launcher
+
+
+def test_given_rows_are_run_in_turns_and_nothing_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, launcher = by_rows(tmp_path, monkeypatch, "--repeats", "2")
+    both = [("ours", 2), ("peer", 2)], [("ours", 3), ("peer", 3)]
+    assert launcher.runs == [*both[0], ("fails again", 2), *both[1], *both[0], *both[1]]
+    entries = [(entry.name, entry.best.rows, len(entry.best.answers)) for entry in report.entries]
+    assert entries == [("ours", 2, 2), ("peer", 2, 2), ("fails again", 2, 1), ("ours", 3, 2), ("peer", 3, 2)]
+    assert report.skipped == {"absent": "is not installed", "fits nothing": "out of memory"}
+    failures = next(entry.failures for entry in report.entries if entry.name == "fails again")
+    assert failures == {2: "in a repetition: had enough", 3: "out of memory"}
+
+
+def test_prompts_and_steps_stand_beside_limits_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, _ = by_rows(tmp_path, monkeypatch)
+    spec, first = spec_of("facebook/opt-1.3b", "bfloat16"), report.entries[0]
+    ceiling = Ceiling(spec, MACHINE, 2 << 30)
+    assert first.prompt_limit == pytest.approx(2 * 16 / ceiling.pass_seconds(2, 16))
+    assert first.step_limit == pytest.approx(2 / ceiling.pass_seconds(2, 1))
+    cells = report.cells(first)
+    assert cells[3:] == (
+        "2",
+        "32",
+        f"{32 / first.prompt_limit:.0%}",
+        "1.00",
+        "2",
+        f"{2 / first.step_limit:.0%}",
+        "1.00",
+        "0.50",
+    )
+    assert len(cells) == len(report.columns)
+    (tmp_path / "rows.json").write_text(json.dumps(report.document("python benchmarks/compare.py", "abc")))
+    result = load_script("readme_results.py").read_result(tmp_path / "rows.json")
+    assert result.cells[0] == report.columns and len(result.cells) == 1 + len(report.entries)
+
+
+@dataclass(frozen=True)
+class Prepared(MadeUp):
+    def prepare(self, request: Request) -> None:
+        raise AssertionError("only in a process of its own")
+
+
+def test_what_a_system_needs_is_made_before_the_runs_or_it_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(launcher: FakeLauncher, request: Request) -> None:
+        asked.append((request.system, len(launcher.runs)))
+        if request.system == "peer":
+            raise Failed("no compiler")
+
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(FakeLauncher, "prepare", prepare, raising=False)
+    monkeypatch.setitem(SYSTEMS, "ours", Prepared(3))
+    monkeypatch.setitem(SYSTEMS, "peer", Prepared(3))
+    report, _ = by_rows(tmp_path, monkeypatch)
+    assert asked == [("ours", 0), ("peer", 0)]
+    assert report.skipped["peer"] == "could not be prepared: no compiler"
+
+
+def test_integer_products_have_the_integer_peak_for_their_limit() -> None:
+    machine = replace(MACHINE, fp32_peak_per_s=2e12, integer_peak_per_s=4e12)
+    assert (MACHINE.products_per_s(INT8), machine.products_per_s(EXACT), machine.products_per_s(INT8)) == (1e12, 2e12, 4e12)
+    assert "peaks 2,000 in fp32, 4,000 in int8" in str(machine)
 
 
 def test_every_system_says_in_a_line_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -233,9 +233,13 @@ def test_packed_products_are_those_that_a_kernel_does(monkeypatch: pytest.Monkey
     }
 
 
-def test_without_kernels_there_are_no_packed_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "processor", lambda device: Processor(CPU, TORCH))
-    assert products.curves(BENCH, (), "bfloat16", TINY) == []
+def test_without_kernels_only_packed_products_with_a_twin_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Processor(CPU, TORCH)
+    monkeypatch.setattr(products, "processor", lambda device: here)
+    known = itertools.product(PRODUCT_OPS, MATRIX_FORMS, TINY.rows)
+    twins = [kernel.price for op, form, rows in known if (kernel := choose(op, form, "bfloat16", here.runs, rows))]
+    found = [one.figure.split()[2:-1] for one in products.curves(BENCH, (), "bfloat16", TINY)]
+    assert sorted(" ".join(words) for words in found) == sorted(twins)
     assert set(figures(*products.decoding(BENCH, "bfloat16", TINY))) == {"decoding tiles4", "decoding tiles8"}
 
 
