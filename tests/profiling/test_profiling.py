@@ -118,9 +118,10 @@ def test_curves_have_the_rows_that_they_are_asked_for(found: tuple[Machine, obje
 def multiplied_here(dtype: str, rows: tuple[int, ...]) -> dict[str, list[int]]:
     """The rows of packed products, by the price of the kernel that there is for them."""
     found = dict[str, list[int]]()
-    for op, form, count in itertools.product(PRODUCT_OPS, MATRIX_FORMS, rows):
-        if kernel := choose(op, form, dtype, processor(CPU).runs, count):
-            found.setdefault(kernel.price, []).append(count)
+    for op, form in itertools.product(PRODUCT_OPS, MATRIX_FORMS):
+        for count in products.Curve(op, form, dtype).rows(BENCH, rows):
+            if kernel := choose(op, form, dtype, processor(CPU).runs, count):
+                found.setdefault(kernel.price, []).append(count)
     return found
 
 
