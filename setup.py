@@ -18,7 +18,9 @@ PROCESSORS = {"baseline": []}  # one library for each; the one that fits is chos
 if platform.machine().lower() in ("x86_64", "amd64"):
     AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]  # by name: compilers that know levels of x86-64 are younger than these
     AVX512 = [*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl"))]
-    PROCESSORS |= {"avx2": AVX2, "avxvnni": [*AVX2, "-mavxvnni"], "avx512": AVX512, "avx512vnni": [*AVX512, "-mavx512vnni"]}
+    VNNI = [*AVX512, "-mavx512vnni"]
+    PROCESSORS |= {"avx2": AVX2, "avxvnni": [*AVX2, "-mavxvnni"], "avx512": AVX512, "avx512vnni": VNNI}
+    PROCESSORS |= {"avx512bf16": [*VNNI, "-mavx512bf16"]}
 OPTIMISED = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]  # whoever asks for a level in CFLAGS gets that one
 
 

@@ -7,8 +7,8 @@
 Each product has another matrix than the one before, of so many that no cache holds them, and rows that it has not seen: what a
 run makes of rows once for several matrices is made anew here, and what is decoded first is decoded anew. All forms take turns
 at each number of rows, and the best time counts. The limit of a product is the longer of two times: its bytes at the rate at
-which memory is read, and its operations at the peak of the processor's arithmetic (peaks.c), both measured before and behind each
-number of rows. The last line is one JSON document.
+which memory is read, and its operations at the peak of the processor's arithmetic (peaks.c). Both are measured before and
+behind each number of rows. The last line is one JSON document.
 """
 
 from __future__ import annotations

@@ -10,10 +10,11 @@ from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
 from h2o_flexgen.kernels.group_encode import group_encode, group_encode_twin
 from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin
 from h2o_flexgen.kernels.lowest_slot import lowest_slot, lowest_slot_twin
+from h2o_flexgen.kernels.pair_product import pair_product
 from h2o_flexgen.kernels.plain import plain_decode, plain_encode, plain_product
 from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attention_twin
 from h2o_flexgen.kernels.take_slots import take_slots, take_slots_twin
-from h2o_flexgen.kernels.tile_product import tile_product, tile_product_twin
+from h2o_flexgen.kernels.tile_product import tile_product
 from h2o_flexgen.kernels.tile_rows import (
     tile_decode,
     tile_decode_rows,
@@ -31,7 +32,7 @@ FUNCTIONS: Mapping[str, Function] = {
     for function in (
         *(plain_encode, plain_decode, plain_product),
         *(group_encode, group_encode_twin, group_decode, group_decode_twin),
-        *(int8_product, int8_product_twin, tile_product, tile_product_twin, wide_product, wide_product_twin),
+        *(int8_product, int8_product_twin, tile_product, wide_product, wide_product_twin, pair_product),
         *(tile_encode, tile_encode_twin, tile_decode, tile_decode_twin, tile_decode_rows, tile_decode_rows_twin),
         *(decode_attention, decode_attention_twin, prompt_attention, prompt_attention_twin),
         *(lowest_slot, lowest_slot_twin, take_slots, take_slots_twin),

@@ -215,12 +215,13 @@ static ALWAYS_INLINE void multiply_tiles(const product *p, long first_tile, long
     floats sums[ROWS_AT_ONCE][REGISTERS];
     uint8_t room[TILES * GROUPS_AT_ONCE * PREPARED_BYTES] __attribute__((aligned(LINE)));
     memset(sums, 0, rows * sizeof *sums);
-    for (long group = 0; group < p->groups; group += GROUPS_AT_ONCE) {
-        const long groups = p->groups - group < GROUPS_AT_ONCE ? p->groups - group : GROUPS_AT_ONCE;
+    const long turns = (p->groups + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
+    for (long turn = 0; turn < turns; turn++) {
+        const long group = p->groups * turn / turns, after = p->groups * (turn + 1) / turns, groups = after - group;
         blocks from = {{0}, {0}, group, groups, lines};
         for (int tile = 0; tile < TILES; tile++) {
             from.tiles[tile] = block_at(p, first_tile + tile, group, bits);
-            from.next[tile] = block_at(p, first_tile + tile, group + GROUPS_AT_ONCE, bits);
+            from.next[tile] = block_at(p, first_tile + tile, after, bits);
         }
         if (prepared)
             prepare_blocks(&from, room, bits);

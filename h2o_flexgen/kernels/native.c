@@ -8,7 +8,9 @@ int kernels_version(void)
 /* Whether the processor has the instructions that this library was built with, as far as torch does not ask for them. */
 int runs_here(void)
 {
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512BF16__)
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+#elif defined(__AVX512VNNI__)
     return __builtin_cpu_supports("avx512vnni") != 0;
 #elif defined(__AVXVNNI__)
     return __builtin_cpu_supports("avxvnni") != 0;

@@ -17,27 +17,31 @@ from h2o_flexgen.quant.grouped import GROUP, groups_of
 PLAIN_BITS = 0  # of a matrix without codes
 
 
+class Arranged(NamedTuple):
+    values: Tensor
+    columns: int  # of a row: inputs, or pairs of them, filled up
+
+
 class Matrix(NamedTuple):
     data: Tensor
     outputs: int
-    bits: int  # of its codes, or PLAIN_BITS
-    told: int  # the library's function is told bits of codes, or the kind of plain values
+    told: int  # what the library's function is told of it: bits of its codes, or the kind of plain values
 
 
-def panel_product(function: str, x: Factor, matrix: Matrix, bias: Tensor | None) -> Tensor:
-    """x (..., inputs) and a transposed matrix, multiplied by a function of the library -> (..., outputs)"""
-    inputs, outputs, arranged = x.values.shape[-1], matrix.outputs, x.made(ARRANGED[matrix.bits])
+def panel_product(function: str, x: Factor, arranged: Arranged, matrix: Matrix, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), arranged, times a transposed matrix, by a function of the library -> (..., outputs)"""
+    inputs, outputs = x.values.shape[-1], matrix.outputs
     out = torch.empty(*x.values.shape[:-1], outputs, dtype=x.values.dtype)
     added = None if bias is None else bias.float().contiguous()
     assert added is None or added.shape == (outputs,)
-    places = (None if place is None else pointer(place) for place in (matrix.data, arranged, added, out))
-    given = _Product(*places, x.rows, outputs, inputs, groups_of(inputs) * GROUP, KINDS[out.dtype])
+    places = (None if place is None else pointer(place) for place in (matrix.data, arranged.values, added, out))
+    given = _Product(*places, x.rows, outputs, inputs, arranged.columns, KINDS[out.dtype])
     numbers = (ctypes.c_int(matrix.told), ctypes.c_int(torch.get_num_threads()))
     getattr(native_library(), function)(ctypes.byref(given), *numbers)
     return out
 
 
-def _arranged(values: Tensor, bits: int) -> Tensor:
+def _arranged(values: Tensor, bits: int) -> Arranged:
     """Rows (..., inputs) as float32, block by block, and for codes the sums of their groups behind them: panels.c says how."""
     inputs, native = values.shape[-1], native_library()
     rows = values.reshape(-1, inputs).contiguous()
@@ -45,10 +49,10 @@ def _arranged(values: Tensor, bits: int) -> Tensor:
     out = torch.empty(len(rows), columns + (columns // GROUP if bits else 0))
     sizes = (ctypes.c_long(len(rows)), ctypes.c_long(inputs), ctypes.c_int(KINDS[rows.dtype]), ctypes.c_int(bits))
     native.arrange_rows(pointer(rows), pointer(out), *sizes, ctypes.c_int(torch.get_num_threads()))
-    return out
+    return Arranged(out, columns)
 
 
-ARRANGED: Mapping[int, Callable[[Tensor], Tensor]] = {bits: partial(_arranged, bits=bits) for bits in (PLAIN_BITS, 4, 8)}
+ARRANGED: Mapping[int, Callable[[Tensor], Arranged]] = {bits: partial(_arranged, bits=bits) for bits in (PLAIN_BITS, 4, 8)}
 
 
 class _Product(ctypes.Structure):

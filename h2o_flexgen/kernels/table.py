@@ -24,9 +24,12 @@ LOWEST_SLOT, TAKE_SLOTS = "lowest slot", "take slots"
 
 CPU = "cpu"
 TORCH = "torch"  # no library of kernels is loaded
-BASELINE, WIDE = "baseline", ("avx512vnni", "avx512")  # WIDE: registers of 512 bits
+BASELINE, PAIRS = "baseline", "avx512bf16"  # PAIRS: instructions for pairs of bfloat16
+WIDE = (PAIRS, "avx512vnni", "avx512")  # registers of 512 bits
 LIBRARIES = (*WIDE, "avxvnni", "avx2", BASELINE)  # libraries of C kernels, by the instructions they were built for, best first
-FEW_ROWS = 16  # up to here products on packed bytes were measured to be faster: 8 times with one row, 2.2 with 8, 1.2 with 16
+FUSED = LIBRARIES[:-1]  # libraries that multiply and add with one rounding
+ROWS_OF_CODES = 6  # up to here products with codes were measured to be faster than with pairs of bfloat16 made of them
+ROWS_OF_PAIRS = 32  # up to here products with pairs of bfloat16 were measured to be faster than torch's
 
 
 @dataclass(frozen=True)
@@ -89,19 +92,29 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
     for op, function in ((ENCODE, "tile_encode"), (DECODE, "tile_decode"), (DECODE_ROWS, "tile_decode_rows")):
         yield Kernel(op, form, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, form, f"{function}_twin")
+    yield Kernel(PRODUCT, form, "tile_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_CODES)
+    yield Kernel(PRODUCT, form, "pair_product", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {form}")
     yield Kernel(PRODUCT, form, "tile_product", CPU, LIBRARIES, DTYPES)
     yield Kernel(INT8_PRODUCT, form, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {form}")
     yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}")
+
+
+def _of_plain_products() -> Iterator[Kernel]:
+    halves = ("bfloat16", "float16")
+    yield Kernel(PRODUCT, PLAIN, "pair_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_PAIRS)
+    for dtype in halves:
+        yield Kernel(PRODUCT, PLAIN, "plain_product", CPU, dtypes=(dtype,), instructions=dtype)
+    yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, FUSED, DTYPES)
+    yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, (BASELINE,), halves)
+    yield Kernel(PRODUCT, PLAIN, "wide_product_twin", CPU, dtypes=halves)
+    yield Kernel(PRODUCT, PLAIN, "plain_product")
 
 
 @cache
 def kernels() -> tuple[Kernel, ...]:
     """The table. The first kernel that fits is chosen, so each twin in torch stands behind its kernel."""
     return (
-        Kernel(PRODUCT, PLAIN, "plain_product", CPU, dtypes=("bfloat16",), instructions="bfloat16"),
-        Kernel(PRODUCT, PLAIN, "wide_product", CPU, LIBRARIES[:-1], DTYPES),
-        Kernel(PRODUCT, PLAIN, "wide_product_twin", CPU, dtypes=("bfloat16", "float16")),
-        Kernel(PRODUCT, PLAIN, "plain_product"),
+        *_of_plain_products(),
         Kernel(ENCODE, PLAIN, "plain_encode"),
         Kernel(DECODE, PLAIN, "plain_decode"),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values),

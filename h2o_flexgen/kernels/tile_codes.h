@@ -5,6 +5,8 @@
 #include "panels.h"
 #include "tiles.h"
 
+#define AHEAD 8 /* groups from what is read to what is asked for */
+
 /* The codes that word `input / codes of a word` of each lane has for this input, times a power of two. */
 static ALWAYS_INLINE floats codes_of(words from, long input, int bits)
 {
@@ -38,7 +40,10 @@ static ALWAYS_INLINE halves_of_panel find_halves(const product *p, long output, 
 
 static ALWAYS_INLINE words load_codes(const halves_of_panel *from, int half, long group, long word, int bits)
 {
-    return LOAD(words, from->block[half] + group * block_bytes(bits) + (TILE * word + from->output[half]) * 4);
+    const uint8_t *at = from->block[half] + group * block_bytes(bits) + (TILE * word + from->output[half]) * 4;
+    if (half == 0 || LANES == TILE) /* blocks that are read at once are too short to be noticed as streams */
+        __builtin_prefetch(at + AHEAD * block_bytes(bits));
+    return LOAD(words, at);
 }
 
 static ALWAYS_INLINE void load_scales(const halves_of_panel *from, long group, int bits, floats *scales, floats *minima)

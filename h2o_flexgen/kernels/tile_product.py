@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.panels import Matrix, panel_product
+from h2o_flexgen.kernels.panels import ARRANGED, Matrix, panel_product
 from h2o_flexgen.kernels.sizes import TWIN_VALUES
 from h2o_flexgen.kernels.tile_rows import tile_decode_twin
 from h2o_flexgen.quant.tiled import TILE, Tiled
@@ -17,7 +17,7 @@ from h2o_flexgen.quant.tiled import TILE, Tiled
 def tile_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
     assert data.shape == (-(-outputs // TILE), codec.tile_bytes(x.values.shape[-1]))
-    return panel_product("tile_product", x, Matrix(data, outputs, codec.bits, told=codec.bits), bias)
+    return panel_product("tile_product", x, x.made(ARRANGED[codec.bits]), Matrix(data, outputs, told=codec.bits), bias)
 
 
 def tile_product_twin(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:

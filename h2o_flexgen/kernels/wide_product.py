@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import KINDS
-from h2o_flexgen.kernels.panels import PLAIN_BITS, Matrix, panel_product
+from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Matrix, panel_product
 from h2o_flexgen.kernels.sizes import TWIN_VALUES
 from h2o_flexgen.quant.plain import Plain
 
@@ -17,7 +17,9 @@ from h2o_flexgen.quant.plain import Plain
 def wide_product(codec: Plain, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (outputs, inputs), bias (outputs,) -> (..., outputs)"""
     assert data.shape == (outputs, x.values.shape[-1])
-    return panel_product("wide_product", x, Matrix(data.contiguous(), outputs, PLAIN_BITS, told=KINDS[data.dtype]), bias)
+    return panel_product(
+        "wide_product", x, x.made(ARRANGED[PLAIN_BITS]), Matrix(data.contiguous(), outputs, told=KINDS[data.dtype]), bias
+    )
 
 
 def wide_product_twin(codec: Plain, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:

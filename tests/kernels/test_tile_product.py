@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.table import FUSED
 from h2o_flexgen.kernels.tile_product import tile_product, tile_product_twin
 from h2o_flexgen.kernels.tile_rows import tile_encode_twin
 from h2o_flexgen.quant.tiled import TILE, Tiled
-from tests.kernels.variants import FUSED, VARIANTS, used
+from tests.kernels.variants import VARIANTS, used
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}  # of the sum of what is added up: one rounding
 SHAPES = [(1, 64), (3, 5), (16, 640), (130, 100), (33, 1024), (97, 576)]  # outputs, inputs

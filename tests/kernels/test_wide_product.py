@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.table import FUSED
 from h2o_flexgen.kernels.wide_product import wide_product, wide_product_twin
 from h2o_flexgen.quant.plain import Plain
-from tests.kernels.variants import FUSED, VARIANTS, used
+from tests.kernels.variants import VARIANTS, used
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}  # of the sum of what is added up: one rounding
 SHAPES = [(1, 64), (3, 5), (16, 640), (130, 100), (33, 1024), (97, 577)]  # outputs, inputs

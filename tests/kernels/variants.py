@@ -10,11 +10,9 @@ import pytest
 
 from h2o_flexgen.kernels import native as kernels
 from h2o_flexgen.kernels.functions import FUNCTIONS
-from h2o_flexgen.kernels.table import BASELINE, LIBRARIES
 
 NONE = pytest.param("none", marks=pytest.mark.skip("no library of kernels was built here"))
 VARIANTS = kernels.variants() or [NONE]
-FUSED = set(LIBRARIES) - {BASELINE}  # libraries that multiply and add with one rounding
 
 
 @contextmanager

@@ -1,0 +1,44 @@
+"""The product of rows and a transposed matrix by instructions for pairs of bfloat16: plain values, or tiles whose values
+are rounded to bfloat16 as decoding does. What becomes of a row depends on nothing but the row and the matrix."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.native import native_library, pointer
+from h2o_flexgen.kernels.panels import PLAIN_BITS, Arranged, Matrix, panel_product
+from h2o_flexgen.kernels.tile_rows import tile_decode_twin
+from h2o_flexgen.quant.grouped import GROUP, groups_of
+from h2o_flexgen.quant.plain import Plain
+from h2o_flexgen.quant.tiled import Tiled
+
+
+def pair_product(codec: Plain | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), data (outputs, inputs) or (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
+    bits = codec.bits if isinstance(codec, Tiled) else PLAIN_BITS
+    assert x.values.dtype == torch.bfloat16 and (bits or data.dtype == torch.bfloat16)
+    return panel_product("pair_product", x, x.made(_paired), Matrix(data.contiguous(), outputs, told=bits), bias)
+
+
+def pair_product_twin(codec: Plain | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    values = data.float()
+    if isinstance(codec, Tiled):
+        decoded = torch.empty(outputs, x.values.shape[-1], dtype=torch.bfloat16)
+        tile_decode_twin(codec, data, decoded)
+        values = decoded.float()
+    return functional.linear(x.values.float(), values, None if bias is None else bias.float()).to(x.values.dtype)
+
+
+def _paired(values: Tensor) -> Arranged:
+    """Rows (..., inputs) block by block, in pairs of inputs: panels.c says how."""
+    inputs, native = values.shape[-1], native_library()
+    rows, pairs = values.reshape(-1, inputs).contiguous(), groups_of(inputs) * GROUP // 2
+    out = torch.empty(len(rows), 2 * pairs, dtype=values.dtype)
+    sizes = (ctypes.c_long(len(rows)), ctypes.c_long(inputs), ctypes.c_int(torch.get_num_threads()))
+    native.arrange_row_pairs(pointer(rows), pointer(out), *sizes)
+    return Arranged(out, pairs)
