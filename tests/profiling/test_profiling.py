@@ -61,7 +61,14 @@ class OneSecond(Clock):
 
 
 BEFORE, INSIDE = "making ready", (", step ", ", writing ")  # told before the first measurement, and during one
-BENCH = Bench(OneSecond(Device(), 0.0), Pool.filled(HostTier(), TINY.pool_bytes, Budget(math.inf)))
+
+
+def untouched() -> Bench:
+    """Measurements write to its pool: values of one type are none of another."""
+    return Bench(OneSecond(Device(), 0.0), Pool.filled(HostTier(), TINY.pool_bytes, Budget(math.inf)))
+
+
+BENCH = untouched()
 
 
 def figures(*subjects: Subject) -> dict[str, float]:
@@ -207,7 +214,7 @@ def test_weights_take_turns_over_more_than_a_cache_holds() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_measured_with_is_a_sound_value_of_every_type(dtype: torch.dtype) -> None:
-    sizes = BENCH.pool.view((TINY.pool_bytes // dtype.itemsize,), dtype).abs().float()
+    sizes = untouched().pool.view((TINY.pool_bytes // dtype.itemsize,), dtype).abs().float()
     assert torch.finfo(dtype).tiny < sizes.min() and sizes.max() < 2 and len(sizes.unique()) > 100
 
 
@@ -309,10 +316,11 @@ def test_unpacking_is_told_from_computing() -> None:
 
 
 def test_a_step_attends_all_slots_and_goes_on_for_ever() -> None:
-    (subject,) = attention.decode_reading({"host": BENCH}, "float32", TINY)
+    bench = untouched()
+    (subject,) = attention.decode_reading({"host": bench}, "float32", TINY)
     heads = attention.Heads(4, 4, 16)
     coding = attention.Coding("plain", torch.float32, 16)
-    step = attention.Step.of(BENCH, heads, coding, TINY.kv_rows, TINY.slots)
+    step = attention.Step.of(bench, heads, coding, TINY.kv_rows, TINY.slots)
     assert step.now.with_newest.tolist() == [TINY.slots] * TINY.kv_rows and step.cache.image.shape[3] == TINY.slots
     assert torch.equal(step(), step()) and subject.measure(1)  # type: ignore[arg-type]
 
