@@ -29,9 +29,9 @@ from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 
 def chosen(op: str, form: str, like: Tensor, rows: int = 1, width: int = 1) -> Function | None:
-    """The function for values with the type and the device of `like`."""
+    """The function for values with the type and the device of `like`. No rows are worked on as one is."""
     dtype = str(like.dtype).removeprefix("torch.")
-    kernel = choose(op, form, dtype, processor(like.device.type).runs, rows, width)
+    kernel = choose(op, form, dtype, processor(like.device.type).runs, max(1, rows), width)
     return None if kernel is None else FUNCTIONS[kernel.function]
 
 
@@ -80,7 +80,7 @@ def packed_product(op: str, codec: str, x: Factor, data: Tensor, outputs: int, b
 
 def plain_product(x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     """x (..., inputs), matrix (outputs, inputs) -> (..., outputs)"""
-    function = _required(PRODUCT, PLAIN, x.values, max(1, x.rows))
+    function = _required(PRODUCT, PLAIN, x.values, x.rows)
     out: Tensor = function(CODECS[PLAIN], x, matrix, len(matrix), bias)
     return out
 

@@ -58,6 +58,11 @@ def test_what_a_kernel_multiplies_is_not_decoded_and_needs_no_room(inverted: Inv
     assert torch.equal(out, functional.linear(x, values, bias))
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_no_rows_are_multiplied_as_one_is(inverted: Inverted, rows: int) -> None:
+    assert matrix(inverted.name, 9, None).linear(Factor(torch.empty(rows, INPUTS)), None).shape == (rows, 9)
+
+
 @pytest.mark.parametrize("codec", [codec.name for codec in TILED])
 @pytest.mark.parametrize(("start", "stop"), [(0, TILE), (TILE, 2 * TILE), (2 * TILE, 39), (0, 39)])
 def test_a_part_of_whole_units_has_its_rows(codec: str, start: int, stop: int) -> None:
