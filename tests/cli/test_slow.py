@@ -87,8 +87,9 @@ def test_exact_products_are_named_where_rounded_ones_are_much_faster() -> None:
         (block(compute="int8"), machine(9e6)),
         (block("plain"), machine(9e6)),
         (block(), replace(machine(9e6), packed_flops_per_s={})),
+        (block(), replace(machine(9e6), packed_flops_per_s={"tiles4": ((1, 1e3),)})),
     ],
-    ids=["a little faster", "rounded already", "not packed", "not measured"],
+    ids=["a little faster", "rounded already", "not packed", "not measured", "only exact ones measured"],
 )
 def test_otherwise_nothing_is_said_of_products(planned: BlockPlan, known: Machine) -> None:
     assert list(int8_reason(planned, known)) == []
