@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import platform
+from copy import copy
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 KERNELS = Path("h2o_flexgen/kernels")
 PROCESSORS = {"baseline": []}  # one library for each; the one that fits is chosen when it is loaded
@@ -20,6 +22,19 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     PROCESSORS |= {"avx2": AVX2, "avxvnni": [*AVX2, "-mavxvnni"], "avx512": AVX512, "avx512vnni": VNNI}
     PROCESSORS |= {"avx512bf16": [*VNNI, "-mavx512bf16"]}
 OPTIMISED = [] if "-O" in os.environ.get("CFLAGS", "") else ["-O3"]  # whoever asks for a level in CFLAGS gets that one
+
+
+class BuildBeside(build_ext):
+    """Builds libraries beside each other. They have the same sources, so each has a folder of its own for what is compiled."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+
+    def build_extension(self, ext):
+        own = copy(self)
+        own.build_temp = os.path.join(self.build_temp, ext.name)
+        build_ext.build_extension(own, ext)
 
 
 def kernels(processor, flags):
@@ -36,5 +51,5 @@ def kernels(processor, flags):
 setup(
     packages=[*find_packages(include=["h2o_flexgen", "h2o_flexgen.*"]), "h2o_flexgen.configs"],
     ext_modules=[kernels(processor, flags) for processor, flags in PROCESSORS.items()],
-    options={"build_ext": {"parallel": os.cpu_count()}},  # libraries beside each other
+    cmdclass={"build_ext": BuildBeside},
 )
