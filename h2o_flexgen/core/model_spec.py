@@ -257,8 +257,7 @@ def numbered(kinds: Iterable[Hashable]) -> tuple[int, ...]:
 
 
 def usual_dtype(accelerator: bool, stored: str | None = None) -> str:
-    """bf16 on CPUs: the only type of 16 bits for whose products some of them have instructions; on a GPU the checkpoint's type, at
-    16 bits."""
+    """bf16 on CPUs, some of which have instructions for products of it; on a GPU the checkpoint's type, at 16 bits."""
     if not accelerator:
         return ON_CPU
     return stored if stored in (ON_CPU, ON_ACCELERATOR) else ON_ACCELERATOR
