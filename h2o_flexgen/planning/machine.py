@@ -22,7 +22,7 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, MLP_VISIT
 from h2o_flexgen.core.numbers import decimal_number
 from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.kernels.table import PRODUCT_OPS, Kernel, choose, prices
+from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, prices
 from h2o_flexgen.quant.codec import MATRIX_FORMS, PLAIN, ROW_FORMS
 from h2o_flexgen.schedule.ops import LOAD, READ, STORE, WRITE
 
@@ -84,8 +84,11 @@ class Machine:
         return fits and (kernel.form == PLAIN or kernel.price in self.packed_flops_per_s)
 
     def packed_product(self, op: str, form: str, dtype: str, rows: float) -> Kernel | None:
-        """The kernel that multiplies matrices in this form as they are; None if they are decoded first, or plain."""
-        return None if form == PLAIN else choose(op, form, dtype, self.runs, rows)
+        """The kernel that multiplies matrices in this form as they are; None if they are decoded first, or plain. Products that
+        round their factor are never made of decoded values: those that were not measured count as exact ones."""
+        if form == PLAIN:
+            return None
+        return choose(op, form, dtype, self.runs, rows) or choose(PRODUCT, form, dtype, self.runs, rows)
 
     def product_rate(self, op: str, form: str, dtype: str, rows: float) -> float:
         """Flop/s of a product with matrices in this form, without the seconds in which they may have to be decoded."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from h2o_flexgen.kernels.table import PRODUCT
+from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.quant.codec import PLAIN
 from tests.inverted import Inverted, registered
@@ -64,6 +64,14 @@ def test_products_with_packed_matrices_have_the_rate_of_their_kernel_or_that_of_
         rates = [machine.product_rate(PRODUCT, form, "float16", rows) for form in ("inverted", PLAIN) for rows in (1, 4, 16)]
         assert rates == [3e12, 5e12, 9e12, 1e12, pytest.approx(5e12), 9e12]
         assert SMALL.product_rate(PRODUCT, "inverted", "float16", 1) == 1e12, "a machine has only kernels with a rate"
+
+
+def test_rounded_products_that_were_not_measured_cost_what_exact_ones_do() -> None:
+    """Products with decoded values may be faster than both, but rounded ones are never made so."""
+    machine = replace(SMALL, device="cpu", packed_flops_per_s={"tiles4": ((1, 2e12),)})
+    assert [machine.product_rate(op, "tiles4", "float16", 256) for op in PRODUCT_OPS] == [2e12, 2e12]
+    measured = replace(machine, packed_flops_per_s={**machine.packed_flops_per_s, "int8 tiles4": ((1, 3e12),)})
+    assert [measured.product_rate(op, "tiles4", "float16", 256) for op in PRODUCT_OPS] == [2e12, 3e12]
 
 
 def test_of_two_measurements_the_faster_rates_count() -> None:
