@@ -815,7 +815,7 @@ def test_an_interrupt_leaves_no_file_and_one_line(command: Any, opt: Path, offlo
 
     monkeypatch.setattr(Watch, "visit", interrupted)
     result = command("--model", opt, *SMALL, *DISK_HEAVY)
-    assert (result.status, result.err) == (130, ["interrupted"])
+    assert (result.status, result.said) == (130, ["interrupted"])
     assert not offload.exists()
 
 

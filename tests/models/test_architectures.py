@@ -221,6 +221,7 @@ PUBLISHED = {
     "meta-llama/Meta-Llama-3-70B": 70.55e9,
     "meta-llama/Llama-3.1-8B": 8.03e9,
     "meta-llama/Llama-3.1-70B": 70.55e9,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1.10e9,
     "mistralai/Mistral-7B-v0.1": 7.24e9,
     "mistralai/Mistral-7B-v0.3": 7.25e9,
 }
