@@ -30,7 +30,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import lane_bounds
 from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, memory_read_rate
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.quant.codec import PLAIN, matrix_form
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.made_up import made_up_prompts
 
@@ -162,7 +162,8 @@ def fits(args: argparse.Namespace, rows: int) -> bool:
 
 
 def calibrate(llm: LLM, args: argparse.Namespace) -> Machine:
-    needs = Needs(args.dtype, (llm.spec.ffn, llm.spec.width), (llm.plan.gpu_batch_size,), read_files=llm.weight_files)
+    form, rows = matrix_form(llm.plan.weight_codec), (llm.plan.gpu_batch_size,)
+    needs = Needs(args.dtype, (llm.spec.ffn, llm.spec.width), rows, form, read_files=llm.weight_files)
     return measure(llm.device, needs, repetitions=3, seconds=0.5)
 
 

@@ -225,9 +225,12 @@ def compared(name: str, done: Mapping[str, Any], spec: ModelSpec, machine: Machi
 
 def as_it_was(machine: Machine, rates: Mapping[str, Any]) -> Machine:
     """The machine with the disk and the products as they were measured after the run."""
-    curves = {dtype: tuple(map(tuple, curve)) for dtype, curve in rates.get("flops_per_s", {}).items() if curve}
+    curves = {
+        name: {of: tuple(map(tuple, curve)) for of, curve in rates.get(name, {}).items() if curve}
+        for name in ("flops_per_s", "packed_flops_per_s")
+    }
     disk = rates.get("disk_read_per_s", machine.disk_read_per_s)
-    return machine.as_it_is(replace(machine, disk_read_per_s=disk, flops_per_s=curves))
+    return machine.as_it_is(replace(machine, disk_read_per_s=disk, **curves))
 
 
 def prediction(done: Mapping[str, Any], spec: ModelSpec, machine: Machine) -> Prediction:

@@ -162,6 +162,14 @@ def test_every_lane_moved_what_was_predicted_and_has_a_bound(command: Any, opt: 
     assert all(lanes[name]["moved_bytes"] > 0 for name in ("read", "load", "store", "write"))
 
 
+def test_the_bound_of_compute_is_that_of_the_products_that_were_made(command: Any, opt: Path) -> None:
+    flags = ("--model", opt, *SMALL, *IN_MEMORY)
+    plain, rounded = (command(*flags, *more).json for more in ((), ("--compress-weight", "--compute", "int8")))
+    assert set(plain["rates"]["flops_per_s"]) == {"bfloat16"} and "packed_flops_per_s" not in plain["rates"]
+    assert set(rounded["rates"]["packed_flops_per_s"]) == {"int8 tiles4"} and "flops_per_s" not in rounded["rates"]
+    assert all(one["lanes"]["compute"]["bound_seconds"] > 0 for one in (plain, rounded))
+
+
 def test_an_accelerators_lanes_too_move_what_was_predicted(command: Any, opt: Path, pretended: None) -> None:
     flags = ("--device", "pretended", "--pin-weight", 0, "--percent", 30, 30, 30, 30, 0, 40)
     result = command("--model", opt, *SMALL, *flags)

@@ -123,7 +123,7 @@ def _stored(request: Request) -> str:
 
 
 def _file(request: Request, stored: str) -> Path:
-    """Beside the checkpoint, so that it goes with it, and out of the page cache with it."""
+    """The file lies beside the checkpoint, so that it goes with it, and out of the page cache with it."""
     return Path(request.checkpoint) / "gguf" / f"{stored}.gguf"
 
 

@@ -94,5 +94,5 @@ class _Batching:
 
 
 def _seconds(rows: Sequence[Any]) -> float:
-    """From the first prompt that is begun to the last token."""
+    """The seconds from the first prompt that is begun to the last token."""
     return max(row.timestamps[-1] for row in rows) - min(row.lifespan[0] for row in rows)

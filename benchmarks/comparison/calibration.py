@@ -32,7 +32,7 @@ class Calibration:
     integer_peak_per_s: float = 0.0  # of 8 bits
 
     def products_per_s(self, arithmetic: str) -> float:
-        """The most operations per second: as measured of a large product, or the peak if torch is below it."""
+        """The most operations per second: as measured of a large product, or the peak where that is higher."""
         peaks = self.fp32_peak_per_s, self.integer_peak_per_s if arithmetic == INT8 else 0.0
         return max(self.flops_per_s, *peaks)
 

@@ -38,7 +38,7 @@ class Launcher:
         return int(self._last_line(request, MOST))
 
     def prepare(self, request: Request) -> None:
-        """Has made what the system needs beside the checkpoint, with the whole memory of the machine."""
+        """Makes what the system needs beside the checkpoint, with the whole memory of the machine."""
         self._output(replace(request, host_bytes=None), PREPARE, loads_within_cap=True)
 
     def run(self, request: Request, loads_within_cap: bool) -> Answer:

@@ -77,7 +77,7 @@ class Report:
 
     def table(self) -> str:
         rows = [self.columns, *map(self.cells, self.entries)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(self.columns))]
         lines = [
             "  ".join([*map(str.ljust, row[:WORDS], widths[:WORDS]), *map(str.rjust, row[WORDS:], widths[WORDS:])])
             for row in rows

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from h2o_flexgen.core.model_spec import DTYPE_BYTES
-from h2o_flexgen.kernels.table import CPU, INT8, INT8_PRODUCT, PRODUCT, PRODUCTS, Processor, choose
+from h2o_flexgen.kernels.table import INT8, PRODUCT, PRODUCTS, Processor, choose
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import BY_BITS, PLAIN, matrix_form
 
-FLOAT32 = "float32"
 BITS = {codec: f"{bits} bits" for bits, codec in BY_BITS.items()}
 
 
@@ -41,21 +39,11 @@ class Arithmetic:
             return ()
         return tuple(dict.fromkeys(self._multiplied_in(rows, self.processor) for rows in (self.decode_rows, self.prompt_rows)))
 
-    @property
-    def is_value_by_value(self) -> bool:
-        """Whether torch multiplies a type of 16 bits for which the processor has no instructions."""
-        if self.processor is None or self.processor.device != CPU or DTYPE_BYTES[self.dtype] > 2:
-            return False
-        return self.dtype in self.products and self.dtype not in self.processor.instructions
-
     def _multiplied_in(self, rows: int, processor: Processor) -> str:
-        """The type that weights are multiplied in. Kernels for packed weights, and all in C, make float32 of what they read."""
-        form = matrix_form(self.plan.weight_codec)
-        packed = None if form == PLAIN else choose(PRODUCTS[self.plan.compute], form, self.dtype, processor.runs, rows)
-        if packed is not None:
-            return INT8 if packed.op == INT8_PRODUCT else FLOAT32
-        kernel = choose(PRODUCT, PLAIN, self.dtype, processor.runs, rows)
-        return FLOAT32 if kernel is not None and kernel.libraries else self.dtype
+        """The type that so many rows are multiplied in, with packed weights as they are or as decoded."""
+        form, op = matrix_form(self.plan.weight_codec), PRODUCTS[self.plan.compute]
+        kernel = choose(op, form, self.dtype, processor.runs, rows) or choose(PRODUCT, PLAIN, self.dtype, processor.runs, rows)
+        return self.dtype if kernel is None else kernel.within or self.dtype
 
     # -- in words ----------------------------------------------------------------------------------------------------------
 

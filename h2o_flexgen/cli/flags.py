@@ -351,7 +351,7 @@ def add_placement(group: Group, may_be_found: bool = False) -> None:
 def add_compute(group: Group) -> None:
     """Adds how weights are multiplied."""
     rounded = f"{INT8}: packed weights are multiplied with activations rounded to 8 bits, which is faster"
-    group.choice("--compute", PRODUCTS, f"{EXACT}: nothing is rounded but what is stored; {rounded}", Plan.compute)
+    group.choice("--compute", PRODUCTS, f"{EXACT}: activations are multiplied as they are; {rounded}", Plan.compute)
 
 
 def add_sizes(group: Group, found: str = "") -> None:

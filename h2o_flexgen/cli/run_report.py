@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from h2o_flexgen.cli.watch import Watch
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.threads import get_num_threads
+from h2o_flexgen.kernels.table import PRODUCTS
 from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.block_plan import BlockPlans
@@ -38,6 +39,7 @@ from h2o_flexgen.planning.cost import predicted_bytes
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, room_to_measure
+from h2o_flexgen.quant.codec import matrix_form
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.schedule.ops import COMPUTE_LANE, Op
 from h2o_flexgen.schedule.trace import Trace
@@ -146,7 +148,7 @@ class Outcome:
         """The JSON document. `machine` was measured after the run."""
         job, stats = self.job, self.stats
         predicted = predicted_bytes(self.blocks, job.stop_at)
-        lanes = lane_reports(stats, predicted, self.watch.flops, self.seconds, machine, job.llm.spec.dtype)
+        lanes = lane_reports(stats, predicted, self.seconds, machine, None if machine is None else self._compute_bound(machine))
         steps = stats.step_seconds
         return {
             **job.plan_report.as_json(),
@@ -175,6 +177,8 @@ class Outcome:
                 dtype=llm.spec.dtype,
                 weight_shape=(llm.spec.ffn, llm.spec.width),
                 rows=tuple(self.watch.flops),
+                form=matrix_form(llm.plan.weight_codec),
+                product=PRODUCTS[llm.plan.compute],
                 read_files=files,
                 offload_folder=llm.offload_folder,
                 offload_bytes=self._offloaded_bytes(),
@@ -186,6 +190,12 @@ class Outcome:
         except (MemoryError, OSError, RuntimeError) as error:  # torch raises a RuntimeError when memory is short
             print(f"the machine could not be measured, so there are no bounds: {error}", file=sys.stderr)
             return None
+
+    def _compute_bound(self, machine: Machine) -> float:
+        """The seconds that the run's flops take at the rates of its products. These depend on their rows."""
+        plan, dtype = self.job.llm.plan, self.job.llm.spec.dtype
+        rate = partial(machine.product_rate, PRODUCTS[plan.compute], matrix_form(plan.weight_codec), dtype)
+        return sum(done / rate(rows) for rows, done in self.watch.flops.items())
 
     def _offloaded_bytes(self) -> int:
         """Bytes of KV and activations on disk; that much is free again."""
@@ -202,7 +212,8 @@ def _rates(machine: Machine | None) -> dict[str, object]:
         for name, value in asdict(machine).items()
         if name.endswith("_per_s") and isinstance(value, float) and isfinite(value)
     }
-    return {**rates, "flops_per_s": {dtype: list(curve) for dtype, curve in machine.flops_per_s.items()}}
+    curves = {"flops_per_s": machine.flops_per_s, "packed_flops_per_s": machine.packed_flops_per_s}
+    return {**rates, **{name: {of: list(curve) for of, curve in each.items()} for name, each in curves.items() if each}}
 
 
 # -- lanes and operations -----------------------------------------------------------------------------------------------
@@ -217,24 +228,16 @@ class LaneReport:
 
 
 def lane_reports(
-    stats: Stats, predicted: Mapping[str, int], flops: Mapping[int, float], seconds: float, machine: Machine | None, dtype: str
+    stats: Stats, predicted: Mapping[str, int], seconds: float, machine: Machine | None, compute_bound: float | None
 ) -> dict[str, LaneReport]:
-    """A report for each lane. `flops` are keyed by the rows of their products, because the rate depends on these."""
+    """A report for each lane."""
     reports = {}
     for lane in dict.fromkeys((*predicted, *stats.moved_bytes)):
         moved = stats.moved_bytes.get(lane, 0)
-        bound = None if machine is None else _bound(lane, moved, flops, machine, dtype)
+        bound = compute_bound if lane == COMPUTE_LANE or machine is None else moved / machine.bandwidth(lane)
         busy = min(1.0, stats.busy_seconds.get(lane, 0.0) / seconds) if seconds else 0.0
         reports[lane] = LaneReport(moved, predicted.get(lane, 0), round(busy, 4), None if bound is None else round(bound, 6))
     return reports
-
-
-def _bound(lane: str, moved: int, flops: Mapping[int, float], machine: Machine, dtype: str) -> float:
-    return compute_bound(flops, machine, dtype) if lane == COMPUTE_LANE else moved / machine.bandwidth(lane)
-
-
-def compute_bound(flops: Mapping[int, float], machine: Machine, dtype: str) -> float:
-    return sum(done / machine.flop_rate(dtype, rows) for rows, done in flops.items())
 
 
 def breakdown_seconds(trace: Trace) -> dict[str, dict[str, float]]:

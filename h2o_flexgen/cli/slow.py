@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from h2o_flexgen.cli.arithmetic import FLOAT32, Arithmetic
+from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.kernels.native import SWITCH
 from h2o_flexgen.kernels.table import CPU, EXACT, INT8, PRODUCTS, TORCH
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -41,10 +41,6 @@ def kernel_reasons(arithmetic: Arithmetic, libraries: Sequence[str]) -> Iterator
         yield f"{SWITCH}={own.build} asks for less than this processor can do ({libraries[0]}); unset it"
     if own.build == TORCH and arithmetic.plan.compute == INT8:
         yield f"--compute {INT8} is slower than {EXACT} products where there are no kernels in C; leave it out"
-    if arithmetic.is_value_by_value:
-        dtype = arithmetic.dtype
-        why = f"neither this processor nor a kernel multiplies {dtype} fast"
-        yield f"{why}; --dtype {FLOAT32} is several times as fast, and takes twice the memory"
 
 
 def int8_reason(first: BlockPlan, machine: Machine) -> Iterator[str]:

@@ -257,7 +257,7 @@ def numbered(kinds: Iterable[Hashable]) -> tuple[int, ...]:
 
 
 def usual_dtype(accelerator: bool, stored: str | None = None) -> str:
-    """bf16 on CPUs, where fp16 is some 20 times slower; on a GPU the checkpoint's type, at 16 bits."""
+    """bf16 on CPUs, some of which have instructions for products of it; on a GPU the checkpoint's type, at 16 bits."""
     if not accelerator:
         return ON_CPU
     return stored if stored in (ON_CPU, ON_ACCELERATOR) else ON_ACCELERATOR

@@ -9,6 +9,8 @@
 
 enum { PLAIN_PAIRS = 0 };
 
+#define PAIR_PANELS 2 /* their sums are in memory twice as often as those of float32 */
+
 /* -- panels of pairs --------------------------------------------------------------------------------------------------------- */
 
 /* The places of one input's and the next one's values behind each other, so that they alternate. */
@@ -110,11 +112,11 @@ void pair_product(const product *p, int bits, int threads)
         return;
 #pragma omp parallel num_threads(threads)
     if (bits == PLAIN_PAIRS)
-        multiply_panels(p, threads, fill_plain, add);
+        multiply_panels(p, threads, PAIR_PANELS, fill_plain, add);
     else if (bits == 4)
-        multiply_panels(p, threads, fill_4, add);
+        multiply_panels(p, threads, PAIR_PANELS, fill_4, add);
     else
-        multiply_panels(p, threads, fill_8, add);
+        multiply_panels(p, threads, PAIR_PANELS, fill_8, add);
 }
 
 #endif

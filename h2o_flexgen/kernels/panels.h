@@ -20,7 +20,7 @@
 #define MOST_ROWS 4
 #endif
 #define SPAN 128          /* inputs of a panel */
-#define GROUP_PANELS 8    /* panels of outputs that meet a part of x one after the other */
+#define GROUP_PANELS 8    /* most panels of outputs that meet a part of x one after the other */
 #define GROUP_BLOCKS 16   /* blocks of rows that meet a panel */
 
 #if MOST_ROWS == 12
@@ -130,10 +130,10 @@ typedef struct {
     long panel, panels, block, blocks;
 } work;
 
-static ALWAYS_INLINE long panels_together(const product *p, long threads)
+static ALWAYS_INLINE long panels_together(const product *p, long threads, long at_most)
 {
     const long blocks = parts_of(p->rows, MOST_ROWS), shared = parts_of(p->outputs, PANEL * threads);
-    const long most = blocks < GROUP_PANELS ? blocks : GROUP_PANELS; /* few rows read one panel of outputs to its end */
+    const long most = blocks < at_most ? blocks : at_most; /* few rows read one panel of outputs to its end */
     return shared < most ? shared : most;
 }
 
@@ -166,9 +166,9 @@ static ALWAYS_INLINE work work_number(const product *p, long number, long panels
 }
 
 /* The caller is the parallel region: a region is compiled by itself, and knows nothing of what is constant outside of it. */
-static ALWAYS_INLINE void multiply_panels(const product *p, int threads, fill_panel fill, add_panel add)
+static ALWAYS_INLINE void multiply_panels(const product *p, int threads, long at_most, fill_panel fill, add_panel add)
 {
-    const long panels = panels_together(p, threads);
+    const long panels = panels_together(p, threads, at_most);
     const long groups_of_blocks = parts_of(parts_of(p->rows, MOST_ROWS), GROUP_BLOCKS);
 #pragma omp for schedule(dynamic)
     for (long number = 0; number < parts_of(parts_of(p->outputs, PANEL), panels) * groups_of_blocks; number++)

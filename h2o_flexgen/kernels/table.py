@@ -17,8 +17,9 @@ from h2o_flexgen.quant.codec import GROUPED, PLAIN, TILED
 ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"
 PRODUCT, INT8_PRODUCT = "product", "int8 product"  # the second one rounds its factor to 8 bits
 EXACT, INT8 = "exact", "int8"
+FLOAT32 = "float32"
 PRODUCT_OPS = PRODUCT, INT8_PRODUCT
-PRODUCTS = {EXACT: PRODUCT, INT8: INT8_PRODUCT}  # by what people ask for: exact products round nothing but their outcome
+PRODUCTS = {EXACT: PRODUCT, INT8: INT8_PRODUCT}  # by what people ask for
 DECODE_ATTENTION, PROMPT_ATTENTION = "decode attention", "prompt attention"
 LOWEST_SLOT, TAKE_SLOTS = "lowest slot", "take slots"
 
@@ -29,6 +30,7 @@ WIDE = (PAIRS, "avx512vnni", "avx512")  # registers of 512 bits
 LIBRARIES = (*WIDE, "avxvnni", "avx2", BASELINE)  # libraries of C kernels, by the instructions they were built for, best first
 FUSED = LIBRARIES[:-1]  # libraries that multiply and add with one rounding
 ROWS_OF_CODES = 6  # up to here products with codes were measured to be faster than with pairs of bfloat16 made of them
+ROWS_OF_FLOATS = 1  # up to here torch's products in float32 were measured to be faster than panels
 ROWS_OF_PAIRS = 32  # up to here products with pairs of bfloat16 were measured to be faster than torch's
 
 
@@ -46,6 +48,7 @@ class Kernel:
     most_width: float = inf  # values of one slot or row
     instructions: str = ""  # the processor must have those with which torch multiplies this dtype
     priced_as: str = ""  # where kernels of one form have different prices
+    within: str = ""  # the type that a product is made in, where it is not that of its rows
 
     def takes(self, dtype: str, rows: float, width: int) -> bool:
         return dtype in (self.dtypes or (dtype,)) and 0 < rows <= self.most_rows and width <= self.most_width
@@ -92,11 +95,11 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
     for op, function in ((ENCODE, "tile_encode"), (DECODE, "tile_decode"), (DECODE_ROWS, "tile_decode_rows")):
         yield Kernel(op, form, function, CPU, LIBRARIES, DTYPES)
         yield Kernel(op, form, f"{function}_twin")
-    yield Kernel(PRODUCT, form, "tile_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_CODES)
+    yield Kernel(PRODUCT, form, "tile_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_CODES, within=FLOAT32)
     yield Kernel(PRODUCT, form, "pair_product", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {form}")
-    yield Kernel(PRODUCT, form, "tile_product", CPU, LIBRARIES, DTYPES)
-    yield Kernel(INT8_PRODUCT, form, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {form}")
-    yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}")
+    yield Kernel(PRODUCT, form, "tile_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
+    yield Kernel(INT8_PRODUCT, form, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {form}", within=INT8)
+    yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}", within=INT8)
 
 
 def _of_plain_products() -> Iterator[Kernel]:
@@ -104,9 +107,10 @@ def _of_plain_products() -> Iterator[Kernel]:
     yield Kernel(PRODUCT, PLAIN, "pair_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_PAIRS)
     for dtype in halves:
         yield Kernel(PRODUCT, PLAIN, "plain_product", CPU, dtypes=(dtype,), instructions=dtype)
-    yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, FUSED, DTYPES)
-    yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, (BASELINE,), halves)
-    yield Kernel(PRODUCT, PLAIN, "wide_product_twin", CPU, dtypes=halves)
+    yield Kernel(PRODUCT, PLAIN, "plain_product", CPU, dtypes=("float32",), most_rows=ROWS_OF_FLOATS)
+    yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, FUSED, DTYPES, within=FLOAT32)
+    yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, (BASELINE,), halves, within=FLOAT32)
+    yield Kernel(PRODUCT, PLAIN, "wide_product_twin", CPU, dtypes=halves, within=FLOAT32)
     yield Kernel(PRODUCT, PLAIN, "plain_product")
 
 

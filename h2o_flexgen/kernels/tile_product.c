@@ -159,7 +159,7 @@ void tile_product(const product *p, int bits, int threads)
     }
 #pragma omp parallel num_threads(threads)
     if (bits == 4)
-        multiply_panels(p, threads, fill_4, add);
+        multiply_panels(p, threads, GROUP_PANELS, fill_4, add);
     else
-        multiply_panels(p, threads, fill_8, add);
+        multiply_panels(p, threads, GROUP_PANELS, fill_8, add);
 }

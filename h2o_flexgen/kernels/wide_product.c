@@ -55,9 +55,9 @@ void wide_product(const product *p, int kind, int threads)
         return;
 #pragma omp parallel num_threads(threads)
     if (kind == BF16)
-        multiply_panels(p, threads, fill_bf16, add);
+        multiply_panels(p, threads, GROUP_PANELS, fill_bf16, add);
     else if (kind == HALF)
-        multiply_panels(p, threads, fill_half, add);
+        multiply_panels(p, threads, GROUP_PANELS, fill_half, add);
     else
-        multiply_panels(p, threads, fill_float, add);
+        multiply_panels(p, threads, GROUP_PANELS, fill_float, add);
 }

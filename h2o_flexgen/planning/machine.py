@@ -22,7 +22,7 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, MLP_VISIT
 from h2o_flexgen.core.numbers import decimal_number
 from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.kernels.table import PRODUCT_OPS, Kernel, prices
+from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, prices
 from h2o_flexgen.quant.codec import MATRIX_FORMS, PLAIN, ROW_FORMS
 from h2o_flexgen.schedule.ops import LOAD, READ, STORE, WRITE
 
@@ -83,9 +83,17 @@ class Machine:
         fits = kernel.device in (None, self.device)
         return fits and (kernel.form == PLAIN or kernel.price in self.packed_flops_per_s)
 
-    def packed_flop_rate(self, kernel: Kernel, rows: float) -> float:
-        """Flop/s of a product on packed bytes."""
-        return at_rows(self.packed_flops_per_s[kernel.price], rows)
+    def packed_product(self, op: str, form: str, dtype: str, rows: float) -> Kernel | None:
+        """The kernel that multiplies matrices in this form as they are; None if they are decoded first, or plain. Products that
+        round their factor are never made of decoded values: those that were not measured count as exact ones."""
+        if form == PLAIN:
+            return None
+        return choose(op, form, dtype, self.runs, rows) or choose(PRODUCT, form, dtype, self.runs, rows)
+
+    def product_rate(self, op: str, form: str, dtype: str, rows: float) -> float:
+        """Flop/s of a product with matrices in this form, without the seconds in which they may have to be decoded."""
+        kernel = self.packed_product(op, form, dtype, rows)
+        return self.flop_rate(dtype, rows) if kernel is None else at_rows(self.packed_flops_per_s[kernel.price], rows)
 
     def decoding_rate(self, codec: str, value_bytes: float) -> float:
         """Packed weights decoded per second. A codec that was not measured is as slow as the slowest that was. If none was, a
@@ -116,18 +124,22 @@ class Machine:
 
     def at_best(self, again: Machine) -> Machine:
         """The better of two measurements of one machine: its disk and its products at the faster of the two."""
-        curves = {
-            dtype: tuple((rows, max(rate, other)) for (rows, rate), (_, other) in zip(curve, again.flops_per_s[dtype]))
-            for dtype, curve in self.flops_per_s.items()
-        }
-        return replace(self, disk_read_per_s=max(self.disk_read_per_s, again.disk_read_per_s), flops_per_s=curves)
+        return replace(
+            self,
+            disk_read_per_s=max(self.disk_read_per_s, again.disk_read_per_s),
+            flops_per_s=_better(self.flops_per_s, again.flops_per_s),
+            packed_flops_per_s=_better(self.packed_flops_per_s, again.packed_flops_per_s),
+        )
 
     def as_it_is(self, now: Machine) -> Machine:
         """This profile with the disk and the products of a later, smaller measurement: machines drift. Rates of products that
         were not measured again change as much as the median of those that were."""
-        changed = {dtype: _changed(self.flops_per_s[dtype], curve) for dtype, curve in now.flops_per_s.items()}
-        disk = now.disk_read_per_s if isfinite(now.disk_read_per_s) else self.disk_read_per_s
-        return replace(self, disk_read_per_s=disk, flops_per_s={**self.flops_per_s, **changed})
+        return replace(
+            self,
+            disk_read_per_s=now.disk_read_per_s if isfinite(now.disk_read_per_s) else self.disk_read_per_s,
+            flops_per_s=_changed(self.flops_per_s, now.flops_per_s),
+            packed_flops_per_s=_changed(self.packed_flops_per_s, now.packed_flops_per_s),
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
@@ -179,9 +191,21 @@ def at_rows(curve: Curve, rows: float) -> float:
     return curve[0][1] if rows < curve[0][0] else curve[-1][1]
 
 
-def _changed(curve: Curve, measured: Curve) -> Curve:
-    share = median(rate / at_rows(curve, rows) for rows, rate in measured)
-    return tuple(sorted({**{rows: rate * share for rows, rate in curve}, **dict(measured)}.items()))
+def _better(curves: Mapping[str, Curve], again: Mapping[str, Curve]) -> dict[str, Curve]:
+    """The faster of two measurements at the same rows."""
+    return {
+        kind: tuple((rows, max(rate, other)) for (rows, rate), (_, other) in zip(curve, again[kind]))
+        for kind, curve in curves.items()
+    }
+
+
+def _changed(curves: Mapping[str, Curve], measured: Mapping[str, Curve]) -> dict[str, Curve]:
+    """The curves with what was measured of some of them again."""
+    changed = dict(curves)
+    for kind, points in measured.items():
+        share = median(rate / at_rows(curves[kind], rows) for rows, rate in points)
+        changed[kind] = tuple(sorted({**{rows: rate * share for rows, rate in curves[kind]}, **dict(points)}.items()))
+    return changed
 
 
 _DEFAULTS: Mapping[str, object] = {

@@ -17,7 +17,7 @@ from h2o_flexgen.core.layout import part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, numbered
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.kernels.table import Kernel, choose
+from h2o_flexgen.kernels.table import Kernel
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
@@ -121,15 +121,12 @@ class Pricing:
     def _products(self, layer: LayerSpec, rows: int) -> float:
         total = 0.0
         for (codec, share), values in layer.multiplied_values.items():
-            own, machine = rows * share, self.machine
-            kernel = self._packed_product(codec, own)
-            rate = machine.packed_flop_rate(kernel, own) if kernel else machine.flop_rate(self.spec.dtype, own)
-            total += 2.0 * values * own / rate
+            own = rows * share
+            total += 2.0 * values * own / self.machine.product_rate(self.spec.product, codec, self.spec.dtype, own)
         return total
 
     def _packed_product(self, codec: str, rows: float) -> Kernel | None:
-        """The kernel that multiplies packed bytes directly; None if they are decoded first."""
-        return None if codec == PLAIN else choose(self.spec.product, codec, self.spec.dtype, self.machine.runs, rows)
+        return self.machine.packed_product(self.spec.product, codec, self.spec.dtype, rows)
 
     def _decoding(self, layer: LayerSpec, rows: Iterable[int], first: bool) -> float:
         """Seconds of decoding, once for a pass over the layer's weights; parts of a logit matrix without a place, once per

@@ -7,6 +7,7 @@ from __future__ import annotations
 import platform
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,25 +17,30 @@ from pathlib import Path
 import psutil
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.folders import existing_folder
 from h2o_flexgen.core.layout import ALIGNMENT, CHUNK_BYTES
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import format_bytes
+from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.kernels.operations import encode
+from h2o_flexgen.kernels.table import PRODUCT, choose
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.disk import DiskTier, Files, OffloadFolder, Piece
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Curve, Machine
+from h2o_flexgen.profiling.multiplied import multiplied
+from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 SECONDS = 0.25  # for one rate
 READ_BYTES_AT_ONCE = 8 * CHUNK_BYTES
 READ_FROM_MEMORY_BYTES = 512 << 20  # more than any cache holds
 ROWS_AT_MOST = 2048  # of a matrix product, whose rate then no longer changes
-POINTS_AT_MOST = 4  # of a curve over rows
+POINTS_AT_MOST = 4  # of all curves over rows, but the ends of each
+DECODED = ""  # no price: packed matrices are decoded first
 CALLS_IN_A_ROW = 4
 # memory for measuring: for disk reads, besides the buffers of their threads; only a share of what is left is surely available
 LEAST_BYTES, MOST_BYTES, SHARE_OF_ROOM = READ_BYTES_AT_ONCE + (16 << 20), 512 << 20, 0.75
@@ -48,6 +54,8 @@ class Needs:
     dtype: str
     weight_shape: tuple[int, int]  # of a typical matrix of the model
     rows: tuple[int, ...]  # of the activations multiplied with it
+    form: str = PLAIN  # in which matrices are kept
+    product: str = PRODUCT  # the op by which packed ones are multiplied
     read_files: tuple[Path, ...] = ()  # from which the run reads weights
     offload_folder: Path | None = None  # where the run reads and writes KV or activations
     offload_bytes: int = 0  # the most that is written there to measure
@@ -75,6 +83,7 @@ def measure(device: Device, needs: Needs, repetitions: int = 1, seconds: float =
     if needs.links and device.accelerator:
         copy = host_copy_rate(needs.memory_bytes // 4, repetitions)
         up, down = link_rates(device, needs.memory_bytes // 2, needs.pinned, repetitions)
+    plain, packed = Products(device, needs, repetitions, seconds).rates()
     return Machine(
         name=platform.node() or device.kind,
         device=device.kind,
@@ -86,9 +95,10 @@ def measure(device: Device, needs: Needs, repetitions: int = 1, seconds: float =
         host_copy_per_s=copy,
         host_to_device_per_s=up,
         device_to_host_per_s=down,
-        flops_per_s={needs.dtype: gemm_curve(device, needs, repetitions, seconds)},
+        flops_per_s=plain,
         attention_bytes_per_s={},
         task_seconds=0.0,
+        packed_flops_per_s=packed,
     )
 
 
@@ -178,42 +188,82 @@ def link_rates(device: Device, nbytes: int, pinned: bool = True, repetitions: in
 # -- matrix products -----------------------------------------------------------------------------------------------------
 
 
-def gemm_curve(device: Device, needs: Needs, repetitions: int = 1, seconds: float = SECONDS) -> Curve:
-    """(rows, flops per second) for each number of rows that is needed, fewest first."""
-    dtype, (outputs, inputs) = DTYPES[needs.dtype], needs.weight_shape
-    quarter = needs.memory_bytes // 4  # for one weight, the copy that libraries make of it, activations, and other weights
-    outputs = max(1, min(outputs, quarter // (inputs * dtype.itemsize)))
-    weights = _weights((outputs, inputs), dtype, device, min(2 * quarter, WEIGHT_BYTES_AT_LEAST))
-    rows_fit = max(1, quarter // ((inputs + outputs) * dtype.itemsize))
-    wanted = sorted({max(1, min(rows, ROWS_AT_MOST, rows_fit)) for rows in needs.rows})
-    return tuple((rows, gemm_rate(device, weights, rows, repetitions, seconds)) for rows in _few(wanted))
+@dataclass(frozen=True)
+class Products:
+    """The products that a run makes. Packed matrices that no kernel reads count as plain, for a run decodes them."""
+
+    device: Device
+    needs: Needs
+    repetitions: int = 1
+    seconds: float = SECONDS
+
+    def rates(self) -> tuple[dict[str, Curve], dict[str, Curve]]:
+        """Flops per second by rows: with plain matrices by type, with packed ones by the price of their kernel."""
+        most_rows, by_price = self._most_rows, defaultdict[str, set[int]](set)
+        for rows in self.needs.rows:
+            fitting = max(1, min(rows, most_rows))
+            by_price[self._price(rows) and self._price(fitting)].add(fitting)
+        most = max(2, POINTS_AT_MOST // len(by_price))
+        curves = {price: self._curve(self.needs.form if price else PLAIN, few(rows, most)) for price, rows in by_price.items()}
+        plain = curves.pop(DECODED, None)
+        return ({} if plain is None else {self.needs.dtype: plain}), curves
+
+    def _price(self, rows: int) -> str:
+        """The price of the kernel that multiplies so many rows with packed matrices as they are."""
+        needs, runs = self.needs, processor(self.device.torch_device.type).runs
+        kernel = None if needs.form == PLAIN else choose(needs.product, needs.form, needs.dtype, runs, rows)
+        return DECODED if kernel is None else kernel.price
+
+    def _curve(self, form: str, rows: Iterable[int]) -> Curve:
+        matrices = self._matrices(form)
+        return tuple((each, self._rate(form, matrices, each)) for each in rows)
+
+    def _rate(self, form: str, matrices: Sequence[Tensor], rows: int) -> float:
+        """Flops per second of rows times each of the matrices in turn."""
+        outputs, inputs = self._shape
+        x = torch.full((rows, inputs), 0.5, dtype=self._dtype, device=self.device.torch_device)
+
+        def multiply(number: int) -> int:
+            multiplied(self.needs.product, form, x, matrices[number % len(matrices)], outputs)
+            return 2 * rows * outputs * inputs
+
+        with torch.inference_mode():
+            multiply(0)
+            return max(_best_per_second(self.device, multiply, self.seconds) for _ in range(self.repetitions))
+
+    def _matrices(self, form: str) -> list[Tensor]:
+        """The bytes of each."""
+        values = torch.empty(self._shape, dtype=self._dtype, device=self.device.torch_device).uniform_(-0.5, 0.5)
+        one = values.new_empty(CODECS[form].nbytes(self._shape, values.itemsize), dtype=torch.uint8)
+        encode(form, values, one)
+        count = max(1, min(2 * self._quarter, WEIGHT_BYTES_AT_LEAST) // one.nbytes)
+        return [one, *(one.clone() for _ in range(count - 1))]
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return DTYPES[self.needs.dtype]
+
+    @property
+    def _quarter(self) -> int:
+        """Bytes for one weight, for the copy that libraries make of it, for activations, and for other weights."""
+        return self.needs.memory_bytes // 4
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        outputs, inputs = self.needs.weight_shape
+        return max(1, min(outputs, self._quarter // (inputs * self._dtype.itemsize))), inputs
+
+    @property
+    def _most_rows(self) -> int:
+        return min(ROWS_AT_MOST, self._quarter // (sum(self._shape) * self._dtype.itemsize))
 
 
-def _few(rows: Sequence[int]) -> list[int]:
+def few(rows: Iterable[int], most: int) -> list[int]:
     """The ends and evenly chosen points between: many prompt lengths make many sizes, and rates between are interpolated."""
-    if len(rows) <= POINTS_AT_MOST:
-        return list(rows)
-    return [rows[round(place * (len(rows) - 1) / (POINTS_AT_MOST - 1))] for place in range(POINTS_AT_MOST)]
-
-
-def gemm_rate(device: Device, weights: Sequence[Tensor], rows: int, repetitions: int = 1, seconds: float = SECONDS) -> float:
-    """Flops per second of (rows, inputs) times each of the weights (outputs, inputs) in turn."""
-    outputs, inputs = weights[0].shape
-    x = torch.full((rows, inputs), 0.5, dtype=weights[0].dtype, device=weights[0].device)
-
-    def multiply(number: int) -> int:
-        functional.linear(x, weights[number % len(weights)])
-        return 2 * rows * outputs * inputs
-
-    with torch.inference_mode():
-        multiply(0)
-        return max(_best_per_second(device, multiply, seconds) for _ in range(repetitions))
-
-
-def _weights(shape: tuple[int, int], dtype: torch.dtype, device: Device, nbytes: int) -> list[Tensor]:
-    count = max(1, nbytes // (shape[0] * shape[1] * dtype.itemsize))
-    one = torch.empty(shape, dtype=dtype, device=device.torch_device).uniform_(-0.5, 0.5)
-    return [one, *(one.clone() for _ in range(count - 1))]
+    found = sorted(rows)
+    return found if len(found) <= most else [found[round(place * (len(found) - 1) / (most - 1))] for place in range(most)]
 
 
 # -- time ----------------------------------------------------------------------------------------------------------------

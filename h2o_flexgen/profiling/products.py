@@ -14,10 +14,11 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.kernels.operations import decode, packed_product, plain_product
+from h2o_flexgen.kernels.operations import decode
 from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, kernels
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models.base import Given, Model, Rotate, computed
+from h2o_flexgen.profiling.multiplied import in_units, multiplied
 from h2o_flexgen.profiling.sizes import Sizes
 from h2o_flexgen.profiling.small_models import small_llama, small_opt
 from h2o_flexgen.profiling.subject import Bench, Figures, Subject
@@ -77,12 +78,8 @@ class Curve:
         """Each call takes another matrix, which no cache holds."""
         x = torch.full((rows, side), 0.5, dtype=DTYPES[self.dtype], device=bench.device.torch_device)
         matrices = bench.pool.in_turn(CODECS[self.form].nbytes((side, side), x.itemsize))
-        return {figure: 2.0 * rows * side * side / bench.clock.of(lambda: self._multiplied(x, next(matrices), side))}
-
-    def _multiplied(self, x: Tensor, data: Tensor, side: int) -> object:
-        if self.form == PLAIN:
-            return plain_product(Factor(x), data.view(x.dtype).view(side, side), None)
-        return packed_product(self.op, self.form, Factor(x), _in_units(self.form, data, side), side, None)
+        seconds = bench.clock.of(lambda: multiplied(self.op, self.form, x, next(matrices), side))
+        return {figure: 2.0 * rows * side * side / seconds}
 
 
 def curves(bench: Bench, dtypes: Iterable[str], dtype: str, sizes: Sizes) -> list[Subject]:
@@ -105,13 +102,8 @@ def decoding(bench: Bench, dtype: str, sizes: Sizes) -> list[Subject]:
 def _decoding(bench: Bench, dtype: str, form: str, side: int) -> Figures:
     values = torch.empty(side, side, dtype=DTYPES[dtype], device=bench.device.torch_device)
     packed = bench.pool.in_turn(CODECS[form].nbytes((side, side), values.itemsize))
-    seconds = bench.clock.of(lambda: decode(form, _in_units(form, next(packed), side), values))
+    seconds = bench.clock.of(lambda: decode(form, in_units(form, next(packed), side), values))
     return {f"{DECODING} {form}": values.numel() / seconds}
-
-
-def _in_units(form: str, data: Tensor, outputs: int) -> Tensor:
-    """(units of rows, bytes of a unit)"""
-    return data.view(-(-outputs // CODECS[form].rows_together), -1)
 
 
 # -- values --------------------------------------------------------------------------------------------------------------

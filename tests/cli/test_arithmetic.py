@@ -19,11 +19,11 @@ from tests.planning.worlds import tiny_spec
 BF16, OURS = "bfloat16", "ours"
 TABLE = (
     Kernel(PRODUCT, PLAIN, "torch's", dtypes=(BF16,), instructions=BF16),
-    Kernel(PRODUCT, PLAIN, OURS, CPU, LIBRARIES, (BF16, "float16")),
+    Kernel(PRODUCT, PLAIN, OURS, CPU, LIBRARIES, (BF16, "float16"), within="float32"),
     Kernel(PRODUCT, PLAIN, "torch's"),
-    Kernel(PRODUCT, "tiles4", OURS, CPU, LIBRARIES, most_rows=16),
-    Kernel(INT8_PRODUCT, "tiles4", OURS, CPU, LIBRARIES, priced_as="int8 tiles4"),
-    Kernel(INT8_PRODUCT, "tiles4", "its twin in torch", priced_as="int8 tiles4"),
+    Kernel(PRODUCT, "tiles4", OURS, CPU, LIBRARIES, most_rows=16, within="float32"),
+    Kernel(INT8_PRODUCT, "tiles4", OURS, CPU, LIBRARIES, priced_as="int8 tiles4", within="int8"),
+    Kernel(INT8_PRODUCT, "tiles4", "its twin in torch", priced_as="int8 tiles4", within="int8"),
 )
 OLD = Processor("cpu", "avx2")
 NEW = Processor("cpu", "avx512vnni", ("bfloat16",))
@@ -81,8 +81,23 @@ def test_rows_are_those_of_the_largest_block() -> None:
     assert (own.dtype, own.decode_rows, own.prompt_rows) == ("float32", 3, 18)
 
 
-def test_only_torch_without_instructions_goes_value_by_value() -> None:
-    assert arithmetic(BARE).is_value_by_value and arithmetic(BARE, weight_codec="group4").is_value_by_value
-    others = (arithmetic(BARE, "float32"), arithmetic(OLD), arithmetic(NEW), arithmetic(GPU), arithmetic(None))
-    assert not any(one.is_value_by_value for one in others)
-    assert not arithmetic(BARE, weight_codec="group4", compute="int8").is_value_by_value
+@pytest.mark.parametrize(
+    ("own", "plain", "packed"),
+    [
+        (Processor("cpu", "avx512bf16", (BF16,)), (BF16,), ("float32", BF16)),
+        (Processor("cpu", "avx512vnni", (BF16,)), (BF16,), ("float32",)),
+        (Processor("cpu", "avx2"), ("float32",), ("float32",)),
+        (Processor("cpu"), ("float32",), ("float32",)),
+        (Processor("cuda", "avx2"), (BF16,), (BF16,)),
+    ],
+    ids=lambda value: f"{value.device} {value.build}" if isinstance(value, Processor) else "",
+)
+def test_the_kernels_of_the_package_say_what_they_multiply_in(
+    monkeypatch: pytest.MonkeyPatch, own: Processor, plain: tuple[str, ...], packed: tuple[str, ...]
+) -> None:
+    monkeypatch.undo()
+    as_they_are, in_4_bits, rounded = (
+        Arithmetic(Plan.create(**options), BF16, own, 1, 1000)
+        for options in ({}, {"weight_codec": "group4"}, {"weight_codec": "group4", "compute": "int8"})
+    )
+    assert (as_they_are.products, in_4_bits.products, rounded.products) == (plain, packed, ("int8",))

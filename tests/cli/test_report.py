@@ -8,10 +8,8 @@ import pytest
 
 from h2o_flexgen.cli.failures import one_line
 from h2o_flexgen.cli.page import table
-from h2o_flexgen.cli.run_report import compute_bound
 from h2o_flexgen.cli.summary import FIRST, INDENT, completion_lines, log_name
 from h2o_flexgen.engine.executor import TaskFailed
-from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.output import Completion, StepLogprobs, TokenLogprob
 from h2o_flexgen.schedule.ops import Op
@@ -87,8 +85,3 @@ def test_an_error_of_a_lane_names_its_task_and_a_bug_is_no_users_error() -> None
     assert one_line(TaskFailed(task, OSError(28, "disk is full"))) == "disk is full (while running WRITE_KV 1.2.3)"
     assert one_line(TaskFailed(task, KeyError("bug"))) is None
     assert one_line(RuntimeError("bug")) is None
-
-
-def test_the_bound_of_compute_adds_up_over_the_sizes_of_products() -> None:
-    machine = Machine("m", "cpu", 0, 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0, {"float32": ((2, 10.0), (8, 100.0))}, {}, 0.0)
-    assert compute_bound({2: 30.0, 8: 200.0}, machine, "float32") == pytest.approx(5.0)

@@ -37,13 +37,10 @@ def test_where_nothing_can_be_mended_nothing_is_said() -> None:
     assert reasons(Processor("cuda"), libraries=()) == []
 
 
-def test_without_kernels_it_says_how_to_get_a_compiler_and_which_type_is_fast() -> None:
-    found = reasons(Processor("cpu"), libraries=())
-    assert found[0] == NO_KERNELS and "apt install gcc" in NO_KERNELS
-    assert found[1].startswith("neither this processor nor a kernel multiplies bfloat16 fast; --dtype float32 is ")
-    assert reasons(Processor("cpu"), libraries=(), dtype="float32") == [NO_KERNELS]
-    assert reasons(Processor("cpu", instructions=("bfloat16",)), libraries=()) == [NO_KERNELS]
-    assert len(reasons(Processor("cpu", instructions=("bfloat16",)), libraries=(), dtype="float16")) == 2
+def test_without_kernels_it_says_how_to_get_a_compiler() -> None:
+    assert "apt install gcc" in NO_KERNELS
+    for dtype in ("bfloat16", "float32"):
+        assert reasons(Processor("cpu"), libraries=(), dtype=dtype) == [NO_KERNELS]
 
 
 def test_products_of_8_bits_without_kernels_are_slower_than_exact_ones() -> None:
@@ -51,10 +48,6 @@ def test_products_of_8_bits_without_kernels_are_slower_than_exact_ones() -> None
     found = [list(kernel_reasons(Arithmetic(plan, "float32", Processor("cpu", build)), BUILT)) for build in ("torch", BUILT[0])]
     assert found[0][1:] == ["--compute int8 is slower than exact products where there are no kernels in C; leave it out"]
     assert found[1] == []
-
-
-def test_a_type_that_a_kernel_multiplies_is_not_slow() -> None:
-    assert reasons(Processor("cpu", BUILT[0]), dtype="bfloat16") == reasons(Processor("cpu", BUILT[0]), dtype="float16") == []
 
 
 @pytest.mark.parametrize("forced", ["torch", "avx2"])
@@ -94,8 +87,9 @@ def test_exact_products_are_named_where_rounded_ones_are_much_faster() -> None:
         (block(compute="int8"), machine(9e6)),
         (block("plain"), machine(9e6)),
         (block(), replace(machine(9e6), packed_flops_per_s={})),
+        (block(), replace(machine(9e6), packed_flops_per_s={"tiles4": ((1, 1e3),)})),
     ],
-    ids=["a little faster", "rounded already", "not packed", "not measured"],
+    ids=["a little faster", "rounded already", "not packed", "not measured", "only exact ones measured"],
 )
 def test_otherwise_nothing_is_said_of_products(planned: BlockPlan, known: Machine) -> None:
     assert list(int8_reason(planned, known)) == []

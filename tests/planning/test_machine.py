@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.quant.codec import PLAIN
+from tests.inverted import Inverted, registered
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "machines"
 
@@ -55,18 +58,41 @@ def test_flop_rates_meet_the_points_lie_between_them_and_stop_at_the_ends(rows: 
     assert SMALL.flop_rate("float16", rows) == pytest.approx(rate)
 
 
+def test_products_with_packed_matrices_have_the_rate_of_their_kernel_or_that_of_decoded_values() -> None:
+    machine = replace(SMALL, packed_flops_per_s={"inverted": ((1, 3e12), (4, 5e12))})
+    with registered(Inverted(few_rows=4)):
+        rates = [machine.product_rate(PRODUCT, form, "float16", rows) for form in ("inverted", PLAIN) for rows in (1, 4, 16)]
+        assert rates == [3e12, 5e12, 9e12, 1e12, pytest.approx(5e12), 9e12]
+        assert SMALL.product_rate(PRODUCT, "inverted", "float16", 1) == 1e12, "a machine has only kernels with a rate"
+
+
+def test_rounded_products_that_were_not_measured_cost_what_exact_ones_do() -> None:
+    """Products with decoded values may be faster than both, but rounded ones are never made so."""
+    machine = replace(SMALL, device="cpu", packed_flops_per_s={"tiles4": ((1, 2e12),)})
+    assert [machine.product_rate(op, "tiles4", "float16", 256) for op in PRODUCT_OPS] == [2e12, 2e12]
+    measured = replace(machine, packed_flops_per_s={**machine.packed_flops_per_s, "int8 tiles4": ((1, 3e12),)})
+    assert [measured.product_rate(op, "tiles4", "float16", 256) for op in PRODUCT_OPS] == [2e12, 3e12]
+
+
 def test_of_two_measurements_the_faster_rates_count() -> None:
     again = replace(SMALL, disk_read_per_s=1e9, flops_per_s={"float16": ((1, 2e12), (16, 8e12), (256, 60e12))})
     assert SMALL.at_best(again) == again.at_best(replace(SMALL, name=again.name))
     assert SMALL.at_best(again).flops_per_s == {"float16": ((1, 2e12), (16, 9e12), (256, 60e12))}
     assert SMALL.at_best(again).disk_read_per_s == 2e9
+    one, other = (replace(SMALL, packed_flops_per_s={"int8 tiles4": ((1, rate), (9, 6.0))}) for rate in (3.0, 5.0))
+    assert one.at_best(other).packed_flops_per_s == other.packed_flops_per_s
 
 
 def test_a_profile_takes_over_what_was_measured_later_and_moves_the_rest_of_a_curve_along() -> None:
     curve = ((1, 1e12), (16, 8e12), (256, 64e12))
+    packed = {"tiles4": curve, "int8 tiles4": curve}
     profile = replace(SMALL, flops_per_s={"float16": curve, "float32": ((1, 1e12),)}, disk_read_per_s=2e9)
-    now = replace(profile, disk_read_per_s=1e9, flops_per_s={"float16": ((16, 4e12),)})
+    profile = replace(profile, packed_flops_per_s=packed)
+    again = {"int8 tiles4": ((16, 16e12),)}
+    now = replace(profile, disk_read_per_s=1e9, flops_per_s={"float16": ((16, 4e12),)}, packed_flops_per_s=again)
     moved = profile.as_it_is(now)
+    assert moved.packed_flops_per_s == {"tiles4": curve, "int8 tiles4": ((1, 2e12), (16, 16e12), (256, 128e12))}
+    moved = replace(moved, packed_flops_per_s=packed)
     assert moved.flops_per_s == {"float16": ((1, 0.5e12), (16, 4e12), (256, 32e12)), "float32": ((1, 1e12),)}
     assert moved.disk_read_per_s == 1e9 and replace(moved, disk_read_per_s=2e9, flops_per_s=profile.flops_per_s) == profile
     assert profile.as_it_is(replace(now, disk_read_per_s=inf)).disk_read_per_s == 2e9, "which was not measured again"

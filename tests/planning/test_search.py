@@ -125,10 +125,12 @@ def test_products_that_are_not_exact_are_tried_where_they_are_allowed_and_weight
     assert {(plan.weight_codec, plan.compute) for plan in tried} == expected
 
 
-@pytest.mark.parametrize(("rate", "chosen"), [(1e12, "int8"), (1e6, "exact"), (None, "exact")])
-def test_rounded_products_are_taken_where_they_are_faster(rate: float | None, chosen: str) -> None:
-    curves = {} if rate is None else {"int8 tiles4": ((1, rate),)}
-    machine = replace(on(SLOW, False), packed_flops_per_s=curves)
+@pytest.mark.parametrize(
+    ("rates", "chosen"),
+    [({"int8 tiles4": 1e12}, "int8"), ({"int8 tiles4": 1e6}, "exact"), ({}, "exact"), ({"tiles4": 1e6}, "exact")],
+)
+def test_rounded_products_are_taken_where_they_are_faster(rates: dict[str, float], chosen: str) -> None:
+    machine = replace(on(SLOW, False), packed_flops_per_s={price: ((1, rate),) for price, rate in rates.items()})
     found = search(problem(plan=Plan(weight_codec="group4"), machine=machine, computes=("int8",), batch_sizes=(4,)))
     assert found.best.plan.compute == chosen
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 import pytest
 
+from h2o_flexgen.kernels.table import INT8_PRODUCT
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.disk import Files
 from h2o_flexgen.profiling import measure
-from h2o_flexgen.profiling.measure import Needs, cpu_name, disk_read_rate, gemm_curve, host_copy_rate, offload_rates
+from h2o_flexgen.profiling.measure import Needs, Products, cpu_name, disk_read_rate, host_copy_rate, offload_rates
+from h2o_flexgen.quant.codec import MATRIX_FORMS
+from tests.inverted import Inverted, registered
 
 SMALL = Needs("float32", (96, 64), rows=(5, 3, 5))
 
@@ -59,13 +63,31 @@ def test_a_file_below_a_page_gives_no_bound(tmp_path: Path) -> None:
 
 def test_a_product_that_would_not_fit_is_made_smaller() -> None:
     needs = Needs("float32", (4096, 64), rows=(100_000,), memory_bytes=1 << 20)
-    ((rows, rate),) = gemm_curve(Device(), needs, seconds=0.001)
+    ((rows, rate),) = Products(Device(), needs, seconds=0.001).rates()[0]["float32"]
     assert rows * 64 * 4 < 1 << 20 and rate > 0
 
 
 def test_prompts_of_many_lengths_do_not_make_it_long() -> None:
-    curve = gemm_curve(Device(), Needs("float32", (96, 64), rows=tuple(range(1, 101))), seconds=0.001)
-    assert [rows for rows, _ in curve] == [1, 34, 67, 100]
+    plain, packed = Products(Device(), Needs("float32", (96, 64), rows=tuple(range(1, 101))), seconds=0.001).rates()
+    assert [rows for rows, _ in plain["float32"]] == [1, 34, 67, 100] and packed == {}
+
+
+def test_products_with_packed_matrices_are_those_of_a_run() -> None:
+    """Few rows are multiplied with the bytes; for more they are decoded, and what is measured is a product with the values."""
+    with registered(Inverted(few_rows=4)) as codec:
+        needs = Needs("float32", (96, 64), rows=(2, 3, 4, 9), form=codec.name)
+        plain, packed = Products(Device(), needs, seconds=0.001).rates()
+        before = codec.multiplied
+        assert before and [rows for rows, _ in packed[codec.name]] == [2, 4] and [rows for rows, _ in plain["float32"]] == [9]
+        assert set(packed) == {codec.name} and set(plain) == {"float32"} and not codec.decoded
+        plain, packed = Products(Device(), replace(needs, rows=(9, 70)), seconds=0.001).rates()
+        assert codec.multiplied == before and packed == {} and [rows for rows, _ in plain["float32"]] == [9, 70]
+
+
+@pytest.mark.parametrize("form", MATRIX_FORMS)
+def test_products_of_8_bits_have_rates_of_their_own(form: str) -> None:
+    plain, packed = Products(Device(), Needs("bfloat16", (96, 64), (1, 9), form, INT8_PRODUCT), seconds=0.001).rates()
+    assert plain == {} and {price: [rows for rows, _ in curve] for price, curve in packed.items()} == {f"int8 {form}": [1, 9]}
 
 
 def test_copies_have_a_rate() -> None:

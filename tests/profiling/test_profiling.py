@@ -61,7 +61,14 @@ class OneSecond(Clock):
 
 
 BEFORE, INSIDE = "making ready", (", step ", ", writing ")  # told before the first measurement, and during one
-BENCH = Bench(OneSecond(Device(), 0.0), Pool.filled(HostTier(), TINY.pool_bytes, Budget(math.inf)))
+
+
+def untouched() -> Bench:
+    """Measurements write to its pool: values of one type are none of another."""
+    return Bench(OneSecond(Device(), 0.0), Pool.filled(HostTier(), TINY.pool_bytes, Budget(math.inf)))
+
+
+BENCH = untouched()
 
 
 def figures(*subjects: Subject) -> dict[str, float]:
@@ -118,9 +125,10 @@ def test_curves_have_the_rows_that_they_are_asked_for(found: tuple[Machine, obje
 def multiplied_here(dtype: str, rows: tuple[int, ...]) -> dict[str, list[int]]:
     """The rows of packed products, by the price of the kernel that there is for them."""
     found = dict[str, list[int]]()
-    for op, form, count in itertools.product(PRODUCT_OPS, MATRIX_FORMS, rows):
-        if kernel := choose(op, form, dtype, processor(CPU).runs, count):
-            found.setdefault(kernel.price, []).append(count)
+    for op, form in itertools.product(PRODUCT_OPS, MATRIX_FORMS):
+        for count in products.Curve(op, form, dtype).rows(BENCH, rows):
+            if kernel := choose(op, form, dtype, processor(CPU).runs, count):
+                found.setdefault(kernel.price, []).append(count)
     return found
 
 
@@ -206,7 +214,7 @@ def test_weights_take_turns_over_more_than_a_cache_holds() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_measured_with_is_a_sound_value_of_every_type(dtype: torch.dtype) -> None:
-    sizes = BENCH.pool.view((TINY.pool_bytes // dtype.itemsize,), dtype).abs().float()
+    sizes = untouched().pool.view((TINY.pool_bytes // dtype.itemsize,), dtype).abs().float()
     assert torch.finfo(dtype).tiny < sizes.min() and sizes.max() < 2 and len(sizes.unique()) > 100
 
 
@@ -308,10 +316,11 @@ def test_unpacking_is_told_from_computing() -> None:
 
 
 def test_a_step_attends_all_slots_and_goes_on_for_ever() -> None:
-    (subject,) = attention.decode_reading({"host": BENCH}, "float32", TINY)
+    bench = untouched()
+    (subject,) = attention.decode_reading({"host": bench}, "float32", TINY)
     heads = attention.Heads(4, 4, 16)
     coding = attention.Coding("plain", torch.float32, 16)
-    step = attention.Step.of(BENCH, heads, coding, TINY.kv_rows, TINY.slots)
+    step = attention.Step.of(bench, heads, coding, TINY.kv_rows, TINY.slots)
     assert step.now.with_newest.tolist() == [TINY.slots] * TINY.kv_rows and step.cache.image.shape[3] == TINY.slots
     assert torch.equal(step(), step()) and subject.measure(1)  # type: ignore[arg-type]
 
