@@ -31,16 +31,6 @@ typedef struct {
     float scale;
 } queries_of_head;
 
-static ALWAYS_INLINE int bits_of(int kind)
-{
-    return kind == GROUP4 ? 4 : 8;
-}
-
-static ALWAYS_INLINE long groups_in(long dim)
-{
-    return (dim + GROUP - 1) / GROUP;
-}
-
 #if LANES > 4
 #define KEPT(value) __asm__("" : "+v"(value)) /* compilers would collect products first, and run out of registers */
 #else
@@ -108,7 +98,7 @@ static ALWAYS_INLINE floats bf16_half(words from, int upper)
    slot ends. */
 static ALWAYS_INLINE void find_steps(const char *const *slots, long dim, group_steps *out, int bits)
 {
-    const long groups = groups_in(dim), blocks = (groups + BLOCK - 1) / BLOCK, end = group_row_bytes(dim, bits);
+    const long groups = groups_of(dim), blocks = (groups + BLOCK - 1) / BLOCK, end = group_row_bytes(dim, bits);
     words ends[(MOST_GROUPS + BLOCK - 1) / BLOCK * BLOCK];
     for (long block = 0; block < blocks; block++)
         turn(slots, end - (blocks - block) * 4 * BLOCK, ends + block * BLOCK);
@@ -170,7 +160,7 @@ static ALWAYS_INLINE long first_of_pair(long word, int pair, int bits)
 static ALWAYS_INLINE void arrange(const queries_of_head *h, fixed_queries *out, int queries, int bits)
 {
     const int words_of_group = GROUP * bits / 32, pairs = 16 / bits;
-    for (long number = 0; number < groups_in(h->dim); number++)
+    for (long number = 0; number < groups_of(h->dim); number++)
         for (long query = 0; query < queries; query++) {
             float values[GROUP] = {0}, sum = 0.0f;
             int16_t fixed[GROUP];
@@ -206,7 +196,7 @@ static ALWAYS_INLINE void score_tile(const char *const *slots, const fixed_queri
 #pragma GCC unroll 8
     for (int query = 0; query < queries; query++)
         scores[query] = (floats){0};
-    for (long number = 0; number < groups_in(dim); number++) {
+    for (long number = 0; number < groups_of(dim); number++) {
         integers sums[MOST_QUERIES][2];
 #pragma GCC unroll 8
         for (int query = 0; query < queries; query++)
@@ -259,7 +249,7 @@ typedef struct {
 
 static ALWAYS_INLINE void weigh(near_slots *near, const queries_of_head *h, long first, long count, int queries, int bits)
 {
-    const long groups = groups_in(h->dim);
+    const long groups = groups_of(h->dim);
     float weights[MOST_GROUPS * queries][NEAR];
     memset(weights, 0, groups * queries * sizeof *weights);
     for (long at = 0; at < count; at += LANES) {
@@ -366,7 +356,7 @@ static ALWAYS_INLINE void put_out(const queries_of_head *h, const floats *sums, 
 
 static ALWAYS_INLINE void sum_packed(const queries_of_head *h, int queries, int bits)
 {
-    const long groups = groups_in(h->dim), registers = groups * (GROUP * bits / 16 / LANES), all_sums = registers * (16 / bits);
+    const long groups = groups_of(h->dim), registers = groups * (GROUP * bits / 16 / LANES), all_sums = registers * (16 / bits);
     floats sums[queries * all_sums];
     near_slots near;
     memset(sums, 0, sizeof sums);

@@ -68,7 +68,7 @@ static ALWAYS_INLINE void encode_group(const float *values, int bits, uint8_t *c
 /* The last group is filled with the row's last value, which changes neither extreme. */
 static ALWAYS_INLINE void encode_row(const char *row, uint8_t *out, long columns, int bits, int kind)
 {
-    const long groups = (columns + GROUP - 1) / GROUP, code_bytes = GROUP / 8 * bits;
+    const long groups = groups_of(columns), code_bytes = GROUP / 8 * bits;
     uint8_t *scales = out + groups * code_bytes, *minima = scales + 2 * groups;
     for (long number = 0; number < groups; number++) {
         float values[GROUP];

@@ -88,7 +88,7 @@ static ALWAYS_INLINE floats shared_at(const uint8_t *block, int number, int part
 {
     if (prepared)
         return LOAD(floats, block + TILE * (GROUP * planes_of(bits) + 4 * number) + 4 * LANES * part);
-    return (floats)(words_of_halves((const char *)block + block_code_bytes(bits) + 2 * (TILE * number + LANES * part)) << 16);
+    return load_floats((const char *)block + block_code_bytes(bits) + 2 * (TILE * number + LANES * part), BF16);
 }
 
 static ALWAYS_INLINE void prepare(const uint8_t *block, uint8_t *out, int bits)

@@ -39,10 +39,10 @@ static ALWAYS_INLINE float bf16_to_float(uint16_t half)
     return float_of_bits((uint32_t)half << 16);
 }
 
-static ALWAYS_INLINE uint16_t float_to_bf16(float value) /* rounds to nearest, ties to even; quiet NaNs stay as they are */
+static ALWAYS_INLINE uint16_t float_to_bf16(float value) /* rounds to nearest, ties to even; a NaN becomes a quiet one */
 {
-    const uint32_t bits = bits_of_float(value);
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    const uint32_t bits = bits_of_float(value), number = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : number); /* the bits of a NaN may be all ones: no sum */
 }
 
 /* float16, "half": the exponent is 112 lower than that of a float, and of the fraction the upper 10 bits are there. Where the
@@ -94,9 +94,14 @@ static ALWAYS_INLINE void store_value(char *to, float value, int kind)
 
 #define GROUP 64
 
+static ALWAYS_INLINE long groups_of(long columns)
+{
+    return (columns + GROUP - 1) / GROUP;
+}
+
 static ALWAYS_INLINE long group_row_bytes(long columns, int bits)
 {
-    return (columns + GROUP - 1) / GROUP * (GROUP / 8 * bits + 4);
+    return groups_of(columns) * (GROUP / 8 * bits + 4);
 }
 
 typedef struct {
@@ -113,7 +118,7 @@ static ALWAYS_INLINE float load_bf16(const uint8_t *bytes) /* the address may be
 
 static ALWAYS_INLINE packed_group group_of_row(const uint8_t *row, long number, long columns, int bits)
 {
-    const long groups = (columns + GROUP - 1) / GROUP, code_bytes = GROUP / 8 * bits;
+    const long groups = groups_of(columns), code_bytes = GROUP / 8 * bits;
     const uint8_t *scales = row + groups * code_bytes, *minima = scales + 2 * groups;
     const packed_group found = {row + number * code_bytes, load_bf16(scales + 2 * number), load_bf16(minima + 2 * number)};
     return found;

@@ -97,26 +97,6 @@ static ALWAYS_INLINE void add_inputs(row_sums sums, const float *panel, const fl
         add_input(sums, LOAD(floats, panel + input * PANEL), LOAD(floats, panel + input * PANEL + LANES), x + input * rows, rows);
 }
 
-static ALWAYS_INLINE void store_register(char *out, floats value, int kind)
-{
-    if (kind == FLOAT) {
-        memcpy(out, &value, sizeof value);
-    } else if (kind == BF16) {
-        const words bits = (words)value, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-        const halves narrow = __builtin_convertvector(rounded, halves);
-        memcpy(out, &narrow, sizeof narrow);
-    } else {
-#if LANES == 16
-        _mm256_storeu_si256((__m256i *)out, _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT));
-#elif LANES == 8
-        _mm_storeu_si128((__m128i *)out, _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
-#else
-        for (int lane = 0; lane < LANES; lane++)
-            store_value(out + 2 * lane, value[lane], HALF);
-#endif
-    }
-}
-
 /* Adds the bias to the sums of a row, and stores them as the outcome from `output` on: as many as there are. */
 static ALWAYS_INLINE void finish(const product *p, long row, long output, const floats *sums)
 {
@@ -127,7 +107,7 @@ static ALWAYS_INLINE void finish(const product *p, long row, long output, const 
     if (p->bias)
         memcpy(bias, p->bias + output, (left < PANEL ? left : PANEL) * sizeof *bias);
     for (int half = 0; half < 2; half++)
-        store_register((left < PANEL ? last : out) + half * LANES * size, sums[half] + LOAD(floats, bias + half * LANES), p->kind);
+        store_floats((left < PANEL ? last : out) + half * LANES * size, sums[half] + LOAD(floats, bias + half * LANES), p->kind);
     if (left < PANEL)
         memcpy(out, last, left * size);
 }

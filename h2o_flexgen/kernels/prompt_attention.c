@@ -9,7 +9,7 @@
 
 #include "sizes.h"
 #include "slots.h"
-#include "vectors.h"
+#include "squares.h"
 #include <math.h>
 #include <omp.h>
 
@@ -145,31 +145,6 @@ static ALWAYS_INLINE void foresee(const slots *from, long row, long head, long t
             __builtin_prefetch(slot_at(from, row, head, token) + at);
 }
 
-/* Rows become columns: registers half of the block apart are interleaved, as often as it takes. */
-static ALWAYS_INLINE void transpose(floats *block)
-{
-#if LANES == 16
-    const integers low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-#elif LANES == 8
-    const integers low = {0, 8, 1, 9, 2, 10, 3, 11};
-#else
-    const integers low = {0, 4, 1, 5};
-#endif
-    const integers high = low + LANES / 2;
-#pragma GCC unroll 4
-    for (int span = 1; span < LANES; span *= 2) {
-        floats next[LANES];
-#pragma GCC unroll 8
-        for (int at = 0; at < LANES / 2; at++) {
-            next[2 * at] = __builtin_shuffle(block[at], block[at + LANES / 2], low);
-            next[2 * at + 1] = __builtin_shuffle(block[at], block[at + LANES / 2], high);
-        }
-#pragma GCC unroll 16
-        for (int at = 0; at < LANES; at++)
-            block[at] = next[at];
-    }
-}
-
 /* The keys of a head as panels of columns, (panels, dim, PANEL); zeros behind the last key. */
 static ALWAYS_INLINE void lay_keys(const prompt *p, long row, long head, float *out, int kind)
 {
@@ -177,14 +152,14 @@ static ALWAYS_INLINE void lay_keys(const prompt *p, long row, long head, float *
     for (long first = 0; first < rounded_up(p->all_tokens, PANEL); first += LANES) {
         float *panel = out + first / PANEL * PANEL * p->wide.dim + first % PANEL;
         for (long at = 0; at < p->dim; at += LANES) {
-            floats block[LANES];
+            words block[LANES];
 #pragma GCC unroll 16
             for (int key = 0; key < LANES; key++) {
                 const int is_there = first + key < p->all_tokens;
-                block[key] = is_there ? widened(slot_at(&p->keys, row, head, first + key) + at * itemsize, p->dim - at, kind)
-                                      : (floats){0};
+                const char *from = slot_at(&p->keys, row, head, first + key) + at * itemsize;
+                block[key] = is_there ? (words)widened(from, p->dim - at, kind) : (words){0};
             }
-            transpose(block);
+            turn(block);
 #pragma GCC unroll 16
             for (int column = 0; column < LANES; column++)
                 memcpy(panel + (at + column) * PANEL, &block[column], sizeof *block);

@@ -15,11 +15,6 @@ static ALWAYS_INLINE floats codes_of(words from, long input, int bits)
     return __builtin_convertvector((integers)codes, floats);
 }
 
-static ALWAYS_INLINE floats load_shared(const uint8_t *from)
-{
-    return (floats)(words_of_halves((const char *)from) << 16);
-}
-
 /* Where the registers of a panel lie in blocks of tiles: the block of group 0, and the first output in it. Behind the last tile the
    last one is repeated: what comes of it is not stored. */
 typedef struct {
@@ -51,7 +46,7 @@ static ALWAYS_INLINE void load_scales(const halves_of_panel *from, long group, i
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
         const uint8_t *block = from->block[half] + group * block_bytes(bits);
-        scales[half] = load_shared(block_scales(block, bits) + 2 * from->output[half]);
-        minima[half] = load_shared(block_minima(block, bits) + 2 * from->output[half]);
+        scales[half] = load_floats((const char *)block_scales(block, bits) + 2 * from->output[half], BF16);
+        minima[half] = load_floats((const char *)block_minima(block, bits) + 2 * from->output[half], BF16);
     }
 }

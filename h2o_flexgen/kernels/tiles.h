@@ -19,11 +19,6 @@ static ALWAYS_INLINE long block_bytes(int bits)
     return block_code_bytes(bits) + TILE * 4;
 }
 
-static ALWAYS_INLINE long groups_of(long columns)
-{
-    return (columns + GROUP - 1) / GROUP;
-}
-
 static ALWAYS_INLINE long tile_bytes(long columns, int bits)
 {
     return groups_of(columns) * block_bytes(bits);

@@ -104,6 +104,32 @@ static ALWAYS_INLINE floats load_floats(const char *from, int kind)
     return kind == FLOAT ? LOAD(floats, from) : kind == BF16 ? (floats)(words_of_halves(from) << 16) : floats_of_halves(from);
 }
 
+static ALWAYS_INLINE halves bf16_of_floats(floats from) /* as float_to_bf16 does */
+{
+    const words bits = (words)from, is_nan = (words)(from != from), number = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return __builtin_convertvector((number & ~is_nan) | (0x7fc0 & is_nan), halves);
+}
+
+/* Stores a register as values that have a type of their own. */
+static ALWAYS_INLINE void store_floats(char *to, floats value, int kind)
+{
+    if (kind == FLOAT) {
+        memcpy(to, &value, sizeof value);
+    } else if (kind == BF16) {
+        const halves narrow = bf16_of_floats(value);
+        memcpy(to, &narrow, sizeof narrow);
+    } else {
+#if LANES == 16
+        _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT));
+#elif LANES == 8
+        _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT));
+#else
+        for (int lane = 0; lane < LANES; lane++)
+            store_value(to + 2 * lane, value[lane], HALF);
+#endif
+    }
+}
+
 static ALWAYS_INLINE floats larger(floats one, floats other)
 {
     const integers mask = one > other;

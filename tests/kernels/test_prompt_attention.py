@@ -152,6 +152,18 @@ def test_what_a_row_does_not_hold_changes_nothing(variant: str, dtype: torch.dty
     assert (expected[1].masked_select(missing[:, None]) == 0).all() and missing.any()
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("where", ["q", "k"])
+def test_what_is_no_number_stays_none(variant: str, dtype: torch.dtype, where: str) -> None:
+    given = drawn((2, 2, 2, 0, 20, 64), dtype)
+    getattr(given, where)[1, 1, 3, 5] = torch.nan
+    with used(variant):
+        out, _ = given.attended()
+    twin, _ = prompt_attention_twin(*given)
+    assert torch.equal(out.isnan(), twin.isnan()) and out.isnan().any()
+
+
 def test_other_types_are_attended_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FUNCTIONS, "prompt_attention_twin", lambda *_: ("twin", None))
     given = drawn((1, 2, 1, 0, 7, 64), torch.float64)

@@ -99,6 +99,15 @@ def test_what_is_no_number_stays_none(variant: str, dtype: torch.dtype, value: f
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_a_nan_of_any_bits_is_stored_as_one(variant: str, dtype: torch.dtype) -> None:
+    bias = torch.tensor([-1, 0x7FFFFFFF, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    with used(variant):
+        found = wide_product(Plain(), Factor(values(2, 64, dtype)), values(3, 64, dtype), 3, bias)
+    assert bias.isnan().all() and found.isnan().all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_no_rows_come_to_nothing(variant: str) -> None:
     with used(variant):
         assert wide_product(Plain(), Factor(torch.empty(0, 64)), values(20, 64), 20, None).shape == (0, 20)
