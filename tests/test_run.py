@@ -750,8 +750,8 @@ def test_an_offload_folder_that_cannot_be_made_is_named(opt: Path, tmp_path: Pat
     (tmp_path / "file").write_text("in the way")
     folder = tmp_path / "file" / "below"
     status = run.main(["--model", str(opt), *SMALL, *DISK_HEAVY, "--device", "cpu", "--offload-dir", str(folder)])
-    errors = capfd.readouterr().err.splitlines()
-    assert (status, len(errors)) == (2, 1) and errors[0].startswith("error: ") and str(folder) in errors[0]
+    errors = Result(status, [], capfd.readouterr().err.splitlines()).error
+    assert str(folder) in errors
 
 
 def test_a_disk_that_fills_up_in_mid_run_ends_it_cleanly(command: Any, opt: Path, offload: Path, monkeypatch: Any) -> None:
