@@ -34,7 +34,7 @@ def tile_decode_rows(codec: Tiled, data: Tensor, numbers: Tensor, out: Tensor) -
     """Decodes the outputs with these numbers (count,) of data (tiles, bytes of a tile) into out (count, columns)."""
     rows, numbers = _room_for_rows(codec.as_rows, out), numbers.contiguous()
     assert numbers.dtype == torch.int64 and len(numbers) == len(out)
-    assert not len(numbers) or (0 <= int(numbers.min()) and int(numbers.max()) < TILE * len(data)), "numbers of other outputs"
+    assert not len(numbers) or (int(numbers.min()) >= 0 and int(numbers.max()) < TILE * len(data)), "numbers of other outputs"
     sizes = (*map(ctypes.c_long, out.shape), ctypes.c_int(codec.bits), ctypes.c_int(torch.get_num_threads()))
     native_library().tiles_to_rows(pointer(data), pointer(numbers), pointer(rows), *sizes)
     group_decode(codec.as_rows, rows, out)
