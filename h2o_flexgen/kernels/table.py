@@ -30,7 +30,7 @@ WIDE = (PAIRS, "avx512vnni", "avx512")  # registers of 512 bits
 LIBRARIES = (*WIDE, "avxvnni", "avx2", BASELINE)  # libraries of C kernels, by the instructions they were built for, best first
 FUSED = LIBRARIES[:-1]  # libraries that multiply and add with one rounding
 ROWS_OF_CODES = 6  # up to here products with codes were measured to be faster than with pairs of bfloat16 made of them
-ROWS_OF_FLOATS = 1  # up to here torch's products in float32 were measured to be faster than panels
+ROWS_OF_TORCH = 1  # up to here torch reads float32 and bfloat16 faster than panels do: its products of one row are special
 ROWS_OF_PAIRS = 32  # up to here products with pairs of bfloat16 were measured to be faster than torch's
 
 
@@ -107,7 +107,8 @@ def _of_plain_products() -> Iterator[Kernel]:
     yield Kernel(PRODUCT, PLAIN, "pair_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_PAIRS)
     for dtype in halves:
         yield Kernel(PRODUCT, PLAIN, "plain_product", CPU, dtypes=(dtype,), instructions=dtype)
-    yield Kernel(PRODUCT, PLAIN, "plain_product", CPU, dtypes=("float32",), most_rows=ROWS_OF_FLOATS)
+    for dtype in ("float32", "bfloat16"):
+        yield Kernel(PRODUCT, PLAIN, "plain_product", CPU, dtypes=(dtype,), most_rows=ROWS_OF_TORCH, within=FLOAT32)
     yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, FUSED, DTYPES, within=FLOAT32)
     yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, (BASELINE,), halves, within=FLOAT32)
     yield Kernel(PRODUCT, PLAIN, "wide_product_twin", CPU, dtypes=halves, within=FLOAT32)
