@@ -902,7 +902,7 @@ def test_fewer_bits_say_what_is_packed_and_move_what_was_predicted(
 
 
 def test_a_profile_at_hand_tells_of_faster_products(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = replace(find_machine("cpu-2core"), flops_per_s={"bfloat16": ((1, 1e6),)}, visit_seconds={})
+    slow = replace(find_machine("cpu-2core"), flops_per_s={"bfloat16": ((1, 1e6),)}, packed_flops_per_s={}, visit_seconds={})
     fast = replace(slow, packed_flops_per_s={"int8 tiles4": ((1, 1e15),)})
     flags = ("--gen-len", 4, "--compress-weight", *IN_MEMORY)
     for machine, extra, times in ((fast, (), 1), (slow, (), 0), (fast, ("--compute", "int8"), 0), (None, (), 0)):
