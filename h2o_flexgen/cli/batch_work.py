@@ -277,8 +277,6 @@ class JobRun:
                         self._write(place, completion)
                         watch.finished(completion, self.job.left.size_of(place).gen_len)
                 self.output.sync()
-                if interrupts.are_asked:
-                    interrupts.end()
             except BaseException:
                 progress.note(
                     f"{finished.num_done} of {len(finished.states)} requests are done; {RESUME} goes on with the others"
@@ -297,6 +295,8 @@ class JobRun:
         def tick(tick: Tick) -> None:
             self.output.sync()
             watch.tick(tick)
+            if interrupts.are_asked:
+                interrupts.end()
 
         def shrink(shrink: Shrink) -> None:
             progress.note(str(shrink))
@@ -307,7 +307,6 @@ class JobRun:
             on_stage=stage,
             on_tick=tick,
             on_shrink=shrink,
-            stop=lambda: interrupts.are_asked,
         )
 
     def _write(self, place: int, completion: Completion) -> None:

@@ -111,12 +111,12 @@ def _bias(found: Mapping[str, object]) -> dict[str, object]:
 
 
 def _logprobs(found: Mapping[str, object]) -> dict[str, object]:
-    """Of a completion: how many of the likeliest are shown."""
+    """How many of the likeliest are shown, which is what a completion is asked."""
     return {LOGPROBS: _COUNT.value(LOGPROBS, found[LOGPROBS])} if LOGPROBS in found else {}
 
 
 def _chat_logprobs(found: Mapping[str, object]) -> dict[str, object]:
-    """Of a chat: whether there are any, and how many of the likeliest are shown."""
+    """Whether there are any, and how many of the likeliest are shown, as a chat is asked."""
     shown_beside = _COUNT.value(TOP_LOGPROBS, found[TOP_LOGPROBS]) if TOP_LOGPROBS in found else None
     are_asked = _SWITCH.value(LOGPROBS, found[LOGPROBS]) if LOGPROBS in found else None
     if shown_beside is not None and not are_asked:

@@ -86,7 +86,7 @@ class RecordMaker:
     # -- log-probabilities -----------------------------------------------------------------------------------------------
 
     def _logprobs(self, completion: Completion, output: Output, echoed: bool) -> Record | None:
-        """Of a completion: lists with an item for each token, those of the prompt first if it is echoed."""
+        """Lists with an item for each token of a completion, those of the prompt first if it is echoed."""
         if output.logprobs is None:
             return None
         steps: list[StepLogprobs | None] = [*((completion.prompt_logprobs or ()) if echoed else ()), *output.logprobs]

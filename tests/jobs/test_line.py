@@ -93,10 +93,10 @@ VALUES = draw.recursive(
     lambda inner: draw.lists(inner, max_size=3) | draw.dictionaries(draw.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
-NAMES = draw.sampled_from(
-    ("custom_id method url body prompt messages max_tokens n stop logit_bias seed logprobs top_logprobs echo stream tools role "
-     "content temperature top_p top_k min_p model").split()
-)  # fmt: skip
+ENVELOPES = ("custom_id", "method", "url", "body")
+BODIES = ("prompt", "messages", "role", "content", "model", "stream", "tools", "echo", "n", "max_tokens", "stop", "logit_bias")
+NUMBERS = ("seed", "logprobs", "top_logprobs", "temperature", "top_p", "top_k", "min_p")
+NAMES = draw.sampled_from((*ENVELOPES, *BODIES, *NUMBERS))
 OBJECTS = draw.recursive(draw.dictionaries(NAMES, VALUES), lambda inner: draw.dictionaries(NAMES, inner | VALUES), max_leaves=8)
 
 
