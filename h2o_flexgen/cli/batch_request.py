@@ -3,6 +3,7 @@ torch."""
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,13 +153,15 @@ def _files(flags: Namespace, file: InputFile) -> JobFiles:
     output = _real(flags.output_file)
     if output.exists() and not output.is_file():
         raise ValueError(f"{OUTPUT} {flags.output_file} is a device or a pipe, from which no job can go on; give a plain file")
+    if not os.access(output if output.exists() else output.parent, os.W_OK, effective_ids=True):
+        raise ValueError(f"{OUTPUT} {flags.output_file} cannot be written; give a file that can, in a folder that can")
     files = JobFiles(output, manifest_file(output), flags.metrics and _real(flags.metrics))
     taken = {_real(flags.input_file): f"{INPUT} {flags.input_file}"}
     written = {files.output: OUTPUT, files.manifest: "the manifest", waiting_file(output): "the file of waiting records"}
     for path, what in (*written.items(), (files.metrics, "--metrics")):
         if path is None:
             continue
-        same = next((other for one, other in taken.items() if one == path or (path.exists() and path.samefile(one))), None)
+        same = next((other for one, other in taken.items() if _are_one(one, path)), None)
         if same is not None:
             raise ValueError(f"{what} would be {path}, which is {same}; give another file")
         taken[path] = what
@@ -167,6 +170,10 @@ def _files(flags: Namespace, file: InputFile) -> JobFiles:
 
 def _real(name: str) -> Path:
     return Path(name).expanduser().resolve()
+
+
+def _are_one(one: Path, other: Path) -> bool:
+    return one == other or (one.exists() and other.exists() and one.samefile(other))
 
 
 def _begun(files: JobFiles, resuming: Resuming) -> Manifest | None:

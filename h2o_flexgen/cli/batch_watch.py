@@ -32,6 +32,7 @@ class Figures:
     requests_failed: int
     seconds: float  # since weights were loaded
     share: float  # of this run's work that is done, as far as it is known
+    rows: int  # rows that this run has begun
     tick: Tick
 
     @property
@@ -44,9 +45,10 @@ class Figures:
 
     @property
     def useful_share(self) -> float | None:
-        """Useful tokens of all that were computed: the last token of a text is never computed with, so shares stay below 1."""
+        """Tokens of texts, of all that were computed; no layer ever sees the last token of a text."""
         tick = self.tick
-        return (tick.prompt_tokens + tick.generated_tokens) / tick.computed_tokens if tick.computed_tokens else None
+        useful = tick.prompt_tokens + tick.generated_tokens - self.rows
+        return min(1.0, useful / tick.computed_tokens) if tick.computed_tokens else None
 
     @property
     def busiest(self) -> tuple[str, float] | None:
@@ -117,7 +119,8 @@ class JobWatch:
     def __init__(self, progress: Progress, metrics: Metrics, sizes: Sizes, finished: Finished) -> None:
         """`finished` is kept up to date by whoever writes records."""
         self._progress, self._metrics, self._finished = progress, metrics, finished
-        self._work = sum(size.prompt_len + size.rows * size.gen_len for size in sizes)  # tokens, at most
+        self._work = sum(size.rows * (size.prompt_len + size.gen_len) for size in sizes)  # tokens, at most
+        self._rows_ended = 0
         self._saved = 0  # tokens that finished requests might have had and did not need
         self._began = time.perf_counter()
         self.load_seconds = 0.0
@@ -131,6 +134,7 @@ class JobWatch:
 
     def finished(self, completion: Completion, gen_len: int) -> None:
         self._saved += sum(gen_len - len(output.token_ids) for output in completion.outputs)
+        self._rows_ended += sum(bool(output.token_ids) for output in completion.outputs)
 
     def tick(self, tick: Tick) -> None:
         self._tick = tick
@@ -144,7 +148,8 @@ class JobWatch:
         share = min(1.0, tokens / max(1, self._work - self._saved))
         seconds = time.perf_counter() - self._began
         finished = self._finished
-        return Figures(len(finished.states), finished.num_done, finished.num_failed, seconds, share, self._tick)
+        rows = self._rows_ended + self._tick.alive
+        return Figures(len(finished.states), finished.num_done, finished.num_failed, seconds, share, rows, self._tick)
 
     def _words(self, figures: Figures) -> Iterator[str]:
         yield f"prefill {figures.prompt_rate:.1f} and decode {figures.decode_rate:.1f} tokens/s"

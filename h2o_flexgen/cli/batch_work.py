@@ -101,6 +101,9 @@ class Prepared:
         if begun is None:
             return
         refuse_other(begun, self.settings, self.request)
+        asked = self.request.plan
+        if isinstance(asked, Plan) or not (asked.codecs or asked.computes):  # otherwise the search has a say
+            refuse_other(begun, plan_settings(self.llm.plan), self.request)
         for note in begun.notes(self.noted):
             print(f"note: {note}: numbers may differ in their last bits", file=sys.stderr)
 

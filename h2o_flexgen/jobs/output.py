@@ -77,6 +77,9 @@ class OrderedOutput(Output):
     def _take_up(self) -> None:
         """Reads both files. Where a record is missing in the output, those behind it have to wait again: they are there before
         they are cut off here."""
+        waiting = Finished.nothing(self._reader.index)
+        self._waiting = cleaned(self._waiting, self._reader, waiting)  # what is moved goes behind whole lines
+        self.finished.dropped = waiting.dropped
         whole, is_broken = 0, False
         for entry in self._reader.entries(self.path):
             stays = self._reader.keeps(entry, self.finished)

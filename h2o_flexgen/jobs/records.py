@@ -15,6 +15,8 @@ from h2o_flexgen.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; other engines write the same
 BAD_REQUEST, FINE = 400, 200
+OF_RECORD = "batch_req_"
+BEGINNING = f'{{"id": "{OF_RECORD}'.encode()  # of every record's line
 Record = dict[str, object]
 
 
@@ -118,7 +120,7 @@ class RecordMaker:
 
 
 def _record(custom_id: str, response: Record, error: Record | None) -> Record:
-    return {"id": f"batch_req_{_short(custom_id)}", "custom_id": custom_id, "response": response, "error": error}
+    return {"id": f"{OF_RECORD}{_short(custom_id)}", "custom_id": custom_id, "response": response, "error": error}
 
 
 def _response(custom_id: str, status: int, body: Record) -> Record:

@@ -12,7 +12,7 @@ from h2o_flexgen.core.documents import NotADocument, parse_json
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.jobs.append import AppendFile
 from h2o_flexgen.jobs.index import Index
-from h2o_flexgen.jobs.records import is_refusal
+from h2o_flexgen.jobs.records import BEGINNING, is_refusal
 
 OPEN, DONE, FAILED = range(3)  # of a request
 
@@ -69,12 +69,12 @@ class OutputReader:
                 start = end
 
     def _entry(self, where: str, line: bytes, start: int, end: int) -> Entry:
+        if _is_of_a_crash(line):
+            return Entry(start, end, None)
         try:
-            record = parse_json(line) if line.endswith(b"\n") else None
+            record = parse_json(line)
         except NotADocument:
             record = None
-        if record is None:
-            return Entry(start, end, None)
         custom_id = record.get("custom_id") if isinstance(record, dict) and "response" in record else None
         if not isinstance(custom_id, str):
             raise ValueError(f"{where} is no record of a job; give another output")
@@ -93,6 +93,11 @@ class OutputReader:
             return False
         finished.note(entry.place, entry.failed)
         return True
+
+
+def _is_of_a_crash(line: bytes) -> bool:
+    """Whether a line is what a crash leaves of records: half of one, or zeros in the place of what was not yet written."""
+    return b"\0" in line or (not line.endswith(b"\n") and line[: len(BEGINNING)] == BEGINNING[: len(line)])
 
 
 def cleaned(file: AppendFile, reader: OutputReader, finished: Finished) -> AppendFile:

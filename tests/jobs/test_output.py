@@ -24,9 +24,8 @@ KINDS = (Output, OrderedOutput)
 
 
 def record(place: int, failed: bool = False) -> bytes:
-    return as_line(
-        refusal(f"r{place}", "bad") if failed else {"custom_id": f"r{place}", "response": {"n": place}, "error": None}
-    )
+    fine = {"id": f"batch_req_{place}", "custom_id": f"r{place}", "response": {"number": place}, "error": None}
+    return as_line(refusal(f"r{place}", "bad") if failed else fine)
 
 
 @pytest.fixture
@@ -100,9 +99,7 @@ def test_errors_are_run_again_if_that_is_asked_for(kind: type[Output], path: Pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "garbage", [b'{"custom_id": "r4", "resp', b"\0" * 100, b"\0" * 50 + b"\n", b'{"custom_id": "r4"', b"\n"]
-)
+@pytest.mark.parametrize("garbage", [b'{"id": "batch_req_4", "cust', b'{"i', b"\0" * 100, b"\0" * 50 + b"\n"])
 def test_a_torn_end_is_cut_off(kind: type[Output], path: Path, index: Index, garbage: bytes) -> None:
     written(kind, path, index, (0, 1))
     whole = path.read_bytes()
@@ -123,13 +120,17 @@ def test_a_line_that_a_loss_of_power_broke_goes_and_the_records_around_it_stay(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("line", ['{"custom_id": "other", "response": {}}', '{"prompt": "x"}', '"text"', '{"custom_id": "r1"}'])
+@pytest.mark.parametrize(
+    "line", ['{"custom_id": "other", "response": {}}', '{"prompt": "x"}', '"text"', '{"custom_id": "r1"}', "text", ""]
+)
 def test_an_output_of_something_else_is_refused_and_left_as_it_is(
     kind: type[Output], path: Path, index: Index, line: str
 ) -> None:
-    path.write_text(f"{line}\n")
-    said = one_line(lambda: kind(path, OutputReader(index)))
-    assert said.startswith(f"line 1 of {path} is ") and path.read_text() == f"{line}\n"
+    for end in ("\n", ""):
+        path.write_text(line + end)
+        if path.stat().st_size:
+            said = one_line(lambda: kind(path, OutputReader(index)))
+            assert said.startswith(f"line 1 of {path} is ") and path.read_text() == line + end
 
 
 @pytest.mark.parametrize("kind", KINDS)
