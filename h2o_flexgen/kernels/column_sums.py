@@ -1,5 +1,5 @@
-"""Causal attention with memory linear in the prompt: what every key got from its queries, and what these got where they have one
-more key each.
+"""Causal attention with memory linear in the prompt: what every key got from the queries, and what these got where each has one
+more key.
 
 Queries are taken block by block, and each block sees all of its keys at once: so a softmax is whole, the sums are exact, and no
 matrix of queries by keys is ever held.

@@ -1,5 +1,5 @@
-"""Attention over a text that many queries share: C against the twin in torch and against float64, and with what stands behind the
-text it is the attention over both."""
+"""Attention over a text that many queries share, in C and in torch against float64. With what stands behind that text it is the
+attention over both."""
 
 from __future__ import annotations
 
