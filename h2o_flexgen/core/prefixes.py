@@ -1,8 +1,8 @@
 """Shared prefixes: which requests begin with the same tokens, and which of these beginnings are worth computing once for all.
 
 Requests pass by once, in their order, and are not kept: a tree of what they have in common is. Where it outgrows its room, what
-belongs to the fewest rows is forgotten first, so among very many requests some small groups may be missed. What is found depends
-on the requests alone. The last token of a prompt is never shared: it makes the row's first logits.
+few rows have is forgotten first, so among very many requests some small groups may be missed. What is found depends on the
+requests alone. The last token of a prompt is never shared: it makes the row's first logits.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class _Choice:
         return [(depth, rows) for depth, rows in chosen], group_of
 
     def _limits(self) -> tuple[dict[int, int], dict[int, list[int]]]:
-        """The level of each candidate's chain above which the deepest chosen prefix must lie if the candidate is to be chosen as
-        well; and the chain: the tokens of the candidates above it and of itself, behind 0 for none."""
+        """The level of each candidate's chain above which the deepest chosen prefix must lie if the candidate is to be chosen,
+        too; and the chain: the tokens of the candidates above it and of itself, behind 0 for none."""
         chains, above = self._chains()
         saved = {number: [0] * len(chain) for number, chain in chains.items()}  # below it, by the deepest chosen one
         own = dict.fromkeys(chains, 0)  # rows that have no candidate further down
