@@ -8,17 +8,19 @@ Nothing is loaded by the constructor: the first `generate` knows the workload, r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.auto_plan import AutoPlan
 from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.conversation import Conversation, Extent
 from h2o_flexgen.engine.engine import OnVisit, Until
 from h2o_flexgen.engine.generate import Prepared, Running
 from h2o_flexgen.engine.head import Picker
+from h2o_flexgen.engine.job import Requests
 from h2o_flexgen.engine.many_positions import positions_at_once
 from h2o_flexgen.engine.prompts_done import OnCompletion, UseTqdm, shown_progress
 from h2o_flexgen.engine.requests import Forced, Params, RowMaker, for_each, workload_of
@@ -28,7 +30,9 @@ from h2o_flexgen.engine.scoring import PREFILL, Pairs, Scored, Scorer, decode_gr
 from h2o_flexgen.engine.shrink import OnShrink
 from h2o_flexgen.engine.stage import OnStage
 from h2o_flexgen.engine.stats import Stats
+from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.engine.threads import set_threads
+from h2o_flexgen.engine.tick import OnTick, Ticker
 from h2o_flexgen.memory.threads import do_without_lost_threads
 from h2o_flexgen.options import arguments_of, asked_plan, name_of, what_is_searched
 from h2o_flexgen.planning.plan import Plan
@@ -155,19 +159,50 @@ class LLM(ModelUnderPlan):
         self.stats = Stats.of(prepared.rows, running.done, self._peak_bytes())
         return sorted(found, key=lambda completion: completion.index)
 
+    def generate_stream(
+        self,
+        requests: Requests,
+        *,
+        seed: int | None = None,
+        on_token: OnToken | None = None,
+        on_stage: OnStage | None = None,
+        on_visit: OnVisit | None = None,
+        on_tick: OnTick | None = None,
+        on_shrink: OnShrink | None = None,
+        may_shrink: bool = True,
+        stop_at: Until | None = None,
+    ) -> Iterator[Completion]:
+        """Yields completions as they finish, each with the index of its request. Rows come and go: where one ends, the next
+        takes its seat in the running block, and its prompt is read in the same pass over the weights as the others' next
+        tokens. What a row may keep of its text depends on its own prompt and max_tokens, so no completion depends on who ran
+        beside it. `requests` are Requests, or prompts, or a Job, which reads texts when their turn comes. `on_tick` hears of
+        every pass over the weights. Whoever wants no more closes the iterator: then all is given back."""
+        job = job_of(requests, self._row_maker)
+        if not job.sizes:
+            return
+        stream = Stream(job, self._row_maker, on_token is not None)
+        planned = self._planned_for(stream.workload, stream.asks_of_prompts, on_stage)
+        planned.refuse_what_does_not_fit(self.budgets)
+        picker, ticker = Picker(Sampler(seed), on_token, None, planned.scored_at_once), Ticker(on_tick)
+        running = Running(self._ready(on_stage), picker, on_visit, on_shrink, may_shrink, stop_at, ticker)
+        yield from stream.completions(running.seated(planned, stream.waiting(self.plan.policy)), ticker)
+        counts = ticker.requests_done, stream.prompt_tokens, stream.generated_tokens
+        self.stats = Stats.counted(*counts, running.done, self._peak_bytes())
+
     @property
     def _row_maker(self) -> RowMaker:
         return RowMaker(self.spec, self.plan, self.tokenizer)
 
     def _prepared(self, rows: Sequence[RowState], on_stage: OnStage | None, planned: WorkloadPlan | None = None) -> Prepared:
-        workload, asks_of_prompts = workload_of(rows), any(row.wants_prompt_logprobs for row in rows)
-        if self._auto is not None:
-            self._auto.provide(self, workload, asks_of_prompts, on_stage)
-        at_once = positions_at_once(self.plan, self.spec.vocab) if asks_of_prompts else 0
-        own = self.planned(workload, None, at_once)
+        own = self._planned_for(workload_of(rows), any(row.wants_prompt_logprobs for row in rows), on_stage)
         planned = planned if planned == own else own
         planned.refuse_what_does_not_fit(self.budgets)
         return Prepared(rows, planned)
+
+    def _planned_for(self, workload: Workload, asks_of_prompts: bool, on_stage: OnStage | None) -> WorkloadPlan:
+        if self._auto is not None:
+            self._auto.provide(self, workload, asks_of_prompts, on_stage)
+        return self.planned(workload, None, positions_at_once(self.plan, self.spec.vocab) if asks_of_prompts else 0)
 
     def chat(
         self,

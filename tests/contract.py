@@ -225,11 +225,11 @@ def recorded_logits() -> Iterator[Logits]:
     logits: Logits = {}
     sample = Sampler.sample
 
-    def record(self: Sampler, given: Tensor, params: Any, rows: Sequence[int], step: int, *rest: Any) -> Any:
-        for place, row in enumerate(rows):
+    def record(self: Sampler, given: Tensor, params: Any, rows: Sequence[int], steps: Sequence[int], *rest: Any) -> Any:
+        for place, (row, step) in enumerate(zip(rows, steps)):
             assert (step, row) not in logits, f"row {row} was sampled twice at step {step}"
             logits[step, row] = given[place].clone()
-        return sample(self, given, params, rows, step, *rest)
+        return sample(self, given, params, rows, steps, *rest)
 
     with patch.object(Sampler, "sample", record):
         yield logits

@@ -48,7 +48,7 @@ def resident_generate(
     made = [_head(model, torch.cat(parts), weights[-1])]
     for step in range(1, steps):
         picked = made[-1].argmax(-1) if forced is None else torch.tensor([own[step - 1] for own in forced], device=device)
-        tokens, now = picked[:, None], KVStep.of(occupancy, step, occupancy.capacity, device)
+        tokens, now = picked[:, None], KVStep.of(occupancy.at(step), occupancy.capacity, device)
         made.append(_head(model, _through_layers(model, weights, caches, now, tokens)[:, 0], weights[-1]))
     return made
 
@@ -70,7 +70,7 @@ def _last_of_prompts(
 ) -> Tensor:
     own = {layer: cache.part(slice(part.rows[0], part.rows[-1] + 1)) for layer, cache in caches.items()}
     padded = [[*prompts[row], *[0] * (part.prompt_len - length)] for row, length in zip(part.rows, part.lengths)]
-    now = KVStep.of(policy.occupancy(part, steps), 0, capacity, device)
+    now = KVStep.of(policy.occupancy(part, steps).at(0), capacity, device)
     hidden = _through_layers(model, weights, own, now, torch.tensor(padded, device=device))
     return hidden[torch.arange(part.size, device=device), torch.tensor(part.lengths, device=device) - 1]
 
@@ -100,7 +100,7 @@ def resident_talk(
             occupancy = policy.occupancy(Batch((0,), (len(piece),), (seen,) if seen else (), context), 1 if new else steps)
             for step in range(occupancy.gen_len):
                 tokens = torch.tensor([piece], device=device)
-                hidden = _through_layers(model, weights, caches, KVStep.of(occupancy, step, capacity, device), tokens)
+                hidden = _through_layers(model, weights, caches, KVStep.of(occupancy.at(step), capacity, device), tokens)
                 if not new:
                     made.append(_head(model, hidden[:, -1], weights[-1]))
                     piece = [int(made[-1].argmax())]

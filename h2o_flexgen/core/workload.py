@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.seats import Need, Seats, seats_of
 
 MOST_PROMPTS = 1_000_000  # prompts in a workload: many functions loop over them
 MOST_BATCHES = 10_000  # batches in a block
@@ -35,6 +36,7 @@ class Batch:
     lengths: tuple[int, ...]
     seen: tuple[int, ...] = ()  # tokens already in each row's KV; empty for new texts
     context: int | None = None  # for a text whose KV outlives the block: the most tokens it may grow to
+    seats: Seats | None = None  # where rows come and go: then `rows` and `lengths` are the most that may be there
 
     @property
     def size(self) -> int:
@@ -80,7 +82,7 @@ class Batch:
     def only(self, places: Sequence[int]) -> Batch:
         """Only the rows at these places, in this order."""
         rows, lengths, seen = (tuple(each[place] for place in places) for each in (self.rows, self.lengths, self.before))
-        return Batch(rows, lengths, seen if self.seen else (), self.context)
+        return Batch(rows, lengths, seen if self.seen else (), self.context, self.seats)
 
     @property
     def prompt_len(self) -> int:
@@ -98,6 +100,11 @@ class Block:
     @property
     def num_rows(self) -> int:
         return sum(batch.size for batch in self.batches)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether rows come and go."""
+        return any(batch.seats is not None for batch in self.batches)
 
     @property
     def rows(self) -> list[int]:
@@ -134,6 +141,7 @@ class Workload:
     prompt_lens: tuple[int, ...]
     gen_len: int
     context: int | None = None  # for texts whose KV lives on: the workload then stands for the last block, which needs the most
+    gen_lens: tuple[int, ...] | None = None  # where rows come and go: the tokens that each may grow, at most `gen_len`
 
     def __post_init__(self) -> None:
         if not self.prompt_lens:
@@ -151,6 +159,13 @@ class Workload:
     def uniform(cls, num_prompts: int, prompt_len: int, gen_len: int) -> Workload:
         check_num_prompts(num_prompts)
         return cls((prompt_len,) * num_prompts, gen_len)
+
+    @classmethod
+    def running(cls, needs: Sequence[Need]) -> Workload:
+        """Rows that come and go: whoever has ended makes room for the next."""
+        check_num_prompts(len(needs))
+        gen_lens = tuple(need.gen_len for need in needs)
+        return cls(tuple(need.prompt_len for need in needs), max((1, *gen_lens)), None, gen_lens)
 
     @property
     def num_prompts(self) -> int:
@@ -177,7 +192,11 @@ class Workload:
     ) -> Iterator[tuple[Block, Sequence[int]]]:
         """The first block of each shape, and the rows of all blocks of this shape: a million prompts of one length have two
         shapes at most. Longest prompts come first, so the need for memory is greatest at the start and not after hours. So
-        blocks of one shape follow each other, and all their prompts have one length."""
+        blocks of one shape follow each other, and all their prompts have one length. Rows that come and go are one block."""
+        if self.gen_lens is not None:
+            block = self._running_block(batch_size, num_batches, range(self.num_prompts) if rows is None else rows)
+            yield block, block.rows
+            return
         order, size, start = self._longest_first(rows), batch_size * num_batches, 0
         lengths = [-self.prompt_lens[row] for row in order]
         while start < len(order):
@@ -185,6 +204,19 @@ class Workload:
             end = min(start + (whole or size), len(order))
             yield self._block(order[start : min(start + size, end)], batch_size), order[start:end]
             start = end
+
+    @cached_property
+    def needs(self) -> Sequence[Need]:
+        gen_lens = (self.gen_len,) * self.num_prompts if self.gen_lens is None else self.gen_lens
+        return [*map(Need, self.prompt_lens, gen_lens)]
+
+    def _running_block(self, batch_size: int, num_batches: int, rows: Sequence[int]) -> Block:
+        """Its steps are passes over the weights: never more than there are tokens to generate, and prompts to be read."""
+        batches = tuple(
+            Batch(own.queue[:batch_size], (own.longest_prompt,) * min(batch_size, len(own.queue)), seats=own)
+            for own in seats_of(self.needs, rows, num_batches)
+        )
+        return Block(batches, sum(self.needs[row].work for row in rows) + 1)
 
     def _longest_first(self, rows: Sequence[int] | None = None) -> list[int]:
         in_order = range(self.num_prompts) if rows is None else sorted(rows)

@@ -8,7 +8,7 @@ import gc
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,11 +20,15 @@ from torch import Tensor
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.engine.executor import Executor, shortage_in
 from h2o_flexgen.engine.head import AtHead
+from h2o_flexgen.engine.many_positions import LogitsOf
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, Part
+from h2o_flexgen.engine.seated import SeatedRows
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.engine.stores.weights import WeightStore
+from h2o_flexgen.engine.tick import OnPass, Pass
+from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.memory.host import give_back_freed
 from h2o_flexgen.memory.memories import Memories
@@ -74,6 +78,8 @@ class _Measures:
     """Figures that are counted while a block runs; they survive its failure."""
 
     tokens: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0  # with pads
     step: int = 0  # the step that is computed
     clock: float = field(default_factory=time.perf_counter)  # when a head was last computed
     step_seconds: Counter[int] = field(default_factory=Counter)
@@ -87,6 +93,16 @@ class _Measures:
         self.tokens += tokens
 
 
+@dataclass(frozen=True)
+class _Listening:
+    """Those who take part in a block: who uses the last hidden states, who hears of visits, and who ends it early."""
+
+    at_head: AtHead
+    on_visit: OnVisit | None
+    stop_at: Until | None
+    on_pass: OnPass | None
+
+
 @dataclass
 class _Progress:
     """The state that the actions of a running block share."""
@@ -94,10 +110,13 @@ class _Progress:
     rows: list[BatchRows]
     kv: KVStore
     hidden: HiddenStore
-    at_head: AtHead
-    on_visit: OnVisit | None
+    listening: _Listening
     guard: HostGuard | None
     measures: _Measures
+    finished: list[RowState]  # rows that nobody was handed yet
+    seats: int
+    busy_seconds: Callable[[], Mapping[str, float]]  # of each lane, so far
+    told: tuple[int, int, int] = (0, 0, 0)  # tokens of passes that were told of: prompts, generated, computed
 
     @property
     def is_done(self) -> bool:
@@ -106,7 +125,44 @@ class _Progress:
     def is_wanted(self, task: Task) -> bool:
         """Whether anybody will need what this task stores."""
         rows = self.rows[task.batch]
-        return rows.last_step is None or (rows.batch.lives_on and task.step <= rows.last_step)
+        return rows.last_step is None or (rows.lives_on and task.step <= rows.last_step)
+
+    def at_the_head(self, rows: BatchRows, task: Task, logits_of: LogitsOf) -> None:
+        there, measures, prompt_tokens = list(rows.alive), self.measures, rows.prompt_tokens
+        measures.prompt_tokens += prompt_tokens
+        measures.computed_tokens += rows.tokens
+        try:
+            tokens = self.listening.at_head(rows, self.hidden.take(task.batch), logits_of, task.step)
+        finally:
+            self.finished += [row for row in there if row.finished]
+        measures.count(task.step, tokens)
+        if prompt_tokens:
+            give_back_freed()  # prompts work in much more room than steps do; what they freed would stay
+        if self.listening.on_pass is not None and all(later.is_done for later in self.rows[task.batch + 1 :]):
+            self._tell_of_pass(self.listening.on_pass, task.step)
+
+    def _tell_of_pass(self, on_pass: OnPass, step: int) -> None:
+        prompt, generated, computed = self.told
+        now = self.measures
+        self.told = now.prompt_tokens, now.tokens, now.computed_tokens
+        on_pass(
+            Pass(
+                seats=self.seats,
+                alive=sum(len(rows.alive) for rows in self.rows),
+                prompt_tokens=now.prompt_tokens - prompt,
+                generated_tokens=now.tokens - generated,
+                computed_tokens=now.computed_tokens - computed,
+                seconds=now.step_seconds[step],
+                busy_seconds=self.busy_seconds(),
+            )
+        )
+
+
+def _taken(rows: list[RowState]) -> list[RowState]:
+    """The rows that have finished since the last call."""
+    taken = rows[:]
+    rows.clear()
+    return taken
 
 
 class Engine:
@@ -150,34 +206,36 @@ class Engine:
         kv: KVStore | None = None,
         may_run_out: bool = False,
     ) -> BlockRun:
-        """Runs one block. `rows` are all rows of the workload, in input order; `stop_at` ends the run early at a task; `kv`
-        holds what an earlier block has left. Want of memory is an error, unless it `may_run_out`: then it ends the block,
-        everything held for it is given back, and the run reports the `shortage`."""
+        """Runs one block to its end, as `running` does."""
+        running = self.running(planned, rows, at_head, on_visit, stop_at, kv, may_run_out)
+        while True:
+            try:
+                next(running)
+            except StopIteration as ended:
+                run: BlockRun = ended.value
+                return run
+
+    def running(
+        self,
+        planned: BlockPlan,
+        rows: Sequence[RowState] | Waiting,
+        at_head: AtHead,
+        on_visit: OnVisit | None = None,
+        stop_at: Until | None = None,
+        kv: KVStore | None = None,
+        may_run_out: bool = False,
+        on_pass: OnPass | None = None,
+    ) -> Generator[RowState, None, BlockRun]:
+        """Runs one block, and hands out rows as they finish. `rows` are all rows of the workload, in input order, or those who
+        wait for a seat; `stop_at` ends the run early at a task; `kv` holds what an earlier block has left. Want of memory is an
+        error, unless it `may_run_out`: then it ends the block, everything held for it is given back, and the run reports the
+        `shortage`."""
         refuse_forked(self._process, f"the engine of {self._spec.name}")
-        block, schedule, measures, shortage = planned.block, planned.schedule, _Measures(), None
-
-        def run() -> None:
-            """Runs the block in a call of its own: everything it holds is freed when the call returns."""
-            self._weights.prepare(schedule)
-            guard = HostGuard(self._memories.host.spare_bytes) if may_run_out else None
-            with ExitStack() as opened, torch.inference_mode():
-                if kv is None:
-                    own = opened.enter_context(closing(self.open_kv(planned)))
-                else:
-                    own = kv
-                    own.prepare(block, schedule)
-                hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
-                alive = [self._rows_of(batch, rows, block.gen_len) for batch in block.batches]
-                measures.clock = time.perf_counter()
-                state = _Progress(alive, own, hidden, at_head, on_visit, guard, measures)
-                executor = Executor(self._actions(schedule, state), self._memories.device, ahead=schedule.ahead)
-                try:
-                    executor.run(self._tasks(schedule, state, stop_at))
-                finally:
-                    measures.trace = executor.trace
-
+        measures, finished, shortage = _Measures(), list[RowState](), None
+        listening = _Listening(at_head, on_visit, stop_at, on_pass)
         try:
-            run()
+            for _ in self._block(planned, rows, listening, measures, finished, kv, may_run_out):
+                yield from _taken(finished)
         except Exception as error:
             shortage = shortage_in(error) if may_run_out else None
             if shortage is None:
@@ -185,7 +243,40 @@ class Engine:
             measures.count(measures.step, 0)
         if shortage is not None:
             self._give_back()  # not earlier: the error's traceback held what the block did
+        yield from _taken(finished)
         return _summary(planned, measures, shortage)
+
+    def _block(
+        self,
+        planned: BlockPlan,
+        rows: Sequence[RowState] | Waiting,
+        listening: _Listening,
+        measures: _Measures,
+        finished: list[RowState],
+        kv: KVStore | None,
+        may_run_out: bool,
+    ) -> Iterator[None]:
+        """Runs the block in a generator of its own: everything it holds is freed when that ends. It pauses when rows have
+        finished."""
+        block, schedule = planned.block, planned.schedule
+        self._weights.prepare(schedule)
+        guard = HostGuard(self._memories.host.spare_bytes) if may_run_out else None
+        with ExitStack() as opened:
+            with torch.inference_mode():
+                own = opened.enter_context(closing(self.open_kv(planned))) if kv is None else kv
+                if kv is not None:
+                    kv.prepare(block, schedule)
+                hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
+                alive = [self._rows_of(place, batch, rows, block.gen_len) for place, batch in enumerate(block.batches)]
+            measures.clock = time.perf_counter()
+            state = _Progress(
+                alive, own, hidden, listening, guard, measures, finished, block.num_rows, lambda: executor.busy_seconds
+            )
+            executor = Executor(self._actions(schedule, state), self._memories.device, ahead=schedule.ahead)
+            try:
+                yield from executor.steps(self._tasks(schedule, state), lambda: bool(finished))
+            finally:
+                measures.trace = executor.trace
 
     def _give_back(self) -> None:
         gc.collect()
@@ -193,12 +284,15 @@ class Engine:
         self._memories.device.give_back_freed()
         give_back_freed()
 
-    def _rows_of(self, batch: Batch, rows: Sequence[RowState], gen_len: int) -> BatchRows:
-        alive, device = [rows[row] for row in batch.rows], self._memories.device.torch_device
-        return BatchRows(batch, alive, self._plan, gen_len, device)
+    def _rows_of(self, place: int, batch: Batch, rows: Sequence[RowState] | Waiting, gen_len: int) -> BatchRows:
+        device = self._memories.device.torch_device
+        if isinstance(rows, Waiting):
+            return SeatedRows(place, batch, rows, self._plan, gen_len, device)
+        return BatchRows(batch, [rows[row] for row in batch.rows], self._plan, gen_len, device)
 
-    def _tasks(self, schedule: Schedule, state: _Progress, stop_at: Until | None) -> Iterator[Task]:
+    def _tasks(self, schedule: Schedule, state: _Progress) -> Iterator[Task]:
         """The tasks of the schedule, until nobody is left to compute for."""
+        stop_at = state.listening.stop_at
         for task in schedule.tasks():
             if state.is_done or (stop_at is not None and stop_at(task)):
                 return
@@ -227,8 +321,8 @@ class Engine:
                 if state.guard is not None:
                     state.guard.look()
                 self._compute(task, state)
-                if state.on_visit is not None:
-                    state.on_visit(task, state.measures.tokens)
+                if state.listening.on_visit is not None:
+                    state.listening.on_visit(task, state.measures.tokens)
             return 0
 
         return {
@@ -251,9 +345,7 @@ class Engine:
             def logits_of(hidden: Tensor) -> Tensor:
                 return base.logits(self._model, layer, hidden, self._weights.logit_parts(task.visit))
 
-            state.measures.count(task.step, state.at_head(rows, state.hidden.take(task.batch), logits_of, task.step))
-            if task.step == 0:
-                give_back_freed()  # prompts work in much more room than steps do; what they freed would stay
+            state.at_the_head(rows, task, logits_of)
             return
         hidden = None if layer.takes_tokens else state.hidden.take(task.batch)
         cache = state.kv.open(task, rows) if layer.has_kv else None
@@ -264,12 +356,13 @@ class Engine:
         if len(rows.parts) == 1:
             return self._computed(visit, rows.parts[0], hidden, cache)
         out: Tensor | None = None
-        for part in rows.parts:
-            place = part.rows, slice(part.tokens.shape[1])
-            own = None if cache is None else cache.part(part.rows)
-            computed = self._computed(visit, part, None if hidden is None else hidden[place], own)
-            out = computed.new_empty(rows.batch.size, rows.batch.prompt_len, computed.shape[-1]) if out is None else out
-            out[place] = computed  # the rest are pads, which nobody reads
+        parts = ((part, None) for part in rows.parts) if hidden is None else rows.split(hidden)
+        start = 0
+        for part, states in parts:
+            computed = self._computed(visit, part, states, None if cache is None else cache.part(part.rows)).flatten(0, 1)
+            out = computed.new_empty(rows.tokens, computed.shape[-1]) if out is None else out
+            out[start : start + len(computed)] = computed
+            start += len(computed)
         assert out is not None
         return out
 

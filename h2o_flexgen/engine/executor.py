@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from queue import SimpleQueue
 
 import torch
@@ -59,26 +60,47 @@ class Executor:
         self.trace = Trace(())  # trace of the last run, even if it failed
 
     def run(self, tasks: Iterable[Task]) -> Trace:
-        self._device.settle()  # weights and buffers were prepared on another stream than the lanes'
-        with self._device.stream(COMPUTE_LANE):
-            self._recorder = Recorder(self._device, time.perf_counter(), self._device.mark())
-            try:
-                self._start_lanes()
-                self._issue(tasks)
-            except BaseException:
-                self._abandon()
-                raise
-            finally:
-                self._end_lanes()
-                self._device.settle()
-                self._collect()
-                self.trace = self._recorder.trace()
-        self._raise_failure()
+        for _ in self.steps(tasks):
+            pass
         return self.trace
+
+    def steps(self, tasks: Iterable[Task], pauses: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Runs the tasks, and hands over to the caller after every COMPUTE behind which it `pauses`. Lanes go on meanwhile."""
+        self._device.settle()  # weights and buffers were prepared on another stream than the lanes'
+        with self._computing():
+            self._recorder = Recorder(self._device, time.perf_counter(), self._device.mark())
+        try:
+            self._start_lanes()
+            computed, is_left = self._issue(tasks), True
+            while is_left:
+                with self._computing():  # not while the caller has it: both are settings of the thread
+                    is_left = any(pauses() for _ in computed)
+                if is_left:
+                    yield
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._end_lanes()
+            self._device.settle()
+            self._collect()
+            self.trace = self._recorder.trace()
+        self._raise_failure()
+
+    @property
+    def busy_seconds(self) -> Mapping[str, float]:
+        """Seconds of each lane so far."""
+        return self._recorder.busy_seconds
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        with self._device.stream(COMPUTE_LANE), torch.inference_mode():
+            yield
 
     # -- the caller's thread -----------------------------------------------------------------------------------------
 
-    def _issue(self, tasks: Iterable[Task]) -> None:
+    def _issue(self, tasks: Iterable[Task]) -> Iterator[None]:
+        """Stops behind every COMPUTE."""
         computes: deque[Task] = deque()
         for task in tasks:
             self._raise_failure()
@@ -87,11 +109,13 @@ class Executor:
                 computes.append(task)
                 if len(computes) > self._ahead:
                     self._compute(computes.popleft())
+                    yield
             else:
                 self._queues[task.lane].put(task)
         while computes:
             self._compute(computes.popleft())
             self._raise_failure()
+            yield
 
     def _compute(self, task: Task) -> None:
         self._perform(task)

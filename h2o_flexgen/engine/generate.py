@@ -1,16 +1,18 @@
-"""Generation: prepared rows run block after block, and a completion comes out when the block it ends in is over."""
+"""Generation: prepared rows run block after block, or come and go in one block, and a completion comes out when it ends."""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from h2o_flexgen.engine.engine import BlockRun, Engine, OnVisit, Until
 from h2o_flexgen.engine.head import AtHead
-from h2o_flexgen.engine.row_state import RowState, completions_of
-from h2o_flexgen.engine.shrink import OnShrink, Shrink, run_blocks
+from h2o_flexgen.engine.row_state import RowState, completion_of
+from h2o_flexgen.engine.shrink import OnShrink, RowsOfBlocks, Shrink, Unfinished, run_blocks
+from h2o_flexgen.engine.tick import Ticker
+from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
@@ -44,39 +46,52 @@ class Running:
     on_shrink: OnShrink | None = None
     may_shrink: bool = True
     stop_at: Until | None = None
+    ticker: Ticker | None = None
     done: list[BlockRun] = field(default_factory=list)  # a long job has many blocks: only the last one keeps its trace
 
-    def blocks(self, prepared: Prepared) -> Iterator[BlockRun]:
-        def run(block: BlockPlan, may_run_out: bool) -> BlockRun:
+    def rows(self, prepared: Prepared) -> Iterator[RowState]:
+        """Runs all blocks, and yields each row when it finishes."""
+        return self._finished(prepared.planned, RowsOfBlocks(prepared.rows), prepared.rows)
+
+    def _finished(
+        self, planned: WorkloadPlan, unfinished: Unfinished, rows: Sequence[RowState] | Waiting
+    ) -> Iterator[RowState]:
+        def run(block: BlockPlan, may_run_out: bool) -> Generator[RowState, None, BlockRun]:
             may_run_out = may_run_out and self.may_shrink
-            return self.engine.run(block, prepared.rows, self.at_head, self.on_visit, self.stop_at, may_run_out=may_run_out)
+            if isinstance(rows, Waiting):
+                rows.seat_in(block)
+            if self.ticker is not None:
+                self.ticker.begin_block()
+            return self.engine.running(
+                block, rows, self.at_head, self.on_visit, self.stop_at, may_run_out=may_run_out, on_pass=self.ticker
+            )
 
         self.engine.trim()
-        for one in run_blocks(prepared.planned, prepared.rows, run, self.on_shrink or _warn):
-            if self.done:
-                self.done[-1] = self.done[-1].without_trace()
-            self.done.append(one)
-            yield one
+        yield from run_blocks(planned, unfinished, run, self.on_shrink or _warn, self._add)
+
+    def _add(self, ended: BlockRun) -> None:
+        if self.done:
+            self.done[-1] = self.done[-1].without_trace()
+        self.done.append(ended)
 
     def to_the_end(self, each: Iterable[Prepared]) -> None:
         for prepared in each:
-            deque(self.blocks(prepared), maxlen=0)
+            deque(self.rows(prepared), maxlen=0)
 
     def completions(self, prepared: Prepared) -> Iterator[Completion]:
-        """Yields one completion for each prompt whose rows all end."""
-        rows, of_prompt = prepared.rows, defaultdict[int, list[RowState]](list)
-        for row in rows:
+        """Yields one completion for each prompt, when its rows have all ended."""
+        of_prompt = defaultdict[int, list[RowState]](list)
+        for row in prepared.rows:
             of_prompt[row.index].append(row)
-        waiting = Counter(row.index for row in rows if not row.finished)
-        counted: set[int] = set()
-        for run in self.blocks(prepared):
-            for place in run.block.rows:  # also for a block that memory ran out in: its other rows come again
-                row = rows[place]
-                if row.finished and place not in counted:
-                    counted.add(place)
-                    waiting[row.index] -= 1
-                    if not waiting[row.index]:
-                        yield from completions_of(of_prompt.pop(row.index))
+        waiting = Counter(row.index for row in prepared.rows if not row.finished)
+        for row in self.rows(prepared):
+            waiting[row.index] -= 1
+            if not waiting[row.index]:
+                yield completion_of(of_prompt.pop(row.index))
+
+    def seated(self, planned: WorkloadPlan, waiting: Waiting) -> Iterator[RowState]:
+        """Runs one block in which rows come and go, and yields each row when it finishes."""
+        return self._finished(planned, waiting, waiting)
 
 
 def _warn(shrink: Shrink) -> None:

@@ -31,7 +31,12 @@ class Picker:
     prompt_positions: int = 0  # of which logits are made at once if a prompt's log-probabilities are asked for
 
     def __call__(self, rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, step: int) -> int:
-        if step == 0 and self.prompt_positions:
+        if self.prompt_positions and rows.prompt_tokens:
             read_prompts(rows, hidden, logits_of, self.prompt_positions)
-        logits = logits_of(rows.last_hidden(hidden))
+        last = rows.last_hidden(hidden)
+        growing = rows.growing()
+        if not growing:
+            rows.drop_finished(step)
+            return 0
+        logits = logits_of(last if len(growing) == len(last) else last[growing])
         return rows.advance(logits, self.sampler, step, self.on_token, self.on_logits)

@@ -13,10 +13,9 @@ from h2o_flexgen.sampling.ranking import logprobs_of
 
 
 def read_prompts(rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, positions: int) -> None:
-    """Gives rows that ask for them the log-probabilities of their prompts: hidden (rows, tokens, width), of prompts that begin
-    with their first token. `positions`: how many have their logits made at once."""
-    asking = [(row, own[: length - 1]) for row, own, length in zip(rows.alive, hidden, rows.batch.lengths)]
-    asking = [(row, own) for row, own in asking if row.wants_prompt_logprobs]
+    """Gives rows that ask for them the log-probabilities of their prompts, which begin with their first token. `positions`: how
+    many have their logits made at once."""
+    asking = [(row, own[:-1]) for row, own in rows.prompts(hidden) if row.wants_prompt_logprobs]
     tokens = [token for row, _ in asking for token in row.prompt_ids[1:]]  # each is foretold by the one before it
     counts = [row.params.prompt_logprobs or 0 for row, own in asking for _ in range(len(own))]
     found: list[StepLogprobs] = []

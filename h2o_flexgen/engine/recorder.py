@@ -5,7 +5,7 @@ Lanes only append; the caller's thread collects. On an accelerator a task's time
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from h2o_flexgen.memory.device import Device, Marker
@@ -22,6 +22,7 @@ class Recorder:
         self._start = start
         self._ended: deque[Span] = deque()
         self._marked: deque[tuple[Task, Marker, Marker, int]] = deque()
+        self.busy_seconds: Counter[str] = Counter()  # of each lane, so far
         self._trace = Trace(())
         self._kept: list[Span] = []
 
@@ -36,16 +37,20 @@ class Recorder:
     def collect(self) -> Iterator[Key]:
         """Takes in what has ended since the last call, and yields the marked tasks among it."""
         while self._ended:
-            self._kept.append(self._ended.popleft())
+            self._keep(self._ended.popleft())
         while self._marked and self._marked[0][2].query():
             task, first, last, moved = self._marked.popleft()
             assert self._start is not None
             begun, ended = (self._device.seconds_between(self._start, marker) for marker in (first, last))
-            self._kept.append(Span(task.key, task.lane, begun, ended, moved))
+            self._keep(Span(task.key, task.lane, begun, ended, moved))
             yield task.key
         if len(self._kept) > 2 * KEPT:
             self._trace = self.trace().with_latest(KEPT)
             self._kept = []
+
+    def _keep(self, span: Span) -> None:
+        self._kept.append(span)
+        self.busy_seconds[span.lane] += span.end - span.start  # type: ignore[assignment]
 
     def trace(self) -> Trace:
         spans = sorted((*self._trace.spans, *self._kept), key=lambda span: span.start)

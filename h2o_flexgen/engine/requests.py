@@ -10,6 +10,7 @@ from typing import TypeAlias
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.vocabulary import check_tokens
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.job import Request, Size
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, most_tokens
@@ -35,12 +36,31 @@ class RowMaker:
             raise ValueError(f"{len(prompts)} prompts came with forced tokens for {len(forced)}; give some, or none, for each")
         rows: list[RowState] = []
         for index, (prompt, asked, forced_ids) in enumerate(zip(prompts, each, forced)):
-            given = token_ids(f"what row {index} is forced to take", forced_ids)
-            self._check_prompt(index, prompt.ids)
-            own = self._checked(asked, index, len(prompt.ids), given)
-            for number in range(own.n):
-                rows.append(RowState(index, prompt.ids, own, self.tokenizer, prompt.text, streamed, given, number, len(rows)))
+            rows += self._rows(index, prompt, asked, streamed, forced_ids, len(rows))
         return rows
+
+    def rows_of(self, index: int, request: Request, streamed: bool, first: int) -> list[RowState]:
+        """The rows of one request, whose number is `index`; `first`: their place among all rows."""
+        return self._rows(index, prompt_of(request), one_params(request.params), streamed, (), first)
+
+    def size(self, index: int, request: Request) -> Size:
+        """What a request may need."""
+        prompt = prompt_of(request)
+        self._check_prompt(index, prompt.ids)
+        params = self._checked(one_params(request.params), index, len(prompt.ids), ())
+        assert params.max_tokens is not None
+        return Size(len(prompt.ids), params.max_tokens, params.n, params.prompt_logprobs is not None)
+
+    def _rows(
+        self, index: int, prompt: Prompt, asked: SamplingParams, streamed: bool, forced: Sequence[int], first: int
+    ) -> list[RowState]:
+        given = token_ids(f"what row {index} is forced to take", forced)
+        self._check_prompt(index, prompt.ids)
+        own = self._checked(asked, index, len(prompt.ids), given)
+        return [
+            RowState(index, prompt.ids, own, self.tokenizer, prompt.text, streamed, given, number, first + number)
+            for number in range(own.n)
+        ]
 
     def _checked(self, params: SamplingParams, index: int, prompt_len: int, forced: Sequence[int]) -> SamplingParams:
         """The parameters with the number of tokens that may come. What this model cannot do behind this prompt is refused."""
@@ -69,6 +89,11 @@ class RowMaker:
         check_tokens(whose, ids, self.spec.vocab, self.spec.name)
 
 
+def prompt_of(request: Request) -> Prompt:
+    assert isinstance(request.prompt, Prompt), "requests are read before rows are made of them"
+    return request.prompt
+
+
 def for_each(params: Params, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, (SamplingParams, str, bytes, Mapping)) or not isinstance(params, Iterable):
         return [one_params(params)] * count
@@ -79,4 +104,4 @@ def for_each(params: Params, count: int) -> list[SamplingParams]:
 
 
 def workload_of(rows: Sequence[RowState]) -> Workload:
-    return Workload(tuple(row.prompt_len for row in rows), max((row.max_tokens for row in rows), default=1))
+    return Workload(tuple(row.prompt_len for row in rows), max((1, *(row.max_tokens for row in rows))))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 from h2o_flexgen.sampling.adjusting import History
 from h2o_flexgen.sampling.output import Completion, Output, StepLogprobs
@@ -179,7 +178,7 @@ class RowState:
         return decode_new(self._tokenizer, self.prompt_ids, ids[:-1] if hides_last else ids)
 
 
-def completions_of(rows: Sequence[RowState]) -> list[Completion]:
-    """A completion for every prompt whose rows have all ended."""
-    prompts = [list(group) for _, group in groupby(rows, key=lambda row: row.index)]
-    return [first.completion(others) for first, *others in prompts if all(row.finished for row in (first, *others))]
+def completion_of(rows: Sequence[RowState]) -> Completion:
+    """The completion of a prompt, all of whose rows have ended."""
+    first, *others = rows
+    return first.completion(others)

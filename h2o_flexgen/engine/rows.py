@@ -6,7 +6,7 @@ living rows from behind fill the gaps, so that the living always stand in front.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,10 +34,10 @@ class Part:
 
 class BatchRows:
     def __init__(self, batch: Batch, rows: Sequence[RowState], plan: Plan, gen_len: int, device: torch.device) -> None:
-        self.batch = batch  # the living rows
         self.generation = 0  # how often the living rows have moved up
-        self.places_before: list[int] = list(range(batch.size))  # for each place, the one before the rows last moved up
+        self.places_before: list[int] = list(range(len(rows)))  # for each place, the one before the rows last moved up
         self.last_step: int | None = None  # known once all rows are finished
+        self._batch = batch  # the living rows
         self._rows = list(rows)
         self._policy = plan.policy
         self._gen_len = gen_len
@@ -50,33 +50,82 @@ class BatchRows:
         return not self._rows
 
     @property
+    def lives_on(self) -> bool:
+        """Whether the KV of these rows is needed when they have ended."""
+        return self._batch.lives_on
+
+    @property
     def alive(self) -> Sequence[RowState]:
         return self._rows
 
+    # -- what is computed next -------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        return sum(part.now.rows for part in self.parts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed, with pads."""
+        return sum(part.tokens.numel() for part in self.parts)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that are read, without pads."""
+        return sum(sum(part.now.slots.new) for part in self.parts if part.now.is_prefill)
+
+    @property
+    def changed(self) -> tuple[int, int]:
+        """The range of slots that this step writes, over all rows."""
+        ranges = [part.now.slots.changed for part in self.parts]
+        return min(first for first, _ in ranges), max(last for _, last in ranges)
+
+    @property
+    def changes_all(self) -> bool:
+        """Whether new rows stand beside those that were there: then all slots of the batch are stored anew."""
+        return len({part.now.is_prefill for part in self.parts}) > 1
+
+    def split(self, hidden: Tensor) -> Iterator[tuple[Part, Tensor]]:
+        """Each part with its hidden states, (rows, tokens, width). Several parts lie one behind the other, (tokens, width)."""
+        if len(self.parts) == 1:
+            yield self.parts[0], hidden
+            return
+        start = 0
+        for part in self.parts:
+            end = start + part.tokens.numel()
+            yield part, hidden[start:end].view(*part.tokens.shape, -1)
+            start = end
+
+    def prompts(self, hidden: Tensor) -> Iterator[tuple[RowState, Tensor]]:
+        """The rows whose prompts are read, each with the hidden states of its new tokens, (tokens, width)."""
+        for part, states in self.split(hidden):
+            if part.now.is_prefill:
+                for row, own, length in zip(self._rows[part.rows], states, part.now.slots.new):
+                    yield row, own[:length]
+
+    def last_hidden(self, hidden: Tensor) -> Tensor:
+        """The hidden states of each row's last token, for logits: (rows, width)."""
+        return torch.cat([_last(part, states) for part, states in self.split(hidden)])
+
     def _prompts(self, tokens: int) -> tuple[Part, ...]:
         parts, start = [], 0
-        for batch in self.batch.parts(tokens):
+        for batch in self._batch.parts(tokens):
             rows = slice(start, start + batch.size)
-            parts.append(Part(rows, self._kv_step(batch, 0), self._padded(batch, self._rows[rows])))
+            parts.append(Part(rows, self._kv_step(batch, 0), padded(self._rows[rows], batch.lengths, self._device)))
             start += batch.size
         return tuple(parts)
 
-    def _padded(self, batch: Batch, rows: Sequence[RowState]) -> Tensor:
-        """Tokens (rows, tokens), padded on the right with 0. Pads are computed, but nothing attends to them."""
-        tokens = torch.zeros(batch.size, batch.prompt_len, dtype=torch.long)
-        for place, (row, length) in enumerate(zip(rows, batch.lengths)):
-            tokens[place, :length] = torch.tensor(row.prompt_ids[-length:])  # earlier ones are in the cache
-        return tokens.to(self._device)
-
     def _kv_step(self, batch: Batch, step: int) -> KVStep:
-        return KVStep.of(self._policy.occupancy(batch, self._gen_len), step, self._capacity, self._device)
+        return KVStep.of(self._policy.occupancy(batch, self._gen_len).at(step), self._capacity, self._device)
 
-    def last_hidden(self, hidden: Tensor) -> Tensor:
-        """The hidden states of each row's last token, for logits: (rows, tokens, width) -> (rows, width)."""
-        if hidden.shape[1] == 1:
-            return hidden[:, 0]
-        last = torch.tensor(self.batch.lengths, device=hidden.device) - 1
-        return hidden[torch.arange(len(self._rows), device=hidden.device), last]
+    # -- at the head -----------------------------------------------------------------------------------------------------
+
+    def growing(self) -> list[int]:
+        """The places of rows for which a token is picked; those that only have their prompts scored end here."""
+        for row in self._rows:
+            if row.max_tokens == 0:
+                row.stop("length")
+        return [place for place, row in enumerate(self._rows) if not row.finished]
 
     def advance(
         self,
@@ -86,11 +135,12 @@ class BatchRows:
         on_token: OnToken | None = None,
         on_logits: OnLogits | None = None,
     ) -> int:
-        """Picks a token for every row that is not given one, drops the rows that it finishes, and returns the number of tokens.
+        """Picks a token for every growing row that is not given one, drops the finished ones, and returns the number of tokens.
         A row that starts anew is given the tokens it had, and listeners do not hear of them again."""
-        rows = self._rows
+        rows = [row for row in self._rows if not row.finished]
         params, indices, histories = zip(*((row.params, row.index, row.history) for row in rows))
-        picked = sampler.sample(logits, params, indices, step, histories, [row.given for row in rows])
+        steps = [row.num_generated for row in rows]
+        picked = sampler.sample(logits, params, indices, steps, histories, [row.given for row in rows])
         for place, (row, token, logprobs) in enumerate(zip(rows, picked.tokens.tolist(), picked.logprobs)):
             known = row.known
             if known is None and on_logits is not None:
@@ -99,15 +149,21 @@ class BatchRows:
             if known is None and on_token is not None:
                 on_token(row.row, token, text)
         self.drop_finished(step)
-        if self._rows:
-            tokens = picked.tokens[self.places_before].unsqueeze(1).to(self._device)
-            self.parts = (Part(slice(None), self._kv_step(self.batch, step + 1), tokens),)
         return len(rows)
 
     def drop_finished(self, step: int) -> None:
+        """Lets the living move up, and prepares what is computed next for them."""
         self._move_up([place for place, row in enumerate(self._rows) if not row.finished])
+        self.parts = self._next_parts(step + 1)
         if not self._rows:
             self.last_step = step
+
+    def _next_parts(self, step: int) -> tuple[Part, ...]:
+        return (Part(slice(None), self._kv_step(self._batch, step), self._newest()),) if self._rows else ()
+
+    def _newest(self) -> Tensor:
+        """The newest token of each row, which is computed next. (rows, 1)"""
+        return torch.tensor([[row.seen[-1]] for row in self._rows], device=self._device)
 
     def _move_up(self, alive: list[int]) -> None:
         """Fills the gaps among the first rows with living ones from behind."""
@@ -118,5 +174,23 @@ class BatchRows:
         if count < len(self._rows):
             self.generation += 1
             self._rows = [self._rows[place] for place in kept]
-            self.batch = self.batch.only(kept)
+            self._keep(kept)
         self.places_before = kept
+
+    def _keep(self, places: Sequence[int]) -> None:
+        self._batch = self._batch.only(places)
+
+
+def padded(rows: Sequence[RowState], lengths: Sequence[int], device: torch.device) -> Tensor:
+    """The last tokens of prompts (rows, tokens), padded on the right with 0. Pads are computed, but nothing attends to them."""
+    tokens = torch.zeros(len(rows), max(lengths), dtype=torch.long)
+    for place, (row, length) in enumerate(zip(rows, lengths)):
+        tokens[place, :length] = torch.tensor(row.prompt_ids[-length:])  # earlier ones are in the cache
+    return tokens.to(device)
+
+
+def _last(part: Part, hidden: Tensor) -> Tensor:
+    if hidden.shape[1] == 1:
+        return hidden[:, 0]
+    last = torch.tensor(part.now.slots.new, device=hidden.device) - 1
+    return hidden[torch.arange(len(last), device=hidden.device), last]

@@ -94,9 +94,9 @@ class Scorer:
         lasts: list[Tensor] = []
         wanted: list[_Wanted] = []
         end = 0
-        for own, length, row in zip(hidden, rows.batch.lengths, rows.alive):
+        for row, own in rows.prompts(hidden):
             longest = max(len(after) for _, after in self._pairs[row.index])
-            lasts.append(own[length - longest : length])
+            lasts.append(own[len(own) - longest :])
             end += longest
             for index, after in self._pairs[row.index]:
                 wanted += [_Wanted(end - len(after) + place, index, token) for place, token in enumerate(after)]

@@ -3,8 +3,9 @@ that are finished stay so, and the others start anew."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from h2o_flexgen.core.workload import BlockSize
 from h2o_flexgen.engine.engine import BlockRun
@@ -30,32 +31,53 @@ class Shrink:
 
 
 OnShrink = Callable[[Shrink], None]
-RunBlock = Callable[[BlockPlan, bool], BlockRun]  # the flag says whether memory may run out
+RunBlock = Callable[[BlockPlan, bool], Generator[RowState, None, BlockRun]]  # the flag says whether memory may run out
 
 
-def run_blocks(planned: WorkloadPlan, rows: Sequence[RowState], run: RunBlock, on_shrink: OnShrink) -> Iterator[BlockRun]:
-    """Runs one block after the other and yields every run, those in which memory ran out too."""
+class Unfinished(Protocol):
+    """The rows of a workload, as far as they have not ended."""
+
+    def left(self, blocks: Iterable[BlockPlan]) -> Sequence[int]:
+        """The rows of these blocks that start anew."""
+
+
+@dataclass(frozen=True)
+class RowsOfBlocks:
+    """Rows that stay in their blocks."""
+
+    rows: Sequence[RowState]
+
+    def left(self, blocks: Iterable[BlockPlan]) -> Sequence[int]:
+        left = [row for each in blocks for row in each.block.rows if not self.rows[row].finished]
+        for row in left:
+            self.rows[row].start_anew()
+        return left
+
+
+def run_blocks(
+    planned: WorkloadPlan, rows: Unfinished, run: RunBlock, on_shrink: OnShrink, on_end: Callable[[BlockRun], None]
+) -> Iterator[RowState]:
+    """Runs one block after the other and hands out rows as they finish. `on_end` gets every run, those in which memory ran out
+    too."""
     waiting, num_ended = iter(planned.blocks), 0
     while (block := next(waiting, None)) is not None:
         smaller = BlockSize.of(block.block).smaller
-        ran = _smallest(block, run) if smaller is None else run(block, True)
+        ran = yield from (_smallest(block, run) if smaller is None else run(block, True))
         if ran.shortage is None or smaller is None:
-            yield ran
+            on_end(ran)
             num_ended += 1
             continue
-        left = [row for each in (block, *waiting) for row in each.block.rows if not rows[row].finished]
-        yield ran if left else replace(ran, shortage=None)  # all rows are finished, so nobody suffers from it
-        for row in left:
-            rows[row].start_anew()
+        left = rows.left((block, *waiting))
+        on_end(ran if left else replace(ran, shortage=None))  # if all rows are finished, nobody suffers from it
         if left:
             rest = planned.blocks_of(left, smaller)
             waiting = iter(rest)
             on_shrink(Shrink(ran.shortage, BlockSize.of(block.block), smaller, num_ended, rest))
 
 
-def _smallest(block: BlockPlan, run: RunBlock) -> BlockRun:
+def _smallest(block: BlockPlan, run: RunBlock) -> Generator[RowState, None, BlockRun]:
     try:
-        return run(block, False)
+        return (yield from run(block, False))
     except Exception as error:
         shortage = shortage_in(error)
         if shortage is None:

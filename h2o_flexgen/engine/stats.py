@@ -30,6 +30,14 @@ class Stats:
 
     @classmethod
     def of(cls, rows: Sequence[RowState], runs: Sequence[BlockRun], peak_bytes: Mapping[str, int]) -> Stats:
+        num_prompts, prompt_tokens = len({row.index for row in rows}), sum(row.prompt_len for row in rows)
+        generated = sum(row.num_generated for row in rows)  # counted once, even if a row started anew
+        return cls.counted(num_prompts, prompt_tokens, generated, runs, peak_bytes)
+
+    @classmethod
+    def counted(
+        cls, num_prompts: int, prompt_tokens: int, generated: int, runs: Sequence[BlockRun], peak_bytes: Mapping[str, int]
+    ) -> Stats:
         ended = tuple(run for run in runs if run.shortage is None)
         moved: Counter[str] = Counter()
         busy: Counter[str] = Counter()
@@ -38,9 +46,9 @@ class Stats:
             busy.update(run.busy_seconds)
         prefill, decode = sum(run.prefill_seconds for run in runs), sum(run.decode_seconds for run in runs)
         return cls(
-            num_prompts=len({row.index for row in rows}),
-            prompt_tokens=sum(row.prompt_len for row in rows),
-            generated_tokens=sum(row.num_generated for row in rows),  # counted once, even if a row started anew
+            num_prompts=num_prompts,
+            prompt_tokens=prompt_tokens,
+            generated_tokens=generated,
             prefill_seconds=prefill,
             decode_seconds=decode,
             total_seconds=prefill + decode,

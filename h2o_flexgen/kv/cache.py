@@ -24,7 +24,7 @@ from h2o_flexgen.quant.codec import PLAIN
 class KVCache:
     def __init__(self, image: Tensor, scores: SlotScores | None = None, coding: Coding | None = None) -> None:
         self.image = image  # (2, rows, kv_heads, slots, width); more rows than are alive once some are finished
-        self.replaced: Tensor | None = None  # (rows, kv_heads): slots that the newest token took over from an older one
+        self.replaced: Tensor | None = None  # (rows, kv_heads): the one slot of each that changed, where it is stored by itself
         self._scores = scores
         self._coding = coding or Coding(PLAIN, image.dtype, image.shape[-1])
         self._rolls = scores is not None and scores.policy.rolls  # keys are stored unrotated
@@ -85,7 +85,7 @@ class KVCache:
 
     def _store(self, now: KVStep, chosen: Tensor, k: Tensor, v: Tensor) -> None:
         """Fills every slot from place `chosen` of k and v. (rows, kv_heads or 1, kept)"""
-        image, (first, kept) = self.image[:, : len(k)], now.occupancy.changed(now.step)
+        image, (first, kept) = self.image[:, : len(k)], now.slots.changed
         for half, new in zip(image, (k, v)):
             if now.held or now.evicts:
                 take_slots(new, chosen[..., first:].expand(len(new), -1, -1), half[:, :, first:kept])
@@ -115,9 +115,11 @@ class KVCache:
         out, sums = decode_attention(q, attended, Kept(values, self._coding.codec), now.with_newest, now.mask)
         if scores is not None:
             scores.add(sums)
-            if now.evicts:
-                self.replaced = scores.take_over(now)
-                self._take_over(now, self.replaced)
+        if scores is not None and now.evicts:
+            self.replaced = scores.take_over(now)
+            self._take_over(now, self.replaced)
+        elif now.slots.stores_singly:
+            self.replaced = now.counts[:, None].expand(-1, kv_heads)
         return out.reshape(rows, 1, heads * head_dim)
 
     def _take_over(self, now: KVStep, target: Tensor) -> None:

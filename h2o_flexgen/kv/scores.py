@@ -68,7 +68,7 @@ class SlotScores:
         is_pad = torch.arange(new.shape[-1], device=self.positions.device) >= now.lengths
         exists = torch.cat((now.is_held, ~is_pad), dim=-1)
         scores = self._scores_of(now, sums, held)
-        kept = now.occupancy.held(1)
+        kept = now.slots.kept
         staying = now.places_if_all_stay.expand(rows, kv_heads, -1)
         chosen = self._best(now, positions, exists, scores, kept) if now.evicts else staying
         filled = torch.arange(kept, device=self.positions.device) < now.after

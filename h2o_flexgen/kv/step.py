@@ -1,4 +1,4 @@
-"""KVStep: what all layers need to know of their caches for one batch at one step, computed once."""
+"""KVStep: what all layers need to know of their caches for the rows of one COMPUTE, as tensors that are made once."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from h2o_flexgen.policies.occupancy import Occupancy
+from h2o_flexgen.policies.occupancy import StepSlots
 
 
 @dataclass(frozen=True)
 class KVStep:
-    is_prefill: bool  # each row may have several new tokens, padded behind
-    positions: Tensor  # (rows, tokens): the new tokens' positions in their texts, from 0
+    slots: StepSlots
+    positions: Tensor  # (rows, tokens): the new tokens' positions in their texts, from 0; pads stand behind them
     counts: Tensor  # (rows,): slots that each row held before
     capacity: int  # slots allocated per row
-    occupancy: Occupancy
-    step: int
 
     @classmethod
-    def of(cls, occupancy: Occupancy, step: int, capacity: int, device: torch.device) -> KVStep:
-        if step == 0:
-            before, new = occupancy.batch.before, torch.arange(occupancy.batch.prompt_len, device=device)
-            positions = torch.tensor(before, device=device).unsqueeze(1) + new
-        else:
-            positions = (torch.tensor(occupancy.taken_in, device=device) + step - 1).unsqueeze(1)
-        return cls(step == 0, positions, torch.tensor(occupancy.counts(step), device=device), capacity, occupancy, step)
+    def of(cls, slots: StepSlots, capacity: int, device: torch.device) -> KVStep:
+        seen, new = torch.tensor(slots.seen, device=device), torch.arange(max(slots.new), device=device)
+        return cls(slots, seen.unsqueeze(1) + new, torch.tensor(slots.counts, device=device), capacity)
 
-    @cached_property
+    @property
+    def rows(self) -> int:
+        return len(self.slots.counts)
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether each row may have several new tokens."""
+        return self.slots.is_prefill
+
+    @property
     def held(self) -> int:
         """Slots in use before this step, in the row that has most."""
-        return self.occupancy.held(self.step)
+        return self.slots.held
 
-    @cached_property
+    @property
     def evicts(self) -> bool:
-        return self.occupancy.evicts_at(self.step)
+        return self.slots.evicts
 
     @cached_property
     def row_index(self) -> Tensor:
@@ -72,44 +75,40 @@ class KVStep:
     @cached_property
     def lengths(self) -> Tensor:
         """New tokens of each row in a prefill; pads stand behind them."""
-        return self._column(list(self.occupancy.batch.lengths))
+        return self._column(self.slots.new)
 
     @cached_property
     def sinks(self) -> Tensor:
         """Tokens before this position are protected."""
-        return self._column([budget.sinks for budget in self.occupancy.budgets])
+        return self._column([budget.sinks for budget in self.slots.budgets])
 
     @cached_property
     def window(self) -> Tensor:
         """Tokens from this position on are protected."""
-        rows = zip(self.occupancy.taken_in, self.occupancy.batch.before, self.occupancy.budgets)
+        rows = zip(self.slots.seen, self.slots.new, self.slots.budgets)
+        begins = [self.is_prefill and not seen for seen in self.slots.seen]
         return self._column(
             [
-                total + self.step - (budget.prompt_window if self.is_prefill and not before else budget.window)
-                for total, before, budget in rows
+                seen + new - (budget.prompt_window if begun else budget.window)
+                for (seen, new, budget), begun in zip(rows, begins)
             ]
         )
 
     @cached_property
     def after(self) -> Tensor:
         """Slots that each row holds after this step."""
-        return self._column(list(self.occupancy.counts(self.step + 1)))
+        return self._column(self.slots.after)
 
     @cached_property
     def queries(self) -> Tensor:
         """How many of the last new queries contribute to scores; a budget may limit them for prompts."""
-        batch = self.occupancy.batch
-        return self._column(
-            [
-                length if before or budget.queries is None else budget.queries
-                for length, before, budget in zip(batch.lengths, batch.before, self.occupancy.budgets)
-            ]
-        )
+        rows = zip(self.slots.seen, self.slots.new, self.slots.budgets)
+        return self._column([new if seen or budget.queries is None else budget.queries for seen, new, budget in rows])
 
     @cached_property
     def is_new(self) -> Tensor:
         """True for rows whose text begins in this step."""
-        return self._column([before == 0 for before in self.occupancy.batch.before])
+        return self._column([seen == 0 for seen in self.slots.seen])
 
     # -- several new tokens: a place counts the held tokens, oldest first, and then the new ones --------------------------
 
@@ -125,7 +124,7 @@ class KVStep:
     @cached_property
     def places_if_all_stay(self) -> Tensor:
         """The place of each slot's token if none is evicted; arbitrary for slots behind a row's own. (rows, 1, kept)"""
-        slots = torch.arange(self.occupancy.held(1), device=self.counts.device)
+        slots = torch.arange(self.slots.kept, device=self.counts.device)
         counts = self.counts[:, None, None]
         last = self.held + self.positions.shape[1] - 1
         return torch.where(slots < counts, slots, slots - counts + self.held).clamp(max=last)

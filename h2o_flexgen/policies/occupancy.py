@@ -7,14 +7,19 @@ takes its slot, so that the slots in use are always one range from the start.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from math import isqrt
 from statistics import fmean
+from typing import TypeVar
 
 from h2o_flexgen.core.layout import KVLayout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,55 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class StepSlots:
+    """What the rows of one COMPUTE hold when it begins and when it is over. They may have begun at different times."""
+
+    is_prefill: bool  # each row may have several new tokens
+    seen: tuple[int, ...]  # tokens of each row's text before the new ones
+    new: tuple[int, ...]  # new tokens of each row
+    counts: tuple[int, ...]  # slots in use before
+    after: tuple[int, ...]  # slots in use afterwards
+    budgets: tuple[Budget, ...]
+    stores_singly: bool = False  # in decode one slot of each row changes, and these do not lie side by side
+
+    @cached_property
+    def held(self) -> int:
+        """Slots in use before, in the row that has most."""
+        return max(self.counts)
+
+    @cached_property
+    def kept(self) -> int:
+        """Slots in use afterwards, in the row that has most."""
+        return max(self.after)
+
+    @cached_property
+    def evicts(self) -> bool:
+        return any(after < count + new for after, count, new in zip(self.after, self.counts, self.new))
+
+    @cached_property
+    def changed(self) -> tuple[int, int]:
+        """The range of slots that are written, over all rows. Where they are stored one by one, any may have changed before."""
+        return 0 if self.evicts or self.stores_singly else min(self.counts), self.kept
+
+    @classmethod
+    def of_rows(cls, steps: Sequence[StepSlots]) -> StepSlots:
+        """The step of rows that are each at a step of their own: all read their prompts, or none does."""
+
+        def of_all(values: Iterable[tuple[T, ...]]) -> tuple[T, ...]:
+            return tuple(chain.from_iterable(values))
+
+        joined = cls(
+            steps[0].is_prefill,
+            of_all(one.seen for one in steps),
+            of_all(one.new for one in steps),
+            of_all(one.counts for one in steps),
+            of_all(one.after for one in steps),
+            of_all(one.budgets for one in steps),
+        )
+        return replace(joined, stores_singly=not joined.is_prefill and max(joined.counts) > min(joined.counts))
+
+
+@dataclass(frozen=True)
 class Occupancy:
     batch: Batch
     budgets: tuple[Budget, ...]  # row by row
@@ -40,6 +94,8 @@ class Occupancy:
         """Slots per row to allocate. The last generated token is not stored, or only by the next block."""
         if self.batch.context is not None:
             return max(min(self.batch.context, budget.slots + 1) for budget in self.budgets)
+        if self.batch.seats is not None:
+            return max(budget.slots for budget in self.budgets)
         return max(self.held(1), self.held(self.gen_len - 1) + 1 if self.gen_len > 1 else 0)
 
     def layout(self, spec: ModelSpec) -> KVLayout:
@@ -62,6 +118,19 @@ class Occupancy:
         if step == 0:
             return tuple(min(before, budget.slots) for before, budget in zip(self.batch.before, self.budgets))
         return tuple(self._count(total, budget.slots, step) for total, budget in zip(self.taken_in, self.budgets))
+
+    def at(self, step: int) -> StepSlots:
+        """What the rows hold before and after one step."""
+        is_prefill, taken_in = step == 0, self.taken_in
+        return StepSlots(
+            is_prefill,
+            self.batch.before if is_prefill else tuple(total + step - 1 for total in taken_in),
+            self.batch.lengths if is_prefill else (1,) * self.batch.size,
+            self.counts(step),
+            self.counts(step + 1),
+            self.budgets,
+            self._is_scattered(step),
+        )
 
     def held(self, step: int) -> int:
         """Slots in use when COMPUTE of a step begins, in the row that has most."""
@@ -142,6 +211,8 @@ class Occupancy:
     def _may_scatter(self) -> bool:
         if self.batch.context is not None:
             return any(budget.slots < self.batch.context for budget in self.budgets)
+        if self.batch.seats is not None:
+            return True  # rows of different ages store one slot each, and these do not lie side by side
         return self._first_scattered < self.gen_len
 
     @cached_property

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from h2o_flexgen.core.seats import Need, Seats
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.policies.occupancy import Budget, Occupancy
 from h2o_flexgen.policies.options import ROLLING, KVOptions, row_of
@@ -70,12 +71,22 @@ class KVPolicy(ABC):
         return self.score_words * WORD_BYTES
 
     def occupancy(self, batch: Batch, gen_len: int) -> Occupancy:
-        """The slots of every row at every step. A batch that lives on has its share of the context that it may grow to."""
+        """The slots of every row at every step. A batch that lives on has its share of the context that it may grow to. Where
+        rows come and go, each has a budget of its own, and a seat has the slots of whoever needs most."""
+        if batch.seats is not None:
+            return Occupancy(batch, (Budget(self._slots_of(batch.seats)),) * batch.size, gen_len)
         if batch.context is not None:
             return Occupancy(batch, (self._checked(batch.context, 0),) * batch.size, gen_len)
         budgets = {length: self._checked(length, gen_len) for length in set(batch.lengths)}
         rows = tuple(budgets[length] for length in batch.lengths)
         return Occupancy(batch, rows, gen_len, self.options.hh_prompt_only)
+
+    def _slots_of(self, seats: Seats) -> int:
+        return max(self.alone(need).capacity for need in seats.largest)
+
+    def alone(self, need: Need) -> Occupancy:
+        """The slots of one row by itself."""
+        return self.occupancy(Batch((0,), (need.prompt_len,)), max(1, need.gen_len))
 
     def _checked(self, prompt_len: int, gen_len: int) -> Budget:
         budget, row = self.budget(prompt_len, gen_len), row_of(prompt_len, gen_len)

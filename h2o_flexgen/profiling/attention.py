@@ -163,7 +163,7 @@ def _cache(bench: Bench, heads: Heads, coding: Coding, occupancy: Occupancy, pla
 
 
 def _step(device: Device, occupancy: Occupancy, step: int) -> KVStep:
-    return KVStep.of(occupancy, step, occupancy.capacity, device.torch_device)
+    return KVStep.of(occupancy.at(step), occupancy.capacity, device.torch_device)
 
 
 def _new(

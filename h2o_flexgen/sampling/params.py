@@ -47,7 +47,7 @@ INSTEAD: Mapping[str, str] = {
 class SamplingParams:
     """How one prompt is continued. The defaults are greedy decoding of 32 tokens."""
 
-    max_tokens: int | None = 32  # None: as many as the model has positions for behind the prompt
+    max_tokens: int | None = 32  # None: as many as the model has positions for behind the prompt; 0: prompt_logprobs alone
     temperature: float = 0.0  # 0: greedy, the most likely token, the lowest id of several
     top_k: int = 0  # only the k most likely tokens (and what ties with the k-th); 0 or -1: all
     top_p: float = 1.0  # only the fewest tokens that hold this share of the probability; 1: all
@@ -81,6 +81,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, rule in RULES.items():
             object.__setattr__(self, name, rule.value(name, getattr(self, name)))
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError("max_tokens is 0; allowed is 1 or more, or 0 with prompt_logprobs, where a prompt is only scored")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}; allowed is 0 to max_tokens, which is {self.max_tokens}")
         if self.n > 1 and self.is_greedy:
@@ -147,7 +149,7 @@ _IDS = several(whole(0))
 _BIASES = mapping(whole(0), number(-LARGEST_BIAS, LARGEST_BIAS))
 
 RULES: Mapping[str, Rule] = {
-    "max_tokens": Rule(optional(whole(1)), "a whole number, 1 or more, or None (as many as the model has positions for)"),
+    "max_tokens": Rule(optional(whole(0)), "a whole number, 0 or more, or None (as many as the model has positions for)"),
     "temperature": Rule(number(0), "0 (greedy) or more"),
     "top_k": Rule(_top_k, "a whole number, 0 or -1 (off) or more"),
     "top_p": Rule(number(0, 1, without_least=True), "above 0 and at most 1 (off)"),

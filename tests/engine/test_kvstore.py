@@ -39,8 +39,18 @@ class Rows:
     """Stands in for BatchRows: who is alive, and who moved where."""
 
     batch: Batch
+    step: int = 0
     generation: int = 0
+    changes_all: bool = False
     kept: list[int] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        return self.batch.size
+
+    @property
+    def changed(self) -> tuple[int, int]:
+        return Full().occupancy(self.batch, STEPS).at(self.step).changed
 
     def drop(self, place: int) -> None:
         """The last row takes the place of one that has ended."""
@@ -74,6 +84,7 @@ def slot_value(layer: int, row: int, slot: int) -> float:
 
 def attend(store: KVStore, task: Task, rows: Rows) -> None:
     """What COMPUTE does with a cache: looks at all that is held, writes what is new."""
+    rows.step = task.step
     image = store.open(task, rows).image  # type: ignore[arg-type]
     for place_, (row, length) in enumerate(zip(rows.batch.rows, rows.batch.lengths)):
         held = 0 if task.step == 0 else length + task.step - 1

@@ -75,7 +75,7 @@ def test_living_rows_from_behind_take_the_places_of_those_that_have_ended() -> N
     rows, states = batch_of([[1], [2, 2], [3, 3, 3], [4]], [1, 9, 1, 9])
     assert rows.advance(logits_for([21, 22, 23, 24]), Sampler(0), step=0) == 4
     assert rows.places_before == [3, 1] and rows.generation == 1
-    assert rows.batch == Batch((30, 10), (1, 2))
+    assert [row.index for row in rows.alive] == [30, 10]
     assert rows.parts[0].tokens.tolist() == [[24], [22]] and rows.parts[0].now.counts.tolist() == [1, 2]
     assert [state.finished for state in states] == [True, False, True, False]
     assert rows.advance(logits_for([25, 26]), Sampler(0), step=1) == 2
@@ -103,16 +103,16 @@ def test_callers_hear_of_each_token_with_the_rows_place_in_the_input() -> None:
 def test_as_few_rows_as_possible_move_and_none_is_lost(limits: list[int]) -> None:
     rows, states = batch_of([[place + 1] * (1 + place % 3) for place in range(len(limits))], limits)
     for step in range(max(limits)):
-        before = rows.batch.rows
+        before = [row.index for row in rows.alive]
         rows.advance(logits_for([7] * len(before)), Sampler(0), step)
         alive = {state.index for state in states if not state.finished}
         if not alive:
             break
-        assert set(rows.batch.rows) == alive and len(rows.batch.rows) == len(alive)
-        assert [before[place] for place in rows.places_before] == list(rows.batch.rows)
+        assert sorted(now := [row.index for row in rows.alive]) == sorted(alive)
+        assert [before[place] for place in rows.places_before] == now
         stayed = [place for place, row in enumerate(before[: len(alive)]) if row in alive]
         assert all(rows.places_before[place] == place for place in stayed)
-        assert rows.parts[0].now.counts.tolist() == [length + step for length in rows.batch.lengths]
+        assert rows.parts[0].now.counts.tolist() == [row.prompt_len + step for row in rows.alive]
     assert [state.num_generated for state in states] == limits and rows.is_done
 
 

@@ -87,7 +87,7 @@ def fail_at(
     actions = Engine._actions
 
     def failing(self: Engine, schedule: Schedule, state: Any) -> dict[Op, Any]:
-        table, rows = actions(self, schedule, state), sum(each.batch.size for each in state.rows)
+        table, rows = actions(self, schedule, state), state.seats
         action = table[op]
         last = max((task for task in schedule.tasks() if task.op is op and task.step == step), default=None)
 

@@ -47,7 +47,7 @@ def expected(q: Tensor, k: Tensor, v: Tensor, place: int) -> Tensor:
 
 def pass_of(lengths: Sequence[int], step: int, capacity: int | None = None) -> KVStep:
     occupancy = Full().occupancy(Batch(tuple(range(len(lengths))), tuple(lengths)), STEPS)
-    return KVStep.of(occupancy, step, capacity or occupancy.capacity, torch.device("cpu"))
+    return KVStep.of(occupancy.at(step), capacity or occupancy.capacity, torch.device("cpu"))
 
 
 def tokens_of(rows: Sequence[Text], lengths: Sequence[int], step: int) -> Text:

@@ -188,7 +188,7 @@ def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, st
     rows, tokens = batch.size, batch.prompt_len
     spec, dtype, new = model.spec, getattr(torch, model.spec.dtype), 1 if step else tokens
     occupancy = policy.occupancy(batch, gen_len)
-    now = KVStep.of(occupancy, step, occupancy.capacity, torch.device("cpu"))
+    now = KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu"))
     image = torch.zeros(2, rows, spec.kv_heads, now.capacity, spec.head_dim, dtype=dtype)
     noted = torch.zeros(rows * spec.kv_heads * now.capacity * policy.score_bytes, dtype=torch.uint8)
     scores = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.score_bytes else None
@@ -262,7 +262,7 @@ def test_scoring_allocates_no_more_in_passing_than_is_estimated(
     plan = Plan(prefill_tokens=tokens)
     rows = BatchRows(batch, states, plan, 1, torch.device("cpu"))
     weights = {name: torch.randn(tensor.shape, dtype=value_type) for name, tensor in model.spec.layers[-1].tensors}
-    hidden = torch.randn(2, tokens, model.spec.width, dtype=value_type)
+    hidden = torch.randn(2 * tokens, model.spec.width, dtype=value_type)
     params, tokenizer, after = SamplingParams(max_tokens=tokens - 5), ByteTokenizer(vocab), [1] * (tokens - 5)
     asked = [RowState(row, [row] * 6, params, tokenizer, forced=after) for row in batch.rows]
     scorer = Scorer(asked, tokenizer, at_once)
@@ -288,7 +288,7 @@ def test_log_probabilities_of_prompts_allocate_no_more_in_passing_than_is_estima
     plan = Plan(prefill_tokens=tokens)
     rows = BatchRows(batch, states, plan, 1, torch.device("cpu"))
     weights = {name: torch.randn(tensor.shape) for name, tensor in model.spec.layers[-1].tensors}
-    hidden = torch.randn(2, tokens, model.spec.width)
+    hidden = torch.randn(2 * tokens, model.spec.width)
     logits_of = partial(model.head, weights=weights)
     most = peak_allocated(lambda: read_prompts(rows, hidden, logits_of, at_once), [hidden, *weights.values()])
     estimate = SLACK * working_bytes(model.spec, plan, plan.policy.occupancy(batch, 1), site_of("cpu", False), at_once)

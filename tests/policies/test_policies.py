@@ -113,7 +113,9 @@ def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, 
     rows = texts(kv_heads, group)
     heads = [[Head(kept, length, STEPS, head, turn) for head in range(kv_heads)] for length in LENGTHS]
     for step in range(STEPS):
-        out = cache.attend(KVStep.of(occupancy, step, occupancy.capacity, torch.device("cpu")), *new_tokens(rows, step), ROTARY)
+        out = cache.attend(
+            KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu")), *new_tokens(rows, step), ROTARY
+        )
         for row, length in enumerate(LENGTHS):
             new = slice(length + step - 1, length + step) if step else slice(0, length)
             q, k, v = (part[new].double().numpy() for part in rows[row])
@@ -137,7 +139,7 @@ def test_after_every_step_the_budget_is_held_and_who_is_protected_is_there(kept:
     scores = SlotScores.over(torch.zeros(8 * shape[0] * shape[1] * shape[2], dtype=torch.uint8), policy, shape)
     cache = KVCache(torch.zeros(2, *shape, DIM), scores)
     for step in range(STEPS):
-        cache.attend(KVStep.of(occupancy, step, occupancy.capacity, torch.device("cpu")), *new_tokens(rows, step), ROTARY)
+        cache.attend(KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu")), *new_tokens(rows, step), ROTARY)
         for row, (length, budget) in enumerate(zip(LENGTHS, occupancy.budgets)):
             total, generated = length + step, step if occupancy.prompt_only else 0
             window = budget.window if step else budget.prompt_window
@@ -176,7 +178,7 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
         for step in range(gen_len):
             tokens = max(lengths) if step == 0 else 1
             q, k, v = (torch.randn(rows, tokens, n, DIM, generator=generator) for n in (kv_heads * group, kv_heads, kv_heads))
-            out = cache.attend(KVStep.of(occupancy, step, occupancy.capacity, torch.device("cpu")), 2 * q, k, v, ROTARY)
+            out = cache.attend(KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu")), 2 * q, k, v, ROTARY)
             for row in range(rows):
                 count = lengths[row] if step == 0 else 1
                 asked, keys, values = (x[row, :count].double().numpy() for x in (2 * q, k, v))
@@ -197,7 +199,7 @@ def test_what_is_never_filled_is_noted_as_nobody() -> None:
     scores = SlotScores.over(torch.zeros(2 * 6 * 8, dtype=torch.uint8), policy, (2, 1, occupancy.capacity))
     x = torch.randn(2, 9, 1, DIM)
     KVCache(torch.zeros(2, 2, 1, occupancy.capacity, DIM), scores).attend(
-        KVStep.of(occupancy, 0, 6, torch.device("cpu")), x, x, x
+        KVStep.of(occupancy.at(0), 6, torch.device("cpu")), x, x, x
     )
     assert scores.positions[1, 0].tolist() == [0, 1, NOBODY, NOBODY, NOBODY, NOBODY]
 

@@ -42,7 +42,8 @@ SlotAction = Callable[[DiskRegion, KVLayout, numpy.ndarray, int, int], None]
 class Unit:
     """The KV of one (layer, batch), as it lies at home."""
 
-    batch: Batch  # the rows in it
+    rows: int = 0  # in it
+    held: int = 0  # slots in use, in the row that has most
     generation: int = 0  # how often its rows were filled up
     changed: tuple[int, int] = (0, 0)  # slots that the last COMPUTE wrote
     cache: KVCache | None = None  # cache of the last COMPUTE
@@ -50,7 +51,7 @@ class Unit:
 
     @property
     def replaced(self) -> Tensor | None:
-        """The one slot of every row and head that changed, where it is not a range."""
+        """The one slot of every row and head that changed, where these are no range."""
         return None if self.cache is None else self.cache.replaced
 
 
@@ -76,7 +77,10 @@ class KVStore:
         self._layouts = [self._occupancy(batch).layout(self._spec) for batch in block.batches]
         for place in schedule.traffic.kv:
             batch, before = block.batches[place[1]], self._units.get(place)
-            self._units[place] = Unit(batch, journaled=before.journaled if before is not None and any(batch.seen) else [])
+            goes_on = before is not None and any(batch.seen)
+            self._units[place] = Unit(
+                batch.size, self._occupancy(batch).held(0), journaled=before.journaled if goes_on and before else []
+            )
 
     def _allocate(self, held: ExitStack) -> None:
         traffic, memories = self._schedule.traffic, self._memories
@@ -127,11 +131,12 @@ class KVStore:
         unit = self._units[task.layer, task.batch]
         scores = self._scores.get((task.layer, task.batch))
         cache = KVCache(self._image(self._working_region(task), task.batch), scores, self._coding)
-        unit.changed, unit.cache = self._occupancy(rows.batch).changed(task.step), cache
-        if task.step and unit.generation != rows.generation:
-            cache.keep_rows(rows.places_before, self._occupancy(unit.batch).held(task.step))
+        unit.changed, unit.cache = rows.changed, cache
+        if unit.generation != rows.generation:
+            cache.keep_rows(rows.places_before, unit.held)
+        if unit.generation != rows.generation or rows.changes_all:
             unit.changed, unit.cache = (0, unit.changed[1]), None  # all is to be stored
-        unit.batch, unit.generation = rows.batch, rows.generation
+        unit.rows, unit.held, unit.generation = rows.size, unit.changed[1], rows.generation
         return cache
 
     def _working_region(self, task: Task) -> Tensor:
@@ -142,7 +147,7 @@ class KVStore:
     def load(self, task: Task) -> int:
         """Host -> device: all held slots, one range from the start."""
         unit = self._units[task.layer, task.batch]
-        return self._transfer(task, 0, self._occupancy(unit.batch).held(task.step), to_device=True)
+        return self._transfer(task, 0, unit.held, to_device=True)
 
     def store(self, task: Task) -> int:
         """Device -> host: the slots that the step changed."""
@@ -150,7 +155,7 @@ class KVStore:
         if unit.replaced is None:
             return self._transfer(task, *unit.changed, to_device=False)
         host, device = (self._image(region, task.batch) for region in self._both_regions(task))
-        row, head = torch.arange(unit.batch.size)[:, None], torch.arange(self._spec.kv_heads)
+        row, head = torch.arange(unit.rows)[:, None], torch.arange(self._spec.kv_heads)
         at_home = device.device  # indices are gathered there, scattered here
         values = device[:, row.to(at_home), head.to(at_home), unit.replaced].cpu()
         host[:, row, head, unit.replaced.cpu()] = values
@@ -172,7 +177,7 @@ class KVStore:
     def read(self, task: Task) -> int:
         """Disk -> host: all held slots, and then, in their order, the changes in the journal."""
         unit = self._units[task.layer, task.batch]
-        moved = self._disk_slots(task, unit, 0, self._occupancy(unit.batch).held(task.step), self._read_slots)
+        moved = self._disk_slots(task, unit, 0, unit.held, self._read_slots)
         for place, slots in enumerate(unit.journaled):
             moved += self._read_journaled(task, place, slots)
         return moved
@@ -209,7 +214,7 @@ class KVStore:
     def _disk_slots(self, task: Task, unit: Unit, first: int, last: int, action: SlotAction) -> int:
         """Cuts a range of slots into chunks that the disk threads work on side by side."""
         home, region = self._on_disk[task.layer, task.batch], self._host_ring[self._schedule.buffer(task.visit)]
-        layout = self._layouts[task.batch].of_rows(unit.batch.size)
+        layout = self._layouts[task.batch].of_rows(unit.rows)
         image, chunk = numpy_of(self._image(region, task.batch))[:, : layout.rows], layout.slots_at_once
         cuts = [(home, layout, image, start, min(start + chunk, last)) for start in range(first, last, chunk)]
         self._memories.files.each(lambda cut: action(*cut), cuts)

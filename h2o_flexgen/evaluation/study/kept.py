@@ -45,7 +45,7 @@ class Keeper:
         for step in range(occupancy.gen_len):
             read = self.prompt_len + step
             new = slice(read - 1 if step else 0, read)
-            now = KVStep.of(occupancy, step, occupancy.capacity, q.device)
+            now = KVStep.of(occupancy.at(step), occupancy.capacity, q.device)
             out.append(cache.attend(now, q[:, new], k[:, new], v[:, new], rotate))
             held = scores.positions[0, :, : occupancy.counts(step + 1)[0]].long()
             gone.scatter_(1, held, torch.full_like(held, read + 1))

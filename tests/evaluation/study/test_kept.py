@@ -70,7 +70,7 @@ def test_layer_by_layer_is_token_by_token(kind: str, policy: str, checkpoints: C
     kept = []
     with torch.inference_mode():
         for step in range(occupancy.gen_len):
-            now, end = KVStep.of(occupancy, step, occupancy.capacity, torch.device("cpu")), prompt_len + step
+            now, end = KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu")), prompt_len + step
             hidden = torch.tensor([text[end - 1 if step else 0 : end]])
             for layer, one in enumerate(spec.layers[:-1]):
                 given = Given(now.positions, partial(caches[layer].attend, now)) if one.has_kv else Given(now.positions)

@@ -1,0 +1,38 @@
+"""A job: requests whose sizes are known, and whose texts are read when their turn comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
+
+from h2o_flexgen.sampling.params import SamplingParams
+
+
+class Size(NamedTuple):
+    """What a request may need."""
+
+    prompt_len: int
+    gen_len: int  # tokens that it may grow; 0: it only scores its prompt
+    rows: int = 1  # completions
+    scores: bool = False  # the log-probabilities of its prompt are asked for
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and how it is to be continued."""
+
+    prompt: object  # a Prompt, a text, token ids, or a dict of one of them
+    params: SamplingParams | None = None
+    index: int | None = None  # its number in the input (default: its place): completions and random numbers go by it
+
+
+class Job(Protocol):
+    @property
+    def sizes(self) -> Sequence[Size]: ...
+
+    def request(self, place: int) -> Request:
+        """The request at this place, read again if need be."""
+
+
+Requests: TypeAlias = "Job | Iterable[Request | object]"  # what is not a request is a prompt

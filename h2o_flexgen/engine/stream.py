@@ -1,0 +1,100 @@
+"""A stream of completions: the rows of a job are made when a seat is free for them, and a request is completed when its last
+row ends. Texts are held only while their rows are alive."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.job import Job, Request, Requests, Size
+from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.engine.row_state import RowState, completion_of
+from h2o_flexgen.engine.tick import Ticker
+from h2o_flexgen.engine.waiting import Waiting
+from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.text.prompts import Prompt, read_prompts
+from h2o_flexgen.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ListedJob:
+    """Requests that are all in memory, with their tokens."""
+
+    requests: Sequence[Request]
+    sizes: Sequence[Size]
+
+    @classmethod
+    def of(cls, requests: Iterable[Request | object], maker: RowMaker) -> ListedJob:
+        read = [_read(place, one, maker.tokenizer) for place, one in enumerate(requests)]
+        return cls(read, [maker.size(_index(place, one), one) for place, one in enumerate(read)])
+
+    def request(self, place: int) -> Request:
+        return self.requests[place]
+
+
+class Stream:
+    def __init__(self, job: Job, maker: RowMaker, streamed: bool) -> None:
+        self._job = job
+        self._maker = maker
+        self._streamed = streamed
+        self._firsts = [*accumulate((size.rows for size in job.sizes), initial=0)]  # the first row of each request
+        self._made: dict[int, list[RowState]] = {}  # rows of requests that have begun
+        self._done: Counter[int] = Counter()  # rows of each request that have ended
+        self.prompt_tokens = self.generated_tokens = 0  # of rows that have ended
+
+    @cached_property
+    def workload(self) -> Workload:
+        """All rows, each with what it may need."""
+        return Workload.running([Need(size.prompt_len, size.gen_len) for size in self._job.sizes for _ in range(size.rows)])
+
+    @property
+    def asks_of_prompts(self) -> bool:
+        return any(size.scores for size in self._job.sizes)
+
+    def waiting(self, policy: KVPolicy) -> Waiting:
+        return Waiting(self.workload.needs, policy, self.row)
+
+    def row(self, place: int) -> RowState:
+        """Makes the row at this place of the workload, and with it all others of its request."""
+        request = bisect_right(self._firsts, place) - 1
+        if request not in self._made:
+            read = _read(request, self._job.request(request), self._maker.tokenizer)
+            self._made[request] = self._maker.rows_of(_index(request, read), read, self._streamed, self._firsts[request])
+        return self._made[request][place - self._firsts[request]]
+
+    def completions(self, ended: Iterable[RowState], ticker: Ticker) -> Iterator[Completion]:
+        """Yields the completion of a request when its last row has ended."""
+        for row in ended:
+            self.prompt_tokens += 0 if row.number else row.prompt_len
+            self.generated_tokens += row.num_generated
+            request = bisect_right(self._firsts, row.row) - 1
+            self._done[request] += 1
+            if self._done[request] == len(self._made[request]):
+                del self._done[request]
+                ticker.requests_done += 1
+                yield completion_of(self._made.pop(request))
+
+
+def job_of(requests: Requests, maker: RowMaker) -> Job:
+    """The job itself, or one of all these requests."""
+    return ListedJob.of(requests, maker) if isinstance(requests, Iterable) else requests
+
+
+def _read(place: int, given: object, tokenizer: Tokenizer) -> Request:
+    """A request with the tokens of its prompt; what is not a request is a prompt."""
+    request = given if isinstance(given, Request) else Request(given)
+    if isinstance(request.prompt, Prompt):
+        return request
+    (prompt,) = read_prompts([request.prompt], tokenizer)
+    return Request(prompt, request.params, request.index)
+
+
+def _index(place: int, request: Request) -> int:
+    return place if request.index is None else request.index
