@@ -100,6 +100,15 @@ class FileJob:
                 on_read(count)
         return job
 
+    def still(self, is_open: Callable[[int], bool]) -> FileJob:
+        """The requests that are open by their places in the index."""
+        job = FileJob(self.index, self.reading)
+        for place, size in zip(self.places, self.sizes):
+            if is_open(place):
+                job.places.append(place)
+                job.sizes.add(size)
+        return job
+
     def request(self, place: int) -> Request:
         """The request at a place of this job."""
         own = self.places[place]
