@@ -76,7 +76,7 @@ class Seats:
     prefixes: PrefixRoom
 
 
-def seats_of(needs: Sequence[Need], rows: Iterable[int], size: int, batches: int) -> tuple[Seats, ...]:
+def seats_of(needs: Sequence[Need], rows: Iterable[int], batches: int, size: int = 1) -> tuple[Seats, ...]:
     """Divides rows among at most this many batches of a size: first those that need most, as memory has to be enough for them,
     and in each queue first those that may grow longest, so that none of them is alone at the end."""
     order = sorted(rows, key=lambda row: (-needs[row].tokens, row))

@@ -228,9 +228,10 @@ class Workload:
 
     def _running_block(self, batch_size: int, num_batches: int, rows: Sequence[int]) -> Block:
         """Its steps are passes over the weights: never more than there are tokens to generate, and prompts to be read."""
+        enough = min(num_batches, -(-len(rows) // batch_size))
         batches = tuple(
             Batch(own.queue[:batch_size], (own.longest_prompt,) * min(batch_size, len(own.queue)), seats=own)
-            for own in seats_of(self.needs, rows, batch_size, num_batches)
+            for own in seats_of(self.needs, rows, enough, batch_size)
         )
         return Block(batches, sum(self.needs[row].work for row in rows) + 1)
 

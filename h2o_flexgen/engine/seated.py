@@ -57,7 +57,8 @@ class SeatedRows(BatchRows):
 
     def _join(self) -> list[Part]:
         """Gives newcomers their seats, and returns the prefixes that have to be computed for them."""
-        newcomers, parts = self._waiting.take(self._place, self._rows, self._seats), []
+        seated = [self._waiting.need(row).prefix for row in self._rows]
+        newcomers, parts = self._waiting.take(self._place, len(seated), self._seats, seated), []
         for row in newcomers:
             need = self._waiting.need(row)
             self._slots[row.row] = self._policy.alone(need)

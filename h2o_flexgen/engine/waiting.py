@@ -50,13 +50,13 @@ class Waiting:
     def need(self, row: RowState) -> Need:
         return self._needs[row.row]
 
-    def take(self, batch: int, seated: Sequence[RowState], seats: int) -> list[RowState]:
+    def take(self, batch: int, taken: int, seats: int, shared: Iterable[SharedPrefix | None] = ()) -> list[RowState]:
         """The rows that join a batch now, longest prompts first. Whoever waits does so until some seats are free, or all, and
-        until there is room for the prefix that the row shares with others."""
-        free = seats - len(seated)
-        if seated and free * FREE_SHARE < seats and free < len(self):
+        until there is room for the prefix that the row shares with others; `shared`: the prefixes of those who have a seat."""
+        free = seats - taken
+        if taken and free * FREE_SHARE < seats and free < len(self):
             return []
-        held = _Held.of((self.need(row).prefix for row in seated), self._seats[batch].prefixes.of_batch)
+        held = _Held.of(shared, self._seats[batch].prefixes.of_batch)
         rows = [self._row(place) for place in islice(self._places(batch, held), free)]
         return sorted(rows, key=lambda row: -self.need(row).read)
 

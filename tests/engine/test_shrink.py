@@ -210,9 +210,9 @@ def test_a_row_that_starts_anew_keeps_the_tokens_it_had_whatever_is_picked_then(
     fail_at(monkeypatch, Op.COMPUTE, step=3, most_rows=1)
     sample, came, calls = Sampler.sample, list[tuple[int, int]](), Counter[int]()
 
-    def moody(self: Sampler, logits: torch.Tensor, params: Any, rows: Any, step: int, *rest: Any) -> Any:
-        calls[step] += 1
-        return sample(self, -logits if calls[step] > 1 else logits, params, rows, step, *rest)
+    def moody(self: Sampler, logits: torch.Tensor, params: Any, rows: Any, steps: list[int], *rest: Any) -> Any:
+        calls[steps[0]] += 1
+        return sample(self, -logits if calls[steps[0]] > 1 else logits, params, rows, steps, *rest)
 
     monkeypatch.setattr(Sampler, "sample", moody)
     with case.open(checkpoints, offload) as llm:

@@ -1,0 +1,201 @@
+"""Rows that come and go: whoever joins when, each row says what the resident loop says of it alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.shrink import Shrink
+from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule.ops import Op
+from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints, recorded_logits
+from tests.engine.test_shrink import OF_TORCH, fail_at
+from tests.engine.test_shrink import same as same_but_for_last_bits
+from tests.pairwise import on_devices
+
+LENGTHS = (5, 9, 2, 7, 4, 11, 3, 6, 8, 5, 1, 12, 4, 9)
+GROWTH = (4, 1, 9, 3, 12, 2, 7, 1, 5, 11, 3, 8, 2, 6)
+MIXES = (
+    (100, 0, 100, 0, 100, 0),
+    (0, 100, 0, 100, 0, 100),
+    (0, 0, 0, 0, 0, 0),
+    (30, 30, 20, 50, 40, 30),
+    (0, 40, 60, 0, 0, 50),
+)
+CHOICES = {
+    "kind": ("opt", "llama-gqa", "neox-parallel", "qwen3"),
+    "percent": MIXES,
+    "gpu_batch_size": (1, 2, 3, 5),
+    "num_gpu_batches": (1, 2, 3),
+    "slots": (1, 2, 3),
+    "schedule": ("zigzag", "flexgen_barrier"),
+    "policy": POLICIES,
+    "prefill_tokens": (1024, 12, 1),
+    ("weight_codec", "compute"): WEIGHTS,
+    "kv_codec": (PLAIN, "group4", "group8"),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_on() -> Iterator[None]:
+    before = {thread.name for thread in threading.enumerate()}
+    yield
+    assert {thread.name for thread in threading.enumerate()} - {"tqdm_monitor"} <= before  # that one is of transformers
+
+
+def requests_of(case: Case, growth: Sequence[int] = GROWTH) -> list[Request]:
+    return [Request(prompt, SamplingParams(max_tokens=grown)) for prompt, grown in zip(case.prompts, growth)]
+
+
+def streamed(llm: LLM, requests: Sequence[Request], **options: Any) -> list[Completion]:
+    return sorted(llm.generate_stream(requests, **options), key=lambda one: one.index)
+
+
+@pytest.mark.parametrize("values", on_devices(CHOICES))
+def test_each_row_says_what_the_resident_loop_says_of_it_alone(
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    case = Case(**{"lengths": LENGTHS, **values})
+    with case.open(checkpoints, offload) as llm, recorded_logits() as logits:
+        completions = streamed(llm, requests_of(case))
+        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
+    for row, (completion, grown) in enumerate(zip(completions, GROWTH, strict=True)):
+        alone = checkpoints.resident_logits(replace(case, gen_len=grown), (row,))
+        assert list(completion.token_ids) == [int(step[0].argmax()) for step in alone], f"row {row}: {case}"
+    assert len(logits) == sum(GROWTH)
+
+
+def test_who_is_done_is_handed_out_at_once_and_seats_are_taken_again(checkpoints: Checkpoints, offload: Path) -> None:
+    case, ticks = Case("llama-gqa", lengths=LENGTHS, gpu_batch_size=3, num_gpu_batches=2), list[Tick]()
+    with case.open(checkpoints, offload) as llm:
+        done_at = {one.index: len(ticks) for one in llm.generate_stream(requests_of(case), on_tick=ticks.append)}
+    assert [tick.number for tick in ticks] == list(range(1, len(ticks) + 1))
+    assert len(ticks) < sum(GROWTH) / 6 * 1.5, "seats stayed empty although others waited"
+    assert len(set(done_at.values())) > len(GROWTH) / 3, "completions came in heaps"
+    last = ticks[-1]
+    assert (last.prompt_tokens, last.generated_tokens) == (sum(LENGTHS), sum(GROWTH))
+    assert last.computed_tokens >= sum(LENGTHS) + sum(GROWTH) - len(GROWTH) and (last.alive, last.seats) == (0, 6)
+    assert all(earlier.requests_done <= later.requests_done for earlier, later in pairwise(ticks))
+    assert last.busy_seconds["compute"] <= last.prompt_seconds + last.decode_seconds
+
+
+def sampled(case: Case, seed: int | None = None) -> list[Request]:
+    random, requests = Random(7), []
+    for place, prompt in enumerate(case.prompts):
+        params = SamplingParams(
+            max_tokens=GROWTH[place],
+            temperature=random.choice((0.0, 1.3)),
+            logprobs=random.choice((None, 2)),
+            stop_token_ids=(7, 70),
+            repetition_penalty=random.choice((1.0, 1.2)),
+            prompt_logprobs=random.choice((None, 1)),
+            seed=seed,
+        )
+        requests.append(Request(prompt, params if params.is_greedy else replace(params, n=random.choice((1, 3)))))
+    return requests
+
+
+def apart(completions: Sequence[Completion]) -> list[Completion]:
+    """Every completion of a prompt by itself, as `same` compares them."""
+    each = [(one, *one.others) for one in completions]
+    return [
+        replace(
+            own[0], others=(), **{name: getattr(other, name) for name in ("text", "token_ids", "logprobs", "finish_reason")}
+        )
+        for own in each
+        for other in own
+    ]
+
+
+def same(these: Sequence[Completion], those: Sequence[Completion]) -> bool:
+    return same_but_for_last_bits(apart(these), apart(those))
+
+
+def test_samples_log_probabilities_and_stops_are_those_of_generate(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("qwen3", MIXES[3], LENGTHS, gpu_batch_size=3)
+    requests = sampled(case)
+    with case.open(checkpoints, offload) as llm:
+        wanted = llm.generate(case.prompts, [one.params or SamplingParams() for one in requests], seed=5)
+        assert same(streamed(llm, requests, seed=5), wanted)
+        assert llm.stats is not None and llm.stats.num_prompts == len(LENGTHS)
+        own = [SamplingParams() if one.params is None else one.params for one in requests]
+        assert llm.stats.generated_tokens == sum(len(each.token_ids) for one in wanted for each in (one, *one.others)) and any(
+            one.n > 1 for one in own
+        )
+
+
+def test_a_request_is_sampled_by_its_own_number_wherever_it_stands(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("opt", lengths=LENGTHS, gpu_batch_size=2)
+    requests = [replace(one, index=100 + place) for place, one in enumerate(sampled(case))]
+    with case.open(checkpoints, offload) as llm:
+        all_of_them = streamed(llm, requests, seed=5)
+        a_few = streamed(llm, [requests[place] for place in (9, 3, 12, 4)], seed=5)
+    assert [one.index for one in a_few] == [103, 104, 109, 112]
+    assert same(a_few, [all_of_them[one.index - 100] for one in a_few])
+
+
+def test_prompts_that_are_only_scored_end_with_the_pass_that_reads_them(checkpoints: Checkpoints, offload: Path) -> None:
+    case, ticks = Case("neox-parallel", MIXES[3], LENGTHS, gpu_batch_size=8), list[Tick]()
+    asked = SamplingParams(max_tokens=0, prompt_logprobs=2)
+    with case.open(checkpoints, offload) as llm:
+        wanted = llm.generate(case.prompts, SamplingParams(max_tokens=1, prompt_logprobs=2))
+        scored = streamed(llm, [Request(prompt, asked) for prompt in case.prompts], on_tick=ticks.append)
+        also = llm.generate(case.prompts, asked)
+    for one, other, by_block in zip(scored, wanted, also, strict=True):
+        assert one.token_ids == by_block.token_ids == () and one.finish_reason == "length"
+        for mine, its in zip(one.prompt_logprobs or (), other.prompt_logprobs or (), strict=True):
+            assert mine is its is None or (mine and its and mine.chosen.logprob == pytest.approx(its.chosen.logprob, abs=1e-4))
+    assert len(ticks) == 1, "sixteen seats hold fourteen prompts"
+
+
+def test_whoever_wants_no_more_closes_the_iterator(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("llama-gqa", MIXES[2], LENGTHS, gpu_batch_size=3)
+    with case.open(checkpoints, offload) as llm:
+        stream = llm.generate_stream(requests_of(case))
+        first = next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
+        assert len(first.token_ids) == GROWTH[first.index]
+        assert len(streamed(llm, requests_of(case))) == len(LENGTHS)
+
+
+@pytest.mark.parametrize("place", [Op.COMPUTE, Op.READ_KV, Op.WRITE_KV])
+@pytest.mark.parametrize("policy", [POLICIES[0], POLICIES[1]])
+def test_where_memory_runs_out_the_rest_goes_on_in_smaller_blocks(
+    place: Op, policy: tuple[Any, ...], checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("llama-gqa", MIXES[2], LENGTHS, gpu_batch_size=4, policy=policy)
+    requests, told = sampled(case), list[Shrink]()
+    with case.open(checkpoints, offload) as llm:
+        wanted = streamed(llm, requests, seed=3)
+    fail_at(monkeypatch, place, step=6, most_rows=4, error=lambda: RuntimeError(OF_TORCH))
+    tokens: dict[int, int] = {}
+
+    def count(row: int, token: int, text: str | None) -> None:
+        tokens[row] = tokens.get(row, 0) + 1
+
+    with case.open(checkpoints, offload) as llm:
+        assert same(streamed(llm, requests, seed=3, on_shrink=told.append, on_token=count), wanted)
+    assert [shrink.tried for shrink in told] == [(4, 2)]
+    assert sum(tokens.values()) == sum(len(each.token_ids) for one in wanted for each in (one, *one.others))
+
+
+def test_what_is_no_request_is_a_prompt_and_nothing_asked_is_nothing_done(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("opt", lengths=LENGTHS)
+    with case.open(checkpoints, offload) as llm:
+        assert not list(llm.generate_stream([]))
+        assert [len(one.token_ids) for one in streamed(llm, case.prompts)] == [32] * len(LENGTHS)
+        with pytest.raises(ValueError, match="prompt 1 is empty"):
+            list(llm.generate_stream([[1], []]))
