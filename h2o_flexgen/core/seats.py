@@ -23,7 +23,7 @@ class Need(NamedTuple):
     prompt_len: int
     gen_len: int
     prefix: SharedPrefix | None = None  # what its prompt begins with, as others do
-    spared: int = 0  # the first tokens of its own slots, which come from there
+    copies: bool = False  # takes that into its own slots
 
     @classmethod
     def behind(cls, prefix: SharedPrefix | None, prompt_len: int, gen_len: int, is_copied: bool) -> Need:
@@ -31,13 +31,18 @@ class Need(NamedTuple):
         if prefix is None:
             return cls(prompt_len, gen_len)
         if is_copied:
-            return cls(prompt_len, gen_len, prefix, prefix.tokens)
+            return cls(prompt_len, gen_len, prefix, copies=True)
         return cls(prompt_len - prefix.tokens, gen_len, prefix)
 
     @property
     def alone(self) -> Need:
         """The same slots, for a row that shares nothing."""
         return Need(self.prompt_len, self.gen_len)
+
+    @property
+    def spared(self) -> int:
+        """Tokens that are copied into its own slots."""
+        return self.prefix.tokens if self.copies and self.prefix is not None else 0
 
     @property
     def read(self) -> int:

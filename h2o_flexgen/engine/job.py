@@ -35,7 +35,7 @@ class Job(Protocol):
 
     @property
     def prefixes(self) -> PrefixGroups | None:
-        """Which requests begin alike; None if nobody looked."""
+        """The groups of requests that begin alike; None if nobody looked for them."""
 
     def request(self, place: int) -> Request:
         """The request at this place, read again if need be."""

@@ -83,7 +83,7 @@ class KVCache:
         return out
 
     def _chosen(self, now: KVStep, scores: SlotScores | None, sums: Tensor | None) -> Tensor:
-        """Which of the held and the new tokens stay."""
+        """The places of the held and the new tokens that stay."""
         if scores is None:
             return now.places_if_all_stay
         if not now.slots.copies:
