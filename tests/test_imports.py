@@ -27,7 +27,7 @@ ROOMS = {
     "planning": ("core", "kernels", "policies", "quant", "schedule"),
     "memory": ("core", "kernels", "quant"),
     "models": ("core", "demo", "kernels", "quant"),
-    "kv": ("kernels", "models", "policies", "quant"),
+    "kv": ("core", "kernels", "models", "policies", "quant"),
     "sampling": ("core",),
     "text": ("core", "models", "sampling"),
     "engine": ("core", "kernels", "kv", "memory", "models", "planning", "policies", "quant", "sampling", "schedule", "text"),

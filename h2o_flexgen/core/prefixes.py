@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 LEAST_TOKENS = 32  # of a prefix: to attend a shorter one apart costs about what its prompt would
 ROOM = 32 << 20  # bytes of the tree
+ROOM_TOKENS = 16
 NODE_BYTES = 500  # of a node beside its tokens
 MOST_CANDIDATES = 4096  # beginnings that are weighed against each other
 TOKEN = array("i").itemsize
@@ -23,6 +24,11 @@ NOBODY = -1
 class SharedPrefix(NamedTuple):
     group: int
     tokens: int
+
+    @property
+    def room(self) -> int:
+        """Tokens that it takes room for: as many as begin and end at a cache line, whatever a token takes."""
+        return -(-self.tokens // ROOM_TOKENS) * ROOM_TOKENS
 
 
 @dataclass(frozen=True)
@@ -54,9 +60,10 @@ class _Node:
 
 
 class PrefixFinder:
-    def __init__(self, least: int = LEAST_TOKENS, room: int = ROOM) -> None:
-        """`least`: the tokens from which on a prefix is worth sharing."""
+    def __init__(self, least: int = LEAST_TOKENS, own: int = 1, room: int = ROOM) -> None:
+        """`least`: the tokens from which on a prefix is worth sharing; `own`: the last tokens of a prompt, which are not."""
         self._least = least
+        self._own = own
         self._room = room
         self._taken_in_by = array("i")  # for each number of a node: itself, or the node that it became a part of
         self._ends = array("i")  # for each request, the number of the node where it ended
@@ -65,7 +72,7 @@ class PrefixFinder:
 
     def add(self, ids: Sequence[int], rows: int = 1) -> None:
         """Takes the next request: its tokens, and how many rows it is."""
-        text, at, node = array("i", ids[:-1]).tobytes(), 0, self._root
+        text, at, node = array("i", ids[: -self._own]).tobytes(), 0, self._root
         node.rows += rows
         while at < len(text):
             node, at = self._child(node, text, at)

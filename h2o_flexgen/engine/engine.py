@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.workload import Batch, Block
+from h2o_flexgen.core.workload import Block
 from h2o_flexgen.engine.executor import Executor, shortage_in
 from h2o_flexgen.engine.head import AtHead
 from h2o_flexgen.engine.many_positions import LogitsOf
@@ -27,6 +27,7 @@ from h2o_flexgen.engine.rows import BatchRows, Part
 from h2o_flexgen.engine.seated import SeatedRows
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.kv import KVStore
+from h2o_flexgen.engine.stores.prefixes import PrefixStore
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.tick import OnPass, Pass
 from h2o_flexgen.engine.waiting import Waiting
@@ -112,6 +113,7 @@ class _Progress:
     rows: list[BatchRows]
     kv: KVStore
     hidden: HiddenStore
+    prefixes: PrefixStore
     listening: _Listening
     guard: HostGuard | None
     measures: _Measures
@@ -281,10 +283,20 @@ class Engine:
                 if kv is not None:
                     kv.prepare(block, schedule)
                 hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
-                alive = [self._rows_of(place, batch, rows, block.gen_len) for place, batch in enumerate(block.batches)]
+                prefixes = opened.enter_context(closing(PrefixStore(self._spec, self._plan, block, self._memories)))
+                alive = [self._rows_of(place, block, rows, prefixes) for place in range(len(block.batches))]
             measures.clock = time.perf_counter()
             state = _Progress(
-                alive, own, hidden, listening, guard, measures, finished, block.num_rows, lambda: executor.busy_seconds
+                alive,
+                own,
+                hidden,
+                prefixes,
+                listening,
+                guard,
+                measures,
+                finished,
+                block.num_rows,
+                lambda: executor.busy_seconds,
             )
             executor = Executor(self._actions(schedule, state), self._memories.device, ahead=schedule.ahead)
             try:
@@ -298,11 +310,11 @@ class Engine:
         self._memories.device.give_back_freed()
         give_back_freed()
 
-    def _rows_of(self, place: int, batch: Batch, rows: Sequence[RowState] | Waiting, gen_len: int) -> BatchRows:
-        device = self._memories.device.torch_device
+    def _rows_of(self, place: int, block: Block, rows: Sequence[RowState] | Waiting, prefixes: PrefixStore) -> BatchRows:
+        batch, device = block.batches[place], self._memories.device.torch_device
         if isinstance(rows, Waiting):
-            return SeatedRows(place, batch, rows, self._plan, gen_len, device)
-        return BatchRows(batch, [rows[row] for row in batch.rows], self._plan, gen_len, device)
+            return SeatedRows(place, batch, rows, prefixes, self._plan, block.gen_len, device)
+        return BatchRows(batch, [rows[row] for row in batch.rows], self._plan, block.gen_len, device)
 
     def _tasks(self, schedule: Schedule, state: _Progress) -> Iterator[Task]:
         """The tasks of the schedule, until nobody is left to compute for."""
@@ -363,6 +375,8 @@ class Engine:
             return
         hidden = None if layer.takes_tokens else state.hidden.take(task.batch)
         cache = state.kv.open(task, rows) if layer.has_kv else None
+        if cache is not None:
+            cache.prefixes = state.prefixes.caches(task.layer)
         state.hidden.put(task, self._layer(task.visit, rows, hidden, cache))
 
     def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, cache: KVCache | None) -> Tensor:
@@ -373,7 +387,7 @@ class Engine:
         parts = ((part, None) for part in rows.parts) if hidden is None else rows.split(hidden)
         start = 0
         for part, states in parts:
-            computed = self._computed(visit, part, states, None if cache is None else cache.part(part.rows)).flatten(0, 1)
+            computed = self._computed(visit, part, states, None if cache is None else _cache_of(part, cache)).flatten(0, 1)
             out = computed.new_empty(rows.tokens, computed.shape[-1]) if out is None else out
             out[start : start + len(computed)] = computed
             start += len(computed)
@@ -381,13 +395,17 @@ class Engine:
         return out
 
     def _computed(self, visit: Visit, part: Part, hidden: Tensor | None, cache: KVCache | None) -> Tensor:
-        positions = part.now.positions
+        positions = part.now.text_positions
         given = base.Given(positions) if cache is None else base.Given(positions, partial(cache.attend, part.now))
         if hidden is None:
             x, weights = self._weights.look_up(visit, part.tokens)
         else:
             x, weights = hidden, self._weights.views(visit)
         return base.computed(self._model, self._spec.layers[visit.layer], x, weights, given)
+
+
+def _cache_of(part: Part, cache: KVCache) -> KVCache:
+    return cache.part(part.rows) if part.prefix is None else cache.prefixes[part.prefix]
 
 
 def _summary(planned: BlockPlan, measures: _Measures, shortage: Shortage | None) -> BlockRun:

@@ -7,9 +7,11 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias, overload
 
-from h2o_flexgen.engine.job import Request, Size
+from h2o_flexgen.core.prefixes import PrefixFinder, PrefixGroups
+from h2o_flexgen.engine.job import Request, Size, prompt_of
 from h2o_flexgen.jobs.index import Index
 from h2o_flexgen.jobs.line import Line
 from h2o_flexgen.text.dialogue import Style
@@ -27,6 +29,7 @@ class Reading:
     tokenizer: Tokenizer
     style: Style | None  # how chats are written down; None: there are none
     size_of: SizeOf
+    new_finder: Callable[[], PrefixFinder | None] = lambda: None  # what looks for prefixes that requests of a job share
 
     def request(self, number: int, line: Line) -> Request:
         prompt, params = line.read_with(self.tokenizer, self.style), line.options.params
@@ -36,8 +39,12 @@ class Reading:
 
     def size(self, number: int, line: Line) -> Size:
         """The size of a request; a ValueError says why it cannot be run."""
+        return self.sized(number, line)[1]
+
+    def sized(self, number: int, line: Line) -> tuple[Request, Size]:
         try:
-            return self.size_of(number, self.request(number, line))
+            request = self.request(number, line)
+            return request, self.size_of(number, request)
         except ValueError as error:  # people count lines, which the record names
             raise ValueError(str(error).replace(f"prompt {number} ", "the prompt ")) from error
 
@@ -81,6 +88,7 @@ class FileJob:
 
     index: Index
     reading: Reading
+    finder: PrefixFinder | None = None
     sizes: Sizes = field(default_factory=Sizes)
     places: array[int] = field(default_factory=lambda: array("q"))  # of the requests, in the index
     refused: array[int] = field(default_factory=lambda: array("q"))  # places of requests that the model cannot run
@@ -88,26 +96,32 @@ class FileJob:
     @classmethod
     def of(cls, index: Index, places: Iterator[int], reading: Reading, on_read: OnRead | None = None) -> FileJob:
         """Reads and tokenizes every request once, for its size."""
-        job = cls(index, reading)
+        job = cls(index, reading, reading.new_finder())
         for count, place in enumerate(places, start=1):
             line = index.line(place)
             try:
-                job.sizes.add(reading.size(index.request_number(place), line))
-                job.places.append(place)
+                request, size = reading.sized(index.request_number(place), line)
             except ValueError:
                 job.refused.append(place)
+            else:
+                job.add(place, request, size)
             if on_read is not None:
                 on_read(count)
         return job
 
     def still(self, is_open: Callable[[int], bool]) -> FileJob:
-        """The requests that are open by their places in the index."""
-        job = FileJob(self.index, self.reading)
-        for place, size in zip(self.places, self.sizes):
-            if is_open(place):
-                job.places.append(place)
-                job.sizes.add(size)
-        return job
+        """Those of the requests that are open, by their places in the index."""
+        return FileJob.of(self.index, (place for place in self.places if is_open(place)), self.reading)
+
+    def add(self, place: int, request: Request, size: Size) -> None:
+        self.places.append(place)
+        self.sizes.add(size)
+        if self.finder is not None:
+            self.finder.add(prompt_of(request).ids, size.rows)
+
+    @cached_property
+    def prefixes(self) -> PrefixGroups | None:
+        return None if self.finder is None else self.finder.groups()
 
     def request(self, place: int) -> Request:
         """The request at a place of this job."""

@@ -15,7 +15,7 @@ TEXTS = draw.lists(draw.tuples(draw.lists(draw.integers(0, 1), min_size=1, max_s
 
 
 def found(texts: Sequence[tuple[Sequence[int], int]], least: int = 1, room: int = 1 << 20) -> PrefixGroups:
-    finder = PrefixFinder(least, room)
+    finder = PrefixFinder(least, room=room)
     for ids, rows in texts:
         finder.add(ids, rows)
     return finder.groups()
