@@ -1,0 +1,127 @@
+"""Prefixes that rows share are computed once, and nobody can tell: under any plan each row says what it says alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_flexgen.core.prefixes import PrefixGroups
+from h2o_flexgen.engine.job import Request, prefix_finder
+from h2o_flexgen.engine.stores.prefixes import PrefixStore
+from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.kernels import native
+from h2o_flexgen.kernels.table import TORCH
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.plan import JUDGED, PINNED, Plan
+from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.sampling.params import SamplingParams
+from tests import tiny
+from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints
+from tests.kernels.variants import used
+from tests.pairwise import on_devices
+from tests.resident import resident_behind
+from tests.test_stream import MIXES, apart, same, streamed
+
+HEADS = (11, 7, 19)  # tokens of what prompts begin with; the second one begins with a part of the first
+OWN = (3, 1, 6, 2, 5, 1, 4, 8, 2, 3, 1, 5, 2, 7)
+GROWTH = (4, 1, 9, 3, 6, 2, 7, 1, 5, 8, 3, 8, 2, 6)
+LEAST = 4
+ENOUGH = 33  # tokens of a prompt behind a prefix that are judged by the last queries, all of which are then its own
+
+
+@dataclass(frozen=True)
+class SharedCase(Case):
+    own: tuple[int, ...] = OWN
+    least_own: int = 1
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        random = Random(3)
+        first, behind, third = ([random.randrange(tiny.VOCAB) for _ in range(count)] for count in HEADS)
+        heads = (first, [*first[:5], *behind], third, [])
+        return [
+            [*heads[place % 4], *(random.randrange(tiny.VOCAB) for _ in range(max(self.least_own, length)))]
+            for place, length in enumerate(self.own)
+        ]
+
+    @property
+    def plan_options(self) -> dict[str, Any]:
+        return {**super().plan_options, "least_prefix": LEAST}
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.create(**self.plan_options)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [Request(prompt, SamplingParams(max_tokens=grown)) for prompt, grown in zip(self.prompts, GROWTH)]
+
+    @property
+    def groups(self) -> PrefixGroups:
+        finder = prefix_finder(self.plan)
+        assert finder is not None
+        for prompt in self.prompts:
+            finder.add(prompt)
+        return finder.groups()
+
+
+CHOICES = {
+    "kind": ("opt", "llama-gqa", "neox-parallel", "qwen3"),
+    "percent": MIXES,
+    "gpu_batch_size": (1, 2, 3, 5),
+    "num_gpu_batches": (1, 2, 3),
+    "slots": (1, 2, 3),
+    "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
+    "policy": tuple((("prefix_policy", name), *policy) for policy in POLICIES for name in (PINNED, JUDGED)),
+    "prefill_tokens": (1024, 12),
+    ("weight_codec", "compute"): (WEIGHTS[0], WEIGHTS[1]),
+    "kv_codec": (PLAIN, "group4"),
+}
+
+
+@pytest.mark.parametrize("values", on_devices(CHOICES))
+def test_each_row_says_what_it_says_alone_behind_its_prefix(
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    case = SharedCase(**values)
+    if case.plan.copies_prefixes and case.plan.policy.last_queries:
+        case = replace(case, least_own=ENOUGH)
+    with case.open(checkpoints, offload) as llm:
+        completions = streamed(llm, case.requests)
+        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
+    groups = case.groups
+    assert sorted(groups.lengths)[1:] == [12, 19]
+    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, "cpu", case.weight_codec, case.compute)
+    for place, completion in enumerate(completions):
+        shared = groups.of(place)
+        if shared is None or (case.kv_codec == PLAIN and (case.plan.copies_prefixes or case.plan.policy.keeps_all)):
+            alone = checkpoints.resident_logits(AsPrompted.of(case, place), (0,))  # as if nobody shared anything
+        else:
+            how = (case.plan.policy, case.plan.copies_prefixes, case.kv_codec)
+            alone = resident_behind(model, weights, case.prompts[place], shared.tokens, GROWTH[place], *how)
+        assert list(completion.token_ids) == [int(step[0].argmax()) for step in alone], f"row {place}: {case}"
+
+
+@dataclass(frozen=True)
+class AsPrompted(Case):
+    """One prompt, without what only plans of jobs know."""
+
+    prompt: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, case: SharedCase, place: int) -> AsPrompted:
+        names = ("kind", "dtype", "stored", "prefill_tokens", "weight_codec", "kv_codec", "compute")
+        policy = tuple(one for one in case.policy if one[0] != "prefix_policy")
+        options = {name: getattr(case, name) for name in names}
+        return cls(**options, policy=policy, gen_len=GROWTH[place], lengths=(1,), prompt=tuple(case.prompts[place]))
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        return [list(self.prompt)]
