@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Task, Visit
 from h2o_flexgen.schedule.trace import Trace
 
+Thing = TypeVar("Thing")
 OnVisit = Callable[[Task, int], None]  # a COMPUTE is over; tokens picked so far in its block
 Until = Callable[[Task], bool]
 
@@ -160,10 +162,10 @@ class _Progress:
         )
 
 
-def _taken(rows: list[RowState]) -> list[RowState]:
-    """The rows that have finished since the last call."""
-    taken = rows[:]
-    rows.clear()
+def _taken(things: list[Thing]) -> list[Thing]:
+    """What has come since the last call."""
+    taken = things[:]
+    things.clear()
     return taken
 
 
@@ -229,15 +231,26 @@ class Engine:
         on_pass: OnPass | None = None,
     ) -> Generator[RowState, None, BlockRun]:
         """Runs one block, and hands out rows as they finish. `rows` are all rows of the workload, in input order, or those who
-        wait for a seat; `stop_at` ends the run early at a task; `kv` holds what an earlier block has left. Want of memory is an
-        error, unless it `may_run_out`: then it ends the block, everything held for it is given back, and the run reports the
-        `shortage`."""
+        wait for a seat; `stop_at` ends the run early at a task; `on_pass` hears of a pass when its rows were handed out, and
+        may raise; `kv` holds what an earlier block has left. Want of memory is an error, unless it `may_run_out`: then it ends
+        the block, everything held for it is given back, and the run reports the `shortage`."""
         refuse_forked(self._process, f"the engine of {self._spec.name}")
-        measures, finished, shortage = _Measures(), list[RowState](), None
-        listening = _Listening(at_head, on_visit, stop_at, on_pass)
+        measures, finished, passes, shortage = _Measures(), list[RowState](), list[Pass](), None
+        listening = _Listening(at_head, on_visit, stop_at, None if on_pass is None else passes.append)
+
+        def hand_out() -> Iterator[RowState]:
+            yield from _taken(finished)
+            for one in _taken(passes):
+                assert on_pass is not None, "otherwise there are none"
+                on_pass(one)
+
+        def pauses() -> bool:
+            return bool(finished or passes)
+
         try:
-            for _ in self._block(planned, rows, listening, measures, finished, kv, may_run_out):
-                yield from _taken(finished)
+            with closing(self._block(planned, rows, listening, measures, finished, pauses, kv, may_run_out)) as block:
+                for _ in block:
+                    yield from hand_out()
         except Exception as error:
             shortage = shortage_in(error) if may_run_out else None
             if shortage is None:
@@ -245,7 +258,7 @@ class Engine:
             measures.count(measures.step, 0)
         if shortage is not None:
             self._give_back()  # not earlier: the error's traceback held what the block did
-        yield from _taken(finished)
+        yield from hand_out()
         return _summary(planned, measures, shortage)
 
     def _block(
@@ -255,11 +268,12 @@ class Engine:
         listening: _Listening,
         measures: _Measures,
         finished: list[RowState],
+        pauses: Callable[[], bool],
         kv: KVStore | None,
         may_run_out: bool,
-    ) -> Iterator[None]:
-        """Runs the block in a generator of its own: everything it holds is freed when that ends. It pauses when rows have
-        finished."""
+    ) -> Generator[None, None, None]:
+        """Runs the block in a generator of its own: everything it holds is freed when that ends. It pauses when there is
+        something to hand out."""
         block, schedule = planned.block, planned.schedule
         self._weights.prepare(schedule)
         guard = HostGuard(self._memories.host.spare_bytes) if may_run_out else None
@@ -286,7 +300,7 @@ class Engine:
             )
             executor = Executor(self._actions(schedule, state), self._memories.device, ahead=schedule.ahead)
             try:
-                yield from executor.steps(self._tasks(schedule, state), lambda: bool(finished))
+                yield from executor.steps(self._tasks(schedule, state), pauses)
             finally:
                 measures.trace = executor.trace
 
