@@ -53,7 +53,7 @@ class SharedCase(Case):
 
     @property
     def plan_options(self) -> dict[str, Any]:
-        return {**super().plan_options, "least_prefix": LEAST}
+        return {"least_prefix": LEAST, **super().plan_options}
 
     @property
     def plan(self) -> Plan:
@@ -78,7 +78,7 @@ CHOICES = {
     "gpu_batch_size": (1, 2, 3, 5),
     "num_gpu_batches": (1, 2, 3),
     "slots": (1, 2, 3),
-    "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
+    "schedule": ("zigzag", "flexgen_barrier"),
     "policy": tuple((("prefix_policy", name), *policy) for policy in POLICIES for name in (PINNED, JUDGED)),
     "prefill_tokens": (1024, 12),
     ("weight_codec", "compute"): (WEIGHTS[0], WEIGHTS[1]),
@@ -125,3 +125,77 @@ class AsPrompted(Case):
     @cached_property
     def prompts(self) -> list[list[int]]:
         return [list(self.prompt)]
+
+
+PLAIN_CASES = [SharedCase("llama-gqa", MIXES[3], gpu_batch_size=3), SharedCase("opt", gpu_batch_size=5, policy=POLICIES[1])]
+
+
+@pytest.mark.parametrize("case", PLAIN_CASES, ids=str)
+def test_torch_does_without_kernels_what_they_do(case: SharedCase, checkpoints: Checkpoints, offload: Path) -> None:
+    with case.open(checkpoints, offload) as llm:
+        wanted = streamed(llm, case.requests)
+    with used(TORCH), case.open(checkpoints, offload) as llm:
+        assert same(streamed(llm, case.requests), wanted)
+
+
+def test_a_prefix_is_computed_once_for_all_who_have_a_seat(checkpoints: Checkpoints, offload: Path) -> None:
+    case, ticks = SharedCase("llama-gqa", gpu_batch_size=4, num_gpu_batches=4, prefill_tokens=1), list[Tick]()
+    with case.open(checkpoints, offload) as llm:
+        streamed(llm, case.requests, on_tick=ticks.append)
+    groups = case.groups
+    spared = sum(shared.tokens for place in range(len(OWN)) if (shared := groups.of(place)) is not None)
+    read = sum(map(len, case.prompts)) - spared + sum(groups.lengths)
+    assert ticks[-1].prompt_tokens == read and spared > 2 * sum(groups.lengths)
+
+
+def sampled(case: SharedCase) -> list[Request]:
+    """Samples, several completions of one prompt, and log-probabilities of prompts, of which some ask for more than others."""
+    random, asked = Random(5), list[Request]()
+    for prompt, grown in zip(case.prompts, GROWTH):
+        params = SamplingParams(
+            max_tokens=random.choice((0, grown)),
+            temperature=1.2,
+            n=random.choice((1, 3)),
+            prompt_logprobs=random.choice((0, 3, 1)),
+            logprobs=1,
+        )
+        asked.append(Request(prompt, replace(params, n=params.n if params.max_tokens else 1)))
+    return asked
+
+
+def test_samples_and_log_probabilities_are_those_of_prompts_that_share_nothing(checkpoints: Checkpoints, offload: Path) -> None:
+    case = SharedCase("qwen3", MIXES[3], gpu_batch_size=3, num_gpu_batches=3)
+    requests = sampled(case)
+    with case.open(checkpoints, offload, shared_prefixes=False) as llm:
+        wanted = streamed(llm, requests, seed=7)
+    with case.open(checkpoints, offload) as llm:
+        found = streamed(llm, requests, seed=7)
+    assert same(found, wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.prompt_logprobs is not None and other.prompt_logprobs is not None
+        assert one.prompt_logprobs[0] is other.prompt_logprobs[0] is None
+        for mine, its in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert mine is not None and its is not None and mine.chosen.token_id == its.chosen.token_id
+            assert mine.chosen.logprob == pytest.approx(its.chosen.logprob, abs=1e-4)
+            assert [each.token_id for each in mine.top] == [each.token_id for each in its.top]
+
+
+def test_completions_of_one_prompt_share_it(checkpoints: Checkpoints, offload: Path) -> None:
+    case, ticks = SharedCase("neox-parallel", own=(9,), gpu_batch_size=6), list[Tick]()
+    asked = Request(case.prompts[0], SamplingParams(max_tokens=5, temperature=1.0, n=6))
+    with case.open(checkpoints, offload, shared_prefixes=False) as llm:
+        (wanted,) = streamed(llm, [asked], seed=1)
+    with case.open(checkpoints, offload) as llm:
+        (found,) = streamed(llm, [asked], seed=1, on_tick=ticks.append)
+    assert [one.token_ids for one in apart([found])] == [one.token_ids for one in apart([wanted])]
+    assert ticks[0].prompt_tokens == len(case.prompts[0]) - 1 + 6
+
+
+@pytest.mark.parametrize(("budget", "shared"), [(1 << 40, 19), (7_000_000, None)])
+def test_what_does_not_fit_is_not_shared_and_that_is_said_once(budget: int, shared: int | None) -> None:
+    raise NotImplementedError
+
+
+def test_a_schedule_in_which_batches_wait_for_each_other_shares_nothing() -> None:
+    assert prefix_finder(Plan(schedule="row_by_row")) is None and prefix_finder(Plan(shared_prefixes=False)) is None
+    assert prefix_finder(Plan()) is not None
