@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,15 +9,14 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 from h2o_flexgen.core.prefixes import PrefixGroups
+from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.engine.job import Request, prefix_finder
-from h2o_flexgen.engine.stores.prefixes import PrefixStore
+from h2o_flexgen.engine.stream import job_of
 from h2o_flexgen.engine.tick import Tick
-from h2o_flexgen.kernels import native
 from h2o_flexgen.kernels.table import TORCH
-from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import JUDGED, PINNED, Plan
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
@@ -191,9 +189,23 @@ def test_completions_of_one_prompt_share_it(checkpoints: Checkpoints, offload: P
     assert ticks[0].prompt_tokens == len(case.prompts[0]) - 1 + 6
 
 
-@pytest.mark.parametrize(("budget", "shared"), [(1 << 40, 19), (7_000_000, None)])
-def test_what_does_not_fit_is_not_shared_and_that_is_said_once(budget: int, shared: int | None) -> None:
-    raise NotImplementedError
+def test_what_does_not_fit_is_not_shared_and_that_is_said_once(checkpoints: Checkpoints, offload: Path) -> None:
+    case = SharedCase("llama-gqa", gpu_batch_size=2, policy=POLICIES[1])
+    with (
+        case.open(checkpoints, offload) as sharing,
+        case.open(checkpoints, offload, shared_prefixes=False) as apart_from_others,
+    ):
+        wanted = streamed(apart_from_others, case.requests)
+        more, less = (llm.plan_job(job_of(case.requests, llm._row_maker)) for llm in (sharing, apart_from_others))
+    needs = [planned.footprint.total(HOST) for planned in (less, more)]
+    assert more.footprint.parts[HOST]["shared prefixes"] and not less.footprint.parts[HOST]["shared prefixes"]
+    with (
+        case.open(checkpoints, offload) as llm,
+        pytest.warns(RuntimeWarning, match="has 19 tokens, and there is no room") as told,
+    ):
+        llm.budgets = Budgets(host=sum(needs) // 2)
+        assert same(streamed(llm, case.requests), wanted)
+    assert len(told) == 1 and needs[0] < needs[1]
 
 
 def test_a_schedule_in_which_batches_wait_for_each_other_shares_nothing() -> None:
