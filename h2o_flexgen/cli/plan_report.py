@@ -98,7 +98,8 @@ class PlanReport:
         prompts = f"prompts   {workload.num_prompts} of up to {max(workload.prompt_lens)} tokens"
         if workload.gen_lens is None:
             yield f"{prompts}, {workload.gen_len} to generate for each"
-            yield f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {len(self.planned.blocks)} of them to run"
+            blocks = f"{len(self.planned.blocks)} of them to run"
+            yield f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {blocks}"
             return
         yield f"{prompts}, up to {workload.gen_len} to generate for each"
         sizes = [batch.size for batch in self.first.block.batches]
@@ -240,8 +241,8 @@ class Kept:
 
     @cached_property
     def _occupancies(self) -> tuple[tuple[Occupancy, int], ...]:
-        """The occupancy of the batches of one block of each shape, and how many blocks have that shape; or of every kind of row,
-        where rows come and go."""
+        """The occupancy of the batches of one block of each shape, and how many blocks have that shape; where rows come and go,
+        that of every kind of row."""
         if self.planned.workload.gen_lens is not None:
             return tuple((self.policy.alone(need), count) for need, count in Counter(self.planned.workload.needs).items())
         return tuple((occupancy, count) for block, count in self.planned.blocks.alike for occupancy in block.occupancy)
