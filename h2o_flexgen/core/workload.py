@@ -49,6 +49,11 @@ class Batch:
         return self.seen or (0,) * self.size
 
     @property
+    def longest_prefix(self) -> int:
+        """Tokens of the longest prefix that its rows share with others."""
+        return 0 if self.seats is None else self.seats.prefixes.longest
+
+    @property
     def lives_on(self) -> bool:
         return self.context is not None
 
