@@ -7,7 +7,7 @@ rows use. Classes are of equal work, so that all batches are busy until the end.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ class Seats:
 
     queue: tuple[int, ...]
     largest: tuple[Need, ...]  # each row in the queue needs no more than one of these, in prompt and in growth
+    needs: tuple[Need, ...] = field(repr=False, compare=False)  # of each row in the queue
 
     @property
     def longest_prompt(self) -> int:
@@ -53,7 +54,7 @@ def seats_of(needs: Sequence[Need], rows: Iterable[int], batches: int) -> tuple[
 
 def _seats(needs: Sequence[Need], rows: Sequence[int]) -> Seats:
     queue = sorted(rows, key=lambda row: (-needs[row].gen_len, -needs[row].prompt_len, row))
-    return Seats(tuple(queue), _largest({needs[row] for row in rows}))
+    return Seats(tuple(queue), _largest({needs[row] for row in rows}), tuple(needs[row] for row in queue))
 
 
 def _largest(needs: Iterable[Need]) -> tuple[Need, ...]:

@@ -18,15 +18,13 @@ from h2o_flexgen.engine.rows import BatchRows, Part, padded
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.queues import read_together
 from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
-
-LEAST_FILLED = 0.75  # a prompt much shorter than the longest of a part begins a part of its own: pads are computed, too
 
 
 class SeatedRows(BatchRows):
     def __init__(self, place: int, batch: Batch, waiting: Waiting, plan: Plan, gen_len: int, device: torch.device) -> None:
         self._place = place
-        self._seats = batch.size
         self._waiting = waiting
         self._prefill_tokens = plan.prefill_tokens
         self._slots: dict[int, Occupancy] = {}  # of each row, by its place in the workload
@@ -43,7 +41,7 @@ class SeatedRows(BatchRows):
         return parts + tuple(self._reading(rows) for rows in self._together(staying.stop))
 
     def _join(self) -> None:
-        newcomers = self._waiting.take(self._place, len(self._rows), self._seats)
+        newcomers = self._waiting.take(self._place, len(self._rows))
         for row in newcomers:
             self._slots[row.row] = self._policy.alone(Need(row.prompt_len, row.max_tokens))
         self._rows += newcomers
@@ -53,15 +51,9 @@ class SeatedRows(BatchRows):
         return KVStep.of(StepSlots.of_rows(steps), self._capacity, self._device)
 
     def _together(self, first: int) -> Iterator[slice]:
-        """Newcomers whose prompts are read at once: as many tokens as a plan allows, but one whole prompt at least."""
-        lengths, start = [row.prompt_len for row in self._rows], first
-        for place in range(first, len(lengths)):
-            is_full = (place + 1 - start) * lengths[start] > self._prefill_tokens
-            if place > start and (is_full or lengths[place] < LEAST_FILLED * lengths[start]):
-                yield slice(start, place)
-                start = place
-        if start < len(lengths):
-            yield slice(start, len(lengths))
+        """Newcomers whose prompts are read at once."""
+        for part in read_together([row.prompt_len for row in self._rows[first:]], self._prefill_tokens):
+            yield slice(first + part.start, first + part.stop)
 
     def _reading(self, rows: slice) -> Part:
         newcomers = self._rows[rows]
