@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.seats import Need
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.queues import Queues
@@ -16,7 +18,6 @@ class Waiting:
     def __init__(self, make: MakeRow) -> None:
         self._make = make
         self._begun: dict[int, RowState] = {}  # rows that were seated and have not ended
-        self._queues: Queues | None = None
 
     def seat_in(self, planned: BlockPlan) -> None:
         """Puts all rows that have not ended into the queues of this block."""
@@ -27,15 +28,20 @@ class Waiting:
         self._begun = {place: row for place, row in self._begun.items() if not row.finished}
         for row in self._begun.values():
             row.start_anew()
-        return sorted({*self._begun, *(self._queues or ())})
+        return sorted({*self._begun, *self._queues})
 
     def end(self, row: RowState) -> None:
         del self._begun[row.row]
 
-    def take(self, batch: int, taken: int) -> list[RowState]:
-        """The rows that join a batch of so many now."""
-        assert self._queues is not None
-        return [self._row(place) for place in self._queues.take(batch, taken)]
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def need(self, row: RowState) -> Need:
+        return self._queues.needs[row.row]
+
+    def take(self, batch: int, seated: Sequence[SharedPrefix | None]) -> list[RowState]:
+        """The rows that join a batch now; `seated`: what each of those who have a seat shares with others."""
+        return [self._row(place) for place in self._queues.take(batch, len(seated), seated)]
 
     def _row(self, place: int) -> RowState:
         if place not in self._begun:

@@ -25,6 +25,16 @@ class Prompts(NamedTuple):
         return self.rows * self.length
 
 
+class Shared(NamedTuple):
+    """Tokens of prefixes that rows share in decode."""
+
+    tokens: int = 0  # of the prefixes, each of which is read once
+    attended: int = 0  # by all rows together
+
+
+NOTHING_SHARED = Shared()
+
+
 class BatchPass(Protocol):
     """Slots are counted over all rows."""
 
@@ -35,6 +45,10 @@ class BatchPass(Protocol):
     @property
     def slots(self) -> int:
         """Slots that these hold before."""
+
+    @property
+    def shared(self) -> Shared:
+        """What these attend besides, of prefixes that they share."""
 
     @property
     def prompts(self) -> Mapping[Prompts, int]:
@@ -108,6 +122,10 @@ class StepOfBatch:
     @cached_property
     def slots(self) -> int:
         return self.rows and self.rows * self.occupancy.held(self.step)
+
+    @property
+    def shared(self) -> Shared:
+        return NOTHING_SHARED
 
     @cached_property
     def prompts(self) -> Mapping[Prompts, int]:

@@ -172,12 +172,12 @@ class Pricing:
         slots = one.slots + rows
         on_host = self._attends_on_host(task.layer, task.batch)
         tier = HOST if on_host or not machine.has_accelerator else DEVICE
-        reading = slots * spec.kv_bytes_per_slot / machine.attention_bytes_per_s.get(tier, inf)
+        reading = (slots + one.shared.tokens) * spec.kv_bytes_per_slot / machine.attention_bytes_per_s.get(tier, inf)
         if on_host:
             return reading + self._to_host_and_back(rows)
         is_plain = spec.kv_codec == PLAIN
-        flops = 4.0 * spec.heads * spec.head_dim * slots
-        values = 0.0 if is_plain else 2.0 * spec.kv_heads * spec.head_dim * slots  # values to decode
+        flops = 4.0 * spec.heads * spec.head_dim * (slots + one.shared.attended)
+        values = 0.0 if is_plain else 2.0 * spec.kv_heads * spec.head_dim * (slots + one.shared.tokens)  # values to decode
         computing = flops / machine.attention_flops_per_s.get(spec.dtype if is_plain else spec.kv_codec, inf)
         unpacking = values / machine.unpacking_rate(spec.kv_codec, self._bytes_to_decode(spec.kv_codec))
         return max(reading, computing + unpacking) + rows * spec.kv_heads * machine.head_seconds

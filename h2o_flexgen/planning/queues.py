@@ -4,9 +4,11 @@ ask the same queues, so that rows join in a run when it was foreseen."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
+from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.planning.block_plan import BlockPlan
 
@@ -32,30 +34,58 @@ class Queues:
         """The places of all who wait."""
         return (place for queue in self._queues for place in queue)
 
-    def take(self, batch: int, taken: int) -> list[int]:
-        """Those who join a batch now, longest prompts first. Whoever waits does so until some seats are free, or all."""
+    def take(self, batch: int, taken: int, seated: Iterable[SharedPrefix | None] = ()) -> list[int]:
+        """Those who join a batch of so many now, longest prompts first. Whoever waits does so until some seats are free, or
+        all, and until there is room for the prefix that the row shares with others; `seated`: the prefixes of those who have a
+        seat."""
         free = self._sizes[batch] - taken
         if taken and free * FREE_SHARE < self._sizes[batch] and free < len(self):
             return []
-        return sorted(islice(self._places(batch), free), key=lambda place: -self.needs[place].prompt_len)
+        held = _Held.of(seated, self._seats[batch].prefixes.of_batch)
+        return sorted(islice(self._places(batch, held), free), key=lambda place: -self.needs[place].read)
 
-    def _places(self, batch: int) -> Iterator[int]:
+    def _places(self, batch: int, held: _Held) -> Iterator[int]:
         """Takes from the batch's own queue, and then from that of others, the longest first."""
         own = self._queues[batch]
-        while own:
-            yield own.popleft()
-        for queue in sorted(self._queues, key=len, reverse=True):
-            while (place := self._fitting(batch, queue)) is not None:
+        for queue in (own, *sorted(self._queues, key=len, reverse=True)):
+            while (place := self._fitting(batch, queue, held)) is not None:
                 queue.remove(place)
+                held.add(self.needs[place].prefix)
                 yield place
 
-    def _fitting(self, batch: int, queue: Sequence[int]) -> int | None:
-        return next((place for place in islice(queue, LOOKED_AT) if self._fits(batch, self.needs[place])), None)
+    def _fitting(self, batch: int, queue: Sequence[int], held: _Held) -> int | None:
+        """The first row that fits, of those at the head of a queue."""
+        return next((place for place in islice(queue, LOOKED_AT) if self._fits(batch, self.needs[place], held)), None)
 
-    def _fits(self, batch: int, need: Need) -> bool:
-        if need not in self._slots:
-            self._slots[need] = self._policy.alone(need).capacity
-        return self._slots[need] <= self._capacity[batch] and need.prompt_len <= self._seats[batch].longest_prompt
+    def _fits(self, batch: int, need: Need, held: _Held) -> bool:
+        slots = self._slots.get(need.alone)
+        if slots is None:
+            slots = self._slots[need.alone] = self._policy.alone(need).capacity
+        seats = self._seats[batch]
+        return slots <= self._capacity[batch] and need.read <= seats.longest_prompt and held.has_room_for(need.prefix)
+
+
+@dataclass
+class _Held:
+    """The prefixes that the rows of a batch share, and the room for them."""
+
+    room: int  # in tokens
+    prefixes: set[SharedPrefix] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, prefixes: Iterable[SharedPrefix | None], room: int) -> _Held:
+        held = cls(room)
+        for prefix in prefixes:
+            held.add(prefix)
+        return held
+
+    def add(self, prefix: SharedPrefix | None) -> None:
+        if prefix is not None and prefix not in self.prefixes:
+            self.prefixes.add(prefix)
+            self.room -= prefix.room
+
+    def has_room_for(self, prefix: SharedPrefix | None) -> bool:
+        return prefix is None or prefix in self.prefixes or prefix.room <= self.room
 
 
 def read_together(lengths: Sequence[int], tokens: int) -> Iterator[slice]:

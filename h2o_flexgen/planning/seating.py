@@ -8,14 +8,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import fmean
 
 import numpy
 
+from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
-from h2o_flexgen.planning.batch_pass import Prompts
+from h2o_flexgen.planning.batch_pass import NOTHING_SHARED, Prompts, Shared
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.queues import Queues, read_together
 from h2o_flexgen.policies.occupancy import Occupancy
+from h2o_flexgen.policies.policy import KVPolicy
 
 
 class Stay:
@@ -24,6 +27,7 @@ class Stay:
     def __init__(self, journal: int) -> None:
         self.journal = journal  # entries that fill it
         self.rows: list[tuple[Need, Occupancy]] = []
+        self.prefixes: dict[int, list[int]] = {}  # by pass, the tokens of shared prefixes that are computed for newcomers
         self.first: list[int] = []  # the pass in which each row's prompt is read
         self.last: list[int] = []  # the pass in which its last token is picked
 
@@ -86,6 +90,7 @@ class PassOfSeats:
 
     rows: int = 0
     slots: int = 0
+    shared: Shared = NOTHING_SHARED
     prompts: Mapping[Prompts, int] = field(default_factory=dict)
     kept: int = 0
     evicts: bool = False
@@ -119,7 +124,8 @@ class PassOfSeats:
         return cls(
             rows=len(staying),
             slots=sum(before),
-            prompts=_prompts([stay.rows[row][0].prompt_len for row in coming], prefill_tokens),
+            shared=_shared([stay.rows[row][0] for row in staying]),
+            prompts=_prompts([stay.rows[row][0] for row in coming], stay.prefixes.get(number, ()), prefill_tokens),
             kept=sum(stay.held(row, number + 1) for row in coming),
             evicts=any(stay.rows[row][1].evicts_at(number - stay.first[row]) for row in present),
             loaded=loaded[0] * loaded[1],
@@ -137,9 +143,39 @@ def _before(stay: Stay, number: int) -> tuple[tuple[int, int], int]:
     return (len(rows), max(stay.held(row, number) for row in rows)), stay.journal_entries(number)
 
 
-def _prompts(lengths: Sequence[int], tokens: int) -> Mapping[Prompts, int]:
-    parts = (lengths[part] for part in read_together(lengths, tokens))
-    return Counter(Prompts(len(part), part[0]) for part in parts)
+def _shared(needs: Sequence[Need]) -> Shared:
+    own = [need.prefix for need in needs if need.prefix is not None and not need.copies]
+    return Shared(sum(prefix.tokens for prefix in set(own)), sum(prefix.tokens for prefix in own))
+
+
+def _prompts(needs: Sequence[Need], prefixes: Sequence[int], tokens: int) -> Mapping[Prompts, int]:
+    parts = [needs[part] for part in read_together([need.read for need in needs], tokens)]
+    found = Counter(Prompts(len(part), part[0].read, _mean_prefix(part)) for part in parts)
+    return found + Counter(Prompts(1, length) for length in prefixes)
+
+
+def _mean_prefix(needs: Sequence[Need]) -> int:
+    return round(fmean(0 if need.prefix is None else need.prefix.tokens for need in needs))
+
+
+class _Prefixes:
+    """The prefixes that are kept, as the engine keeps them: while anybody uses them, and longer where there is room."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._users: dict[SharedPrefix, int] = {}  # in the order of their last use
+
+    def use(self, prefix: SharedPrefix) -> bool:
+        """Whether it has to be computed for one more row."""
+        users = self._users.pop(prefix, None)
+        if users is None:
+            while self._users and sum(kept.room for kept in self._users) + prefix.room > self._room:
+                del self._users[next(kept for kept, count in self._users.items() if not count)]
+        self._users[prefix] = 1 + (users or 0)
+        return users is None
+
+    def leave(self, prefix: SharedPrefix) -> None:
+        self._users[prefix] -= 1
 
 
 @dataclass(frozen=True)
@@ -151,22 +187,13 @@ class Seating:
     @classmethod
     def of(cls, planned: BlockPlan) -> Seating:
         """Lets rows come and go as in a run, pass by pass."""
-        queues, policy = Queues(planned), planned.plan.policy
         stays = tuple(Stay(occupancy.journal_capacity) for occupancy in planned.occupancy)
-        leaving, taken = [Counter[int]() for _ in stays], [0] * len(stays)  # by their last pass
-        known: dict[Need, Occupancy] = {}
+        prefixes, queues = _Prefixes(planned.block.prefix_room), Queues(planned)
+        arrivals = [_Arrivals(batch, stay, queues, prefixes, planned.plan.policy) for batch, stay in enumerate(stays)]
         number = 0
-        while True:
-            for batch, stay in enumerate(stays):
-                taken[batch] -= leaving[batch].pop(number - 1, 0)
-                for place in queues.take(batch, taken[batch]):
-                    need = queues.needs[place]
-                    last = stay.add(need, known.get(need) or known.setdefault(need, policy.alone(need)), number)
-                    leaving[batch][last] += 1
-                    taken[batch] += 1
-            if not any(taken):
-                return cls(stays, number, planned.plan.prefill_tokens)
+        while [one.pass_begins(number) for one in arrivals].count(0) < len(arrivals):
             number += 1
+        return cls(stays, number, planned.plan.prefill_tokens)
 
     def at(self, number: int, batch: int) -> PassOfSeats:
         return PassOfSeats.of(self.stays[batch], number, self.prefill_tokens)
@@ -180,3 +207,36 @@ class Seating:
     def reading(self) -> frozenset[int]:
         """The passes in which prompts are read."""
         return frozenset(number for stay in self.stays for number in stay.first)
+
+
+class _Arrivals:
+    """Rows that leave a batch, and others that come."""
+
+    def __init__(self, batch: int, stay: Stay, queues: Queues, prefixes: _Prefixes, policy: KVPolicy) -> None:
+        self._batch, self._stay, self._queues, self._prefixes, self._policy = batch, stay, queues, prefixes, policy
+        self._alone: dict[Need, Occupancy] = {}
+        self._leaving: dict[int, list[Need]] = {}  # by the pass before which they go
+        self._seated = 0
+        self._shared: Counter[SharedPrefix] = Counter()
+
+    def pass_begins(self, number: int) -> int:
+        """Lets rows go and others come, and returns how many are there now."""
+        for need in self._leaving.pop(number, ()):
+            self._seated -= 1
+            if need.prefix is not None:
+                self._shared[need.prefix] -= 1
+                self._prefixes.leave(need.prefix)
+        for place in self._queues.take(self._batch, self._seated, +self._shared):
+            self._seat(self._queues.needs[place], number)
+        return self._seated
+
+    def _seat(self, need: Need, number: int) -> None:
+        if need not in self._alone:
+            self._alone[need] = self._policy.alone(need)
+        last = self._stay.add(need, self._alone[need], number)
+        self._leaving.setdefault(last + 1, []).append(need)
+        self._seated += 1
+        if need.prefix is not None:
+            self._shared[need.prefix] += 1
+            if self._prefixes.use(need.prefix):
+                self._stay.prefixes.setdefault(number, []).append(need.prefix.tokens)

@@ -1,0 +1,64 @@
+"""Seats: who waits for which, and how much room each has."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as draw
+
+from h2o_flexgen.core.seats import Need, Seats, seats_of
+from h2o_flexgen.core.workload import Batch, Workload
+from h2o_flexgen.policies.full import Full
+
+NEEDS = draw.lists(
+    draw.builds(Need, draw.integers(1, 40), draw.integers(0, 30), draw.none(), draw.just(False)), min_size=1, max_size=60
+)
+
+
+@given(NEEDS, draw.integers(1, 6))
+def test_every_row_waits_in_one_queue_whose_seats_have_room_for_it(needs: list[Need], batches: int) -> None:
+    found = seats_of(needs, range(len(needs)), batches)
+    assert 1 <= len(found) <= batches
+    assert sorted(row for seats in found for row in seats.queue) == list(range(len(needs)))
+    for seats in found:
+        for row in seats.queue:
+            need = needs[row]
+            assert any(need.prompt_len <= one.prompt_len and need.gen_len <= one.gen_len for one in seats.largest)
+        assert set(seats.largest) <= {needs[row] for row in seats.queue}
+        assert seats.longest_prompt == max(needs[row].prompt_len for row in seats.queue)
+
+
+@given(NEEDS, draw.integers(1, 6))
+def test_those_who_need_more_are_together_and_the_longest_begin(needs: list[Need], batches: int) -> None:
+    found = seats_of(needs, range(len(needs)), batches)
+    for larger, smaller in pairwise(found):
+        assert min(needs[row].tokens for row in larger.queue) >= max(needs[row].tokens for row in smaller.queue)
+    for seats in found:
+        grown = [needs[row].gen_len for row in seats.queue]
+        assert grown == sorted(grown, reverse=True)
+
+
+def test_queues_are_of_equal_work_although_not_of_equal_length() -> None:
+    needs = [Need(10, 100)] * 10 + [Need(10, 10)] * 100
+    long_ones, short_ones = seats_of(needs, range(len(needs)), 2)
+    assert (len(long_ones.queue), len(short_ones.queue)) == (10, 100)
+    assert Full().occupancy(batch_of(long_ones), 1).capacity == 109 and Full().occupancy(batch_of(short_ones), 1).capacity == 19
+
+
+def batch_of(seats: Seats) -> Batch:
+    return Batch(seats.queue[:2], (seats.longest_prompt,) * 2, seats=seats)
+
+
+def test_a_block_has_no_more_seats_and_batches_than_rows() -> None:
+    ((block, rows),) = Workload.running([Need(5, 7)] * 5).alike_blocks(3, 4)
+    assert [batch.size for batch in block.batches] == [3, 2] and len(rows) == 5 and block.is_running
+    ((block, _),) = Workload.running([Need(5, 7)] * 50).alike_blocks(3, 4)
+    assert [batch.size for batch in block.batches] == [3, 3, 3, 3]
+
+
+@given(NEEDS)
+def test_passes_never_outlast_a_block(needs: list[Need]) -> None:
+    """Even if one row follows the other in a single seat."""
+    ((block, _),) = Workload.running(needs).alike_blocks(1, 1)
+    assert block.gen_len >= sum(max(1, need.gen_len) for need in needs)
