@@ -24,7 +24,8 @@ from h2o_flexgen.policies.policy import KVPolicy
 class Stay:
     """The rows of one batch, in the order in which they come."""
 
-    def __init__(self, journal: int) -> None:
+    def __init__(self, seats: int, journal: int) -> None:
+        self.seats = seats
         self.journal = journal  # entries that fill it
         self.rows: list[tuple[Need, Occupancy]] = []
         self.prefixes: dict[int, list[int]] = {}  # by pass, the tokens of shared prefixes that are computed for newcomers
@@ -117,10 +118,9 @@ class PassOfSeats:
         coming = [row for row in present if stay.first[row] == number]
         before = [stay.held(row, number) for row in staying]
         after = [stay.held(row, number + 1) for row in present]
-        most = len(present) * max(after)
-        changes = stay.changed_at(number) == number
-        full = not changes and stay.is_scattered(number) and entries == stay.journal
-        stored = most if changes else len(present)
+        is_new = stay.changed_at(number) == number  # then all slots are stored anew
+        changed, is_scattered = max(after) if is_new else 1, not is_new and stay.is_scattered(number)
+        written = max(after) if is_scattered and entries == stay.journal else changed
         return cls(
             rows=len(staying),
             slots=sum(before),
@@ -128,10 +128,10 @@ class PassOfSeats:
             prompts=_prompts([stay.rows[row][0] for row in coming], stay.prefixes.get(number, ()), prefill_tokens),
             kept=sum(stay.held(row, number + 1) for row in coming),
             evicts=any(stay.rows[row][1].evicts_at(number - stay.first[row]) for row in present),
-            loaded=loaded[0] * loaded[1],
+            loaded=stay.seats * loaded[1],  # ranges of slots cross the link with all seats
             read=loaded[0] * (loaded[1] + entries),
-            stored=stored,
-            written=most if full else stored,
+            stored=len(present) if is_scattered else stay.seats * changed,
+            written=len(present) * written,
         )
 
 
@@ -187,7 +187,7 @@ class Seating:
     @classmethod
     def of(cls, planned: BlockPlan) -> Seating:
         """Lets rows come and go as in a run, pass by pass."""
-        stays = tuple(Stay(occupancy.journal_capacity) for occupancy in planned.occupancy)
+        stays = tuple(Stay(one.batch.size, one.journal_capacity) for one in planned.occupancy)
         prefixes, queues = _Prefixes(planned.block.prefix_room), Queues(planned)
         arrivals = [_Arrivals(batch, stay, queues, prefixes, planned.plan.policy) for batch, stay in enumerate(stays)]
         number = 0
