@@ -5,10 +5,10 @@
     python benchmarks/jobs.py few-shot --requests 64
 
 `ragged`: prompts of 32 to 512 tokens, limits of tokens drawn from a long-tailed distribution, and the model's own ends of text.
-Blocks run one after the other, and rows that have ended stay till the end of theirs ("blocks"), or leave ("compaction"); or they
-make room for the next ("joining"). `few-shot`: a header of 800 tokens before 64 of a request's own, 8 generated, with the header
-shared and not. Every way takes as many rows as the memory allows, in a process of its own; ways take turns. The last line is one
-JSON document.
+Blocks run one after the other, and rows that have ended stay till the end of theirs ("blocks"), or leave ("compaction"); or
+they make room for the next ("joining"). `few-shot`: a header of 800 tokens before 64 of a request's own, 8 generated, with the
+header shared and not. Every way takes as many rows as the memory allows, in a process of its own; ways take turns. The last
+line is one JSON document.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.fit import largest
 from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Block, Workload
 from h2o_flexgen.demo import held_out_prose
 from h2o_flexgen.engine.job import Request
@@ -45,6 +46,7 @@ APART, SHARED = FEW_SHOT = ("apart", "shared")
 FILES = {"ragged": RAGGED, "few-shot": FEW_SHOT}
 SHORTEST, LONGEST, HEADER, OWN, ANSWER = 32, 512, 800, 64, 8
 TAIL, LEAST, MOST = 1.1, 24, 500  # of the limits: the exponent of Pareto's distribution, its least value, and the largest taken
+SPARED = 24 << 20  # bytes
 AIMS = {
     JOINING: "1.5 times the tokens per second of blocks with compaction, 0.9 of the computed tokens useful",
     SHARED: "5 times",
@@ -157,9 +159,9 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows_that_fit(args: argparse.Namespace) -> int:
-    size = largest(lambda count: fits(args, count), args.most_rows)
-    while size and not fits(args, size):  # the process may have grown a little while searching
-        size -= 1
+    """Rows of a batch that take the memory but for a little, by which processes differ before they begin."""
+    held = None if args.cpu_mem is None else parse_bytes(args.cpu_mem) - SPARED
+    size = largest(lambda count: fits(argparse.Namespace(**{**vars(args), "cpu_mem": held}), count), args.most_rows)
     if not size:
         raise SystemExit(f"error: not even one row fits {args.cpu_mem}; give more with --cpu-mem")
     return size
@@ -236,8 +238,8 @@ WAYS: Mapping[str, Callable[[argparse.Namespace, LLM, Sequence[Request]], Ran]] 
 
 
 def _at_best(ran: Ran, prompts: int) -> dict[str, float]:
-    """Tokens per second if every seat were taken in every pass, at the rates of this run: of its first pass, which reads prompts
-    alone, and of the passes without prompts that had most rows."""
+    """Tokens per second if every seat were taken in every pass, at the rates of this run: of its first pass, which reads
+    prompts alone, and of those passes without prompts that took least for a row."""
     first = ran.ticks[0]
     passes = [(now.alive, now.decode_seconds - before.decode_seconds) for before, now in pairwise(ran.ticks)]
     full = sorted((seconds / alive for alive, seconds in passes if seconds and alive), key=float)
@@ -295,13 +297,13 @@ def result_of(args: argparse.Namespace, lines: Sequence[dict[str, Any]]) -> dict
         "title": f"A job of {args.requests} {args.file} requests, `{args.model}`, `--percent {shape}`, {held}",
         "machine": lines[0]["machine"],
         "ceiling": "every seat taken in every pass, at the rates of the last line's own run",
-        "aim": AIMS[lines[-1]["way"]] if lines[-1]["way"] in AIMS else "",
+        "aim": AIMS.get(lines[-1]["way"], "what the line before says"),
         "unit": "tokens/s",
         "higher_is_better": True,
         "rows": [{"name": line["way"], "measured": line["tokens_per_second"], "ceiling": ceiling} for line in lines],
         "notes": "; ".join(
-            f"{line['way']}: {line['rows']} rows, {line['times']:.2f} times, useful of computed tokens {line['useful_share']:.2f}, "
-            f"rows alive of rows possible {line['alive_share']:.2f}"
+            f"{line['way']}: {line['rows']} rows, {line['times']:.2f} times, useful of computed tokens "
+            f"{line['useful_share']:.2f}, rows alive of rows possible {line['alive_share']:.2f}"
             for line in lines
         )
         + ".",
