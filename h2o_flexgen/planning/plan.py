@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether prefixes are shared: among batches that do a step together, or one would wait for what another has yet to do."""
+        """Whether prefixes are shared: only among batches that do a step together, or one would wait for the other."""
         return self.shared_prefixes and SCHEDULES[self.schedule].keeps_step
 
     @property
