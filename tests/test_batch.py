@@ -506,7 +506,7 @@ def test_what_is_killed_at_many_moments_loses_nothing(tmp_path: Path, out: Path,
 
     for number in range(15):
         from_start = number % 5 == 4
-        kill(out, [moment(from_start, chance.uniform(0, 4 if from_start else 1.2))], "-i", file, *order)
+        kill(out, [moment(from_start, chance.uniform(0, 4 if from_start else 5))], "-i", file, *order)
     assert 0 < len(ids(out)) < 300, "the kills came while the job ran"
     goes_on(out, whole, "-i", file, *order)
 

@@ -114,11 +114,22 @@ class Prepared:
         return output
 
     def for_requests(self, finished: Finished) -> BatchJob:
-        """Reads the requests that are left."""
+        """Reads the requests that are left, and also those that are done where answers depend on what all of them share."""
         index, states = self.request.checked.index, self.request.checked.index.states
-        left = (place for place in range(len(index)) if states[place] == SOUND and finished.is_open(place))
-        with Progress(len(index) - finished.num_done, "reading prompts", late=True) as progress:
-            return BatchJob(self, FileJob.of(index, left, self._reading, lambda count: progress.update("", count)))
+        sound = [place for place in range(len(index)) if states[place] == SOUND]
+        left = [place for place in sound if finished.is_open(place)]
+        places = sound if left and self._answers_depend_on_prefixes else left
+        with Progress(len(places), "reading prompts", late=True) as progress:
+            return BatchJob(
+                self,
+                FileJob.of(index, places, self._reading, finished.is_open, lambda count: progress.update("", count)),
+            )
+
+    @property
+    def _answers_depend_on_prefixes(self) -> bool:
+        """Whether what a row keeps depends on whether it shares a prefix, which is then kept whole."""
+        plan = self.llm.plan
+        return plan.shared_prefixes and not plan.copies_prefixes and not plan.policy.keeps_all
 
     @property
     def _reading(self) -> Reading:
