@@ -188,6 +188,11 @@ class Workload:
     def num_prompts(self) -> int:
         return len(self.prompt_lens)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all prompts together may grow."""
+        return self.num_prompts * self.gen_len if self.gen_lens is None else sum(self.gen_lens)
+
     @cached_property
     def first_of_length(self) -> Mapping[int, int]:
         """The distinct lengths of prompts, each with its first row, in the order of these rows."""

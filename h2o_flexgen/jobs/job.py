@@ -29,7 +29,7 @@ class Reading:
     tokenizer: Tokenizer
     style: Style | None  # how chats are written down; None: there are none
     size_of: SizeOf
-    finder: PrefixFinder | None = None  # what looks for prefixes that requests share; None: nothing is shared
+    new_finder: Callable[[], PrefixFinder | None] = lambda: None  # what looks for prefixes that requests of a job share
 
     def request(self, number: int, line: Line) -> Request:
         prompt, params = line.read_with(self.tokenizer, self.style), line.options.params
@@ -88,6 +88,7 @@ class FileJob:
 
     index: Index
     reading: Reading
+    finder: PrefixFinder | None = None
     sizes: Sizes = field(default_factory=Sizes)
     places: array[int] = field(default_factory=lambda: array("q"))  # of the requests, in the index
     refused: array[int] = field(default_factory=lambda: array("q"))  # places of requests that the model cannot run
@@ -95,7 +96,7 @@ class FileJob:
     @classmethod
     def of(cls, index: Index, places: Iterator[int], reading: Reading, on_read: OnRead | None = None) -> FileJob:
         """Reads and tokenizes every request once, for its size."""
-        job = cls(index, reading)
+        job = cls(index, reading, reading.new_finder())
         for count, place in enumerate(places, start=1):
             line = index.line(place)
             try:
@@ -108,15 +109,19 @@ class FileJob:
                 on_read(count)
         return job
 
+    def still(self, is_open: Callable[[int], bool]) -> FileJob:
+        """Those of the requests that are open, by their places in the index."""
+        return FileJob.of(self.index, (place for place in self.places if is_open(place)), self.reading)
+
     def add(self, place: int, request: Request, size: Size) -> None:
         self.places.append(place)
         self.sizes.add(size)
-        if self.reading.finder is not None:
-            self.reading.finder.add(prompt_of(request).ids, size.rows)
+        if self.finder is not None:
+            self.finder.add(prompt_of(request).ids, size.rows)
 
     @cached_property
     def prefixes(self) -> PrefixGroups | None:
-        return None if self.reading.finder is None else self.reading.finder.groups()
+        return None if self.finder is None else self.finder.groups()
 
     def request(self, place: int) -> Request:
         """The request at a place of this job."""
