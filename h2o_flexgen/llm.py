@@ -8,6 +8,7 @@ Nothing is loaded by the constructor: the first `generate` knows the workload, r
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from h2o_flexgen.engine.conversation import Conversation, Extent
 from h2o_flexgen.engine.engine import OnVisit, Until
 from h2o_flexgen.engine.generate import Prepared, Running
 from h2o_flexgen.engine.head import Picker
-from h2o_flexgen.engine.job import Requests
+from h2o_flexgen.engine.job import Job, Requests
 from h2o_flexgen.engine.many_positions import positions_at_once
 from h2o_flexgen.engine.prompts_done import OnCompletion, UseTqdm, shown_progress
 from h2o_flexgen.engine.requests import Forced, Params, RowMaker, for_each, workload_of
@@ -180,14 +181,30 @@ class LLM(ModelUnderPlan):
         job = job_of(requests, self._row_maker)
         if not job.sizes:
             return
-        stream = Stream(job, self._row_maker, on_token is not None)
-        planned = self._planned_for(stream.workload, stream.asks_of_prompts, on_stage)
-        planned.refuse_what_does_not_fit(self.budgets)
+        stream, planned = self._planned_stream(job, on_token is not None, on_stage)
         picker, ticker = Picker(Sampler(seed), on_token, None, planned.scored_at_once), Ticker(on_tick)
         running = Running(self._ready(on_stage), picker, on_visit, on_shrink, may_shrink, stop_at, ticker)
         yield from stream.completions(running.seated(planned, stream.waiting(self.plan.policy)), ticker)
         counts = ticker.requests_done, stream.prompt_tokens, stream.generated_tokens
         self.stats = Stats.counted(*counts, running.done, self._peak_bytes())
+
+    def _planned_stream(self, job: Job, streamed: bool, on_stage: OnStage | None) -> tuple[Stream, WorkloadPlan]:
+        """The job as it fits: prefixes that do not are not shared, the longest first."""
+        stream = Stream(job, self._row_maker, streamed)
+        planned = self._planned_for(stream.workload, stream.asks_of_prompts, on_stage)
+        all_shared = stream.longest_shared
+        while stream.longest_shared and not planned.fits(self.budgets):
+            stream = Stream(job, self._row_maker, streamed, stream.longest_shared // 2)
+            planned = self._planned_for(stream.workload, stream.asks_of_prompts, on_stage)
+        planned.refuse_what_does_not_fit(self.budgets)
+        if stream.longest_shared < all_shared:
+            warnings.warn(
+                f"the longest prefix that prompts share has {all_shared} tokens, and there is no room for more than "
+                f"{stream.longest_shared}: such prompts are read one by one; give more memory, or a smaller batch",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return stream, planned
 
     @property
     def _row_maker(self) -> RowMaker:

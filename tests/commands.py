@@ -12,7 +12,7 @@ import pytest
 from h2o_flexgen.cli.slow import SLOW
 from h2o_flexgen.cli.summary import INDENT
 
-PROGRESS = ("opening ", "run: ", "evaluate: ", "planning for ")
+PROGRESS = ("opening ", "run: ", "evaluate: ", "batch: ", "planning for ")
 OF_MACHINE = f"{SLOW}: "  # what a command says of the machine that the tests run on
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 import torch
 
@@ -21,6 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # tensors here are tiny: on a busy machine a second thread is mostly waited for
+    hypothesis.settings.register_profile("patient", deadline=None)  # no outcome depends on a clock
+    hypothesis.settings.load_profile("patient")
 
 
 @pytest.hookimpl(optionalhook=True)

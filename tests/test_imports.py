@@ -27,15 +27,16 @@ ROOMS = {
     "planning": ("core", "kernels", "policies", "quant", "schedule"),
     "memory": ("core", "kernels", "quant"),
     "models": ("core", "demo", "kernels", "quant"),
-    "kv": ("kernels", "models", "policies", "quant"),
+    "kv": ("core", "kernels", "models", "policies", "quant"),
     "sampling": ("core",),
     "text": ("core", "models", "sampling"),
     "engine": ("core", "kernels", "kv", "memory", "models", "planning", "policies", "quant", "sampling", "schedule", "text"),
 }
+ROOMS["jobs"] = ("core", "engine", "sampling", "text")
 ROOMS["profiling"] = (*ROOMS["engine"], "engine")
 FACE = ("options", "open", "under_plan", "finding", "auto_plan", "llm")  # files above all rooms, the lowest first
-DOORS = ("__main__.py", "run.py", "plan.py", "profile.py", "chat.py", "evaluate.py", "lm_eval.py")
-WITHOUT_TORCH = ("quant", "core", "schedule", "policies", "planning")
+DOORS = ("__main__.py", "run.py", "plan.py", "profile.py", "chat.py", "evaluate.py", "batch.py", "lm_eval.py")
+WITHOUT_TORCH = ("quant", "core", "schedule", "policies", "planning", "jobs")
 PREDICTING = [
     f"{ROOT}.{name}" for name in ("planning.cost", "planning.pricing", "planning.predict", "planning.linear", "planning.search")
 ] + [f"{ROOT}.schedule.simulate"]
@@ -158,6 +159,12 @@ def test_caches_know_of_models_only_the_types_that_both_speak(path: Path) -> Non
     assert all(below(name, f"{ROOT}.models.base") for name in of_models - {f"{ROOT}.models"})
 
 
+@pytest.mark.parametrize("path", files_in("jobs"), ids=module_name)
+def test_jobs_know_of_the_engine_only_what_a_job_is(path: Path) -> None:
+    of_engine = {name for name in imported_by(path) if below(name, f"{ROOT}.engine")}
+    assert all(below(name, f"{ROOT}.engine.job") for name in of_engine)
+
+
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_cuda_is_spelled_only_where_devices_are_handled(path: Path) -> None:
     place = path.relative_to(PACKAGE).as_posix()
@@ -172,7 +179,7 @@ def test_no_import_of_the_package_waits_but_those_that_have_to() -> None:
     assert found == LAZY
 
 
-@pytest.mark.parametrize("door", ["run", "plan", "profile", "chat", "evaluate", "lm_eval", "cli.main"])
+@pytest.mark.parametrize("door", ["run", "plan", "profile", "chat", "evaluate", "batch", "lm_eval", "cli.main"])
 def test_doors_open_without_torch(door: str) -> None:
     code = f"import sys, {ROOT}.{door} as door\nprint('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)

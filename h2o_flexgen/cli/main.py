@@ -16,6 +16,7 @@ from h2o_flexgen.core.hints import did_you_mean, shown
 PROGRAM = "h2o-flexgen"
 COMMANDS = {
     "run": "generates text under a plan, and measures",
+    "batch": "runs a file of requests, and goes on where it was interrupted",
     "plan": "finds the fastest plan for a model on a machine",
     "profile": "measures this machine, for plans to be found",
     "chat": "talks with a model, turn by turn",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -30,3 +31,27 @@ def write_text(path: str | Path, text: str) -> None:
         os.replace(neighbour, path)
     finally:
         neighbour.unlink(missing_ok=True)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Writes the text as `write_text` does; when this returns, a loss of power leaves it there."""
+    neighbour = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with neighbour.open("w", encoding="utf-8") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(neighbour, path)
+    finally:
+        neighbour.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes names in a folder as durable as the files; where the file system cannot, that is left to it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -75,7 +75,40 @@ def part_starts(spec: ModelSpec, head: LayerSpec) -> range:
 
 def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
     """Bytes of the hidden states of a batch between two layers, at their widest."""
-    return batch.size * batch.prompt_len * spec.widest * spec.itemsize
+    shared = 0 if batch.seats is None else batch.seats.prefixes.of_batch
+    return (batch.size * batch.prompt_len + shared) * spec.widest * spec.itemsize
+
+
+@dataclass(frozen=True)
+class PrefixLayout:
+    """The KV of a shared prefix, of all layers, where it is computed with: an image for each layer, and behind them what a
+    policy that judges it knows of each token."""
+
+    layers: int
+    heads: int
+    tokens: int
+    row_bytes: int  # bytes of keys and values of one token in a layer
+    note_bytes: int = 0  # bytes that a policy keeps of a head's token
+
+    @classmethod
+    def of(cls, spec: ModelSpec, tokens: int, note_bytes: int) -> PrefixLayout:
+        return cls(len(spec.kv_layers), spec.kv_heads, tokens, spec.kv_bytes_per_slot, note_bytes)
+
+    @property
+    def image_bytes(self) -> int:
+        return self.tokens * self.row_bytes
+
+    @property
+    def notes_at(self) -> int:
+        return self.layers * self.image_bytes
+
+    @property
+    def notes_bytes(self) -> int:
+        return self.heads * self.tokens * self.note_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.notes_at + self.layers * self.notes_bytes
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,57 @@
 """Seats: a running block, in which rows come and go. Each batch has seats, and a queue of rows that wait for them.
 
 Rows are divided into classes of what they need, one for each batch of the block, so that a seat has little more room than its
-rows use. Classes are of equal work, so that all batches are busy until the end.
+rows use. Classes are of equal work, so that all batches are busy until the end. Rows that share a prefix follow each other, in
+the same order in all queues, so that few prefixes are held at once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from h2o_flexgen.core.prefixes import NOBODY, SharedPrefix
+
 
 class Need(NamedTuple):
-    """What a row may need: the tokens of its prompt, and how many it may grow; none if it only scores its prompt."""
+    """What a row may need: the tokens of its prompt that take slots of its own, and how many it may grow; none if it only
+    scores its prompt."""
 
     prompt_len: int
     gen_len: int
+    prefix: SharedPrefix | None = None  # what its prompt begins with, as others do
+    copies: bool = False  # takes that into its own slots
+
+    @classmethod
+    def behind(cls, prefix: SharedPrefix | None, prompt_len: int, gen_len: int, is_copied: bool) -> Need:
+        """The need of a row with this prompt. The prefix takes none of its slots, unless it is copied."""
+        if prefix is None:
+            return cls(prompt_len, gen_len)
+        if is_copied:
+            return cls(prompt_len, gen_len, prefix, copies=True)
+        return cls(prompt_len - prefix.tokens, gen_len, prefix)
+
+    @property
+    def alone(self) -> Need:
+        """The same slots, for a row that shares nothing."""
+        return Need(self.prompt_len, self.gen_len)
+
+    @property
+    def spared(self) -> int:
+        """Tokens that are copied into its own slots."""
+        return self.prefix.tokens if self.copies and self.prefix is not None else 0
+
+    @property
+    def read(self) -> int:
+        """Tokens of its prompt that are computed for it alone."""
+        return self.prompt_len - self.spared
+
+    @property
+    def group(self) -> int:
+        return NOBODY if self.prefix is None else self.prefix.group
 
     @property
     def tokens(self) -> int:
@@ -28,32 +63,74 @@ class Need(NamedTuple):
         return max(1, self.gen_len)
 
 
+class PrefixRoom(NamedTuple):
+    """Room for the prefixes that rows share, in tokens."""
+
+    longest: int  # tokens of the longest prefix
+    of_batch: int  # for the prefixes of those who have a seat
+    of_all: int  # for all prefixes of all rows that come and go
+
+
 @dataclass(frozen=True)
 class Seats:
     """The seats of a batch: who waits for them, in this order, and the largest needs among those."""
 
     queue: tuple[int, ...]
     largest: tuple[Need, ...]  # each row in the queue needs no more than one of these, in prompt and in growth
-
-    @property
-    def longest_prompt(self) -> int:
-        return max(need.prompt_len for need in self.largest)
+    longest_prompt: int  # tokens that are computed for one row alone
+    prefixes: PrefixRoom
 
 
-def seats_of(needs: Sequence[Need], rows: Iterable[int], batches: int) -> tuple[Seats, ...]:
-    """Divides rows among at most this many batches: first those that need most, as memory has to be enough for them, and in
-    each queue first those that may grow longest, so that none of them is alone at the end."""
+def seats_of(needs: Sequence[Need], rows: Iterable[int], batches: int, size: int = 1) -> tuple[Seats, ...]:
+    """Divides rows among at most this many batches of a size: first those that need most, as memory has to be enough for them,
+    and in each queue first those that may grow longest, so that none of them is alone at the end."""
     order = sorted(rows, key=lambda row: (-needs[row].tokens, row))
     classes: list[list[int]] = [[] for _ in range(batches)]
     done = list(accumulate((needs[row].work for row in order), initial=0))
     for row, before in zip(order, done):
         classes[before * batches // done[-1]].append(row)
-    return tuple(_seats(needs, own) for own in classes if own)
+    longest = _longest_of_groups(needs[row] for row in order)
+    of_all = sum(prefix.room for prefix in {needs[row].prefix for row in order} if prefix is not None)
+    return tuple(_seats(needs, own, longest, size, of_all) for own in classes if own)
 
 
-def _seats(needs: Sequence[Need], rows: Sequence[int]) -> Seats:
-    queue = sorted(rows, key=lambda row: (-needs[row].gen_len, -needs[row].prompt_len, row))
-    return Seats(tuple(queue), _largest({needs[row] for row in rows}))
+def _longest_of_groups(needs: Iterable[Need]) -> dict[int, int]:
+    """How long a row of each group may grow."""
+    longest: dict[int, int] = {}
+    for need in needs:
+        if need.prefix is not None:
+            longest[need.group] = max(need.gen_len, longest.get(need.group, 0))
+    return longest
+
+
+def _seats(needs: Sequence[Need], rows: Sequence[int], longest: dict[int, int], size: int, of_all: int) -> Seats:
+    def turn(row: int) -> tuple[int, ...]:
+        need = needs[row]
+        return -longest.get(need.group, need.gen_len), need.group, -need.gen_len, -need.prompt_len, row
+
+    queue, own = sorted(rows, key=turn), {needs[row] for row in rows}
+    room = PrefixRoom(
+        max((need.prefix.tokens for need in own if need.prefix is not None), default=0),
+        _most_at_once([needs[row].prefix for row in queue], size),
+        of_all,
+    )
+    return Seats(tuple(queue), _largest({need.alone for need in own}), max(need.read for need in own), room)
+
+
+def _most_at_once(prefixes: Sequence[SharedPrefix | None], size: int) -> int:
+    """The most room that the prefixes of so many neighbours take."""
+    users: Counter[SharedPrefix] = Counter()
+    most = room = 0
+    for place, joins in enumerate(prefixes):
+        leaves = prefixes[place - size] if place >= size else None
+        if leaves is not None:
+            users[leaves] -= 1
+            room -= 0 if users[leaves] else leaves.room
+        if joins is not None:
+            room += 0 if users[joins] else joins.room
+            users[joins] += 1
+        most = max(most, room)
+    return most
 
 
 def _largest(needs: Iterable[Need]) -> tuple[Need, ...]:

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need, Seats, seats_of
 
 MOST_PROMPTS = 1_000_000  # prompts in a workload: many functions loop over them
@@ -107,6 +108,12 @@ class Block:
         return any(batch.seats is not None for batch in self.batches)
 
     @property
+    def prefix_room(self) -> int:
+        """Tokens of shared prefixes that are held at once, at most."""
+        rooms = [batch.seats.prefixes for batch in self.batches if batch.seats is not None]
+        return min(sum(room.of_batch for room in rooms), max((room.of_all for room in rooms), default=0))
+
+    @property
     def rows(self) -> list[int]:
         return [row for batch in self.batches for row in batch.rows]
 
@@ -142,6 +149,8 @@ class Workload:
     gen_len: int
     context: int | None = None  # for texts whose KV lives on: the workload then stands for the last block, which needs the most
     gen_lens: tuple[int, ...] | None = None  # where rows come and go: the tokens that each may grow, at most `gen_len`
+    prefixes: tuple[SharedPrefix | None, ...] = ()  # what each of these shares with others, unless nobody shares anything
+    copies_prefixes: bool = False  # rows take them into their own slots
 
     def __post_init__(self) -> None:
         if not self.prompt_lens:
@@ -161,11 +170,14 @@ class Workload:
         return cls((prompt_len,) * num_prompts, gen_len)
 
     @classmethod
-    def running(cls, needs: Sequence[Need]) -> Workload:
-        """Rows that come and go: whoever has ended makes room for the next."""
+    def running(
+        cls, needs: Sequence[Need], prefixes: Sequence[SharedPrefix | None] = (), copies_prefixes: bool = False
+    ) -> Workload:
+        """Rows that come and go, with whole prompts: whoever has ended makes room for the next."""
         check_num_prompts(len(needs))
         gen_lens = tuple(need.gen_len for need in needs)
-        return cls(tuple(need.prompt_len for need in needs), max((1, *gen_lens)), None, gen_lens)
+        lengths, shared = tuple(need.prompt_len for need in needs), tuple(prefixes) if any(prefixes) else ()
+        return cls(lengths, max((1, *gen_lens)), None, gen_lens, shared, copies_prefixes)
 
     @property
     def num_prompts(self) -> int:
@@ -208,14 +220,18 @@ class Workload:
     @cached_property
     def needs(self) -> Sequence[Need]:
         gen_lens = (self.gen_len,) * self.num_prompts if self.gen_lens is None else self.gen_lens
-        return [*map(Need, self.prompt_lens, gen_lens)]
+        prefixes = self.prefixes or (None,) * self.num_prompts
+        return [
+            Need.behind(prefix, prompt_len, gen_len, self.copies_prefixes)
+            for prefix, prompt_len, gen_len in zip(prefixes, self.prompt_lens, gen_lens, strict=True)
+        ]
 
     def _running_block(self, batch_size: int, num_batches: int, rows: Sequence[int]) -> Block:
         """Its steps are passes over the weights: never more than there are tokens to generate, and prompts to be read."""
         enough = min(num_batches, -(-len(rows) // batch_size))
         batches = tuple(
             Batch(own.queue[:batch_size], (own.longest_prompt,) * min(batch_size, len(own.queue)), seats=own)
-            for own in seats_of(self.needs, rows, enough)
+            for own in seats_of(self.needs, rows, enough, batch_size)
         )
         return Block(batches, sum(self.needs[row].work for row in rows) + 1)
 

@@ -13,11 +13,12 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.core.workload import Batch, Block
+from h2o_flexgen.core.workload import Block
 from h2o_flexgen.engine.executor import Executor, shortage_in
 from h2o_flexgen.engine.head import AtHead
 from h2o_flexgen.engine.many_positions import LogitsOf
@@ -26,6 +27,7 @@ from h2o_flexgen.engine.rows import BatchRows, Part
 from h2o_flexgen.engine.seated import SeatedRows
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.kv import KVStore
+from h2o_flexgen.engine.stores.prefixes import PrefixStore
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.tick import OnPass, Pass
 from h2o_flexgen.engine.waiting import Waiting
@@ -44,6 +46,7 @@ from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Task, Visit
 from h2o_flexgen.schedule.trace import Trace
 
+Thing = TypeVar("Thing")
 OnVisit = Callable[[Task, int], None]  # a COMPUTE is over; tokens picked so far in its block
 Until = Callable[[Task], bool]
 
@@ -110,6 +113,7 @@ class _Progress:
     rows: list[BatchRows]
     kv: KVStore
     hidden: HiddenStore
+    prefixes: PrefixStore
     listening: _Listening
     guard: HostGuard | None
     measures: _Measures
@@ -158,10 +162,10 @@ class _Progress:
         )
 
 
-def _taken(rows: list[RowState]) -> list[RowState]:
-    """The rows that have finished since the last call."""
-    taken = rows[:]
-    rows.clear()
+def _taken(things: list[Thing]) -> list[Thing]:
+    """What has come since the last call."""
+    taken = things[:]
+    things.clear()
     return taken
 
 
@@ -227,15 +231,26 @@ class Engine:
         on_pass: OnPass | None = None,
     ) -> Generator[RowState, None, BlockRun]:
         """Runs one block, and hands out rows as they finish. `rows` are all rows of the workload, in input order, or those who
-        wait for a seat; `stop_at` ends the run early at a task; `kv` holds what an earlier block has left. Want of memory is an
-        error, unless it `may_run_out`: then it ends the block, everything held for it is given back, and the run reports the
-        `shortage`."""
+        wait for a seat; `stop_at` ends the run early at a task; `on_pass` hears of a pass when its rows were handed out, and
+        may raise; `kv` holds what an earlier block has left. Want of memory is an error, unless it `may_run_out`: then it ends
+        the block, everything held for it is given back, and the run reports the `shortage`."""
         refuse_forked(self._process, f"the engine of {self._spec.name}")
-        measures, finished, shortage = _Measures(), list[RowState](), None
-        listening = _Listening(at_head, on_visit, stop_at, on_pass)
+        measures, finished, passes, shortage = _Measures(), list[RowState](), list[Pass](), None
+        listening = _Listening(at_head, on_visit, stop_at, None if on_pass is None else passes.append)
+
+        def hand_out() -> Iterator[RowState]:
+            yield from _taken(finished)
+            for one in _taken(passes):
+                assert on_pass is not None, "otherwise there are none"
+                on_pass(one)
+
+        def pauses() -> bool:
+            return bool(finished or passes)
+
         try:
-            for _ in self._block(planned, rows, listening, measures, finished, kv, may_run_out):
-                yield from _taken(finished)
+            with closing(self._block(planned, rows, listening, measures, finished, pauses, kv, may_run_out)) as block:
+                for _ in block:
+                    yield from hand_out()
         except Exception as error:
             shortage = shortage_in(error) if may_run_out else None
             if shortage is None:
@@ -243,7 +258,7 @@ class Engine:
             measures.count(measures.step, 0)
         if shortage is not None:
             self._give_back()  # not earlier: the error's traceback held what the block did
-        yield from _taken(finished)
+        yield from hand_out()
         return _summary(planned, measures, shortage)
 
     def _block(
@@ -253,11 +268,12 @@ class Engine:
         listening: _Listening,
         measures: _Measures,
         finished: list[RowState],
+        pauses: Callable[[], bool],
         kv: KVStore | None,
         may_run_out: bool,
-    ) -> Iterator[None]:
-        """Runs the block in a generator of its own: everything it holds is freed when that ends. It pauses when rows have
-        finished."""
+    ) -> Generator[None, None, None]:
+        """Runs the block in a generator of its own: everything it holds is freed when that ends. It pauses when there is
+        something to hand out."""
         block, schedule = planned.block, planned.schedule
         self._weights.prepare(schedule)
         guard = HostGuard(self._memories.host.spare_bytes) if may_run_out else None
@@ -267,14 +283,24 @@ class Engine:
                 if kv is not None:
                     kv.prepare(block, schedule)
                 hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
-                alive = [self._rows_of(place, batch, rows, block.gen_len) for place, batch in enumerate(block.batches)]
+                prefixes = opened.enter_context(closing(PrefixStore(self._spec, self._plan, block, self._memories)))
+                alive = [self._rows_of(place, block, rows, prefixes) for place in range(len(block.batches))]
             measures.clock = time.perf_counter()
             state = _Progress(
-                alive, own, hidden, listening, guard, measures, finished, block.num_rows, lambda: executor.busy_seconds
+                alive,
+                own,
+                hidden,
+                prefixes,
+                listening,
+                guard,
+                measures,
+                finished,
+                block.num_rows,
+                lambda: executor.busy_seconds,
             )
             executor = Executor(self._actions(schedule, state), self._memories.device, ahead=schedule.ahead)
             try:
-                yield from executor.steps(self._tasks(schedule, state), lambda: bool(finished))
+                yield from executor.steps(self._tasks(schedule, state), pauses)
             finally:
                 measures.trace = executor.trace
 
@@ -284,11 +310,11 @@ class Engine:
         self._memories.device.give_back_freed()
         give_back_freed()
 
-    def _rows_of(self, place: int, batch: Batch, rows: Sequence[RowState] | Waiting, gen_len: int) -> BatchRows:
-        device = self._memories.device.torch_device
+    def _rows_of(self, place: int, block: Block, rows: Sequence[RowState] | Waiting, prefixes: PrefixStore) -> BatchRows:
+        batch, device = block.batches[place], self._memories.device.torch_device
         if isinstance(rows, Waiting):
-            return SeatedRows(place, batch, rows, self._plan, gen_len, device)
-        return BatchRows(batch, [rows[row] for row in batch.rows], self._plan, gen_len, device)
+            return SeatedRows(place, batch, rows, prefixes, self._plan, block.gen_len, device)
+        return BatchRows(batch, [rows[row] for row in batch.rows], self._plan, block.gen_len, device)
 
     def _tasks(self, schedule: Schedule, state: _Progress) -> Iterator[Task]:
         """The tasks of the schedule, until nobody is left to compute for."""
@@ -349,6 +375,8 @@ class Engine:
             return
         hidden = None if layer.takes_tokens else state.hidden.take(task.batch)
         cache = state.kv.open(task, rows) if layer.has_kv else None
+        if cache is not None:
+            cache.prefixes = state.prefixes.caches(task.layer)
         state.hidden.put(task, self._layer(task.visit, rows, hidden, cache))
 
     def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, cache: KVCache | None) -> Tensor:
@@ -359,7 +387,7 @@ class Engine:
         parts = ((part, None) for part in rows.parts) if hidden is None else rows.split(hidden)
         start = 0
         for part, states in parts:
-            computed = self._computed(visit, part, states, None if cache is None else cache.part(part.rows)).flatten(0, 1)
+            computed = self._computed(visit, part, states, None if cache is None else _cache_of(part, cache)).flatten(0, 1)
             out = computed.new_empty(rows.tokens, computed.shape[-1]) if out is None else out
             out[start : start + len(computed)] = computed
             start += len(computed)
@@ -367,13 +395,17 @@ class Engine:
         return out
 
     def _computed(self, visit: Visit, part: Part, hidden: Tensor | None, cache: KVCache | None) -> Tensor:
-        positions = part.now.positions
+        positions = part.now.text_positions
         given = base.Given(positions) if cache is None else base.Given(positions, partial(cache.attend, part.now))
         if hidden is None:
             x, weights = self._weights.look_up(visit, part.tokens)
         else:
             x, weights = hidden, self._weights.views(visit)
         return base.computed(self._model, self._spec.layers[visit.layer], x, weights, given)
+
+
+def _cache_of(part: Part, cache: KVCache) -> KVCache:
+    return cache.part(part.rows) if part.prefix is None else cache.prefixes[part.prefix]
 
 
 def _summary(planned: BlockPlan, measures: _Measures, shortage: Shortage | None) -> BlockRun:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
+from h2o_flexgen.core.prefixes import PrefixFinder, PrefixGroups
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
 
 
@@ -31,8 +33,21 @@ class Job(Protocol):
     @property
     def sizes(self) -> Sequence[Size]: ...
 
+    @property
+    def prefixes(self) -> PrefixGroups | None:
+        """The groups of requests that begin alike; None if nobody looked for them."""
+
     def request(self, place: int) -> Request:
         """The request at this place, read again if need be."""
 
 
 Requests: TypeAlias = "Job | Iterable[Request | object]"  # what is not a request is a prompt
+
+
+def prefix_finder(plan: Plan) -> PrefixFinder | None:
+    """Finds what requests begin with alike, as far as this plan can share it; None if it shares nothing. Where rows take copies
+    that are judged, all queries that may count in that are their own."""
+    if not plan.shared_prefixes:
+        return None
+    own = plan.policy.last_queries if plan.copies_prefixes else None
+    return PrefixFinder(plan.least_prefix, own or 1)

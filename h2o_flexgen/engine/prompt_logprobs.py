@@ -1,13 +1,18 @@
 """Log-probabilities of prompts, from the pass that reads them. There every token sees all tokens before it unchanged, whatever
-a policy then keeps of them and in however few bits."""
+a policy then keeps of them and in however few bits. Those of a prefix that rows share are made once for all of them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.engine.many_positions import LogitsOf, side_by_side
+from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.engine.stores.prefixes import Prefix
 from h2o_flexgen.sampling.output import StepLogprobs
 from h2o_flexgen.sampling.ranking import logprobs_of
 
@@ -15,14 +20,61 @@ from h2o_flexgen.sampling.ranking import logprobs_of
 def read_prompts(rows: BatchRows, hidden: Tensor, logits_of: LogitsOf, positions: int) -> None:
     """Gives rows that ask for them the log-probabilities of their prompts, which begin with their first token. `positions`: how
     many have their logits made at once."""
-    asking = [(row, own[:-1]) for row, own in rows.prompts(hidden) if row.wants_prompt_logprobs]
-    tokens = [token for row, _ in asking for token in row.prompt_ids[1:]]  # each is foretold by the one before it
-    counts = [row.params.prompt_logprobs or 0 for row, own in asking for _ in range(len(own))]
+    rows.note_prefixes(hidden)
+    asking = [_Asking.of(row, own, rows.prefix_of(row)) for row, own in rows.prompts(hidden) if row.wants_prompt_logprobs]
+    found = _logprobs([each for one in asking for each in one.scored], logits_of, positions)
+    for one in asking:
+        shared = () if one.prefix is None else _of_prefix(one.prefix, one.count, logits_of, positions)
+        one.row.prompt_logprobs = (None, *shared, *found[: one.positions])
+        del found[: one.positions]
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Hidden states (tokens, width), the token that each of them foretells, and how many likeliest ones are wanted beside
+    it."""
+
+    hidden: Tensor
+    tokens: Sequence[int]
+    count: int
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """A row that asks for the log-probabilities of its prompt, and what of it is its own."""
+
+    row: RowState
+    prefix: Prefix | None
+    scored: Sequence[_Scored]
+    count: int
+
+    @classmethod
+    def of(cls, row: RowState, own: Tensor, prefix: Prefix | None) -> _Asking:
+        count, ids = row.params.prompt_logprobs or 0, row.prompt_ids[-len(own) :]
+        scored = [_Scored(own[:-1], ids[1:], count)]
+        if prefix is not None and prefix.hidden is not None:
+            scored.insert(0, _Scored(prefix.hidden[-1:], ids[:1], count))
+        return cls(row, prefix, scored, count)
+
+    @property
+    def positions(self) -> int:
+        return sum(len(each.tokens) for each in self.scored)
+
+
+def _of_prefix(prefix: Prefix, count: int, logits_of: LogitsOf, positions: int) -> Sequence[StepLogprobs]:
+    """Those of a prefix; they are made again only for somebody who wants more likeliest tokens than all before."""
+    assert prefix.hidden is not None
+    if count > prefix.likeliest:
+        prefix.logprobs = _logprobs([_Scored(prefix.hidden[:-1], prefix.ids[1:], count)], logits_of, positions)
+        prefix.likeliest = count
+    return [replace(one, top=one.top[:count]) for one in prefix.logprobs]
+
+
+def _logprobs(each: Sequence[_Scored], logits_of: LogitsOf, positions: int) -> list[StepLogprobs]:
+    tokens = [token for one in each for token in one.tokens]
+    counts = [one.count for one in each for _ in one.tokens]
     found: list[StepLogprobs] = []
-    for piece in side_by_side([own for _, own in asking], positions):
+    for piece in side_by_side([one.hidden for one in each], positions):
         here = slice(len(found), len(found) + len(piece))
         found += logprobs_of(logits_of(piece), torch.tensor(tokens[here]), counts[here])
-    start = 0
-    for row, own in asking:
-        row.prompt_logprobs = (None, *found[start : start + len(own)])
-        start += len(own)
+    return found

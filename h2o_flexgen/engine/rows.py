@@ -14,6 +14,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.engine.stores.prefixes import Prefix
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.sampler import Sampler
@@ -25,11 +26,13 @@ OnLogits = Callable[[int, int, Tensor], None]  # row, number of the token, a cop
 
 @dataclass(frozen=True)
 class Part:
-    """Rows that a layer computes at once: all in a decode step, a few at a time for long prompts."""
+    """Rows that a layer computes at once: all in a decode step, a few at a time for long prompts. Or a prefix that rows share,
+    as one row that has no seat."""
 
     rows: slice
     now: KVStep
     tokens: Tensor  # (rows, tokens)
+    prefix: int | None = None  # the number of its group
 
 
 class BatchRows:
@@ -61,8 +64,12 @@ class BatchRows:
     # -- what is computed next -------------------------------------------------------------------------------------------
 
     @property
+    def _own_parts(self) -> Sequence[Part]:
+        return [part for part in self.parts if part.prefix is None]
+
+    @property
     def size(self) -> int:
-        return sum(part.now.rows for part in self.parts)
+        return sum(part.now.rows for part in self._own_parts)
 
     @property
     def tokens(self) -> int:
@@ -77,13 +84,13 @@ class BatchRows:
     @property
     def changed(self) -> tuple[int, int]:
         """The range of slots that this step writes, over all rows."""
-        ranges = [part.now.slots.changed for part in self.parts]
+        ranges = [part.now.slots.changed for part in self._own_parts]
         return min(first for first, _ in ranges), max(last for _, last in ranges)
 
     @property
     def changes_all(self) -> bool:
         """Whether new rows stand beside those that were there: then all slots of the batch are stored anew."""
-        return len({part.now.is_prefill for part in self.parts}) > 1
+        return len({part.now.is_prefill for part in self._own_parts}) > 1
 
     def split(self, hidden: Tensor) -> Iterator[tuple[Part, Tensor]]:
         """Each part with its hidden states, (rows, tokens, width). Several parts lie one behind the other, (tokens, width)."""
@@ -99,13 +106,20 @@ class BatchRows:
     def prompts(self, hidden: Tensor) -> Iterator[tuple[RowState, Tensor]]:
         """The rows whose prompts are read, each with the hidden states of its new tokens, (tokens, width)."""
         for part, states in self.split(hidden):
-            if part.now.is_prefill:
+            if part.now.is_prefill and part.prefix is None:
                 for row, own, length in zip(self._rows[part.rows], states, part.now.slots.new):
                     yield row, own[:length]
 
     def last_hidden(self, hidden: Tensor) -> Tensor:
         """The hidden states of each row's last token, for logits: (rows, width)."""
-        return torch.cat([_last(part, states) for part, states in self.split(hidden)])
+        return torch.cat([_last(part, states) for part, states in self.split(hidden) if part.prefix is None])
+
+    def note_prefixes(self, hidden: Tensor) -> None:
+        """Keeps the hidden states of shared prefixes that are computed now: whoever asks gets log-probabilities of them."""
+
+    def prefix_of(self, row: RowState) -> Prefix | None:
+        """What a row shares with others."""
+        return None
 
     def _prompts(self, tokens: int) -> tuple[Part, ...]:
         parts, start = [], 0

@@ -2,7 +2,8 @@
 
 Newcomers have their prompts read in the next pass over the weights, beside the decode step of the others: a visit is then
 computed in parts, of which the first has the newest tokens of those who were there, and each other one the prompts of a few
-newcomers. From the pass after that on they are rows like the others. What a row may hold depends on the row alone.
+newcomers. From the pass after that on they are rows like the others. What a row may hold depends on the row alone. A prefix
+that newcomers share, and that nobody has kept, is a part of its own before theirs.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, Part, padded
+from h2o_flexgen.engine.stores.prefixes import Prefix, PrefixStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.planning.plan import Plan
@@ -24,8 +27,19 @@ LEAST_FILLED = 0.75  # a prompt much shorter than the longest of a part begins a
 
 
 class SeatedRows(BatchRows):
-    def __init__(self, place: int, batch: Batch, waiting: Waiting, plan: Plan, gen_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        place: int,
+        batch: Batch,
+        waiting: Waiting,
+        prefixes: PrefixStore,
+        plan: Plan,
+        gen_len: int,
+        device: torch.device,
+    ) -> None:
         self._place = place
+        self._prefixes = prefixes
+        self._copies = plan.copies_prefixes
         self._seats = batch.size
         self._waiting = waiting
         self._prefill_tokens = plan.prefill_tokens
@@ -38,23 +52,34 @@ class SeatedRows(BatchRows):
     def _next_parts(self, step: int) -> tuple[Part, ...]:
         """The decode step of those who stay, and the prompts of those who come."""
         staying = slice(len(self._rows))
-        parts = (Part(staying, self._step(self._rows), self._newest()),) if self._rows else ()
-        self._join()
-        return parts + tuple(self._reading(rows) for rows in self._together(staying.stop))
+        parts = (Part(staying, self._decoding(), self._newest()),) if self._rows else ()
+        return (*parts, *self._join(), *(self._reading(rows) for rows in self._together(staying.stop)))
 
-    def _join(self) -> None:
-        newcomers = self._waiting.take(self._place, len(self._rows), self._seats)
+    def _join(self) -> list[Part]:
+        """Gives newcomers their seats, and returns the prefixes that have to be computed for them."""
+        seated = [self._waiting.need(row).prefix for row in self._rows]
+        newcomers, parts = self._waiting.take(self._place, len(seated), self._seats, seated), []
         for row in newcomers:
-            self._slots[row.row] = self._policy.alone(Need(row.prompt_len, row.max_tokens))
+            need = self._waiting.need(row)
+            self._slots[row.row] = self._policy.alone(need)
+            if need.prefix is not None and self._prefixes.use(need.prefix, row.prompt_ids[: need.prefix.tokens]):
+                parts.append(self._computing(need.prefix, row))
         self._rows += newcomers
+        return parts
 
-    def _step(self, rows: Sequence[RowState]) -> KVStep:
-        steps = [self._slots[row.row].at(row.num_generated) for row in rows]
-        return KVStep.of(StepSlots.of_rows(steps), self._capacity, self._device)
+    def _computing(self, prefix: SharedPrefix, row: RowState) -> Part:
+        length = prefix.tokens
+        now = KVStep.of(self._policy.whole(length), length, self._device)
+        return Part(slice(0), now, torch.tensor([row.prompt_ids[:length]], device=self._device), prefix.group)
+
+    def _decoding(self) -> KVStep:
+        steps = [self._slots[row.row].at(row.num_generated) for row in self._rows]
+        prefixes = () if self._copies else [self._waiting.need(row).prefix for row in self._rows]
+        return KVStep.of(StepSlots.of_rows(steps), self._capacity, self._device, prefixes)
 
     def _together(self, first: int) -> Iterator[slice]:
         """Newcomers whose prompts are read at once: as many tokens as a plan allows, but one whole prompt at least."""
-        lengths, start = [row.prompt_len for row in self._rows], first
+        lengths, start = [self._waiting.need(row).read for row in self._rows], first
         for place in range(first, len(lengths)):
             is_full = (place + 1 - start) * lengths[start] > self._prefill_tokens
             if place > start and (is_full or lengths[place] < LEAST_FILLED * lengths[start]):
@@ -65,12 +90,26 @@ class SeatedRows(BatchRows):
 
     def _reading(self, rows: slice) -> Part:
         newcomers = self._rows[rows]
-        tokens = padded(newcomers, [row.prompt_len for row in newcomers], self._device)
-        return Part(rows, self._step(newcomers), tokens)
+        needs = [self._waiting.need(row) for row in newcomers]
+        steps = (self._slots[row.row].at(0) for row in newcomers)
+        slots = StepSlots.of_rows([step.behind(need.spared) if need.spared else step for step, need in zip(steps, needs)])
+        now = KVStep.of(slots, self._capacity, self._device, [need.prefix for need in needs])
+        return Part(rows, now, padded(newcomers, [need.read for need in needs], self._device))
+
+    def note_prefixes(self, hidden: Tensor) -> None:
+        for part, states in self.split(hidden):
+            if part.prefix is not None:
+                self._prefixes[part.prefix].hidden = states[0].clone()
+
+    def prefix_of(self, row: RowState) -> Prefix | None:
+        shared = self._waiting.need(row).prefix
+        return None if shared is None else self._prefixes[shared.group]
 
     def drop_finished(self, step: int) -> None:
         for row in self._rows:
             if row.finished:
+                if (prefix := self._waiting.need(row).prefix) is not None:
+                    self._prefixes.leave(prefix.group)
                 self._waiting.end(row)
                 del self._slots[row.row]
         super().drop_finished(step)

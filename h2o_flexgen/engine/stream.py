@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from h2o_flexgen.core.prefixes import PrefixGroups, SharedPrefix
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.engine.job import Job, Request, Requests, Size
-from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.engine.job import Job, Request, Requests, Size, prefix_finder
+from h2o_flexgen.engine.requests import RowMaker, prompt_of
 from h2o_flexgen.engine.row_state import RowState, completion_of
 from h2o_flexgen.engine.tick import Ticker
 from h2o_flexgen.engine.waiting import Waiting
@@ -29,19 +30,28 @@ class ListedJob:
 
     requests: Sequence[Request]
     sizes: Sequence[Size]
+    prefixes: PrefixGroups | None = None
 
     @classmethod
     def of(cls, requests: Iterable[Request | object], maker: RowMaker) -> ListedJob:
         read = [_read(place, one, maker.tokenizer) for place, one in enumerate(requests)]
-        return cls(read, [maker.size(_index(place, one), one) for place, one in enumerate(read)])
+        sizes = [maker.size(_index(place, one), one) for place, one in enumerate(read)]
+        finder = prefix_finder(maker.plan)
+        if finder is None:
+            return cls(read, sizes)
+        for one, size in zip(read, sizes):
+            finder.add(prompt_of(one).ids, size.rows)
+        return cls(read, sizes, finder.groups())
 
     def request(self, place: int) -> Request:
         return self.requests[place]
 
 
 class Stream:
-    def __init__(self, job: Job, maker: RowMaker, streamed: bool) -> None:
+    def __init__(self, job: Job, maker: RowMaker, streamed: bool, most_shared: int | None = None) -> None:
+        """`most_shared`: the tokens of the longest prefix that is shared; None: all that was found."""
         self._job = job
+        self._most_shared = most_shared
         self._maker = maker
         self._streamed = streamed
         self._firsts = [*accumulate((size.rows for size in job.sizes), initial=0)]  # the first row of each request
@@ -51,8 +61,21 @@ class Stream:
 
     @cached_property
     def workload(self) -> Workload:
-        """All rows, each with what it may need."""
-        return Workload.running([Need(size.prompt_len, size.gen_len) for size in self._job.sizes for _ in range(size.rows)])
+        """All rows, each with what it may need, and what it shares with others."""
+        needs = [Need(size.prompt_len, size.gen_len) for size in self._job.sizes for _ in range(size.rows)]
+        shared = [self._shared(request) for request, size in enumerate(self._job.sizes) for _ in range(size.rows)]
+        return Workload.running(needs, shared, self._maker.plan.copies_prefixes)
+
+    def _shared(self, request: int) -> SharedPrefix | None:
+        groups = self._job.prefixes
+        found = None if groups is None else groups.of(request)
+        is_too_long = found is not None and self._most_shared is not None and found.tokens > self._most_shared
+        return None if is_too_long else found
+
+    @property
+    def longest_shared(self) -> int:
+        """Tokens of the longest prefix that rows share; 0 if they share nothing."""
+        return max((prefix.tokens for prefix in self.workload.prefixes if prefix is not None), default=0)
 
     @property
     def asks_of_prompts(self) -> bool:

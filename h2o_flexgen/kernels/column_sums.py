@@ -1,4 +1,5 @@
-"""Column sums of causal attention: what every key got from the queries of a prompt, with memory linear in the prompt.
+"""Causal attention with memory linear in the prompt: what every key got from the queries, and what these got where each has one
+more key.
 
 Queries are taken block by block, and each block sees all of its keys at once: so a softmax is whole, the sums are exact, and no
 matrix of queries by keys is ever held.
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from h2o_flexgen.kernels.more_keys import More
 
 
 def column_sums(q: Tensor, k: Tensor, weights: Tensor, is_held: Tensor | None, scored_bytes: int) -> Tensor:
@@ -32,6 +35,30 @@ def column_sums(q: Tensor, k: Tensor, weights: Tensor, is_held: Tensor | None, s
     return sums
 
 
+def outcome_and_sums(
+    q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, is_held: Tensor | None, more: More, scored_bytes: int
+) -> tuple[Tensor, Tensor | None]:
+    """The outcome (rows, tokens, heads * dim) where each query has one more key, and the sums of the others where there are
+    weights. Shapes and the rest as above."""
+    rows, heads, tokens, dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    held, group = keys - tokens, heads // kv_heads
+    out = q.new_empty(rows, tokens, heads, dim)
+    sums = None if weights is None else torch.zeros(rows, kv_heads, keys, dtype=torch.float32, device=q.device)
+    grouped = q.reshape(rows, kv_heads, group, tokens, dim)
+    for row, start, end in _blocks(rows, 0, tokens, max(1, scored_bytes // (4 * heads * keys))):
+        there = None if is_held is None else is_held[row]
+        scores = _scores(grouped[row, :, :, start:end], k[row, :, : held + end], there)
+        own = more.scores[row, start:end].transpose(1, 2).reshape(*scores.shape[:3], 1)
+        shares, share = torch.softmax(torch.cat((scores, own), dim=-1), dim=-1).split((held + end, 1), dim=-1)
+        made = (shares @ v[row, :, : held + end].float()).view(-1, heads, end - start, dim).transpose(1, 2)
+        share = share.reshape(-1, heads, end - start, 1).transpose(1, 2)
+        out[row, start:end] = (made + share * more.values[row, start:end]).to(q.dtype)
+        if sums is not None and weights is not None:
+            sums[row, :, : held + end] += (weights[row, None, None, start:end].repeat(1, 1, 1, group) @ shares)[:, :, 0]
+    return out.view(rows, tokens, heads * dim), sums
+
+
 def _blocks(rows: int, first: int, tokens: int, queries: int) -> Iterator[tuple[slice, int, int]]:
     together = max(1, queries // max(1, tokens - first))  # short prompts go several rows at a time
     for row in range(0, rows, together):
@@ -42,6 +69,10 @@ def _blocks(rows: int, first: int, tokens: int, queries: int) -> Iterator[tuple[
 def probabilities(q: Tensor, k: Tensor, is_held: Tensor | None) -> Tensor:
     """q (rows, kv_heads, group, queries, dim), k (rows, kv_heads, keys, dim) up to the last query -> (rows, kv_heads, group *
     queries, keys)"""
+    return torch.softmax(_scores(q, k, is_held), dim=-1)
+
+
+def _scores(q: Tensor, k: Tensor, is_held: Tensor | None) -> Tensor:
     rows, kv_heads, group, queries, dim = q.shape
     scores = q.float().reshape(rows, kv_heads, group * queries, dim) @ k.float().transpose(2, 3)
     scores.mul_(dim**-0.5)
@@ -49,4 +80,4 @@ def probabilities(q: Tensor, k: Tensor, is_held: Tensor | None) -> Tensor:
     scores.view(rows, kv_heads, group, queries, -1)[..., -queries:].masked_fill_(later, -torch.inf)
     if is_held is not None:
         scores[..., : is_held.shape[-1]].masked_fill_(~is_held.unsqueeze(1), -torch.inf)
-    return torch.softmax(scores, dim=-1)
+    return scores

@@ -64,8 +64,8 @@ static ALWAYS_INLINE const char *filled(const char *slot, long dim, long registe
     return room;
 }
 
-/* Works in place, and adds the share of each slot to `sums`. */
-static ALWAYS_INLINE void softmax(float *restrict scores, float *restrict sums, long held)
+/* Works in place, and adds the share of each slot to `sums`. Gives the share of a score that is none of a slot's, if there is one. */
+static ALWAYS_INLINE float softmax(float *restrict scores, float *restrict sums, long held, float more)
 {
     const long whole = held / LANES * LANES;
     float top = scores[0], total = 0.0f, lanes[LANES];
@@ -77,6 +77,8 @@ static ALWAYS_INLINE void softmax(float *restrict scores, float *restrict sums, 
         top = lanes[lane] > top ? lanes[lane] : top;
     for (long slot = whole; slot < held; slot++)
         top = scores[slot] > top ? scores[slot] : top;
+    if (more != -INFINITY)
+        top = more > top ? more : top;
 
     for (long slot = 0; slot < whole; slot += LANES) {
         const floats shares = exp_below_zero(LOAD(floats, scores + slot) - top);
@@ -94,12 +96,16 @@ static ALWAYS_INLINE void softmax(float *restrict scores, float *restrict sums, 
         total += lanes[lane];
     for (long slot = whole; slot < held; slot++)
         total += scores[slot];
+    const float own = more != -INFINITY ? exp_below_zero(all(more - top))[0] : 0.0f;
+    if (more != -INFINITY)
+        total += own;
 
     const float part = 1.0f / total;
     for (long slot = 0; slot < held; slot++) {
         scores[slot] *= part;
         sums[slot] += scores[slot];
     }
+    return own * part;
 }
 
 /* The functions from here on work on one KV head of one row. `q` and `out` are (group, registers), zeros behind the last value;
@@ -176,6 +182,7 @@ static ALWAYS_INLINE void sum_values(const float *shares, const slots *values, l
 typedef struct {
     const float *q;      /* (rows, kv_heads, group, dim) */
     slots keys, values;
+    more_keys more;      /* for each of (rows, kv_heads, group) */
     const int64_t *held; /* (rows), the new token included */
     float *out;          /* shaped as q */
     float *sums;         /* (rows, kv_heads, capacity); 0 behind what is held */
@@ -226,6 +233,7 @@ static ALWAYS_INLINE void attend(const attention *a, long row, long head, long g
 {
     const long registers = (dim + LANES - 1) / LANES, unit = row * a->kv_heads + head;
     floats q[group * registers], out[group * registers];
+    float more[group];
     memset(q, 0, sizeof q);
     for (long g = 0; g < group; g++)
         memcpy(q + g * registers, a->q + (unit * group + g) * dim, dim * sizeof(float));
@@ -237,14 +245,16 @@ static ALWAYS_INLINE void attend(const attention *a, long row, long head, long g
         score_slots(q, &a->keys, row, head, shares, held, a->capacity, group, dim, registers, a->scale, key_kind);
     memset(sums, 0, a->capacity * sizeof *sums);
     for (long g = 0; g < group; g++)
-        softmax(shares + g * a->capacity, sums, held);
+        more[g] = softmax(shares + g * a->capacity, sums, held, score_of_more(a->more, unit * group + g));
     if (is_fixed(a, group, value_kind)) {
         in_fixed_point(summing, a, &a->values, row, head);
-        return;
+    } else {
+        sum_values(shares, &a->values, row, head, out, held, a->capacity, group, dim, registers, value_kind);
+        for (long g = 0; g < group; g++)
+            memcpy(a->out + (unit * group + g) * dim, out + g * registers, dim * sizeof(float));
     }
-    sum_values(shares, &a->values, row, head, out, held, a->capacity, group, dim, registers, value_kind);
     for (long g = 0; g < group; g++)
-        memcpy(a->out + (unit * group + g) * dim, out + g * registers, dim * sizeof(float));
+        add_more(a->more, unit * group + g, more[g], a->out + (unit * group + g) * dim, dim);
 }
 
 /* The same body for usual sizes, which the compiler then knows. Parallel regions call it through a pointer: a region is compiled by

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.more_keys import More, MoreKeys
 from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
 from h2o_flexgen.kernels.sizes import DTYPES
 from h2o_flexgen.quant.codec import GROUPED, PLAIN
@@ -27,8 +28,11 @@ class Kept(NamedTuple):
     codec: str = PLAIN
 
 
-def decode_attention(q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def decode_attention(
+    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None
+) -> tuple[Tensor, Tensor]:
     rows, kv_heads, group, dim = q.shape
+    assert more is None or more.values.shape == (rows, 1, kv_heads * group, dim)
     slots = keys.data.shape[2]
     floats, shares = q.float().contiguous(), torch.empty(rows, kv_heads, group, slots, dtype=torch.float32)
     out, sums = torch.empty_like(floats), torch.empty(rows, kv_heads, slots, dtype=torch.float32)
@@ -36,7 +40,8 @@ def decode_attention(q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Te
     sizes = (rows, kv_heads, group, dim, slots)
     given = _Attention(
         pointer(floats),
-        *(Places.of(kept.data, _kind(kept)) for kept in (keys, values)),
+        *(Places.of(kept.data, kind_of(kept)) for kept in (keys, values)),
+        MoreKeys.of(more),
         *places,
         *sizes,
         dim**-0.5,
@@ -46,15 +51,23 @@ def decode_attention(q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Te
     return out.to(q.dtype), sums
 
 
-def _kind(kept: Kept) -> int:
+def kind_of(kept: Kept) -> int:
     return KINDS[kept.data.dtype] if kept.codec == PLAIN else PACKED_KINDS[kept.codec]
 
 
-def decode_attention_twin(q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def decode_attention_twin(
+    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None
+) -> tuple[Tensor, Tensor]:
     # over all slots, with empty ones masked: a slice is not contiguous, and bf16 products of it are 4 times slower
     scores = torch.matmul(q, keys.data.transpose(2, 3)).float().mul_(q.shape[-1] ** -0.5).add_(mask)
+    if more is not None:
+        scores = torch.cat((scores, more.scores.view(*q.shape[:3], 1)), dim=-1)
     shares = torch.softmax(scores, dim=-1)  # (rows, kv_heads, group, slots)
-    return torch.matmul(shares.to(values.data.dtype), values.data), shares.sum(2)
+    if more is None:
+        return torch.matmul(shares.to(values.data.dtype), values.data), shares.sum(2)
+    shares, share = shares.split((mask.shape[-1], 1), dim=-1)
+    out = torch.matmul(shares.to(values.data.dtype), values.data).float().addcmul_(share, more.values.view(q.shape))
+    return out.to(q.dtype), shares.sum(2)
 
 
 class _Attention(ctypes.Structure):
@@ -62,6 +75,7 @@ class _Attention(ctypes.Structure):
         ("q", ctypes.c_void_p),
         ("keys", Places),
         ("values", Places),
+        ("more", MoreKeys),
         *((name, ctypes.c_void_p) for name in ("held", "out", "sums", "shares")),
         *((name, ctypes.c_long) for name in ("rows", "kv_heads", "group", "dim", "capacity")),
         ("scale", ctypes.c_float),

@@ -13,6 +13,7 @@ from h2o_flexgen.kernels.lowest_slot import lowest_slot, lowest_slot_twin
 from h2o_flexgen.kernels.pair_product import pair_product
 from h2o_flexgen.kernels.plain import plain_decode, plain_encode, plain_product
 from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attention_twin
+from h2o_flexgen.kernels.shared_attention import shared_attention, shared_attention_twin
 from h2o_flexgen.kernels.take_slots import take_slots, take_slots_twin
 from h2o_flexgen.kernels.tile_product import tile_product
 from h2o_flexgen.kernels.tile_rows import (
@@ -35,6 +36,7 @@ FUNCTIONS: Mapping[str, Function] = {
         *(int8_product, int8_product_twin, tile_product, wide_product, wide_product_twin, pair_product),
         *(tile_encode, tile_encode_twin, tile_decode, tile_decode_twin, tile_decode_rows, tile_decode_rows_twin),
         *(decode_attention, decode_attention_twin, prompt_attention, prompt_attention_twin),
+        *(shared_attention, shared_attention_twin),
         *(lowest_slot, lowest_slot_twin, take_slots, take_slots_twin),
     )
 }

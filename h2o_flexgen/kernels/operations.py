@@ -13,6 +13,7 @@ from torch import Tensor
 from h2o_flexgen.kernels.decode_attention import Kept
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.functions import FUNCTIONS, Function
+from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.table import (
     DECODE,
@@ -22,6 +23,7 @@ from h2o_flexgen.kernels.table import (
     LOWEST_SLOT,
     PRODUCT,
     PROMPT_ATTENTION,
+    SHARED_ATTENTION,
     TAKE_SLOTS,
     choose,
 )
@@ -88,10 +90,12 @@ def plain_product(x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 # -- attention -----------------------------------------------------------------------------------------------------------
 
 
-def decode_attention(q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def decode_attention(
+    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of one new token per row: q (rows, kv_heads, group, dim); `held` (rows,) is the number of filled slots, the
     newest included, and also a mask to add (rows, 1, 1, slots) -> out like q, and sums (rows, kv_heads, slots) in float32: the
-    attention each slot received.
+    attention each slot received. With `more`, a query head has one more key, whose share the others lack.
 
     Keys and values are decoded first unless one kernel reads both as they are kept."""
     of_keys, of_values = (chosen(DECODE_ATTENTION, kept.codec, q, width=q.shape[3]) for kept in (keys, values))
@@ -99,7 +103,7 @@ def decode_attention(q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Te
         keys, values = (_plain(kept, q) for kept in (keys, values))
         of_keys = chosen(DECODE_ATTENTION, PLAIN, q, width=q.shape[3])
     assert of_keys is not None
-    out, sums = of_keys(q, keys, values, held, mask)
+    out, sums = of_keys(q, keys, values, held, mask, more)
     return out, sums
 
 
@@ -111,13 +115,26 @@ def _plain(kept: Kept, like: Tensor) -> Kept:
     return Kept(values)
 
 
-def prompt_attention(q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def prompt_attention(
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Attention of prompts: q (rows, heads, tokens, dim), k and v (rows, kv_heads, keys, dim). If there are more keys than
     queries, the first ones stand before all queries, and each row has the first `before` (rows,) of them. weights (rows,
     tokens), fp32, say how much queries count in the sums. -> (rows, tokens, heads * dim), and sums (rows, kv_heads, keys) in
-    fp32 where there are weights."""
-    out, sums = _required(PROMPT_ATTENTION, PLAIN, q)(q, k, v, before, weights)
+    fp32 where there are weights. With `more`, a query has one more key, whose share the others lack."""
+    out, sums = _required(PROMPT_ATTENTION, PLAIN, q)(q, k, v, before, weights, more)
     return out, sums
+
+
+def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
+    """Attention of queries (queries, heads, dim) over a text that all of them share, (kv_heads, tokens, width): one more key of
+    each, for the attention over what stands behind that text."""
+    function = chosen(SHARED_ATTENTION, keys.codec, q, width=q.shape[2])
+    if function is None or keys.codec != values.codec:
+        keys, values = (Kept(_plain(Kept(kept.data[None], kept.codec), q[None]).data[0]) for kept in (keys, values))
+        function = _required(SHARED_ATTENTION, PLAIN, q)
+    out: More = function(q, keys, values)
+    return out
 
 
 # -- slots ---------------------------------------------------------------------------------------------------------------

@@ -12,17 +12,21 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from h2o_flexgen.kernels.column_sums import column_sums
+from h2o_flexgen.kernels.column_sums import column_sums, outcome_and_sums
+from h2o_flexgen.kernels.more_keys import More, MoreKeys
 from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
 from h2o_flexgen.kernels.sizes import SCORED_BYTES, PromptRoom, prompt_threads
 
 
-def prompt_attention(q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def prompt_attention(
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None
+) -> tuple[Tensor, Tensor | None]:
     assert k.dtype == v.dtype == q.dtype
     rows, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
     assert v.shape == k.shape == (rows, kv_heads, keys, dim) and (before.shape, before.dtype) == ((rows,), torch.int64)
     assert weights is None or weights.shape == (rows, tokens)
+    assert more is None or more.values.shape == (rows, tokens, heads, dim)
     out = torch.empty(rows, tokens, heads * dim, dtype=q.dtype)
     sums = None if weights is None else torch.empty(rows, kv_heads, keys, dtype=torch.float32)
     weights = None if weights is None else weights.float().contiguous()
@@ -32,6 +36,7 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: T
         *(Places.of(x, KINDS[x.dtype]) for x in (q, k, v)),
         pointer(before),
         *(None if x is None else pointer(x) for x in (weights, out, sums)),
+        MoreKeys.of(more),
         pointer(room),
         *laid,
         *(rows, heads, kv_heads, tokens, keys, dim),
@@ -42,10 +47,12 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: T
 
 
 def prompt_attention_twin(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None
 ) -> tuple[Tensor, Tensor | None]:
     held = k.shape[2] - q.shape[2]
     is_held = torch.arange(held, device=k.device) < before[:, None, None] if held else None  # (rows, 1, held)
+    if more is not None:
+        return outcome_and_sums(q, k, v, weights, is_held, more, SCORED_BYTES)
     sums = None if weights is None else column_sums(q, k, weights, is_held, SCORED_BYTES)
     return _attend_causally(q, k, v) if is_held is None else _attend_seen(q, k, v, is_held), sums
 
@@ -78,7 +85,9 @@ def _seen(is_held: Tensor, tokens: int) -> Tensor:
 class _Prompt(ctypes.Structure):
     _fields_ = (
         *((name, Places) for name in ("q", "keys", "values")),
-        *((name, ctypes.c_void_p) for name in ("before", "weights", "out", "sums", "room")),
+        *((name, ctypes.c_void_p) for name in ("before", "weights", "out", "sums")),
+        ("more", MoreKeys),
+        ("room", ctypes.c_void_p),
         *((f"wide_{name}", ctypes.c_long) for name in PromptRoom._fields),
         *((name, ctypes.c_long) for name in ("rows", "heads", "kv_heads", "new_tokens", "all_tokens", "dim")),
         ("scale", ctypes.c_float),

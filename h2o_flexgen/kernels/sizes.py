@@ -25,6 +25,8 @@ class Shared(NamedTuple):
     register_values: int
     prompt_keys: int
     prompt_queries: int
+    shared_keys: int
+    shared_queries: int
 
 
 @cache
@@ -54,6 +56,12 @@ class PromptRoom(NamedTuple):
         stride, queries = keys + sizes.register_values, sizes.prompt_queries
         parts = (keys * dim, keys * dim, keys, queries * stride, queries * dim, queries * dim)
         return cls(keys, dim, stride, *accumulate(parts))
+
+    @classmethod
+    def of_shared(cls, dim: int) -> PromptRoom:
+        """The same for a piece of a text that many queries share; their outcome stays there until all pieces are over."""
+        laid = cls.of(shared().shared_keys, dim)
+        return laid._replace(end=laid.out_at + shared().shared_queries * laid.dim)
 
 
 def prompt_threads(rows: int, kv_heads: int, threads: int) -> int:

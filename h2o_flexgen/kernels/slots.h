@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernel.h"
+#include <math.h>
 
 typedef struct {
     const char *data;
@@ -13,4 +14,23 @@ typedef struct {
 static ALWAYS_INLINE const char *slot_at(const slots *from, long row, long head, long slot)
 {
     return from->data + row * from->row + head * from->head + slot * from->slot;
+}
+
+/* One more key for each query, which stands for keys that are attended elsewhere: the logarithm of the sum of their exponentials is
+   its score, -INFINITY where a query has none, and their outcome is its value. */
+typedef struct {
+    const float *scores; /* one for each query; NULL: none has one */
+    const float *values; /* (queries, dim) */
+} more_keys;
+
+static ALWAYS_INLINE float score_of_more(more_keys from, long query)
+{
+    return from.scores ? from.scores[query] : -INFINITY;
+}
+
+static ALWAYS_INLINE void add_more(more_keys from, long query, float share, float *out, long dim)
+{
+    if (score_of_more(from, query) != -INFINITY)
+        for (long at = 0; at < dim; at++)
+            out[at] += share * from.values[query * dim + at];
 }

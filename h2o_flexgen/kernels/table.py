@@ -20,7 +20,7 @@ EXACT, INT8 = "exact", "int8"
 FLOAT32 = "float32"
 PRODUCT_OPS = PRODUCT, INT8_PRODUCT
 PRODUCTS = {EXACT: PRODUCT, INT8: INT8_PRODUCT}  # by what people ask for
-DECODE_ATTENTION, PROMPT_ATTENTION = "decode attention", "prompt attention"
+DECODE_ATTENTION, PROMPT_ATTENTION, SHARED_ATTENTION = "decode attention", "prompt attention", "shared attention"
 LOWEST_SLOT, TAKE_SLOTS = "lowest slot", "take slots"
 
 CPU = "cpu"
@@ -89,6 +89,7 @@ def _of_groups(form: str) -> Iterator[Kernel]:
     yield Kernel(DECODE, form, "group_decode", CPU, LIBRARIES, DTYPES)
     yield Kernel(DECODE, form, "group_decode_twin")
     yield Kernel(DECODE_ATTENTION, form, "decode_attention", CPU, LIBRARIES, most_width=shared().step_head_values)
+    yield Kernel(SHARED_ATTENTION, form, "shared_attention", CPU, LIBRARIES, DTYPES)
 
 
 def _of_tiles(form: str) -> Iterator[Kernel]:
@@ -126,6 +127,8 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention_twin"),
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CPU, LIBRARIES, DTYPES),
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention_twin"),
+        Kernel(SHARED_ATTENTION, PLAIN, "shared_attention", CPU, LIBRARIES, DTYPES),
+        Kernel(SHARED_ATTENTION, PLAIN, "shared_attention_twin"),
         Kernel(LOWEST_SLOT, PLAIN, "lowest_slot", CPU, LIBRARIES),
         Kernel(LOWEST_SLOT, PLAIN, "lowest_slot_twin"),
         Kernel(TAKE_SLOTS, PLAIN, "take_slots", CPU, LIBRARIES),

@@ -7,13 +7,14 @@ would lose a little each time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept
-from h2o_flexgen.kernels.operations import decode_attention, prompt_attention, take_slots
+from h2o_flexgen.kernels.more_keys import More
+from h2o_flexgen.kernels.operations import decode_attention, prompt_attention, shared_attention, take_slots
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
@@ -22,9 +23,16 @@ from h2o_flexgen.quant.codec import PLAIN
 
 
 class KVCache:
-    def __init__(self, image: Tensor, scores: SlotScores | None = None, coding: Coding | None = None) -> None:
+    def __init__(
+        self,
+        image: Tensor,
+        scores: SlotScores | None = None,
+        coding: Coding | None = None,
+        prefixes: Mapping[int, KVCache] | None = None,
+    ) -> None:
         self.image = image  # (2, rows, kv_heads, slots, width); more rows than are alive once some are finished
         self.replaced: Tensor | None = None  # (rows, kv_heads): the one slot of each that changed, where it is stored by itself
+        self.prefixes = prefixes or {}  # what rows share, each with one row that has all of it
         self._scores = scores
         self._coding = coding or Coding(PLAIN, image.dtype, image.shape[-1])
         self._rolls = scores is not None and scores.policy.rolls  # keys are stored unrotated
@@ -38,7 +46,8 @@ class KVCache:
 
     def part(self, rows: slice) -> KVCache:
         """The cache of some of the rows, for prompts that are computed one part after the other."""
-        return KVCache(self.image[:, rows], None if self._scores is None else self._scores.part(rows), self._coding)
+        scores = None if self._scores is None else self._scores.part(rows)
+        return KVCache(self.image[:, rows], scores, self._coding, self.prefixes)
 
     def keep_rows(self, index: Sequence[int], slots: int) -> None:
         """Moves row `index[dst]` to row `dst`, so that living rows fill the places of finished ones."""
@@ -56,21 +65,31 @@ class KVCache:
         """Each query attends to all that is held, oldest first, and to new tokens up to itself; then the budget is enforced."""
         unrotated = k
         if rotate is not None:
-            positions = now.new_order if self._rolls else now.positions
+            positions = now.new_order if self._rolls else now.text_positions
             q, k = rotate(q, positions), rotate(k, positions)
+        more = self._attended_elsewhere(now, q)
         q, k, v, unrotated = (x.transpose(1, 2) for x in (q, k, v, unrotated))  # (rows, heads, tokens, head_dim)
         kept_k, kept_v = self._coding.encode(unrotated if self._rolls else k), self._coding.encode(v)
         if now.held:
-            held_k, held_v = self._held(now, scores)
+            held_k, held_v = self._copied(now) if now.slots.copies else self._held(now, scores)
             kept_k, kept_v = torch.cat((held_k, kept_k), 2), torch.cat((held_v, kept_v), 2)
             old_k, old_v = self._coding.decode(held_k), self._coding.decode(held_v)
             if self._rolls and rotate is not None:
                 old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotate)
             k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
         weights = None if scores is None else scores.weights(now)
-        out, sums = prompt_attention(q, k, v, now.counts, weights)
-        self._store(now, now.places_if_all_stay if scores is None else scores.keep_best(now, sums), kept_k, kept_v)
+        out, sums = prompt_attention(q, k, v, now.counts, weights, more)
+        self._store(now, self._chosen(now, scores, sums), kept_k, kept_v)
         return out
+
+    def _chosen(self, now: KVStep, scores: SlotScores | None, sums: Tensor | None) -> Tensor:
+        """The places of the held and the new tokens that stay."""
+        if scores is None:
+            return now.places_if_all_stay
+        if not now.slots.copies:
+            return scores.keep_best(now, sums, scores.held(now))
+        noted = {group: prefix._scores for group, prefix in self.prefixes.items() if prefix._scores is not None}
+        return scores.keep_best(now, sums, scores.copied(now, noted))
 
     def _held(self, now: KVStep, scores: SlotScores | None) -> tuple[Tensor, Tensor]:
         """The keys and values held, oldest first. (rows, kv_heads, held, width) each"""
@@ -91,8 +110,35 @@ class KVCache:
                 take_slots(new, chosen[..., first:].expand(len(new), -1, -1), half[:, :, first:kept])
             else:  # every place stays
                 half[:, :, :kept] = new
-        if not now.held:
+        if not now.held or now.slots.copies:
             image[:, :, :, kept:] = 0  # masked, but 0 * NaN left by an earlier user would still be NaN
+
+    # -- shared prefixes -------------------------------------------------------------------------------------------------
+
+    def _attended_elsewhere(self, now: KVStep, q: Tensor) -> More | None:
+        """What queries (rows, tokens, heads, head_dim) get of the prefixes that their rows share."""
+        if now.slots.copies or not now.groups:
+            return None
+        (rows, tokens, heads), dim = q.shape[:3], q.shape[3]
+        if len(now.groups) == 1 and len(now.groups[0][1]) == rows:
+            return self._of_prefix(now.groups[0][0].group, q)
+        scores = torch.full((rows, tokens, heads), -torch.inf, device=q.device)
+        values = torch.zeros(rows, tokens, heads, dim, device=q.device)
+        for prefix, own in now.groups:
+            scores[own], values[own] = self._of_prefix(prefix.group, q[own])
+        return More(scores, values)
+
+    def _of_prefix(self, group: int, q: Tensor) -> More:
+        (keys, values), codec = self.prefixes[group].image[:, 0], self._coding.codec
+        more = shared_attention(q.flatten(0, 1), Kept(keys, codec), Kept(values, codec))
+        return More(more.scores.view(q.shape[:3]), more.values.view(q.shape))
+
+    def _copied(self, now: KVStep) -> tuple[Tensor, Tensor]:
+        """The keys and values of the prefixes that rows share, for each of them. (rows, kv_heads, held, width) each"""
+        halves = self.image.new_zeros(2, now.rows, self.image.shape[2], now.held, self.image.shape[-1])
+        for prefix, rows in now.groups:
+            halves[:, rows, :, : prefix.tokens] = self.prefixes[prefix.group].image
+        return halves[0], halves[1]
 
     # -- decode ----------------------------------------------------------------------------------------------------------
 
@@ -101,18 +147,20 @@ class KVCache:
         keys, values = self.image[0, :rows], self.image[1, :rows]  # (rows, kv_heads, slots, width)
         kv_heads = keys.shape[1]
         if rotate is not None and not self._rolls:
-            q, k = rotate(q, now.positions), rotate(k, now.positions)
+            q, k = rotate(q, now.text_positions), rotate(k, now.text_positions)
         keys[now.row_index, :, now.counts] = self._coding.encode(k[:, 0])
         values[now.row_index, :, now.counts] = self._coding.encode(v[:, 0])
         if scores is not None:
             scores.append(now)
         if scores is not None and self._rolls and rotate is not None:
-            q, rolled = rotate(q, now.new_order), _rolled(self._coding.decode(keys), scores.order(now), rotate)
+            order = now.before[:, :, None] + scores.order(now)
+            q, rolled = rotate(q, now.new_order), _rolled(self._coding.decode(keys), order, rotate)
             attended = Kept(rolled)
         else:
             attended = Kept(keys, self._coding.codec)
+        more = self._attended_elsewhere(now, q)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # a group's query heads take the place of queries
-        out, sums = decode_attention(q, attended, Kept(values, self._coding.codec), now.with_newest, now.mask)
+        out, sums = decode_attention(q, attended, Kept(values, self._coding.codec), now.with_newest, now.mask, more)
         if scores is not None:
             scores.add(sums)
         if scores is not None and now.evicts:

@@ -6,6 +6,7 @@ tokens are kept, and whose slot the newest token takes over in decode.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -56,18 +57,33 @@ class SlotScores:
         age = now.lengths[:, 0] - 1 - tokens  # of each query: 0 for the last, below 0 for pads
         return torch.pow(self.policy.decay, age.clamp(min=0).float()) * ((age >= 0) & (age < now.queries[:, 0]))
 
-    def keep_best(self, now: KVStep, sums: Tensor | None) -> Tensor:
+    def held(self, now: KVStep) -> SlotScores:
+        """What is known of the tokens held, oldest first."""
+        index = self.oldest_first(now)
+        scores = None if self.scores is None else self.scores.gather(-1, index)
+        return SlotScores(self.policy, self.positions.gather(-1, index), scores)
+
+    def copied(self, now: KVStep, prefixes: Mapping[int, SlotScores]) -> SlotScores:
+        """What is known of the tokens that come from shared prefixes; their texts begin with them."""
+        shape = (*self.positions.shape[:2], now.held)
+        scores = None if self.scores is None else self.scores.new_zeros(shape)
+        for prefix, rows in now.groups if scores is not None else ():
+            own = prefixes[prefix.group].scores
+            if scores is not None and own is not None:
+                scores[rows, :, : prefix.tokens] = own[:, :, : prefix.tokens]
+        return SlotScores(self.policy, now.held_order.int().expand(shape), scores)
+
+    def keep_best(self, now: KVStep, sums: Tensor | None, held: SlotScores) -> Tensor:
         """Chooses which of the held and the new tokens stay after a pass of several tokens, and records them.
 
         sums (rows, kv_heads, held + tokens): the weighted attention each token got from the new queries, oldest first. Returns
         places among them (rows, kv_heads, kept), ascending; a row that keeps fewer ends with arbitrary places."""
         rows, kv_heads = self.positions.shape[:2]
-        held = self.oldest_first(now)
         new = now.positions.unsqueeze(1).expand(-1, kv_heads, -1)
-        positions = torch.cat((self.positions.gather(-1, held).long(), new), dim=-1)
+        positions = torch.cat((held.positions.long(), new), dim=-1)
         is_pad = torch.arange(new.shape[-1], device=self.positions.device) >= now.lengths
         exists = torch.cat((now.is_held, ~is_pad), dim=-1)
-        scores = self._scores_of(now, sums, held)
+        scores = self._scores_of(now, sums, held.scores)
         kept = now.slots.kept
         staying = now.places_if_all_stay.expand(rows, kv_heads, -1)
         chosen = self._best(now, positions, exists, scores, kept) if now.evicts else staying
@@ -77,14 +93,14 @@ class SlotScores:
             self.scores.zero_()[..., :kept] = scores.gather(-1, chosen).masked_fill(~filled, 0.0)
         return chosen
 
-    def _scores_of(self, now: KVStep, sums: Tensor | None, held: Tensor) -> Tensor | None:
+    def _scores_of(self, now: KVStep, sums: Tensor | None, held: Tensor | None) -> Tensor | None:
         """The scores of the held tokens, with the new queries' attention added, and behind them those of the new tokens."""
-        if self.scores is None or sums is None:
+        if sums is None or held is None:
             return None
         around = self.policy.neighbours
         if around > 1:  # for prompts alone
             sums = torch.where(now.is_new, functional.avg_pool1d(sums, around, stride=1, padding=around // 2), sums)
-        sums[..., : now.held] += self.scores.gather(-1, held) * torch.pow(self.policy.decay, now.lengths.float())
+        sums[..., : now.held] += held * torch.pow(self.policy.decay, now.lengths.float())
         return sums
 
     def _best(self, now: KVStep, positions: Tensor, exists: Tensor, scores: Tensor | None, kept: int) -> Tensor:

@@ -9,20 +9,23 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.policies.occupancy import StepSlots
 
 
 @dataclass(frozen=True)
 class KVStep:
     slots: StepSlots
-    positions: Tensor  # (rows, tokens): the new tokens' positions in their texts, from 0; pads stand behind them
+    positions: Tensor  # (rows, tokens): the new tokens' positions in what is judged, from 0; pads stand behind them
     counts: Tensor  # (rows,): slots that each row held before
     capacity: int  # slots allocated per row
+    prefixes: tuple[SharedPrefix | None, ...] = ()  # what each row shares with others, unless nobody shares anything
 
     @classmethod
-    def of(cls, slots: StepSlots, capacity: int, device: torch.device) -> KVStep:
+    def of(cls, slots: StepSlots, capacity: int, device: torch.device, prefixes: Sequence[SharedPrefix | None] = ()) -> KVStep:
         seen, new = torch.tensor(slots.seen, device=device), torch.arange(max(slots.new), device=device)
-        return cls(slots, seen.unsqueeze(1) + new, torch.tensor(slots.counts, device=device), capacity)
+        shared = tuple(prefixes) if any(prefixes) else ()
+        return cls(slots, seen.unsqueeze(1) + new, torch.tensor(slots.counts, device=device), capacity, shared)
 
     @property
     def rows(self) -> int:
@@ -41,6 +44,29 @@ class KVStep:
     @property
     def evicts(self) -> bool:
         return self.slots.evicts
+
+    # -- shared prefixes: they stand before what is judged, unless rows take a copy into their own slots --------------------
+
+    @cached_property
+    def groups(self) -> tuple[tuple[SharedPrefix, Tensor], ...]:
+        """The prefixes that rows share, and the rows of each."""
+        rows: dict[SharedPrefix, list[int]] = {}
+        for row, prefix in enumerate(self.prefixes):
+            if prefix is not None:
+                rows.setdefault(prefix, []).append(row)
+        return tuple((prefix, torch.tensor(own, device=self.counts.device)) for prefix, own in rows.items())
+
+    @cached_property
+    def before(self) -> Tensor:
+        """Tokens of each row's text before what is judged. (rows, 1)"""
+        apart = () if self.slots.copies else self.prefixes
+        tokens = [0 if prefix is None else prefix.tokens for prefix in apart] or [0] * self.rows
+        return torch.tensor(tokens, device=self.counts.device)[:, None]
+
+    @cached_property
+    def text_positions(self) -> Tensor:
+        """The new tokens' positions in their texts. (rows, tokens)"""
+        return self.positions + self.before
 
     @cached_property
     def row_index(self) -> Tensor:
@@ -85,13 +111,9 @@ class KVStep:
     @cached_property
     def window(self) -> Tensor:
         """Tokens from this position on are protected."""
-        rows = zip(self.slots.seen, self.slots.new, self.slots.budgets)
-        begins = [self.is_prefill and not seen for seen in self.slots.seen]
+        rows = zip(self.slots.seen, self.slots.new, self.slots.budgets, self.slots.begins)
         return self._column(
-            [
-                seen + new - (budget.prompt_window if begun else budget.window)
-                for (seen, new, budget), begun in zip(rows, begins)
-            ]
+            [seen + new - (budget.prompt_window if begins else budget.window) for seen, new, budget, begins in rows]
         )
 
     @cached_property
@@ -102,20 +124,20 @@ class KVStep:
     @cached_property
     def queries(self) -> Tensor:
         """How many of the last new queries contribute to scores; a budget may limit them for prompts."""
-        rows = zip(self.slots.seen, self.slots.new, self.slots.budgets)
-        return self._column([new if seen or budget.queries is None else budget.queries for seen, new, budget in rows])
+        rows = zip(self.slots.new, self.slots.budgets, self.slots.begins)
+        return self._column([budget.queries if begins and budget.queries is not None else new for new, budget, begins in rows])
 
     @cached_property
     def is_new(self) -> Tensor:
         """True for rows whose text begins in this step."""
-        return self._column([seen == 0 for seen in self.slots.seen])
+        return self._column(self.slots.begins)
 
     # -- several new tokens: a place counts the held tokens, oldest first, and then the new ones --------------------------
 
     @cached_property
     def new_order(self) -> Tensor:
-        """Each new token's position if the held tokens were the whole text before it. (rows, tokens)"""
-        return self.counts[:, None] + torch.arange(self.positions.shape[1], device=self.counts.device)
+        """Each new token's position if the tokens held, here and in a prefix, were the whole text before it. (rows, tokens)"""
+        return self.before + self.counts[:, None] + torch.arange(self.positions.shape[1], device=self.counts.device)
 
     @cached_property
     def held_order(self) -> Tensor:

@@ -9,7 +9,16 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from h2o_flexgen.core.layout import READERS, Arena, aligned, decoded_bytes, disk_buffer_bytes, hidden_bytes, region_bytes
+from h2o_flexgen.core.layout import (
+    READERS,
+    Arena,
+    PrefixLayout,
+    aligned,
+    decoded_bytes,
+    disk_buffer_bytes,
+    hidden_bytes,
+    region_bytes,
+)
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
@@ -59,6 +68,7 @@ def footprint(planned: BlockPlan, site: Site, scored_at_once: int = 0) -> Footpr
         parts[DEVICE]["libraries"] = DEVICE_LIBRARIES
     parts[compute]["working space"] = block_working_bytes(planned, site, scored_at_once)
     parts[compute]["decoded weights"] = decoded_bytes(spec, site)
+    parts[compute]["shared prefixes"] = _prefix_bytes(planned, scored_at_once)
     parts[HOST]["disk buffers"] = _disk_buffers(planned)
     return Footprint({tier: dict(held) for tier, held in parts.items()})
 
@@ -110,6 +120,15 @@ def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule,
         parts[compute]["activation slots"] += schedule.buffers * max(moved)
     if DISK in schedule.traffic.hidden:
         parts[HOST]["activation slots"] += (schedule.buffers if compute == DEVICE else 0) * max(moved) + max(moved)
+
+
+def _prefix_bytes(planned: BlockPlan, scored_at_once: int) -> int:
+    """Bytes of the KV of prefixes that rows share, and of their hidden states where log-probabilities are made of these."""
+    spec, tokens = planned.spec, planned.block.prefix_room
+    if not tokens:
+        return 0
+    hidden = spec.width * spec.itemsize if scored_at_once else 0
+    return region_bytes(PrefixLayout.of(spec, tokens, planned.plan.prefix_note_bytes).nbytes) + tokens * hidden
 
 
 def _disk_buffers(planned: BlockPlan) -> int:

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from h2o_flexgen.core.allowed_values import Rule, number, whole
 from h2o_flexgen.core.hints import did_you_mean, shown
+from h2o_flexgen.core.prefixes import LEAST_TOKENS
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import MOST_BATCHES, check_num_prompts
@@ -45,6 +46,7 @@ class Shares:
 
 
 ALL_DEVICE = Shares(1.0, 0.0)
+PINNED, JUDGED = PREFIX_POLICIES = "pinned", "judged"  # what becomes of prefixes that rows share
 COUNT = Rule(whole(1), "a whole number, 1 or more")
 PERCENT = Rule(number(0, 100), "a number from 0 to 100")
 
@@ -67,9 +69,12 @@ class Plan:
     schedule: str = "zigzag"
     kv_policy: str = "full"
     kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and who is protected
+    shared_prefixes: bool = True  # what requests of a job begin with alike is computed and kept once
+    prefix_policy: str = PINNED  # or JUDGED: rows take what they share into their own slots, and the KV policy judges it
+    least_prefix: int = LEAST_TOKENS  # of which tokens are shared
 
     def __post_init__(self) -> None:
-        for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens", "slots"):
+        for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens", "slots", "least_prefix"):
             object.__setattr__(self, name, COUNT.value(name, getattr(self, name)))  # numpy's numbers become Python's
         if self.num_gpu_batches > MOST_BATCHES:
             raise ValueError(f"num_gpu_batches is {shown(self.num_gpu_batches)}; the most is {MOST_BATCHES}")
@@ -83,6 +88,7 @@ class Plan:
             codecs = " or ".join(map(repr, OF_MATRICES))
             raise ValueError(f"compute {self.compute!r} needs packed weights; add weight_codec={codecs}")
         _require_known("kv_policy", self.kv_policy, POLICIES)
+        _require_known("prefix_policy", self.prefix_policy, PREFIX_POLICIES)
         _ = self.policy  # refuses options that the policy does not take
 
     @staticmethod
@@ -102,6 +108,16 @@ class Plan:
     @cached_property
     def policy(self) -> KVPolicy:
         return POLICIES[self.kv_policy](self.kv_options)
+
+    @property
+    def copies_prefixes(self) -> bool:
+        """Whether rows take shared prefixes into their own slots."""
+        return self.prefix_policy == JUDGED
+
+    @property
+    def prefix_note_bytes(self) -> int:
+        """Bytes kept for a token of a shared prefix and a KV head beside key and value: for rows that take a copy of them."""
+        return self.policy.score_bytes if self.copies_prefixes else 0
 
     @property
     def block_size(self) -> int:

@@ -44,6 +44,7 @@ class StepSlots:
     after: tuple[int, ...]  # slots in use afterwards
     budgets: tuple[Budget, ...]
     stores_singly: bool = False  # in decode one slot of each row changes, and these do not lie side by side
+    copies: bool = False  # what was seen lies elsewhere, in a prefix that rows share, and comes into their own slots now
 
     @cached_property
     def held(self) -> int:
@@ -62,7 +63,22 @@ class StepSlots:
     @cached_property
     def changed(self) -> tuple[int, int]:
         """The range of slots that are written, over all rows. Where they are stored one by one, any may have changed before."""
-        return 0 if self.evicts or self.stores_singly else min(self.counts), self.kept
+        return 0 if self.evicts or self.stores_singly or self.copies else min(self.counts), self.kept
+
+    @cached_property
+    def begins(self) -> tuple[bool, ...]:
+        """Whether each row's text begins in this step, be it behind a copy."""
+        return tuple(self.is_prefill and (self.copies or not seen) for seen in self.seen)
+
+    def behind(self, spared: int) -> StepSlots:
+        """The same first step of one row where its first tokens were computed before, and are copied."""
+        return replace(
+            self,
+            seen=(spared,),
+            new=(self.new[0] - spared,),
+            counts=(spared,),
+            copies=True,
+        )
 
     @classmethod
     def of_rows(cls, steps: Sequence[StepSlots]) -> StepSlots:
@@ -78,6 +94,7 @@ class StepSlots:
             of_all(one.counts for one in steps),
             of_all(one.after for one in steps),
             of_all(one.budgets for one in steps),
+            copies=any(one.copies for one in steps),
         )
         return replace(joined, stores_singly=not joined.is_prefill and max(joined.counts) > min(joined.counts))
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from h2o_flexgen.core.seats import Need, Seats
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.policies.occupancy import Budget, Occupancy
+from h2o_flexgen.policies.occupancy import Budget, Occupancy, StepSlots
 from h2o_flexgen.policies.options import ROLLING, KVOptions, row_of
 
 NONE, ATTENTION, AGE, CHANCE = "none", "attention", "age", "chance"  # what tokens are ranked by
@@ -29,6 +29,7 @@ class KVPolicy(ABC):
     name: ClassVar[str]
     ranks_by: ClassVar[str] = ATTENTION
     neighbours: ClassVar[int] = 1  # a prompt's scores are averaged over this many positions
+    last_queries: ClassVar[int | None] = None  # of a prompt, which alone may count; None: all count
     accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, "score_decay", *COMMON)
 
     def __post_init__(self) -> None:
@@ -87,6 +88,12 @@ class KVPolicy(ABC):
     def alone(self, need: Need) -> Occupancy:
         """The slots of one row by itself."""
         return self.occupancy(Batch((0,), (need.prompt_len,)), max(1, need.gen_len))
+
+    def whole(self, tokens: int) -> StepSlots:
+        """The pass over a prefix that rows share: all of it is kept, whatever they keep of it. A policy that counts the last
+        queries of a prompt counts none of these."""
+        budget = Budget(tokens, queries=None if self.last_queries is None else 0)
+        return StepSlots(True, (0,), (tokens,), (0,), (tokens,), (budget,))
 
     def _checked(self, prompt_len: int, gen_len: int) -> Budget:
         budget, row = self.budget(prompt_len, gen_len), row_of(prompt_len, gen_len)

@@ -8,12 +8,11 @@ from h2o_flexgen.policies.occupancy import Budget
 from h2o_flexgen.policies.options import row_of
 from h2o_flexgen.policies.policy import KVPolicy
 
-QUERIES = 32  # the window in SnapKV's own runs
-
 
 class SnapKV(KVPolicy):
     name: ClassVar[str] = "snapkv"
     neighbours: ClassVar[int] = 5
+    last_queries: ClassVar[int | None] = 32  # the window in SnapKV's own runs
 
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
         heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)
@@ -22,4 +21,4 @@ class SnapKV(KVPolicy):
                 f"kv_policy {self.name!r} has no recent slots {row_of(prompt_len, gen_len)}; "
                 "it observes the last queries: give it 1 or more"
             )
-        return self._protecting(heavy + recent, recent, queries=min(QUERIES, recent, prompt_len))
+        return self._protecting(heavy + recent, recent, queries=min(self.last_queries or 0, recent, prompt_len))

@@ -10,6 +10,7 @@ from h2o_flexgen.policies.policy import BUDGETS, COMMON, PROTECTION, KVPolicy
 
 class Tova(KVPolicy):
     name: ClassVar[str] = "tova"
+    last_queries: ClassVar[int | None] = 1
     accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, *COMMON)
 
     @property
@@ -17,4 +18,4 @@ class Tova(KVPolicy):
         return 0.0
 
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
-        return self._protecting(self.options.total(prompt_len, gen_len), window=0, queries=1)
+        return self._protecting(self.options.total(prompt_len, gen_len), window=0, queries=self.last_queries)

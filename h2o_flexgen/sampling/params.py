@@ -69,18 +69,21 @@ class SamplingParams:
 
     def __new__(cls, *given: object, **named: object) -> SamplingParams:
         """Explains an unknown name better than Python does."""
-        known = [each.name for each in fields(cls)]
-        for name in named:
-            if name in INSTEAD:
-                raise ValueError(f"sampling option {name!r} is not supported; {INSTEAD[name]}")
-            if name not in known:
-                hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
-                raise ValueError(f"sampling option {name!r} is unknown{hint}")
+        if not RULES.keys() >= named.keys():
+            known = [each.name for each in fields(cls)]
+            for name in named:
+                if name in INSTEAD:
+                    raise ValueError(f"sampling option {name!r} is not supported; {INSTEAD[name]}")
+                if name not in known:
+                    hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+                    raise ValueError(f"sampling option {name!r} is unknown{hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, rule in RULES.items():
-            object.__setattr__(self, name, rule.value(name, getattr(self, name)))
+            given = getattr(self, name)
+            if given is not DEFAULTS[name]:  # files have many thousand of these, which differ from the defaults in little
+                object.__setattr__(self, name, rule.value(name, given))
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise ValueError("max_tokens is 0; allowed is 1 or more, or 0 with prompt_logprobs, where a prompt is only scored")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -169,6 +172,9 @@ RULES: Mapping[str, Rule] = {
     "prompt_logprobs": _COUNT,
     "include_stop_str_in_output": _SWITCH,
 }
+
+
+DEFAULTS: Mapping[str, object] = {each.name: each.default for each in fields(SamplingParams)}
 
 
 def one_params(given: object) -> SamplingParams:

@@ -138,10 +138,11 @@ def read_chats(given: object) -> list[list[Message]]:
         raise ValueError(f"the messages are {shown(given)}; {A_CHAT}")
     items = list(given)
     chats = [items] if items and all(isinstance(one, Mapping) for one in items) else items
-    return [_read_chat(f"chat {place}", chat) for place, chat in enumerate(chats)]
+    return [read_chat(f"chat {place}", chat) for place, chat in enumerate(chats)]
 
 
-def _read_chat(whose: str, given: object) -> list[Message]:
+def read_chat(whose: str, given: object) -> list[Message]:
+    """Reads one chat; `whose` begins the message of one that cannot be read."""
     if isinstance(given, (str, Mapping)) or not isinstance(given, Iterable):
         raise ValueError(f"{whose} is {shown(given)}; {A_CHAT}")
     messages = [_read_message(f"message {place} of {whose}", one) for place, one in enumerate(given)]

@@ -1,0 +1,250 @@
+"""The batch command's flags, and the request made of them. The input file is checked here, line by line; nothing here imports
+torch."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from h2o_flexgen.cli.files import check_writable
+from h2o_flexgen.cli.flags import (
+    MOST_IDS,
+    TOKENS,
+    TRACEBACK,
+    Group,
+    Parser,
+    add_compute,
+    add_placement,
+    add_sizes,
+    whole,
+)
+from h2o_flexgen.cli.requests import (
+    ModelRequest,
+    SiteRequest,
+    asked_of,
+    model_of,
+    named_machine,
+    plan_of,
+    refuse_search_options,
+    sampling_of,
+    site_of,
+)
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.demo import DEMO
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.jobs.check import CheckedFile, check_file
+from h2o_flexgen.jobs.fields import Options
+from h2o_flexgen.jobs.input_file import InputFile
+from h2o_flexgen.jobs.manifest import Manifest, manifest_file
+from h2o_flexgen.jobs.output import waiting_file
+from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.profiling.others import Others
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.dialogue import STYLES
+
+PROGRAM = "python -m h2o_flexgen.batch"
+INPUT, OUTPUT = "--input-file", "--output-file"
+WHERE_FOUND = f"where --percent is {AUTO}"
+RESUME, ANYWAY, RETRY = "--resume", "--resume-anyway", "--retry-errors"
+NOISE = {"model": "facebook/opt-125m", "dummy_weights": True}
+
+DESCRIPTION = f"""\
+Run a file of requests and write a record for each as it finishes, in the form of OpenAI's batches. A line of the input is a
+request of such a batch, or {{"prompt": ...}} or {{"messages": [...]}} with the same options beside it; in a file that is not
+called .jsonl it is a text. A job that was interrupted, in whatever way, goes on with {RESUME}.
+Without --model: the small one that travels with the package."""
+
+EPILOG = f"""\
+  {PROGRAM} -i in.jsonl -o out.jsonl --model facebook/opt-1.3b
+  {PROGRAM} -i in.jsonl -o out.jsonl --model facebook/opt-1.3b {RESUME}
+"""
+
+
+@dataclass(frozen=True)
+class JobFiles:
+    output: Path
+    manifest: Path
+    metrics: Path | None
+
+
+@dataclass(frozen=True)
+class Resuming:
+    """How a job goes on that was begun before."""
+
+    asked: bool = False
+    anyway: bool = False  # whatever differs
+    retry_errors: bool = False
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """Everything that is asked of one job."""
+
+    model: ModelRequest
+    site: SiteRequest
+    plan: Plan | Asked  # the plan itself, or what is asked of one that is to be found
+    machine: Machine | None  # the named one; None stands for this one
+    checked: CheckedFile
+    defaults: Options  # what lines leave open
+    style: str
+    seed: int | None
+    files: JobFiles
+    begun: Manifest | None  # the job that goes on; None for a new one
+    resuming: Resuming
+    ordered: bool
+    dry_run: bool
+    verbose: int
+    arguments: Mapping[str, object]  # as they were given, for the manifest
+    others: Others = field(default_factory=Others, compare=False, repr=False)  # other processes that have been busy
+
+    @property
+    def first_plan(self) -> Plan:
+        """The plan that the model is opened under."""
+        return self.plan.plan if isinstance(self.plan, Asked) else self.plan
+
+
+def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
+    return make_parser(program).parse_or_demo(argv, {"model": DEMO}, NOISE)
+
+
+def request_of(flags: Namespace) -> BatchRequest:
+    """The request. The input is read, and visible mistakes are refused, before torch is imported."""
+    plan = plan_of(flags)
+    if flags.percent != AUTO:
+        refuse_search_options(flags, f"say --percent {AUTO}")
+    defaults = Options(sampling_of(flags), token_ids=flags.return_token_ids)
+    machine, model = named_machine(flags), model_of(flags)
+    resuming = Resuming(flags.resume or flags.resume_anyway or flags.retry_errors, flags.resume_anyway, flags.retry_errors)
+    file = InputFile.of(flags.input_file)
+    files = _files(flags, file)
+    begun = _begun(files, resuming)
+    return BatchRequest(
+        model=model.without_weights() if flags.dry_run else model,
+        site=site_of(flags),
+        plan=asked_of(flags, plan) if flags.percent == AUTO else plan,
+        machine=machine,
+        checked=_checked(file, defaults, begun, resuming, flags.skip_invalid),
+        defaults=defaults,
+        style=flags.style,
+        seed=flags.seed,
+        files=files,
+        begun=begun,
+        resuming=resuming,
+        ordered=flags.ordered,
+        dry_run=flags.dry_run,
+        verbose=flags.verbose,
+        arguments={name: value for name, value in vars(flags).items() if value is not None},
+    )
+
+
+# -- files -----------------------------------------------------------------------------------------------------------------
+
+
+def _files(flags: Namespace, file: InputFile) -> JobFiles:
+    """The files that are written. None of them is the input, nor another of them, whatever links lead there."""
+    named = {OUTPUT: flags.output_file, "--metrics": flags.metrics}
+    for flag, name in named.items():
+        check_writable(name, flag)
+    output = _real(flags.output_file)
+    if output.exists() and not output.is_file():
+        raise ValueError(f"{OUTPUT} {flags.output_file} is a device or a pipe, from which no job can go on; give a plain file")
+    if not os.access(output if output.exists() else output.parent, os.W_OK, effective_ids=True):
+        raise ValueError(f"{OUTPUT} {flags.output_file} cannot be written; give a file that can, in a folder that can")
+    files = JobFiles(output, manifest_file(output), flags.metrics and _real(flags.metrics))
+    taken = {_real(flags.input_file): f"{INPUT} {flags.input_file}"}
+    written = {files.output: OUTPUT, files.manifest: "the manifest", waiting_file(output): "the file of waiting records"}
+    for path, what in (*written.items(), (files.metrics, "--metrics")):
+        if path is None:
+            continue
+        same = next((other for one, other in taken.items() if _are_one(one, path)), None)
+        if same is not None:
+            raise ValueError(f"{what} would be {path}, which is {same}; give another file")
+        taken[path] = what
+    return files
+
+
+def _real(name: str) -> Path:
+    return Path(name).expanduser().resolve()
+
+
+def _are_one(one: Path, other: Path) -> bool:
+    return one == other or (one.exists() and other.exists() and one.samefile(other))
+
+
+def _begun(files: JobFiles, resuming: Resuming) -> Manifest | None:
+    """The job that was begun before, if there is one and it is to go on."""
+    waiting = waiting_file(files.output)
+    is_there = any(file.exists() and file.stat().st_size for file in (files.output, waiting))
+    if not resuming.asked:
+        if is_there:
+            raise ValueError(f"{files.output} is there already; {RESUME} goes on with it, or give another {OUTPUT}")
+        return None
+    begun = Manifest.read(files.manifest)
+    if begun is None and is_there and not resuming.anyway:
+        missing = f"{files.output} has records, but its manifest {files.manifest.name} is not there"
+        raise ValueError(f"{missing}, so nobody knows what they were made with; {ANYWAY} goes on all the same")
+    return begun
+
+
+def _checked(file: InputFile, defaults: Options, begun: Manifest | None, resuming: Resuming, skip_invalid: bool) -> CheckedFile:
+    with Progress(0, f"checking {file.name}", late=True) as progress:
+        known = None if begun is None else begun.checked
+        checked = check_file(file, defaults, known, lambda lines: progress.update(f"{lines} lines", lines))
+    if not checked.begins_as_known and not resuming.anyway:
+        changed = f"{file.name} is not the input that the job in {OUTPUT} was begun with"
+        raise ValueError(f"{changed}; give that one, or another {OUTPUT}; {ANYWAY} goes on all the same")
+    if checked.num_refused and not skip_invalid:
+        raise ValueError(checked.error())
+    return checked
+
+
+# -- flags -----------------------------------------------------------------------------------------------------------------
+
+
+def make_parser(program: str = PROGRAM) -> Parser:
+    usage = f"{program} -i in.jsonl -o out.jsonl [--model NAME] [--percent W W KV KV A A] [options]"
+    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
+    parser.set_defaults(cpu_cache_compute=False)
+    _add_job(parser.group("job"))
+    parser.add_model()
+    parser.add_tokenizer()
+    _add_plan(parser.group("plan"))
+    parser.add_search(f"search, {WHERE_FOUND}", "what a search prices plans for")
+    parser.add_kv()
+    _add_defaults(parser)
+    return parser
+
+
+def _add_job(group: Group) -> None:
+    group.add("-i", INPUT, metavar="FILE", required=True, help="the requests: JSON lines if it is called .jsonl, or texts")
+    records = "a record per request; beside it FILE.manifest.json (without .jsonl) says what the job is"
+    group.add("-o", OUTPUT, metavar="FILE", required=True, help=records)
+    group.truth("--ordered", text="records in the order of the input (default: as requests finish)")
+    group.truth(RESUME, text="go on with the job in the output: only requests without a record are run; a new job begins")
+    group.truth(RETRY, text=f"{RESUME}, and run requests again whose record is an error")
+    group.truth(ANYWAY, text=f"{RESUME} with another model, input or other options than the job was begun with")
+    group.truth("--skip-invalid", text="record bad lines as errors and run the others (default: nothing runs)")
+    group.value("--metrics", "FILE", "append how far the job is, every few seconds: a line of JSON each")
+    group.verbose(f"0: no plan; {TRACEBACK}: where errors come from")
+
+
+def _add_plan(group: Group) -> None:
+    add_placement(group, may_be_found=True)
+    add_compute(group)
+    add_sizes(group, WHERE_FOUND)
+    group.truth("--dry-run", text="check the input and print the plan and its bytes per tier; no weights are loaded")
+
+
+def _add_defaults(parser: Parser) -> None:
+    group = parser.group("what lines leave open")
+    group.value("--gen-len", "TOKENS", "generated for a request, at most: its max_tokens", TOKENS, SamplingParams.max_tokens)
+    styles = "how chats become text: the model's chat template, a script of User: and Assistant:, or plain text"
+    group.choice("--style", (AUTO, *STYLES), f"{styles}; auto: the template, or a script where there is none", AUTO)
+    group.truth("--return-token-ids", text="records have token ids beside texts")
+    shown = "those of each token, and of the N likeliest"
+    parser.add_sampling().value("--logprobs", "N", shown, whole(0, MOST_IDS), nargs="?", const=0)

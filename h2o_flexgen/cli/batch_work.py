@@ -1,0 +1,336 @@
+"""The work of the batch command: finds a plan for the requests that are left, runs them, and writes their records."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+from h2o_flexgen.cli.asked_problem import machine_of
+from h2o_flexgen.cli.batch_request import RESUME, RETRY, BatchRequest
+from h2o_flexgen.cli.batch_settings import (
+    model_settings,
+    option_settings,
+    plan_settings,
+    refuse_other,
+    refuse_other_seed,
+    versions,
+)
+from h2o_flexgen.cli.batch_watch import JobWatch, Metrics
+from h2o_flexgen.cli.interrupts import Interrupts
+from h2o_flexgen.cli.open_llm import open_llm
+from h2o_flexgen.cli.page import say
+from h2o_flexgen.cli.plan_report import PlanReport
+from h2o_flexgen.cli.requests import check_device
+from h2o_flexgen.cli.run_work import WITH_ROOM
+from h2o_flexgen.cli.slow import kernel_reasons, say_slow
+from h2o_flexgen.cli.watch import say_threads
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.engine.shrink import Shrink
+from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.finding import Wish
+from h2o_flexgen.jobs.index import SOUND
+from h2o_flexgen.jobs.job import FileJob, Reading
+from h2o_flexgen.jobs.line import BadLine
+from h2o_flexgen.jobs.manifest import Manifest, Settings
+from h2o_flexgen.jobs.output import OrderedOutput, Output
+from h2o_flexgen.jobs.records import RecordMaker, as_line, refusal
+from h2o_flexgen.jobs.recovery import Finished, OutputReader
+from h2o_flexgen.kernels.native import processor, variants
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.sampler import resolve_seed
+from h2o_flexgen.text.dialogue import choose_style
+
+SOME_FAILED = 1  # exit status of a job that has come to its end with errors among its records
+ENDING = "ending: what is computed now is finished first; another signal ends at once"
+
+
+def work(request: BatchRequest) -> None:
+    with ExitStack() as stack:
+        stack.enter_context(closing(request.checked.index))
+        llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan))
+        refuse_other_seed(request)
+        prepared = Prepared(request, llm)
+        prepared.refuse_other()
+        if request.dry_run:
+            prepared.for_requests(Finished.nothing(request.checked.index)).show_plan()
+            return
+        output = stack.enter_context(prepared.open_output())
+        job = prepared.for_requests(output.finished)
+        failed = job.run(output)
+    if failed:
+        told = (
+            f"{failed} of {len(request.checked.index)} requests failed: their records in {request.files.output} have an error"
+        )
+        print(f"{told}; {RETRY} runs them again", file=sys.stderr)
+        raise SystemExit(SOME_FAILED)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request with its model open, and with the manifest of the job that it goes on with."""
+
+    request: BatchRequest
+    llm: LLM
+
+    @cached_property
+    def _of_model(self) -> tuple[Settings, Settings]:
+        return model_settings(self.llm)
+
+    @cached_property
+    def settings(self) -> Settings:
+        """What the answers depend on, but for the plan."""
+        return {**self._of_model[0], **option_settings(self.request)}
+
+    @cached_property
+    def noted(self) -> Settings:
+        return self._of_model[1]
+
+    def refuse_other(self) -> None:
+        begun = self.request.begun
+        if begun is None:
+            return
+        refuse_other(begun, self.settings, self.request)
+        asked = self.request.plan
+        if isinstance(asked, Plan) or not (asked.codecs or asked.computes):  # otherwise the search has a say
+            refuse_other(begun, plan_settings(self.llm.plan), self.request)
+        for note in begun.notes(self.noted):
+            print(f"note: {note}: numbers may differ in their last bits", file=sys.stderr)
+
+    def open_output(self) -> Output:
+        """The output, with the records of earlier runs."""
+        request = self.request
+        reader = OutputReader(request.checked.index, request.resuming.retry_errors)
+        output = (OrderedOutput if request.ordered else Output)(request.files.output, reader)
+        finished = output.finished
+        if finished.num_done or finished.dropped:
+            lost = f"; {finished.dropped} lines that were cut off there are dropped" if finished.dropped else ""
+            done = f"{finished.num_done} of {len(request.checked.index)} requests are done"
+            print(f"{done} by their records in {request.files.output}{lost}", file=sys.stderr)
+        return output
+
+    def for_requests(self, finished: Finished) -> BatchJob:
+        """Reads the requests that are left."""
+        index, states = self.request.checked.index, self.request.checked.index.states
+        left = (place for place in range(len(index)) if states[place] == SOUND and finished.is_open(place))
+        with Progress(len(index) - finished.num_done, "reading prompts", late=True) as progress:
+            return BatchJob(self, FileJob.of(index, left, self._reading, lambda count: progress.update("", count)))
+
+    @property
+    def _reading(self) -> Reading:
+        tokenizer = self.llm.tokenizer
+        style = choose_style(self.request.style, tokenizer) if self.request.checked.chats else None
+        return Reading(tokenizer, style, RowMaker(self.llm.spec, self.llm.plan, tokenizer).size)
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """The requests that are left, and how they are run."""
+
+    prepared: Prepared
+    left: FileJob
+
+    @property
+    def request(self) -> BatchRequest:
+        return self.prepared.request
+
+    @property
+    def llm(self) -> LLM:
+        return self.prepared.llm
+
+    # -- the plan ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def workload(self) -> Workload:
+        sizes = self.left.sizes
+        lengths = tuple(length for length, rows in zip(sizes.prompt_lens, sizes.rows) for _ in range(rows))
+        return Workload(lengths, max(1, max(sizes.gen_lens)))
+
+    def find_plan(self) -> None:
+        """Finds a plan if none was given. What the answers depend on must be as it was when the job began."""
+        asked = self.request.plan
+        if not isinstance(asked, Plan):
+            wish = Wish(asked, self.llm, self.workload, max(self.workload.prompt_lens), self.workload.gen_len)
+            wish.refuse_impossible()
+            with_room = wish.plan_with_room() if self.request.machine is None else None
+            if with_room is not None:
+                self.llm.adopt(with_room)
+                self.tell([f"plan      {WITH_ROOM}"])
+            else:
+                self.tell(list(wish.find(self._machine).lines()))
+        refuse_other(self.request.begun, plan_settings(self.llm.plan), self.request)
+
+    @property
+    def _machine(self) -> Machine:
+        request = self.request
+        with Progress(0, "this machine", late=True) as progress:
+            machine = machine_of(request.machine, request.site, request.model.dtype, progress)
+        check_device(machine, self.llm.device.kind)
+        return machine
+
+    @cached_property
+    def plan_report(self) -> PlanReport:
+        llm, model = self.llm, self.request.model
+        return PlanReport(
+            model=model.name,
+            dummy_weights=model.dummy_weights,
+            requested=llm.requested,
+            planned=llm.check(self.workload),
+            budgets=llm.budgets,
+            processor=processor(llm.device.kind),
+            packing=llm.packing,
+            tokenizer_note=llm.tokenizer.note,
+        )
+
+    def show_plan(self) -> None:
+        """Tells of the plan, for a job that is not run."""
+        counts = {"requests": len(self.left.index), "refused": self.left.index.num_refused + len(self.left.refused)}
+        if not len(self.left.sizes):
+            print(json.dumps(counts))
+            return
+        self.find_plan()
+        self.tell(self.plan_report.lines())
+        print(json.dumps({**self.plan_report.as_json(), **counts}))
+
+    def tell(self, lines: list[str]) -> None:
+        if self.request.verbose:
+            say(lines)
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def run(self, output: Output) -> int:
+        """Runs what is left; returns how many requests of the whole job have failed."""
+        if len(self.left.sizes):
+            self.find_plan()
+            self.tell(self.plan_report.lines())
+            say_slow(kernel_reasons(self.plan_report.arithmetic, variants()))
+            say_threads(self.request.others, self.request.site.threads)
+        manifest = self._manifest()
+        manifest.write(self.request.files.manifest)
+        run = JobRun(self, manifest, output)
+        run.record_refused()
+        result = run.to_the_end() if len(self.left.sizes) else {}
+        finished = output.finished
+        result = {"requests": len(self.left.index), "requests_failed": finished.num_failed, **result}
+        replace(manifest, result=result).write(self.request.files.manifest)
+        print(json.dumps({**result, "output": str(self.request.files.output), "seed": manifest.seed}), flush=True)
+        return finished.num_failed
+
+    def _manifest(self) -> Manifest:
+        request, begun, now = self.request, self.request.begun, int(time.time())
+        settings = {**self.prepared.settings, **plan_settings(self.llm.plan)}
+        plan = asdict(self.llm.plan) if len(self.left.sizes) else None
+        run = {"began": now, "arguments": request.arguments, "versions": versions(), "model": request.model.name, "plan": plan}
+        if begun is None:
+            seed = resolve_seed(request.seed)
+            begun = Manifest(now, seed, request.checked.whole, settings, self.prepared.noted)
+        seed = begun.seed if request.seed is None else request.seed
+        return replace(begun, seed=seed, settings=settings, checked=request.checked.whole).with_run(run)
+
+
+@dataclass(frozen=True)
+class JobRun:
+    """A job while it runs: what finishes is written."""
+
+    job: BatchJob
+    manifest: Manifest
+    output: Output
+
+    def record_refused(self) -> None:
+        """Writes the records of requests that cannot be run."""
+        index, finished = self.job.left.index, self.output.finished
+        for place in (place for place in range(len(index)) if index.states[place] != SOUND and finished.is_open(place)):
+            self._refuse(place, *self._what_is_wrong(place))
+        for place in self.job.left.refused:
+            self._refuse(place, index.line(place).custom_id, self.job.left.reason(place))
+        self.output.sync()
+
+    def _what_is_wrong(self, place: int) -> tuple[str | None, str]:
+        try:
+            self.job.left.index.line(place)
+        except BadLine as bad:
+            return bad.custom_id, str(bad)
+        raise AssertionError(f"the line at place {place} is sound")
+
+    def _refuse(self, place: int, line_id: str | None, reason: str) -> None:
+        index = self.job.left.index
+        record = refusal(index.id_of(place, line_id), f"line {index.numbers[place]}: {reason}")
+        self.output.add(place, as_line(record), failed=True)
+
+    def to_the_end(self) -> Settings:
+        """Runs all requests; returns the figures of the end."""
+        finished, request = self.output.finished, self.job.request
+        with Metrics(request.files.metrics) as metrics, Progress(len(finished.states), "batch") as progress:
+            watch = JobWatch(progress, metrics, self.job.left.sizes, finished)
+            interrupts = Interrupts(lambda: progress.stage(ENDING))
+            try:
+                with interrupts.heard():
+                    for completion in self._completions(watch, progress, interrupts):
+                        place = self.job.left.index.place_of_number(completion.index)
+                        self._write(place, completion)
+                        watch.finished(completion, self.job.left.size_of(place).gen_len)
+                self.output.sync()
+            except BaseException:
+                progress.note(
+                    f"{finished.num_done} of {len(finished.states)} requests are done; {RESUME} goes on with the others"
+                )
+                raise
+            figures = watch.end()
+        self._tell_end(watch)
+        return figures
+
+    def _completions(self, watch: JobWatch, progress: Progress, interrupts: Interrupts) -> Iterator[Completion]:
+        def stage(stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
+            if stage is Stage.GENERATING:  # before that nothing is lost that a signal could wait for
+                interrupts.listen()
+            watch.stage(stage, done_bytes, total_bytes)
+
+        def tick(tick: Tick) -> None:
+            self.output.sync()
+            watch.tick(tick)
+            if interrupts.are_asked:
+                interrupts.end()
+
+        def shrink(shrink: Shrink) -> None:
+            progress.note(str(shrink))
+
+        return self.job.llm.generate_stream(
+            self.job.left,
+            seed=self.manifest.seed,
+            on_stage=stage,
+            on_tick=tick,
+            on_shrink=shrink,
+        )
+
+    def _write(self, place: int, completion: Completion) -> None:
+        index = self.job.left.index
+        line = index.line(place)
+        custom_id = index.id_of(place, line.custom_id)
+        self.output.add(place, as_line(self._records.answer(custom_id, line, completion)), failed=False)
+
+    @cached_property
+    def _records(self) -> RecordMaker:
+        return RecordMaker(self.job.request.model.name, self.manifest.created, self.job.llm.tokenizer)
+
+    def _tell_end(self, watch: JobWatch) -> None:
+        figures = watch.figures
+        tick, seconds = figures.tick, figures.seconds
+        useful = "" if figures.useful_share is None else f"; {figures.useful_share:.1%} of what was computed was of use"
+        failed = f", {self.output.finished.num_failed} of them failed" if self.output.finished.num_failed else ""
+        self.job.tell(
+            [
+                f"requests  {self.output.finished.num_done} done{failed}; records in {self.job.request.files.output}",
+                f"tokens    {tick.prompt_tokens} read and {tick.generated_tokens} generated in {seconds:.1f} s{useful}",
+                f"speed     prefill {figures.prompt_rate:.1f} and decode {figures.decode_rate:.1f} tokens/s",
+            ]
+        )

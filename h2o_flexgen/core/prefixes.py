@@ -1,0 +1,217 @@
+"""Shared prefixes: which requests begin with the same tokens, and which of these beginnings are worth computing once for all.
+
+Requests pass by once, in their order, and are not kept: a tree of what they have in common is. Where it outgrows its room, what
+few rows have is forgotten first, so among very many requests some small groups may be missed. What is found depends on the
+requests alone. The last token of a prompt is never shared: it makes the row's first logits.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+LEAST_TOKENS = 32  # of a prefix: to attend a shorter one apart costs about what its prompt would
+ROOM = 32 << 20  # bytes of the tree
+ROOM_TOKENS = 16
+NODE_BYTES = 500  # of a node beside its tokens
+MOST_CANDIDATES = 4096  # beginnings that are weighed against each other
+TOKEN = array("i").itemsize
+NOBODY = -1
+
+
+class SharedPrefix(NamedTuple):
+    group: int
+    tokens: int
+
+    @property
+    def room(self) -> int:
+        """Tokens that it takes room for: as many as begin and end at a cache line, whatever a token takes."""
+        return -(-self.tokens // ROOM_TOKENS) * ROOM_TOKENS
+
+
+@dataclass(frozen=True)
+class PrefixGroups:
+    """The groups of requests that share a prefix: each request belongs to one at most."""
+
+    lengths: tuple[int, ...]  # tokens of each group's prefix
+    rows: tuple[int, ...]  # rows of each group
+    groups: array[int]  # of each request, NOBODY where it shares nothing
+
+    def of(self, request: int) -> SharedPrefix | None:
+        group = self.groups[request]
+        return None if group == NOBODY else SharedPrefix(group, self.lengths[group])
+
+    @property
+    def saved_tokens(self) -> int:
+        """Tokens of prompts that are not computed because others had them computed."""
+        return sum((rows - 1) * length for rows, length in zip(self.rows, self.lengths))
+
+
+@dataclass(slots=True)
+class _Node:
+    """A beginning: that of its parent, and the tokens of its label behind it."""
+
+    number: int
+    label: bytes
+    rows: int  # that begin so
+    children: dict[bytes, _Node] = field(default_factory=dict)  # by their first token
+
+
+class PrefixFinder:
+    def __init__(self, least: int = LEAST_TOKENS, own: int = 1, room: int = ROOM) -> None:
+        """`least`: the tokens from which on a prefix is worth sharing; `own`: the last tokens of a prompt, which are not."""
+        self._least = least
+        self._own = own
+        self._room = room
+        self._taken_in_by = array("i")  # for each number of a node: itself, or the node that it became a part of
+        self._ends = array("i")  # for each request, the number of the node where it ended
+        self._root = self._node(b"", 0)
+        self._bytes = 0
+
+    def add(self, ids: Sequence[int], rows: int = 1) -> None:
+        """Takes the next request: its tokens, and how many rows it is."""
+        text, at, node = array("i", ids[: -self._own]).tobytes(), 0, self._root
+        node.rows += rows
+        while at < len(text):
+            node, at = self._child(node, text, at)
+            node.rows += rows
+        self._ends.append(node.number)
+        if self._bytes > self._room:
+            self._forget()
+
+    def groups(self) -> PrefixGroups:
+        """The groups whose prefixes save most, of the requests so far."""
+        chosen, group_of_node = _Choice(self._root, self._least).made()
+        of_request = array("i", (group_of_node.get(self._alive(number), NOBODY) for number in self._ends))
+        return PrefixGroups(tuple(depth for depth, _ in chosen), tuple(rows for _, rows in chosen), of_request)
+
+    # -- the tree ------------------------------------------------------------------------------------------------------
+
+    def _node(self, label: bytes, rows: int) -> _Node:
+        self._taken_in_by.append(len(self._taken_in_by))
+        return _Node(self._taken_in_by[-1], label, rows)
+
+    def _child(self, node: _Node, text: bytes, at: int) -> tuple[_Node, int]:
+        """The node that a text goes on to, and where it is then. A node is cut in two where the text leaves its label."""
+        key = text[at : at + TOKEN]
+        child = node.children.get(key)
+        if child is None:
+            child = node.children[key] = self._node(text[at:], 0)
+            self._bytes += NODE_BYTES + len(child.label)
+            return child, len(text)
+        if text.startswith(child.label, at):
+            return child, at + len(child.label)
+        common = _common_bytes(child.label, text[at : at + len(child.label)])
+        upper = node.children[key] = self._node(child.label[:common], child.rows)
+        child.label = child.label[common:]
+        upper.children[child.label[:TOKEN]] = child
+        self._bytes += NODE_BYTES
+        return upper, at + common
+
+    def _forget(self) -> None:
+        """Makes room: the ends of single rows go first, then what two share, and so on."""
+        most = 1
+        while self._bytes > self._room // 2:
+            for node, parent, _ in reversed(list(_down_from(self._root))):
+                if parent is not None and not node.children and node.rows <= most:
+                    del parent.children[node.label[:TOKEN]]
+                    self._taken_in_by[node.number] = parent.number
+                    self._bytes -= NODE_BYTES + len(node.label)
+            most *= 2
+
+    def _alive(self, number: int) -> int:
+        """The number of the node that a node has become a part of."""
+        last = number
+        while self._taken_in_by[last] != last:
+            last = self._taken_in_by[last]
+        while number != last:  # who asks next finds it at once
+            self._taken_in_by[number], number = last, self._taken_in_by[number]
+        return last
+
+
+def _common_bytes(one: bytes, other: bytes) -> int:
+    """Bytes of the tokens that two texts begin with."""
+    low, high = 0, min(len(one), len(other)) // TOKEN
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[: middle * TOKEN] == other[: middle * TOKEN]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * TOKEN
+
+
+def _down_from(root: _Node) -> Iterator[tuple[_Node, _Node | None, int]]:
+    """Every node with its parent and the tokens up to its end, parents first."""
+    waiting: list[tuple[_Node, _Node | None, int]] = [(root, None, 0)]
+    while waiting:
+        node, parent, depth = waiting.pop()
+        depth += len(node.label) // TOKEN
+        yield node, parent, depth
+        waiting.extend((child, node, depth) for child in node.children.values())
+
+
+# -- which prefixes are worth it -----------------------------------------------------------------------------------------
+
+
+class _Choice:
+    """Chooses beginnings such that most tokens are saved: each row is spared the deepest chosen beginning of its own, and each
+    chosen one is computed once, as a whole."""
+
+    def __init__(self, root: _Node, least: int) -> None:
+        self._nodes = list(_down_from(root))
+        able = [(node, depth) for node, _, depth in self._nodes if node.rows > 1 and depth >= least]
+        able.sort(key=lambda one: (-one[0].rows * one[1], one[0].number))
+        self._depths = {node.number: depth for node, depth in able[:MOST_CANDIDATES]}
+
+    def made(self) -> tuple[list[tuple[int, int]], dict[int, int]]:
+        """The tokens and the rows of each chosen prefix, and the number of the one that each node has."""
+        limits, chains = self._limits()
+        chosen: list[list[int]] = []
+        group_of: dict[int, int] = {}
+        kept_level: dict[int, int] = {}  # for each node, the place in its chain of the deepest chosen one
+        for node, parent, depth in self._nodes:
+            group = NOBODY if parent is None else group_of[parent.number]
+            level = 0 if parent is None else kept_level[parent.number]
+            if node.number in limits and level < limits[node.number]:
+                group, level = len(chosen), len(chains[node.number]) - 1
+                chosen.append([depth, 0])
+            group_of[node.number], kept_level[node.number] = group, level
+            if group != NOBODY:
+                chosen[group][1] += node.rows - sum(child.rows for child in node.children.values())
+        return [(depth, rows) for depth, rows in chosen], group_of
+
+    def _limits(self) -> tuple[dict[int, int], dict[int, list[int]]]:
+        """The level of each candidate's chain above which the deepest chosen prefix must lie if the candidate is to be chosen,
+        too; and the chain: the tokens of the candidates above it and of itself, behind 0 for none."""
+        chains, above = self._chains()
+        saved = {number: [0] * len(chain) for number, chain in chains.items()}  # below it, by the deepest chosen one
+        own = dict.fromkeys(chains, 0)  # rows that have no candidate further down
+        limits: dict[int, int] = {}
+        for node, parent, _ in reversed(self._nodes):
+            number = node.number
+            ends = node.rows - sum(child.rows for child in node.children.values())
+            if number in chains:
+                own[number] += ends
+                spared = [below + own[number] * tokens for below, tokens in zip(saved.pop(number), chains[number])]
+                if_chosen = spared[-1] - chains[number][-1]
+                limits[number] = sum(tokens < if_chosen for tokens in spared[:-1])  # they do not fall from level to level
+                if (over := above[number]) is not None:
+                    best = [max(tokens, if_chosen) for tokens in spared[:-1]]
+                    saved[over] = [sum(both) for both in zip(saved[over], best)]
+            elif parent is not None and (over := above[number]) is not None:
+                own[over] += ends
+        return limits, chains
+
+    def _chains(self) -> tuple[dict[int, list[int]], dict[int, int | None]]:
+        """The chain of each candidate, and for every node the nearest candidate above it."""
+        chains: dict[int, list[int]] = {}
+        above: dict[int, int | None] = {}
+        for node, parent, _ in self._nodes:
+            over = None if parent is None else parent.number if parent.number in chains else above[parent.number]
+            above[node.number] = over
+            if node.number in self._depths:
+                chains[node.number] = [*(chains[over] if over is not None else [0]), self._depths[node.number]]
+        return chains, above

@@ -1,0 +1,127 @@
+"""The KV of prefixes that rows share: computed once, and kept once, where it is computed with, while anybody has a seat who
+needs it, and longer where there is room. A prefix that was let go is computed again if more rows of its group come.
+
+All of them lie in one region of exact size. What batches may hold at once fits in it; where gaps are in the way, those behind
+move up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from h2o_flexgen.core.layout import PrefixLayout
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.workload import Block
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.sampling.output import StepLogprobs
+
+
+@dataclass
+class Prefix:
+    """A prefix that is kept."""
+
+    shared: SharedPrefix
+    ids: Sequence[int]
+    start: int  # its place in the room, in tokens
+    users: int = 0  # rows that have a seat
+    hidden: Tensor | None = None  # (tokens, width) of the last layer, where log-probabilities of prompts are asked for
+    logprobs: list[StepLogprobs] = field(default_factory=list)  # of its tokens but the first
+    likeliest: int = -1  # how many of the likeliest tokens were asked for beside each of these
+
+    @property
+    def end(self) -> int:
+        return self.start + self.shared.room
+
+
+class PrefixStore:
+    def __init__(self, spec: ModelSpec, plan: Plan, block: Block, memories: Memories) -> None:
+        self._spec = spec
+        self._policy = plan.policy
+        self._noted = plan.prefix_note_bytes
+        self._coding = Coding(spec.kv_codec, DTYPES[spec.dtype], spec.head_dim)
+        self._memories = memories
+        self._kept: dict[int, Prefix] = {}  # by group, in the order of their last use
+        self._room = block.prefix_room
+        self._token_bytes = PrefixLayout.of(spec, 1, self._noted).nbytes
+        self._region = memories.compute.alloc(self._room * self._token_bytes) if self._room else None
+
+    def close(self) -> None:
+        self._kept.clear()
+        if self._region is not None:
+            self._memories.compute.free(self._region)
+            self._region = None
+
+    def __getitem__(self, group: int) -> Prefix:
+        return self._kept[group]
+
+    # -- who is kept -----------------------------------------------------------------------------------------------------
+
+    def use(self, shared: SharedPrefix, ids: Sequence[int]) -> bool:
+        """Takes note of one more row that has a seat, and keeps its prefix for it; true if that is to be computed now."""
+        kept = self._kept.pop(shared.group, None)
+        is_new = kept is None
+        if kept is None:
+            kept = Prefix(shared, ids, self._place_for(shared))
+        kept.users += 1
+        self._kept[shared.group] = kept
+        return is_new
+
+    def leave(self, group: int) -> None:
+        self._kept[group].users -= 1
+
+    def _place_for(self, shared: SharedPrefix) -> int:
+        """Lets go of what nobody uses, the longest unused first, until there is room."""
+        while (held := sum(kept.shared.room for kept in self._kept.values())) + shared.room > self._room:
+            unused = next((group for group, kept in self._kept.items() if not kept.users), None)
+            assert unused is not None, f"{held} of {self._room} tokens of shared prefixes are in use"
+            del self._kept[unused]
+        places = (0, *(kept.end for kept in self._kept.values()))
+        fitting = [place for place in places if self._is_free(place, place + shared.room)]
+        if not fitting:
+            self._move_up()
+        return min(fitting, default=held)
+
+    def _is_free(self, start: int, end: int) -> bool:
+        return end <= self._room and all(end <= kept.start or kept.end <= start for kept in self._kept.values())
+
+    def _move_up(self) -> None:
+        """Closes the gaps between those that are kept."""
+        assert self._region is not None
+        end = 0
+        for kept in sorted(self._kept.values(), key=lambda one: one.start):
+            by = (kept.start - end) * self._token_bytes
+            start, behind = kept.start * self._token_bytes, kept.end * self._token_bytes
+            for first in range(start, behind, by) if by else ():
+                piece = self._region[first : min(first + by, behind)]
+                self._region[first - by : first - by + len(piece)] = piece
+            kept.start, end = end, end + kept.shared.room
+
+    # -- what is kept ----------------------------------------------------------------------------------------------------
+
+    def caches(self, layer: int) -> Mapping[int, KVCache]:
+        """The caches of all prefixes in a layer."""
+        place = self._spec.kv_layers.index(layer)
+        return {group: self._cache(kept, place) for group, kept in self._kept.items()}
+
+    def _cache(self, kept: Prefix, place: int) -> KVCache:
+        assert self._region is not None
+        layout, start = PrefixLayout.of(self._spec, kept.shared.tokens, self._noted), kept.start * self._token_bytes
+        values = self._part(start + place * layout.image_bytes, layout.image_bytes)
+        image = values.view(self._coding.kept_dtype).view(2, 1, layout.heads, layout.tokens, self._coding.width)
+        if not self._noted:
+            return KVCache(image, None, self._coding)
+        notes = self._part(start + layout.notes_at + place * layout.notes_bytes, layout.notes_bytes)
+        return KVCache(image, SlotScores.over(notes, self._policy, (1, layout.heads, layout.tokens)), self._coding)
+
+    def _part(self, start: int, nbytes: int) -> Tensor:
+        assert self._region is not None
+        return self._region[start : start + nbytes]

@@ -1,0 +1,118 @@
+"""The requests of a file that are still to be run, with their sizes, as the engine takes them: a text is read and tokenized
+again when its turn comes."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, overload
+
+from h2o_flexgen.engine.job import Request, Size
+from h2o_flexgen.jobs.index import Index
+from h2o_flexgen.jobs.line import Line
+from h2o_flexgen.text.dialogue import Style
+from h2o_flexgen.text.tokenizer import Tokenizer
+
+# The size of the request with this number; a ValueError says what the model cannot do.
+SizeOf: TypeAlias = Callable[[int, Request], Size]
+OnRead: TypeAlias = Callable[[int], None]  # hears how many requests were read
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How lines become what the model reads."""
+
+    tokenizer: Tokenizer
+    style: Style | None  # how chats are written down; None: there are none
+    size_of: SizeOf
+
+    def request(self, number: int, line: Line) -> Request:
+        prompt, params = line.read_with(self.tokenizer, self.style), line.options.params
+        if line.is_chat and self.style is not None and self.style.stops:
+            params = replace(params, stop=(*params.stop_strings, *self.style.stops))
+        return Request(prompt, params, number)
+
+    def size(self, number: int, line: Line) -> Size:
+        """The size of a request; a ValueError says why it cannot be run."""
+        try:
+            return self.size_of(number, self.request(number, line))
+        except ValueError as error:  # people count lines, which the record names
+            raise ValueError(str(error).replace(f"prompt {number} ", "the prompt ")) from error
+
+
+@dataclass(frozen=True)
+class Sizes(Sequence[Size]):
+    """The sizes of many requests, as arrays."""
+
+    prompt_lens: array[int] = field(default_factory=lambda: array("q"))
+    gen_lens: array[int] = field(default_factory=lambda: array("q"))
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    scores: bytearray = field(default_factory=bytearray)
+
+    def add(self, size: Size) -> None:
+        self.prompt_lens.append(size.prompt_len)
+        self.gen_lens.append(size.gen_len)
+        self.rows.append(size.rows)
+        self.scores.append(size.scores)
+
+    def __len__(self) -> int:
+        return len(self.prompt_lens)
+
+    @overload
+    def __getitem__(self, place: int) -> Size: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Size]: ...
+
+    def __getitem__(self, place: int | slice) -> Size | list[Size]:
+        if isinstance(place, slice):
+            return [self[one] for one in range(*place.indices(len(self)))]
+        return Size(self.prompt_lens[place], self.gen_lens[place], self.rows[place], bool(self.scores[place]))
+
+    def __iter__(self) -> Iterator[Size]:
+        return map(Size, self.prompt_lens, self.gen_lens, self.rows, map(bool, self.scores))
+
+
+@dataclass(frozen=True)
+class FileJob:
+    """Requests of an index, whichever others are run beside them."""
+
+    index: Index
+    reading: Reading
+    sizes: Sizes = field(default_factory=Sizes)
+    places: array[int] = field(default_factory=lambda: array("q"))  # of the requests, in the index
+    refused: array[int] = field(default_factory=lambda: array("q"))  # places of requests that the model cannot run
+
+    @classmethod
+    def of(cls, index: Index, places: Iterator[int], reading: Reading, on_read: OnRead | None = None) -> FileJob:
+        """Reads and tokenizes every request once, for its size."""
+        job = cls(index, reading)
+        for count, place in enumerate(places, start=1):
+            line = index.line(place)
+            try:
+                job.sizes.add(reading.size(index.request_number(place), line))
+                job.places.append(place)
+            except ValueError:
+                job.refused.append(place)
+            if on_read is not None:
+                on_read(count)
+        return job
+
+    def request(self, place: int) -> Request:
+        """The request at a place of this job."""
+        own = self.places[place]
+        return self.reading.request(self.index.request_number(own), self.index.line(own))
+
+    def size_of(self, place: int) -> Size:
+        """The size of the request at a place of the index."""
+        return self.sizes[bisect_left(self.places, place)]
+
+    def reason(self, place: int) -> str:
+        """Why the request at a place of the index cannot be run."""
+        try:
+            self.reading.size(self.index.request_number(place), self.index.line(place))
+        except ValueError as error:
+            return str(error)
+        raise AssertionError(f"the request at place {place} can be run")

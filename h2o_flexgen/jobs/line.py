@@ -1,0 +1,146 @@
+"""One line of an input file: a request in OpenAI's batch form, a plain object with a prompt or messages, or a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from h2o_flexgen.core.documents import parse_json
+from h2o_flexgen.core.hints import shown
+from h2o_flexgen.jobs.fields import Options, read_options
+from h2o_flexgen.sampling.elsewhere import refuse_unknown
+from h2o_flexgen.text.dialogue import Style
+from h2o_flexgen.text.prompts import Prompt, read_chat, token_ids
+from h2o_flexgen.text.tokenizer import Message, Tokenizer
+
+CUSTOM_ID, PROMPT, MESSAGES, BODY = "custom_id", "prompt", "messages", "body"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ENVELOPE = (CUSTOM_ID, "method", "url", BODY)
+FORMS = f'a line is {{"{PROMPT}": ...}}, {{"{MESSAGES}": [...]}}, or a request in the form of OpenAI\'s batches'
+LONGEST_ID = 512  # characters
+RESERVED = "refused-line-"  # begins the ids of records of lines whose own id is another line's
+SURROGATE = b"\\ud"  # how half a pair of characters begins, the only way in which valid UTF-8 holds one
+
+
+@dataclass(frozen=True)
+class Line:
+    """A request. `custom_id` is None where the line has none."""
+
+    custom_id: str | None
+    prompt: str | tuple[int, ...] | Sequence[Message]
+    is_chat: bool
+    options: Options
+
+    def read_with(self, tokenizer: Tokenizer, style: Style | None) -> Prompt:
+        """The prompt in tokens. `style` writes chats down."""
+        if self.is_chat:
+            assert style is not None, "chats were counted"
+            return style.whole(self.prompt)  # type: ignore[arg-type]
+        if isinstance(self.prompt, str):
+            return Prompt(self.prompt, tuple(tokenizer.encode(self.prompt)))
+        return Prompt(None, self.prompt)  # type: ignore[arg-type]
+
+
+class BadLine(ValueError):
+    """What is wrong with a line, and its id if that could be read."""
+
+    def __init__(self, reason: str, custom_id: str | None = None) -> None:
+        super().__init__(reason)
+        self.custom_id = custom_id
+
+
+@dataclass(frozen=True)
+class LineReader:
+    """Reads lines of one file. Whatever is wrong with one is a BadLine."""
+
+    is_json: bool
+    defaults: Options
+
+    def read(self, data: bytes) -> Line:
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise BadLine(f"it is not UTF-8 text (byte {error.start})") from error
+        if not self.is_json:
+            return Line(None, _text(PROMPT, text), False, self.defaults)
+        try:
+            given = parse_json(text)
+            if SURROGATE in data.lower():
+                _refuse_halves(given)
+        except ValueError as error:
+            raise BadLine(f"it is not JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise BadLine(f"it is {shown(given)}; {FORMS}")
+        return self._read_object(given)
+
+    def _read_object(self, given: dict[str, object]) -> Line:
+        custom_id = None
+        try:
+            custom_id = _custom_id(given.pop(CUSTOM_ID, None))
+            if any(name in given for name in ENVELOPE):
+                return self._read_envelope(custom_id, given)
+            return self._read_body(custom_id, given, given.get(MESSAGES) is not None)
+        except ValueError as error:
+            raise BadLine(str(error), custom_id) from error
+
+    def _read_envelope(self, custom_id: str | None, given: Mapping[str, object]) -> Line:
+        refuse_unknown("field", given, ENVELOPE, {})
+        if custom_id is None:
+            raise ValueError(f"{CUSTOM_ID} is missing, by which its record is known")
+        if given.get("method", "POST") != "POST":
+            raise ValueError(f'method is {shown(given["method"])}; only "POST" is known')
+        url, body = given.get("url"), given.get(BODY)
+        if url not in (COMPLETIONS, CHAT):
+            raise ValueError(f'url is {shown(url)}; known are "{COMPLETIONS}" and "{CHAT}"')
+        if not isinstance(body, dict):
+            raise ValueError(f"{BODY} is {shown(body)}; it is the request, an object")
+        return self._read_body(custom_id, body, url == CHAT)
+
+    def _read_body(self, custom_id: str | None, body: dict[str, object], is_chat: bool) -> Line:
+        wanted, other = (MESSAGES, PROMPT) if is_chat else (PROMPT, MESSAGES)
+        given, unwanted = body.pop(wanted, None), body.pop(other, None)
+        if unwanted is not None:
+            raise ValueError(f"{other} stands beside {wanted}" if given is not None else f"{other} is for the other url")
+        options = read_options(body, is_chat, self.defaults)
+        if given is None:
+            raise ValueError(f"{wanted} is missing; {FORMS}")
+        return Line(custom_id, read_chat(MESSAGES, given) if is_chat else _prompt(given), is_chat, options)
+
+
+def _custom_id(given: object) -> str | None:
+    if given is None:
+        return None
+    if not isinstance(given, str) or not 0 < len(given) <= LONGEST_ID:
+        raise ValueError(f"{CUSTOM_ID} is {shown(given)}; allowed is a text of 1 to {LONGEST_ID} characters")
+    if given.startswith(RESERVED):
+        raise ValueError(f"{CUSTOM_ID} is {shown(given)}; records of bad lines are called {RESERVED}..., so give another one")
+    return given
+
+
+def _prompt(given: object) -> str | tuple[int, ...]:
+    """A text or token ids, also as the only item of a list."""
+    if isinstance(given, list) and given and isinstance(given[0], (str, list)):
+        if len(given) > 1:
+            raise ValueError(f"{PROMPT} is a list of {len(given)} prompts; write a line for each")
+        given = given[0]
+    if isinstance(given, str):
+        return _text(PROMPT, given)
+    ids = token_ids(PROMPT, given)
+    if not ids:
+        raise ValueError(f"{PROMPT} is empty; it needs at least one token")
+    return ids
+
+
+def _text(name: str, given: str) -> str:
+    if not given.strip():
+        raise BadLine(f"{name} is empty; it needs at least one token")
+    return given
+
+
+def _refuse_halves(given: object) -> None:
+    """Refuses texts with half a pair of characters, which no tokenizer can read."""
+    try:
+        json.dumps(given, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("a text has half a pair of characters (a surrogate alone)") from error

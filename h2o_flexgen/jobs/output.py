@@ -1,0 +1,136 @@
+"""The output of a job: records in the order in which requests finish, or in that of the input. What is written is never written
+again and never held back by work that goes on."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from types import TracebackType
+
+from h2o_flexgen.jobs.append import AppendFile
+from h2o_flexgen.jobs.recovery import OPEN, Finished, OutputReader, cleaned
+
+WAITING = ".waiting"  # ends the name of the file of records that others must come before
+
+
+class Output:
+    """Records as requests finish. Used in a `with`; what was begun before is taken up."""
+
+    def __init__(self, path: Path, reader: OutputReader) -> None:
+        self.path = path
+        self._reader = reader
+        self.finished = Finished.nothing(reader.index)
+        self._file = AppendFile(path)
+        try:
+            self._take_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_up(self) -> None:
+        self._file = cleaned(self._file, self._reader, self.finished)
+
+    def add(self, place: int, line: bytes, failed: bool) -> None:
+        """Appends the record of a request."""
+        assert self.finished.is_open(place), f"the request at place {place} is finished"
+        self._write(place, line)
+        self.finished.note(place, failed)
+
+    def _write(self, place: int, line: bytes) -> None:
+        self._file.append(line)
+
+    def sync(self) -> None:
+        """Returns when what was added is on the disk."""
+        self._file.sync()
+
+    def close(self) -> None:
+        if not self._file.size:
+            self.path.unlink(missing_ok=True)
+        self._file.close()
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if error is None:
+                self.sync()
+        finally:
+            self.close()
+
+
+class OrderedOutput(Output):
+    """Records in the order of the input. One that waits for others lies in a file beside the output, as durable as that."""
+
+    def __init__(self, path: Path, reader: OutputReader) -> None:
+        self._next = 0  # the place whose record comes next
+        self._begins = array("q", [-1]) * len(reader.index)  # where records begin in the file of those that wait
+        self._sizes = array("q", [0]) * len(reader.index)
+        self._num_waiting = 0
+        self._waiting = AppendFile(waiting_file(path))
+        try:
+            super().__init__(path, reader)
+        except BaseException:
+            self._waiting.close()
+            raise
+
+    def _take_up(self) -> None:
+        """Reads both files. Where a record is missing in the output, those behind it have to wait again: they are there before
+        they are cut off here."""
+        waiting = Finished.nothing(self._reader.index)
+        self._waiting = cleaned(self._waiting, self._reader, waiting)  # what is moved goes behind whole lines
+        self.finished.dropped = waiting.dropped
+        whole, is_broken = 0, False
+        for entry in self._reader.entries(self.path):
+            stays = self._reader.keeps(entry, self.finished)
+            is_broken |= not stays or entry.place != self._next
+            if not is_broken:
+                self._next, whole = self._next + 1, entry.end
+            elif stays:
+                self._waiting.append(self._file.read(entry.start, entry.end - entry.start))
+        if is_broken:
+            self._waiting.sync()
+            self._file.cut(whole)
+        self._read_waiting()
+        self._write_those_that_waited()
+
+    def _read_waiting(self) -> None:
+        """Reads the records that wait, those that were moved among them: of two of a request the first one counts."""
+        states = self.finished.states[: self._next].ljust(len(self.finished.states), bytes([OPEN]))
+        self.finished = Finished(states, self.finished.dropped)
+        self._waiting = cleaned(self._waiting, self._reader, self.finished)
+        for entry in self._reader.entries(self._waiting.path):
+            assert entry.place is not None, "only whole records are left"
+            self._begins[entry.place], self._sizes[entry.place] = entry.start, entry.end - entry.start
+            self._num_waiting += 1
+
+    def _write(self, place: int, line: bytes) -> None:
+        if place != self._next:
+            self._begins[place], self._sizes[place] = self._waiting.append(line), len(line)
+            self._num_waiting += 1
+            return
+        self._file.append(line)
+        self._next += 1
+        self._write_those_that_waited()
+
+    def _write_those_that_waited(self) -> None:
+        while self._next < len(self._begins) and self._begins[self._next] >= 0:
+            self._file.append(self._waiting.read(self._begins[self._next], self._sizes[self._next]))
+            self._next += 1
+            self._num_waiting -= 1
+
+    def sync(self) -> None:
+        self._waiting.sync()
+        self._file.sync()
+        if not self._num_waiting and self._waiting.size:  # all of them are in the output now
+            self._waiting.cut(0)
+
+    def close(self) -> None:
+        super().close()
+        if not self._waiting.size:
+            self._waiting.path.unlink(missing_ok=True)
+        self._waiting.close()
+
+
+def waiting_file(path: Path) -> Path:
+    return path.with_name(path.name + WAITING)

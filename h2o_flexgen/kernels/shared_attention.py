@@ -1,0 +1,64 @@
+"""Attention of many queries over one text that they share, and what it weighs beside other keys, in C and in torch.
+
+The two differ in the last bits: C sums in another order. In both a query's outcome is in float32, whatever it is made of."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.decode_attention import Kept, kind_of
+from h2o_flexgen.kernels.more_keys import More
+from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
+from h2o_flexgen.kernels.sizes import SCORED_BYTES, PromptRoom
+
+
+def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
+    queries, heads, dim = q.shape
+    kv_heads, length = keys.data.shape[:2]
+    assert keys.codec == values.codec and keys.data.shape == values.data.shape and length
+    out = torch.empty(1, queries, heads, dim, dtype=torch.float32)
+    tops, totals = (torch.empty(1, queries, heads, dtype=torch.float32) for _ in range(2))
+    threads, laid = torch.get_num_threads(), PromptRoom.of_shared(dim)
+    room = torch.empty(threads, laid.end, dtype=torch.float32)
+    given = _Sharing(
+        Places.of(q.transpose(0, 1)[None], KINDS[q.dtype]),
+        *(Places.of(kept.data[None], kind_of(kept)) for kept in (keys, values)),
+        *(pointer(x) for x in (out, tops, totals, room)),
+        *laid,
+        *(queries, heads, kv_heads, length, dim),
+        dim**-0.5,
+    )
+    native_library().shared_attention(ctypes.byref(given), ctypes.c_int(threads))
+    return More(totals.log_().add_(tops), out)
+
+
+def shared_attention_twin(q: Tensor, keys: Kept, values: Kept) -> More:
+    """At most SCORED_BYTES of scores are held at once."""
+    queries, heads, dim = q.shape
+    kv_heads, length = keys.data.shape[:2]
+    k, v = keys.data.float(), values.data.float()
+    out = torch.empty(1, queries, heads, dim, dtype=torch.float32, device=q.device)
+    scores_of_all = torch.empty(1, queries, heads, dtype=torch.float32, device=q.device)
+    at_once = max(1, SCORED_BYTES // (4 * heads * length))
+    for start in range(0, queries, at_once):
+        some = q[start : start + at_once].float().view(-1, kv_heads, heads // kv_heads, dim).transpose(0, 1)
+        scores = (some.reshape(kv_heads, -1, dim) @ k.transpose(1, 2)).mul_(dim**-0.5)
+        weight = scores.logsumexp(-1, keepdim=True)
+        made = scores.sub_(weight).exp_() @ v  # (kv_heads, queries * group, dim)
+        for target, found in ((out, made), (scores_of_all[..., None], weight)):
+            spread = found.view(kv_heads, len(some[0]), -1, found.shape[-1]).transpose(0, 1)
+            target[0, start : start + at_once] = spread.reshape(-1, heads, found.shape[-1])
+    return More(scores_of_all, out)
+
+
+class _Sharing(ctypes.Structure):
+    _fields_ = (
+        *((name, Places) for name in ("q", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("out", "tops", "totals", "room")),
+        *((f"wide_{name}", ctypes.c_long) for name in PromptRoom._fields),
+        *((name, ctypes.c_long) for name in ("queries", "heads", "kv_heads", "length", "dim")),
+        ("scale", ctypes.c_float),
+    )

@@ -1,0 +1,89 @@
+"""Fields of a request: what they mean, which are let pass, and what is said of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.jobs.fields import Options, read_options
+from h2o_flexgen.sampling.params import SamplingParams
+from tests.refusals import one_line
+
+DEFAULTS = Options(SamplingParams(max_tokens=7, temperature=0.5, stop=["end"]))
+
+
+def options(is_chat: bool = False, **given: Any) -> Options:
+    return read_options(given, is_chat, DEFAULTS)
+
+
+def refused(is_chat: bool = False, **given: Any) -> str:
+    return one_line(lambda: options(is_chat, **given))
+
+
+def test_what_a_line_leaves_open_is_taken_from_the_defaults() -> None:
+    assert options().params is DEFAULTS.params
+    assert options(top_p=0.9, seed=3).params == SamplingParams(max_tokens=7, temperature=0.5, stop=["end"], top_p=0.9, seed=3)
+    assert options(stop=None, max_tokens=None).params == DEFAULTS.params, "null leaves a field open"
+    assert options(stop=[]).params.stop_strings == ()
+
+
+def test_max_tokens_has_two_names() -> None:
+    assert options(max_completion_tokens=3).params.max_tokens == options(True, max_tokens=3).params.max_tokens == 3
+    assert options(max_tokens=3, max_completion_tokens=3).params.max_tokens == 3
+    assert refused(max_tokens=3, max_completion_tokens=4) == (
+        "max_tokens is 3 and max_completion_tokens is 4; give one of them"
+    )
+
+
+def test_logprobs_are_a_number_for_prompts_and_a_truth_for_chats() -> None:
+    assert options(logprobs=2).params.logprobs == 2
+    assert options(True, logprobs=True).params.logprobs == 0
+    assert options(True, logprobs=True, top_logprobs=3).params.logprobs == 3
+    assert options(True, logprobs=False).params.logprobs is None
+    assert refused(logprobs=True) == "logprobs is True; allowed is a whole number, 0 or more"
+    assert refused(True, logprobs=2) == "logprobs is 2; allowed is true or false"
+    assert refused(True, top_logprobs=2) == "top_logprobs is 2, and logprobs is not true; add it"
+
+
+def test_an_echo_with_logprobs_asks_for_those_of_the_prompt_too() -> None:
+    echoed = options(echo=True, logprobs=1)
+    assert echoed.echo and echoed.params.prompt_logprobs == 1
+    assert options(echo=True).params.prompt_logprobs is None
+    assert "unknown field 'echo'" in refused(True, echo=True)
+
+
+def test_biases_have_token_ids_as_names() -> None:
+    assert options(logit_bias={"5": -100, "17": 1.5}).params.logit_bias == {5: -100, 17: 1.5}
+    assert refused(logit_bias={"cat": 1}).startswith("logit_bias is {'cat': 1}; its names are token ids")
+    assert refused(logit_bias=[1]).startswith("logit_bias is [1]; allowed is a dict")
+
+
+def test_what_changes_no_answer_is_let_pass() -> None:
+    harmless = {"model": "x", "user": "me", "metadata": {"a": 1}, "stream": False, "store": True, "tools": []}
+    neutral = {"response_format": {"type": "text"}, "tool_choice": "none", "best_of": 1, "suffix": "", "modalities": ["text"]}
+    assert options(**harmless, **neutral).params == DEFAULTS.params
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"stream": True}, "stream is True; records come whole; leave it out"),
+        ({"stream": 0}, "stream is 0; records come whole; leave it out"),
+        ({"tools": [{}]}, "tools is [{}]; there are no tools; write them into the prompt"),
+        ({"best_of": True}, "best_of is True; make n completions"),
+        ({"response_format": {"type": "json_object"}}, "no text is held to a grammar"),
+        ({"temprature": 1}, "unknown field 'temprature'; did you mean temperature?"),
+        ({"max_new_tokens": 1}, "unknown field 'max_new_tokens': it is called max_tokens"),
+        ({"id": "a"}, "unknown field 'id': it is called custom_id"),
+        ({"wibble": 1, "wobble": 2}, "unknown field 'wibble', and 'wobble'"),
+        ({"temperature": "hot"}, "temperature is 'hot'; allowed is 0 (greedy) or more"),
+        ({"n": 2, "temperature": 0}, "n is 2; allowed is 1 where temperature is 0"),
+        ({"echo": 1}, "echo is 1; allowed is true or false"),
+        ({"return_token_ids": "yes"}, "return_token_ids is 'yes'; allowed is true or false"),
+        ({"max_tokens": 0}, "max_tokens is 0, which is for prompts that are only scored; add echo and logprobs"),
+        ({"prompt_logprobs": 1}, "unknown field 'prompt_logprobs': add echo and logprobs"),
+    ],
+)
+def test_a_refusal_names_the_field_and_says_what_to_do(given: dict[str, Any], said: str) -> None:
+    assert said in refused(**given)

@@ -1,0 +1,45 @@
+"""The job that an engine is given: sizes of all requests, and each of them when its turn comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from h2o_flexgen.engine.job import Size
+from h2o_flexgen.jobs.job import FileJob, Reading
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.dialogue import Script
+from h2o_flexgen.text.prompts import Prompt
+from tests.jobs.made import BYTES, POSITIONS, checked, size_of
+
+READING = Reading(BYTES, Script(BYTES), size_of)
+
+
+def test_requests_have_sizes_and_are_read_again(tmp_path: Path) -> None:
+    found = checked(
+        tmp_path,
+        {"prompt": "abc", "max_tokens": 5},
+        {"prompt": "too long for this model" * 3},
+        {"prompt": [7, 8], "n": 2, "temperature": 1, "seed": 3},
+        {"messages": [{"role": "user", "content": "Hi"}], "stop": "."},
+    )
+    heard: list[int] = []
+    job = FileJob.of(found.index, iter(range(4)), READING, heard.append)
+    assert heard == [1, 2, 3, 4]
+    assert list(job.sizes) == [job.sizes[place] for place in range(3)] == job.sizes[:]
+    assert job.sizes[:2] == [Size(3, 5), Size(2, 32, 2)]
+    assert job.places.tolist() == [0, 2, 3] and job.refused.tolist() == [1]
+    request = job.request(1)
+    assert (request.prompt, request.index) == (Prompt(None, (7, 8)), 2), "the number of its line, counted from 0"
+    assert request.params == SamplingParams(n=2, temperature=1, seed=3)
+    chat = job.request(2)
+    assert isinstance(chat.prompt, Prompt) and chat.prompt.text == "User: Hi\nAssistant:"
+    assert chat.params is not None and chat.params.stop_strings == (".", "\nUser:"), "as LLM.chat stops"
+    assert job.size_of(2) == Size(2, 32, 2)
+    assert job.reason(1) == "the prompt has 69 tokens, which is too long"
+
+
+def test_a_job_of_what_is_left_keeps_the_numbers(tmp_path: Path) -> None:
+    index = checked(tmp_path, *({"prompt": "abc", "max_tokens": None} for _ in range(4))).index
+    job = FileJob.of(index, iter([1, 3]), READING)
+    assert [job.request(place).index for place in range(2)] == [1, 3]
+    assert job.sizes[0].gen_len == 32 and POSITIONS > 35

@@ -1,0 +1,61 @@
+"""The manifest: what it keeps, what it says of other settings, and that it is never half there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from h2o_flexgen.jobs.check import Part
+from h2o_flexgen.jobs.manifest import Manifest, manifest_file
+from tests.refusals import one_line
+
+MANIFEST = Manifest(
+    created=17,
+    seed=3,
+    checked=Part(100, "abc"),
+    settings={"temperature": 0.7, "stop": ("a", "b"), "biases": {5: 1.0}},
+    noted={"torch": "2"},
+)
+
+
+def test_it_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    path = manifest_file(tmp_path / "out.jsonl")
+    assert path.name == "out.manifest.json"
+    assert Manifest.read(path) is None
+    MANIFEST.with_run({"began": 18}).write(path)
+    read = Manifest.read(path)
+    assert read is not None and (read.created, read.seed, read.checked, read.runs) == (
+        17,
+        3,
+        Part(100, "abc"),
+        ({"began": 18},),
+    )
+    assert list(read.differences(MANIFEST.settings)) == [] and list(read.notes(MANIFEST.noted)) == []
+    assert [file.name for file in tmp_path.iterdir()] == ["out.manifest.json"]
+
+
+def test_other_settings_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "out.manifest.json"
+    MANIFEST.write(path)
+    read = Manifest.read(path)
+    assert read is not None
+    now = {"temperature": 0.5, "stop": ["a", "b"], "top_k": 3}
+    assert list(read.differences(now)) == ["temperature was 0.7 and is 0.5", "top_k was None and is 3"]
+    assert list(read.notes({"torch": "3"})) == ["torch was '2' when the job began, and is '3'"]
+
+
+def test_a_result_is_that_of_the_last_run() -> None:
+    assert MANIFEST.with_run({}).result is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"form": 0}', '{"form": 1, "created": 1}', "\0"])
+def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "out.manifest.json"
+    path.write_text(text)
+    assert one_line(lambda: Manifest.read(path)).startswith(f"{path} is no manifest that is understood")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    said = one_line(lambda: MANIFEST.write(tmp_path / "none" / "out.manifest.json"))
+    assert "cannot be written (No such file or directory)" in said
