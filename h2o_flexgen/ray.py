@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.hints import not_installed, shown
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.llm import LLM
@@ -28,12 +28,10 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.prompts import Prompt, read_chats, read_prompts
 
-MISSING = "Ray is not installed; it comes with the extra [ray]: pip install -e '.[ray]'"
-
 try:
     import ray
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(MISSING if error.name == "ray" else str(error)) from error
+    raise ModuleNotFoundError(not_installed("Ray", "ray") if error.name == "ray" else str(error)) from error
 
 PROMPT, MESSAGES, SAMPLING, INDEX = "prompt", "messages", "sampling_params", "index"  # columns that are read
 Columns: TypeAlias = "dict[str, np.ndarray]"
@@ -203,5 +201,5 @@ def memory_of_actor() -> int | None:
     if "memory" in given:
         return int(given["memory"])
     (node,) = (one["Resources"] for one in ray.nodes() if one["NodeID"] == context.get_node_id())
-    share = max(given.get(name, 0) / node[name] for name in ("CPU", "GPU") if node.get(name))
-    return min(int(share * node["memory"]), available_bytes() + bytes_to_begin_with())
+    share = max((given.get(name, 0) / node[name] for name in ("CPU", "GPU") if node.get(name)), default=1)
+    return min(int((share or 1) * node["memory"]), available_bytes() + bytes_to_begin_with())

@@ -6,12 +6,12 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
 from h2o_flexgen.cli.asked_problem import machine_of
-from h2o_flexgen.cli.batch_request import RESUME, RETRY, BatchRequest
+from h2o_flexgen.cli.batch_request import LOCAL, RESUME, RETRY, BatchRequest
 from h2o_flexgen.cli.batch_settings import (
     model_settings,
     option_settings,
@@ -25,6 +25,7 @@ from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.plan_report import PlanReport
+from h2o_flexgen.cli.ray_environment import ray_environment
 from h2o_flexgen.cli.requests import check_device
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.slow import kernel_reasons, say_slow
@@ -33,8 +34,8 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.shrink import Shrink
-from h2o_flexgen.engine.stage import Stage
-from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.engine.stage import OnStage, Stage
+from h2o_flexgen.engine.tick import OnTick, Tick
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.jobs.index import SOUND
 from h2o_flexgen.jobs.job import FileJob, Reading
@@ -210,7 +211,7 @@ class BatchJob:
 
     def run(self, output: Output) -> int:
         """Runs what is left; returns how many requests of the whole job have failed."""
-        if len(self.left.sizes):
+        if len(self.left.sizes) and self.request.ray is None:
             self.find_plan()
             self.tell(self.plan_report.lines())
             say_slow(kernel_reasons(self.plan_report.arithmetic, variants()))
@@ -304,6 +305,8 @@ class JobRun:
         def shrink(shrink: Shrink) -> None:
             progress.note(str(shrink))
 
+        if self.job.request.ray is not None:
+            return self._completions_of_workers(stage, tick, interrupts)
         return self.job.llm.generate_stream(
             self.job.left,
             seed=self.manifest.seed,
@@ -311,6 +314,20 @@ class JobRun:
             on_tick=tick,
             on_shrink=shrink,
         )
+
+    def _completions_of_workers(self, on_stage: OnStage, on_tick: OnTick, interrupts: Interrupts) -> Iterator[Completion]:
+        request, prepared = self.job.request, self.job.prepared
+        with ray_environment() if request.ray is not None and request.ray.address == LOCAL else nullcontext():
+            from h2o_flexgen.cli.batch_ray import Hearing, RayJob  # imports an optional package
+
+            hearing = Hearing(
+                on_workers=lambda words: self.job.tell([f"workers   {words}"]),
+                on_opened=lambda worker: self.job.tell([f"worker    {worker}"]),
+                on_begin=lambda: on_stage(Stage.GENERATING, 0, 0),
+                on_tick=on_tick,
+                waiting=interrupts.put_aside,
+            )
+            yield from RayJob(request, self.job.left, self.manifest.seed, prepared.settings, hearing).completions()
 
     def _write(self, place: int, completion: Completion) -> None:
         index = self.job.left.index
