@@ -188,6 +188,10 @@ class LLM(ModelUnderPlan):
         counts = ticker.requests_done, stream.prompt_tokens, stream.generated_tokens
         self.stats = Stats.counted(*counts, running.done, self._peak_bytes())
 
+    def plan_job(self, job: Job) -> WorkloadPlan:
+        """Plans a job as `generate_stream` runs it; refuses what does not fit, before anything is loaded."""
+        return self._planned_stream(job, streamed=False, on_stage=None)[1]
+
     def _planned_stream(self, job: Job, streamed: bool, on_stage: OnStage | None) -> tuple[Stream, WorkloadPlan]:
         """The job as it fits: prefixes that do not are not shared, the longest first."""
         stream = Stream(job, self._row_maker, streamed)

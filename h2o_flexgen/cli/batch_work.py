@@ -31,6 +31,7 @@ from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.slow import kernel_reasons, say_slow
 from h2o_flexgen.cli.watch import say_threads
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.job import prefix_finder, workload_of_job
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.shrink import Shrink
@@ -131,7 +132,8 @@ class Prepared:
     def _reading(self) -> Reading:
         tokenizer = self.llm.tokenizer
         style = choose_style(self.request.style, tokenizer) if self.request.checked.chats else None
-        return Reading(tokenizer, style, RowMaker(self.llm.spec, self.llm.plan, tokenizer).size)
+        size_of = RowMaker(self.llm.spec, self.llm.plan, tokenizer).size
+        return Reading(tokenizer, style, size_of, prefix_finder(self.llm.plan))
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,7 @@ class BatchJob:
 
     @cached_property
     def workload(self) -> Workload:
-        sizes = self.left.sizes
-        lengths = tuple(length for length, rows in zip(sizes.prompt_lens, sizes.rows) for _ in range(rows))
-        return Workload(lengths, max(1, max(sizes.gen_lens)))
+        return workload_of_job(self.left, self.llm.plan.copies_prefixes)
 
     def find_plan(self) -> None:
         """Finds a plan if none was given. What the answers depend on must be as it was when the job began."""
@@ -186,7 +186,7 @@ class BatchJob:
             model=model.name,
             dummy_weights=model.dummy_weights,
             requested=llm.requested,
-            planned=llm.check(self.workload),
+            planned=llm.plan_job(self.left),
             budgets=llm.budgets,
             processor=processor(llm.device.kind),
             packing=llm.packing,

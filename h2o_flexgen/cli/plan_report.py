@@ -3,6 +3,7 @@ and what is predicted."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -69,13 +70,11 @@ class PlanReport:
         }
 
     def _head(self) -> list[str]:
-        spec, plan, workload = self.planned.spec, self.planned.plan, self.planned.workload
-        longest = max(workload.prompt_lens)
+        spec, plan = self.planned.spec, self.planned.plan
         packed = "" if plan.kv_codec == PLAIN else f", as {plan.kv_codec}"
         lines = [
             f"model     {self.model}: {spec.architecture}, {format_bytes(spec.weight_bytes)} of weights {self._written_down()}",
-            f"prompts   {workload.num_prompts} of up to {longest} tokens, {workload.gen_len} to generate for each",
-            f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {len(self.planned.blocks)} of them to run",
+            *self._work(),
             f"schedule  {plan.schedule}, {_buffers(self.first.schedule)}, "
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
             f"KV        {Kept(self.planned).line()}{packed}",
@@ -92,6 +91,24 @@ class PlanReport:
         if self._is_folded:
             lines.append("no GPU: what was meant for it lives in host memory")
         return lines
+
+    def _work(self) -> Iterator[str]:
+        """What there is to do, and in which blocks."""
+        plan, workload = self.planned.plan, self.planned.workload
+        prompts = f"prompts   {workload.num_prompts} of up to {max(workload.prompt_lens)} tokens"
+        if workload.gen_lens is None:
+            yield f"{prompts}, {workload.gen_len} to generate for each"
+            blocks = f"{len(self.planned.blocks)} of them to run"
+            yield f"block     {plan.gpu_batch_size} rows x {plan.num_gpu_batches} batches; {blocks}"
+            return
+        yield f"{prompts}, up to {workload.gen_len} to generate for each"
+        sizes = [batch.size for batch in self.first.block.batches]
+        yield f"block     {max(sizes)} seats x {len(sizes)} batches, in which rows come and go"
+        shared = Counter(prefix for prefix in workload.prefixes if prefix is not None)
+        if shared:
+            saved = sum((rows - 1) * prefix.tokens for prefix, rows in shared.items())
+            prompts = f"{saved} of {sum(workload.prompt_lens)} tokens of prompts need not be computed"
+            yield f"prefixes  {len(shared)} that prompts share, {plan.prefix_policy}: {prompts}"
 
     def _written_down(self) -> str:
         dtype, codec = self.planned.spec.dtype, self.planned.plan.weight_codec
@@ -224,7 +241,10 @@ class Kept:
 
     @cached_property
     def _occupancies(self) -> tuple[tuple[Occupancy, int], ...]:
-        """The occupancy of the batches of one block of each shape, and how many blocks have that shape."""
+        """The occupancy of the batches of one block of each shape, and how many blocks have that shape; where rows come and go,
+        that of every kind of row."""
+        if self.planned.workload.gen_lens is not None:
+            return tuple((self.policy.alone(need), count) for need, count in Counter(self.planned.workload.needs).items())
         return tuple((occupancy, count) for block, count in self.planned.blocks.alike for occupancy in block.occupancy)
 
     @property

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
-from h2o_flexgen.core.prefixes import PrefixFinder, PrefixGroups
+from h2o_flexgen.core.prefixes import PrefixFinder, PrefixGroups, SharedPrefix
+from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.prompts import Prompt
 
 
 class Size(NamedTuple):
@@ -29,6 +32,11 @@ class Request:
     index: int | None = None  # its number in the input (default: its place): completions and random numbers go by it
 
 
+def prompt_of(request: Request) -> Prompt:
+    assert isinstance(request.prompt, Prompt), "requests are read before rows are made of them"
+    return request.prompt
+
+
 class Job(Protocol):
     @property
     def sizes(self) -> Sequence[Size]: ...
@@ -42,6 +50,20 @@ class Job(Protocol):
 
 
 Requests: TypeAlias = "Job | Iterable[Request | object]"  # what is not a request is a prompt
+
+
+def workload_of_job(job: Job, copies_prefixes: bool, most_shared: int | None = None) -> Workload:
+    """All rows of a job, each with what it may need, and what it shares with others; `most_shared`: the tokens of the longest
+    prefix that is shared, or None for all that was found."""
+    shared, sizes = job.prefixes, job.sizes
+
+    def prefix_of(request: int) -> SharedPrefix | None:
+        found = None if shared is None else shared.of(request)
+        return None if found is None or (most_shared is not None and found.tokens > most_shared) else found
+
+    needs = [Need(size.prompt_len, size.gen_len) for size in sizes for _ in range(size.rows)]
+    prefixes = [prefix for request, size in enumerate(sizes) for prefix in [prefix_of(request)] * size.rows]
+    return Workload.running(needs, prefixes, copies_prefixes)
 
 
 def prefix_finder(plan: Plan) -> PrefixFinder | None:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.vocabulary import check_tokens
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.engine.job import Request, Size
+from h2o_flexgen.engine.job import Request, Size, prompt_of
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, most_tokens
@@ -87,11 +87,6 @@ class RowMaker:
 
     def _check_tokens(self, whose: str, ids: Sequence[int]) -> None:
         check_tokens(whose, ids, self.spec.vocab, self.spec.name)
-
-
-def prompt_of(request: Request) -> Prompt:
-    assert isinstance(request.prompt, Prompt), "requests are read before rows are made of them"
-    return request.prompt
 
 
 def for_each(params: Params, count: int) -> list[SamplingParams]:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from h2o_flexgen.core.prefixes import PrefixGroups, SharedPrefix
-from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.prefixes import PrefixGroups
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.engine.job import Job, Request, Requests, Size, prefix_finder
-from h2o_flexgen.engine.requests import RowMaker, prompt_of
+from h2o_flexgen.engine.job import Job, Request, Requests, Size, prefix_finder, prompt_of, workload_of_job
+from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.row_state import RowState, completion_of
 from h2o_flexgen.engine.tick import Ticker
 from h2o_flexgen.engine.waiting import Waiting
@@ -61,16 +60,7 @@ class Stream:
 
     @cached_property
     def workload(self) -> Workload:
-        """All rows, each with what it may need, and what it shares with others."""
-        needs = [Need(size.prompt_len, size.gen_len) for size in self._job.sizes for _ in range(size.rows)]
-        shared = [self._shared(request) for request, size in enumerate(self._job.sizes) for _ in range(size.rows)]
-        return Workload.running(needs, shared, self._maker.plan.copies_prefixes)
-
-    def _shared(self, request: int) -> SharedPrefix | None:
-        groups = self._job.prefixes
-        found = None if groups is None else groups.of(request)
-        is_too_long = found is not None and self._most_shared is not None and found.tokens > self._most_shared
-        return None if is_too_long else found
+        return workload_of_job(self._job, self._maker.plan.copies_prefixes, self._most_shared)
 
     @property
     def longest_shared(self) -> int:

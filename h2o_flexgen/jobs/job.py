@@ -7,9 +7,11 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias, overload
 
-from h2o_flexgen.engine.job import Request, Size
+from h2o_flexgen.core.prefixes import PrefixFinder, PrefixGroups
+from h2o_flexgen.engine.job import Request, Size, prompt_of
 from h2o_flexgen.jobs.index import Index
 from h2o_flexgen.jobs.line import Line
 from h2o_flexgen.text.dialogue import Style
@@ -27,6 +29,7 @@ class Reading:
     tokenizer: Tokenizer
     style: Style | None  # how chats are written down; None: there are none
     size_of: SizeOf
+    finder: PrefixFinder | None = None  # what looks for prefixes that requests share; None: nothing is shared
 
     def request(self, number: int, line: Line) -> Request:
         prompt, params = line.read_with(self.tokenizer, self.style), line.options.params
@@ -36,8 +39,12 @@ class Reading:
 
     def size(self, number: int, line: Line) -> Size:
         """The size of a request; a ValueError says why it cannot be run."""
+        return self.sized(number, line)[1]
+
+    def sized(self, number: int, line: Line) -> tuple[Request, Size]:
         try:
-            return self.size_of(number, self.request(number, line))
+            request = self.request(number, line)
+            return request, self.size_of(number, request)
         except ValueError as error:  # people count lines, which the record names
             raise ValueError(str(error).replace(f"prompt {number} ", "the prompt ")) from error
 
@@ -92,13 +99,24 @@ class FileJob:
         for count, place in enumerate(places, start=1):
             line = index.line(place)
             try:
-                job.sizes.add(reading.size(index.request_number(place), line))
-                job.places.append(place)
+                request, size = reading.sized(index.request_number(place), line)
             except ValueError:
                 job.refused.append(place)
+            else:
+                job.add(place, request, size)
             if on_read is not None:
                 on_read(count)
         return job
+
+    def add(self, place: int, request: Request, size: Size) -> None:
+        self.places.append(place)
+        self.sizes.add(size)
+        if self.reading.finder is not None:
+            self.reading.finder.add(prompt_of(request).ids, size.rows)
+
+    @cached_property
+    def prefixes(self) -> PrefixGroups | None:
+        return None if self.reading.finder is None else self.reading.finder.groups()
 
     def request(self, place: int) -> Request:
         """The request at a place of this job."""

@@ -11,7 +11,9 @@ from h2o_flexgen.core.seats import Need, Seats, seats_of
 from h2o_flexgen.core.workload import Batch, Workload
 from h2o_flexgen.policies.full import Full
 
-NEEDS = draw.lists(draw.builds(Need, draw.integers(1, 40), draw.integers(0, 30), draw.none(), draw.just(False)), min_size=1, max_size=60)
+NEEDS = draw.lists(
+    draw.builds(Need, draw.integers(1, 40), draw.integers(0, 30), draw.none(), draw.just(False)), min_size=1, max_size=60
+)
 
 
 @given(NEEDS, draw.integers(1, 6))
