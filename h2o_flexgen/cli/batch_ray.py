@@ -1,6 +1,6 @@
-"""A job on Ray Data: requests go out to workers in portions, and completions come back as they finish. Who runs what, how it gets
-there, and that the portion of a worker that died is run again is Ray's work; here it is seen to that nothing comes twice, and
-that nothing is missing at the end."""
+"""A job on Ray Data: requests go out to workers in portions, and completions come back as they finish. Who runs what, how it
+gets there, and that the portion of a worker that died is run again is Ray's work; here it is seen to that nothing comes twice,
+and that nothing is missing at the end."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import logging
 import pickle
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
+from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import pyarrow
 import ray
@@ -62,37 +64,40 @@ class RayJob:
         return self.request.ray
 
     def completions(self) -> Iterator[Completion]:
-        """The completion of every request, once. Where a worker died, records of its portion may come in another order when they
-        come again, and then some are missing when all portions are done: these are run in a further round."""
+        """The completion of every request, once. Ray counts what has come of a portion, and leaves out as much of it if it is
+        run again. If that finishes in another order, some requests come twice and others not at all: these are run in a
+        further round."""
         with connected(self.asked, self.request.site.threads) as pool:
             open_places = set(range(len(self.left.sizes)))
             while open_places:
                 before = len(open_places)
-                for completion, place in self._round(pool, sorted(open_places)):
-                    if place in open_places:
-                        open_places.remove(place)
-                        yield completion
+                with closing(self._round(pool, sorted(open_places))) as found:
+                    for completion, place in found:
+                        if place in open_places:
+                            open_places.remove(place)
+                            yield completion
                 if len(open_places) == before:
                     raise ValueError(f"workers came to their end without any of {before} requests; {RESUME} tries again")
 
-    def _round(self, pool: Pool, places: Sequence[int]) -> Iterator[tuple[Completion, int]]:
+    def _round(self, pool: Pool, places: Sequence[int]) -> Generator[tuple[Completion, int], None, None]:
         size = self._portion_size(pool, len(places))
         parts = [places[start : start + size] for start in range(0, len(places), size)]
         pool = replace(pool, workers=min(pool.workers, len(parts)))
         self.hearing.on_workers(f"{pool}; {size} requests at a time")
         ticks = Ticks()
         place_of = {self._number(place): place for place in places}
-        for said in self._said(pool, parts):
-            if said.failure is not None:
-                raise ValueError(f"a worker cannot go on: {said.failure}")
-            if said.opened is not None:
-                self.hearing.on_begin()
-                self.hearing.on_opened(said.opened)
-            if said.completion is not None:
-                yield said.completion, place_of[said.completion.index]
-            if said.tick is not None:
-                ticks.latest[said.portion] = said.tick
-                self.hearing.on_tick(ticks.together)
+        with closing(self._said(pool, parts)) as all_said:
+            for said in all_said:
+                if said.failure is not None:
+                    raise ValueError(f"a worker cannot go on: {said.failure}")
+                if said.opened is not None:
+                    self.hearing.on_begin()
+                    self.hearing.on_opened(said.opened)
+                if said.completion is not None:
+                    yield said.completion, place_of[said.completion.index]
+                if said.tick is not None:
+                    ticks.latest[said.portion] = said.tick
+                    self.hearing.on_tick(ticks.together)
 
     def _portion_size(self, pool: Pool, count: int) -> int:
         """Requests per portion: what was asked for, or what is a good share and fills some blocks, but leaves nobody idle."""
@@ -104,24 +109,28 @@ class RayJob:
 
     # -- what goes out and comes back ----------------------------------------------------------------------------------
 
-    def _said(self, pool: Pool, parts: Sequence[Sequence[int]]) -> Iterator[Said]:
+    def _said(self, pool: Pool, parts: Sequence[Sequence[int]]) -> Generator[Said, None, None]:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         context.target_max_block_size = 1  # each thing that a worker says is a block: none waits for others
         tables = (pyarrow.table({PORTION: [pickle.dumps(self._portion(*part))]}) for part in enumerate(parts))
-        dataset = ray.data.from_arrow_refs([ray.put(table) for table in tables]).map_batches(
-            Worker,
-            batch_size=None,
-            compute=ray.data.ActorPoolStrategy(size=pool.workers, max_tasks_in_flight_per_actor=1),
-            fn_constructor_kwargs={"share": self._share(parts)},
-            num_cpus=pool.cpus,
-            num_gpus=pool.gpus,
-            max_restarts=-1,
-            max_task_retries=RETRIES,
-        )
-        batches = iter(dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0))
-        while (batch := self._next(batches)) is not None:
-            yield from map(pickle.loads, batch[SAID])
+        blocks: list[Any] = [ray.put(table) for table in tables]
+        with catch_warnings():
+            simplefilter("ignore", DeprecationWarning)  # no newer way to say how often is known
+            dataset = ray.data.from_arrow_refs(blocks).map_batches(
+                Worker,
+                batch_size=None,
+                compute=ray.data.ActorPoolStrategy(size=pool.workers, max_tasks_in_flight_per_actor=1),
+                fn_constructor_kwargs={"share": self._share(parts)},
+                num_cpus=pool.cpus,
+                num_gpus=pool.gpus,
+                max_restarts=-1,
+                max_task_retries=RETRIES,
+            )
+        batches: Any = iter(dataset.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0))
+        with closing(batches):  # ends the execution, too
+            while (batch := self._next(batches)) is not None:
+                yield from map(pickle.loads, batch[SAID])
 
     def _next(self, batches: Iterator[Mapping[str, Iterable[bytes]]]) -> Mapping[str, Iterable[bytes]] | None:
         try:
@@ -172,9 +181,9 @@ class Ticks:
     @property
     def together(self) -> Tick:
         ticks = self.latest.values()
-        busy: Counter[str] = Counter()
+        busy = Counter[str]()
         for tick in ticks:
-            busy.update(tick.busy_seconds)  # type: ignore[arg-type]
+            busy.update(tick.busy_seconds)
         return Tick(
             number=sum(tick.number for tick in ticks),
             requests_done=sum(tick.requests_done for tick in ticks),

@@ -165,7 +165,7 @@ def request_of(flags: Namespace) -> BatchRequest:
 
 
 def _ray(flags: Namespace, asked: Plan | Asked) -> RayRequest | None:
-    """The workers that are asked for. What would have each of them decide about answers, or speaks of one machine, is refused."""
+    """The workers that are asked for. What speaks of one machine, or lets each worker decide about answers, is refused."""
     if flags.ray is None:
         for flag, value in ((WORKERS, flags.workers), (HAND_OUT, flags.hand_out)):
             if value is not None:
@@ -174,7 +174,9 @@ def _ray(flags: Namespace, asked: Plan | Asked) -> RayRequest | None:
     if find_spec("ray") is None:
         raise ValueError(not_installed("Ray", "ray"))
     if "://" in flags.ray:
-        raise ValueError(f"{RAY} {flags.ray} speaks to a cluster from outside; run the job on one of its machines, with {RAY} auto")
+        raise ValueError(
+            f"{RAY} {flags.ray} speaks to a cluster from outside; run the job on one of its machines, with {RAY} auto"
+        )
     if flags.dry_run:
         raise ValueError(f"--dry-run shows the plan for this machine, and each worker finds one for its own; leave out {RAY}")
     if flags.machine is not None:

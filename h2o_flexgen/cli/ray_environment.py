@@ -1,4 +1,4 @@
-"""What a cluster on this machine alone reads from the environment. Ray reads it when it is imported, so it is set before that."""
+"""The settings of a cluster of a job's own. Ray takes them from the environment when it is imported, so they are set before."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # what goes wrong for good is raised
     "RAY_memory_monitor_refresh_ms": "0",  # the engine keeps its own promise, and goes on with less when memory runs out
 }
 AUTH_MODE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
