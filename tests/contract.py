@@ -103,7 +103,7 @@ class Case:
         return LLM(str(folder), tokenizer="bytes", percent=self.percent, offload_dir=offload, **chosen)
 
     def __str__(self) -> str:
-        defaults = Case()
+        defaults = type(self)()
         changed = [field.name for field in fields(self) if getattr(self, field.name) != getattr(defaults, field.name)]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in changed) or "defaults"
 

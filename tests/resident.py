@@ -9,6 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kv.cache import KVCache
@@ -110,12 +112,45 @@ def resident_talk(
     return talk
 
 
+@torch.inference_mode()
+def resident_behind(
+    model: Model,
+    weights: Sequence[Weights],
+    prompt: Sequence[int],
+    shared: int,
+    steps: int,
+    policy: KVPolicy,
+    copies: bool = False,
+    kv_codec: str = PLAIN,
+) -> list[Tensor]:
+    """Generates greedily behind a prompt of which the first tokens are read by themselves: the rest attends them in a cache of
+    their own, or takes a copy of that. Returns for every step the logits (1, vocab)."""
+    device, prefix = _device(weights), SharedPrefix(0, shared)
+    judged = policy if copies and policy.score_bytes else Full()
+    beginnings = _caches(model, judged, 1, shared, False, device, kv_codec)
+    whole = KVStep.of(policy.whole(shared), shared, device)
+    _through_layers(model, weights, beginnings, whole, torch.tensor([prompt[:shared]], device=device))
+    need = Need.behind(prefix, len(prompt), steps, copies)
+    occupancy, piece, made = policy.alone(need), list(prompt[shared:]), list[Tensor]()
+    caches = _caches(model, policy, 1, occupancy.capacity, False, device, kv_codec)
+    for layer, cache in caches.items():
+        cache.prefixes = {0: beginnings[layer]}
+    for step in range(steps):
+        slots = occupancy.at(step) if step or not copies else occupancy.at(0).behind(shared)
+        now = KVStep.of(slots, occupancy.capacity, device, () if step and copies else (prefix,))
+        hidden = _through_layers(model, weights, caches, now, torch.tensor([piece], device=device))
+        made.append(_head(model, hidden[:, -1], weights[-1]))
+        piece = [int(made[-1].argmax())]
+    return made
+
+
 def _through_layers(
     model: Model, weights: Sequence[Weights], caches: Mapping[int, KVCache], now: KVStep, tokens: Tensor
 ) -> Tensor:
     hidden = tokens
     for layer, spec in enumerate(model.spec.layers[:-1]):
-        given = Given(now.positions, partial(caches[layer].attend, now)) if spec.has_kv else Given(now.positions)
+        places = now.text_positions
+        given = Given(places, partial(caches[layer].attend, now)) if spec.has_kv else Given(places)
         hidden = computed(model, spec, hidden, weights[layer], given)
     return hidden
 

@@ -22,6 +22,7 @@ import pytest
 from h2o_flexgen import LLM, SamplingParams, batch
 from h2o_flexgen.jobs.output import Output, waiting_file
 from h2o_flexgen.profiling import kept
+from h2o_flexgen.sampling.sampler import Sampler
 from tests.commands import Result, called
 from tests.patience import PATIENCE_SECONDS
 from tests.signals import as_in_a_terminal
@@ -213,6 +214,37 @@ def test_what_the_model_cannot_do_is_the_error_of_that_line(command: Any, out: P
     assert set(said) == {"line-1", "line-2", "line-4"}
     assert said["line-1"].startswith(f"line 1: the prompt has {POSITIONS} tokens and 32 are to be generated")
     assert said["line-2"].startswith("line 2: the prompt has the token id 9999") and "500" in said["line-4"]
+
+
+@pytest.mark.parametrize("order", [(), ("--ordered",)])
+def test_a_request_that_breaks_takes_nobody_with_it(
+    command: Any, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, ...]
+) -> None:
+    sample = Sampler.sample
+
+    def broken(self: Sampler, logits: Any, params: Any, rows: Any, *others: Any, **more: Any) -> Any:
+        for place, row in enumerate(rows):
+            if row in (3, 5):
+                logits[place] = float("nan")
+        return sample(self, logits, params, rows, *others, **more)
+
+    file = write(tmp_path / "in.jsonl", requests())
+    assert command("-i", file, "-o", out, *IN_MEMORY, "--seed", 5).status == 0
+    whole = records(out)
+    monkeypatch.setattr(Sampler, "sample", broken)
+    other = tmp_path / "other.jsonl"
+    result = command("-i", file, "-o", other, *IN_MEMORY, "--seed", 5, *order)
+    assert result.status == 1 and sum("the others go on" in line for line in result.err) == 2
+    found = records(other)
+    said = {name: record["error"] for name, record in found.items() if record["error"]}
+    assert set(said) == {"r3", "r5"} and found["r3"]["response"]["status_code"] == 500
+    assert (
+        said["r3"]["code"] == "server_error"
+        and "line 4: logits of prompt 3 at step 0 have the maximum nan" in said["r3"]["message"]
+    )
+    assert all(record == whole[name] for name, record in found.items() if name not in said)
+    monkeypatch.undo()
+    assert command("-i", file, "-o", other, *IN_MEMORY, "--retry-errors", *order).status == 0 and records(other) == whole
 
 
 def test_a_file_of_nothing_but_errors_needs_no_plan(command: Any, out: Path, tmp_path: Path) -> None:
@@ -453,35 +485,40 @@ def test_what_is_killed_loses_nothing(demo_job: Any, out: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [(), ("--ordered",)])
 def test_what_is_killed_at_many_moments_loses_nothing(tmp_path: Path, out: Path, order: tuple[str, ...]) -> None:
-    """Fifteen kills in each order, some while a job begins, all at any byte."""
+    """Fifteen kills in each order: three while a job begins, the others at any moment after that."""
     (tmp_path / "demo").mkdir()
     file, whole = made_demo_job(tmp_path / "demo", 300)
-    chance = random.Random(len(order))
+    chance, manifest = random.Random(len(order)), tmp_path / "out.manifest.json"
 
-    def is_late(begun: list[float], seconds: float) -> bool:
-        """So many seconds after the output was opened."""
-        if not begun and out.exists():
-            begun.append(time.monotonic())
-        return bool(begun) and time.monotonic() > begun[0] + seconds
+    def written() -> int:
+        return manifest.stat().st_mtime_ns if manifest.exists() else 0
 
-    for _ in range(15):
-        out_of_run = [] if not out.exists() else [time.monotonic() + 3]  # an output that is there is opened after that long
-        kill(out, [partial(is_late, out_of_run, chance.uniform(0, 1.5))], "-i", file, *order)
-    assert 0 < out.read_bytes().count(b"\n") < 300, "the kills came while the job ran"
+    def moment(from_start: bool, seconds: float) -> Callable[[], bool]:
+        """So many seconds after the process was started, or after its job has begun."""
+        before, begun = written(), [time.monotonic()] if from_start else []
+
+        def is_now() -> bool:
+            if not begun and written() != before:
+                begun.append(time.monotonic())
+            return bool(begun) and time.monotonic() > begun[0] + seconds
+
+        return is_now
+
+    for number in range(15):
+        from_start = number % 5 == 4
+        kill(out, [moment(from_start, chance.uniform(0, 4 if from_start else 5))], "-i", file, *order)
+    assert 0 < len(ids(out)) < 300, "the kills came while the job ran"
     goes_on(out, whole, "-i", file, *order)
 
 
-@pytest.mark.parametrize(
-    ("number", "status", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
-)
-def test_a_signal_ends_a_job_between_two_passes(demo_job: Any, out: Path, number: int, status: int, word: str) -> None:
+def test_a_signal_ends_a_job_between_two_passes(demo_job: Any, out: Path) -> None:
     file, whole = demo_job
     process = started("-i", file, "-o", out, *DEMO, preexec_fn=as_in_a_terminal)
     when(process, partial(has_lines, out, 5))
-    process.send_signal(number)
-    found, err = has_ended(process)
+    process.send_signal(signal.SIGTERM)
+    status, err = has_ended(process)
     lines = err.splitlines()
-    assert (found, lines[-1]) == (status, word), err
+    assert (status, lines[-1]) == (143, "terminated"), err
     done = len(ids(out))
     assert 5 <= done < len(whole) and any(f"{done} of 60 requests are done; --resume" in line for line in lines)
     goes_on(out, whole, "-i", file)

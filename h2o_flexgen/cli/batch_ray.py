@@ -8,8 +8,8 @@ import logging
 import pickle
 import signal
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,10 +20,12 @@ import ray
 import ray.data
 
 from h2o_flexgen.cli.batch_request import LOCAL, RAY, RESUME, WORKERS, BatchRequest, RayRequest
+from h2o_flexgen.cli.batch_run import Listening, OnBroken
 from h2o_flexgen.cli.ray_worker import PORTION, SAID, Portion, Said, Share, Worker
 from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.engine.tick import OnTick, Tick
+from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.jobs.job import FileJob
 from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.planning.plan import Plan
@@ -38,32 +40,18 @@ BLOCKS = 4  # blocks that a portion fills at least, for the same reason
 
 
 @dataclass(frozen=True)
-class Hearing:
-    """Those who listen to a job on workers."""
-
-    on_workers: Callable[[str], None]  # hears in a line who works
-    on_opened: Callable[[Mapping[str, object]], None]  # hears of each worker's machine and plan
-    on_begin: Callable[[], None]  # hears when the first worker has begun
-    on_tick: OnTick
-    waiting: Callable[[], AbstractContextManager[None]]  # a context in which nothing is lost by a signal
-
-
-@dataclass(frozen=True)
 class RayJob:
     """The requests that are left of a job, for workers."""
 
     request: BatchRequest
+    asked: RayRequest
     left: FileJob
     seed: int
-    identity: Settings
-    hearing: Hearing
+    identity: Settings  # of the model
+    listening: Listening
+    on_broken: OnBroken
 
-    @property
-    def asked(self) -> RayRequest:
-        assert self.request.ray is not None, "otherwise nobody asks for workers"
-        return self.request.ray
-
-    def completions(self) -> Iterator[Completion]:
+    def completions(self) -> Generator[Completion, None, None]:
         """The completion of every request, once. Ray counts what has come of a portion, and leaves out as much of it if it is
         run again. If that finishes in another order, some requests come twice and others not at all: these are run in a
         further round."""
@@ -71,19 +59,24 @@ class RayJob:
             open_places = set(range(len(self.left.sizes)))
             while open_places:
                 before = len(open_places)
-                with closing(self._round(pool, sorted(open_places))) as found:
-                    for completion, place in found:
-                        if place in open_places:
-                            open_places.remove(place)
-                            yield completion
+                with closing(self._round(pool, sorted(open_places))) as ended:
+                    for place, became in ended:
+                        if place not in open_places:
+                            continue
+                        open_places.remove(place)
+                        if isinstance(became, Completion):
+                            yield became
+                        else:
+                            self.on_broken(self._number(place), became, self.listening)
                 if len(open_places) == before:
                     raise ValueError(f"workers came to their end without any of {before} requests; {RESUME} tries again")
 
-    def _round(self, pool: Pool, places: Sequence[int]) -> Generator[tuple[Completion, int], None, None]:
+    def _round(self, pool: Pool, places: Sequence[int]) -> Generator[tuple[int, Completion | str], None, None]:
+        """Runs the requests at these places; yields what became of each, or what is wrong with it."""
         size = self._portion_size(pool, len(places))
         parts = [places[start : start + size] for start in range(0, len(places), size)]
         pool = replace(pool, workers=min(pool.workers, len(parts)))
-        self.hearing.on_workers(f"{pool}; {size} requests at a time")
+        self._tell(f"workers: {pool}; {size} requests at a time")
         ticks = Ticks()
         place_of = {self._number(place): place for place in places}
         with closing(self._said(pool, parts)) as all_said:
@@ -91,13 +84,19 @@ class RayJob:
                 if said.failure is not None:
                     raise ValueError(f"a worker cannot go on: {said.failure}")
                 if said.opened is not None:
-                    self.hearing.on_begin()
-                    self.hearing.on_opened(said.opened)
+                    self.listening.stage(Stage.GENERATING)
+                    self._tell(f"worker {said.opened}")
                 if said.completion is not None:
-                    yield said.completion, place_of[said.completion.index]
+                    yield place_of[said.completion.index], said.completion
+                if said.broken is not None:
+                    yield place_of[said.broken.number], said.broken.reason
                 if said.tick is not None:
                     ticks.latest[said.portion] = said.tick
-                    self.hearing.on_tick(ticks.together)
+                    self.listening.tick(ticks.together)
+
+    def _tell(self, line: str) -> None:
+        if self.request.verbose:
+            self.listening.progress.note(line)
 
     def _portion_size(self, pool: Pool, count: int) -> int:
         """Requests per portion: what was asked for, or what is a good share and fills some blocks, but leaves nobody idle."""
@@ -134,7 +133,7 @@ class RayJob:
 
     def _next(self, batches: Iterator[Mapping[str, Iterable[bytes]]]) -> Mapping[str, Iterable[bytes]] | None:
         try:
-            with self.hearing.waiting():
+            with self.listening.interrupts.put_aside():  # nothing is lost by ending here
                 return next(batches, None)
         except ray.exceptions.RayError as error:
             last = [line.strip() for line in str(error).splitlines() if line.strip()][-1:]

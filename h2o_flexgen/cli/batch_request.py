@@ -19,6 +19,7 @@ from h2o_flexgen.cli.flags import (
     Parser,
     add_compute,
     add_placement,
+    add_sharing,
     add_sizes,
     whole,
 )
@@ -290,6 +291,7 @@ def _add_plan(group: Group) -> None:
     add_placement(group, may_be_found=True)
     add_compute(group)
     add_sizes(group, WHERE_FOUND)
+    add_sharing(group)
     group.truth("--dry-run", text="check the input and print the plan and its bytes per tier; no weights are loaded")
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,9 @@ from h2o_flexgen.jobs.recovery import Finished
 from h2o_flexgen.sampling.output import Completion
 
 SECONDS_BETWEEN_METRICS = 2.0
+SUMMED = (
+    "number", "requests_done", "prompt_tokens", "generated_tokens", "computed_tokens", "prompt_seconds", "decode_seconds"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,12 @@ class Figures:
 NO_TICK = Tick(0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, {})
 
 
+def _together(before: Tick, now: Tick) -> Tick:
+    """Counts from the beginning of all runs, and seats as they are now."""
+    summed = {name: getattr(before, name) + getattr(now, name) for name in SUMMED}
+    return replace(now, **summed, busy_seconds=dict(Counter(before.busy_seconds) + Counter(now.busy_seconds)))
+
+
 class Metrics:
     """A file that figures are appended to. If it cannot be written, the job goes on without it."""
 
@@ -103,6 +114,8 @@ class Metrics:
             self._stream.flush()
         except OSError as error:
             print(f"--metrics {self._stream.name} cannot be written any more ({reason(error)})", file=sys.stderr)
+            with suppress(OSError):
+                self._stream.close()
             self._stream = None
 
     def __enter__(self) -> Metrics:
@@ -123,23 +136,27 @@ class JobWatch:
         self._rows_ended = 0
         self._saved = 0  # tokens that finished requests might have had and did not need
         self._began = time.perf_counter()
-        self.load_seconds = 0.0
-        self._tick = NO_TICK
+        self._tick = self._before = NO_TICK
 
     def stage(self, stage: Stage, done_bytes: int, total_bytes: int) -> None:
-        now = time.perf_counter()
-        if stage is Stage.GENERATING:
-            self.load_seconds, self._began = now - self._began, now
+        if stage is Stage.GENERATING and self._before is NO_TICK:
+            self._began = time.perf_counter()
         show_stage(self._progress, stage, done_bytes, total_bytes)
+
+    def begin_again(self) -> None:
+        """What is left is run by itself: ticks are counted from there."""
+        self._before = self._tick
 
     def finished(self, completion: Completion, gen_len: int) -> None:
         self._saved += sum(gen_len - len(output.token_ids) for output in completion.outputs)
         self._rows_ended += sum(bool(output.token_ids) for output in completion.outputs)
 
     def tick(self, tick: Tick) -> None:
-        self._tick = tick
+        self._tick = _together(self._before, tick)
         figures = self.figures
-        self._progress.update(", ".join(self._words(figures)), figures.requests_done, self._details(figures))
+        self._progress.update(
+            ", ".join(self._words(figures)), figures.requests_done, [f"{figures.tick.alive} of {figures.tick.seats} rows"]
+        )
         self._metrics.add(figures)
 
     @property
@@ -152,18 +169,14 @@ class JobWatch:
         return Figures(len(finished.states), finished.num_done, finished.num_failed, seconds, share, rows, self._tick)
 
     def _words(self, figures: Figures) -> Iterator[str]:
+        if figures.busiest is not None:
+            yield f"{figures.busiest[0]} {figures.busiest[1]:.0%} busy"
         yield f"prefill {figures.prompt_rate:.1f} and decode {figures.decode_rate:.1f} tokens/s"
         if (left := figures.seconds_left) is not None:
             yield f"ETA {clock(left)}"
 
-    def _details(self, figures: Figures) -> list[str]:
-        """What a narrow terminal leaves out, the most important first."""
-        rows = f"{figures.tick.alive} of {figures.tick.seats} rows,"
-        busiest = figures.busiest
-        return [rows, *([] if busiest is None else [f"{busiest[0]} busy {busiest[1]:.0%}"])]
-
-    def end(self) -> Mapping[str, object]:
+    def end(self) -> Figures:
         """Writes the last figures, and returns them."""
         figures = self.figures
         self._metrics.add(figures, at_once=True)
-        return figures.as_json()
+        return figures

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from h2o_flexgen.cli.asked_problem import machine_of
-from h2o_flexgen.cli.batch_request import LOCAL, RESUME, RETRY, BatchRequest
+from h2o_flexgen.cli.batch_request import LOCAL, RETRY, BatchRequest, RayRequest
+from h2o_flexgen.cli.batch_run import JobRun, Listening, OnBroken, end_lines
 from h2o_flexgen.cli.batch_settings import (
     model_settings,
     option_settings,
@@ -20,8 +21,6 @@ from h2o_flexgen.cli.batch_settings import (
     refuse_other_seed,
     versions,
 )
-from h2o_flexgen.cli.batch_watch import JobWatch, Metrics
-from h2o_flexgen.cli.interrupts import Interrupts
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.plan_report import PlanReport
@@ -34,16 +33,12 @@ from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import prefix_finder, workload_of_job
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.requests import RowMaker
-from h2o_flexgen.engine.shrink import Shrink
-from h2o_flexgen.engine.stage import OnStage, Stage
-from h2o_flexgen.engine.tick import OnTick, Tick
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.jobs.index import SOUND
 from h2o_flexgen.jobs.job import FileJob, Reading
-from h2o_flexgen.jobs.line import BadLine
 from h2o_flexgen.jobs.manifest import Manifest, Settings
 from h2o_flexgen.jobs.output import OrderedOutput, Output
-from h2o_flexgen.jobs.records import RecordMaker, as_line, refusal
+from h2o_flexgen.jobs.records import RecordMaker
 from h2o_flexgen.jobs.recovery import Finished, OutputReader
 from h2o_flexgen.kernels.native import processor, variants
 from h2o_flexgen.llm import LLM
@@ -54,7 +49,6 @@ from h2o_flexgen.sampling.sampler import resolve_seed
 from h2o_flexgen.text.dialogue import choose_style
 
 SOME_FAILED = 1  # exit status of a job that has come to its end with errors among its records
-ENDING = "ending: what is computed now is finished first; another signal ends at once"
 
 
 def work(request: BatchRequest) -> None:
@@ -122,18 +116,29 @@ class Prepared:
         return output
 
     def for_requests(self, finished: Finished) -> BatchJob:
-        """Reads the requests that are left."""
+        """Reads the requests that are left, and also those that are done where answers depend on what all of them share."""
         index, states = self.request.checked.index, self.request.checked.index.states
-        left = (place for place in range(len(index)) if states[place] == SOUND and finished.is_open(place))
-        with Progress(len(index) - finished.num_done, "reading prompts", late=True) as progress:
-            return BatchJob(self, FileJob.of(index, left, self._reading, lambda count: progress.update("", count)))
+        sound = [place for place in range(len(index)) if states[place] == SOUND]
+        left = [place for place in sound if finished.is_open(place)]
+        places = sound if left and self._answers_depend_on_prefixes else left
+        with Progress(len(places), "reading prompts", late=True) as progress:
+            return BatchJob(
+                self,
+                FileJob.of(index, places, self._reading, finished.is_open, lambda count: progress.update("", count)),
+            )
+
+    @property
+    def _answers_depend_on_prefixes(self) -> bool:
+        """Whether what a row keeps depends on whether it shares a prefix, which is then kept whole."""
+        plan = self.llm.plan
+        return plan.shared_prefixes and not plan.copies_prefixes and not plan.policy.keeps_all
 
     @property
     def _reading(self) -> Reading:
         tokenizer = self.llm.tokenizer
         style = choose_style(self.request.style, tokenizer) if self.request.checked.chats else None
         size_of = RowMaker(self.llm.spec, self.llm.plan, tokenizer).size
-        return Reading(tokenizer, style, size_of, prefix_finder(self.llm.plan))
+        return Reading(tokenizer, style, size_of, partial(prefix_finder, self.llm.plan))
 
 
 @dataclass(frozen=True)
@@ -203,7 +208,7 @@ class BatchJob:
         self.tell(self.plan_report.lines())
         print(json.dumps({**self.plan_report.as_json(), **counts}))
 
-    def tell(self, lines: list[str]) -> None:
+    def tell(self, lines: Iterable[str]) -> None:
         if self.request.verbose:
             say(lines)
 
@@ -218,14 +223,28 @@ class BatchJob:
             say_threads(self.request.others, self.request.site.threads)
         manifest = self._manifest()
         manifest.write(self.request.files.manifest)
-        run = JobRun(self, manifest, output)
+        records = RecordMaker(self.request.model.name, manifest.created, self.llm.tokenizer)
+        elsewhere = None if self.request.ray is None else partial(self._on_workers, self.request.ray, manifest.seed)
+        run = JobRun(self.llm, self.left, records, output, manifest.seed, self.request.files.metrics, elsewhere)
         run.record_refused()
-        result = run.to_the_end() if len(self.left.sizes) else {}
+        figures = run.to_the_end() if len(self.left.sizes) else None
         finished = output.finished
-        result = {"requests": len(self.left.index), "requests_failed": finished.num_failed, **result}
+        counts = {"requests": len(self.left.index), "requests_failed": finished.num_failed}
+        result = counts if figures is None else {**counts, **figures.as_json()}
         replace(manifest, result=result).write(self.request.files.manifest)
-        print(json.dumps({**result, "output": str(self.request.files.output), "seed": manifest.seed}), flush=True)
+        self.tell(end_lines(finished, output.path, figures))
+        print(json.dumps({**result, "output": str(output.path), "seed": manifest.seed}), flush=True)
         return finished.num_failed
+
+    def _on_workers(
+        self, asked: RayRequest, seed: int, left: FileJob, listening: Listening, on_broken: OnBroken
+    ) -> Generator[Completion, None, None]:
+        with ray_environment() if asked.address == LOCAL else nullcontext():
+            from h2o_flexgen.cli.batch_ray import RayJob  # imports an optional package
+
+            job = RayJob(self.request, asked, left, seed, self.prepared.settings, listening, on_broken)
+            with closing(job.completions()) as completions:
+                yield from completions
 
     def _manifest(self) -> Manifest:
         request, begun, now = self.request, self.request.begun, int(time.time())
@@ -237,117 +256,3 @@ class BatchJob:
             begun = Manifest(now, seed, request.checked.whole, settings, self.prepared.noted)
         seed = begun.seed if request.seed is None else request.seed
         return replace(begun, seed=seed, settings=settings, checked=request.checked.whole).with_run(run)
-
-
-@dataclass(frozen=True)
-class JobRun:
-    """A job while it runs: what finishes is written."""
-
-    job: BatchJob
-    manifest: Manifest
-    output: Output
-
-    def record_refused(self) -> None:
-        """Writes the records of requests that cannot be run."""
-        index, finished = self.job.left.index, self.output.finished
-        for place in (place for place in range(len(index)) if index.states[place] != SOUND and finished.is_open(place)):
-            self._refuse(place, *self._what_is_wrong(place))
-        for place in self.job.left.refused:
-            self._refuse(place, index.line(place).custom_id, self.job.left.reason(place))
-        self.output.sync()
-
-    def _what_is_wrong(self, place: int) -> tuple[str | None, str]:
-        try:
-            self.job.left.index.line(place)
-        except BadLine as bad:
-            return bad.custom_id, str(bad)
-        raise AssertionError(f"the line at place {place} is sound")
-
-    def _refuse(self, place: int, line_id: str | None, reason: str) -> None:
-        index = self.job.left.index
-        record = refusal(index.id_of(place, line_id), f"line {index.numbers[place]}: {reason}")
-        self.output.add(place, as_line(record), failed=True)
-
-    def to_the_end(self) -> Settings:
-        """Runs all requests; returns the figures of the end."""
-        finished, request = self.output.finished, self.job.request
-        with Metrics(request.files.metrics) as metrics, Progress(len(finished.states), "batch") as progress:
-            watch = JobWatch(progress, metrics, self.job.left.sizes, finished)
-            interrupts = Interrupts(lambda: progress.stage(ENDING))
-            try:
-                with interrupts.heard():
-                    for completion in self._completions(watch, progress, interrupts):
-                        place = self.job.left.index.place_of_number(completion.index)
-                        self._write(place, completion)
-                        watch.finished(completion, self.job.left.size_of(place).gen_len)
-                self.output.sync()
-            except BaseException:
-                progress.note(
-                    f"{finished.num_done} of {len(finished.states)} requests are done; {RESUME} goes on with the others"
-                )
-                raise
-            figures = watch.end()
-        self._tell_end(watch)
-        return figures
-
-    def _completions(self, watch: JobWatch, progress: Progress, interrupts: Interrupts) -> Iterator[Completion]:
-        def stage(stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
-            if stage is Stage.GENERATING:  # before that nothing is lost that a signal could wait for
-                interrupts.listen()
-            watch.stage(stage, done_bytes, total_bytes)
-
-        def tick(tick: Tick) -> None:
-            self.output.sync()
-            watch.tick(tick)
-            if interrupts.are_asked:
-                interrupts.end()
-
-        def shrink(shrink: Shrink) -> None:
-            progress.note(str(shrink))
-
-        if self.job.request.ray is not None:
-            return self._completions_of_workers(stage, tick, interrupts)
-        return self.job.llm.generate_stream(
-            self.job.left,
-            seed=self.manifest.seed,
-            on_stage=stage,
-            on_tick=tick,
-            on_shrink=shrink,
-        )
-
-    def _completions_of_workers(self, on_stage: OnStage, on_tick: OnTick, interrupts: Interrupts) -> Iterator[Completion]:
-        request, prepared = self.job.request, self.job.prepared
-        with ray_environment() if request.ray is not None and request.ray.address == LOCAL else nullcontext():
-            from h2o_flexgen.cli.batch_ray import Hearing, RayJob  # imports an optional package
-
-            hearing = Hearing(
-                on_workers=lambda words: self.job.tell([f"workers   {words}"]),
-                on_opened=lambda worker: self.job.tell([f"worker    {worker}"]),
-                on_begin=lambda: on_stage(Stage.GENERATING, 0, 0),
-                on_tick=on_tick,
-                waiting=interrupts.put_aside,
-            )
-            yield from RayJob(request, self.job.left, self.manifest.seed, prepared.settings, hearing).completions()
-
-    def _write(self, place: int, completion: Completion) -> None:
-        index = self.job.left.index
-        line = index.line(place)
-        custom_id = index.id_of(place, line.custom_id)
-        self.output.add(place, as_line(self._records.answer(custom_id, line, completion)), failed=False)
-
-    @cached_property
-    def _records(self) -> RecordMaker:
-        return RecordMaker(self.job.request.model.name, self.manifest.created, self.job.llm.tokenizer)
-
-    def _tell_end(self, watch: JobWatch) -> None:
-        figures = watch.figures
-        tick, seconds = figures.tick, figures.seconds
-        useful = "" if figures.useful_share is None else f"; {figures.useful_share:.1%} of what was computed was of use"
-        failed = f", {self.output.finished.num_failed} of them failed" if self.output.finished.num_failed else ""
-        self.job.tell(
-            [
-                f"requests  {self.output.finished.num_done} done{failed}; records in {self.job.request.files.output}",
-                f"tokens    {tick.prompt_tokens} read and {tick.generated_tokens} generated in {seconds:.1f} s{useful}",
-                f"speed     prefill {figures.prompt_rate:.1f} and decode {figures.decode_rate:.1f} tokens/s",
-            ]
-        )

@@ -21,7 +21,7 @@ from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS
 from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.planning.machine import DEVICES
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import JUDGED, PINNED, PREFIX_POLICIES, Plan
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.options import DEFAULT_KEPT, POSITIONS
@@ -363,6 +363,14 @@ def add_sizes(group: Group, found: str = "") -> None:
     group.value("--num-gpu-batches", "N", batches, whole(1, MOST_BATCHES))
     orders = f"order of the work: {', '.join(SCHEDULES)}; all but the first are there for comparison"
     group.value("--schedule", "NAME", orders, default=Plan.schedule)
+
+
+def add_sharing(group: Group) -> None:
+    """Adds what becomes of prefixes that requests share."""
+    group.switch("--shared-prefixes", Plan.shared_prefixes, "what requests begin with alike is computed and kept once")
+    pinned = f"{PINNED}: it is never evicted, and a budget is that of the tokens behind it"
+    judged = f"{JUDGED}: it is evicted as if nobody shared it"
+    group.choice("--prefix-policy", PREFIX_POLICIES, f"of shared prefixes; {pinned}; {judged}", Plan.prefix_policy)
 
 
 def add_protection(group: Group) -> None:

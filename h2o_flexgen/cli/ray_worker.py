@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pickle
 import socket
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from h2o_flexgen.cli.batch_settings import TOKENIZER, WEIGHTS, model_settings
 from h2o_flexgen.cli.open_llm import make_llm
 from h2o_flexgen.cli.requests import ModelRequest, SiteRequest
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.requests import RowMaker
 from h2o_flexgen.engine.stage import Stage
@@ -27,6 +28,7 @@ from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.ray import Columns, memory_of_actor
 from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.sampler import NoTokenLeft
 from h2o_flexgen.text.dialogue import choose_style
 
 PORTION, SAID = "portion", "said"  # the columns that go to workers, and come back
@@ -41,13 +43,35 @@ class Portion:
 
 
 @dataclass(frozen=True)
+class Opened:
+    """A worker that has begun."""
+
+    host: str
+    plan: Plan
+
+    def __str__(self) -> str:
+        plan = self.plan
+        percent = " ".join(f"{share:g}" for share in plan.percent)
+        return f"on {self.host}, percent {percent}, {plan.num_gpu_batches} batches of {plan.gpu_batch_size}"
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A request that cannot be run to its end."""
+
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Said:
-    """What a worker says of a portion: a request that has finished, how far it is, or why it cannot go on."""
+    """What a worker says of a portion: a request that has ended, how far it is, or why it cannot go on."""
 
     portion: int
     completion: Completion | None = None
+    broken: Broken | None = None
     tick: Tick | None = None  # the last one of this portion
-    opened: Mapping[str, object] | None = None  # the worker's machine and plan, said once
+    opened: Opened | None = None  # said once
     failure: str | None = None
 
 
@@ -71,11 +95,11 @@ class Worker:
 
     def __init__(self, share: Share) -> None:
         self._share = share
-        self._opened: Mapping[str, object] | None = None
+        self._is_known = False
         self._failure: str | None = None
         try:
             self._open()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             self._failure = str(error)
 
     def _open(self) -> None:
@@ -108,20 +132,36 @@ class Worker:
         if self._failure is not None:
             yield Said(portion.number, failure=f"{socket.gethostname()}: {self._failure}")
             return
-        ticks: list[Tick] = []
         try:
             requests = [self._request(number, line) for number, line in portion.lines]
             if self._auto is not None:
                 self._auto.provide(self._llm, self._share.longest, self._share.scores_texts, _nobody)
-            if self._opened is None:
-                self._opened = {"host": socket.gethostname(), "plan": asdict(self._llm.plan)}
-                yield Said(portion.number, opened=self._opened)
-            for done in self._llm.generate_stream(requests, seed=self._share.seed, on_tick=ticks.append, on_stage=_nobody):
-                del ticks[:-1]
-                yield Said(portion.number, done, ticks[-1] if ticks else None)
-            yield Said(portion.number, tick=ticks[-1])
-        except ValueError as error:
+            if not self._is_known:
+                self._is_known = True
+                yield Said(portion.number, opened=Opened(socket.gethostname(), self._llm.plan))
+            while requests:
+                broken = yield from self._run(portion.number, requests)
+                if broken is not None:
+                    yield Said(portion.number, broken=broken)
+        except (ValueError, TaskFailed, OSError, MemoryError) as error:
             yield Said(portion.number, failure=f"{socket.gethostname()}: {error}")
+
+    def _run(self, portion: int, requests: list[Request]) -> Generator[Said, None, Broken | None]:
+        """Runs requests until all are done, or until one breaks. Those that have ended are taken out of the list."""
+        ticks: list[Tick] = []
+        try:
+            for done in self._llm.generate_stream(requests[:], seed=self._share.seed, on_tick=ticks.append, on_stage=_nobody):
+                del ticks[:-1]
+                requests[:] = [one for one in requests if one.index != done.index]
+                yield Said(portion, done, tick=ticks[-1] if ticks else None)
+        except TaskFailed as failed:
+            if not isinstance(failed.cause, NoTokenLeft):
+                raise
+            number = failed.cause.row
+            requests[:] = [one for one in requests if one.index != number]
+            return Broken(number, str(failed.cause))
+        yield Said(portion, tick=ticks[-1])
+        return None
 
     def _request(self, number: int, line: bytes) -> Request:
         return self._reading.request(number, read_line(self._share.reader, line))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -79,6 +79,7 @@ class Seats:
     largest: tuple[Need, ...]  # each row in the queue needs no more than one of these, in prompt and in growth
     longest_prompt: int  # tokens that are computed for one row alone
     prefixes: PrefixRoom
+    needs: tuple[Need, ...] = field(repr=False, compare=False)  # of each row in the queue
 
 
 def seats_of(needs: Sequence[Need], rows: Iterable[int], batches: int, size: int = 1) -> tuple[Seats, ...]:
@@ -114,7 +115,8 @@ def _seats(needs: Sequence[Need], rows: Sequence[int], longest: dict[int, int], 
         _most_at_once([needs[row].prefix for row in queue], size),
         of_all,
     )
-    return Seats(tuple(queue), _largest({need.alone for need in own}), max(need.read for need in own), room)
+    largest, in_turn = _largest({need.alone for need in own}), tuple(needs[row] for row in queue)
+    return Seats(tuple(queue), largest, max(need.read for need in own), room, in_turn)
 
 
 def _most_at_once(prefixes: Sequence[SharedPrefix | None], size: int) -> int:

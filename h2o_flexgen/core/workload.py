@@ -49,6 +49,11 @@ class Batch:
         return self.seen or (0,) * self.size
 
     @property
+    def longest_prefix(self) -> int:
+        """Tokens of the longest prefix that its rows share with others."""
+        return 0 if self.seats is None else self.seats.prefixes.longest
+
+    @property
     def lives_on(self) -> bool:
         return self.context is not None
 
@@ -182,6 +187,11 @@ class Workload:
     @property
     def num_prompts(self) -> int:
         return len(self.prompt_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all prompts together may grow."""
+        return self.num_prompts * self.gen_len if self.gen_lens is None else sum(self.gen_lens)
 
     @cached_property
     def first_of_length(self) -> Mapping[int, int]:

@@ -69,7 +69,7 @@ def workload_of_job(job: Job, copies_prefixes: bool, most_shared: int | None = N
 def prefix_finder(plan: Plan) -> PrefixFinder | None:
     """Finds what requests begin with alike, as far as this plan can share it; None if it shares nothing. Where rows take copies
     that are judged, all queries that may count in that are their own."""
-    if not plan.shared_prefixes:
+    if not plan.shares_prefixes:
         return None
     own = plan.policy.last_queries if plan.copies_prefixes else None
     return PrefixFinder(plan.least_prefix, own or 1)

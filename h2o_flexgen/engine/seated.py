@@ -21,9 +21,8 @@ from h2o_flexgen.engine.stores.prefixes import Prefix, PrefixStore
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.queues import read_together
 from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
-
-LEAST_FILLED = 0.75  # a prompt much shorter than the longest of a part begins a part of its own: pads are computed, too
 
 
 class SeatedRows(BatchRows):
@@ -40,7 +39,6 @@ class SeatedRows(BatchRows):
         self._place = place
         self._prefixes = prefixes
         self._copies = plan.copies_prefixes
-        self._seats = batch.size
         self._waiting = waiting
         self._prefill_tokens = plan.prefill_tokens
         self._slots: dict[int, Occupancy] = {}  # of each row, by its place in the workload
@@ -58,7 +56,7 @@ class SeatedRows(BatchRows):
     def _join(self) -> list[Part]:
         """Gives newcomers their seats, and returns the prefixes that have to be computed for them."""
         seated = [self._waiting.need(row).prefix for row in self._rows]
-        newcomers, parts = self._waiting.take(self._place, len(seated), self._seats, seated), []
+        newcomers, parts = self._waiting.take(self._place, seated), []
         for row in newcomers:
             need = self._waiting.need(row)
             self._slots[row.row] = self._policy.alone(need)
@@ -78,15 +76,10 @@ class SeatedRows(BatchRows):
         return KVStep.of(StepSlots.of_rows(steps), self._capacity, self._device, prefixes)
 
     def _together(self, first: int) -> Iterator[slice]:
-        """Newcomers whose prompts are read at once: as many tokens as a plan allows, but one whole prompt at least."""
-        lengths, start = [self._waiting.need(row).read for row in self._rows], first
-        for place in range(first, len(lengths)):
-            is_full = (place + 1 - start) * lengths[start] > self._prefill_tokens
-            if place > start and (is_full or lengths[place] < LEAST_FILLED * lengths[start]):
-                yield slice(start, place)
-                start = place
-        if start < len(lengths):
-            yield slice(start, len(lengths))
+        """Newcomers whose prompts are read at once."""
+        lengths = [self._waiting.need(row).read for row in self._rows[first:]]
+        for part in read_together(lengths, self._prefill_tokens):
+            yield slice(first + part.start, first + part.stop)
 
     def _reading(self, rows: slice) -> Part:
         newcomers = self._rows[rows]

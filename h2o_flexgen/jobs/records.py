@@ -14,7 +14,8 @@ from h2o_flexgen.sampling.output import Completion, Output, StepLogprobs, TokenL
 from h2o_flexgen.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; other engines write the same
-BAD_REQUEST, FINE = 400, 200
+FINE, BAD_REQUEST, BROKEN = 200, 400, 500
+KINDS = {BAD_REQUEST: "invalid_request", BROKEN: "server_error"}
 OF_RECORD = "batch_req_"
 BEGINNING = f'{{"id": "{OF_RECORD}'.encode()  # of every record's line
 Record = dict[str, object]
@@ -25,11 +26,10 @@ def as_line(record: Record) -> bytes:
     return json.dumps(record, ensure_ascii=False).encode("utf-8", errors="backslashreplace") + b"\n"
 
 
-def refusal(custom_id: str, reason: str) -> Record:
-    """The record of a request that cannot be run."""
-    error = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
-    response = _response(custom_id, BAD_REQUEST, {"error": error})
-    return _record(custom_id, response, {"code": "invalid_request", "message": reason})
+def refusal(custom_id: str, reason: str, status: int = BAD_REQUEST) -> Record:
+    """The record of a request that cannot be run, or whose run has failed."""
+    error = {"message": reason, "type": f"{KINDS[status].removesuffix('_error')}_error", "param": None, "code": None}
+    return _record(custom_id, _response(custom_id, status, {"error": error}), {"code": KINDS[status], "message": reason})
 
 
 def is_refusal(record: Record) -> bool:

@@ -99,7 +99,9 @@ class SlotScores:
             return None
         around = self.policy.neighbours
         if around > 1:  # for prompts alone
-            sums = torch.where(now.is_new, functional.avg_pool1d(sums, around, stride=1, padding=around // 2), sums)
+            in_turn = now.without_gaps.expand(sums.shape)
+            means = functional.avg_pool1d(sums.gather(-1, in_turn), around, stride=1, padding=around // 2)
+            sums = torch.where(now.is_new, means.gather(-1, in_turn.argsort(-1)), sums)
         sums[..., : now.held] += held * torch.pow(self.policy.decay, now.lengths.float())
         return sums
 

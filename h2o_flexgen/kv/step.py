@@ -156,5 +156,11 @@ class KVStep:
         """True for the places of held tokens that a row really has. (rows, 1, held)"""
         return self.held_order < self.counts[:, None, None]
 
+    @cached_property
+    def without_gaps(self) -> Tensor:
+        """All places such that those that a row has come first, one behind the other. (rows, 1, held + tokens)"""
+        is_missing = torch.nn.functional.pad(~self.is_held, (0, self.positions.shape[1]))
+        return is_missing.byte().argsort(dim=-1, stable=True)
+
     def _column(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, device=self.counts.device)[:, None, None]

@@ -6,16 +6,17 @@ The bytes are exact: a test compares them with what a run moved.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DISK, HOST
-from h2o_flexgen.core.workload import Batch, Block
+from h2o_flexgen.core.workload import Block
+from h2o_flexgen.planning.batch_pass import BatchPass, StepOfBatch, products_of, tokens_of
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
-from h2o_flexgen.policies.occupancy import Occupancy
+from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.schedule.ops import LANES, Data, Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Key, Task
@@ -37,10 +38,32 @@ class Cost:
     def schedule(self) -> Schedule:
         return self.planned.schedule
 
+    # -- passes --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def seating(self) -> Seating:
+        """Who has a seat when, where rows come and go."""
+        return Seating.of(self.planned)
+
     @property
-    def occupancy(self) -> tuple[Occupancy, ...]:
-        """The occupancy of each batch."""
-        return self.planned.occupancy
+    def passes(self) -> int:
+        """The passes over the weights, the first one included."""
+        return self.seating.passes if self.block.is_running else self.block.gen_len
+
+    def batch_pass(self, step: int, batch: int) -> BatchPass:
+        """What a batch does in a pass."""
+        if (step, batch) not in self._passes:
+            self._passes[step, batch] = self._pass(step, batch)
+        return self._passes[step, batch]
+
+    def _pass(self, step: int, batch: int) -> BatchPass:
+        if self.block.is_running:
+            return self.seating.at(step, batch)
+        return StepOfBatch(self.planned.occupancy[batch], step, self.planned.plan.prefill_tokens)
+
+    @cached_property
+    def _passes(self) -> dict[tuple[int, int], BatchPass]:
+        return {}
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -55,16 +78,15 @@ class Cost:
         if op.data is Data.WEIGHTS:
             return (self.stored_bytes if op.uses_disk else self.loaded_bytes)[task.layer]
         if op.data is Data.KV:
-            return self._kv_slots(op, self.occupancy[task.batch], task.step) * self._kv_slot_bytes(task.batch)
+            return _kv_slots(op, self.batch_pass(task.step, task.batch)) * self.spec.kv_bytes_per_slot
         return self._hidden_bytes(task) if op.data is Data.HIDDEN else 0
 
     def mean_nbytes(self, task: Task | Key) -> float:
         """The same; reads of KV on disk grow with the journal until it starts anew, so their mean counts."""
         if task.op.data is not Data.KV or not task.op.uses_disk:
             return self.nbytes(task)
-        occupancy = self.occupancy[task.batch]
-        moved = occupancy.mean_read(task.step) if task.op.fetches else occupancy.mean_written(task.step)
-        return moved * self._kv_slot_bytes(task.batch)
+        one = self.batch_pass(task.step, task.batch)
+        return (one.mean_read if task.op.fetches else one.mean_written) * self.spec.kv_bytes_per_slot
 
     @cached_property
     def stored_bytes(self) -> tuple[int, ...]:
@@ -83,41 +105,39 @@ class Cost:
             for layer in self.spec.layers
         )
 
-    def _kv_slots(self, op: Op, occupancy: Occupancy, step: int) -> int:
-        """Slots, over all rows, that one task of a batch moves."""
-        if op.stores:
-            return occupancy.written(step) if op.uses_disk else occupancy.stored(step)
-        return occupancy.held(step) + (occupancy.journal_entries(step) if op.uses_disk else 0)
-
-    def _kv_slot_bytes(self, batch: int) -> int:
-        return self.block.batches[batch].size * self.spec.kv_bytes_per_slot
-
     def _hidden_bytes(self, task: Task | Key) -> int:
         """Bytes of the hidden states that come from the layer before, or that go to the next."""
-        batch, layer = self.block.batches[task.batch], task.layer - 1 if task.op.fetches else task.layer
-        tokens = batch.prompt_len if task.step == 0 else 1
-        return batch.size * tokens * self.spec.layers[layer].out_width * self.spec.itemsize
+        layer = task.layer - 1 if task.op.fetches else task.layer
+        tokens = tokens_of(self.batch_pass(task.step, task.batch))
+        return tokens * self.spec.layers[layer].out_width * self.spec.itemsize
 
     def lane_bytes(self) -> dict[str, int]:
         """Bytes that a whole run of the block moves, by lane, if no row finishes early. A long job has very many tasks, so
         steps with the same transfers are counted together."""
         moved = dict.fromkeys(LANES, 0)
-        for steps in self.schedule.traffic.phases:
+        for steps in self._phases:
             for key in self.schedule.in_step(steps[0]):
                 moved[key.op.lane] += self._moved(key, steps)
         return {lane: nbytes for lane, nbytes in moved.items() if nbytes}
 
+    @property
+    def _phases(self) -> Iterable[range]:
+        """Steps whose visits have the same transfers. In a running block nobody knows which pass will be the last."""
+        if self.block.is_running:
+            return filter(None, (range(1), range(1, self.passes)))
+        return self.schedule.traffic.phases
+
     def _moved(self, key: Key, steps: range) -> int:
         """Bytes that a transfer moves in all of these steps."""
-        if key.op.data is not Data.KV:
+        if key.op.data is Data.WEIGHTS or (key.op.data is Data.HIDDEN and not self.block.is_running):
             return len(steps) * self.transfer_bytes(key)
-        kind = key.op, key.batch, steps  # the same in all layers
-        if kind not in self._kv_moved:
-            self._kv_moved[kind] = sum(self.transfer_bytes(key._replace(step=step)) for step in steps)
-        return self._kv_moved[kind]
+        kind = key.op, key.batch, steps, key.layer if key.op.data is Data.HIDDEN else 0  # KV is the same in all layers
+        if kind not in self._known_moved:
+            self._known_moved[kind] = sum(self.transfer_bytes(key._replace(step=step)) for step in steps)
+        return self._known_moved[kind]
 
     @cached_property
-    def _kv_moved(self) -> dict[tuple[Op, int, range], int]:
+    def _known_moved(self) -> dict[tuple[Op, int, range, int], int]:
         return {}
 
     def lane_bytes_until(self, stop_at: Callable[[Task], bool]) -> dict[str, int]:
@@ -129,24 +149,23 @@ class Cost:
     # -- flops -------------------------------------------------------------------------------------------------------
 
     def flops(self, task: Task) -> float:
-        batch, held = self.block.batches[task.batch], self.occupancy[task.batch].held(task.step)
-        if task.step:
-            return self.spec.flops(task.layer, batch.size, 1, held + 1)
-        return sum(
-            self.spec.flops(task.layer, part.size, part.prompt_len, held + (part.prompt_len + 1) / 2)
-            for part in self.parts[task.batch]
+        one = self.batch_pass(task.step, task.batch)
+        newest = self.spec.flops(task.layer, one.rows, 1, one.slots / one.rows + 1) if one.rows else 0.0
+        return newest + sum(
+            count * self.spec.flops(task.layer, part.rows, part.length, part.held + (part.length + 1) / 2)
+            for part, count in one.prompts.items()
         )
 
     def product_rows(self, task: Task) -> int:
         """Rows of the matrix products of a COMPUTE, in its largest part."""
-        if task.step:
-            return self.block.batches[task.batch].size
-        return max(part.size * part.prompt_len for part in self.parts[task.batch])
+        return max(products_of(self.batch_pass(task.step, task.batch)))
 
-    @cached_property
-    def parts(self) -> tuple[tuple[Batch, ...], ...]:
-        """The parts of each batch whose prompts are computed at once."""
-        return tuple(batch.parts(self.planned.plan.prefill_tokens) for batch in self.block.batches)
+
+def _kv_slots(op: Op, one: BatchPass) -> int:
+    """Slots that one task moves."""
+    if op.stores:
+        return one.written if op.uses_disk else one.stored
+    return one.read if op.uses_disk else one.loaded
 
 
 def predicted_bytes(blocks: BlockPlans, stop_at: Callable[[Task], bool] | None = None) -> dict[str, int]:

@@ -110,6 +110,11 @@ class Plan:
         return POLICIES[self.kv_policy](self.kv_options)
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether prefixes are shared: only among batches that do a step together, or one would wait for the other."""
+        return self.shared_prefixes and SCHEDULES[self.schedule].keeps_step
+
+    @property
     def copies_prefixes(self) -> bool:
         """Whether rows take shared prefixes into their own slots."""
         return self.prefix_policy == JUDGED

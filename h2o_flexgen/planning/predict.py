@@ -2,25 +2,23 @@
 
 A block is simulated task by task: its prompts and a few of its decode steps. Seconds of steps change slowly with the KV, so the
 steps between are on a line. Every sampled step is simulated twice in a row, and the second counts, because it begins as any
-other. Of many blocks whose prompts differ in length a few stand for all in the same way.
+other. Of many blocks whose prompts differ in length a few stand for all in the same way. Where rows come and go, the one block
+is predicted by `predict_running`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from h2o_flexgen.core.tiers import TIERS
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
+from h2o_flexgen.planning.predict_running import RunningPrediction
 from h2o_flexgen.planning.pricing import Pricing
+from h2o_flexgen.planning.some_steps import simulated, step_seconds
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.schedule.ops import COMPUTE_LANE
-from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.simulate import simulate
-from h2o_flexgen.schedule.table import SCHEDULES
-from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 
 ALL_STEPS = 6  # every step of a decode this short is simulated
@@ -31,9 +29,9 @@ ALL_BLOCKS, SAMPLED_BLOCKS = 16, 12  # this many blocks that differ are all simu
 class Prediction:
     num_prompts: int
     generated_tokens: int
-    prefill_seconds: float
+    prefill_seconds: float  # where rows come and go, of all passes that read prompts
     decode_seconds: float
-    step_seconds: float  # mean of a decode step
+    step_seconds: float  # mean of a decode step; where rows come and go, of a pass that reads no prompt
     block_seconds: float  # from the first prompt to the last token of the block that takes longest
     lane_seconds: Mapping[str, float]  # seconds that each lane works, in all blocks
     peak_bytes: Mapping[str, int]  # per tier, beside what the process holds by itself
@@ -54,19 +52,19 @@ class Prediction:
 def predict(planned: WorkloadPlan, machine: Machine) -> Prediction:
     """Predicts blocks that run one after the other."""
     alike = planned.blocks.alike
-    rows, gen_len = planned.workload.num_prompts, planned.workload.gen_len
-    steps = len(planned.blocks) * (gen_len - 1)
-    prefill = decode = longest = 0.0
+    prefill = decode = steps = longest = 0.0
     lanes: dict[str, float] = {}
     for block, times in sampled_blocks(alike):
         one = BlockPrediction.of(block, machine)
         prefill += times * one.prefill_seconds
         decode += times * one.decode_seconds
+        steps += times * one.decode_steps
         longest = max(longest, one.prefill_seconds + one.decode_seconds)
         for lane, seconds in one.lane_seconds.items():
             lanes[lane] = lanes.get(lane, 0.0) + times * seconds
     peaks = {tier: planned.footprint.total(tier) for tier in TIERS}
-    return Prediction(rows, rows * gen_len, prefill, decode, decode / steps if steps else 0.0, longest, lanes, peaks)
+    counts = planned.workload.num_prompts, planned.workload.num_tokens
+    return Prediction(*counts, prefill, decode, decode / steps if steps else 0.0, longest, lanes, peaks)
 
 
 def sampled_blocks(counted: Sequence[tuple[BlockPlan, int]]) -> Iterator[tuple[BlockPlan, float]]:
@@ -93,19 +91,22 @@ def sampled_blocks(counted: Sequence[tuple[BlockPlan, int]]) -> Iterator[tuple[B
 class BlockPrediction:
     prefill_seconds: float
     decode_seconds: float
+    decode_steps: float
     lane_seconds: Mapping[str, float]
     trace: Trace  # the simulated steps
 
     @classmethod
     def of(cls, planned: BlockPlan, machine: Machine) -> BlockPrediction:
+        if planned.block.is_running:
+            found = RunningPrediction.of(planned, machine)
+            return cls(found.prefill_seconds, found.decode_seconds, found.decode_passes, found.lane_seconds, found.trace)
         pricing, gen_len = Pricing(planned, machine, averaged=True), planned.block.gen_len
         samples = sampled_steps(planned)
         exact = samples == list(range(1, gen_len))
         # one step more behind the last, which has nothing to store and so is unlike the others
         steps = [0, *samples] if exact else [0, *(step for sample in samples for step in (sample, sample)), samples[-1]]
-        schedule = planned.schedule if exact else _of_so_many_steps(planned.schedule, len(steps))
-        trace = simulate(schedule.tasks(), _seconds_of(pricing, steps), schedule.ahead)
-        seconds = step_seconds(trace, schedule)
+        trace = simulated(pricing, steps)
+        seconds = step_seconds(trace, planned.schedule)
         sampled = seconds[1:] if exact else seconds[2:-1:2]
         lanes = [pricing.lane_seconds(step) for step in samples]
         prompts = pricing.lane_seconds(0)
@@ -113,7 +114,7 @@ class BlockPrediction:
             lane: prompts.get(lane, 0.0) + sum_of_steps(samples, [one.get(lane, 0.0) for one in lanes])
             for lane in dict.fromkeys(lane for one in (prompts, *lanes) for lane in one)
         }
-        return cls(seconds[0], sum_of_steps(samples, sampled), busy, trace)
+        return cls(seconds[0], sum_of_steps(samples, sampled), gen_len - 1, busy, trace)
 
 
 def sampled_steps(planned: BlockPlan) -> list[int]:
@@ -139,31 +140,3 @@ def sum_of_steps(samples: Sequence[int], seconds: Sequence[float]) -> float:
         count = later - step
         total += count * one + (other - one) * (count + 1) / 2
     return total
-
-
-def step_seconds(trace: Trace, schedule: Schedule) -> list[float]:
-    """Seconds of each step, from one head to the next, whatever the order of the schedule."""
-    spent, clock = [0.0] * schedule.traffic.steps, 0.0
-    head = schedule.traffic.layers - 1
-    for span in sorted(trace.spans, key=lambda span: span.end):
-        if span.lane == COMPUTE_LANE and span.key.layer == head:
-            spent[span.key.step] += span.end - clock
-            clock = span.end
-    return spent
-
-
-def _of_so_many_steps(schedule: Schedule, steps: int) -> Schedule:
-    return SCHEDULES[schedule.name](replace(schedule.traffic, steps=steps))
-
-
-class _seconds_of:
-    """The seconds of a task, whose step stands for another one."""
-
-    def __init__(self, pricing: Pricing, steps: Sequence[int]) -> None:
-        self._pricing, self._steps = pricing, steps
-        self._stretches = {step: pricing.stretches(step) for step in set(steps)}
-
-    def __call__(self, task: Task) -> float:
-        op, at, layer, batch, _ = task
-        step = self._steps[at]
-        return self._stretches[step][op] * self._pricing.seconds(Key(op, step, layer, batch))

@@ -8,7 +8,7 @@ the batches stay the same. `docs/cost-model.md` has the terms.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, prod
@@ -16,8 +16,8 @@ from math import inf, prod
 from h2o_flexgen.core.layout import part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, numbered
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
-from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.table import Kernel
+from h2o_flexgen.planning.batch_pass import BatchPass, products_of, rows_of
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
@@ -79,7 +79,8 @@ class Pricing:
 
     @cached_property
     def _batch_kinds(self) -> Sequence[int]:
-        return numbered((batch.lengths, batch.seen) for batch in self.planned.block.batches)
+        batches = self.planned.block.batches
+        return range(len(batches)) if self.planned.block.is_running else numbered((one.lengths, one.seen) for one in batches)
 
     def _moving(self, task: Task | Key) -> float:
         machine, op, nbytes = self.machine, task.op, self._nbytes(task)
@@ -98,25 +99,16 @@ class Pricing:
 
     def compute_parts(self, task: Task | Key) -> dict[str, float]:
         """The seconds of a visit, by what they are spent on."""
-        layer, batch = self.spec.layers[task.layer], self.planned.block.batches[task.batch]
-        if task.step or layer.makes_logits:
-            rows = {batch.size: 1}
-        else:
-            rows = Counter()
-            for part, count in self._parts(task.batch).items():
-                rows[part.size * part.prompt_len] += count
+        layer, one = self.spec.layers[task.layer], self.cost.batch_pass(task.step, task.batch)
+        rows = Counter({rows_of(one): 1}) if layer.makes_logits else products_of(one)
         first = self.schedule.begins_pass(task.batch)
         return {
             "products": sum(count * self._products(layer, each) for each, count in rows.items()),
             "decoding": self._decoding(layer, rows, first),
-            "attention": self._attention(task) if layer.has_kv else 0.0,
+            "attention": self._attention(task, one) if layer.has_kv else 0.0,
             "values": sum(each * count for each, count in rows.items()) * self._values(layer) / self.machine.values_per_s,
-            "overhead": sum(rows.values()) * self._visit_seconds(layer) + self._eviction_seconds(task),
+            "overhead": sum(rows.values()) * self._visit_seconds(layer) + self._eviction_seconds(layer, one),
         }
-
-    def _parts(self, batch: int) -> Mapping[Batch, int]:
-        """The parts of a batch whose prompts are computed at once."""
-        return self.planned.block.batches[batch].kinds_of_parts(self.planned.plan.prefill_tokens)
 
     def _products(self, layer: LayerSpec, rows: int) -> float:
         total = 0.0
@@ -157,38 +149,35 @@ class Pricing:
     def _visit_seconds(self, layer: LayerSpec) -> float:
         return sum(self.machine.visit_seconds.get(kind, 0.0) for kind in layer.visits)
 
-    def _eviction_seconds(self, task: Task | Key) -> float:
+    def _eviction_seconds(self, layer: LayerSpec, one: BatchPass) -> float:
         """Seconds of an eviction's many small operations, whatever the sizes: on scores, on who goes, on who comes."""
-        evicts = self.spec.layers[task.layer].has_kv and self.planned.occupancy[task.batch].evicts_at(task.step)
-        return self.machine.visit_seconds.get(EVICTION, 0.0) if evicts else 0.0
+        return self.machine.visit_seconds.get(EVICTION, 0.0) if layer.has_kv and one.evicts else 0.0
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
-    def _attention(self, task: Task | Key) -> float:
-        if task.step:
-            return self._decode_attention(task)
-        stays = self._attends_on_host(task.layer, task.batch)
-        return self._prompt_attention(task) + (self._kept_to_host(task.batch) if stays else 0.0)
+    def _attention(self, task: Task | Key, one: BatchPass) -> float:
+        seconds = self._decode_attention(task, one) if one.rows else 0.0
+        if one.prompts:
+            stays = self._attends_on_host(task.layer, task.batch)
+            seconds += self._prompt_attention(task, one) + (self._kept_to_host(one) if stays else 0.0)
+        return seconds
 
-    def _kept_to_host(self, batch: int) -> float:
+    def _kept_to_host(self, one: BatchPass) -> float:
         """Seconds of storing what is kept of prompts, which are attended on the device wherever their KV is to stay."""
-        occupancy, spec, machine = self.planned.occupancy[batch], self.spec, self.machine
-        return (
-            occupancy.batch.size * occupancy.stored(0) * spec.kv_bytes_per_slot / machine.device_to_host_per_s
-            + machine.task_seconds
-        )
+        spec, machine = self.spec, self.machine
+        return one.kept * spec.kv_bytes_per_slot / machine.device_to_host_per_s + machine.task_seconds
 
-    def _decode_attention(self, task: Task | Key) -> float:
-        spec, machine, rows = self.spec, self.machine, self.planned.block.batches[task.batch].size
-        slots = rows * (self.planned.occupancy[task.batch].held(task.step) + 1)
+    def _decode_attention(self, task: Task | Key, one: BatchPass) -> float:
+        spec, machine, rows = self.spec, self.machine, one.rows
+        slots = one.slots + rows
         on_host = self._attends_on_host(task.layer, task.batch)
         tier = HOST if on_host or not machine.has_accelerator else DEVICE
-        reading = slots * spec.kv_bytes_per_slot / machine.attention_bytes_per_s.get(tier, inf)
+        reading = (slots + one.shared.tokens) * spec.kv_bytes_per_slot / machine.attention_bytes_per_s.get(tier, inf)
         if on_host:
             return reading + self._to_host_and_back(rows)
         is_plain = spec.kv_codec == PLAIN
-        flops = 4.0 * spec.heads * spec.head_dim * slots
-        values = 0.0 if is_plain else 2.0 * spec.kv_heads * spec.head_dim * slots  # values to decode
+        flops = 4.0 * spec.heads * spec.head_dim * (slots + one.shared.attended)
+        values = 0.0 if is_plain else 2.0 * spec.kv_heads * spec.head_dim * (slots + one.shared.tokens)  # values to decode
         computing = flops / machine.attention_flops_per_s.get(spec.dtype if is_plain else spec.kv_codec, inf)
         unpacking = values / machine.unpacking_rate(spec.kv_codec, self._bytes_to_decode(spec.kv_codec))
         return max(reading, computing + unpacking) + rows * spec.kv_heads * machine.head_seconds
@@ -204,14 +193,11 @@ class Pricing:
         back = rows * spec.heads * spec.head_dim * spec.itemsize
         return there / machine.device_to_host_per_s + back / machine.host_to_device_per_s + 2 * machine.task_seconds
 
-    def _prompt_attention(self, task: Task | Key) -> float:
+    def _prompt_attention(self, task: Task | Key, one: BatchPass) -> float:
         spec, policy, occupancy = self.spec, self.planned.plan.policy, self.planned.occupancy[task.batch]
         scored = policy.ranks_by == ATTENTION and occupancy.evicts
         rate = self.machine.prompt_flops_per_s.get(WITH_SCORES if scored else PLAIN_SCORES, inf)
-        pairs = sum(
-            count * part.size * part.prompt_len * (occupancy.held(0) + (part.prompt_len + 1) / 2)
-            for part, count in self._parts(task.batch).items()
-        )
+        pairs = sum(count * part.tokens * (part.held + (part.length + 1) / 2) for part, count in one.prompts.items())
         return 4.0 * spec.heads * spec.head_dim * pairs / rate
 
     # -- a step --------------------------------------------------------------------------------------------------------
@@ -260,18 +246,13 @@ class Pricing:
                 continue
             if on_host:
                 nbytes += self._matrix_bytes[key.layer]
-            attended = key.step > 0 and self.spec.layers[key.layer].has_kv
-            if attended and (on_host or self._attends_on_host(key.layer, key.batch)):
-                nbytes += self._held_bytes(key.step, key.batch)
+            if self.spec.layers[key.layer].has_kv and (on_host or self._attends_on_host(key.layer, key.batch)):
+                nbytes += self.cost.batch_pass(key.step, key.batch).slots * self.spec.kv_bytes_per_slot
         return nbytes
 
     @cached_property
     def _matrix_bytes(self) -> tuple[int, ...]:
         return tuple(sum(tensor.nbytes for tensor in layer.matrices) for layer in self.spec.layers)
-
-    def _held_bytes(self, step: int, batch: int) -> int:
-        """Bytes held of a batch's KV in a layer."""
-        return self.planned.block.batches[batch].size * self.planned.occupancy[batch].held(step) * self.spec.kv_bytes_per_slot
 
     def simulated(self) -> Trace:
         """The trace of the block as it should run on this machine."""

@@ -6,14 +6,17 @@ results of its functions, from their shapes. The constants of the estimate are h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from h2o_flexgen.core.layout import hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
+from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.sizes import FLOAT_BYTES, SCORED_BYTES, TWIN_VALUES, PromptRoom, prompt_threads
-from h2o_flexgen.kernels.table import DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION
+from h2o_flexgen.kernels.table import DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION, SHARED_ATTENTION
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.policies.occupancy import Occupancy
+from h2o_flexgen.policies.occupancy import Budget, Occupancy
 from h2o_flexgen.policies.policy import ATTENTION, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
 
@@ -27,7 +30,8 @@ DEVICE_LIBRARIES = 64 << 20  # kept on a device for matrix products; the context
 def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> int:
     spec = planned.spec
     kinds = {
-        (occupancy.batch.lengths, occupancy.batch.seen): occupancy for occupancy in planned.occupancy
+        (occupancy.batch.lengths, occupancy.batch.seen, occupancy.capacity, occupancy.batch.longest_prefix): occupancy
+        for occupancy in planned.occupancy
     }  # most batches are alike
     most = max(working_bytes(spec, planned.plan, occupancy, site, scored_at_once) for occupancy in kinds.values())
     return int(SLACK * most) + min(DECODING_BYTES, 6 * max(tensor.decoded_nbytes for tensor in spec.tensors.values()))
@@ -41,10 +45,10 @@ def loading_bytes(tensor: TensorSpec) -> int:
 def working_bytes(spec: ModelSpec, plan: Plan, occupancy: Occupancy, site: Site, scored_at_once: int = 0) -> int:
     """Bytes for one batch."""
     policy, batch = plan.policy, occupancy.batch
-    parts = (policy.occupancy(part, occupancy.gen_len) for part in batch.kinds_of_parts(plan.prefill_tokens))
-    prefill = max(_prefill_bytes(spec, policy, part, site) for part in parts)
+    prefill = max(_prefill_bytes(spec, policy, part, site) for part in _parts(plan, occupancy))
     decode = batch.size * spec.heads * occupancy.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, occupancy)
     decode += batch.size * (occupancy.capacity * _decoding_bytes_per_slot(spec, policy, site) + _rounding_bytes(spec, site))
+    decode += 0 if plan.copies_prefixes else _sharing_bytes(spec, batch, batch.size, site)
     scored = min(scored_at_once, batch.size * batch.prompt_len)
     head = max(batch.size, scored) * spec.vocab * (3 * 4 + spec.itemsize) + scored * _normed_bytes(spec)
     return max(prefill, decode, head) + hidden_bytes(spec, batch)
@@ -59,6 +63,7 @@ def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, site
     attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * widened)
     attention += _kernel_bytes(spec, occupancy, threads) if threads else _scored_bytes(spec, policy, occupancy)
     attention += _choosing_bytes(spec, policy, occupancy, threads) + _extending_bytes(spec, policy, occupancy, threads)
+    attention += _sharing_bytes(spec, occupancy.batch, tokens, site)
     if spec.kv_codec != PLAIN:
         attention += tokens * spec.kv_bytes_per_slot + min(ENCODING_BYTES, 4 * tokens * spec.kv_decoded_bytes_per_slot)
     passing = max(layer.passing_width for layer in spec.layers) * spec.itemsize
@@ -93,6 +98,32 @@ def _kernel_bytes(spec: ModelSpec, occupancy: Occupancy, threads: int) -> int:
     """Bytes of the room of the kernel that attends prompts."""
     room = PromptRoom.of(occupancy.held(0) + occupancy.batch.prompt_len, spec.head_dim)
     return FLOAT_BYTES * room.end * prompt_threads(occupancy.batch.size, spec.kv_heads, threads)
+
+
+def _parts(plan: Plan, occupancy: Occupancy) -> Iterator[Occupancy]:
+    """The prompts of a batch that are computed at once; and the longest prefix that rows share, which is computed by itself and
+    is kept as a whole. Where rows take copies of it, it stands before their prompts."""
+    batch, longest = occupancy.batch, occupancy.batch.longest_prefix
+    if longest:
+        yield Occupancy(Batch((0,), (longest,)), (Budget(longest),), 1)
+    for part in batch.kinds_of_parts(plan.prefill_tokens):
+        if longest and plan.copies_prefixes:
+            behind = Batch(part.rows, part.lengths, (longest,) * part.size)
+            yield Occupancy(behind, (Budget(longest + part.prompt_len),) * part.size, 1)
+        else:
+            yield plan.policy.occupancy(part, occupancy.gen_len)
+
+
+def _sharing_bytes(spec: ModelSpec, batch: Batch, tokens: int, site: Site) -> int:
+    """Bytes for attending prefixes that rows share: queries and outcomes of several groups, in whatever order they come, and
+    the room of the kernel, or what torch widens and scores."""
+    longest = batch.longest_prefix
+    if not longest:
+        return 0
+    each = tokens * spec.heads * (spec.head_dim * (2 * FLOAT_BYTES + 2 * spec.itemsize) + 2 * FLOAT_BYTES)
+    if threads := site.threads_of(SHARED_ATTENTION, spec.dtype):
+        return each + FLOAT_BYTES * PromptRoom.of_shared(spec.head_dim).end * threads
+    return each + 2 * SCORED_BYTES + 4 * FLOAT_BYTES * longest * spec.kv_heads * spec.head_dim
 
 
 def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, threads: int) -> int:

@@ -83,6 +83,14 @@ def _column(values: Sequence[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)[:, None]  # (rows, 1)
 
 
+class NoTokenLeft(ValueError):
+    """No token of a row can be picked, for what is said."""
+
+    def __init__(self, row: int, reason: str) -> None:
+        super().__init__(reason)
+        self.row = row  # its place in the whole input
+
+
 def _refuse_broken(logits: Tensor, best: Tensor, rows: Sequence[int], steps: Sequence[int]) -> None:
     """Refuses a row whose best score is not finite; a NaN anywhere is a row's best. The logits tell whether the checkpoint or
     the params are to blame."""
@@ -92,13 +100,15 @@ def _refuse_broken(logits: Tensor, best: Tensor, rows: Sequence[int], steps: Seq
     place = broken[0]
     of_model = logits[place].max().item()
     if not math.isfinite(of_model):
-        raise ValueError(
+        raise NoTokenLeft(
+            rows[place],
             f"logits of prompt {rows[place]} at step {steps[place]} have the maximum {of_model}; "
-            "the checkpoint is broken or overflows its dtype: try bfloat16 or float32"
+            "the checkpoint is broken or overflows its dtype: try bfloat16 or float32",
         )
-    raise ValueError(
+    raise NoTokenLeft(
+        rows[place],
         f"the sampling params of prompt {rows[place]} leave no token to pick at step {steps[place]} (the highest score is "
-        f"{best[place].item()}); ease allowed_token_ids, min_tokens or repetition_penalty"
+        f"{best[place].item()}); ease allowed_token_ids, min_tokens or repetition_penalty",
     )
 
 

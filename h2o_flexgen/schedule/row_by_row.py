@@ -16,6 +16,7 @@ from h2o_flexgen.schedule.task import Task, Visit
 @dataclass(frozen=True)
 class RowByRow(Schedule):
     name = "row_by_row"
+    keeps_step = False
 
     def visit(self, number: int) -> Visit:
         rest, layer = divmod(number, self.traffic.layers)

@@ -36,6 +36,7 @@ class Schedule(ABC):
 
     name = ""
     cuts_layers = False  # True if a layer's weights are fetched in slices, one per batch
+    keeps_step = True  # whether all batches do one step before any does the next
 
     # -- numbering ---------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.policies.full import Full
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.planning.worlds import tiny_spec
@@ -29,7 +28,7 @@ def waiting_for(needs: Sequence[Need], batch_size: int, batches: int) -> tuple[W
 
     plan = Plan(gpu_batch_size=batch_size, num_gpu_batches=batches)
     planned = BlockPlans.of(tiny_spec(), plan, Workload.running(needs), Site()).first
-    waiting = Waiting(needs, Full(), row)
+    waiting = Waiting(row)
     waiting.seat_in(planned)
     return waiting, planned, made
 
@@ -41,40 +40,40 @@ def places(rows: Sequence[RowState]) -> list[int]:
 def test_an_empty_batch_is_filled_and_rows_are_made_only_then() -> None:
     waiting, _, made = waiting_for([Need(3, 9), Need(5, 8), Need(4, 7), Need(2, 6)], 3, 1)
     assert made == [] and len(waiting) == 4
-    assert places(waiting.take(0, taken=0, seats=3)) == [1, 2, 0], "the longest prompts first: neighbours have few pads"
+    assert places(waiting.take(0, seated=[])) == [1, 2, 0], "the longest prompts first: neighbours have few pads"
     assert sorted(made) == [0, 1, 2] and len(waiting) == 1
 
 
 def test_newcomers_wait_until_some_seats_are_free_but_the_last_do_not() -> None:
     waiting, _, _ = waiting_for([Need(3, 20 - place) for place in range(20)], 16, 1)
-    assert len(waiting.take(0, 0, 16)) == 16
-    assert waiting.take(0, taken=15, seats=16) == [], "one seat in sixteen"
-    assert places(waiting.take(0, taken=14, seats=16)) == [16, 17]
-    assert waiting.take(0, taken=15, seats=16) == []
-    assert places(waiting.take(0, taken=14, seats=16)) == [18, 19]
+    assert len(waiting.take(0, [])) == 16
+    assert waiting.take(0, seated=[None] * 15) == [], "one seat in sixteen"
+    assert places(waiting.take(0, seated=[None] * 14)) == [16, 17]
+    assert waiting.take(0, seated=[None] * 15) == []
+    assert places(waiting.take(0, seated=[None] * 14)) == [18, 19]
     waiting, _, _ = waiting_for([Need(3, 20 - place) for place in range(17)], 16, 1)
-    waiting.take(0, 0, 16)
-    assert places(waiting.take(0, taken=15, seats=16)) == [16], "nobody else will come"
+    waiting.take(0, [])
+    assert places(waiting.take(0, seated=[None] * 15)) == [16], "nobody else will come"
 
 
 def test_a_batch_whose_own_queue_is_empty_takes_whoever_fits_from_others() -> None:
     needs = [Need(10, 30), Need(10, 20), Need(10, 10), Need(10, 10), Need(10, 10), Need(10, 10), Need(10, 10)]
     waiting, planned, _ = waiting_for(needs, 1, 2)
     assert [batch.seats and batch.seats.queue for batch in planned.block.batches] == [(0, 1), (2, 3, 4, 5, 6)]
-    assert places(waiting.take(0, 0, 1)) == [0] and places(waiting.take(1, 0, 1)) == [2]
-    assert places(waiting.take(0, 0, 1)) == [1] and places(waiting.take(0, 0, 1)) == [3]
-    assert places(waiting.take(1, 0, 1)) == [4]
+    assert places(waiting.take(0, [])) == [0] and places(waiting.take(1, [])) == [2]
+    assert places(waiting.take(0, [])) == [1] and places(waiting.take(0, [])) == [3]
+    assert places(waiting.take(1, [])) == [4]
 
 
 def test_seats_of_a_small_class_never_take_who_needs_more() -> None:
     waiting, _, _ = waiting_for([Need(10, 30)] * 2 + [Need(10, 10)] * 6, 1, 2)
-    assert [places(waiting.take(1, 0, 1)) for _ in range(6)] == [[2], [3], [4], [5], [6], [7]]
-    assert len(waiting) == 2 and waiting.take(1, 0, 1) == []
+    assert [places(waiting.take(1, [])) for _ in range(6)] == [[2], [3], [4], [5], [6], [7]]
+    assert len(waiting) == 2 and waiting.take(1, []) == []
 
 
 def test_all_who_have_not_ended_begin_anew_in_other_blocks() -> None:
     waiting, planned, made = waiting_for([Need(3, 2)] * 5, 3, 1)
-    first, second, third = waiting.take(0, 0, 3)
+    first, second, third = waiting.take(0, [])
     for row in (first, second, third):
         row.push(7)
     first.push(8)
@@ -83,13 +82,13 @@ def test_all_who_have_not_ended_begin_anew_in_other_blocks() -> None:
     assert second.num_generated == third.num_generated == 0 and second.known == (7, None)
     rest = BlockPlans.of(planned.spec, planned.plan, Workload.running([Need(3, 2)] * 5), Site(), BlockSize(3, 1), [1, 2, 3, 4])
     waiting.seat_in(rest.first)
-    again = waiting.take(0, 0, 3)
+    again = waiting.take(0, [])
     assert again[0] is second and again[1] is third and made == [0, 1, 2, 3], "the same rows, with the tokens that they had"
 
 
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_row_that_finished_while_memory_ran_out_does_not_come_again(finished: bool) -> None:
     waiting, planned, _ = waiting_for([Need(3, 1 if finished else 2)] * 2, 2, 1)
-    row, _ = waiting.take(0, 0, 2)
+    row, _ = waiting.take(0, [])
     row.push(7)
     assert list(waiting.left([planned])) == ([1] if finished else [0, 1])

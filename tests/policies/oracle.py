@@ -14,9 +14,19 @@ Turn = Callable[[Array, Array], Array]  # (x (tokens, heads, dim), positions (to
 
 class Head:
     def __init__(
-        self, asked: Mapping[str, Any], prompt: int, generated: int, head: int, turn: Turn | None = None, context: int = 0
+        self,
+        asked: Mapping[str, Any],
+        prompt: int,
+        generated: int,
+        head: int,
+        turn: Turn | None = None,
+        context: int = 0,
+        pinned: int = 0,
     ) -> None:
-        """`context`: of a text that lives on, of which the prompt is only the beginning."""
+        """`context`: of a text that lives on, of which the prompt is only the beginning. `pinned`: the first tokens of the
+        text, which are not evicted, and which neither the prompt nor the tokens that the policy counts include: it sees what
+        is behind them, from 0 on."""
+        self.pinned = pinned
         self.policy, self.head, self.turn, self.prompt = asked.get("kv_policy", "full"), head, turn, prompt
         self.rolling, self.once = asked.get("positions") == "rolling", bool(asked.get("hh_prompt_only"))
         self.decay = 0.0 if self.policy == "tova" else asked.get("score_decay", 1.0)
@@ -30,7 +40,7 @@ class Head:
         if self.policy == "full":
             self.budget = context or prompt + generated
         self.seen = 0
-        self.kept: list[int] = []
+        self.kept: list[int] = []  # of those that are judged
         self.keys: dict[int, Array] = {}
         self.values: dict[int, Array] = {}
         self.score: dict[int, float] = {}
@@ -51,23 +61,35 @@ class Head:
         for token, key, value in zip(new, k, v):
             self.kept.append(token)
             self.keys[token], self.values[token], self.score[token] = key, value, 0.0
-        places = {token: place if self.rolling else token for place, token in enumerate(self.kept)}
-        keys = self._turned(
-            np.stack([self.keys[token] for token in self.kept])[:, None], [places[token] for token in self.kept]
-        )
+        return self._attended(q, new)
+
+    def begin(self, q: Array, k: Array, v: Array) -> Array:
+        """The pass over the pinned tokens. They stand before position 0."""
+        pinned = list(range(-self.pinned, 0))
+        for token, key, value in zip(pinned, k, v):
+            self.keys[token], self.values[token] = key, value
+        return self._outcome(q, pinned, pinned)[0]
+
+    def _attended(self, q: Array, new: list[int]) -> Array:
+        out, got = self._outcome(q, new, [*range(-self.pinned, 0), *self.kept])
+        self.seen += len(new)
+        self._note([shares[self.pinned :] for shares in got])
+        self._evict(first=len(new) == self.prompt and new[0] == 0)
+        return out
+
+    def _outcome(self, q: Array, new: list[int], all_kept: list[int]) -> tuple[Array, list[Array]]:
+        places = {token: place if self.rolling else token + self.pinned for place, token in enumerate(all_kept)}
+        keys = self._turned(np.stack([self.keys[token] for token in all_kept])[:, None], [places[token] for token in all_kept])
         queries = self._turned(q, [places[token] for token in new])
-        values, out, got = np.stack([self.values[token] for token in self.kept]), np.zeros_like(q), []
+        values, out, got = np.stack([self.values[token] for token in all_kept]), np.zeros_like(q), []
         for at, token in enumerate(new):
-            visible = [other <= token for other in self.kept]
+            visible = [other <= token for other in all_kept]
             logits = np.where(visible, queries[at] @ keys[:, 0].T / np.sqrt(q.shape[-1]), -np.inf)  # (group, kept)
             shares = np.exp(logits - logits.max(-1, keepdims=True))
             shares /= shares.sum(-1, keepdims=True)
             out[at] = shares @ values
             got.append(shares.sum(0))
-        self.seen += len(new)
-        self._note(got)
-        self._evict(first=len(new) == self.prompt and new[0] == 0)
-        return out
+        return out, got
 
     def _turned(self, x: Array, positions: list[int]) -> Array:
         return x if self.turn is None else self.turn(x, np.array(positions, dtype=np.float64))

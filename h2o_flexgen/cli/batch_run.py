@@ -1,0 +1,173 @@
+"""A job while it runs: the record of every request is written when it finishes, whatever becomes of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from h2o_flexgen.cli.batch_request import RESUME
+from h2o_flexgen.cli.batch_watch import Figures, JobWatch, Metrics
+from h2o_flexgen.cli.interrupts import Interrupts
+from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.engine.shrink import Shrink
+from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.jobs.index import SOUND, Index
+from h2o_flexgen.jobs.job import FileJob
+from h2o_flexgen.jobs.line import BadLine
+from h2o_flexgen.jobs.output import Output
+from h2o_flexgen.jobs.records import BAD_REQUEST, BROKEN, RecordMaker, as_line, refusal
+from h2o_flexgen.jobs.recovery import Finished
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.sampler import NoTokenLeft
+
+ENDING = "ending: what is computed now is finished first; another signal ends at once"
+
+
+@dataclass(frozen=True)
+class JobRun:
+    llm: LLM
+    left: FileJob
+    records: RecordMaker
+    output: Output
+    seed: int
+    metrics: Path | None
+    elsewhere: Elsewhere | None = None  # who runs requests, if not this process
+
+    @property
+    def _index(self) -> Index:
+        return self.left.index
+
+    # -- requests that cannot be run -----------------------------------------------------------------------------------
+
+    def record_refused(self) -> None:
+        """Writes the records of requests that are refused before anything is run."""
+        finished = self.output.finished
+        for place in (place for place in range(len(self._index)) if self._index.states[place] != SOUND):
+            if finished.is_open(place):
+                self._refuse(place, *self._what_is_wrong(place))
+        for place in self.left.refused:
+            self._refuse(place, self._index.line(place).custom_id, self.left.reason(place))
+        self.output.sync()
+
+    def _what_is_wrong(self, place: int) -> tuple[str | None, str]:
+        try:
+            self._index.line(place)
+        except BadLine as bad:
+            return bad.custom_id, str(bad)
+        raise AssertionError(f"the line at place {place} is sound")
+
+    def _refuse(self, place: int, line_id: str | None, reason: str, status: int = BAD_REQUEST) -> None:
+        said = f"line {self._index.numbers[place]}: {reason}"
+        self.output.add(place, as_line(refusal(self._index.id_of(place, line_id), said, status)), failed=True)
+
+    # -- the others ----------------------------------------------------------------------------------------------------
+
+    def to_the_end(self) -> Figures:
+        """Runs all requests; returns the figures of the end."""
+        finished = self.output.finished
+        with Metrics(self.metrics) as metrics, Progress(len(finished.states), "batch") as progress:
+            listening = Listening(
+                JobWatch(progress, metrics, self.left.sizes, finished),
+                progress,
+                Interrupts(lambda: progress.stage(ENDING)),
+                self.output,
+            )
+            try:
+                with listening.interrupts.heard():
+                    self._run(listening)
+                self.output.sync()
+            except BaseException:
+                done = f"{finished.num_done} of {len(finished.states)} requests are done"
+                progress.note(f"{done}; {RESUME} goes on with the others")
+                raise
+            return listening.watch.end()
+
+    def _run(self, listening: Listening) -> None:
+        """Runs what is left. A request that breaks takes nobody with it: it is recorded, and the others are run again from
+        their prompts."""
+        left = self.left
+        while len(left.sizes):
+            broken = self._broken_in(left, listening)
+            if broken is None:
+                return
+            self._record_broken(broken.row, str(broken), listening)
+            left = left.still(self.output.finished.is_open)
+            listening.watch.begin_again()
+
+    def _record_broken(self, number: int, reason: str, listening: Listening) -> None:
+        place = self._index.place_of_number(number)
+        self._refuse(place, self._index.line(place).custom_id, reason, BROKEN)
+        listening.progress.note(f"line {self._index.numbers[place]} failed, and the others go on: {reason}")
+
+    def _broken_in(self, left: FileJob, listening: Listening) -> NoTokenLeft | None:
+        """Runs requests until all are done, or until one breaks."""
+        try:
+            with closing(self._completions(left, listening)) as completions:
+                for completion in completions:
+                    place = self._index.place_of_number(completion.index)
+                    self._write(place, completion)
+                    listening.watch.finished(completion, left.size_of(place).gen_len)
+        except TaskFailed as failed:
+            if isinstance(failed.cause, NoTokenLeft):
+                return failed.cause
+            raise
+        return None
+
+    def _completions(self, left: FileJob, listening: Listening) -> Generator[Completion, None, None]:
+        if self.elsewhere is not None:
+            yield from self.elsewhere(left, listening, self._record_broken)
+            return
+        yield from self.llm.generate_stream(
+            left, seed=self.seed, on_stage=listening.stage, on_tick=listening.tick, on_shrink=listening.shrink
+        )
+
+    def _write(self, place: int, completion: Completion) -> None:
+        line = self._index.line(place)
+        record = self.records.answer(self._index.id_of(place, line.custom_id), line, completion)
+        self.output.add(place, as_line(record), failed=False)
+
+
+@dataclass(frozen=True)
+class Listening:
+    """What hears of a job while it runs."""
+
+    watch: JobWatch
+    progress: Progress
+    interrupts: Interrupts
+    output: Output = field(repr=False)
+
+    def stage(self, stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
+        if stage is Stage.GENERATING:  # before that nothing is lost that a signal could wait for
+            self.interrupts.listen()
+        self.watch.stage(stage, done_bytes, total_bytes)
+
+    def tick(self, tick: Tick) -> None:
+        self.output.sync()
+        self.watch.tick(tick)
+        if self.interrupts.are_asked:
+            self.interrupts.end()
+
+    def shrink(self, shrink: Shrink) -> None:
+        self.progress.note(str(shrink))
+
+
+OnBroken: TypeAlias = "Callable[[int, str, Listening], None]"  # hears the number of a request, and what is wrong with it
+Elsewhere: TypeAlias = "Callable[[FileJob, Listening, OnBroken], Generator[Completion, None, None]]"
+
+
+def end_lines(finished: Finished, path: Path, figures: Figures | None) -> Iterator[str]:
+    """What a person is told at the end; without figures where nothing was left to be run."""
+    failed = f", {finished.num_failed} of them failed" if finished.num_failed else ""
+    yield f"requests  {finished.num_done} done{failed}; records in {path}"
+    if figures is None:
+        return
+    tick = figures.tick
+    useful = "" if figures.useful_share is None else f"; {figures.useful_share:.1%} of what was computed was of use"
+    yield f"tokens    {tick.prompt_tokens} read and {tick.generated_tokens} generated in {figures.seconds:.1f} s{useful}"
+    yield f"speed     prefill {figures.prompt_rate:.1f} and decode {figures.decode_rate:.1f} tokens/s"

@@ -1,0 +1,80 @@
+"""Seating: who has a seat in which pass is foreseen as it comes, and with it what is computed and moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.stream import Stream, job_of
+from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.planning.batch_pass import tokens_of
+from h2o_flexgen.planning.cost import Cost
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule.ops import Data
+from tests.contract import Case, Checkpoints, distinct_prompts
+
+ALL_ON_DISK, MIXED, IN_MEMORY = (0, 0, 0, 0, 0, 0), (30, 30, 20, 30, 40, 30), (0, 100, 0, 100, 0, 100)
+H2O = (("kv_policy", "h2o"), ("heavy", 3), ("recent", 4))
+PROMPT_ONLY = (*H2O, ("hh_prompt_only", True))
+BY_SHARE = (("kv_policy", "h2o"), ("hh_ratio", 0.5))
+JUDGED = (*H2O, ("prefix_policy", "judged"))
+
+
+def requests(random: Random, header: int) -> list[Request]:
+    """Prompts of many lengths, most of which begin alike if there is a header, and rows of which many end early."""
+    lengths = [random.randint(2, 20) for _ in range(random.randint(1, 16))]
+    own, common = distinct_prompts(lengths), [7] * header
+    prompts = [common * (random.random() < 0.7) + ids for ids in own]
+    growths = [random.choice([1, 2, 5, random.randint(1, 25)]) for _ in prompts]
+    return [Request(ids, SamplingParams(max_tokens=most, ignore_eos=True)) for ids, most in zip(prompts, growths)]
+
+
+def cost_of(llm: LLM, job: list[Request]) -> Cost:
+    stream = Stream(job_of(job, llm._row_maker), llm._row_maker, streamed=False)
+    return Cost(llm.planned(stream.workload).blocks.first)
+
+
+@pytest.mark.parametrize("policy", [(), H2O, PROMPT_ONLY, BY_SHARE, JUDGED])
+@pytest.mark.parametrize("percent", [ALL_ON_DISK, MIXED, IN_MEMORY])
+@pytest.mark.parametrize("header", [0, 40])
+def test_passes_tokens_and_bytes_are_those_of_a_run(
+    header: int,
+    percent: tuple[float, ...],
+    policy: tuple[tuple[str, object], ...],
+    any_device: str,
+    checkpoints: Checkpoints,
+    offload: Path,
+) -> None:
+    random = Random(str((header, percent, policy)))
+    shape = {"gpu_batch_size": random.randint(1, 4), "num_gpu_batches": random.randint(1, 3), "slots": random.randint(1, 3)}
+    case = Case("llama-gqa", percent, policy=policy, device=any_device, prefill_tokens=random.choice([8, 4096]), **shape)
+    job, ticks = requests(random, header), list[Tick]()
+    with case.open(checkpoints, offload) as llm:
+        cost = cost_of(llm, job)
+        assert len(list(llm.generate_stream(job, on_tick=ticks.append))) == len(job)
+        assert llm.stats is not None
+        spans = llm.stats.last_block.trace.spans
+    batches = range(len(cost.block.batches))
+    assert ticks[-1].number == cost.passes
+    tokens = [sum(tokens_of(cost.batch_pass(number, batch)) for batch in batches) for number in range(cost.passes)]
+    computed = [tick.computed_tokens for tick in ticks]
+    assert tokens == [after - before for before, after in zip([0, *computed], computed)]
+    assert {
+        number for number, tick in enumerate(ticks) if tick.prompt_tokens > sum_before(ticks, number)
+    } == cost.seating.reading
+    for key, _, _, _, moved in spans:
+        is_there = key.step < cost.passes and tokens_of(cost.batch_pass(key.step, key.batch)) > 0
+        if is_there and key.op.data in (Data.KV, Data.HIDDEN):
+            assert moved == cost.nbytes(key), key
+        elif (
+            not is_there and key.op.stores
+        ):  # nobody knows which pass is the last: before it ends, some is fetched for one more
+            assert moved == 0, key
+
+
+def sum_before(ticks: list[Tick], number: int) -> int:
+    return ticks[number - 1].prompt_tokens if number else 0

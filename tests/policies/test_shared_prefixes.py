@@ -1,0 +1,122 @@
+"""Policies behind a prefix that rows share: where it is pinned it stands beside what a policy counts, and where it is judged
+all is as if nobody shared anything. Both are held to the definition, head by head and step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.seats import Need
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
+from h2o_flexgen.policies.policy import KVPolicy
+from tests.policies.oracle import Head
+from tests.policies.test_policies import ASKED, DIM, ROTARY, name_of, turn
+
+STEPS, KV_HEADS, GROUP, CPU = 25, 2, 3, torch.device("cpu")
+PREFIXES = (SharedPrefix(0, 5), None, SharedPrefix(1, 12), SharedPrefix(0, 5))  # of each row
+OWN = (35, 7, 1, 34)  # tokens of each row's prompt behind its prefix
+Text = tuple[Tensor, Tensor, Tensor]  # q, k and v, a token each
+
+
+def text(tokens: int, seed: int) -> Text:
+    generator = torch.Generator().manual_seed(seed)
+    heads = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
+    return tuple(torch.randn(tokens, count, DIM, generator=generator) for count in heads)  # type: ignore[return-value]
+
+
+def padded(parts: Sequence[Text]) -> list[Tensor]:
+    """Tokens of several rows as a layer hands them over; pads have values that would be seen."""
+    longest = max(len(part[0]) for part in parts)
+    return [
+        torch.stack(
+            [torch.cat([part[i], part[i].new_full((longest - len(part[i]), *part[i].shape[1:]), 9.0)]) for part in parts]
+        )
+        for i in range(3)
+    ]
+
+
+def cache_of(policy: KVPolicy | None, rows: int, slots: int) -> KVCache:
+    """As bad as memory can be: NaN, and notes that were never written."""
+    image = torch.full((2, rows, KV_HEADS, slots, DIM), torch.nan)
+    if policy is None or not policy.score_bytes:
+        return KVCache(image)
+    notes = torch.full((rows * KV_HEADS * slots * policy.score_bytes,), 0xFF, dtype=torch.uint8)
+    return KVCache(image, SlotScores.over(notes, policy, (rows, KV_HEADS, slots)))
+
+
+def shared_caches(policy: KVPolicy, copies: bool, shared: dict[SharedPrefix, Text]) -> dict[int, KVCache]:
+    caches = {}
+    for prefix, own in shared.items():
+        caches[prefix.group] = cache_of(policy if copies else None, 1, prefix.tokens)
+        caches[prefix.group].attend(KVStep.of(policy.whole(prefix.tokens), prefix.tokens, CPU), *(x[None] for x in own), ROTARY)
+    return caches
+
+
+def step_of(occupancies: Sequence[Occupancy], step: int, needs: Sequence[Need], capacity: int) -> KVStep:
+    slots = [occupancy.at(step) for occupancy in occupancies]
+    if step == 0:
+        slots = [one.behind(need.spared) if need.spared else one for one, need in zip(slots, needs)]
+    is_behind = step == 0 or not any(need.copies for need in needs)
+    return KVStep.of(StepSlots.of_rows(slots), capacity, CPU, [need.prefix for need in needs] if is_behind else ())
+
+
+def head_of(kept: dict[str, Any], own: int, prefix: SharedPrefix | None, copies: bool, number: int) -> Head:
+    shared = 0 if prefix is None else prefix.tokens
+    return Head(kept, own + shared, STEPS, number, turn) if copies else Head(kept, own, STEPS, number, turn, pinned=shared)
+
+
+@pytest.mark.parametrize("kept", [{}, *ASKED], ids=name_of)
+@pytest.mark.parametrize("copies", [False, True], ids=["pinned", "judged"])
+def test_kept_tokens_and_outputs_are_those_of_the_definition(kept: dict[str, Any], copies: bool) -> None:
+    policy = Plan.create(**kept).policy
+    own = [33 if copies and policy.last_queries else length for length in OWN]  # all queries that count are behind the prefix
+    shared = {prefix: text(prefix.tokens, prefix.group) for prefix in PREFIXES if prefix is not None}
+    rows = [text(length + STEPS, 10 + row) for row, length in enumerate(own)]
+    needs = [
+        Need.behind(prefix, length + (0 if prefix is None else prefix.tokens), STEPS, copies)
+        for prefix, length in zip(PREFIXES, own)
+    ]
+    occupancies = [policy.alone(need) for need in needs]
+    capacity = max(occupancy.capacity for occupancy in occupancies)
+    cache = cache_of(policy, len(rows), capacity)
+    cache.prefixes = shared_caches(policy, copies, shared)
+    heads = [[head_of(kept, length, prefix, copies, head) for head in range(KV_HEADS)] for prefix, length in zip(PREFIXES, own)]
+    for step in range(STEPS):
+        new = [tuple(x[:length] if step == 0 else x[length + step - 1 :][:1] for x in row) for row, length in zip(rows, own)]
+        out = cache.attend(step_of(occupancies, step, needs, capacity), *padded(new), ROTARY)  # type: ignore[arg-type]
+        for row, prefix in enumerate(PREFIXES):
+            for number, head in enumerate(heads[row]):
+                beginning = shared[prefix] if prefix is not None and step == 0 else None
+                expected = attended(head, new[row], beginning, copies, number)  # type: ignore[arg-type]
+                got = out[row, : len(new[row][0])].view(-1, KV_HEADS, GROUP, DIM)[:, number]
+                np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
+                if cache._scores is not None:
+                    count = occupancies[row].counts(step + 1)[0]
+                    assert sorted(cache._scores.positions[row, number, :count].tolist()) == head.kept, f"row {row}, step {step}"
+
+
+def attended(head: Head, new: Text, beginning: Text | None, copies: bool, number: int) -> np.ndarray:
+    """What the definition says of new tokens, behind their prefix if this is their first pass."""
+    q, k, v = _of_head(new, number)
+    if beginning is None:
+        return head.attend(q, k, v)
+    before = _of_head(beginning, number)
+    if copies:
+        return head.attend(*(np.concatenate(both) for both in zip(before, (q, k, v))))[len(before[0]) :]
+    head.begin(*before)
+    return head.attend(q, k, v)
+
+
+def _of_head(tokens: Text, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    q, k, v = (x.double().numpy() for x in tokens)
+    return q[:, number * GROUP : (number + 1) * GROUP], k[:, number], v[:, number]

@@ -1,0 +1,213 @@
+"""Prefixes that rows share are computed once, and nobody can tell: under any plan each row says what it says alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.core.prefixes import PrefixGroups
+from h2o_flexgen.core.tiers import HOST
+from h2o_flexgen.engine.job import Request, prefix_finder
+from h2o_flexgen.engine.stream import job_of
+from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.kernels.table import TORCH
+from h2o_flexgen.planning.budgets import Budgets
+from h2o_flexgen.planning.plan import JUDGED, PINNED, Plan
+from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.sampling.params import SamplingParams
+from tests import tiny
+from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints
+from tests.kernels.variants import used
+from tests.pairwise import on_devices
+from tests.resident import resident_behind
+from tests.test_stream import MIXES, apart, same, streamed
+
+HEADS = (11, 7, 19)  # tokens of what prompts begin with; the second one begins with a part of the first
+OWN = (3, 1, 6, 2, 5, 1, 4, 8, 2, 3, 1, 5, 2, 7)
+GROWTH = (4, 1, 9, 3, 6, 2, 7, 1, 5, 8, 3, 8, 2, 6)
+LEAST = 4
+ENOUGH = 33  # tokens of a prompt behind a prefix that are judged by the last queries, all of which are then its own
+
+
+@dataclass(frozen=True)
+class SharedCase(Case):
+    own: tuple[int, ...] = OWN
+    least_own: int = 1
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        random = Random(3)
+        first, behind, third = ([random.randrange(tiny.VOCAB) for _ in range(count)] for count in HEADS)
+        heads = (first, [*first[:5], *behind], third, [])
+        return [
+            [*heads[place % 4], *(random.randrange(tiny.VOCAB) for _ in range(max(self.least_own, length)))]
+            for place, length in enumerate(self.own)
+        ]
+
+    @property
+    def plan_options(self) -> dict[str, Any]:
+        return {"least_prefix": LEAST, **super().plan_options}
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.create(**self.plan_options)
+
+    @property
+    def requests(self) -> list[Request]:
+        return [Request(prompt, SamplingParams(max_tokens=grown)) for prompt, grown in zip(self.prompts, GROWTH)]
+
+    @property
+    def groups(self) -> PrefixGroups:
+        finder = prefix_finder(self.plan)
+        assert finder is not None
+        for prompt in self.prompts:
+            finder.add(prompt)
+        return finder.groups()
+
+
+CHOICES = {
+    "kind": ("opt", "llama-gqa", "neox-parallel", "qwen3"),
+    "percent": MIXES,
+    "gpu_batch_size": (1, 2, 3, 5),
+    "num_gpu_batches": (1, 2, 3),
+    "slots": (1, 2, 3),
+    "schedule": ("zigzag", "flexgen_barrier"),
+    "policy": tuple((("prefix_policy", name), *policy) for policy in POLICIES for name in (PINNED, JUDGED)),
+    "prefill_tokens": (1024, 12),
+    ("weight_codec", "compute"): (WEIGHTS[0], WEIGHTS[1]),
+    "kv_codec": (PLAIN, "group4"),
+}
+
+
+@pytest.mark.parametrize("values", on_devices(CHOICES))
+def test_each_row_says_what_it_says_alone_behind_its_prefix(
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    case = SharedCase(**values)
+    if case.plan.copies_prefixes and case.plan.policy.last_queries:
+        case = replace(case, least_own=ENOUGH)
+    with case.open(checkpoints, offload) as llm:
+        completions = streamed(llm, case.requests)
+        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
+    groups = case.groups
+    assert sorted(groups.lengths)[1:] == [12, 19]
+    model, weights = checkpoints.model(case.kind, case.stored, case.dtype, "cpu", case.weight_codec, case.compute)
+    for place, completion in enumerate(completions):
+        shared = groups.of(place)
+        if shared is None or (case.kv_codec == PLAIN and (case.plan.copies_prefixes or case.plan.policy.keeps_all)):
+            alone = checkpoints.resident_logits(AsPrompted.of(case, place), (0,))  # as if nobody shared anything
+        else:
+            how = (case.plan.policy, case.plan.copies_prefixes, case.kv_codec)
+            alone = resident_behind(model, weights, case.prompts[place], shared.tokens, GROWTH[place], *how)
+        assert list(completion.token_ids) == [int(step[0].argmax()) for step in alone], f"row {place}: {case}"
+
+
+@dataclass(frozen=True)
+class AsPrompted(Case):
+    """One prompt, without what only plans of jobs know."""
+
+    prompt: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, case: SharedCase, place: int) -> AsPrompted:
+        names = ("kind", "dtype", "stored", "prefill_tokens", "weight_codec", "kv_codec", "compute")
+        policy = tuple(one for one in case.policy if one[0] != "prefix_policy")
+        options = {name: getattr(case, name) for name in names}
+        return cls(**options, policy=policy, gen_len=GROWTH[place], lengths=(1,), prompt=tuple(case.prompts[place]))
+
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        return [list(self.prompt)]
+
+
+PLAIN_CASES = [SharedCase("llama-gqa", MIXES[3], gpu_batch_size=3), SharedCase("opt", gpu_batch_size=5, policy=POLICIES[1])]
+
+
+@pytest.mark.parametrize("case", PLAIN_CASES, ids=str)
+def test_torch_does_without_kernels_what_they_do(case: SharedCase, checkpoints: Checkpoints, offload: Path) -> None:
+    with case.open(checkpoints, offload) as llm:
+        wanted = streamed(llm, case.requests)
+    with used(TORCH), case.open(checkpoints, offload) as llm:
+        assert same(streamed(llm, case.requests), wanted)
+
+
+def test_a_prefix_is_computed_once_for_all_who_have_a_seat(checkpoints: Checkpoints, offload: Path) -> None:
+    case, ticks = SharedCase("llama-gqa", gpu_batch_size=4, num_gpu_batches=4, prefill_tokens=1), list[Tick]()
+    with case.open(checkpoints, offload) as llm:
+        streamed(llm, case.requests, on_tick=ticks.append)
+    groups = case.groups
+    spared = sum(shared.tokens for place in range(len(OWN)) if (shared := groups.of(place)) is not None)
+    read = sum(map(len, case.prompts)) - spared + sum(groups.lengths)
+    assert ticks[-1].prompt_tokens == read and spared > 2 * sum(groups.lengths)
+
+
+def sampled(case: SharedCase) -> list[Request]:
+    """Samples, several completions of one prompt, and log-probabilities of prompts, of which some ask for more than others."""
+    random, asked = Random(5), list[Request]()
+    for prompt, grown in zip(case.prompts, GROWTH):
+        params = SamplingParams(
+            max_tokens=random.choice((0, grown)),
+            temperature=1.2,
+            n=random.choice((1, 3)),
+            prompt_logprobs=random.choice((0, 3, 1)),
+            logprobs=1,
+        )
+        asked.append(Request(prompt, replace(params, n=params.n if params.max_tokens else 1)))
+    return asked
+
+
+def test_samples_and_log_probabilities_are_those_of_prompts_that_share_nothing(checkpoints: Checkpoints, offload: Path) -> None:
+    case = SharedCase("qwen3", MIXES[3], gpu_batch_size=3, num_gpu_batches=3)
+    requests = sampled(case)
+    with case.open(checkpoints, offload, shared_prefixes=False) as llm:
+        wanted = streamed(llm, requests, seed=7)
+    with case.open(checkpoints, offload) as llm:
+        found = streamed(llm, requests, seed=7)
+    assert same(found, wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.prompt_logprobs is not None and other.prompt_logprobs is not None
+        assert one.prompt_logprobs[0] is other.prompt_logprobs[0] is None
+        for mine, its in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
+            assert mine is not None and its is not None and mine.chosen.token_id == its.chosen.token_id
+            assert mine.chosen.logprob == pytest.approx(its.chosen.logprob, abs=1e-4)
+            assert [each.token_id for each in mine.top] == [each.token_id for each in its.top]
+
+
+def test_completions_of_one_prompt_share_it(checkpoints: Checkpoints, offload: Path) -> None:
+    case, ticks = SharedCase("neox-parallel", own=(9,), gpu_batch_size=6), list[Tick]()
+    asked = Request(case.prompts[0], SamplingParams(max_tokens=5, temperature=1.0, n=6))
+    with case.open(checkpoints, offload, shared_prefixes=False) as llm:
+        (wanted,) = streamed(llm, [asked], seed=1)
+    with case.open(checkpoints, offload) as llm:
+        (found,) = streamed(llm, [asked], seed=1, on_tick=ticks.append)
+    assert [one.token_ids for one in apart([found])] == [one.token_ids for one in apart([wanted])]
+    assert ticks[0].prompt_tokens == len(case.prompts[0]) - 1 + 6
+
+
+def test_what_does_not_fit_is_not_shared_and_that_is_said_once(checkpoints: Checkpoints, offload: Path) -> None:
+    case = SharedCase("llama-gqa", gpu_batch_size=2, policy=POLICIES[1])
+    with (
+        case.open(checkpoints, offload) as sharing,
+        case.open(checkpoints, offload, shared_prefixes=False) as apart_from_others,
+    ):
+        wanted = streamed(apart_from_others, case.requests)
+        more, less = (llm.plan_job(job_of(case.requests, llm._row_maker)) for llm in (sharing, apart_from_others))
+    needs = [planned.footprint.total(HOST) for planned in (less, more)]
+    assert more.footprint.parts[HOST]["shared prefixes"] and not less.footprint.parts[HOST]["shared prefixes"]
+    with (
+        case.open(checkpoints, offload) as llm,
+        pytest.warns(RuntimeWarning, match="has 19 tokens, and there is no room") as told,
+    ):
+        llm.budgets = Budgets(host=sum(needs) // 2)
+        assert same(streamed(llm, case.requests), wanted)
+    assert len(told) == 1 and needs[0] < needs[1]
+
+
+def test_a_schedule_in_which_batches_wait_for_each_other_shares_nothing() -> None:
+    assert prefix_finder(Plan(schedule="row_by_row")) is None and prefix_finder(Plan(shared_prefixes=False)) is None
+    assert prefix_finder(Plan()) is not None
