@@ -111,7 +111,8 @@ class Plan:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether prefixes are shared: among batches that do a step together, or one would wait for what another has yet to do."""
+        """Whether prefixes are shared: among batches that do a step together, or one would wait for what another has yet to
+        do."""
         return self.shared_prefixes and SCHEDULES[self.schedule].keeps_step
 
     @property

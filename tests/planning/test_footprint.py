@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,13 +20,17 @@ from torch import Tensor
 
 from h2o_flexgen.core.layout import aligned, decoded_arena
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Batch, Workload
+from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.prompt_logprobs import read_prompts
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.scoring import Scorer
+from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.table import LIBRARIES, TORCH, Processor
 from h2o_flexgen.kv.cache import KVCache
@@ -37,9 +43,10 @@ from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.placement import place_weights
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import PREFIX_POLICIES, Plan
 from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, working_bytes
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
@@ -108,6 +115,36 @@ def test_arenas_stay_within_what_is_predicted_and_near_it(
         predicted = sum(arena_parts(footprint, tier, accelerator).values())
         assert peak <= predicted, f"{tier}: {footprint.parts[tier]}, {case}"
         assert predicted <= 1.3 * peak + PAGE * regions, f"{tier}: {footprint.parts[tier]}, {case}"
+
+
+@pytest.mark.parametrize("device", ["cpu", "pretended"])
+@pytest.mark.parametrize("seed", range(12))
+def test_no_pass_holds_more_than_is_predicted_while_rows_come_and_go(
+    seed: int, device: str, checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    """Sampled after every visit, in arenas and of what torch allocates."""
+    random = Random(seed)
+    case = replace(random_case(random), device=device, schedule="zigzag", prefill_tokens=random.choice([16, 64, 1024]))
+    requests = [Request(ids, SamplingParams(max_tokens=random.choice([1, 2, 12]), ignore_eos=True)) for ids in case.prompts]
+    samples: list[dict[str, int]] = []
+
+    def sample(*_: object) -> None:
+        memories = llm._memories
+        assert memories is not None
+        samples.append({HOST: memories.host.meter.used_bytes, DISK: memories.disk.meter.used_bytes})
+        if memories.device.accelerator:
+            samples[-1][DEVICE] = memories.compute.meter.used_bytes
+
+    with case.open(checkpoints, offload) as llm:
+        footprint = llm.planned(Stream(job_of(requests, llm._row_maker), llm._row_maker, False).workload).footprint
+        llm._load()
+        passing = peak_allocated(lambda: list(llm.generate_stream(requests, on_visit=sample)), ())
+    compute = DEVICE if device == "pretended" else HOST
+    assert len(samples) >= len(llm.spec.layers)
+    for tier in samples[0]:
+        predicted = sum(arena_parts(footprint, tier, device == "pretended").values())
+        assert max(one[tier] for one in samples) <= predicted, f"{tier}: {footprint.parts[tier]}, {case}"
+    assert passing <= footprint.total(compute) + footprint.total(HOST), f"{footprint.parts[compute]}, {case}"
 
 
 @pytest.mark.parametrize("kind", ["opt", "llama-gqa"])
@@ -205,6 +242,71 @@ def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, st
     for weight in (weight for layer in weights for weight in layer.values()):
         there += [weight] if isinstance(weight, Tensor) else [weight.data, weight.values()]
     return max(peak_allocated(visit, there) for visit in visits)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS[:1], TORCH])
+@pytest.mark.parametrize("prefix_policy", PREFIX_POLICIES)
+@pytest.mark.parametrize("kept", KEPT[:2])
+@pytest.mark.parametrize(("rows", "own", "shared"), [(8, 40, 200), (64, 4, 90), (40, 1, 300)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_behind_shared_prefixes_allocate_no_more_in_passing_than_is_estimated(
+    rows: int, own: int, shared: int, kept: dict[str, Any], prefix_policy: str, variant: str, dtype: str
+) -> None:
+    config: Any = tiny_config("llama-gqa", **LARGER, **WIDER["llama-gqa"])
+    model = create_model(config, dtype, sep_layer=False)
+    plan = Plan.create(prefill_tokens=rows * own, prefix_policy=prefix_policy, **kept)
+    prefixes = [SharedPrefix(row % 2, shared) for row in range(rows)]
+    workload = Workload.running([Need(shared + own, 20)] * rows, prefixes, plan.copies_prefixes)
+    ((block, _),) = workload.alike_blocks(rows, 1)
+    occupancy = plan.policy.occupancy(block.batches[0], block.gen_len)
+    with used(variant):
+        most = bytes_behind_prefixes(model, plan, workload.needs, occupancy.capacity)
+        estimate = SLACK * working_bytes(model.spec, plan, occupancy, site_of("cpu", False))
+    assert 0.1 * estimate < most <= estimate
+
+
+def bytes_behind_prefixes(model: Model, plan: Plan, needs: Sequence[Need], capacity: int) -> int:
+    """Of a prefix, of prompts behind two of them, and of a step, the one that allocates most in a layer."""
+    spec, policy, dtype, cpu = model.spec, plan.policy, getattr(torch, model.spec.dtype), torch.device("cpu")
+    alone, scored_by = [policy.alone(need) for need in needs], policy if policy.score_bytes else None
+
+    def cache_of(rows: int, slots: int, scored: KVPolicy | None) -> KVCache:
+        shape = (rows, spec.kv_heads, slots)
+        region = torch.zeros(prod(shape) * (0 if scored is None else scored.score_bytes), dtype=torch.uint8)
+        scores = None if scored is None else SlotScores.over(region, scored, shape)
+        return KVCache(torch.zeros(2, *shape, spec.head_dim, dtype=dtype), scores)
+
+    longest = max(need.prefix.tokens for need in needs if need.prefix is not None)
+    cache = cache_of(len(needs), capacity, scored_by)
+    cache.prefixes = {group: cache_of(1, longest, scored_by if plan.copies_prefixes else None) for group in range(2)}
+    prefixes = [need.prefix for need in needs]
+    first = [one.at(0).behind(need.spared) if need.spared else one.at(0) for one, need in zip(alone, needs)]
+    reading = KVStep.of(StepSlots.of_rows(first), capacity, cpu, prefixes)
+    stepping = KVStep.of(
+        StepSlots.of_rows([one.at(1) for one in alone]), capacity, cpu, () if plan.copies_prefixes else prefixes
+    )
+    beginning, block = KVStep.of(policy.whole(longest), longest, cpu), spec.layers[1]
+    weights = {name: torch.randn(tensor.shape, dtype=dtype) for name, tensor in block.tensors}
+
+    def visit(now: KVStep, own: KVCache) -> int:
+        hidden = torch.randn(*now.positions.shape, spec.width, dtype=dtype)
+        given = Given(now.text_positions, partial(own.attend, now))
+        caches = (cache, *cache.prefixes.values())
+        noted = [notes.positions for one in caches if (notes := one._scores) is not None]
+        there = [
+            hidden,
+            now.counts,
+            now.positions,
+            now.text_positions,
+            *weights.values(),
+            *(one.image for one in caches),
+            *noted,
+        ]
+        return peak_allocated(lambda: computed(model, block, hidden, weights, given), there)
+
+    return max(
+        visit(beginning, cache.prefixes[0]), visit(beginning, cache.prefixes[1]), visit(reading, cache), visit(stepping, cache)
+    )
 
 
 def weight_of(spec: ModelSpec, layer: LayerSpec, name: str) -> Tensor | PackedMatrix:
