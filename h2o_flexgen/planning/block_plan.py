@@ -31,6 +31,7 @@ class BlockPlan:
 
     @classmethod
     def of(cls, spec: ModelSpec, plan: Plan, block: Block, site: Site, weights: Mapping[str, str] | None = None) -> BlockPlan:
+        _refuse_batches_that_wait(plan, block)
         placement = place(spec, plan, block, weights)
         schedule = SCHEDULES[plan.schedule](traffic(spec, plan, block, placement, site))
         return cls(spec, plan, block, placement, schedule)
@@ -60,6 +61,15 @@ class BlockPlan:
     def shape(self) -> Shape:
         """The key of blocks that cost the same."""
         return tuple((*batch.lengths, *batch.seen) for batch in self.block.batches)
+
+
+def _refuse_batches_that_wait(plan: Plan, block: Block) -> None:
+    """Refuses to let rows come and go where a batch begins when the one before is over: that would take all rows."""
+    if block.is_running and len(block.batches) > 1 and not SCHEDULES[plan.schedule].keeps_step:
+        raise ValueError(
+            f"schedule {plan.schedule!r} runs one batch after the other, so rows cannot join {len(block.batches)} of them; "
+            "give num_gpu_batches=1, or schedule='zigzag'"
+        )
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
 from h2o_flexgen.planning.some_steps import simulated, step_seconds
 from h2o_flexgen.schedule.trace import Trace
 
-ALL_PASSES = 24  # a block of no more passes is simulated whole
-STRETCHES, IN_A_ROW = 6, 3  # stretches of a longer one behind its first passes, and the passes that are simulated in each
+ALL_PASSES = 40  # a block of no more passes is simulated whole
+STRETCHES, IN_A_ROW = 8, 4  # stretches of a longer one behind its first passes, and the passes that are simulated in each
 WEIGHED, WEIGHED_ROWS = 192, 40_000  # passes whose lanes are added up, at most; and rows in all of these
 
 

@@ -25,10 +25,12 @@ from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Batch, Workload
+from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.prompt_logprobs import read_prompts
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.scoring import Scorer
+from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.table import LIBRARIES, TORCH, Processor
 from h2o_flexgen.kv.cache import KVCache
@@ -113,6 +115,36 @@ def test_arenas_stay_within_what_is_predicted_and_near_it(
         predicted = sum(arena_parts(footprint, tier, accelerator).values())
         assert peak <= predicted, f"{tier}: {footprint.parts[tier]}, {case}"
         assert predicted <= 1.3 * peak + PAGE * regions, f"{tier}: {footprint.parts[tier]}, {case}"
+
+
+@pytest.mark.parametrize("device", ["cpu", "pretended"])
+@pytest.mark.parametrize("seed", range(12))
+def test_no_pass_holds_more_than_is_predicted_while_rows_come_and_go(
+    seed: int, device: str, checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    """Sampled after every visit, in arenas and of what torch allocates."""
+    random = Random(seed)
+    case = replace(random_case(random), device=device, schedule="zigzag", prefill_tokens=random.choice([16, 64, 1024]))
+    requests = [Request(ids, SamplingParams(max_tokens=random.choice([1, 2, 12]), ignore_eos=True)) for ids in case.prompts]
+    samples: list[dict[str, int]] = []
+
+    def sample(*_: object) -> None:
+        memories = llm._memories
+        assert memories is not None
+        samples.append({HOST: memories.host.meter.used_bytes, DISK: memories.disk.meter.used_bytes})
+        if memories.device.accelerator:
+            samples[-1][DEVICE] = memories.compute.meter.used_bytes
+
+    with case.open(checkpoints, offload) as llm:
+        footprint = llm.planned(Stream(job_of(requests, llm._row_maker), llm._row_maker, False).workload).footprint
+        llm._load()
+        passing = peak_allocated(lambda: list(llm.generate_stream(requests, on_visit=sample)), ())
+    compute = DEVICE if device == "pretended" else HOST
+    assert len(samples) >= len(llm.spec.layers)
+    for tier in samples[0]:
+        predicted = sum(arena_parts(footprint, tier, device == "pretended").values())
+        assert max(one[tier] for one in samples) <= predicted, f"{tier}: {footprint.parts[tier]}, {case}"
+    assert passing <= footprint.total(compute) + footprint.total(HOST), f"{footprint.parts[compute]}, {case}"
 
 
 @pytest.mark.parametrize("kind", ["opt", "llama-gqa"])

@@ -7,15 +7,23 @@ from random import Random
 
 import pytest
 
+from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.site import Site
+from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.batch_pass import tokens_of
+from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.cost import Cost
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule.check import check
 from h2o_flexgen.schedule.ops import Data
+from h2o_flexgen.schedule.table import SCHEDULES
 from tests.contract import Case, Checkpoints, distinct_prompts
+from tests.planning.worlds import tiny_spec
 
 ALL_ON_DISK, MIXED, IN_MEMORY = (0, 0, 0, 0, 0, 0), (30, 30, 20, 30, 40, 30), (0, 100, 0, 100, 0, 100)
 H2O = (("kv_policy", "h2o"), ("heavy", 3), ("recent", 4))
@@ -78,3 +86,30 @@ def test_passes_tokens_and_bytes_are_those_of_a_run(
 
 def sum_before(ticks: list[Tick], number: int) -> int:
     return ticks[number - 1].prompt_tokens if number else 0
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------------
+
+
+def block_of(seed: int, schedule: str, batches: int) -> BlockPlan:
+    random = Random(seed)
+    needs = [Need(random.randint(1, 9), random.randint(0, 2)) for _ in range(random.randint(batches, 6))]
+    shape = {"gpu_batch_size": random.randint(1, 2), "num_gpu_batches": batches, "slots": random.randint(1, 3)}
+    percent = tuple(share for _ in range(3) for share in random.choice([(0, 0), (30, 30), (0, 100), (100, 0)]))
+    accelerator = random.random() < 0.5
+    plan = Plan.create(schedule=schedule, **shape).with_percent(percent).at(Site(accelerator))
+    return BlockPlans.of(tiny_spec(), plan, Workload.running(needs), Site(accelerator)).first
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", range(8))
+def test_the_schedule_of_a_running_block_is_sound(seed: int, schedule: str) -> None:
+    batches = 1 + seed % 3 if SCHEDULES[schedule].keeps_step else 1
+    of = block_of(seed, schedule, batches)
+    assert of.block.is_running and Cost(of).passes < of.schedule.traffic.steps
+    check(of.schedule)
+
+
+def test_rows_do_not_join_batches_that_run_one_after_the_other() -> None:
+    with pytest.raises(ValueError, match=r"'row_by_row' runs one batch .* give num_gpu_batches=1, or schedule='zigzag'"):
+        block_of(0, "row_by_row", 2)
