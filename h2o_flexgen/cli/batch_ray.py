@@ -7,6 +7,8 @@ from __future__ import annotations
 import logging
 import pickle
 import signal
+import threading
+import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -31,6 +33,7 @@ from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.output import Completion
 
+PATIENCE_SECONDS = 10.0
 LOOPBACK = "127.0.0.2"  # Ray takes localhost for the machine's address in its network
 STORE_BYTES = 1 << 28  # of texts and records on their way; more goes through files
 RETRIES = 3  # how often a portion is run again whose worker died: some requests may be what kills it
@@ -223,7 +226,21 @@ def connected(asked: RayRequest, threads: int | None) -> Iterator[Pool]:
     opening = _of_this_machine(asked, threads) if asked.address == LOCAL else _at(asked.address)
     with opening:
         signal.signal(signal.SIGTERM, before)  # Ray has put its own there
-        yield _pool(asked, threads)
+        with _threads_ended():
+            yield _pool(asked, threads)
+
+
+@contextmanager
+def _threads_ended() -> Iterator[None]:
+    """A context after which no thread is left of those that Ray Data has begun in it: one that speaks to a cluster that is gone
+    takes the process with it."""
+    before = set(threading.enumerate())
+    try:
+        yield
+    finally:
+        until = time.monotonic() + PATIENCE_SECONDS
+        for thread in set(threading.enumerate()) - before:
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 @contextmanager

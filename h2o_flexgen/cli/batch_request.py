@@ -138,6 +138,7 @@ def request_of(flags: Namespace) -> BatchRequest:
     defaults = Options(sampling_of(flags), token_ids=flags.return_token_ids)
     machine, model = named_machine(flags), model_of(flags)
     asked = asked_of(flags, plan) if flags.percent == AUTO else plan
+    ray = _ray(flags, asked)
     resuming = Resuming(flags.resume or flags.resume_anyway or flags.retry_errors, flags.resume_anyway, flags.retry_errors)
     file = InputFile.of(flags.input_file)
     files = _files(flags, file)
@@ -155,7 +156,7 @@ def request_of(flags: Namespace) -> BatchRequest:
         begun=begun,
         resuming=resuming,
         ordered=flags.ordered,
-        ray=_ray(flags, asked),
+        ray=ray,
         dry_run=flags.dry_run,
         verbose=flags.verbose,
         arguments={name: value for name, value in vars(flags).items() if value is not None},
