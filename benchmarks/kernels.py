@@ -183,7 +183,7 @@ def prompts(model_name: str, rows: int, tokens: int) -> Subject:
     scores = SlotScores.over(torch.zeros(rows * spec.kv_heads * occupancy.capacity * 8, dtype=torch.uint8), policy, shape)
     cache = KVCache(torch.zeros(2, *shape, spec.head_dim, dtype=torch.bfloat16), scores)
     hidden = torch.randn(rows, tokens, spec.width).bfloat16()
-    now = KVStep.of(occupancy, 0, occupancy.capacity, torch.device("cpu"))
+    now = KVStep.of(occupancy.at(0), occupancy.capacity, torch.device("cpu"))
     given = Given(now.positions, partial(cache.attend, now))
     attention = 4 * rows * spec.heads * spec.head_dim * tokens * (tokens + 1) // 2
     return Subject(

@@ -15,9 +15,10 @@ from argparse import Namespace
 from h2o_flexgen.cli.errors import exit_status
 from h2o_flexgen.cli.flags import TRACEBACK
 from h2o_flexgen.cli.main import working_half
+from h2o_flexgen.core.hints import not_installed
 
 NAME, CLASS = "h2o_flexgen", "h2o_flexgen.lm_eval_model:LmEvalModel"
-MISSING = "lm-evaluation-harness is not installed; it comes with the extra [eval]: pip install -e '.[eval]'"
+MISSING = not_installed("lm-evaluation-harness", "eval")
 
 
 def register() -> None:

@@ -343,6 +343,24 @@ def test_a_job_goes_on_where_it_ended(
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith("out")} == {"out.jsonl", "out.manifest.json"}
 
 
+def test_who_goes_on_alone_keeps_what_was_shared(command: Any, out: Path, tmp_path: Path) -> None:
+    """A shared prefix is never evicted, so what the last request of a group keeps must not depend on who is done."""
+    header = [5 + 7 * n % 100 for n in range(40)]
+    lines = [{"custom_id": f"r{n}", "prompt": [*header, *range(n + 1, n + 20)], "max_tokens": 12} for n in range(5)]
+    file, whole = write(tmp_path / "in.jsonl", lines), tmp_path / "whole.jsonl"
+    flags = (*IN_MEMORY, "--kv-policy", "h2o", "--heavy", 4, "--recent", 4, "--return-token-ids")
+    assert command("-i", file, "-o", whole, *flags).status == 0
+    with ended_after(4, KeyboardInterrupt()):
+        assert command("-i", file, "-o", out, *flags).status == 130
+    assert command("-i", file, "-o", out, *flags, "--resume").status == 0
+    assert records(out) == records(whole)
+    alone = tmp_path / "alone.jsonl"
+    (left,) = set(records(whole)) - set(ids(out)[:4])
+    one = write(tmp_path / "one.jsonl", [lines[int(left[1:])]])
+    assert command("-i", one, "-o", alone, *flags).status == 0
+    assert records(alone) != {left: records(whole)[left]}, "what it shares makes a difference"
+
+
 def test_failed_requests_run_again_if_asked_for(command: Any, out: Path, tmp_path: Path, whole: Any) -> None:
     flags = ("-i", tmp_path / "in.jsonl", "-o", out, *IN_MEMORY)
     assert command(*flags, "--seed", 5).status == 0
@@ -504,10 +522,18 @@ def test_what_is_killed_at_many_moments_loses_nothing(tmp_path: Path, out: Path,
 
         return is_now
 
-    for number in range(15):
-        from_start = number % 5 == 4
-        kill(out, [moment(from_start, chance.uniform(0, 4 if from_start else 1.2))], "-i", file, *order)
-    assert 0 < len(ids(out)) < 300, "the kills came while the job ran"
+    kills = 0
+    while kills < 15:
+        from_start = kills % 5 == 4
+        process = started(*order, "-i", file, "-o", out, *DEMO, "--resume")
+        when(process, moment(from_start, chance.uniform(0, 4 if from_start else 3)))
+        kills += process.poll() is None
+        process.kill()
+        has_ended(process)
+        if process.returncode == 0:  # it was over before: another one is killed
+            goes_on(out, whole, "-i", file, *order)
+            out.unlink()
+            manifest.unlink()
     goes_on(out, whole, "-i", file, *order)
 
 

@@ -199,3 +199,31 @@ def test_what_is_no_request_is_a_prompt_and_nothing_asked_is_nothing_done(checkp
         assert [len(one.token_ids) for one in streamed(llm, case.prompts)] == [32] * len(LENGTHS)
         with pytest.raises(ValueError, match="prompt 1 is empty"):
             list(llm.generate_stream([[1], []]))
+
+
+def test_a_pass_is_told_of_when_its_completions_were_handed_out(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("llama-gqa", lengths=LENGTHS, gpu_batch_size=2, num_gpu_batches=2)
+    there, told = list[int](), list[tuple[int, int]]()
+
+    def tell(tick: Tick) -> None:
+        told.append((tick.requests_done, len(there)))
+
+    with case.open(checkpoints, offload) as llm:
+        for one in llm.generate_stream(requests_of(case), on_tick=tell):
+            there.append(one.index)
+    assert all(done == handed_out for done, handed_out in told), told
+    assert told[-1] == (len(LENGTHS), len(LENGTHS))
+
+
+def test_whoever_hears_of_a_pass_may_end_the_job(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("llama-gqa", MIXES[4], LENGTHS, gpu_batch_size=2, num_gpu_batches=2)
+
+    def end(tick: Tick) -> None:
+        if tick.number == 4:
+            raise KeyboardInterrupt
+
+    with case.open(checkpoints, offload) as llm:
+        with pytest.raises(KeyboardInterrupt):
+            streamed(llm, requests_of(case), on_tick=end)
+        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
+        assert len(streamed(llm, requests_of(case))) == len(LENGTHS)

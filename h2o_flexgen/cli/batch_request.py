@@ -7,6 +7,7 @@ import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from h2o_flexgen.cli.files import check_writable
@@ -23,6 +24,7 @@ from h2o_flexgen.cli.flags import (
     whole,
 )
 from h2o_flexgen.cli.requests import (
+    PACK,
     ModelRequest,
     SiteRequest,
     asked_of,
@@ -34,6 +36,8 @@ from h2o_flexgen.cli.requests import (
     site_of,
 )
 from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.hints import not_installed
+from h2o_flexgen.core.workload import MOST_PROMPTS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.jobs.check import CheckedFile, check_file
@@ -52,6 +56,8 @@ PROGRAM = "python -m h2o_flexgen.batch"
 INPUT, OUTPUT = "--input-file", "--output-file"
 WHERE_FOUND = f"where --percent is {AUTO}"
 RESUME, ANYWAY, RETRY = "--resume", "--resume-anyway", "--retry-errors"
+RAY, WORKERS, HAND_OUT, LOCAL = "--ray", "--workers", "--hand-out", "local"
+MOST_WORKERS = 1000
 NOISE = {"model": "facebook/opt-125m", "dummy_weights": True}
 
 DESCRIPTION = f"""\
@@ -83,6 +89,16 @@ class Resuming:
 
 
 @dataclass(frozen=True)
+class RayRequest:
+    """A job on workers of Ray Data."""
+
+    address: str  # of a cluster, or LOCAL
+    workers: int | None  # None: one for each machine
+    hand_out: int | None  # requests that a worker is handed at once; None: a good share
+    may_use_gpus: bool
+
+
+@dataclass(frozen=True)
 class BatchRequest:
     """Everything that is asked of one job."""
 
@@ -98,6 +114,7 @@ class BatchRequest:
     begun: Manifest | None  # the job that goes on; None for a new one
     resuming: Resuming
     ordered: bool
+    ray: RayRequest | None  # None: all of it runs in this process
     dry_run: bool
     verbose: int
     arguments: Mapping[str, object]  # as they were given, for the manifest
@@ -120,6 +137,8 @@ def request_of(flags: Namespace) -> BatchRequest:
         refuse_search_options(flags, f"say --percent {AUTO}")
     defaults = Options(sampling_of(flags), token_ids=flags.return_token_ids)
     machine, model = named_machine(flags), model_of(flags)
+    asked = asked_of(flags, plan) if flags.percent == AUTO else plan
+    ray = _ray(flags, asked)
     resuming = Resuming(flags.resume or flags.resume_anyway or flags.retry_errors, flags.resume_anyway, flags.retry_errors)
     file = InputFile.of(flags.input_file)
     files = _files(flags, file)
@@ -127,7 +146,7 @@ def request_of(flags: Namespace) -> BatchRequest:
     return BatchRequest(
         model=model.without_weights() if flags.dry_run else model,
         site=site_of(flags),
-        plan=asked_of(flags, plan) if flags.percent == AUTO else plan,
+        plan=asked,
         machine=machine,
         checked=_checked(file, defaults, begun, resuming, flags.skip_invalid),
         defaults=defaults,
@@ -137,10 +156,36 @@ def request_of(flags: Namespace) -> BatchRequest:
         begun=begun,
         resuming=resuming,
         ordered=flags.ordered,
+        ray=ray,
         dry_run=flags.dry_run,
         verbose=flags.verbose,
         arguments={name: value for name, value in vars(flags).items() if value is not None},
     )
+
+
+# -- workers ---------------------------------------------------------------------------------------------------------------
+
+
+def _ray(flags: Namespace, asked: Plan | Asked) -> RayRequest | None:
+    """The workers that are asked for. What speaks of one machine, or lets each worker decide about answers, is refused."""
+    if flags.ray is None:
+        for flag, value in ((WORKERS, flags.workers), (HAND_OUT, flags.hand_out)):
+            if value is not None:
+                raise ValueError(f"{flag} {value} is for a job on workers; add {RAY} {LOCAL}, or the address of a cluster")
+        return None
+    if find_spec("ray") is None:
+        raise ValueError(not_installed("Ray", "ray"))
+    if "://" in flags.ray:
+        raise ValueError(
+            f"{RAY} {flags.ray} speaks to a cluster from outside; run the job on one of its machines, with {RAY} auto"
+        )
+    if flags.dry_run:
+        raise ValueError(f"--dry-run shows the plan for this machine, and each worker finds one for its own; leave out {RAY}")
+    if flags.machine is not None:
+        raise ValueError(f"--machine {flags.machine} is one machine, and workers measure their own; leave it out")
+    if isinstance(asked, Asked) and (asked.codecs or asked.computes):
+        raise ValueError(f"--allow-4bit and --allow-int8 would have each worker of {RAY} choose for itself; say {PACK} instead")
+    return RayRequest(flags.ray, flags.workers, flags.hand_out, flags.device != "cpu")
 
 
 # -- files -----------------------------------------------------------------------------------------------------------------
@@ -214,6 +259,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     _add_job(parser.group("job"))
     parser.add_model()
     parser.add_tokenizer()
+    _add_workers(parser.group("workers"))
     _add_plan(parser.group("plan"))
     parser.add_search(f"search, {WHERE_FOUND}", "what a search prices plans for")
     parser.add_kv()
@@ -232,6 +278,14 @@ def _add_job(group: Group) -> None:
     group.truth("--skip-invalid", text="record bad lines as errors and run the others (default: nothing runs)")
     group.value("--metrics", "FILE", "append how far the job is, every few seconds: a line of JSON each")
     group.verbose(f"0: no plan; {TRACEBACK}: where errors come from")
+
+
+def _add_workers(group: Group) -> None:
+    where = f"run on workers of Ray Data (extra [ray]): {LOCAL}, on this machine, or the address of a cluster that runs"
+    group.value(RAY, "ADDRESS", where)
+    group.value(WORKERS, "N", "each with a model and a plan of its own (default: one for each machine)", whole(1, MOST_WORKERS))
+    handed = "requests that a worker is handed at once; a worker's that died are run again (default: a sixteenth of its share)"
+    group.value(HAND_OUT, "N", handed, whole(1, MOST_PROMPTS))
 
 
 def _add_plan(group: Group) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from h2o_flexgen.cli.batch_request import RESUME
 from h2o_flexgen.cli.batch_watch import Figures, JobWatch, Metrics
@@ -36,6 +37,7 @@ class JobRun:
     output: Output
     seed: int
     metrics: Path | None
+    elsewhere: Elsewhere | None = None  # who runs requests, if not this process
 
     @property
     def _index(self) -> Index:
@@ -70,7 +72,7 @@ class JobRun:
         """Runs all requests; returns the figures of the end."""
         finished = self.output.finished
         with Metrics(self.metrics) as metrics, Progress(len(finished.states), "batch") as progress:
-            listening = _Listening(
+            listening = Listening(
                 JobWatch(progress, metrics, self.left.sizes, finished),
                 progress,
                 Interrupts(lambda: progress.stage(ENDING)),
@@ -86,7 +88,7 @@ class JobRun:
                 raise
             return listening.watch.end()
 
-    def _run(self, listening: _Listening) -> None:
+    def _run(self, listening: Listening) -> None:
         """Runs what is left. A request that breaks takes nobody with it: it is recorded, and the others are run again from
         their prompts."""
         left = self.left
@@ -94,13 +96,16 @@ class JobRun:
             broken = self._broken_in(left, listening)
             if broken is None:
                 return
-            place, reason = self._index.place_of_number(broken.row), str(broken)
-            self._refuse(place, self._index.line(place).custom_id, reason, BROKEN)
-            listening.progress.note(f"line {self._index.numbers[place]} failed, and the others go on: {reason}")
+            self._record_broken(broken.row, str(broken), listening)
             left = left.still(self.output.finished.is_open)
             listening.watch.begin_again()
 
-    def _broken_in(self, left: FileJob, listening: _Listening) -> NoTokenLeft | None:
+    def _record_broken(self, number: int, reason: str, listening: Listening) -> None:
+        place = self._index.place_of_number(number)
+        self._refuse(place, self._index.line(place).custom_id, reason, BROKEN)
+        listening.progress.note(f"line {self._index.numbers[place]} failed, and the others go on: {reason}")
+
+    def _broken_in(self, left: FileJob, listening: Listening) -> NoTokenLeft | None:
         """Runs requests until all are done, or until one breaks."""
         try:
             with closing(self._completions(left, listening)) as completions:
@@ -114,7 +119,10 @@ class JobRun:
             raise
         return None
 
-    def _completions(self, left: FileJob, listening: _Listening) -> Generator[Completion, None, None]:
+    def _completions(self, left: FileJob, listening: Listening) -> Generator[Completion, None, None]:
+        if self.elsewhere is not None:
+            yield from self.elsewhere(left, listening, self._record_broken)
+            return
         yield from self.llm.generate_stream(
             left, seed=self.seed, on_stage=listening.stage, on_tick=listening.tick, on_shrink=listening.shrink
         )
@@ -126,7 +134,7 @@ class JobRun:
 
 
 @dataclass(frozen=True)
-class _Listening:
+class Listening:
     """What hears of a job while it runs."""
 
     watch: JobWatch
@@ -147,6 +155,10 @@ class _Listening:
 
     def shrink(self, shrink: Shrink) -> None:
         self.progress.note(str(shrink))
+
+
+OnBroken: TypeAlias = "Callable[[int, str, Listening], None]"  # hears the number of a request, and what is wrong with it
+Elsewhere: TypeAlias = "Callable[[FileJob, Listening, OnBroken], Generator[Completion, None, None]]"
 
 
 def end_lines(finished: Finished, path: Path, figures: Figures | None) -> Iterator[str]:

@@ -16,7 +16,8 @@ from h2o_flexgen.sampling.params import SamplingParams
 
 WEIGHTS, TOKENIZER, DTYPE = "weights", "tokenizer", "dtype"
 IN_LAST_BITS = ("device", "kernels", "torch")  # parts of a model's identity that numbers depend on in their last bits
-OF_PLAN = ("kv_policy", "weight_codec", "kv_codec", "compute")  # what a plan has to say about the answers
+# what a plan has to say about the answers
+OF_PLAN = ("kv_policy", "weight_codec", "kv_codec", "compute", "shared_prefixes", "prefix_policy", "least_prefix")
 PACKAGES = ("h2o_flexgen", "torch", "transformers", "numpy")
 
 

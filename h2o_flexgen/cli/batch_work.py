@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack, closing
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 
 from h2o_flexgen.cli.asked_problem import machine_of
-from h2o_flexgen.cli.batch_request import RETRY, BatchRequest
-from h2o_flexgen.cli.batch_run import JobRun, end_lines
+from h2o_flexgen.cli.batch_request import LOCAL, RETRY, BatchRequest, RayRequest
+from h2o_flexgen.cli.batch_run import JobRun, Listening, OnBroken, end_lines
 from h2o_flexgen.cli.batch_settings import (
     model_settings,
     option_settings,
@@ -24,6 +24,7 @@ from h2o_flexgen.cli.batch_settings import (
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.plan_report import PlanReport
+from h2o_flexgen.cli.ray_environment import ray_environment
 from h2o_flexgen.cli.requests import check_device
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.slow import kernel_reasons, say_slow
@@ -43,6 +44,7 @@ from h2o_flexgen.kernels.native import processor, variants
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.sampler import resolve_seed
 from h2o_flexgen.text.dialogue import choose_style
 
@@ -114,11 +116,22 @@ class Prepared:
         return output
 
     def for_requests(self, finished: Finished) -> BatchJob:
-        """Reads the requests that are left."""
+        """Reads the requests that are left, and also those that are done where answers depend on what all of them share."""
         index, states = self.request.checked.index, self.request.checked.index.states
-        left = (place for place in range(len(index)) if states[place] == SOUND and finished.is_open(place))
-        with Progress(len(index) - finished.num_done, "reading prompts", late=True) as progress:
-            return BatchJob(self, FileJob.of(index, left, self._reading, lambda count: progress.update("", count)))
+        sound = [place for place in range(len(index)) if states[place] == SOUND]
+        left = [place for place in sound if finished.is_open(place)]
+        places = sound if left and self._answers_depend_on_prefixes else left
+        with Progress(len(places), "reading prompts", late=True) as progress:
+            return BatchJob(
+                self,
+                FileJob.of(index, places, self._reading, finished.is_open, lambda count: progress.update("", count)),
+            )
+
+    @property
+    def _answers_depend_on_prefixes(self) -> bool:
+        """Whether what a row keeps depends on whether it shares a prefix, which is then kept whole."""
+        plan = self.llm.plan
+        return plan.shared_prefixes and not plan.copies_prefixes and not plan.policy.keeps_all
 
     @property
     def _reading(self) -> Reading:
@@ -203,7 +216,7 @@ class BatchJob:
 
     def run(self, output: Output) -> int:
         """Runs what is left; returns how many requests of the whole job have failed."""
-        if len(self.left.sizes):
+        if len(self.left.sizes) and self.request.ray is None:
             self.find_plan()
             self.tell(self.plan_report.lines())
             say_slow(kernel_reasons(self.plan_report.arithmetic, variants()))
@@ -211,7 +224,8 @@ class BatchJob:
         manifest = self._manifest()
         manifest.write(self.request.files.manifest)
         records = RecordMaker(self.request.model.name, manifest.created, self.llm.tokenizer)
-        run = JobRun(self.llm, self.left, records, output, manifest.seed, self.request.files.metrics)
+        elsewhere = None if self.request.ray is None else partial(self._on_workers, self.request.ray, manifest.seed)
+        run = JobRun(self.llm, self.left, records, output, manifest.seed, self.request.files.metrics, elsewhere)
         run.record_refused()
         figures = run.to_the_end() if len(self.left.sizes) else None
         finished = output.finished
@@ -221,6 +235,16 @@ class BatchJob:
         self.tell(end_lines(finished, output.path, figures))
         print(json.dumps({**result, "output": str(output.path), "seed": manifest.seed}), flush=True)
         return finished.num_failed
+
+    def _on_workers(
+        self, asked: RayRequest, seed: int, left: FileJob, listening: Listening, on_broken: OnBroken
+    ) -> Generator[Completion, None, None]:
+        with ray_environment() if asked.address == LOCAL else nullcontext():
+            from h2o_flexgen.cli.batch_ray import RayJob  # imports an optional package
+
+            job = RayJob(self.request, asked, left, seed, self.prepared.settings, listening, on_broken)
+            with closing(job.completions()) as completions:
+                yield from completions
 
     def _manifest(self) -> Manifest:
         request, begun, now = self.request, self.request.begun, int(time.time())

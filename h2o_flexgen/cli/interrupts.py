@@ -37,6 +37,15 @@ class Interrupts:
         raise Ended(self._asked)
 
     @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """A context in which a signal ends the work at once, as before `listen`: while nothing is done that it could harm."""
+        listened, self._listens = self._listens, False
+        try:
+            yield
+        finally:
+            self._listens = listened
+
+    @contextmanager
     def heard(self) -> Iterator[None]:
         """A context in which signals are heard. One that is ignored, as under `nohup`, stays ignored."""
         if threading.current_thread() is not threading.main_thread():

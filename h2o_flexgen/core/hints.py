@@ -41,6 +41,11 @@ def shortened(message: str) -> str:
     return WORD.sub(lambda found: _ends(found[0]), message)
 
 
+def not_installed(what: str, extra: str) -> str:
+    """The message for something that an extra of the package brings."""
+    return f"{what} is not installed; it comes with the extra [{extra}]: pip install -e '.[{extra}]'"
+
+
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 

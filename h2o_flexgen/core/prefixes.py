@@ -8,6 +8,7 @@ requests alone. The last token of a prompt is never shared: it makes the row's f
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -47,6 +48,15 @@ class PrefixGroups:
     def saved_tokens(self) -> int:
         """Tokens of prompts that are not computed because others had them computed."""
         return sum((rows - 1) * length for rows, length in zip(self.rows, self.lengths))
+
+    def only(self, requests: Sequence[int], rows: Sequence[int]) -> PrefixGroups:
+        """The groups as they are, of some of the requests: these, and how many rows each of them is."""
+        left: Counter[int] = Counter()
+        for request, own in zip(requests, rows, strict=True):
+            left[self.groups[request]] += own
+        numbers = {group: number for number, group in enumerate(sorted(left.keys() - {NOBODY}))}
+        groups = array("i", (numbers.get(self.groups[request], NOBODY) for request in requests))
+        return PrefixGroups(tuple(self.lengths[group] for group in numbers), tuple(left[group] for group in numbers), groups)
 
 
 @dataclass(slots=True)

@@ -109,7 +109,7 @@ class Index:
 
     def line(self, place: int) -> Line:
         """Reads a request again; a BadLine says what is wrong with it."""
-        raw = self._raw(place)
+        raw = self.raw(place)
         line = read_line(self.reader, raw)
         if self.states[place] == TWICE:
             raise self.said_twice(place, line.custom_id)
@@ -121,7 +121,8 @@ class Index:
         where = "another line" if first is None else f"line {self.numbers[first]}"
         return BadLine(f"its {CUSTOM_ID} {shown(own)} is that of {where}, too; give it another one", line_id)
 
-    def _raw(self, place: int) -> bytes:
+    def raw(self, place: int) -> bytes:
+        """The bytes of a line, as they were checked."""
         if self._lines is None:
             self._lines = self.file.open()
         raw = self._lines.line(self.offsets[place])

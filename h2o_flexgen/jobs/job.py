@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias, overload
@@ -20,6 +20,11 @@ from h2o_flexgen.text.tokenizer import Tokenizer
 # The size of the request with this number; a ValueError says what the model cannot do.
 SizeOf: TypeAlias = Callable[[int, Request], Size]
 OnRead: TypeAlias = Callable[[int], None]  # hears how many requests were read
+IsLeft: TypeAlias = Callable[[int], bool]  # whether the request at a place of the index is to be run
+
+
+def all_are(place: int) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,8 @@ class Sizes(Sequence[Size]):
 
 @dataclass(frozen=True)
 class FileJob:
-    """Requests of an index, whichever others are run beside them."""
+    """Requests of an index. What they share is found among all that are read, be they run or not: so it is the same in a job
+    that goes on."""
 
     index: Index
     reading: Reading
@@ -92,36 +98,44 @@ class FileJob:
     sizes: Sizes = field(default_factory=Sizes)
     places: array[int] = field(default_factory=lambda: array("q"))  # of the requests, in the index
     refused: array[int] = field(default_factory=lambda: array("q"))  # places of requests that the model cannot run
+    read: array[int] = field(default_factory=lambda: array("q"))  # places of all that were read and can be run
+    _among_read: array[int] = field(default_factory=lambda: array("q"))  # where the requests stand among these
 
     @classmethod
-    def of(cls, index: Index, places: Iterator[int], reading: Reading, on_read: OnRead | None = None) -> FileJob:
-        """Reads and tokenizes every request once, for its size."""
+    def of(
+        cls, index: Index, places: Iterable[int], reading: Reading, is_left: IsLeft = all_are, on_read: OnRead | None = None
+    ) -> FileJob:
+        """Reads and tokenizes requests once; those that are left are the job."""
         job = cls(index, reading, reading.new_finder())
         for count, place in enumerate(places, start=1):
             line = index.line(place)
             try:
                 request, size = reading.sized(index.request_number(place), line)
             except ValueError:
-                job.refused.append(place)
+                if is_left(place):
+                    job.refused.append(place)
             else:
-                job.add(place, request, size)
+                job._add(place, request, size, is_left(place))
             if on_read is not None:
                 on_read(count)
         return job
 
-    def still(self, is_open: Callable[[int], bool]) -> FileJob:
-        """Those of the requests that are open, by their places in the index."""
-        return FileJob.of(self.index, (place for place in self.places if is_open(place)), self.reading)
-
-    def add(self, place: int, request: Request, size: Size) -> None:
-        self.places.append(place)
-        self.sizes.add(size)
+    def _add(self, place: int, request: Request, size: Size, is_left: bool) -> None:
         if self.finder is not None:
             self.finder.add(prompt_of(request).ids, size.rows)
+        if is_left:
+            self._among_read.append(len(self.read))
+            self.places.append(place)
+            self.sizes.add(size)
+        self.read.append(place)
+
+    def still(self, is_left: IsLeft) -> FileJob:
+        """Those of the requests that are left, by their places in the index."""
+        return FileJob.of(self.index, self.read, self.reading, is_left)
 
     @cached_property
     def prefixes(self) -> PrefixGroups | None:
-        return None if self.finder is None else self.finder.groups()
+        return None if self.finder is None else self.finder.groups().only(self._among_read, self.sizes.rows)
 
     def request(self, place: int) -> Request:
         """The request at a place of this job."""

@@ -72,7 +72,7 @@ class Problem:
         return self.workload or Workload.uniform(plan.block_size, self.prompt_len, self.gen_len)
 
     def first_block(self, plan: Plan) -> Workload:
-        """The prompts of the first block, which has the longest."""
+        """The prompts of the first block, which has the longest. Where rows come and go, there is one block."""
         if self.workload is None or self.workload.gen_lens is not None:
             return self.prompts(plan)
         longest = sorted(self.workload.prompt_lens, reverse=True)[: plan.block_size]

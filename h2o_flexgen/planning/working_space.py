@@ -123,7 +123,8 @@ def _sharing_bytes(spec: ModelSpec, batch: Batch, tokens: int, site: Site) -> in
     each = tokens * spec.heads * (spec.head_dim * (2 * FLOAT_BYTES + 2 * spec.itemsize) + 2 * FLOAT_BYTES)
     if threads := site.threads_of(SHARED_ATTENTION, spec.dtype):
         return each + FLOAT_BYTES * PromptRoom.of_shared(spec.head_dim).end * threads
-    return each + 2 * SCORED_BYTES + 4 * FLOAT_BYTES * longest * spec.kv_heads * spec.head_dim
+    scored = FLOAT_BYTES * tokens * spec.heads * (max(longest, batch.prompt_len) + 1)
+    return each + 4 * min(SCORED_BYTES, scored) + 2 * FLOAT_BYTES * longest * spec.kv_heads * spec.head_dim
 
 
 def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, threads: int) -> int:

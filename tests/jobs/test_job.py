@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
 from pathlib import Path
 
+from h2o_flexgen.core.prefixes import PrefixFinder, PrefixGroups, SharedPrefix
 from h2o_flexgen.engine.job import Size
 from h2o_flexgen.jobs.job import FileJob, Reading
 from h2o_flexgen.sampling.params import SamplingParams
@@ -23,7 +26,7 @@ def test_requests_have_sizes_and_are_read_again(tmp_path: Path) -> None:
         {"messages": [{"role": "user", "content": "Hi"}], "stop": "."},
     )
     heard: list[int] = []
-    job = FileJob.of(found.index, iter(range(4)), READING, heard.append)
+    job = FileJob.of(found.index, iter(range(4)), READING, on_read=heard.append)
     assert heard == [1, 2, 3, 4]
     assert list(job.sizes) == [job.sizes[place] for place in range(3)] == job.sizes[:]
     assert job.sizes[:2] == [Size(3, 5), Size(2, 32, 2)]
@@ -43,3 +46,17 @@ def test_a_job_of_what_is_left_keeps_the_numbers(tmp_path: Path) -> None:
     job = FileJob.of(index, iter([1, 3]), READING)
     assert [job.request(place).index for place in range(2)] == [1, 3]
     assert job.sizes[0].gen_len == 32 and POSITIONS > 35
+
+
+def test_what_requests_share_does_not_depend_on_who_is_done(tmp_path: Path) -> None:
+    header = [*range(1, 41)]
+    lines = [{"prompt": [*header, 50 + n, 60 + n], "n": 2 - n % 2, "temperature": 1, "max_tokens": 2} for n in range(4)]
+    index = checked(tmp_path, *lines, {"prompt": [90] * 45, "max_tokens": 2}, {"prompt": [91], "max_tokens": 2}).index
+    reading = replace(READING, new_finder=lambda: PrefixFinder(least=32))
+    whole = FileJob.of(index, range(6), reading).prefixes
+    assert whole is not None and [whole.of(request) for request in range(6)] == [SharedPrefix(0, 40)] * 4 + [None] * 2
+    left = FileJob.of(index, range(6), reading, [2, 5].__contains__)
+    assert left.places.tolist() == [2, 5] and left.read.tolist() == [0, 1, 2, 3, 4, 5]
+    assert left.prefixes is not None and [left.prefixes.of(request) for request in range(2)] == [SharedPrefix(0, 40), None]
+    assert left.prefixes.rows == (2,), "nobody else is left to share it"
+    assert left.still([5].__contains__).prefixes == PrefixGroups((), (), array("i", [-1]))

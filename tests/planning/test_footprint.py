@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import prod
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,6 +20,8 @@ from torch import Tensor
 
 from h2o_flexgen.core.layout import aligned, decoded_arena
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Batch, Workload
@@ -39,9 +43,10 @@ from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.placement import place_weights
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.plan import PREFIX_POLICIES, Plan
 from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, working_bytes
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
@@ -237,6 +242,71 @@ def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, st
     for weight in (weight for layer in weights for weight in layer.values()):
         there += [weight] if isinstance(weight, Tensor) else [weight.data, weight.values()]
     return max(peak_allocated(visit, there) for visit in visits)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS[:1], TORCH])
+@pytest.mark.parametrize("prefix_policy", PREFIX_POLICIES)
+@pytest.mark.parametrize("kept", KEPT[:2])
+@pytest.mark.parametrize(("rows", "own", "shared"), [(8, 40, 200), (64, 4, 90), (40, 1, 300)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_behind_shared_prefixes_allocate_no_more_in_passing_than_is_estimated(
+    rows: int, own: int, shared: int, kept: dict[str, Any], prefix_policy: str, variant: str, dtype: str
+) -> None:
+    config: Any = tiny_config("llama-gqa", **LARGER, **WIDER["llama-gqa"])
+    model = create_model(config, dtype, sep_layer=False)
+    plan = Plan.create(prefill_tokens=rows * own, prefix_policy=prefix_policy, **kept)
+    prefixes = [SharedPrefix(row % 2, shared) for row in range(rows)]
+    workload = Workload.running([Need(shared + own, 20)] * rows, prefixes, plan.copies_prefixes)
+    ((block, _),) = workload.alike_blocks(rows, 1)
+    occupancy = plan.policy.occupancy(block.batches[0], block.gen_len)
+    with used(variant):
+        most = bytes_behind_prefixes(model, plan, workload.needs, occupancy.capacity)
+        estimate = SLACK * working_bytes(model.spec, plan, occupancy, site_of("cpu", False))
+    assert 0.1 * estimate < most <= estimate
+
+
+def bytes_behind_prefixes(model: Model, plan: Plan, needs: Sequence[Need], capacity: int) -> int:
+    """Of a prefix, of prompts behind two of them, and of a step, the one that allocates most in a layer."""
+    spec, policy, dtype, cpu = model.spec, plan.policy, getattr(torch, model.spec.dtype), torch.device("cpu")
+    alone, scored_by = [policy.alone(need) for need in needs], policy if policy.score_bytes else None
+
+    def cache_of(rows: int, slots: int, scored: KVPolicy | None) -> KVCache:
+        shape = (rows, spec.kv_heads, slots)
+        region = torch.zeros(prod(shape) * (0 if scored is None else scored.score_bytes), dtype=torch.uint8)
+        scores = None if scored is None else SlotScores.over(region, scored, shape)
+        return KVCache(torch.zeros(2, *shape, spec.head_dim, dtype=dtype), scores)
+
+    longest = max(need.prefix.tokens for need in needs if need.prefix is not None)
+    cache = cache_of(len(needs), capacity, scored_by)
+    cache.prefixes = {group: cache_of(1, longest, scored_by if plan.copies_prefixes else None) for group in range(2)}
+    prefixes = [need.prefix for need in needs]
+    first = [one.at(0).behind(need.spared) if need.spared else one.at(0) for one, need in zip(alone, needs)]
+    reading = KVStep.of(StepSlots.of_rows(first), capacity, cpu, prefixes)
+    stepping = KVStep.of(
+        StepSlots.of_rows([one.at(1) for one in alone]), capacity, cpu, () if plan.copies_prefixes else prefixes
+    )
+    beginning, block = KVStep.of(policy.whole(longest), longest, cpu), spec.layers[1]
+    weights = {name: torch.randn(tensor.shape, dtype=dtype) for name, tensor in block.tensors}
+
+    def visit(now: KVStep, own: KVCache) -> int:
+        hidden = torch.randn(*now.positions.shape, spec.width, dtype=dtype)
+        given = Given(now.text_positions, partial(own.attend, now))
+        caches = (cache, *cache.prefixes.values())
+        noted = [notes.positions for one in caches if (notes := one._scores) is not None]
+        there = [
+            hidden,
+            now.counts,
+            now.positions,
+            now.text_positions,
+            *weights.values(),
+            *(one.image for one in caches),
+            *noted,
+        ]
+        return peak_allocated(lambda: computed(model, block, hidden, weights, given), there)
+
+    return max(
+        visit(beginning, cache.prefixes[0]), visit(beginning, cache.prefixes[1]), visit(reading, cache), visit(stepping, cache)
+    )
 
 
 def weight_of(spec: ModelSpec, layer: LayerSpec, name: str) -> Tensor | PackedMatrix:

@@ -1,0 +1,171 @@
+"""A worker of a job on Ray Data: an actor that opens the model under a plan for its own machine, and runs the requests that it
+is handed, a portion at a time."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from h2o_flexgen.auto_plan import AutoPlan
+from h2o_flexgen.cli.batch_settings import TOKENIZER, WEIGHTS, model_settings
+from h2o_flexgen.cli.open_llm import make_llm
+from h2o_flexgen.cli.requests import ModelRequest, SiteRequest
+from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.engine.stage import Stage
+from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.jobs.index import read_line
+from h2o_flexgen.jobs.job import Reading
+from h2o_flexgen.jobs.line import LineReader
+from h2o_flexgen.jobs.manifest import Settings
+from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.ray import Columns, memory_of_actor
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.sampler import NoTokenLeft
+from h2o_flexgen.text.dialogue import choose_style
+
+PORTION, SAID = "portion", "said"  # the columns that go to workers, and come back
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Requests that a worker is handed at once: their numbers, and their lines as they stand in the input."""
+
+    number: int
+    lines: tuple[tuple[int, bytes], ...]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A worker that has begun."""
+
+    host: str
+    plan: Plan
+
+    def __str__(self) -> str:
+        plan = self.plan
+        percent = " ".join(f"{share:g}" for share in plan.percent)
+        return f"on {self.host}, percent {percent}, {plan.num_gpu_batches} batches of {plan.gpu_batch_size}"
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A request that cannot be run to its end."""
+
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a worker says of a portion: a request that has ended, how far it is, or why it cannot go on."""
+
+    portion: int
+    completion: Completion | None = None
+    broken: Broken | None = None
+    tick: Tick | None = None  # the last one of this portion
+    opened: Opened | None = None  # said once
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """What workers need to know of a job."""
+
+    model: ModelRequest
+    site: SiteRequest
+    plan: Plan | Asked
+    reader: LineReader
+    style: str | None  # how chats are written down; None: there are none
+    seed: int
+    identity: Settings  # of the model, wherever it is opened
+    longest: Workload  # at least as long as any portion, row by row
+    scores_texts: bool
+
+
+class Worker:
+    """The class of the actors. What a person can mend is said, and not raised, so that it arrives in one line."""
+
+    def __init__(self, share: Share) -> None:
+        self._share = share
+        self._is_known = False
+        self._failure: str | None = None
+        try:
+            self._open()
+        except (ValueError, OSError) as error:
+            self._failure = str(error)
+
+    def _open(self) -> None:
+        share = self._share
+        asked, site = share.plan, share.site
+        memory = memory_of_actor() if site.cpu_mem is None else None
+        site = site if memory is None else replace(site, cpu_mem=str(memory))
+        self._llm = make_llm(share.model, site, asked if isinstance(asked, Plan) else asked.plan, _nobody)
+        self._auto = None if isinstance(asked, Plan) else AutoPlan(asked, share.model.dtype)
+        self._refuse_another_model()
+        style = None if share.style is None else choose_style(share.style, self._llm.tokenizer)
+        sizes = RowMaker(self._llm.spec, self._llm.plan, self._llm.tokenizer).size
+        self._reading = Reading(self._llm.tokenizer, style, sizes)
+
+    def _refuse_another_model(self) -> None:
+        here = model_settings(self._llm)[0]
+        for name in (f"the model's {WEIGHTS}", f"the model's {TOKENIZER}"):
+            if here.get(name) != self._share.identity.get(name):
+                where = f"{self._share.model.source} is another model there than on the machine that started the job"
+                raise ValueError(f"{where} ({name} differ); put the same files on every machine")
+
+    def __call__(self, batch: Columns) -> Iterator[Columns]:
+        for portion in map(pickle.loads, batch[PORTION]):
+            for said in self._all_said(portion):
+                column = np.empty(1, object)
+                column[0] = pickle.dumps(said)
+                yield {SAID: column}
+
+    def _all_said(self, portion: Portion) -> Iterator[Said]:
+        if self._failure is not None:
+            yield Said(portion.number, failure=f"{socket.gethostname()}: {self._failure}")
+            return
+        try:
+            requests = [self._request(number, line) for number, line in portion.lines]
+            if self._auto is not None:
+                self._auto.provide(self._llm, self._share.longest, self._share.scores_texts, _nobody)
+            if not self._is_known:
+                self._is_known = True
+                yield Said(portion.number, opened=Opened(socket.gethostname(), self._llm.plan))
+            while requests:
+                broken = yield from self._run(portion.number, requests)
+                if broken is not None:
+                    yield Said(portion.number, broken=broken)
+        except (ValueError, TaskFailed, OSError, MemoryError) as error:
+            yield Said(portion.number, failure=f"{socket.gethostname()}: {error}")
+
+    def _run(self, portion: int, requests: list[Request]) -> Generator[Said, None, Broken | None]:
+        """Runs requests until all are done, or until one breaks. Those that have ended are taken out of the list."""
+        ticks: list[Tick] = []
+        try:
+            for done in self._llm.generate_stream(requests[:], seed=self._share.seed, on_tick=ticks.append, on_stage=_nobody):
+                del ticks[:-1]
+                requests[:] = [one for one in requests if one.index != done.index]
+                yield Said(portion, done, tick=ticks[-1] if ticks else None)
+        except TaskFailed as failed:
+            if not isinstance(failed.cause, NoTokenLeft):
+                raise
+            number = failed.cause.row
+            requests[:] = [one for one in requests if one.index != number]
+            return Broken(number, str(failed.cause))
+        yield Said(portion, tick=ticks[-1])
+        return None
+
+    def _request(self, number: int, line: bytes) -> Request:
+        return self._reading.request(number, read_line(self._share.reader, line))
+
+
+def _nobody(stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
+    """Listens to stages where nobody can be shown them."""

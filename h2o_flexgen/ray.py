@@ -1,0 +1,205 @@
+"""Engine: an LLM as an actor of Ray Data, for pipelines over more texts than one machine should read.
+
+    dataset.map_batches(Engine, batch_size=256, num_cpus=16, compute=ray.data.ActorPoolStrategy(size=4),
+        fn_constructor_kwargs={"model": "facebook/opt-1.3b"})
+
+Each actor holds a model under a plan for its own machine.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
+from typing import TypeAlias
+
+import numpy as np
+
+from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.hints import not_installed, shown
+from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.requests import RowMaker
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.memory.host import available_bytes, bytes_to_begin_with
+from h2o_flexgen.sampling.output import Completion
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.text.dialogue import choose_style
+from h2o_flexgen.text.prompts import Prompt, read_chats, read_prompts
+
+try:
+    import ray
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(not_installed("Ray", "ray") if error.name == "ray" else str(error)) from error
+
+PROMPT, MESSAGES, SAMPLING, INDEX = "prompt", "messages", "sampling_params", "index"  # columns that are read
+Columns: TypeAlias = "dict[str, np.ndarray]"
+
+
+class Engine:
+    """Answers batches of rows. A row has a `prompt` (a text or token ids) or `messages` (a chat); beside it may stand
+    `sampling_params`, a dict of what this row asks otherwise than all, and `index`, the row's number in the whole input, by
+    which it draws. All columns are handed on, with those of the answers beside them. What is wrong with a row stands in its
+    `error`, which is empty for all others."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        sampling_params: Mapping[str, object] | SamplingParams | None = None,
+        seed: int = 0,
+        style: str = AUTO,
+        **options: object,
+    ) -> None:
+        """`options` are those of LLM. Without a plan or percent among them, a plan is found for the first batch, on this
+        actor's machine; without cpu_mem it may hold the share of the machine's memory that Ray has given to the actor."""
+        self._params = _params(SamplingParams(), sampling_params)
+        self._seed = seed
+        given = {} if options.keys() & {"plan", "percent"} else {"percent": AUTO}
+        memory = {} if options.get("cpu_mem") else {"cpu_mem": memory_of_actor()}
+        self.llm = LLM(model, **{**options, **given, **memory})  # type: ignore[arg-type]
+        self._closer = weakref.finalize(self, self.llm.close)
+        self._style = choose_style(style, self.llm.tokenizer)
+
+    def close(self) -> None:
+        self._closer()
+
+    def __call__(self, batch: Columns) -> Columns:
+        rows = [dict(zip(batch, values)) for values in zip(*batch.values())]
+        asked = self._asked(rows)
+        requests = [one for one in asked if isinstance(one, Request)]
+        answers = {done.index: done for done in self.llm.generate_stream(requests, seed=self._seed)}
+        found = [answers[one.index] if isinstance(one, Request) else one for one in asked]  # type: ignore[index]
+        return {**batch, **_columns([_answer(one) for one in found])}
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def _asked(self, rows: Sequence[Mapping[str, object]]) -> list[Request | str]:
+        """The request of each row, or what is wrong with it."""
+        known: Counter[int] = Counter()
+        asked: list[Request | str] = []
+        for row in rows:
+            try:
+                request = self._request(row, known)
+                self._check(request)
+            except ValueError as error:
+                asked.append(str(error))
+            else:
+                asked.append(request)
+        return asked
+
+    def _request(self, row: Mapping[str, object], known: Counter[int]) -> Request:
+        params = _params(self._params, row.get(SAMPLING))
+        messages = row.get(MESSAGES)
+        if messages is not None:
+            (chat,) = read_chats([list(messages)])  # type: ignore[call-overload]
+            prompt = self._style.whole(chat)
+            params = replace(params, stop=(*params.stop_strings, *self._style.stops))
+        else:
+            (prompt,) = read_prompts([_prompt(row)], self.llm.tokenizer)
+        return Request(prompt, params, _index(row, prompt, known))
+
+    def _check(self, request: Request) -> None:
+        """Refuses what cannot be run, and what a row has no place for."""
+        assert request.index is not None and request.params is not None, "both were given"
+        asked = request.params
+        if asked.n != 1:
+            raise ValueError(f"n is {asked.n}; a row has one answer, so write a row for each, with an index of its own")
+        if asked.logprobs is not None or asked.prompt_logprobs is not None:
+            raise ValueError("logprobs have no column; leave them out, or ask LLM for them")
+        try:
+            RowMaker(self.llm.spec, self.llm.plan, self.llm.tokenizer).size(request.index, request)
+        except ValueError as error:  # numbers that were made up say nothing to anybody
+            raise ValueError(str(error).replace(f"prompt {request.index} ", "the prompt ")) from error
+
+
+# -- what a row asks -------------------------------------------------------------------------------------------------------
+
+
+def _params(usual: SamplingParams, given: object) -> SamplingParams:
+    """The usual parameters, with what is given in their place. Rows whose neighbours give more have None there."""
+    if given is None or isinstance(given, SamplingParams):
+        return usual if given is None else given
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{SAMPLING} is {shown(given)}; it is a dict like {{'max_tokens': 32, 'temperature': 0.7}}")
+    changed = {name: _plain(value) for name, value in given.items() if value is not None}
+    return SamplingParams(**{**{each.name: getattr(usual, each.name) for each in fields(usual)}, **changed})
+
+
+def _prompt(row: Mapping[str, object]) -> object:
+    if row.get(PROMPT) is None:
+        raise ValueError(f"the row has neither {PROMPT} nor {MESSAGES}; its columns are {shown([*row])}")
+    return _plain(row[PROMPT])
+
+
+def _plain(value: object) -> object:
+    """A value of an array as Python has it."""
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+
+
+def _index(row: Mapping[str, object], prompt: Prompt, known: Counter[int]) -> int:
+    """The row's number. Without one it is made of the prompt, so that a row draws the same wherever it runs."""
+    given = _plain(row.get(INDEX))
+    if given is None:
+        digest = blake2b(np.array(prompt.ids, np.int64).tobytes(), digest_size=7).digest()
+        number = int.from_bytes(digest, "big") << 7
+        known[number] += 1
+        return number + known[number]
+    if not isinstance(given, int) or isinstance(given, bool) or not 0 <= given < 1 << 63:
+        raise ValueError(f"{INDEX} is {shown(given)}; it is the row's number in the whole input, from 0")
+    known[given] += 1
+    if known[given] > 1:
+        raise ValueError(f"{INDEX} is {given}, as of a row before; give each row a number of its own")
+    return given
+
+
+# -- what it is answered ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The columns beside those of a row."""
+
+    generated_text: str = ""
+    generated_tokens: tuple[int, ...] = ()
+    num_input_tokens: int = 0
+    num_generated_tokens: int = 0
+    finish_reason: str = ""
+    error: str = ""
+
+
+def _answer(found: Completion | str) -> _Answer:
+    if isinstance(found, str):
+        return _Answer(error=found)
+    count = len(found.token_ids)
+    return _Answer(found.text, found.token_ids, len(found.prompt_token_ids), count, found.finish_reason)
+
+
+def _columns(answers: Sequence[_Answer]) -> Columns:
+    columns = {}
+    for each in fields(_Answer):
+        values = [getattr(one, each.name) for one in answers]
+        if isinstance(each.default, int):
+            columns[each.name] = np.array(values, np.int64)
+        else:
+            columns[each.name] = np.empty(len(values), object)
+            for place, value in enumerate(values):
+                columns[each.name][place] = list(value) if isinstance(value, tuple) else value
+    return columns
+
+
+# -- the share of an actor -------------------------------------------------------------------------------------------------
+
+
+def memory_of_actor() -> int | None:
+    """The host memory that Ray has given to this actor: what was asked for it by name, or else the share that its cores or
+    accelerators are of its machine's. None outside of actors."""
+    if not ray.is_initialized() or (context := ray.get_runtime_context()).get_actor_id() is None:
+        return None
+    given = context.get_assigned_resources()
+    if "memory" in given:
+        return int(given["memory"])
+    (node,) = (one["Resources"] for one in ray.nodes() if one["NodeID"] == context.get_node_id())
+    share = max((given.get(name, 0) / node[name] for name in ("CPU", "GPU") if node.get(name)), default=1)
+    return min(int((share or 1) * node["memory"]), available_bytes() + bytes_to_begin_with())
