@@ -32,7 +32,7 @@ from h2o_flexgen.engine.shrink import OnShrink
 from h2o_flexgen.engine.stage import OnStage
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.stream import Stream, job_of
-from h2o_flexgen.engine.threads import set_threads
+from h2o_flexgen.engine.threads import keep_few_compiled_products, set_threads
 from h2o_flexgen.engine.tick import OnTick, Ticker
 from h2o_flexgen.memory.threads import do_without_lost_threads
 from h2o_flexgen.options import arguments_of, asked_plan, name_of, what_is_searched
@@ -85,6 +85,7 @@ class LLM(ModelUnderPlan):
         self.stats: Stats | None = None
         names = name_of("model", model), name_of("tokenizer", tokenizer)
         set_threads(threads)
+        keep_few_compiled_products()
         do_without_lost_threads()
         super().__init__(*names, asked, dtype, device, gpu_mem, cpu_mem, offload_dir, dummy_weights, on_stage)
 
