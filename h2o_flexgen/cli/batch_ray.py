@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -34,6 +34,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.output import Completion
 
 PATIENCE_SECONDS = 10.0
+LONGEST_FOLDER = 24  # characters: names of sockets have 107 at most, and Ray adds up to 80
 LOOPBACK = "127.0.0.2"  # Ray takes localhost for the machine's address in its network
 STORE_BYTES = 1 << 28  # of texts and records on their way; more goes through files
 RETRIES = 3  # how often a portion is run again whose worker died: some requests may be what kills it
@@ -247,7 +248,7 @@ def _threads_ended() -> Iterator[None]:
 def _of_this_machine(asked: RayRequest, threads: int | None) -> Iterator[None]:
     workers = asked.workers or 1
     each = threads or max(1, cores() // workers)
-    with TemporaryDirectory(prefix="h2o-ray-", ignore_cleanup_errors=True) as folder:
+    with TemporaryDirectory(prefix="h2o-ray-", dir=_folder_with_a_short_name(), ignore_cleanup_errors=True) as folder:
         ray.init(
             LOCAL,
             num_cpus=workers * each,
@@ -262,6 +263,12 @@ def _of_this_machine(asked: RayRequest, threads: int | None) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def _folder_with_a_short_name() -> str:
+    """The folder for temporary files, unless the names of Ray's sockets below it would be longer than the system allows."""
+    folder = gettempdir()
+    return folder if len(folder) <= LONGEST_FOLDER else "/tmp"
 
 
 @contextmanager
