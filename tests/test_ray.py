@@ -140,14 +140,6 @@ def test_rows_are_chats_or_token_ids(engine: Engine) -> None:
     assert answered(engine, []) == []
 
 
-@pytest.mark.parametrize("code", ["import h2o_flexgen.ray"])
-def test_one_line_names_the_extra(code: str) -> None:
-    command = [sys.executable, "-c", f"import sys; sys.modules['ray'] = None; {code}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode != 0
-    assert done.stderr.splitlines()[-1].endswith("Ray is not installed; it comes with the extra [ray]: pip install -e '.[ray]'")
-
-
 # -- a job without a cluster -------------------------------------------------------------------------------------------
 
 
