@@ -25,6 +25,7 @@ from h2o_flexgen.cli.batch_request import LOCAL, RAY, RESUME, WORKERS, BatchRequ
 from h2o_flexgen.cli.batch_run import Listening, OnBroken
 from h2o_flexgen.cli.ray_worker import PORTION, SAID, Portion, Said, Share, Worker
 from h2o_flexgen.core.cores import cores
+from h2o_flexgen.core.hints import one_line
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.engine.tick import Tick
@@ -35,6 +36,7 @@ from h2o_flexgen.sampling.output import Completion
 
 PATIENCE_SECONDS = 10.0
 LONGEST_FOLDER = 24  # characters: names of sockets have 107 at most, and Ray adds up to 80
+LONGEST_REASON = 400  # characters
 LOOPBACK = "127.0.0.2"  # Ray takes localhost for the machine's address in its network
 STORE_BYTES = 1 << 28  # of texts and records on their way; more goes through files
 RETRIES = 3  # how often a portion is run again whose worker died: some requests may be what kills it
@@ -275,8 +277,9 @@ def _folder_with_a_short_name() -> str:
 def _at(address: str) -> Iterator[None]:
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{RAY} {address}: no cluster answers there; give the address of one, or {LOCAL}") from error
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        words = one_line(error)[:LONGEST_REASON]
+        raise ValueError(f"{RAY} {address} cannot be joined ({words}); give the address of a cluster, or {LOCAL}") from error
     try:
         yield
     finally:
