@@ -190,7 +190,7 @@ def test_completions_of_one_prompt_share_it(checkpoints: Checkpoints, offload: P
 
 
 def test_what_does_not_fit_is_not_shared_and_that_is_said_once(checkpoints: Checkpoints, offload: Path) -> None:
-    case = SharedCase("llama-gqa", gpu_batch_size=2, policy=POLICIES[1])
+    case = SharedCase("llama-gqa", gpu_batch_size=4, policy=POLICIES[1], prefill_tokens=1)
     with (
         case.open(checkpoints, offload) as sharing,
         case.open(checkpoints, offload, shared_prefixes=False) as apart_from_others,

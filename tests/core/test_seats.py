@@ -7,6 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as draw
 
+from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need, Seats, seats_of
 from h2o_flexgen.core.workload import Batch, Workload
 from h2o_flexgen.policies.full import Full
@@ -62,3 +63,50 @@ def test_passes_never_outlast_a_block(needs: list[Need]) -> None:
     """Even if one row follows the other in a single seat."""
     ((block, _),) = Workload.running(needs).alike_blocks(1, 1)
     assert block.gen_len >= sum(max(1, need.gen_len) for need in needs)
+
+
+SHARING = draw.lists(
+    draw.tuples(draw.integers(1, 20), draw.integers(0, 30), draw.integers(0, 4)), min_size=1, max_size=60
+)  # own tokens, growth, group
+
+
+def sharing(rows: list[tuple[int, int, int]], copies: bool = False) -> list[Need]:
+    """Rows of four groups, each with a prefix of another length, and of none."""
+    shared = [None, *(SharedPrefix(group, 10 * group) for group in range(1, 5))]
+    return [
+        Need.behind(prefix := shared[group], own + (0 if prefix is None else prefix.tokens), grown, copies)
+        for own, grown, group in rows
+    ]
+
+
+@given(SHARING, draw.integers(1, 4), draw.integers(1, 6))
+def test_rows_of_a_group_follow_each_other_in_the_same_order_in_all_queues(
+    rows: list[tuple[int, int, int]], batches: int, size: int
+) -> None:
+    needs, orders = sharing(rows), []
+    for seats in seats_of(needs, range(len(needs)), batches, size):
+        groups = [needs[row].group for row in seats.queue if needs[row].prefix is not None]
+        order = list(dict.fromkeys(groups))
+        assert groups == [group for each in order for group in groups if group == each]
+        orders.append(order)
+        longest = max((prefix.room for row in seats.queue if (prefix := needs[row].prefix) is not None), default=0)
+        assert longest <= seats.prefixes.of_batch <= seats.prefixes.of_all, "whoever waits can have a seat some time"
+    everywhere = [group for group in range(1, 5) if all(group in order for order in orders)]
+    assert len({tuple(group for group in order if group in everywhere) for order in orders}) <= 1
+
+
+@given(SHARING, draw.booleans())
+def test_a_prefix_takes_no_slots_unless_it_is_copied_and_is_read_by_nobody(
+    rows: list[tuple[int, int, int]], copies: bool
+) -> None:
+    for need, (own, grown, _) in zip(sharing(rows, copies), rows):
+        shared = 0 if need.prefix is None else need.prefix.tokens
+        assert (need.read, need.gen_len) == (own, grown)
+        assert need.prompt_len == own + (shared if copies else 0) and need.spared == (shared if copies else 0)
+
+
+def test_room_is_for_the_prefixes_of_neighbours() -> None:
+    shared = [SharedPrefix(group, 16 * (group + 1)) for group in range(3)]
+    needs = [Need(20, 5, prefix) for prefix in shared for _ in range(4)]
+    (alone,), (two,), (all_of_them,) = (seats_of(needs, range(12), 1, size) for size in (1, 4, 12))
+    assert alone.prefixes == (48, 48, 96) and two.prefixes == (48, 80, 96) and all_of_them.prefixes == (48, 96, 96)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import BlockSize, Workload
@@ -18,7 +19,9 @@ from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.planning.worlds import tiny_spec
 
 
-def waiting_for(needs: Sequence[Need], batch_size: int, batches: int) -> tuple[Waiting, BlockPlan, list[int]]:
+def waiting_for(
+    needs: Sequence[Need], batch_size: int, batches: int, prefixes: Sequence[SharedPrefix | None] = ()
+) -> tuple[Waiting, BlockPlan, list[int]]:
     made: list[int] = []
 
     def row(place: int) -> RowState:
@@ -27,7 +30,7 @@ def waiting_for(needs: Sequence[Need], batch_size: int, batches: int) -> tuple[W
         return RowState(place, [1] * need.prompt_len, SamplingParams(max_tokens=need.gen_len), ByteTokenizer(50))
 
     plan = Plan(gpu_batch_size=batch_size, num_gpu_batches=batches)
-    planned = BlockPlans.of(tiny_spec(), plan, Workload.running(needs), Site()).first
+    planned = BlockPlans.of(tiny_spec(), plan, Workload.running(needs, prefixes), Site()).first
     waiting = Waiting(row)
     waiting.seat_in(planned)
     return waiting, planned, made
@@ -92,3 +95,13 @@ def test_a_row_that_finished_while_memory_ran_out_does_not_come_again(finished: 
     row, _ = waiting.take(0, [])
     row.push(7)
     assert list(waiting.left([planned])) == ([1] if finished else [0, 1])
+
+
+def test_whoever_shares_a_prefix_waits_until_there_is_room_for_that() -> None:
+    first, second = SharedPrefix(0, 32), SharedPrefix(1, 16)
+    waiting, planned, _ = waiting_for([Need(40, 9)] * 3, 3, 1, [first, first, None])
+    (batch,) = planned.block.batches
+    assert batch.seats is not None and batch.seats.prefixes == (32, 32, 32)
+    assert places(waiting.take(0, [second, None])) == [2], "neither of the others has room beside the second prefix"
+    assert places(waiting.take(0, [first, None])) == [0], "this one is there"
+    assert places(waiting.take(0, [])) == [1]
