@@ -218,7 +218,7 @@ class Pool:
     def __str__(self) -> str:
         gpu = " and a GPU" if self.gpus else ""
         machines = "this machine" if self.machines == 1 else f"{self.machines} machines"
-        return f"{self.workers} on {machines}, each with {self.cpus} cores{gpu}"
+        return f"{self.workers} on {machines}, each with {self.cpus} core{'s' * (self.cpus > 1)}{gpu}"
 
 
 @contextmanager
