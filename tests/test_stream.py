@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine.rows import Part
+from h2o_flexgen.engine.seated import SeatedRows
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.llm import LLM
@@ -190,6 +192,21 @@ def test_where_memory_runs_out_the_rest_goes_on_in_smaller_blocks(
         assert same(streamed(llm, requests, seed=3, on_shrink=told.append, on_token=count), wanted)
     assert [shrink.tried for shrink in told] == [(4, 2)]
     assert sum(tokens.values()) == sum(len(each.token_ids) for one in wanted for each in (one, *one.others))
+
+
+def test_a_batch_is_not_done_between_rows_that_leave_and_those_that_join(
+    checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, seen, join = Case("opt", lengths=LENGTHS, gpu_batch_size=1, num_gpu_batches=1), list[bool](), SeatedRows._join
+
+    def seen_by_lanes(rows: SeatedRows) -> list[Part]:
+        seen.append(rows.is_done)
+        return join(rows)
+
+    monkeypatch.setattr(SeatedRows, "_join", seen_by_lanes)
+    with case.open(checkpoints, offload) as llm:
+        assert len(streamed(llm, requests_of(case))) == len(LENGTHS)
+    assert len(seen) > len(LENGTHS) and not any(seen), "lanes would have fetched nothing for those who join"
 
 
 def test_what_is_no_request_is_a_prompt_and_nothing_asked_is_nothing_done(checkpoints: Checkpoints, offload: Path) -> None:
