@@ -28,9 +28,15 @@ class Need:
     workload: Workload
     held_back: int  # bytes of the fastest memory that the plan may not use
 
+    @property
+    def is_running(self) -> bool:
+        return self.workload.gen_lens is not None
+
     def is_outgrown_by(self, other: Need, plan: Plan) -> bool:
         """Whether a workload exceeds this need: by longer texts, or by more of them where the block held the whole workload."""
         new, known = other.workload, self.workload
+        if other.is_running != self.is_running:
+            return True  # what is best where rows come and go is not best where they stay
         is_longer = max(new.prompt_lens) > max(known.prompt_lens) or new.gen_len > known.gen_len
         has_more_rows = new.num_prompts > known.num_prompts and plan.block_size >= known.num_prompts
         return is_longer or has_more_rows or other.held_back > self.held_back
@@ -63,14 +69,16 @@ class AutoPlan:
 
     def _find(self, llm: ModelUnderPlan, need: Need) -> None:
         known = self.found_for
-        together = reduce(Need.together_with, known, need)
+        alike = [] if need.is_running else [one for one in known if not one.is_running]
+        together = reduce(Need.together_with, alike, need)
         if together != need and self._has_plan_for_both(llm, together):
             self.found_for = (together,)
             return
         wish = self._wish(llm, need)
         wish.refuse_impossible()
         self._adopt_best(wish)
-        others = (one for one in known if self._wish(llm, one).is_granted_by(llm.plan)) if together != need else ()
+        beside = alike if together != need else [one for one in known if one.is_running] if need.is_running else []
+        others = (one for one in beside if self._wish(llm, one).is_granted_by(llm.plan))
         self.found_for = (need, *others)
 
     def _has_plan_for_both(self, llm: ModelUnderPlan, together: Need) -> bool:

@@ -44,7 +44,7 @@ def arbitrary(case: Case, seed: int = 3) -> list[list[int]]:
 def assert_equal(these: Logits, those: Logits) -> None:
     assert these.keys() == those.keys()
     for key, values in these.items():
-        assert torch.equal(values, those[key].float()), key
+        assert torch.equal(values, those[key].float().cpu()), key
 
 
 CASES = [

@@ -184,6 +184,17 @@ class Workload:
         lengths, shared = tuple(need.prompt_len for need in needs), tuple(prefixes) if any(prefixes) else ()
         return cls(lengths, max((1, *gen_lens)), None, gen_lens, shared, copies_prefixes)
 
+    def thinned(self, most: int) -> Workload:
+        """A workload like this one, of no more rows, if rows come and go: the neediest, and the others evenly chosen."""
+        if self.gen_lens is None or self.num_prompts <= most:
+            return self
+        gen_lens = self.gen_lens
+        order = sorted(range(self.num_prompts), key=lambda row: (-self.prompt_lens[row] - gen_lens[row], row))
+        rows = [order[(place * len(order) + len(order) // 2) // most if place else 0] for place in range(most)]
+        prefixes = tuple(self.prefixes[row] for row in rows) if self.prefixes else ()
+        lengths = tuple(self.prompt_lens[row] for row in rows)
+        return replace(self, prompt_lens=lengths, gen_lens=tuple(gen_lens[row] for row in rows), prefixes=prefixes)
+
     @property
     def num_prompts(self) -> int:
         return len(self.prompt_lens)

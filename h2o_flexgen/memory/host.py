@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,9 @@ class HostTier:
         self._pinned = pinned
         self._mapped: list[Tensor] = []  # all regions
         self._spare: list[Tensor] = []  # the regions that are not in use
+        self._locks: dict[
+            int, weakref.finalize[[int], Tensor]
+        ] = {}  # by address: what unlocks a region, once, also when it is dropped
 
     @property
     def spare_bytes(self) -> int:
@@ -59,8 +63,8 @@ class HostTier:
     def _let_go(self, regions: list[Tensor]) -> None:
         gone = {id(region) for region in regions}
         for region in regions:
-            if self._pinned:  # before the pages go, or the driver would keep them and refuse their address to others
-                torch.cuda.cudart().cudaHostUnregister(region.data_ptr())
+            if self._pinned:
+                self._locks.pop(region.data_ptr())()
             self.meter.remove(region.nbytes)
         self._mapped = [region for region in self._mapped if id(region) not in gone]
         self._spare = [region for region in self._spare if id(region) not in gone]
@@ -74,13 +78,15 @@ class HostTier:
             pages.madvise(mmap.MADV_HUGEPAGE)
         region = torch.frombuffer(pages, dtype=torch.uint8)
         if self._pinned:
-            _page_lock(region)
+            self._locks[region.data_ptr()] = _page_lock(region)
         self._mapped.append(region)
         self.meter.add(size)
         return region
 
 
-def _page_lock(region: Tensor) -> None:
+def _page_lock(region: Tensor) -> weakref.finalize[[int], Tensor]:
+    """Page-locks a region, and returns what unlocks it. That comes before its pages go, also where nobody closes the tier, or
+    the driver would keep them and refuse their address to others."""
     portable = 1  # page-locked for every device
     status = int(torch.cuda.cudart().cudaHostRegister(region.data_ptr(), region.nbytes, portable))
     if status != 0:
@@ -88,6 +94,13 @@ def _page_lock(region: Tensor) -> None:
             f"page-locking {region.nbytes / 1e9:.2f} GB of host memory failed (CUDA error {status}); "
             "try --pin-weight 0 or raise the limit on locked memory (ulimit -l)"
         )
+    unlock = weakref.finalize(region, _page_unlock, region.data_ptr())
+    unlock.atexit = False  # the driver ends with the process
+    return unlock
+
+
+def _page_unlock(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def available_bytes() -> int:

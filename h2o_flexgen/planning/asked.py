@@ -48,8 +48,12 @@ class Asked:
         spec = model(plan)
         machine.flop_rate(spec.dtype, 1)  # refuses a type that was not measured there
         check_rolling(spec, plan)
-        for length, row in ({prompt_len: 0} if workload is None else workload.first_of_length).items():
-            check_positions(spec, plan, row, length, gen_len)
+        if workload is not None and workload.gen_lens is not None:
+            for row, (length, grown) in enumerate(zip(workload.prompt_lens, workload.gen_lens)):
+                check_positions(spec, plan, row, length, grown)
+        else:
+            for length, row in ({prompt_len: 0} if workload is None else workload.first_of_length).items():
+                check_positions(spec, plan, row, length, gen_len)
         return Problem(
             model=model,
             workload=workload,

@@ -25,6 +25,7 @@ from h2o_flexgen.schedule.task import Key, Task
 @dataclass(frozen=True)
 class Cost:
     planned: BlockPlan
+    known_seating: Seating | None = None  # that of the block, if somebody has found it already
 
     @property
     def spec(self) -> ModelSpec:
@@ -43,7 +44,7 @@ class Cost:
     @cached_property
     def seating(self) -> Seating:
         """Who has a seat when, where rows come and go."""
-        return Seating.of(self.planned)
+        return self.known_seating or Seating.of(self.planned)
 
     @property
     def passes(self) -> int:

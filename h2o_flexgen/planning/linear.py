@@ -28,13 +28,22 @@ from h2o_flexgen.planning.footprint import Footprint, footprint
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import sampled_steps, sum_of_steps
+from h2o_flexgen.planning.predict_running import typical_passes
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
+from h2o_flexgen.planning.seating import Seating
 
 KINDS = ("weights", "kv", "hidden")
 ROUNDS = 3  # rounds of solving, each anchored at the answers before
 LACKING = 1e6  # seconds per whole missing budget: far more than anything else can cost
 TIE = 1e-5  # share of the seconds that a kind of data costs a tier lower: among equal answers, the one that offloads least wins
-FOUND = ("steps", "weights_of_steps", "base", "more", "whole")  # properties of a case that do not depend on what stays
+FOUND = (
+    "seating",
+    "steps",
+    "weights_of_steps",
+    "base",
+    "more",
+    "whole",
+)  # properties of a case that do not depend on what stays
 PLACES = {DEVICE: Shares(1.0, 0.0), HOST: Shares(0.0, 1.0), DISK: Shares(0.0, 0.0)}
 Corner = tuple[str, str]  # kind of data, tier
 Bounds = Mapping[str, float]  # lane, or what lanes share -> seconds
@@ -73,13 +82,32 @@ class Case:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     @cached_property
+    def seating(self) -> Seating | None:
+        """Who has a seat when, where rows come and go."""
+        return Seating.of(self.planned(self.with_shares())) if self.block.is_running else None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are generated in the block."""
+        return self.block.num_rows * self.block.gen_len if self.seating is None else self.seating.grown
+
+    @property
+    def rows(self) -> int:
+        """Rows that come to their end in the block."""
+        return self.block.num_rows if self.seating is None else self.seating.rows
+
+    @cached_property
     def steps(self) -> list[int]:
         """The prompts, and the decode steps that stand for all of them."""
+        if self.seating is not None:
+            return [*typical_passes(self.seating)]
         return [0, *sampled_steps(self.planned(self.with_shares()))]
 
     @cached_property
     def weights_of_steps(self) -> list[float]:
         """How often each of these counts."""
+        if self.seating is not None:
+            return [*typical_passes(self.seating).values()]
         samples = self.steps[1:]
         units = ([float(one == step) for one in samples] for step in samples)
         return [1.0, *(sum_of_steps(samples, unit) for unit in units)]
@@ -109,7 +137,7 @@ class Case:
         two of them tell the cost of many."""
         batches = self.block.batches
         alike = len({(batch.lengths, batch.seen) for batch in batches}) == 1
-        if not alike or len(batches) < 3:
+        if not alike or self.seating is not None or len(batches) < 3:
             return self._of_all_blocks(plan, self.block)
         one, two = (self._of_all_blocks(plan, replace(self.block, batches=batches[:count])) for count in (1, 2))
         return _extended(one, two, len(batches))
@@ -121,7 +149,7 @@ class Case:
         return _extended(one, two, self.spec.num_blocks)
 
     def _bounds_of(self, plan: Plan, spec: ModelSpec, block: Block) -> list[dict[str, float]]:
-        pricing = Pricing(BlockPlan.of(spec, plan, block, self.site), self.machine, averaged=True)
+        pricing = Pricing(BlockPlan.of(spec, plan, block, self.site), self.machine, True, self.seating)
         return [pricing.bounds(step) for step in self.steps]
 
     # -- memory --------------------------------------------------------------------------------------------------------

@@ -17,11 +17,13 @@ from typing import NamedTuple
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
+from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.planning.some_steps import simulated, step_seconds
 from h2o_flexgen.schedule.trace import Trace
 
 ALL_PASSES = 40  # a block of no more passes is simulated whole
 STRETCHES, IN_A_ROW = 8, 4  # stretches of a longer one behind its first passes, and the passes that are simulated in each
+TYPICAL_PARTS, TYPICAL_OF = 3, 9  # parts of a block that have typical passes, and how many of each such a one is chosen from
 WEIGHED, WEIGHED_ROWS = 192, 40_000  # passes whose lanes are added up, at most; and rows in all of these
 
 
@@ -88,6 +90,20 @@ def stretches(passes: int) -> list[Stretch]:
     for start, end in pairwise(cuts):
         first = (start + end - IN_A_ROW) // 2
         found.append(Stretch(range(start, end), range(first, first + IN_A_ROW)))
+    return found
+
+
+def typical_passes(seating: Seating) -> dict[int, float]:
+    """Some passes that stand for all, and how many each stands for: the first, and of each part of the block one that reads
+    prompts and one that does not, with a middling number of tokens."""
+    found = {0: 1.0}
+    cuts = [1 + place * (seating.passes - 1) // TYPICAL_PARTS for place in range(TYPICAL_PARTS + 1)]
+    for start, end in pairwise(cuts):
+        for reads in (True, False):
+            passes = [number for number in range(start, end) if (number in seating.reading) == reads]
+            if passes:
+                some = sorted(passes[:: -(-len(passes) // TYPICAL_OF)], key=seating.tokens_at)
+                found[some[len(some) // 2]] = float(len(passes))
     return found
 
 

@@ -21,6 +21,7 @@ from h2o_flexgen.planning.batch_pass import BatchPass, products_of, rows_of
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
+from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.policies.policy import ATTENTION
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.schedule.ops import READ, WRITE, Data, Op
@@ -38,10 +39,11 @@ class Pricing:
     planned: BlockPlan
     machine: Machine
     averaged: bool = False  # over the steps of a journal of KV, so that any step stands for those around it
+    known_seating: Seating | None = None  # of a block where rows come and go, if somebody has found it already
 
     @cached_property
     def cost(self) -> Cost:
-        return Cost(self.planned)
+        return Cost(self.planned, self.known_seating)
 
     @property
     def spec(self) -> ModelSpec:

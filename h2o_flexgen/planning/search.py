@@ -33,6 +33,7 @@ SIZES = tuple(sorted({factor * 2**power for power in range(11) for factor in (1,
 BETWEEN = frozenset(3 * 2**power for power in range(11))  # sizes and numbers of batches tried only near good neighbours
 MOST_ROWS = 1024  # rows of a batch
 NUMBERS_OF_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)  # batches of a block
+MOST_MEASURED, TURNS = 2048, 8  # rows of a job that plans are measured by, and turns at least that each seat has among them
 SIMULATED, ON_FRONT = 5, 4  # plans that are simulated: the best by the program; further ones for the front
 SIMULATED_AT_MOST = 10  # the limit if simulations fall behind what the program promises of others
 REFINED = 6  # good answers on the grid whose neighbours are tried
@@ -77,6 +78,10 @@ class Problem:
         longest = sorted(self.workload.prompt_lens, reverse=True)[: plan.block_size]
         return replace(self.workload, prompt_lens=tuple(longest))
 
+    def measured(self, plan: Plan) -> Workload:
+        """The first block; of a long job in which rows come and go, as many rows as show how long it takes."""
+        return self.first_block(plan).thinned(max(MOST_MEASURED, TURNS * plan.block_size))
+
     def planned(self, plan: Plan, workload: Workload) -> WorkloadPlan:
         return WorkloadPlan(self.model(plan), plan, workload, self.site)
 
@@ -88,7 +93,8 @@ class Problem:
         return self.largest(plan).fits(self.budgets)
 
     def predict(self, plan: Plan) -> Prediction:
-        return predict(self.planned(plan, self.prompts(plan)), self.machine)
+        rows = self.prompts(plan)
+        return predict(self.planned(plan, rows if rows.gen_lens is None else self.measured(plan)), self.machine)
 
 
 @dataclass(frozen=True)
@@ -238,7 +244,7 @@ def _cases(problem: Problem) -> Iterator[Case]:
         spec = problem.model(base)
         for size, batches in _blocks(problem, base):
             plan = replace(base, gpu_batch_size=size, num_gpu_batches=batches)
-            block = problem.first_block(plan).blocks(size, batches)[0]
+            block = problem.measured(plan).blocks(size, batches)[0]
             yield Case(spec, plan, block, problem.machine, problem.budgets, problem.site)
 
 
@@ -302,7 +308,7 @@ def _offloaded(plan: Plan) -> Iterator[Plan]:
 
 def _rank(problem: Problem, answer: Answer) -> tuple[float, float]:
     """The order of candidates; less is better."""
-    for_a_row = answer.seconds / answer.case.block.num_rows
+    for_a_row = answer.seconds / answer.case.rows
     return (answer.seconds, for_a_row) if problem.prefer == LATENCY else (for_a_row, answer.seconds)
 
 
@@ -315,7 +321,7 @@ def _promise(problem: Problem, answer: Answer) -> float:
     """The program's promise, in the terms that candidates are ordered by."""
     if problem.prefer == LATENCY:
         return answer.seconds
-    return -answer.case.block.num_rows * answer.case.block.gen_len / answer.seconds
+    return -answer.case.tokens / answer.seconds
 
 
 def _promising(problem: Problem, ranked: Sequence[Answer]) -> list[Answer]:
@@ -340,8 +346,8 @@ def _front_answers(problem: Problem, answers: Sequence[Answer], known: Sequence[
     by_latency = sorted(answers, key=lambda answer: answer.seconds)
     front: list[Answer] = []
     for answer in by_latency:
-        rate = answer.case.block.num_rows / answer.seconds
-        if not front or rate > front[-1].case.block.num_rows / front[-1].seconds:
+        rate = answer.case.rows / answer.seconds
+        if not front or rate > front[-1].case.rows / front[-1].seconds:
             front.append(answer)
     plans = {answer.plan for answer in known}
     rest = [answer for answer in front if answer.plan not in plans]

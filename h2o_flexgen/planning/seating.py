@@ -14,7 +14,7 @@ import numpy
 
 from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
-from h2o_flexgen.planning.batch_pass import NOTHING_SHARED, Prompts, Shared
+from h2o_flexgen.planning.batch_pass import NOTHING_SHARED, Prompts, Shared, tokens_of
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.queues import Queues, read_together
 from h2o_flexgen.policies.occupancy import Occupancy
@@ -196,10 +196,24 @@ class Seating:
         return cls(stays, number, planned.plan.prefill_tokens)
 
     def at(self, number: int, batch: int) -> PassOfSeats:
-        return PassOfSeats.of(self.stays[batch], number, self.prefill_tokens)
+        if (number, batch) not in self._known:
+            self._known[number, batch] = PassOfSeats.of(self.stays[batch], number, self.prefill_tokens)
+        return self._known[number, batch]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, int], PassOfSeats]:
+        return {}
+
+    def tokens_at(self, number: int) -> int:
+        """Tokens that are computed in a pass."""
+        return sum(tokens_of(self.at(number, batch)) for batch in range(len(self.stays)))
 
     @property
-    def tokens(self) -> int:
+    def rows(self) -> int:
+        return sum(len(stay.rows) for stay in self.stays)
+
+    @property
+    def grown(self) -> int:
         """Tokens that rows may grow."""
         return sum(need.gen_len for stay in self.stays for need, _ in stay.rows)
 

@@ -171,7 +171,7 @@ def test_the_spans_of_a_run_keep_to_the_needs_of_its_schedule(any_device: str, c
     assert len(spans) == len(tasks)
     for task in tasks:
         for need in task.needs:
-            assert spans[need].end <= spans[task.key].start + (1e-4 if any_device == "cuda" else 0)
+            assert spans[need].end <= spans[task.key].start + (1e-3 if any_device == "cuda" else 0)
 
 
 # -- sampling, streaming -------------------------------------------------------------------------------------------------

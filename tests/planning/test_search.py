@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
 
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import parse_bytes
@@ -203,3 +205,41 @@ def test_the_soonest_block_is_a_bound_that_no_plan_that_is_found_passes() -> Non
     problem = scarce(False, 1.0, prefer=LATENCY)
     least = min(search_module._soonest_seconds(problem, base) for base in search_module._bases(problem))
     assert least <= 1.02 * search(problem).front[0].block_seconds
+
+
+# -- where rows come and go ----------------------------------------------------------------------------------------------------
+
+
+def job(rows: int) -> Workload:
+    """Most rows end early, and a few late."""
+    random = Random(rows)
+    return Workload.running([Need(random.randint(2, 20), min(30, int(2 * random.paretovariate(1.0)))) for _ in range(rows)])
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_a_plan_for_rows_that_come_and_go_is_near_the_best_of_all_sizes(accelerator: bool) -> None:
+    asked = problem(accelerator, workload=job(96), batches=(1, 2))
+    found = search(asked)
+    assert asked.fits(found.best.plan) and found.best.prediction.generated_tokens == sum(asked.prompts(Plan()).gen_lens or ())
+    sizes = [
+        replace(found.best.plan, gpu_batch_size=size, num_gpu_batches=batches) for size in (4, 16, 48) for batches in (1, 2)
+    ]
+    assert found.best.tokens_per_second >= 0.85 * max(asked.predict(plan).tokens_per_second for plan in sizes)
+
+
+def test_seats_of_classes_take_less_than_rows_that_all_may_need_most() -> None:
+    running = problem(workload=job(96))
+    staying = replace(running, workload=replace(job(96), gen_lens=None))
+    plan = Plan(gpu_batch_size=12, num_gpu_batches=4)
+    seats, rows = (asked.largest(plan).footprint.parts[HOST]["KV"] for asked in (running, staying))
+    assert seats < 0.8 * rows
+
+
+def test_a_long_job_is_measured_by_a_part_of_its_rows_that_is_like_the_whole() -> None:
+    whole = job(1000)
+    part = whole.thinned(100)
+    assert part.num_prompts == 100 and whole.thinned(1000) is whole
+    assert part.num_tokens / 100 == pytest.approx(whole.num_tokens / 1000, rel=0.1)
+    assert max(map(sum, zip(part.prompt_lens, part.gen_lens or ()))) == max(
+        map(sum, zip(whole.prompt_lens, whole.gen_lens or ()))
+    )

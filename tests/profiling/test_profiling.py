@@ -193,7 +193,7 @@ def test_an_accelerator_has_links_and_attends_in_two_places(tmp_path: Path, monk
 @pytest.mark.cuda
 def test_a_gpu_can_be_measured(tmp_path: Path) -> None:
     machine = profile(open_device(), tmp_path, "gpu", sizes=replace(TINY, copied_bytes=16 << 20))
-    assert machine.has_accelerator and machine.device_bytes > 0 and machine.packed_flops_per_s == {}
+    assert machine.has_accelerator and machine.device_bytes > 0
     assert {dtype: len(curve) for dtype, curve in machine.flops_per_s.items()} == {"float16": 3, "bfloat16": 3}
 
 
