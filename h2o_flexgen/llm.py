@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -185,7 +186,8 @@ class LLM(ModelUnderPlan):
         stream, planned = self._planned_stream(job, on_token is not None, on_stage)
         picker, ticker = Picker(Sampler(seed), on_token, None, planned.scored_at_once), Ticker(on_tick)
         running = Running(self._ready(on_stage), picker, on_visit, on_shrink, may_shrink, stop_at, ticker)
-        yield from stream.completions(running.seated(planned, stream.waiting()), ticker)
+        with closing(running.seated(planned, stream.waiting())) as ended:
+            yield from stream.completions(ended, ticker)
         counts = ticker.requests_done, stream.prompt_tokens, stream.generated_tokens
         self.stats = Stats.counted(*counts, running.done, self._peak_bytes())
 
