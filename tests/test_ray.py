@@ -158,6 +158,7 @@ def test_one_line_names_the_extra(code: str) -> None:
         (("--ray", "ray://host:10001"), "run the job on one of its machines, with --ray auto"),
         (("--ray", "local", "--dry-run"), "each worker finds one for its own; leave out --ray"),
         (("--ray", "local", "--percent", "auto", "--allow-4bit"), "would have each worker of --ray choose for itself"),
+        (("--ray", "local", "--kv-policy", "h2o"), "with --ray say --shared-prefixes 0"),
         (("--ray", "local", "--workers", "0"), "give a whole number from 1 to 1000"),
     ],
 )
