@@ -136,7 +136,7 @@ class LLM(ModelUnderPlan):
     ) -> list[Completion]:
         """Returns completions in the order of the prompts. A prompt is a text, a list of token ids, or a dict of one of them;
         prompts are a list, an array or an iterator of these, or what `prepare` returned. `on_token` gets every token as it
-        comes; rows of one block take turns. `on_completion` gets the completion of a prompt when its block is over. `use_tqdm`
+        comes; rows of one block take turns. `on_completion` gets the completion of a prompt when it ends. `use_tqdm`
         shows on stderr how many prompts are done, or on a bar made by a function like tqdm. If memory runs out in spite of the
         plan, the rest goes on in smaller blocks, which `on_shrink` hears of (without it a warning is given); unless it
         `may_shrink`, that is an error. `forced` gives the first tokens of each row, which are not picked; they count in

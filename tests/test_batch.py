@@ -274,8 +274,20 @@ def test_a_manifest_is_never_the_input(command: Any, tmp_path: Path) -> None:
 def test_devices_and_folders_are_no_outputs(command: Any, tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", requests(2))
     assert "is a device or a pipe" in command("-i", file, "-o", "/dev/full").error
+    reading, writing = os.pipe()
+    assert "is a device or a pipe" in command("-i", file, "-o", f"/dev/fd/{writing}").error
+    os.close(reading)
+    os.close(writing)
     assert "cannot be written" in command("-i", file, "-o", tmp_path).error
     assert "cannot be written" in command("-i", file, "-o", tmp_path / "none" / "out.jsonl").error
+
+
+def test_the_file_that_stdout_goes_to_is_no_output(command: Any, out: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    file = write(tmp_path / "in.jsonl", requests(2))
+    with out.open("w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        error = command("-i", file, "-o", out).error
+    assert "is where stdout goes" in error and not out.read_bytes()
 
 
 def test_a_folder_that_is_read_only_is_named_before_anything_is_opened(capfd: Any, tmp_path: Path) -> None:
@@ -343,12 +355,22 @@ def test_a_job_goes_on_where_it_ended(
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith("out")} == {"out.jsonl", "out.manifest.json"}
 
 
-def test_who_goes_on_alone_keeps_what_was_shared(command: Any, out: Path, tmp_path: Path) -> None:
-    """A shared prefix is never evicted, so what the last request of a group keeps must not depend on who is done."""
+@pytest.mark.parametrize(
+    "kept",
+    [
+        ("--kv-policy", "h2o", "--heavy", "4", "--recent", "4"),
+        ("--compress-cache",),
+        ("--compress-cache", "--prefix-policy", "judged"),
+    ],
+    ids=["evicted", "packed", "packed and judged"],
+)
+def test_who_goes_on_alone_keeps_what_was_shared(command: Any, out: Path, tmp_path: Path, kept: tuple[str, ...]) -> None:
+    """A shared prefix is never evicted, and packed before others attend it, so what the last request of a group attends must
+    not depend on who is done."""
     header = [5 + 7 * n % 100 for n in range(40)]
     lines = [{"custom_id": f"r{n}", "prompt": [*header, *range(n + 1, n + 20)], "max_tokens": 12} for n in range(5)]
     file, whole = write(tmp_path / "in.jsonl", lines), tmp_path / "whole.jsonl"
-    flags = (*IN_MEMORY, "--kv-policy", "h2o", "--heavy", 4, "--recent", 4, "--return-token-ids")
+    flags = (*IN_MEMORY, *kept, "--logprobs", 0, "--return-token-ids")
     assert command("-i", file, "-o", whole, *flags).status == 0
     with ended_after(4, KeyboardInterrupt()):
         assert command("-i", file, "-o", out, *flags).status == 130
@@ -391,6 +413,8 @@ def test_another_job_is_refused_by_what_differs(command: Any, out: Path, tmp_pat
     as_before = (*again, "--temperature", 0.5)
     assert "ordered was False and is True" in command(*as_before, "--ordered").error
     assert "kv_policy was 'full' and is 'h2o'" in command(*as_before, "--kv-policy", "h2o").error
+    unshared = command(*as_before, "--schedule", "row_by_row").error
+    assert "shared_prefixes was True and is False" in unshared, "this schedule shares none"
     assert "--seed is 6, but the job in --output-file out.jsonl was begun with 5" in command(*as_before, "--seed", 6).error
     assert "the model's dtype was 'float32' and is 'bfloat16'" in command(*as_before, "--dtype", "bfloat16").error
     other = tmp_path / "other"

@@ -151,6 +151,7 @@ def test_rows_are_chats_or_token_ids(engine: Engine) -> None:
         (("--ray", "ray://host:10001"), "run the job on one of its machines, with --ray auto"),
         (("--ray", "local", "--dry-run"), "each worker finds one for its own; leave out --ray"),
         (("--ray", "local", "--percent", "auto", "--allow-4bit"), "would have each worker of --ray choose for itself"),
+        (("--ray", "local", "--kv-policy", "h2o"), "with --ray say --shared-prefixes 0"),
         (("--ray", "local", "--workers", "0"), "give a whole number from 1 to 1000"),
     ],
 )

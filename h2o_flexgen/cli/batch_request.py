@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -185,6 +186,9 @@ def _ray(flags: Namespace, asked: Plan | Asked) -> RayRequest | None:
         raise ValueError(f"--machine {flags.machine} is one machine, and workers measure their own; leave it out")
     if isinstance(asked, Asked) and (asked.codecs or asked.computes):
         raise ValueError(f"--allow-4bit and --allow-int8 would have each worker of {RAY} choose for itself; say {PACK} instead")
+    if (asked.plan if isinstance(asked, Asked) else asked).answers_depend_on_prefixes:
+        why = "answers depend on what requests share where KV is evicted or packed, and a worker sees its own requests alone"
+        raise ValueError(f"{why}: with {RAY} say --shared-prefixes 0")
     return RayRequest(flags.ray, flags.workers, flags.hand_out, flags.device != "cpu")
 
 
@@ -196,11 +200,13 @@ def _files(flags: Namespace, file: InputFile) -> JobFiles:
     named = {OUTPUT: flags.output_file, "--metrics": flags.metrics}
     for flag, name in named.items():
         check_writable(name, flag)
-    output = _real(flags.output_file)
-    if output.exists() and not output.is_file():
+    output, given = _real(flags.output_file), Path(flags.output_file).expanduser()
+    if given.exists() and not given.is_file():  # a link to an open pipe leads to no path
         raise ValueError(f"{OUTPUT} {flags.output_file} is a device or a pipe, from which no job can go on; give a plain file")
     if not os.access(output if output.exists() else output.parent, os.W_OK, effective_ids=True):
         raise ValueError(f"{OUTPUT} {flags.output_file} cannot be written; give a file that can, in a folder that can")
+    if _is_stdout(output):
+        raise ValueError(f"{OUTPUT} {flags.output_file} is where stdout goes, which has a line of its own; send that elsewhere")
     files = JobFiles(output, manifest_file(output), flags.metrics and _real(flags.metrics))
     taken = {_real(flags.input_file): f"{INPUT} {flags.input_file}"}
     written = {files.output: OUTPUT, files.manifest: "the manifest", waiting_file(output): "the file of waiting records"}
@@ -216,6 +222,13 @@ def _files(flags: Namespace, file: InputFile) -> JobFiles:
 
 def _real(name: str) -> Path:
     return Path(name).expanduser().resolve()
+
+
+def _is_stdout(path: Path) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(sys.stdout.fileno()))
+    except (OSError, ValueError, AttributeError):  # no such file, or a stdout that is closed or no file
+        return False
 
 
 def _are_one(one: Path, other: Path) -> bool:

@@ -73,7 +73,7 @@ class JobRun:
         finished = self.output.finished
         with Metrics(self.metrics) as metrics, Progress(len(finished.states), "batch") as progress:
             listening = Listening(
-                JobWatch(progress, metrics, self.left.sizes, finished),
+                JobWatch(progress, metrics, self.left.sizes, finished, self.left.shared_tokens),
                 progress,
                 Interrupts(lambda: progress.stage(ENDING)),
                 self.output,

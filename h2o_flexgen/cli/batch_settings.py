@@ -17,7 +17,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 WEIGHTS, TOKENIZER, DTYPE = "weights", "tokenizer", "dtype"
 IN_LAST_BITS = ("device", "kernels", "torch")  # parts of a model's identity that numbers depend on in their last bits
 # what a plan has to say about the answers
-OF_PLAN = ("kv_policy", "weight_codec", "kv_codec", "compute", "shared_prefixes", "prefix_policy", "least_prefix")
+OF_PLAN = ("kv_policy", "weight_codec", "kv_codec", "compute", "prefix_policy", "least_prefix")
 PACKAGES = ("h2o_flexgen", "torch", "transformers", "numpy")
 
 
@@ -38,7 +38,8 @@ def option_settings(request: BatchRequest) -> Settings:
 
 def plan_settings(plan: Plan) -> Settings:
     kept = {each.name: getattr(plan.kv_options, each.name) for each in fields(KVOptions)}
-    return {**{name: getattr(plan, name) for name in OF_PLAN}, **kept}
+    shared = {"shared_prefixes": plan.shares_prefixes}  # whatever keeps them from being shared, a flag or the schedule
+    return {**{name: getattr(plan, name) for name in OF_PLAN}, **shared, **kept}
 
 
 def refuse_other(begun: Manifest | None, settings: Settings, request: BatchRequest) -> None:

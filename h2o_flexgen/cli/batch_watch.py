@@ -129,10 +129,11 @@ class Metrics:
 class JobWatch:
     """Listens to a running job."""
 
-    def __init__(self, progress: Progress, metrics: Metrics, sizes: Sizes, finished: Finished) -> None:
-        """`finished` is kept up to date by whoever writes records."""
+    def __init__(self, progress: Progress, metrics: Metrics, sizes: Sizes, finished: Finished, shared_tokens: int = 0) -> None:
+        """`finished` is kept up to date by whoever writes records; `shared_tokens` are not read again."""
         self._progress, self._metrics, self._finished = progress, metrics, finished
-        self._work = sum(size.rows * (size.prompt_len + size.gen_len) for size in sizes)  # tokens, at most
+        whole = sum(size.rows * (size.prompt_len + size.gen_len) for size in sizes)
+        self._work = whole - shared_tokens  # tokens, at most
         self._rows_ended = 0
         self._saved = 0  # tokens that finished requests might have had and did not need
         self._began = time.perf_counter()
@@ -161,10 +162,10 @@ class JobWatch:
 
     @property
     def figures(self) -> Figures:
+        finished, seconds = self._finished, time.perf_counter() - self._began
         tokens = self._tick.prompt_tokens + self._tick.generated_tokens
-        share = min(1.0, tokens / max(1, self._work - self._saved))
-        seconds = time.perf_counter() - self._began
-        finished = self._finished
+        is_over = finished.num_done == len(finished.states)
+        share = 1.0 if is_over else min(1.0, tokens / max(1, self._work - self._saved))
         rows = self._rows_ended + self._tick.alive
         return Figures(len(finished.states), finished.num_done, finished.num_failed, seconds, share, rows, self._tick)
 

@@ -120,18 +120,12 @@ class Prepared:
         index, states = self.request.checked.index, self.request.checked.index.states
         sound = [place for place in range(len(index)) if states[place] == SOUND]
         left = [place for place in sound if finished.is_open(place)]
-        places = sound if left and self._answers_depend_on_prefixes else left
+        places = sound if left and self.llm.plan.answers_depend_on_prefixes else left
         with Progress(len(places), "reading prompts", late=True) as progress:
             return BatchJob(
                 self,
                 FileJob.of(index, places, self._reading, finished.is_open, lambda count: progress.update("", count)),
             )
-
-    @property
-    def _answers_depend_on_prefixes(self) -> bool:
-        """Whether what a row keeps depends on whether it shares a prefix, which is then kept whole."""
-        plan = self.llm.plan
-        return plan.shared_prefixes and not plan.copies_prefixes and not plan.policy.keeps_all
 
     @property
     def _reading(self) -> Reading:

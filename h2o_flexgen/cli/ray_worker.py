@@ -139,26 +139,29 @@ class Worker:
             if not self._is_known:
                 self._is_known = True
                 yield Said(portion.number, opened=Opened(socket.gethostname(), self._llm.plan))
-            while requests:
-                broken = yield from self._run(portion.number, requests)
+            left = {request.index: request for request in requests}
+            while left:
+                broken = yield from self._run(portion.number, left)
                 if broken is not None:
                     yield Said(portion.number, broken=broken)
         except (ValueError, TaskFailed, OSError, MemoryError) as error:
             yield Said(portion.number, failure=f"{socket.gethostname()}: {error}")
 
-    def _run(self, portion: int, requests: list[Request]) -> Generator[Said, None, Broken | None]:
-        """Runs requests until all are done, or until one breaks. Those that have ended are taken out of the list."""
+    def _run(self, portion: int, left: dict[int | None, Request]) -> Generator[Said, None, Broken | None]:
+        """Runs requests until all are done, or until one breaks. Those that have ended are taken out."""
         ticks: list[Tick] = []
         try:
-            for done in self._llm.generate_stream(requests[:], seed=self._share.seed, on_tick=ticks.append, on_stage=_nobody):
+            for done in self._llm.generate_stream(
+                [*left.values()], seed=self._share.seed, on_tick=ticks.append, on_stage=_nobody
+            ):
                 del ticks[:-1]
-                requests[:] = [one for one in requests if one.index != done.index]
+                del left[done.index]
                 yield Said(portion, done, tick=ticks[-1] if ticks else None)
         except TaskFailed as failed:
             if not isinstance(failed.cause, NoTokenLeft):
                 raise
             number = failed.cause.row
-            requests[:] = [one for one in requests if one.index != number]
+            del left[number]
             return Broken(number, str(failed.cause))
         yield Said(portion, tick=ticks[-1])
         return None

@@ -137,6 +137,11 @@ class FileJob:
     def prefixes(self) -> PrefixGroups | None:
         return None if self.finder is None else self.finder.groups().only(self._among_read, self.sizes.rows)
 
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of prompts that are not computed because others had them computed."""
+        return 0 if self.prefixes is None else self.prefixes.saved_tokens
+
     def request(self, place: int) -> Request:
         """The request at a place of this job."""
         own = self.places[place]

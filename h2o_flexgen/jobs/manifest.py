@@ -53,7 +53,7 @@ class Manifest:
             write_durably(path, text + "\n")
         except OSError as error:
             raise ValueError(
-                f"{path} cannot be written ({reason(error)}); it says what is needed to go on with a job"
+                f"{path} cannot be written ({reason(error)}); no job can go on without it: mend that, or give another output"
             ) from error
 
     @classmethod

@@ -121,6 +121,13 @@ class Plan:
         return self.prefix_policy == JUDGED
 
     @property
+    def answers_depend_on_prefixes(self) -> bool:
+        """Whether what a row attends depends on whether it shares a prefix: it is kept whole where a policy would evict of it,
+        or packed before the prompt behind it is read."""
+        is_kept_whole = not self.copies_prefixes and not self.policy.keeps_all
+        return self.shares_prefixes and (is_kept_whole or self.kv_codec != PLAIN)
+
+    @property
     def prefix_note_bytes(self) -> int:
         """Bytes kept for a token of a shared prefix and a KV head beside key and value: for rows that take a copy of them."""
         return self.policy.score_bytes if self.copies_prefixes else 0

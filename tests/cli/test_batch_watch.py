@@ -52,8 +52,20 @@ def test_requests_that_end_early_bring_the_end_nearer() -> None:
         assert watch.figures.share == pytest.approx(50 / 120)
         finished.note(2, failed=False)
         watch.tick(Tick(2, 1, 2, 4, 30, 20, 50, 1.0, 1.0, {"compute": 1e9}))
+        finished.note(3, failed=False)
+        assert watch.end().seconds_left == 0, "nothing is left of a job that is over"
     last = stream.getvalue().splitlines()[-1]
     assert last.startswith("batch: 3/4 2 of 4 rows, compute 100% busy, prefill ") and "ETA" in last
+
+
+def test_what_requests_share_is_read_once() -> None:
+    sizes = Sizes()
+    for _ in range(3):
+        sizes.add(Size(40, 10))
+    with Progress(3, "batch", io.StringIO()) as progress:
+        watch = JobWatch(progress, Metrics(None), sizes, Finished(bytearray(3)), shared_tokens=60)
+        watch.tick(Tick(1, 0, 3, 3, 60, 15, 75, 1.0, 1.0, {}))
+    assert watch.figures.share == pytest.approx(75 / 90)
 
 
 def test_figures_are_appended_and_the_last_ones_always(tmp_path: Path) -> None:
