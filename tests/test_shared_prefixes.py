@@ -89,6 +89,8 @@ def test_each_row_says_what_it_says_alone_behind_its_prefix(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
     case = SharedCase(**values)
+    if case.device == "cuda":  # its products differ in the last bits by the number of rows, and 4 bits make a step of that
+        case = replace(case, kv_codec=PLAIN)
     if case.plan.copies_prefixes and case.plan.policy.last_queries:
         case = replace(case, least_own=ENOUGH)
     with case.open(checkpoints, offload) as llm:
