@@ -245,7 +245,7 @@ def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, st
     return max(peak_allocated(visit, there) for visit in visits)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS[:1], TORCH])
+@pytest.mark.parametrize("variant", [*variants()[:1], TORCH])
 @pytest.mark.parametrize("prefix_policy", PREFIX_POLICIES)
 @pytest.mark.parametrize("kept", KEPT[:2])
 @pytest.mark.parametrize(("rows", "own", "shared"), [(8, 40, 200), (64, 4, 90), (40, 1, 300)])
