@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +33,7 @@ from h2o_flexgen.engine.shrink import OnShrink
 from h2o_flexgen.engine.stage import OnStage
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.stream import Stream, job_of
-from h2o_flexgen.engine.threads import set_threads
+from h2o_flexgen.engine.threads import keep_few_compiled_products, set_threads
 from h2o_flexgen.engine.tick import OnTick, Ticker
 from h2o_flexgen.memory.threads import do_without_lost_threads
 from h2o_flexgen.options import arguments_of, asked_plan, name_of, what_is_searched
@@ -85,6 +86,7 @@ class LLM(ModelUnderPlan):
         self.stats: Stats | None = None
         names = name_of("model", model), name_of("tokenizer", tokenizer)
         set_threads(threads)
+        keep_few_compiled_products()
         do_without_lost_threads()
         super().__init__(*names, asked, dtype, device, gpu_mem, cpu_mem, offload_dir, dummy_weights, on_stage)
 
@@ -184,7 +186,8 @@ class LLM(ModelUnderPlan):
         stream, planned = self._planned_stream(job, on_token is not None, on_stage)
         picker, ticker = Picker(Sampler(seed), on_token, None, planned.scored_at_once), Ticker(on_tick)
         running = Running(self._ready(on_stage), picker, on_visit, on_shrink, may_shrink, stop_at, ticker)
-        yield from stream.completions(running.seated(planned, stream.waiting()), ticker)
+        with closing(running.seated(planned, stream.waiting())) as ended:
+            yield from stream.completions(ended, ticker)
         counts = ticker.requests_done, stream.prompt_tokens, stream.generated_tokens
         self.stats = Stats.counted(*counts, running.done, self._peak_bytes())
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -139,14 +140,6 @@ def test_rows_are_chats_or_token_ids(engine: Engine) -> None:
     assert answered(engine, []) == []
 
 
-@pytest.mark.parametrize("code", ["import h2o_flexgen.ray"])
-def test_one_line_names_the_extra(code: str) -> None:
-    command = [sys.executable, "-c", f"import sys; sys.modules['ray'] = None; {code}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode != 0
-    assert done.stderr.splitlines()[-1].endswith("Ray is not installed; it comes with the extra [ray]: pip install -e '.[ray]'")
-
-
 # -- a job without a cluster -------------------------------------------------------------------------------------------
 
 
@@ -232,17 +225,22 @@ def is_running(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-def test_a_job_whose_worker_is_killed_is_that_of_one_process(tmp_path: Path) -> None:
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for sockets, whose names may not be long."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_job_whose_worker_is_killed_is_that_of_one_process(tmp_path: Path, short_folder: Path) -> None:
     """Two workers; one is killed after some records. Nothing is missing, nothing comes twice, and nothing stays behind."""
-    file, out, temporary = write(tmp_path / "in.jsonl", demo_requests(48)), tmp_path / "out.jsonl", tmp_path / "t"
-    temporary.mkdir()
-    alone = tmp_path / "alone.jsonl"
+    file, out, alone = write(tmp_path / "in.jsonl", demo_requests(48)), tmp_path / "out.jsonl", tmp_path / "alone.jsonl"
     assert batch.main(["-i", str(file), "-o", str(alone), *DEMO]) == 0
     on_workers = ("--ray", "local", "--workers", "2", "--hand-out", "12")
     command = [sys.executable, "-m", "h2o_flexgen.batch", "-i", str(file), "-o", str(out), *DEMO, *on_workers]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=as_in_a_terminal,
-        env={**os.environ, "TMPDIR": str(temporary)},
+        env={**os.environ, "TMPDIR": str(short_folder)},
     )  # fmt: skip
     when(process, lambda: has_lines(out, 8))
     begun = children(process) if process.poll() is None else []
@@ -252,10 +250,10 @@ def test_a_job_whose_worker_is_killed_is_that_of_one_process(tmp_path: Path) -> 
     shown, err = process.communicate()
     assert process.returncode == 0, err
     assert records(out) == records(alone) and len(records(out)) == 48
-    (document,) = map(json.loads, shown.splitlines())
+    document = json.loads(shown.splitlines()[-1])  # Ray says before it that a worker has died
     assert (document["requests_done"], document["requests_failed"]) == (48, 0)
     psutil.wait_procs(begun, timeout=60)
-    assert not any(map(is_running, begun)) and list(temporary.iterdir()) == []
+    assert not any(map(is_running, begun)) and list(short_folder.iterdir()) == []
 
 
 def test_the_guides_example_runs(tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.engine.job import Request
+from h2o_flexgen.engine import stream as stream_of_completions
+from h2o_flexgen.engine.job import Request, Size
+from h2o_flexgen.engine.rows import Part
+from h2o_flexgen.engine.seated import SeatedRows
 from h2o_flexgen.engine.shrink import Shrink
+from h2o_flexgen.engine.stream import ListedJob, job_of
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.quant.codec import PLAIN
@@ -192,6 +196,21 @@ def test_where_memory_runs_out_the_rest_goes_on_in_smaller_blocks(
     assert sum(tokens.values()) == sum(len(each.token_ids) for one in wanted for each in (one, *one.others))
 
 
+def test_a_batch_is_not_done_between_rows_that_leave_and_those_that_join(
+    checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, seen, join = Case("opt", lengths=LENGTHS, gpu_batch_size=1, num_gpu_batches=1), list[bool](), SeatedRows._join
+
+    def seen_by_lanes(rows: SeatedRows) -> list[Part]:
+        seen.append(rows.is_done)
+        return join(rows)
+
+    monkeypatch.setattr(SeatedRows, "_join", seen_by_lanes)
+    with case.open(checkpoints, offload) as llm:
+        assert len(streamed(llm, requests_of(case))) == len(LENGTHS)
+    assert len(seen) > len(LENGTHS) and not any(seen), "lanes would have fetched nothing for those who join"
+
+
 def test_what_is_no_request_is_a_prompt_and_nothing_asked_is_nothing_done(checkpoints: Checkpoints, offload: Path) -> None:
     case = Case("opt", lengths=LENGTHS)
     with case.open(checkpoints, offload) as llm:
@@ -199,6 +218,38 @@ def test_what_is_no_request_is_a_prompt_and_nothing_asked_is_nothing_done(checkp
         assert [len(one.token_ids) for one in streamed(llm, case.prompts)] == [32] * len(LENGTHS)
         with pytest.raises(ValueError, match="prompt 1 is empty"):
             list(llm.generate_stream([[1], []]))
+
+
+def test_a_request_that_is_not_what_its_job_said_is_refused(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("opt", lengths=LENGTHS, gpu_batch_size=2, num_gpu_batches=1)
+    with case.open(checkpoints, offload) as llm:
+        job = job_of(requests_of(case), llm._row_maker)
+        assert isinstance(job, ListedJob)
+        said = replace(job, sizes=[one_longer(size) for size in job.sizes])
+        with pytest.raises(ValueError, match="request 9 was said to have 6 tokens, max_tokens 11 and n 1, but now has 5, 11"):
+            list(llm.generate_stream(said))
+        assert llm._memories is None or llm._memories.disk.meter.used_bytes == 0
+
+
+def one_longer(size: Size) -> Size:
+    return size._replace(prompt_len=size.prompt_len + 1)
+
+
+@pytest.mark.parametrize("failing", ["completion_of", "on_tick"])
+def test_nothing_runs_on_behind_an_error_that_somebody_keeps(
+    failing: str, checkpoints: Checkpoints, offload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> Completion:
+        raise LookupError("kept")
+
+    case = Case("llama-gqa", MIXES[2], LENGTHS, gpu_batch_size=3)
+    if failing == "completion_of":
+        monkeypatch.setattr(stream_of_completions, "completion_of", fail)
+    with case.open(checkpoints, offload) as llm:
+        with pytest.raises(LookupError) as kept:
+            list(llm.generate_stream(requests_of(case), on_tick=fail if failing == "on_tick" else None))
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("lane-")], kept
+        assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
 
 
 def test_a_pass_is_told_of_when_its_completions_were_handed_out(checkpoints: Checkpoints, offload: Path) -> None:

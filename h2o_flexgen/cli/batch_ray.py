@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -25,6 +25,7 @@ from h2o_flexgen.cli.batch_request import LOCAL, RAY, RESUME, WORKERS, BatchRequ
 from h2o_flexgen.cli.batch_run import Listening, OnBroken
 from h2o_flexgen.cli.ray_worker import PORTION, SAID, Portion, Said, Share, Worker
 from h2o_flexgen.core.cores import cores
+from h2o_flexgen.core.hints import one_line
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.engine.tick import Tick
@@ -34,6 +35,8 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.output import Completion
 
 PATIENCE_SECONDS = 10.0
+LONGEST_FOLDER = 24  # characters: names of sockets have 107 at most, and Ray adds up to 80
+LONGEST_REASON = 400  # characters
 LOOPBACK = "127.0.0.2"  # Ray takes localhost for the machine's address in its network
 STORE_BYTES = 1 << 28  # of texts and records on their way; more goes through files
 RETRIES = 3  # how often a portion is run again whose worker died: some requests may be what kills it
@@ -215,7 +218,7 @@ class Pool:
     def __str__(self) -> str:
         gpu = " and a GPU" if self.gpus else ""
         machines = "this machine" if self.machines == 1 else f"{self.machines} machines"
-        return f"{self.workers} on {machines}, each with {self.cpus} cores{gpu}"
+        return f"{self.workers} on {machines}, each with {self.cpus} core{'s' * (self.cpus > 1)}{gpu}"
 
 
 @contextmanager
@@ -247,7 +250,7 @@ def _threads_ended() -> Iterator[None]:
 def _of_this_machine(asked: RayRequest, threads: int | None) -> Iterator[None]:
     workers = asked.workers or 1
     each = threads or max(1, cores() // workers)
-    with TemporaryDirectory(prefix="h2o-ray-", ignore_cleanup_errors=True) as folder:
+    with TemporaryDirectory(prefix="h2o-ray-", dir=_folder_with_a_short_name(), ignore_cleanup_errors=True) as folder:
         ray.init(
             LOCAL,
             num_cpus=workers * each,
@@ -264,12 +267,19 @@ def _of_this_machine(asked: RayRequest, threads: int | None) -> Iterator[None]:
             ray.shutdown()
 
 
+def _folder_with_a_short_name() -> str:
+    """The folder for temporary files, unless the names of Ray's sockets below it would be longer than the system allows."""
+    folder = gettempdir()
+    return folder if len(folder) <= LONGEST_FOLDER else "/tmp"
+
+
 @contextmanager
 def _at(address: str) -> Iterator[None]:
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{RAY} {address}: no cluster answers there; give the address of one, or {LOCAL}") from error
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        words = one_line(error)[:LONGEST_REASON]
+        raise ValueError(f"{RAY} {address} cannot be joined ({words}); give the address of a cluster, or {LOCAL}") from error
     try:
         yield
     finally:

@@ -154,7 +154,7 @@ class BatchJob:
 
     @cached_property
     def workload(self) -> Workload:
-        return workload_of_job(self.left, self.llm.plan.copies_prefixes)
+        return workload_of_job(self.left, self.llm.plan)
 
     def find_plan(self) -> None:
         """Finds a plan if none was given. What the answers depend on must be as it was when the job began."""

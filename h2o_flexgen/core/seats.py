@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -80,19 +80,27 @@ class Seats:
     longest_prompt: int  # tokens that are computed for one row alone
     prefixes: PrefixRoom
     needs: tuple[Need, ...] = field(repr=False, compare=False)  # of each row in the queue
+    work: int  # of all these rows together
+
+    def for_batches_of(self, size: int) -> Seats:
+        """The same queue for so many seats."""
+        if not self.prefixes.longest:
+            return self
+        of_batch = _most_at_once([need.prefix for need in self.needs], size)
+        return replace(self, prefixes=self.prefixes._replace(of_batch=of_batch))
 
 
-def seats_of(needs: Sequence[Need], rows: Iterable[int], batches: int, size: int = 1) -> tuple[Seats, ...]:
-    """Divides rows among at most this many batches of a size: first those that need most, as memory has to be enough for them,
-    and in each queue first those that may grow longest, so that none of them is alone at the end."""
-    order = sorted(rows, key=lambda row: (-needs[row].tokens, row))
+def seats_of(needs: Sequence[Need], rows: Iterable[int], batches: int) -> tuple[Seats, ...]:
+    """Divides rows among at most this many batches, of one seat each so far: first those that need most, as memory has to be
+    enough for them, and in each queue first those that may grow longest, so that none of them is alone at the end."""
+    order = sorted(sorted(rows), key=lambda row: -needs[row].tokens)
     classes: list[list[int]] = [[] for _ in range(batches)]
     done = list(accumulate((needs[row].work for row in order), initial=0))
     for row, before in zip(order, done):
         classes[before * batches // done[-1]].append(row)
     longest = _longest_of_groups(needs[row] for row in order)
     of_all = sum(prefix.room for prefix in {needs[row].prefix for row in order} if prefix is not None)
-    return tuple(_seats(needs, own, longest, size, of_all) for own in classes if own)
+    return tuple(_seats(needs, own, longest, of_all) for own in classes if own)
 
 
 def _longest_of_groups(needs: Iterable[Need]) -> dict[int, int]:
@@ -104,19 +112,20 @@ def _longest_of_groups(needs: Iterable[Need]) -> dict[int, int]:
     return longest
 
 
-def _seats(needs: Sequence[Need], rows: Sequence[int], longest: dict[int, int], size: int, of_all: int) -> Seats:
-    def turn(row: int) -> tuple[int, ...]:
-        need = needs[row]
-        return -longest.get(need.group, need.gen_len), need.group, -need.gen_len, -need.prompt_len, row
+def _seats(needs: Sequence[Need], rows: Sequence[int], longest: dict[int, int], of_all: int) -> Seats:
+    def turn(need: Need) -> tuple[int, ...]:
+        return -longest.get(need.group, need.gen_len), need.group, -need.gen_len, -need.prompt_len
 
-    queue, own = sorted(rows, key=turn), {needs[row] for row in rows}
+    own = {needs[row] for row in rows}
+    turns = {need: place for place, need in enumerate(sorted(own, key=turn))}
+    queue = sorted(sorted(rows), key=lambda row: turns[needs[row]])
     room = PrefixRoom(
         max((need.prefix.tokens for need in own if need.prefix is not None), default=0),
-        _most_at_once([needs[row].prefix for row in queue], size),
+        _most_at_once([needs[row].prefix for row in queue], 1),
         of_all,
     )
     largest, in_turn = _largest({need.alone for need in own}), tuple(needs[row] for row in queue)
-    return Seats(tuple(queue), largest, max(need.read for need in own), room, in_turn)
+    return Seats(tuple(queue), largest, max(need.read for need in own), room, in_turn, sum(need.work for need in in_turn))
 
 
 def _most_at_once(prefixes: Sequence[SharedPrefix | None], size: int) -> int:

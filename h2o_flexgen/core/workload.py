@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from typing import NamedTuple
 
 from h2o_flexgen.core.hints import shown
@@ -227,7 +227,7 @@ class Workload:
         shapes at most. Longest prompts come first, so the need for memory is greatest at the start and not after hours. So
         blocks of one shape follow each other, and all their prompts have one length. Rows that come and go are one block."""
         if self.gen_lens is not None:
-            block = self._running_block(batch_size, num_batches, range(self.num_prompts) if rows is None else rows)
+            block = self._running_block(batch_size, num_batches, rows)
             yield block, block.rows
             return
         order, size, start = self._longest_first(rows), batch_size * num_batches, 0
@@ -242,19 +242,30 @@ class Workload:
     def needs(self) -> Sequence[Need]:
         gen_lens = (self.gen_len,) * self.num_prompts if self.gen_lens is None else self.gen_lens
         prefixes = self.prefixes or (None,) * self.num_prompts
-        return [
-            Need.behind(prefix, prompt_len, gen_len, self.copies_prefixes)
-            for prefix, prompt_len, gen_len in zip(prefixes, self.prompt_lens, gen_lens, strict=True)
-        ]
+        known: dict[Need, Need] = {}  # equal ones are one: there may be a million rows
+        each = map(Need.behind, prefixes, self.prompt_lens, gen_lens, repeat(self.copies_prefixes))
+        return [known.setdefault(need, need) for need in each]
 
-    def _running_block(self, batch_size: int, num_batches: int, rows: Sequence[int]) -> Block:
+    def _running_block(self, batch_size: int, num_batches: int, rows: Sequence[int] | None) -> Block:
         """Its steps are passes over the weights: never more than there are tokens to generate, and prompts to be read."""
-        enough = min(num_batches, -(-len(rows) // batch_size))
+        enough = min(num_batches, -(-(self.num_prompts if rows is None else len(rows)) // batch_size))
+        each = [own.for_batches_of(batch_size) for own in self._seats(enough, rows)]
         batches = tuple(
-            Batch(own.queue[:batch_size], (own.longest_prompt,) * min(batch_size, len(own.queue)), seats=own)
-            for own in seats_of(self.needs, rows, enough, batch_size)
+            Batch(own.queue[:batch_size], (own.longest_prompt,) * min(batch_size, len(own.queue)), seats=own) for own in each
         )
-        return Block(batches, sum(self.needs[row].work for row in rows) + 1)
+        return Block(batches, sum(own.work for own in each) + 1)
+
+    def _seats(self, batches: int, rows: Sequence[int] | None) -> tuple[Seats, ...]:
+        """All rows are divided once for each number of batches: a search asks for very many sizes."""
+        if rows is not None:
+            return seats_of(self.needs, rows, batches)
+        if batches not in self._known_seats:
+            self._known_seats[batches] = seats_of(self.needs, range(self.num_prompts), batches)
+        return self._known_seats[batches]
+
+    @cached_property
+    def _known_seats(self) -> dict[int, tuple[Seats, ...]]:
+        return {}
 
     def _longest_first(self, rows: Sequence[int] | None = None) -> list[int]:
         in_order = range(self.num_prompts) if rows is None else sorted(rows)

@@ -376,7 +376,7 @@ class Engine:
         hidden = None if layer.takes_tokens else state.hidden.take(task.batch)
         cache = state.kv.open(task, rows) if layer.has_kv else None
         if cache is not None:
-            cache.prefixes = state.prefixes.caches(task.layer)
+            cache.prefixes = state.prefixes.caches(task.layer, rows.prefixes)
         state.hidden.put(task, self._layer(task.visit, rows, hidden, cache))
 
     def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, cache: KVCache | None) -> Tensor:

@@ -55,7 +55,7 @@ class Running:
 
     def _finished(
         self, planned: WorkloadPlan, unfinished: Unfinished, rows: Sequence[RowState] | Waiting
-    ) -> Iterator[RowState]:
+    ) -> Generator[RowState, None, None]:
         def run(block: BlockPlan, may_run_out: bool) -> Generator[RowState, None, BlockRun]:
             may_run_out = may_run_out and self.may_shrink
             if isinstance(rows, Waiting):
@@ -89,8 +89,8 @@ class Running:
             if not waiting[row.index]:
                 yield completion_of(of_prompt.pop(row.index))
 
-    def seated(self, planned: WorkloadPlan, waiting: Waiting) -> Iterator[RowState]:
-        """Runs one block in which rows come and go, and yields each row when it finishes."""
+    def seated(self, planned: WorkloadPlan, waiting: Waiting) -> Generator[RowState, None, None]:
+        """Runs one block in which rows come and go, and yields each row when it finishes. Whoever wants no more closes it."""
         return self._finished(planned, waiting, waiting)
 
 

@@ -52,18 +52,24 @@ class Job(Protocol):
 Requests: TypeAlias = "Job | Iterable[Request | object]"  # what is not a request is a prompt
 
 
-def workload_of_job(job: Job, copies_prefixes: bool, most_shared: int | None = None) -> Workload:
+def workload_of_job(job: Job, plan: Plan, most_shared: int | None = None) -> Workload:
     """All rows of a job, each with what it may need, and what it shares with others; `most_shared`: the tokens of the longest
     prefix that is shared, or None for all that was found."""
-    shared, sizes = job.prefixes, job.sizes
+    shared, sizes, copies = job.prefixes, job.sizes, plan.copies_prefixes
+    known: dict[tuple[SharedPrefix, int, int], SharedPrefix | None] = {}  # equal ones are one: a job may have a million rows
 
-    def prefix_of(request: int) -> SharedPrefix | None:
+    def prefix_of(request: int, size: Size) -> SharedPrefix | None:
         found = None if shared is None else shared.of(request)
-        return None if found is None or (most_shared is not None and found.tokens > most_shared) else found
+        if found is None or (most_shared is not None and found.tokens > most_shared):
+            return None
+        kind = found, size.prompt_len, size.gen_len
+        if kind not in known:
+            known[kind] = found if plan.policy.suits(Need.behind(found, size.prompt_len, size.gen_len, copies)) else None
+        return known[kind]
 
     needs = [Need(size.prompt_len, size.gen_len) for size in sizes for _ in range(size.rows)]
-    prefixes = [prefix for request, size in enumerate(sizes) for prefix in [prefix_of(request)] * size.rows]
-    return Workload.running(needs, prefixes, copies_prefixes)
+    prefixes = [prefix for request, size in enumerate(sizes) for prefix in [prefix_of(request, size)] * size.rows]
+    return Workload.running(needs, prefixes, copies)
 
 
 def prefix_finder(plan: Plan) -> PrefixFinder | None:

@@ -6,7 +6,7 @@ living rows from behind fill the gaps, so that the living always stand in front.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +39,7 @@ class BatchRows:
     def __init__(self, batch: Batch, rows: Sequence[RowState], plan: Plan, gen_len: int, device: torch.device) -> None:
         self.generation = 0  # how often the living rows have moved up
         self.places_before: list[int] = list(range(len(rows)))  # for each place, the one before the rows last moved up
-        self.last_step: int | None = None  # known once all rows are finished
+        self.last_step: int | None = None  # known once all rows are finished and nobody else comes
         self._batch = batch  # the living rows
         self._rows = list(rows)
         self._policy = plan.policy
@@ -50,7 +50,8 @@ class BatchRows:
 
     @property
     def is_done(self) -> bool:
-        return not self._rows
+        """Whether nothing is left to compute. Lanes ask at any moment, also between rows that leave and those that join."""
+        return self.last_step is not None
 
     @property
     def lives_on(self) -> bool:
@@ -80,6 +81,12 @@ class BatchRows:
     def prompt_tokens(self) -> int:
         """Tokens of prompts that are read, without pads."""
         return sum(sum(part.now.slots.new) for part in self.parts if part.now.is_prefill)
+
+    @property
+    def prefixes(self) -> Set[int]:
+        """The groups whose prefixes this step computes, copies or attends to."""
+        shared = {prefix.group for part in self.parts for prefix, _ in part.now.groups}
+        return shared.union(part.prefix for part in self.parts if part.prefix is not None)
 
     @property
     def changed(self) -> tuple[int, int]:

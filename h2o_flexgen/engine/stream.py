@@ -59,7 +59,7 @@ class Stream:
 
     @cached_property
     def workload(self) -> Workload:
-        return workload_of_job(self._job, self._maker.plan.copies_prefixes, self._most_shared)
+        return workload_of_job(self._job, self._maker.plan, self._most_shared)
 
     @property
     def longest_shared(self) -> int:
@@ -78,7 +78,9 @@ class Stream:
         request = bisect_right(self._firsts, place) - 1
         if request not in self._made:
             read = _read(request, self._job.request(request), self._maker.tokenizer)
-            self._made[request] = self._maker.rows_of(_index(request, read), read, self._streamed, self._firsts[request])
+            rows = self._maker.rows_of(_index(request, read), read, self._streamed, self._firsts[request])
+            _check_size(request, self._job.sizes[request], rows)
+            self._made[request] = rows
         return self._made[request][place - self._firsts[request]]
 
     def completions(self, ended: Iterable[RowState], ticker: Ticker) -> Iterator[Completion]:
@@ -106,6 +108,16 @@ def _read(place: int, given: object, tokenizer: Tokenizer) -> Request:
         return request
     (prompt,) = read_prompts([request.prompt], tokenizer)
     return Request(prompt, request.params, request.index)
+
+
+def _check_size(place: int, said: Size, rows: Sequence[RowState]) -> None:
+    """Refuses a request that is not what its job said of it: its rows might need more than their seats have."""
+    found = rows[0].prompt_len, rows[0].max_tokens, len(rows)
+    if found != (said.prompt_len, said.gen_len, said.rows):
+        raise ValueError(
+            f"request {place} was said to have {said.prompt_len} tokens, max_tokens {said.gen_len} and n {said.rows}, "
+            f"but now has {found[0]}, {found[1]} and {found[2]}; its source must not change while the job runs"
+        )
 
 
 def _index(place: int, request: Request) -> int:

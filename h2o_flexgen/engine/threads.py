@@ -13,9 +13,10 @@ from torch import get_num_threads, set_num_threads
 from h2o_flexgen.core.allowed_values import Rule, whole
 from h2o_flexgen.core.cores import cores
 
-__all__ = ["crowding", "get_num_threads", "make_room_for_others", "set_threads"]
+__all__ = ["crowding", "get_num_threads", "keep_few_compiled_products", "make_room_for_others", "set_threads"]
 
 CHOSEN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # a user who sets one of them has decided
+COMPILED_PRODUCTS, KEPT_PRODUCTS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", 16
 QUOTA = Path("/sys/fs/cgroup/cpu.max")  # quota of a container: microseconds per period, or "max"
 
 
@@ -26,6 +27,13 @@ def set_threads(asked: int | None) -> None:
     most = cores()
     rule = Rule(whole(1, most), f"a whole number from 1 to {most}, the cores that this process may use")
     set_num_threads(rule.value("threads", asked))
+
+
+def keep_few_compiled_products() -> None:
+    """Limits what torch's library of products keeps for every number of rows that it has met, unless somebody has chosen it.
+    Where rows come and go there are very many, and a thousand of them would take hundreds of MB that no plan counts. It asks
+    when it makes its first product."""
+    os.environ.setdefault(COMPILED_PRODUCTS, str(KEPT_PRODUCTS))
 
 
 def make_room_for_others(busy_cores: float, asked: int | None) -> str | None:

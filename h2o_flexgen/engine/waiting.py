@@ -25,13 +25,15 @@ class Waiting:
 
     def left(self, blocks: Iterable[BlockPlan]) -> Sequence[int]:
         """All rows that have not ended, in order; nobody has a seat any more."""
-        self._begun = {place: row for place, row in self._begun.items() if not row.finished}
+        finished = {place for place, row in self._begun.items() if row.finished}
+        self._begun = {place: row for place, row in self._begun.items() if place not in finished}
         for row in self._begun.values():
             row.start_anew()
-        return sorted({*self._begun, *self._queues})
+        return sorted(self._queues.needs.keys() - finished)
 
     def end(self, row: RowState) -> None:
         del self._begun[row.row]
+        del self._queues.needs[row.row]
 
     def __len__(self) -> int:
         return len(self._queues)

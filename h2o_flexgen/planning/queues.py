@@ -4,7 +4,7 @@ ask the same queues, so that rows join in a run when it was foreseen."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -25,7 +25,7 @@ class Queues:
         self._capacity = [occupancy.capacity for occupancy in planned.occupancy]
         self._queues = [deque(seats.queue) for seats in self._seats]
         self._slots: dict[Need, int] = {}
-        self.needs: Mapping[int, Need] = {place: need for seats in self._seats for place, need in zip(seats.queue, seats.needs)}
+        self.needs: dict[int, Need] = {place: need for seats in self._seats for place, need in zip(seats.queue, seats.needs)}
 
     def __len__(self) -> int:
         return sum(map(len, self._queues))

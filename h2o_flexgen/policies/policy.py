@@ -89,6 +89,14 @@ class KVPolicy(ABC):
         """The slots of one row by itself."""
         return self.occupancy(Batch((0,), (need.prompt_len,)), max(1, need.gen_len))
 
+    def suits(self, need: Need) -> bool:
+        """Whether a row has the budget that it must have: a share of the few tokens that it shares with nobody may be none."""
+        try:
+            self.alone(need)
+        except ValueError:
+            return False
+        return True
+
     def whole(self, tokens: int) -> StepSlots:
         """The pass over a prefix that rows share: all of it is kept, whatever they keep of it. A policy that counts the last
         queries of a prompt counts none of these."""

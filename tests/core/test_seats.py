@@ -84,7 +84,7 @@ def test_rows_of_a_group_follow_each_other_in_the_same_order_in_all_queues(
     rows: list[tuple[int, int, int]], batches: int, size: int
 ) -> None:
     needs, orders = sharing(rows), []
-    for seats in seats_of(needs, range(len(needs)), batches, size):
+    for seats in (one.for_batches_of(size) for one in seats_of(needs, range(len(needs)), batches)):
         groups = [needs[row].group for row in seats.queue if needs[row].prefix is not None]
         order = list(dict.fromkeys(groups))
         assert groups == [group for each in order for group in groups if group == each]
@@ -108,5 +108,6 @@ def test_a_prefix_takes_no_slots_unless_it_is_copied_and_is_read_by_nobody(
 def test_room_is_for_the_prefixes_of_neighbours() -> None:
     shared = [SharedPrefix(group, 16 * (group + 1)) for group in range(3)]
     needs = [Need(20, 5, prefix) for prefix in shared for _ in range(4)]
-    (alone,), (two,), (all_of_them,) = (seats_of(needs, range(12), 1, size) for size in (1, 4, 12))
+    (each,) = seats_of(needs, range(12), 1)
+    alone, two, all_of_them = (each.for_batches_of(size) for size in (1, 4, 12))
     assert alone.prefixes == (48, 48, 96) and two.prefixes == (48, 80, 96) and all_of_them.prefixes == (48, 96, 96)

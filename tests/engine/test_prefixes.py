@@ -40,7 +40,7 @@ def opened(folder: Path, lengths: list[int], size: int, plan: Plan) -> Iterator[
 
 def write(store: PrefixStore, prefix: SharedPrefix) -> None:
     for layer in LAYERS:
-        cache = store.caches(layer)[prefix.group]
+        cache = store.caches(layer, [prefix.group])[prefix.group]
         cache.image.fill_(prefix.group * 100 + layer)
         if cache._scores is not None:
             cache._scores.positions.fill_(prefix.group * 100 + layer)
@@ -48,7 +48,7 @@ def write(store: PrefixStore, prefix: SharedPrefix) -> None:
 
 def assert_is_there(store: PrefixStore, prefix: SharedPrefix) -> None:
     for layer in LAYERS:
-        cache = store.caches(layer)[prefix.group]
+        cache = store.caches(layer, [prefix.group])[prefix.group]
         assert cache.image.shape[3] == prefix.tokens and (cache.image == prefix.group * 100 + layer).all()
         assert cache._scores is None or (cache._scores.positions == prefix.group * 100 + layer).all()
 

@@ -100,3 +100,12 @@ def test_threads_of_a_command_sleep_soon_unless_somebody_says_otherwise(given: d
     free = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**free, **given})
     assert done.stdout.split() == [str(expected)], done.stderr
+
+
+def test_few_compiled_products_are_kept_unless_somebody_has_chosen_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(threads.COMPILED_PRODUCTS, "5")
+    threads.keep_few_compiled_products()
+    assert os.environ[threads.COMPILED_PRODUCTS] == "5"
+    monkeypatch.delenv(threads.COMPILED_PRODUCTS)
+    threads.keep_few_compiled_products()
+    assert os.environ[threads.COMPILED_PRODUCTS] == str(threads.KEPT_PRODUCTS)

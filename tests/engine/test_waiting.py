@@ -105,3 +105,18 @@ def test_whoever_shares_a_prefix_waits_until_there_is_room_for_that() -> None:
     assert places(waiting.take(0, [second, None])) == [2], "neither of the others has room beside the second prefix"
     assert places(waiting.take(0, [first, None])) == [0], "this one is there"
     assert places(waiting.take(0, [])) == [1]
+
+
+def test_nobody_is_lost_where_memory_runs_out_while_rows_are_made() -> None:
+    waiting, planned, made = waiting_for([Need(3, 2)] * 5, 3, 1)
+    make = waiting._make
+
+    def make_two(place: int) -> RowState:
+        if len(made) == 2:
+            raise MemoryError
+        return make(place)
+
+    waiting._make = make_two
+    with pytest.raises(MemoryError):
+        waiting.take(0, [])
+    assert made == [0, 1] and list(waiting.left([planned])) == [0, 1, 2, 3, 4]

@@ -32,6 +32,7 @@ from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.scoring import Scorer
 from h2o_flexgen.engine.stream import Stream, job_of
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
+from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.kernels.table import LIBRARIES, TORCH, Processor
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.scores import SlotScores
@@ -53,7 +54,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import ByteTokenizer
 from tests.contract import WEIGHTS, Case, Checkpoints, encoded_with
-from tests.kernels.variants import VARIANTS, used
+from tests.kernels.variants import used
 from tests.pairwise import covering
 from tests.planning.allocations import peak_allocated
 from tests.planning.worlds import tiny_spec
@@ -200,7 +201,7 @@ PASSING = {
     "kind": tuple(WIDER),
     "sizes": ((8, 64, 8), (64, 4, 200), (3, 200, 4)),  # rows, tokens of a prompt, tokens to generate
     "kept": range(len(KEPT)),
-    "computed": tuple(product(("float32", "bfloat16"), (*VARIANTS[:1], TORCH))),
+    "computed": tuple(product(("float32", "bfloat16"), (*variants()[:1], TORCH))),
     "weights": WEIGHTS,
 }
 
@@ -244,7 +245,7 @@ def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, st
     return max(peak_allocated(visit, there) for visit in visits)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS[:1], TORCH])
+@pytest.mark.parametrize("variant", [*variants()[:1], TORCH])
 @pytest.mark.parametrize("prefix_policy", PREFIX_POLICIES)
 @pytest.mark.parametrize("kept", KEPT[:2])
 @pytest.mark.parametrize(("rows", "own", "shared"), [(8, 40, 200), (64, 4, 90), (40, 1, 300)])

@@ -7,7 +7,7 @@ move up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -84,20 +84,25 @@ class PrefixStore:
             unused = next((group for group, kept in self._kept.items() if not kept.users), None)
             assert unused is not None, f"{held} of {self._room} tokens of shared prefixes are in use"
             del self._kept[unused]
-        places = (0, *(kept.end for kept in self._kept.values()))
-        fitting = [place for place in places if self._is_free(place, place + shared.room)]
-        if not fitting:
+        end = 0
+        for kept in self._in_place():
+            if end + shared.room <= kept.start:
+                return end
+            end = kept.end
+        if end + shared.room > self._room:
             self._move_up()
-        return min(fitting, default=held)
+            return held
+        return end
 
-    def _is_free(self, start: int, end: int) -> bool:
-        return end <= self._room and all(end <= kept.start or kept.end <= start for kept in self._kept.values())
+    def _in_place(self) -> Sequence[Prefix]:
+        """Those that are kept, as they lie one behind the other."""
+        return sorted(self._kept.values(), key=lambda kept: kept.start)
 
     def _move_up(self) -> None:
         """Closes the gaps between those that are kept."""
         assert self._region is not None
         end = 0
-        for kept in sorted(self._kept.values(), key=lambda one: one.start):
+        for kept in self._in_place():
             by = (kept.start - end) * self._token_bytes
             start, behind = kept.start * self._token_bytes, kept.end * self._token_bytes
             for first in range(start, behind, by) if by else ():
@@ -107,10 +112,10 @@ class PrefixStore:
 
     # -- what is kept ----------------------------------------------------------------------------------------------------
 
-    def caches(self, layer: int) -> Mapping[int, KVCache]:
-        """The caches of all prefixes in a layer."""
+    def caches(self, layer: int, groups: Iterable[int]) -> Mapping[int, KVCache]:
+        """The caches of these groups' prefixes in a layer: of many that are kept, a batch needs few."""
         place = self._spec.kv_layers.index(layer)
-        return {group: self._cache(kept, place) for group, kept in self._kept.items()}
+        return {group: self._cache(self._kept[group], place) for group in groups}
 
     def _cache(self, kept: Prefix, place: int) -> KVCache:
         assert self._region is not None
