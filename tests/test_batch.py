@@ -400,6 +400,24 @@ def test_a_file_that_has_grown_is_gone_on_with(command: Any, out: Path, tmp_path
     assert command("-i", file, "-o", out, *IN_MEMORY, "--resume").status == 0 and records(out) == whole
 
 
+def test_an_input_that_changes_while_the_job_runs_ends_it(command: Any, out: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    file = write(tmp_path / "in.jsonl", requests())
+    before, add = file.read_bytes(), Output.add
+
+    def add_and_change(self: Output, place: int, line: bytes, failed: bool) -> None:
+        add(self, place, line, failed)
+        file.write_bytes(before.replace(b"text", b"TEXT"))
+
+    flags = ("-i", file, "-o", out, *IN_MEMORY)
+    with monkeypatch.context() as changed:
+        changed.setattr(Output, "add", add_and_change)
+        result = command(*flags)
+    said = f"of {file} is another one than when it was checked; put the file back as it was, and go on with --resume"
+    assert result.status == 2 and result.said[-1].endswith(said)
+    file.write_bytes(before)
+    assert command(*flags, "--resume").status == 0 and len(records(out)) == 9
+
+
 def test_another_job_is_refused_by_what_differs(command: Any, out: Path, tmp_path: Path, llama: Path) -> None:
     file = write(tmp_path / "in.jsonl", requests(3))
     flags = ("-i", file, "-o", out, *IN_MEMORY)

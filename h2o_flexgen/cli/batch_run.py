@@ -16,7 +16,7 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.shrink import Shrink
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.engine.tick import Tick
-from h2o_flexgen.jobs.index import SOUND, Index
+from h2o_flexgen.jobs.index import SOUND, ChangedInput, Index
 from h2o_flexgen.jobs.job import FileJob
 from h2o_flexgen.jobs.line import BadLine
 from h2o_flexgen.jobs.output import Output
@@ -116,6 +116,8 @@ class JobRun:
         except TaskFailed as failed:
             if isinstance(failed.cause, NoTokenLeft):
                 return failed.cause
+            if isinstance(failed.cause, ChangedInput):
+                raise failed.cause from failed  # it says all that a person can mend
             raise
         return None
 
