@@ -196,11 +196,12 @@ class LLM(ModelUnderPlan):
         return self._planned_stream(job, streamed=False, on_stage=None)[1]
 
     def _planned_stream(self, job: Job, streamed: bool, on_stage: OnStage | None) -> tuple[Stream, WorkloadPlan]:
-        """The job as it fits: prefixes that do not are not shared, the longest first."""
+        """The job as it fits: prefixes that do not are not shared, the longest first, unless answers would depend on that."""
         stream = Stream(job, self._row_maker, streamed)
         planned = self._planned_for(stream.workload, stream.asks_of_prompts, on_stage)
         all_shared = stream.longest_shared
-        while stream.longest_shared and not planned.fits(self.budgets):
+        may_share_less = not self.plan.answers_depend_on_prefixes
+        while may_share_less and stream.longest_shared and not planned.fits(self.budgets):
             stream = Stream(job, self._row_maker, streamed, stream.longest_shared // 2)
             planned = self._planned_for(stream.workload, stream.asks_of_prompts, on_stage)
         planned.refuse_what_does_not_fit(self.budgets)

@@ -18,6 +18,7 @@ from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.kernels.table import TORCH
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import JUDGED, PINNED, Plan
+from h2o_flexgen.planning.workload_plan import DoesNotFit
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
 from tests import tiny
@@ -192,22 +193,39 @@ def test_completions_of_one_prompt_share_it(checkpoints: Checkpoints, offload: P
 
 
 def test_what_does_not_fit_is_not_shared_and_that_is_said_once(checkpoints: Checkpoints, offload: Path) -> None:
-    case = SharedCase("llama-gqa", gpu_batch_size=4, policy=POLICIES[1], prefill_tokens=1)
-    with (
-        case.open(checkpoints, offload) as sharing,
-        case.open(checkpoints, offload, shared_prefixes=False) as apart_from_others,
-    ):
+    case = SharedCase("llama-gqa", gpu_batch_size=4, policy=(("prefix_policy", JUDGED), *POLICIES[1]), prefill_tokens=1)
+    with case.open(checkpoints, offload, shared_prefixes=False) as apart_from_others:
         wanted = streamed(apart_from_others, case.requests)
-        more, less = (llm.plan_job(job_of(case.requests, llm._row_maker)) for llm in (sharing, apart_from_others))
-    needs = [planned.footprint.total(HOST) for planned in (less, more)]
-    assert more.footprint.parts[HOST]["shared prefixes"] and not less.footprint.parts[HOST]["shared prefixes"]
+    budget = between_sharing_and_not(case, checkpoints, offload)
     with (
         case.open(checkpoints, offload) as llm,
         pytest.warns(RuntimeWarning, match="has 19 tokens, and there is no room") as told,
     ):
-        llm.budgets = Budgets(host=sum(needs) // 2)
+        llm.budgets = budget
         assert same(streamed(llm, case.requests), wanted)
-    assert len(told) == 1 and needs[0] < needs[1]
+    assert len(told) == 1
+
+
+def test_where_answers_depend_on_it_a_job_that_cannot_share_is_refused(checkpoints: Checkpoints, offload: Path) -> None:
+    """It would say something else with less memory, and so when it goes on."""
+    case = SharedCase("llama-gqa", gpu_batch_size=4, policy=POLICIES[1], prefill_tokens=1)
+    budget = between_sharing_and_not(case, checkpoints, offload)
+    with case.open(checkpoints, offload) as llm:
+        llm.budgets = budget
+        with pytest.raises(DoesNotFit, match="shared prefixes"):
+            streamed(llm, case.requests)
+
+
+def between_sharing_and_not(case: SharedCase, checkpoints: Checkpoints, offload: Path) -> Budgets:
+    """A budget that is enough for a job only if it shares nothing."""
+    needs = []
+    for shares in (False, True):
+        with case.open(checkpoints, offload, shared_prefixes=shares) as llm:
+            footprint = llm.plan_job(job_of(case.requests, llm._row_maker)).footprint
+        assert bool(footprint.parts[HOST]["shared prefixes"]) is shares
+        needs.append(footprint.total(HOST))
+    assert needs[0] < needs[1]
+    return Budgets(host=sum(needs) // 2)
 
 
 def test_whoever_has_too_little_of_its_own_for_a_budget_shares_nothing(checkpoints: Checkpoints, offload: Path) -> None:

@@ -278,3 +278,12 @@ def test_whoever_hears_of_a_pass_may_end_the_job(checkpoints: Checkpoints, offlo
             streamed(llm, requests_of(case), on_tick=end)
         assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
         assert len(streamed(llm, requests_of(case))) == len(LENGTHS)
+
+
+def test_a_row_too_short_for_a_share_of_it_is_refused_before_any_is_run(checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("llama-gqa", lengths=(9, 1), policy=(("kv_policy", "h2o"), ("kv_budget", 0.3)))
+    with case.open(checkpoints, offload) as llm:
+        stream = llm.generate_stream([Request(prompt, SamplingParams(max_tokens=1)) for prompt in case.prompts])
+        with pytest.raises(ValueError, match="budget of 0 slots for a prompt of 1 and 1 to generate"):
+            next(stream)
+        assert llm._memories is None, "nothing was loaded"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.vocabulary import check_tokens
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import Request, Size, prompt_of
@@ -49,6 +50,7 @@ class RowMaker:
         self._check_prompt(index, prompt.ids)
         params = self._checked(one_params(request.params), index, len(prompt.ids), ())
         assert params.max_tokens is not None
+        self.plan.policy.alone(Need(len(prompt.ids), params.max_tokens))  # refuses a budget of no slots
         return Size(len(prompt.ids), params.max_tokens, params.n, params.prompt_logprobs is not None)
 
     def _rows(
