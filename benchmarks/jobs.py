@@ -140,7 +140,8 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         llm.generate([requests[0].prompt], SamplingParams(max_tokens=1))  # loads
         ran = WAYS[args.one](args, llm, requests)
         assert llm.stats is not None
-        prompts = sum(len(request.prompt) for request in requests)  # type: ignore[arg-type]
+        whole = sum(len(request.prompt) for request in requests)  # type: ignore[arg-type]
+        prompts = ran.ticks[-1].prompt_tokens if ran.ticks else whole  # a shared header is read once
         useful = prompts + sum(ran.generated) - len(requests)
         run = {
             "way": args.one,
