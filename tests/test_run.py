@@ -329,7 +329,7 @@ def test_penalties_change_what_is_said(command: Any, opt: Path) -> None:
 def test_sampling_that_cannot_be_is_refused_before_the_machine_is_measured(
     flags: tuple[object, ...], message: str, command: Any, opt: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("h2o_flexgen.cli.run_work.machine_of", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("h2o_flexgen.cli.run_work.machine_to_run_on", lambda *_: pytest.fail("measured"))
     result = command("--model", opt, *BYTES, "--prompt", "hello", "--gen-len", 4, "--percent", "auto", *flags)
     assert result.error.startswith(message)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from h2o_flexgen.cli.plan_request import PlanRequest
-from h2o_flexgen.cli.requests import SiteRequest
+from h2o_flexgen.cli.requests import SiteRequest, check_device
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.tiers import DEVICE, HOST
@@ -32,6 +32,14 @@ PROCESS_STEP = 64 << 20  # what a process holds varies a little; plans should no
 def machine_of(named: Machine | None, site: SiteRequest, dtype: str, progress: Progress) -> Machine:
     """The named machine; otherwise this one, from its kept profile or measured now."""
     return named or this_machine(*_here(site), dtype, progress)
+
+
+def machine_to_run_on(named: Machine | None, site: SiteRequest, dtype: str, device: str) -> Machine:
+    """The same for a model that is open on a device, on which the machine must compute."""
+    with Progress(0, "this machine", late=True) as progress:
+        machine = machine_of(named, site, dtype, progress)
+    check_device(machine, device)
+    return machine
 
 
 def has_profile(site: SiteRequest, dtype: str) -> bool:

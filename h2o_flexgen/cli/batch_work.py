@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 
-from h2o_flexgen.cli.asked_problem import machine_of
+from h2o_flexgen.cli.asked_problem import machine_to_run_on
 from h2o_flexgen.cli.batch_request import LOCAL, RETRY, BatchRequest, RayRequest
 from h2o_flexgen.cli.batch_run import JobRun, Listening, OnBroken, end_lines
 from h2o_flexgen.cli.batch_settings import (
@@ -25,7 +25,6 @@ from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.plan_report import PlanReport
 from h2o_flexgen.cli.ray_environment import ray_environment
-from h2o_flexgen.cli.requests import check_device
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.slow import kernel_reasons, say_slow
 from h2o_flexgen.cli.watch import say_threads
@@ -40,7 +39,7 @@ from h2o_flexgen.jobs.manifest import Manifest, Settings
 from h2o_flexgen.jobs.output import OrderedOutput, Output
 from h2o_flexgen.jobs.records import RecordMaker
 from h2o_flexgen.jobs.recovery import Finished, OutputReader
-from h2o_flexgen.kernels.native import processor, variants
+from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -173,24 +172,11 @@ class BatchJob:
     @property
     def _machine(self) -> Machine:
         request = self.request
-        with Progress(0, "this machine", late=True) as progress:
-            machine = machine_of(request.machine, request.site, request.model.dtype, progress)
-        check_device(machine, self.llm.device.kind)
-        return machine
+        return machine_to_run_on(request.machine, request.site, request.model.dtype, self.llm.device.kind)
 
     @cached_property
     def plan_report(self) -> PlanReport:
-        llm, model = self.llm, self.request.model
-        return PlanReport(
-            model=model.name,
-            dummy_weights=model.dummy_weights,
-            requested=llm.requested,
-            planned=llm.plan_job(self.left),
-            budgets=llm.budgets,
-            processor=processor(llm.device.kind),
-            packing=llm.packing,
-            tokenizer_note=llm.tokenizer.note,
-        )
+        return PlanReport.of(self.llm, self.request.model, self.llm.plan_job(self.left))
 
     def show_plan(self) -> None:
         """Tells of the plan, for a job that is not run."""

@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.page import page_width, table
+from h2o_flexgen.cli.requests import ModelRequest
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.budgets import Packing
 from h2o_flexgen.engine.stats import Stats
-from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.kernels.native import in_use, processor
 from h2o_flexgen.kernels.table import Processor
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.budgets import Budgets
@@ -26,6 +28,9 @@ from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.schedule import Schedule
+
+if TYPE_CHECKING:  # whoever plans for other machines opens no model
+    from h2o_flexgen.under_plan import ModelUnderPlan
 
 NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
 KINDS = ("weights", "KV", "activations")
@@ -41,6 +46,20 @@ class PlanReport:
     processor: Processor | None  # what computes; None for another machine, of which only its profile is known
     packing: Packing | None = None
     tokenizer_note: str = ""
+
+    @classmethod
+    def of(cls, llm: ModelUnderPlan, model: ModelRequest, planned: WorkloadPlan) -> PlanReport:
+        """The report of a model that is open."""
+        return cls(
+            model=model.name,
+            dummy_weights=model.dummy_weights,
+            requested=llm.requested,
+            planned=planned,
+            budgets=llm.budgets,
+            processor=processor(llm.device.kind),
+            packing=llm.packing,
+            tokenizer_note=llm.tokenizer.note,
+        )
 
     @property
     def first(self) -> BlockPlan:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from h2o_flexgen.cli.asked_problem import machine_of
+from h2o_flexgen.cli.asked_problem import machine_to_run_on
 from h2o_flexgen.cli.files import CompletionsFile
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import say
@@ -22,7 +22,7 @@ from h2o_flexgen.cli.watch import Watch, say_threads
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.finding import Wish
-from h2o_flexgen.kernels.native import processor, variants
+from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -120,10 +120,7 @@ class Job:
         is_searched = self._wish is not None and self._plan_with_room is None
         if not is_searched and request.machine is None and request.files.timeline is None:
             return None
-        with Progress(0, "this machine", late=True) as progress:
-            machine = machine_of(request.machine, request.site, request.model.dtype, progress)
-        check_device(machine, self.llm.device.kind)
-        return machine
+        return machine_to_run_on(request.machine, request.site, request.model.dtype, self.llm.device.kind)
 
     def _num_made_up(self, asked: MadeUp) -> int:
         return self.llm.plan.block_size if asked.number is None else asked.number
@@ -172,17 +169,7 @@ class Job:
 
     @cached_property
     def plan_report(self) -> PlanReport:
-        llm, model = self.llm, self.request.model
-        return PlanReport(
-            model=model.name,
-            dummy_weights=model.dummy_weights,
-            requested=llm.requested,
-            planned=self.planned,
-            budgets=llm.budgets,
-            processor=processor(llm.device.kind),
-            packing=llm.packing,
-            tokenizer_note=llm.tokenizer.note,
-        )
+        return PlanReport.of(self.llm, self.request.model, self.planned)
 
     @cached_property
     def predicted(self) -> Predicted | None:
