@@ -44,6 +44,10 @@ class Device:
     def memory(self, host: HostTier) -> HostTier | DeviceTier:
         return host
 
+    def names_of(self, count: int) -> list[str]:
+        """The names of so many devices of this kind, for a process each."""
+        return [self.kind] * count
+
     def peak_bytes(self) -> int:
         return 0
 
@@ -111,6 +115,12 @@ class CudaDevice(Device):
 
     def memory(self, host: HostTier) -> DeviceTier:
         return DeviceTier(self.torch_device)
+
+    def names_of(self, count: int) -> list[str]:
+        there = torch.cuda.device_count()
+        if count > there:
+            raise ValueError(f"{count} devices were asked for, and there are {there}; ask for no more than that")
+        return [f"cuda:{index}" for index in range(count)]
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)

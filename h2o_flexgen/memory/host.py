@@ -71,8 +71,8 @@ class HostTier:
 
     def _map(self, size: int) -> Tensor:
         try:
-            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError) as error:
+            pages = self._new_pages(size)
+        except OSError as error:
             raise MemoryError(f"host memory: {size / 1e9:.2f} GB could not be had ({error}); lower the CPU share") from error
         with suppress(OSError, AttributeError):  # if the system has huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -82,6 +82,13 @@ class HostTier:
         self._mapped.append(region)
         self.meter.add(size)
         return region
+
+    def _new_pages(self, size: int) -> mmap.mmap:
+        """New pages of zeros."""
+        try:
+            return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except ValueError as error:  # more than there are addresses
+            raise OSError(str(error)) from error
 
 
 def _page_lock(region: Tensor) -> weakref.finalize[[int], Tensor]:

@@ -11,14 +11,19 @@ from torch import Tensor
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.disk import DiskTier, Files, OffloadFolder
 from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.shared import SharedTier, SharedWeights
 
 
 class Memories:
     """The device, the tiers and the disk threads of an engine: closed whatever happens."""
 
-    def __init__(self, device: Device, offload_folder: Path, pin_host: bool = True) -> None:
+    def __init__(
+        self, device: Device, offload_folder: Path, pin_host: bool = True, shared: SharedWeights | None = None
+    ) -> None:
         self.device = device
         self.host = HostTier(pinned=pin_host and device.accelerator)
+        self.finds_weights = shared is not None and not shared.reads  # another process brings those at rest in host memory
+        self.at_rest = self.host if shared is None else SharedTier(shared, pin_host and device.accelerator)  # where these lie
         self.compute: HostTier | DeviceTier = device.memory(self.host)  # where things are computed with
         self.files = Files()  # first: its threads may find no room, and then nothing is left behind
         self._folder = self._opened(offload_folder)
@@ -32,8 +37,9 @@ class Memories:
             raise
 
     def close(self) -> None:
+        tiers = self.disk.close, self.files.close, self.host.close, self.at_rest.close
         with ExitStack() as closing:  # each of them, also when one fails
-            for close in (self._folder.close, self.disk.close, self.files.close, self.host.close, self.device.settle):
+            for close in (self._folder.close, *tiers, self.device.settle):
                 closing.callback(close)  # the last is the first to be called
 
 

@@ -56,7 +56,7 @@ def test_what_requests_share_does_not_depend_on_who_is_done(tmp_path: Path) -> N
     whole = FileJob.of(index, range(6), reading).prefixes
     assert whole is not None and [whole.of(request) for request in range(6)] == [SharedPrefix(0, 40)] * 4 + [None] * 2
     left = FileJob.of(index, range(6), reading, [2, 5].__contains__)
-    assert left.places.tolist() == [2, 5] and left.read.tolist() == [0, 1, 2, 3, 4, 5]
+    assert left.places.tolist() == [2, 5]
     assert left.prefixes is not None and [left.prefixes.of(request) for request in range(2)] == [SharedPrefix(0, 40), None]
     assert left.prefixes.rows == (2,), "nobody else is left to share it"
-    assert left.still([5].__contains__).prefixes == PrefixGroups((), (), array("i", [-1]))
+    assert left.only([5].__contains__).prefixes == PrefixGroups((), (), array("i", [-1]))
