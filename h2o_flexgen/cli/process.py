@@ -5,20 +5,18 @@ copies that were mended."""
 from __future__ import annotations
 
 import os
-import signal
-import threading
-import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from types import FrameType
-from typing import NoReturn, Protocol
+from functools import partial
+from typing import Any, Protocol
 
-from h2o_flexgen.cli.errors import BY_SIGNAL, FAILED, INTERRUPTED
+from h2o_flexgen.cli.errors import FAILED, INTERRUPTED
 from h2o_flexgen.cli.failures import one_line
+from h2o_flexgen.cli.handed_round import HandedRound
 from h2o_flexgen.cli.open_llm import make_llm
-from h2o_flexgen.cli.process_link import Broken, Ended, Failed, Figures, HandedRound, Link, Loaded, Noted
+from h2o_flexgen.cli.process_link import Broken, Ended, Failed, Figures, Link, Loaded, Noted
 from h2o_flexgen.cli.requests import ModelRequest, SiteRequest
 from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.requests import RowMaker
@@ -32,8 +30,6 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import NoTokenLeft
 from h2o_flexgen.text.dialogue import choose_style
 from h2o_flexgen.text.prompts import Prompt
-
-GRACE_SECONDS = 60.0  # within which a process that nobody looks after any more ends in order
 
 
 class Part(Protocol):
@@ -69,9 +65,8 @@ class PromptsPart:
 
     def run(self, llm: LLM, link: Link) -> None:
         prepared = llm.prepare(list(self.prompts), self.sampling, numbers=self.numbers)
-        llm.generate(
-            prepared, seed=self.seed, on_completion=link.say, on_stage=link.stage, on_shrink=lambda one: _note(link, one)
-        )
+        note = partial(_note, link)
+        llm.generate(prepared, seed=self.seed, on_completion=link.say, on_stage=link.stage, on_shrink=note)
         link.say(Ended(_figures(llm.stats)))
 
 
@@ -101,9 +96,9 @@ class RequestsPart:
 
     def _broken_in(self, left: FileJob, llm: LLM, link: Link) -> NoTokenLeft | None:
         """Runs requests until all are done, or until one breaks."""
-        note = lambda one: _note(link, one)  # noqa: E731  # as a listener
+        heard: dict[str, Any] = {"on_stage": link.stage, "on_tick": link.say, "on_shrink": partial(_note, link)}
         try:
-            for done in llm.generate_stream(left, seed=self.seed, on_stage=link.stage, on_tick=link.say, on_shrink=note):
+            for done in llm.generate_stream(left, seed=self.seed, **heard):
                 self._ended.add(done.index)
                 link.say(done)
         except TaskFailed as failed:
@@ -133,7 +128,8 @@ def compute(link: Link, place: Place, part: Part) -> int:
     except (EOFError, BrokenPipeError, KeyboardInterrupt):  # nobody looks after this process any more, or it is ended
         return INTERRUPTED
     except Exception as error:
-        link.say(Failed(one_line(error), traceback.format_exc()))
+        with suppress(OSError):  # nobody hears it
+            link.say(Failed(one_line(error), traceback.format_exc()))
         return FAILED
     return 0
 
@@ -146,39 +142,6 @@ def _compute(link: Link, place: Place, part: Part) -> None:
         shared = SharedWeights(place.weights, None if place.reads else handed.take)
         engine = llm.load_shared(shared, link.stage)
         if place.reads:
-            link.say(Loaded())
+            link.say(Loaded(os.fstat(place.weights).st_size))
             engine.hand_round(handed.give)
         part.run(llm, link)
-
-
-# -- a process of its own --------------------------------------------------------------------------------------------------
-
-
-def begin(link: int, lifeline: int) -> int:
-    """Begins with what is said first: what is called, and what it is given."""
-    _end_with(lifeline)
-    connection = Connection(link)
-    try:
-        work: Callable[..., int]
-        work, given = connection.recv()
-        return work(Link(connection), *given)
-    except (EOFError, KeyboardInterrupt):
-        return INTERRUPTED
-
-
-def _end_with(lifeline: int) -> None:
-    """Ends this process in order when it is told to, or when the one that looks after it has gone: then nobody holds the other
-    end of the lifeline. Signals of a terminal go to that one."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        signal.signal(number, signal.SIG_IGN)  # once: what is cleaned up is not disturbed
-        raise KeyboardInterrupt
-
-    def watch() -> None:
-        os.read(lifeline, 1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(GRACE_SECONDS)
-        os._exit(BY_SIGNAL + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, end)
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()

@@ -1,30 +1,25 @@
-"""What processes of one job and the one that looks after them say to each other, and the memory by which weights that rest on
-devices are handed round."""
+"""What processes of one job and the one that looks after them say to each other."""
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from threading import Lock
 from typing import TypeVar
 
-import torch
-from torch import Tensor
-
 from h2o_flexgen.engine.stage import Stage
 from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.sampling.output import Completion
 
-PASSING_BYTES = 16 << 20  # of a device's weights that are handed round at once
 Message = TypeVar("Message")
 
 
 @dataclass(frozen=True)
 class Loaded:
     """The weights in host memory are there: said by the process that reads them, and then to the others."""
+
+    shared_bytes: int
 
 
 @dataclass(frozen=True)
@@ -112,24 +107,3 @@ class Link:
 
     def stage(self, stage: Stage, done_bytes: int = 0, total_bytes: int = 0) -> None:
         self.say(AtStage(stage, done_bytes, total_bytes))
-
-
-class HandedRound:
-    """Memory by which one process gives bytes to all others, as many at a time as it holds."""
-
-    def __init__(self, link: Link, descriptor: int) -> None:
-        self._link = link
-        os.ftruncate(descriptor, PASSING_BYTES)
-        self._memory = torch.frombuffer(mmap.mmap(descriptor, PASSING_BYTES, flags=mmap.MAP_SHARED), dtype=torch.uint8)
-
-    def give(self, given: Tensor) -> None:
-        for part in given.split(PASSING_BYTES):
-            self._memory[: part.nbytes].copy_(part)
-            self._link.say(Passing(part.nbytes))
-            self._link.hear(Taken)
-
-    def take(self, out: Tensor) -> None:
-        for part in out.split(PASSING_BYTES):
-            assert self._link.hear(Passing).nbytes == part.nbytes, "processes have one plan"
-            part.copy_(self._memory[: part.nbytes])
-            self._link.say(Taken())

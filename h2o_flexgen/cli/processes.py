@@ -9,18 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import Pipe
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from h2o_flexgen.cli.errors import Mendable
+from h2o_flexgen.cli.exchange import Exchange, Waits
 from h2o_flexgen.cli.process import Part, Place, compute
-from h2o_flexgen.cli.process_link import Ended, Failed, Link, Loaded, News, Passing, Taken
+from h2o_flexgen.cli.process_link import Link, News
 from h2o_flexgen.cli.requests import ModelRequest, SiteRequest, site_of_each
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.disk import OffloadFolder
@@ -32,8 +31,7 @@ ours = {signal.SIGINT, signal.SIGHUP}  # a terminal sends these to all; only the
 for one in ours: signal.signal(one, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, ours)
 sys.path[:] = json.loads(sys.argv[1])
-from h2o_flexgen.cli.open_llm import site_of_each
-from h2o_flexgen.cli.process import begin
+from h2o_flexgen.cli.process_begin import begin
 sys.exit(begin(int(sys.argv[2]), int(sys.argv[3])))
 """
 PATIENCE_SECONDS = 30.0  # within which a process that was told to end does
@@ -44,9 +42,9 @@ class Processes:
     """Processes that do parts of a job, until the end of a `with`."""
 
     def __init__(self, llm: LLM, model: ModelRequest, site: SiteRequest, parts: Sequence[Part]) -> None:
-        self.shared_bytes = 0  # of weights in host memory
         self._llm, self._model, self._site, self._parts = llm, model, site, parts
         self._links: list[Link] = []
+        self.exchange = Exchange(self._links, self._name, self._death)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ending = ExitStack()
 
@@ -66,7 +64,7 @@ class Processes:
         folder = OffloadFolder(self._llm.offload_folder)
         self._ending.callback(folder.close)
         self._ending.callback(self._remove_folders, folder.path)
-        self._weights, passing = (self._held(file_in_memory()) for _ in range(2))
+        weights, passing = (self._held(file_in_memory()) for _ in range(2))
         ours, lifeline = os.pipe()
         self._held(ours)
         self._ending.callback(self._wait)
@@ -79,8 +77,8 @@ class Processes:
                 cpu_mem=str(self._llm.budgets.host),
                 offload_dir=str(folder.path.absolute() / FOLDER.format(number)),
             )
-            place = Place(number, self._model, site, self._llm.plan, self._weights, passing)
-            self._links.append(self._started((self._weights, passing, ours)))
+            place = Place(number, self._model, site, self._llm.plan, weights, passing)
+            self._links.append(self._started((weights, passing, ours)))
             self._links[-1].say((compute, (place, part)))
 
     def _held(self, descriptor: int) -> int:
@@ -125,50 +123,12 @@ class Processes:
 
     # -- what they say -------------------------------------------------------------------------------------------------
 
-    def said(self, waits: Callable[[], Any]) -> Iterator[tuple[int, News]]:
-        """What processes say of the job, each with its number, until all have ended; `waits` makes a context in which nothing
-        is done but wait."""
-        of_connection: dict[Any, int] = {link.connection: number for number, link in enumerate(self._links)}
-        waiting_for = 0
-        while of_connection:
-            with waits():
-                ready = wait(list(of_connection))
-            for connection in ready:
-                number = of_connection[connection]
-                message = self._heard(connection, number)
-                if isinstance(message, Failed):
-                    raise self._failure(number, message)
-                if isinstance(message, Loaded):
-                    self.shared_bytes = os.fstat(self._weights).st_size
-                    self._tell_others(message)
-                elif isinstance(message, Passing):
-                    waiting_for = len(self._links) - 1
-                    self._tell_others(message)
-                elif isinstance(message, Taken):
-                    waiting_for -= 1
-                    if not waiting_for:
-                        self._links[0].say(message)
-                else:
-                    yield number, message
-                if isinstance(message, Ended):
-                    del of_connection[connection]
+    def said(self, waits: Waits) -> Iterator[tuple[int, News]]:
+        """What processes say of the job, until all have ended."""
+        yield from self.exchange.said(waits)
         for process in self._processes:  # they close what they have opened
             with suppress(subprocess.TimeoutExpired):
                 process.wait(PATIENCE_SECONDS)
-
-    def _heard(self, connection: Any, number: int) -> Any:
-        try:
-            return connection.recv()
-        except (EOFError, OSError):
-            raise self._death(number) from None
-
-    def _tell_others(self, message: object) -> None:
-        """Tells all but the process that reads."""
-        for number, link in enumerate(self._links[1:], start=1):
-            try:
-                link.say(message)
-            except OSError:
-                raise self._death(number) from None
 
     def device(self, number: int) -> str:
         return self._llm.device.names_of(len(self._parts))[number]
@@ -176,17 +136,10 @@ class Processes:
     def _name(self, number: int) -> str:
         return f"process {number} of {len(self._parts)} ({self.device(number)})"
 
-    def _failure(self, number: int, failed: Failed) -> Exception:
-        if failed.line is None:
-            return RuntimeError(f"{self._name(number)}:\n{failed.trace}")
-        return Mendable(f"{self._name(number)}: {failed.line}")
-
-    def _death(self, number: int) -> Exception:
+    def _death(self, number: int) -> str:
         status = self._processes[number].wait()
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return Mendable(
-            f"{self._name(number)} {how}, and so did the others; if memory ran out, give fewer processes or smaller blocks"
-        )
+        return f"{how}, and so are the others; if memory ran out, give fewer processes or smaller blocks"
 
 
 @contextmanager

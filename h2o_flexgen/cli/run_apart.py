@@ -20,6 +20,7 @@ from h2o_flexgen.core.tiers import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.tick import Tick
+from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.sampler import resolve_seed
 
@@ -52,7 +53,7 @@ class RunApart:
                 self._take(number, news, progress)
             self.names.update({number: processes.device(number) for number in range(len(parts))})
         self.completions.sort(key=lambda one: one.index)
-        self._tell(processes.shared_bytes)
+        self._tell(processes.exchange.shared_bytes)
 
     def _parts(self) -> Iterator[PromptsPart]:
         prompts, sampling = self.job.prompts, self.job.request.sampling
@@ -87,10 +88,8 @@ class RunApart:
     def peak_bytes(self, shared: int) -> Mapping[str, int]:
         """The most that was held: on a device by one process, elsewhere by all, who share the weights in host memory."""
         each = {tier: [one.peak_bytes.get(tier, 0) for one in self.figures.values()] for tier in TIERS}
-        return {
-            tier: max(peaks) if tier == DEVICE else sum(peaks) - (shared * (len(peaks) - 1) if tier == HOST else 0)
-            for tier, peaks in each.items()
-        }
+        beside = {HOST: peak_resident_bytes() - shared * (len(self.figures) - 1)}
+        return {tier: max(peaks) if tier == DEVICE else sum(peaks) + beside.get(tier, 0) for tier, peaks in each.items()}
 
     def _tell(self, shared: int) -> None:
         job, peaks = self.job, self.peak_bytes(shared)

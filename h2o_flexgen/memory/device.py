@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.memory.threads import FORKED, SPAWN
+from h2o_flexgen.memory.page_locks import CudaPageLocks
+from h2o_flexgen.memory.threads import FORKED, SPAWN, Handover
 from h2o_flexgen.memory.tier import Meter
 
 Marker = torch.cuda.Event  # a point in a lane's stream of work
@@ -26,6 +27,7 @@ class Device:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
+        self.handover = Handover()
 
     def stream(self, lane: str) -> AbstractContextManager[object]:
         """A context in which work is issued to this lane's stream."""
@@ -47,6 +49,12 @@ class Device:
     def names_of(self, count: int) -> list[str]:
         """The names of so many devices of this kind, for a process each."""
         return [self.kind] * count
+
+    def page_lock(self, address: int, nbytes: int) -> None:
+        """Makes host memory fit for copies that no thread waits for. A CPU makes none."""
+
+    def page_unlock(self, address: int) -> None:
+        """Undoes that, before the memory goes."""
 
     def peak_bytes(self) -> int:
         return 0
@@ -85,9 +93,11 @@ class CudaDevice(Device):
         if index is not None and index >= count:
             raise ValueError(f"device 'cuda:{index}' was asked for, but there are {count}; they count from 0")
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        torch.cuda.set_device(self.torch_device)  # page-locked memory belongs to the current device
+        torch.cuda.set_device(self.torch_device)
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._warm_up()
+        some = torch.zeros(1, device=self.torch_device)
+        self._locks = CudaPageLocks(torch.cuda.cudart(), lambda: some.add_(1))
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def _warm_up(self) -> None:
@@ -121,6 +131,12 @@ class CudaDevice(Device):
         if count > there:
             raise ValueError(f"{count} devices were asked for, and there are {there}; ask for no more than that")
         return [f"cuda:{index}" for index in range(count)]
+
+    def page_lock(self, address: int, nbytes: int) -> None:
+        self._locks.lock(address, nbytes)
+
+    def page_unlock(self, address: int) -> None:
+        self._locks.unlock(address)
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)

@@ -15,15 +15,20 @@ from h2o_flexgen.memory.shared import SharedTier, SharedWeights
 
 
 class Memories:
-    """The device, the tiers and the disk threads of an engine: closed whatever happens."""
+    """The device, the tiers and the disk threads of an engine: closed whatever happens.
+
+    Weights of host memory have a tier of their own there: KV and hidden states are always page-locked, weights only if that is
+    asked for, since they may be more than a system lets a process lock."""
 
     def __init__(
-        self, device: Device, offload_folder: Path, pin_host: bool = True, shared: SharedWeights | None = None
+        self, device: Device, offload_folder: Path, pin_weight: bool = True, shared: SharedWeights | None = None
     ) -> None:
         self.device = device
-        self.host = HostTier(pinned=pin_host and device.accelerator)
-        self.finds_weights = shared is not None and not shared.reads  # another process brings those at rest in host memory
-        self.at_rest = self.host if shared is None else SharedTier(shared, pin_host and device.accelerator)  # where these lie
+        self.host = HostTier(device)
+        locker = device if pin_weight else None
+        self.weights = HostTier(locker)
+        self.at_rest = self.weights if shared is None else SharedTier(shared, locker)  # where weights lie that stay there
+        self.finds_weights = shared is not None and not shared.reads  # another process brings those
         self.compute: HostTier | DeviceTier = device.memory(self.host)  # where things are computed with
         self.files = Files()  # first: its threads may find no room, and then nothing is left behind
         self._folder = self._opened(offload_folder)
@@ -37,10 +42,10 @@ class Memories:
             raise
 
     def close(self) -> None:
-        tiers = self.disk.close, self.files.close, self.host.close, self.at_rest.close
         with ExitStack() as closing:  # each of them, also when one fails
-            for close in (self._folder.close, *tiers, self.device.settle):
-                closing.callback(close)  # the last is the first to be called
+            for tier in (self._folder, self.disk, self.files, self.host, self.weights, self.at_rest):
+                closing.callback(tier.close)
+            closing.callback(self.device.settle)  # the last is the first to be called
 
 
 class Ring:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.host import HostTier, PageLocker, Pages
 
 NAME = "h2o_flexgen weights"  # seen in /proc alone
 
@@ -37,15 +37,15 @@ def file_in_memory() -> int:
 class SharedTier(HostTier):
     """Host memory for one region, the weights at rest, which is the same in every process."""
 
-    def __init__(self, shared: SharedWeights, pinned: bool = False) -> None:
-        super().__init__(pinned)
+    def __init__(self, shared: SharedWeights, locker: PageLocker | None = None) -> None:
+        super().__init__(locker)
         self._shared = shared
 
-    def _new_pages(self, size: int) -> mmap.mmap:
+    def _new_pages(self, size: int) -> Pages:
         descriptor = self._shared.descriptor
         if self._shared.reads:
             os.ftruncate(descriptor, size)
         elif os.fstat(descriptor).st_size != size:
             held = os.fstat(descriptor).st_size
             raise ValueError(f"the weights that processes share have {held} bytes, but this one's plan has {size} in memory")
-        return mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED)
+        return Pages(descriptor, size, flags=mmap.MAP_SHARED)

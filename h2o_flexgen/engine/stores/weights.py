@@ -49,7 +49,7 @@ class WeightStore:
         resident = memories.compute if accelerator else memories.at_rest
         self._resident = self._fill(source, self._on(*self._stays_in), resident)
         self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.at_rest)
-        self._host_ring = self._device_ring = Ring(memories.host, buffers=0, nbytes=0)
+        self._host_ring = self._device_ring = Ring(memories.weights, buffers=0, nbytes=0)
         decoded = decoded_bytes(spec, site_of(memories.device.kind, accelerator))
         self._decoded = memories.compute.alloc(decoded) if decoded else None
 
@@ -122,7 +122,7 @@ class WeightStore:
         self._viewed_pass = -1
         memories, buffers = self._memories, schedule.weight_buffers
         largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
-        self._host_ring = self._host_ring or Ring(memories.host, buffers, _largest(self._disk_layouts))
+        self._host_ring = self._host_ring or Ring(memories.weights, buffers, _largest(self._disk_layouts))
         self._device_ring = self._device_ring or Ring(memories.compute, buffers, largest_moved)
 
     @cached_property
