@@ -40,7 +40,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process computes, and what it shares with the others."""
+    """The place of a process: its device, and what it shares with the others."""
 
     number: int
     model: ModelRequest

@@ -27,7 +27,8 @@ class Memories:
         self.host = HostTier(device)
         locker = device if pin_weight else None
         self.weights = HostTier(locker)
-        self.at_rest = self.weights if shared is None else SharedTier(shared, locker)  # where weights lie that stay there
+        own = self.weights if device.accelerator else self.host
+        self.at_rest = own if shared is None else SharedTier(shared, locker)  # where weights of host memory lie all the time
         self.finds_weights = shared is not None and not shared.reads  # another process brings those
         self.compute: HostTier | DeviceTier = device.memory(self.host)  # where things are computed with
         self.files = Files()  # first: its threads may find no room, and then nothing is left behind

@@ -23,7 +23,7 @@ class HandedSource:
         return self._source.stored_itemsize(name)
 
     def locate(self, tensors: Iterable[TensorSpec]) -> dict[str, StoredTensor]:
-        """Where tensors lie. Nobody checks what the process that reads has checked."""
+        """The places of tensors. Nobody checks what the process that reads has checked."""
         return {name: replace(stored, check=None) for name, stored in self._source.locate(tensors).items()}
 
     def fill(self, tensor: TensorSpec, out: Tensor) -> bool:
