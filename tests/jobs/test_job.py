@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -60,3 +61,17 @@ def test_what_requests_share_does_not_depend_on_who_is_done(tmp_path: Path) -> N
     assert left.prefixes is not None and [left.prefixes.of(request) for request in range(2)] == [SharedPrefix(0, 40), None]
     assert left.prefixes.rows == (2,), "nobody else is left to share it"
     assert left.only([5].__contains__).prefixes == PrefixGroups((), (), array("i", [-1]))
+
+
+def test_a_part_of_a_job_shares_what_all_of_it_shares_and_is_read_again_elsewhere(tmp_path: Path) -> None:
+    lines = [{"prompt": [*range(1, 41), 50 + n], "max_tokens": 2 + n} for n in range(4)]
+    index = checked(tmp_path, *lines, {"prompt": [91], "max_tokens": 2}).index
+    job = FileJob.of(index, range(5), replace(READING, new_finder=lambda: PrefixFinder(least=32)))
+    part = job.only([1, 4].__contains__)
+    assert part.places.tolist() == [1, 4] and [part.sizes[n].gen_len for n in range(2)] == [3, 2]
+    sent = pickle.loads(pickle.dumps(part.apart)).read_with(READING)
+    for one in (part, sent):
+        assert one.prefixes is not None and [one.prefixes.of(n) for n in range(2)] == [SharedPrefix(0, 40), None]
+        assert [one.request(n).index for n in range(2)] == [1, 4]
+        assert one.only([4].__contains__).request(0) == one.request(1)
+    sent.index.close()
