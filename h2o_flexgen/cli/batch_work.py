@@ -39,7 +39,6 @@ from h2o_flexgen.jobs.manifest import Manifest, Settings
 from h2o_flexgen.jobs.output import OrderedOutput, Output
 from h2o_flexgen.jobs.records import RecordMaker
 from h2o_flexgen.jobs.recovery import Finished, OutputReader
-from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -199,7 +198,7 @@ class BatchJob:
         if len(self.left.sizes) and self.request.ray is None:
             self.find_plan()
             self.tell(self.plan_report.lines())
-            say_slow(kernel_reasons(self.plan_report.arithmetic, variants()))
+            say_slow(kernel_reasons(self.plan_report.arithmetic))
             say_threads(self.request.others, self.request.site.threads)
         manifest = self._manifest()
         manifest.write(self.request.files.manifest)

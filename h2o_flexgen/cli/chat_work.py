@@ -21,7 +21,7 @@ from h2o_flexgen.core.hints import did_you_mean
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.conversation import ContextFull, Conversation, Reply
 from h2o_flexgen.engine.progress import Progress
-from h2o_flexgen.kernels.native import processor, variants
+from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.sampling.output import Completion
@@ -40,7 +40,7 @@ def work(request: ChatRequest) -> None:
         if not llm.tokenizer.reads_texts:
             llm.tokenizer.encode("")  # reports a missing tokenizer before anything is loaded
         say_threads(request.others, request.site.threads)
-        say_slow(kernel_reasons(_arithmetic(llm), variants()))
+        say_slow(kernel_reasons(_arithmetic(llm)))
         style = choose_style(request.style, llm.tokenizer, request.system)
         params = replace(params, stop=(*params.stop_strings, *style.stops))
         with _opened(request, llm) as talk:

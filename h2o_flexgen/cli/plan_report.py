@@ -80,7 +80,7 @@ class PlanReport:
             "placed_percent": [round(share, 2) for share in self.first.placed_percent],
             "arithmetic": self.arithmetic.as_json(),
             "kept": Kept(self.planned).as_json(),
-            "kernels": in_use(),
+            "kernels": in_use(self.planned.site.processor.device),
             "bytes_to_pack": self.packing.nbytes if self.packing else 0,
             "num_prompts": self.planned.workload.num_prompts,
             "placed_bytes": placed_bytes(self.first),
@@ -101,8 +101,7 @@ class PlanReport:
         ]
         if self.tokenizer_note:
             lines.append(f"tokens    {self.tokenizer_note}")
-        if not self.planned.site.accelerator:
-            lines.append(f"kernels   {in_use()}")
+        lines.append(f"kernels   {in_use(self.planned.site.processor.device)}")
         if self.packing and self.packing.nbytes:
             lines.append(f"the weights are packed first, once: {self.packing}")
         if self.dummy_weights:

@@ -13,7 +13,6 @@ from h2o_flexgen.cli.plan_request import PlanRequest
 from h2o_flexgen.cli.slow import int8_reason, kernel_reasons, say_slow
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.threads import set_threads
-from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.planning.search import Candidate, Found, Problem, refuse_what_never_fits, search
@@ -34,7 +33,7 @@ def work(request: PlanRequest) -> None:
         lines, document = report.lines(), report.as_json()
         _draw(report)
     say(lines)
-    say_slow(kernel_reasons(report.plan_report.arithmetic, variants()))
+    say_slow(kernel_reasons(report.plan_report.arithmetic))
     say_slow(int8_reason(report.first, problem.machine))
     print(json.dumps(document), flush=True)
 

@@ -22,7 +22,6 @@ from h2o_flexgen.cli.watch import Watch, say_threads
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.finding import Wish
-from h2o_flexgen.kernels.native import variants
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -186,7 +185,7 @@ class Job:
 
     def say_slow(self) -> None:
         """Says what makes the run slow and could be mended."""
-        say_slow(kernel_reasons(self.plan_report.arithmetic, variants()))
+        say_slow(kernel_reasons(self.plan_report.arithmetic))
         machine = self.machine or profile_at_hand(self.llm.device, self.llm.offload_folder, self.llm.spec.dtype)
         if machine is not None:
             say_slow(int8_reason(self.planned.blocks.first, machine))

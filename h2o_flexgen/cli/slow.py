@@ -6,11 +6,11 @@ The reasons follow from facts that are at hand: nothing is measured for them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from h2o_flexgen.cli.arithmetic import Arithmetic
-from h2o_flexgen.kernels.native import SWITCH
+from h2o_flexgen.kernels.native import SWITCH, variants
 from h2o_flexgen.kernels.table import CPU, EXACT, INT8, PRODUCTS, TORCH
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
@@ -24,22 +24,25 @@ NO_KERNELS = (
     "`dnf install gcc`), and install again, from a checkout with `pip install -e .`"
 )
 
+NO_TRITON = "Triton is not installed, and what takes the place of the kernels for GPUs in torch is slower; `pip install triton`"
+
 
 def say_slow(reasons: Iterable[str]) -> None:
     for reason in reasons:
         print(f"{SLOW}: {reason}", file=sys.stderr, flush=True)
 
 
-def kernel_reasons(arithmetic: Arithmetic, libraries: Sequence[str]) -> Iterator[str]:
-    """The reasons in what computes. `libraries` were built and run on this processor, the best first."""
+def kernel_reasons(arithmetic: Arithmetic, libraries: Callable[[str], Sequence[str]] = variants) -> Iterator[str]:
+    """The reasons in what computes. `libraries` says what there is for a kind of device and runs here, the best first."""
     own = arithmetic.processor
-    if own is None or own.device != CPU:
+    if own is None:
         return
-    if not libraries:
-        yield NO_KERNELS
-    elif own.build != libraries[0]:
-        yield f"{SWITCH}={own.build} asks for less than this processor can do ({libraries[0]}); unset it"
-    if own.build == TORCH and arithmetic.plan.compute == INT8:
+    found = libraries(own.device)
+    if not found:
+        yield NO_KERNELS if own.device == CPU else NO_TRITON
+    elif own.build != found[0]:
+        yield f"{SWITCH}={own.build} asks for less than this processor can do ({found[0]}); unset it"
+    if (own.device, own.build) == (CPU, TORCH) and arithmetic.plan.compute == INT8:
         yield f"--compute {INT8} is slower than {EXACT} products where there are no kernels in C; leave it out"
 
 

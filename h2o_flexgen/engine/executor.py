@@ -32,8 +32,8 @@ class _Pending:
 
     __slots__ = ("issued", "marker")
 
-    def __init__(self) -> None:
-        self.issued = threading.Event()
+    def __init__(self, issued: threading.Event) -> None:
+        self.issued = issued
         self.marker: Marker | None = None
 
 
@@ -52,7 +52,7 @@ class Executor:
         self._actions = actions
         self._device = device
         self._ahead = ahead  # COMPUTEs that may wait while their transfers are under way
-        self._pending: dict[Key, _Pending] = {}  # tasks; those that are missing here are done
+        self._pending: dict[Key, _Pending] = device.handover.unfinished()  # tasks
         self._queues: dict[str, SimpleQueue[Task | None]] = {}
         self._threads: list[tuple[threading.Thread, threading.Event]] = []
         self._failure: tuple[Task | str, BaseException] | None = None
@@ -104,7 +104,7 @@ class Executor:
         computes: deque[Task] = deque()
         for task in tasks:
             self._raise_failure()
-            self._pending[task.key] = _Pending()
+            self._pending[task.key] = _Pending(self._device.handover.event())
             if task.op is Op.COMPUTE:
                 computes.append(task)
                 if len(computes) > self._ahead:
@@ -144,12 +144,11 @@ class Executor:
     # -- the lanes ---------------------------------------------------------------------------------------------------
 
     def _start_lanes(self) -> None:
-        self._queues = {lane: SimpleQueue() for lane in LANES if lane != COMPUTE_LANE}
+        self._queues = {lane: self._device.handover.queue() for lane in LANES if lane != COMPUTE_LANE}
         for lane in self._queues:
             for worker in range(WORKERS[lane]):
-                ended = threading.Event()
-                name = f"lane-{lane}-{worker}"
-                thread = threading.Thread(target=self._work, args=(lane, ended), name=name, daemon=True)
+                ended = self._device.handover.event()
+                thread = self._device.handover.thread(self._work, (lane, ended), f"lane-{lane}-{worker}")
                 with starting():
                     thread.start()
                 self._threads.append((thread, ended))

@@ -1,8 +1,10 @@
-"""Every kernel under its name in kernels/table.py: those in C, and their twins in torch."""
+"""Every kernel under its name in kernels/table.py: those in C, those in Triton, and their twins in torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
@@ -14,6 +16,7 @@ from h2o_flexgen.kernels.pair_product import pair_product
 from h2o_flexgen.kernels.plain import plain_decode, plain_encode, plain_product
 from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attention_twin
 from h2o_flexgen.kernels.shared_attention import shared_attention, shared_attention_twin
+from h2o_flexgen.kernels.table import TRITON, Kernel
 from h2o_flexgen.kernels.take_slots import take_slots, take_slots_twin
 from h2o_flexgen.kernels.tile_product import tile_product
 from h2o_flexgen.kernels.tile_rows import (
@@ -40,3 +43,14 @@ FUNCTIONS: Mapping[str, Function] = {
         *(lowest_slot, lowest_slot_twin, take_slots, take_slots_twin),
     )
 }
+
+
+def function_of(kernel: Kernel) -> Function:
+    return (_for_gpus() if TRITON in kernel.libraries else FUNCTIONS)[kernel.function]
+
+
+@cache
+def _for_gpus() -> Mapping[str, Function]:
+    """Imported when the first of them is wanted: Triton is missing where torch was built for CPUs."""
+    functions: Mapping[str, Function] = import_module("h2o_flexgen.kernels.gpu.functions").FUNCTIONS
+    return functions

@@ -1,6 +1,6 @@
-"""The library of C kernels: built when the package is installed, if there is a C compiler, once for each kind of processor.
-
-It holds no Python: functions are called with pointers and sizes.
+"""The kernels that this machine has. Those in C are a library that is built when the package is installed, if there is a C
+compiler, once for each kind of processor; it holds no Python, and is called with pointers and sizes. Those for GPUs are
+Triton's to compile, if it is installed: builds of torch for CUDA bring it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.sizes import DTYPES, shared
-from h2o_flexgen.kernels.table import BASELINE, LIBRARIES, TORCH, WIDE, Processor
+from h2o_flexgen.kernels.table import BASELINE, CPU, CUDA, LIBRARIES, TORCH, TRITON, WIDE, Processor
 
-SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" turns the library off; the name of a variant selects that one
+SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" turns all kernels off; the name of a library in C selects that one
 KINDS: Mapping[torch.dtype, int] = {getattr(torch, name): kind for kind, name in enumerate(DTYPES)}  # the numbering of C
 BF16, X86 = "bfloat16", ("x86_64", "amd64")
 NO_KIND = -1  # for bytes that are only moved
@@ -35,8 +36,15 @@ def native_library() -> ctypes.CDLL:
 
 
 def processor(device: str) -> Processor:
-    """A kind of device, and the library that is loaded here; none where none was built or none can be loaded."""
+    """A kind of device, and the kernels for it; none where none were built or none can be loaded."""
+    if device != CPU:
+        return Processor(device, next(iter(variants(device)), TORCH) if os.environ.get(SWITCH) != TORCH else TORCH)
     return Processor(device, build := _loaded()[0], _instructions(build))
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec(TRITON) is not None
 
 
 @cache
@@ -49,14 +57,16 @@ def _instructions(build: str) -> tuple[str, ...]:
     return (BF16,) if is_wide and torch.cpu._is_avx512_bf16_supported() else ()
 
 
-def in_use() -> str:
-    """The name of the loaded library, for reports."""
-    name = _loaded()[0]
-    return TORCH if name == TORCH else f"C ({name})"
+def in_use(device: str = CPU) -> str:
+    """The name of what computes on a kind of device, for reports."""
+    name = processor(device).build
+    return f"C ({name})" if name in LIBRARIES else name
 
 
-def variants() -> list[str]:
-    """The libraries that were built and that run on this processor, the best first."""
+def variants(device: str = CPU) -> list[str]:
+    """The libraries that there are for a kind of device and that run here, the best first."""
+    if device != CPU:
+        return [TRITON] if device == CUDA and _has_triton() else []
     return list(_usable())
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.functions import FUNCTIONS, Function
+from h2o_flexgen.kernels.functions import Function, function_of
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.table import (
@@ -34,7 +34,7 @@ def chosen(op: str, form: str, like: Tensor, rows: int = 1, width: int = 1) -> F
     """The function for values with the type and the device of `like`. No rows are worked on as one is."""
     dtype = str(like.dtype).removeprefix("torch.")
     kernel = choose(op, form, dtype, processor(like.device.type).runs, max(1, rows), width)
-    return None if kernel is None else FUNCTIONS[kernel.function]
+    return None if kernel is None else function_of(kernel)
 
 
 def _required(op: str, form: str, like: Tensor, rows: int = 1) -> Function:

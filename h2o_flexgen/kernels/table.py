@@ -23,8 +23,9 @@ PRODUCTS = {EXACT: PRODUCT, INT8: INT8_PRODUCT}  # by what people ask for
 DECODE_ATTENTION, PROMPT_ATTENTION, SHARED_ATTENTION = "decode attention", "prompt attention", "shared attention"
 LOWEST_SLOT, TAKE_SLOTS = "lowest slot", "take slots"
 
-CPU = "cpu"
+CPU, CUDA = "cpu", "cuda"
 TORCH = "torch"  # no library of kernels is loaded
+TRITON = "triton"  # kernels for GPUs, which it compiles when they first run
 BASELINE, PAIRS = "baseline", "avx512bf16"  # PAIRS: instructions for pairs of bfloat16
 WIDE = (PAIRS, "avx512vnni", "avx512")  # registers of 512 bits
 LIBRARIES = (*WIDE, "avxvnni", "avx2", BASELINE)  # libraries of C kernels, by the instructions they were built for, best first

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.memory.host import HostTier
-from h2o_flexgen.memory.threads import FORKED, SPAWN
+from h2o_flexgen.memory.threads import FORKED, SPAWN, Handover
 from h2o_flexgen.memory.tier import Meter
 
 Marker = torch.cuda.Event  # a point in a lane's stream of work
@@ -26,6 +26,7 @@ class Device:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
+        self.handover = Handover()
 
     def stream(self, lane: str) -> AbstractContextManager[object]:
         """A context in which work is issued to this lane's stream."""

@@ -6,9 +6,10 @@ import torch
 
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.kernels.native import processor
-from h2o_flexgen.kernels.table import Processor
+from h2o_flexgen.kernels.table import CPU, Processor
 
 
 def site_of(device: str, accelerator: bool, writes_weights: bool = False) -> Site:
-    """`device`: its kind. Kernels in C are for CPUs, so an accelerator's site has none of them."""
-    return Site(accelerator, writes_weights, Processor(device) if accelerator else processor(device), torch.get_num_threads())
+    """`device`: its kind. An accelerator that computes as a CPU has none of the kernels in C."""
+    own = Processor(device) if accelerator and device == CPU else processor(device)
+    return Site(accelerator, writes_weights, own, torch.get_num_threads())

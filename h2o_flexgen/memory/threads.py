@@ -9,16 +9,36 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 
 CANNOT_START = "can't start new thread"  # in Python's error
 ADVICE = "a thread could not be started: raise the limit on memory or address space (ulimit -v), or on processes (ulimit -u)"
 VALUES_OF_A_THREAD = 1 << 16  # more than torch processes in one thread alone
+
+
+class Handover:
+    """What threads of a run wait for each other with, and hand over to each other by. A device brings it, so that one which
+    watches the order of things sees all that makes it."""
+
+    def event(self) -> threading.Event:
+        return threading.Event()
+
+    def queue(self) -> SimpleQueue[Any]:
+        return SimpleQueue()
+
+    def thread(self, work: Callable[..., None], given: tuple[object, ...], name: str) -> threading.Thread:
+        return threading.Thread(target=work, args=given, name=name, daemon=True)
+
+    def unfinished(self) -> dict[Any, Any]:
+        """What is not over yet, by key: whoever misses a key here knows that it is."""
+        return {}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 
 from h2o_flexgen.cli import slow
 from h2o_flexgen.cli.arithmetic import Arithmetic
-from h2o_flexgen.cli.slow import NO_KERNELS, int8_reason, kernel_reasons, say_slow
+from h2o_flexgen.cli.slow import NO_KERNELS, NO_TRITON, int8_reason, kernel_reasons, say_slow
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.kernels import table as kernels_table
 from h2o_flexgen.kernels.table import Processor
@@ -28,13 +28,23 @@ def pretended_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reasons(processor: Processor | None, libraries: tuple[str, ...] = BUILT, dtype: str = "bfloat16") -> list[str]:
-    return list(kernel_reasons(Arithmetic(Plan(), dtype, processor), libraries))
+    return list(kernel_reasons(Arithmetic(Plan(), dtype, processor), lambda _: libraries))
 
 
 def test_where_nothing_can_be_mended_nothing_is_said() -> None:
-    for processor in (Processor("cpu", BUILT[0], ("bfloat16",)), Processor("cuda"), None):
+    for processor in (Processor("cpu", BUILT[0], ("bfloat16",)), None):
         assert reasons(processor) == []
-    assert reasons(Processor("cuda"), libraries=()) == []
+    assert reasons(Processor("cuda", "triton"), libraries=("triton",)) == []
+
+
+def test_a_gpu_without_triton_says_how_to_get_it() -> None:
+    assert reasons(Processor("cuda"), libraries=()) == [NO_TRITON]
+    assert "pip install triton" in NO_TRITON
+
+
+def test_kernels_for_a_gpu_that_are_turned_off_are_named_with_their_switch() -> None:
+    (line,) = reasons(Processor("cuda"), libraries=("triton",))
+    assert line == "H2O_FLEXGEN_KERNELS=torch asks for less than this processor can do (triton); unset it"
 
 
 def test_without_kernels_it_says_how_to_get_a_compiler() -> None:
@@ -45,7 +55,8 @@ def test_without_kernels_it_says_how_to_get_a_compiler() -> None:
 
 def test_products_of_8_bits_without_kernels_are_slower_than_exact_ones() -> None:
     plan = Plan(weight_codec="group4", compute="int8")
-    found = [list(kernel_reasons(Arithmetic(plan, "float32", Processor("cpu", build)), BUILT)) for build in ("torch", BUILT[0])]
+    each = [Arithmetic(plan, "float32", Processor("cpu", build)) for build in ("torch", BUILT[0])]
+    found = [list(kernel_reasons(arithmetic, lambda _: BUILT)) for arithmetic in each]
     assert found[0][1:] == ["--compute int8 is slower than exact products where there are no kernels in C; leave it out"]
     assert found[1] == []
 
