@@ -1,4 +1,4 @@
-"""The one slot of every row and head that a step changed, on its way from one image to another: as bytes, so that it is one copy.
+"""The one slot of every row and head that a step changed, between one image and another: bytes that are copied at once.
 
 The numbers of these slots come first, then their keys, then their values."""
 

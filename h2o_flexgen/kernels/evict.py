@@ -1,7 +1,7 @@
 """The end of a decode step for caches that evict: what the newest query gave is added to the scores, and the newest token takes
 over the slot of the one that goes, with all that is noted of it. So the slots in use stay one range.
 
-All have the same outcome bit for bit, but for scores that are NaN: there C looks at the others, and torch lets the newest go."""
+All have the same outcome, bit for bit. But where a score is NaN, C looks at the others, and torch lets the newest go."""
 
 from __future__ import annotations
 

@@ -148,8 +148,8 @@ def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
 
 
 def append(image: Tensor, newest: Newest, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None, notes: Notes | None) -> Tensor:
-    """Puts the newest token of each row in its slot of the image (2, rows, heads, slots, width): k and v (rows, 1, heads, width)
-    and what is noted of it. With a `turn`, k and q (rows, 1, query heads, dim) are rotated before -> q as it is then."""
+    """Puts the newest token of each row in its slot of an image (2, rows, heads, slots, width): k and v (rows, 1, heads,
+    width), and what is noted of it. With a `turn`, q (rows, 1, query heads, dim) and k are rotated first -> q as it is now."""
     out: Tensor = _required(APPEND, PLAIN, q)(image, newest, q, k, v, turn, notes)
     return out
 
@@ -169,14 +169,14 @@ def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
 
 
 def gather_slots(image: Tensor, slots: Tensor, out: Tensor) -> None:
-    """Gathers one slot (rows, heads) of every row and head of an image (2, rows, heads, slots, width) into bytes: the numbers of
-    these slots, and behind them keys and values, as `changed_slots.parts` finds them."""
+    """Gathers one slot (rows, heads) of every row and head of an image (2, rows, heads, slots, width) into bytes: the numbers
+    of these slots, and behind them keys and values, as `changed_slots.parts` finds them."""
     _required(GATHER_SLOTS, PLAIN, image)(image, slots, out)
 
 
-def scatter_slots(gathered: Tensor, slots: Tensor, image: Tensor) -> None:
+def scatter_slots(values: Tensor, slots: Tensor, image: Tensor) -> None:
     """Puts keys and values (2, rows, heads, width) in these slots (rows, heads) of an image (2, rows, heads, slots, width)."""
-    _required(SCATTER_SLOTS, PLAIN, image)(gathered, slots, image)
+    _required(SCATTER_SLOTS, PLAIN, image)(values, slots, image)
 
 
 # -- heads and rows ------------------------------------------------------------------------------------------------------

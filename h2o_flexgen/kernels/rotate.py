@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Turn(NamedTuple):
-    """Cosine and sine by which the pairs of each token's heads are turned, in the type of the values. (rows, tokens, 1, half)"""
+    """Cosines and sines of the pairs of each token's heads, in the type of the values. (rows, tokens, 1, half)"""
 
     cos: Tensor
     sin: Tensor

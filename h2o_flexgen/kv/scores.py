@@ -122,7 +122,7 @@ class SlotScores:
         return Notes(self.positions, self.scores, self.policy.ranks_by == CHANCE)
 
     def evict(self, now: KVStep, image: Tensor, sums: Tensor) -> Tensor | None:
-        """Adds `sums` (rows, kv_heads, slots), fp32: the newest query's attention to each slot, over a group's query heads. Where
+        """Adds `sums` (rows, kv_heads, slots), fp32: the newest query's attention to each slot, over a group's query heads. If
         rows have to evict, the newest token then takes over a slot of the image for each row and head, (rows, kv_heads)."""
         if now.evicts:
             return evict(image, self.notes, now.newest, now.leaving, sums, self.policy.decay)

@@ -18,7 +18,6 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.rotate import Turn
 
 
-
 class Rotation(Protocol):
     """How a model rotates queries and keys to their positions."""
 

@@ -32,7 +32,7 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
 
 
 def append(image: Tensor, newest: Newest, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None, notes: Notes | None) -> Tensor:
-    rows, heads, slots, width = image.shape[1:]
+    rows, heads, slots = image.shape[1:4]
     if turn is None:  # nothing is computed with
         image, k, v = as_words(image, k, v)
     assert k.dtype == v.dtype == image.dtype and k.stride(3) == v.stride(3) == q.stride(3) == image.stride(4) == 1

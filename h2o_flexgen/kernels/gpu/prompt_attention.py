@@ -10,7 +10,8 @@ values before they meet these."""
 
 from __future__ import annotations
 
-from math import log2, e as EULER
+import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,9 +20,23 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.more_keys import More
 
-QUERIES, KEYS = 64, 32  # of a block
 LEAST_DIM = 16  # that products of blocks take
-LOG2_E = tl.constexpr(log2(EULER))
+WIDE = 128  # from here on, blocks are smaller
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+class _Blocks(NamedTuple):
+    """Sizes of blocks and warps, by the padded width of a head: they fit in registers, and in the shared memory of any GPU."""
+
+    queries: int
+    keys: int
+    summed: int  # keys whose sums a program makes
+    warps: int = 8
+    stages: int = 2
+
+    @classmethod
+    def of(cls, padded: int) -> _Blocks:
+        return cls(64, 32, 64) if padded <= WIDE else cls(32, 32, 32)
 
 
 def prompt_attention(
@@ -32,26 +47,47 @@ def prompt_attention(
     assert q.stride(3) == k.stride(3) == v.stride(3) == 1 and k.dtype == v.dtype == q.dtype
     out = torch.empty(rows, tokens, heads * dim, dtype=q.dtype, device=q.device)
     weighs = torch.empty(rows, heads, tokens, dtype=torch.float32, device=q.device)
-    sizes = (dim**-0.5, tokens, keys, heads, heads // kv_heads)
-    strides = (*q.stride()[:3], *k.stride()[:3])
-    block = {"DIM": dim, "PADDED": max(LEAST_DIM, triton.next_power_of_2(dim)), "QUERIES": QUERIES, "KEYS": KEYS}
-    elsewhere = (weighs, out) if more is None else more
-    attend_prompt[(triton.cdiv(tokens, QUERIES), heads, rows)](
-        *(q, k, v, before, *elsewhere, out, weighs, *sizes, *strides, *v.stride()[:3]), MORE=more is not None, **block
+    sizes, strides = (dim**-0.5, tokens, keys, heads, heads // kv_heads), (*q.stride()[:3], *k.stride()[:3])
+    padded = max(LEAST_DIM, triton.next_power_of_2(dim))
+    blocks, elsewhere = _Blocks.of(padded), (weighs, out) if more is None else more
+    widths: Any = {"DIM": dim, "PADDED": padded, "num_warps": blocks.warps, "num_stages": blocks.stages}
+    attend_prompt[(triton.cdiv(tokens, blocks.queries), heads, rows)](
+        *(q, k, v, before, *elsewhere, out, weighs, *sizes, *strides, *v.stride()[:3]),
+        MORE=more is not None,
+        QUERIES=blocks.queries,
+        KEYS=blocks.keys,
+        **widths,
     )
     if weights is None:
         return out, None
     sums = torch.empty(rows, kv_heads, keys, dtype=torch.float32, device=q.device)
-    sum_columns[(triton.cdiv(keys, KEYS), kv_heads, rows)](
-        *(q, k, before, weights.float().contiguous(), weighs, sums, *sizes, *strides), **block
+    sum_columns[(triton.cdiv(keys, blocks.summed), kv_heads, rows)](
+        *(q, k, before, weights.float().contiguous(), weighs, sums, *sizes, *strides),
+        QUERIES=blocks.queries,
+        KEYS=blocks.summed,
+        **widths,
     )
     return out, sums
 
 
 @triton.jit
 def attend_keys(
-    q, keys, values, first, last, ahead, token, most, total, made, scale, key_stride, value_stride,
-    DIM: tl.constexpr, PADDED: tl.constexpr, KEYS: tl.constexpr,
+    q,
+    keys,
+    values,
+    first,
+    last,
+    ahead,
+    token,
+    most,
+    total,
+    made,
+    scale,
+    key_stride,
+    value_stride,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     """Goes on with keys `first` up to `last`, of which a query sees those up to `ahead` places behind its own."""
     d = tl.arange(0, PADDED)
@@ -72,11 +108,35 @@ def attend_keys(
     return most, total, made
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "keys"])
 def attend_prompt(
-    q, k, v, before, more_scores, more_values, out, weighs, scale, tokens, keys, heads, group,
-    q_row, q_head, q_token, k_row, k_head, k_key, v_row, v_head, v_key,
-    MORE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    q,
+    k,
+    v,
+    before,
+    more_scores,
+    more_values,
+    out,
+    weighs,
+    scale,
+    tokens,
+    keys,
+    heads,
+    group,
+    q_row,
+    q_head,
+    q_token,
+    k_row,
+    k_head,
+    k_key,
+    v_row,
+    v_head,
+    v_key,
+    MORE: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     token, d = block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, PADDED)
@@ -106,11 +166,29 @@ def attend_prompt(
     tl.store(out + ((row * tokens + token)[:, None] * heads + head) * DIM + d[None, :], outcome, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "keys"])
 def sum_columns(
-    q, k, before, weights, weighs, sums, scale, tokens, keys, heads, group,
-    q_row, q_head, q_token, k_row, k_head, k_key,
-    DIM: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    q,
+    k,
+    before,
+    weights,
+    weighs,
+    sums,
+    scale,
+    tokens,
+    keys,
+    heads,
+    group,
+    q_row,
+    q_head,
+    q_token,
+    k_row,
+    k_head,
+    k_key,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     block, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     at, d, lane = block * KEYS + tl.arange(0, KEYS), tl.arange(0, PADDED), tl.arange(0, QUERIES)
@@ -122,7 +200,7 @@ def sum_columns(
     got, scale = tl.zeros((KEYS, QUERIES), tl.float32), scale * LOG2_E
     first, last = counted_queries(weights + row * tokens, tokens, QUERIES)
     first = tl.maximum(first, (block * KEYS - held) // QUERIES * QUERIES)
-    for member in range(0, group):
+    for member in range(group):
         head = kv_head * group + member
         for start in range(first, last, QUERIES):
             token = start + lane

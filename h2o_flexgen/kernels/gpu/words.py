@@ -1,4 +1,4 @@
-"""Slots that are only moved, seen as the widest whole words that they are made of: fewer and wider loads, and no value is read."""
+"""Slots that are only moved, as the widest whole words that they are made of: fewer and wider loads, and no value is read."""
 
 from __future__ import annotations
 
