@@ -12,7 +12,8 @@ from h2o_flexgen.core.layout import aligned, hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DISK
 from h2o_flexgen.core.workload import Block
-from h2o_flexgen.memory.disk import DiskRegion, numpy_of
+from h2o_flexgen.kernels.raw_memory import numpy_of
+from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.schedule.schedule import Schedule
@@ -82,7 +83,7 @@ class HiddenStore:
             staged = self._view(self._host_ring[self._schedule.buffer(task.visit)], hidden.shape)
             hidden = staged.copy_(hidden)  # waits: the disk reads host memory
         scratch = self._memories.disk.scratch(hidden.nbytes)
-        numpy.copyto(numpy_of(self._view(scratch, hidden.shape)), numpy_of(hidden))
+        numpy.copyto(numpy_of(self._view(scratch, hidden.shape), writes=True), numpy_of(hidden))
         self._memories.disk.write_from(self._on_disk[task.batch], 0, scratch)
 
     def load(self, task: Task) -> int:

@@ -21,11 +21,12 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.memory.device import DeviceTier
-from h2o_flexgen.memory.disk import DiskRegion, numpy_of
+from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES
@@ -193,21 +194,24 @@ class KVStore:
 
     def _read_journaled(self, task: Task, place: int, slots: Tensor) -> int:
         """Reads one slot of every row and head to where it belongs."""
-        image, at, offset, scratch = self._journal_entry(task, place, slots)
+        image, at, offset, scratch = self._journal_entry(task, place, slots, fills=True)
         self._memories.disk.read_into(self._on_disk[task.layer, task.batch], offset, scratch)
         image[at] = self._slots_of(scratch, len(slots), 1)[..., 0, :]
         return len(slots) * self._spec.kv_bytes_per_slot
 
     def _append_journaled(self, task: Task, place: int, slots: Tensor) -> int:
-        image, at, offset, scratch = self._journal_entry(task, place, slots)
+        image, at, offset, scratch = self._journal_entry(task, place, slots, fills=False)
         self._slots_of(scratch, len(slots), 1)[..., 0, :] = image[at]
         self._memories.disk.write_from(self._on_disk[task.layer, task.batch], offset, scratch)
         return len(slots) * self._spec.kv_bytes_per_slot
 
-    def _journal_entry(self, task: Task, place: int, slots: Tensor) -> tuple[numpy.ndarray, Index, int, Tensor]:
-        """The image and where in it the slots (rows, kv_heads) are; the entry's offset on disk, and a buffer for it."""
-        image = numpy_of(self._image(self._host_ring[self._schedule.buffer(task.visit)], task.batch))
-        at = (slice(None), numpy.arange(len(slots))[:, None], numpy.arange(self._spec.kv_heads), slots.numpy())
+    def _journal_entry(
+        self, task: Task, place: int, slots: Tensor, fills: bool
+    ) -> tuple[numpy.ndarray, Index, int, Tensor]:
+        """The image and where in it the slots (rows, kv_heads) are; the entry's offset on disk, and a buffer for it. `fills`:
+        the image is written."""
+        image = numpy_of(self._image(self._host_ring[self._schedule.buffer(task.visit)], task.batch), writes=fills)
+        at = (slice(None), numpy.arange(len(slots))[:, None], numpy.arange(self._spec.kv_heads), numpy_of(slots))
         layout = self._layouts[task.batch].of_rows(len(slots))
         return image, at, layout.journal_start(place), self._memories.disk.scratch(layout.padded_slot_bytes)
 
@@ -215,7 +219,8 @@ class KVStore:
         """Cuts a range of slots into chunks that the disk threads work on side by side."""
         home, region = self._on_disk[task.layer, task.batch], self._host_ring[self._schedule.buffer(task.visit)]
         layout = self._layouts[task.batch].of_rows(unit.rows)
-        image, chunk = numpy_of(self._image(region, task.batch))[:, : layout.rows], layout.slots_at_once
+        image = numpy_of(self._image(region, task.batch), writes=task.op.fetches)[:, : layout.rows]
+        chunk = layout.slots_at_once
         cuts = [(home, layout, image, start, min(start + chunk, last)) for start in range(first, last, chunk)]
         self._memories.files.each(lambda cut: action(*cut), cuts)
         return (last - first) * layout.slot_bytes

@@ -1,0 +1,74 @@
+"""The clocked device: the engine takes an accelerator's way on it, and every wait and every access is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+
+from h2o_flexgen.memory.device import Device, DeviceTier
+from h2o_flexgen.memory.host import HostTier
+from tests.clocked.backend import registered
+from tests.clocked.checker import Checker, current, listening
+from tests.clocked.clock import Clock
+from tests.clocked.handover import ClockedHandover
+from tests.clocked.tensor import NAME, Watched
+
+
+class ClockedMarker:
+    """A point in a stream's work. It is passed when somebody has waited for it, and not before: luck proves nothing."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = Clock(clock)
+
+    def synchronize(self) -> None:
+        checker = current()
+        with checker.lock:
+            checker.host.join(self.clock)
+
+    def query(self) -> bool:
+        checker = current()
+        with checker.lock:
+            return checker.host.knows_all({who: at for who, at in self.clock.items() if who.startswith("stream ")})
+
+
+class ClockedDevice(Device):
+    accelerator = True
+    kind = NAME
+
+    def __init__(self) -> None:
+        registered()
+        super().__init__()
+        self.torch_device = torch.device(NAME, 0)
+        self.handover = ClockedHandover()
+
+    @contextmanager
+    def stream(self, lane: str) -> Iterator[None]:  # type: ignore[override]
+        with current().on(lane):
+            yield
+
+    def mark(self) -> ClockedMarker:  # type: ignore[override]
+        checker = current()
+        with checker.lock:
+            return ClockedMarker(checker.launch("a marker")[1])
+
+    def wait(self, marker: ClockedMarker | None) -> None:  # type: ignore[override]
+        checker = current()
+        with checker.lock:
+            if marker is not None:
+                checker.issued.join(marker.clock)
+
+    def seconds_between(self, start: ClockedMarker, end: ClockedMarker) -> float:  # type: ignore[override]
+        if not (start.query() and end.query()):
+            current().faults.append("seconds are asked for between markers that may not be passed")
+        return 0.0
+
+    def memory(self, host: HostTier) -> DeviceTier:
+        return DeviceTier(self.torch_device)
+
+    def settle(self) -> None:
+        checker = current()
+        with checker.lock:
+            checker.settle()
