@@ -43,6 +43,7 @@ class Block:
         self.name = name
         self._reads: dict[Range, Moment] = {}
         self._writes: dict[Range, Moment] = {}
+        self._kept_for: set[str] = set()  # streams that the allocator waits for before it hands the memory out again
 
     def access(self, start: int, end: int, writes: bool, now: Moment, clock: Clock) -> Iterator[str]:
         """Notes an access, and yields what it races with."""
@@ -65,4 +66,9 @@ class Block:
     def unknown_to(self, clock: Clock) -> Iterator[Moment]:
         """Accesses that may still be under way for all that this clock knows."""
         for kind in (self._reads, self._writes):
-            yield from (moment for moment in kind.values() if not clock.knows(moment.actor, moment.time))
+            for moment in kind.values():
+                if not clock.knows(moment.actor, moment.time) and moment.actor not in self._kept_for:
+                    yield moment
+
+    def keep_for(self, stream: str) -> None:
+        self._kept_for.add(stream)

@@ -88,7 +88,10 @@ class Checker:
 
     def wait_for_stream(self, doing: str) -> None:
         """The calling thread waits until all that was issued to its stream is over."""
-        self.host.join(self.issued)
+        self.wait_for(self.issued, doing)
+
+    def wait_for(self, clock: Clock, doing: str) -> None:
+        self.host.join(clock)
         self.waited[self.task, doing, _place()] += 1
 
     def settle(self) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier
 from tests.clocked.backend import registered
-from tests.clocked.checker import Checker, current, listening
+from tests.clocked.checker import current
 from tests.clocked.clock import Clock
 from tests.clocked.handover import ClockedHandover
-from tests.clocked.tensor import NAME, Watched
+from tests.clocked.tensor import NAME, ClockedTensor
 
 
 class ClockedMarker:
@@ -26,7 +26,7 @@ class ClockedMarker:
     def synchronize(self) -> None:
         checker = current()
         with checker.lock:
-            checker.host.join(self.clock)
+            checker.wait_for(self.clock, "a marker")
 
     def query(self) -> bool:
         checker = current()
@@ -60,10 +60,22 @@ class ClockedDevice(Device):
             if marker is not None:
                 checker.issued.join(marker.clock)
 
+    def keep_for_stream(self, tensor: Tensor) -> None:
+        checker = current()
+        with checker.lock:
+            assert isinstance(tensor, ClockedTensor)
+            tensor.block.keep_for(f"stream {checker.stream}")
+
     def seconds_between(self, start: ClockedMarker, end: ClockedMarker) -> float:  # type: ignore[override]
         if not (start.query() and end.query()):
             current().faults.append("seconds are asked for between markers that may not be passed")
         return 0.0
+
+    def page_lock(self, address: int, nbytes: int) -> None:
+        current().page_lock(address, nbytes)
+
+    def page_unlock(self, address: int) -> None:
+        current().page_unlock(address)
 
     def memory(self, host: HostTier) -> DeviceTier:
         return DeviceTier(self.torch_device)

@@ -60,7 +60,10 @@ class ClockedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Function, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return dispatched(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        if func._schema.name in MAY_MOVE:
+            return func.decompose(*args, **kwargs)
+        return dispatched(func, args, kwargs, tensors_in(*args, *kwargs.values()))
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -78,11 +81,10 @@ class Watched(TorchDispatchMode):
         self, func: Function, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = tensors_in((args, kwargs))
-        devices = [kwargs.get("device"), *(one for one in args if isinstance(one, (str, torch.device)))]
-        if any(map(_is_ours, devices)) or any(isinstance(one, ClockedTensor) for one in given):
+        given = tensors_in(*args, *kwargs.values())
+        if any(isinstance(one, ClockedTensor) for one in given) or _is_for_us(args, kwargs):
             if func._schema.name not in MAY_MOVE:
-                return dispatched(func, args, kwargs)
+                return dispatched(func, args, kwargs, given)
             with self:  # its moves are seen here again
                 return func.decompose(*args, **kwargs)
         outcome = func(*args, **kwargs)
@@ -90,14 +92,15 @@ class Watched(TorchDispatchMode):
         return outcome
 
 
-def tensors_in(given: object) -> list[Tensor]:
-    if isinstance(given, Tensor):
-        return [given]
-    if isinstance(given, (list, tuple)):
-        return [tensor for one in given for tensor in tensors_in(one)]
-    if isinstance(given, dict):
-        return [tensor for one in given.values() for tensor in tensors_in(one)]
-    return []
+def tensors_in(*given: object) -> list[Tensor]:
+    """The tensors among arguments or results, and in lists among them."""
+    found = []
+    for one in given:
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, (list, tuple)):
+            found += [each for each in one if isinstance(each, Tensor)]
+    return found
 
 
 def own_block(inner: Tensor, checker: Checker) -> Block:
@@ -129,8 +132,14 @@ def _written(func: Function) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 def _changed(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     places, names = _written(func)
-    by_place = [args[at] for at in places if at < len(args)]
-    return tensors_in([*by_place, *(kwargs[name] for name in names if name in kwargs)])
+    if not places:
+        return []
+    return tensors_in(*(args[at] for at in places if at < len(args)), *(kwargs[name] for name in names if name in kwargs))
+
+
+def _is_for_us(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the outcome is to be on the device."""
+    return any(map(_is_ours, (kwargs.get("device"), *(one for one in args if isinstance(one, torch.device)))))
 
 
 def _is_ours(device: object) -> bool:
@@ -140,25 +149,26 @@ def _is_ours(device: object) -> bool:
 def _inner(given: Any) -> Any:
     if isinstance(given, ClockedTensor):
         return given.inner
-    if isinstance(given, (list, tuple)):
+    if isinstance(given, (list, tuple)) and any(isinstance(one, ClockedTensor) for one in given):
         return type(given)(map(_inner, given))
     return given
 
 
-def dispatched(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def dispatched(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> Any:
     checker = current()
     with checker.lock:
-        return _Call(func, args, kwargs, checker).outcome()
+        return _Call(func, args, kwargs, given, checker).outcome()
 
 
 class _Call:
     """One call of a function of torch with tensors of the device, or for some."""
 
-    def __init__(self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], checker: Checker) -> None:
-        self.func, self.args, self.kwargs, self.checker = func, args, kwargs, checker
+    def __init__(
+        self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor], checker: Checker
+    ) -> None:
+        self.func, self.args, self.kwargs, self.given, self.checker = func, args, kwargs, given, checker
         self.name: str = func._schema.name
-        self.given = tensors_in((args, kwargs))
-        self.ours = [one for one in self.given if isinstance(one, ClockedTensor)]
+        self.ours = [one for one in given if isinstance(one, ClockedTensor)]
         self.changed = _changed(func, args, kwargs)
         self.wanted = kwargs.get("device")  # where the outcome is to be
         self.leaves = self.wanted is not None and not _is_ours(self.wanted)

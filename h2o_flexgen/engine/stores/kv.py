@@ -49,6 +49,7 @@ class Unit:
     changed: tuple[int, int] = (0, 0)  # slots that the last COMPUTE wrote
     cache: KVCache | None = None  # cache of the last COMPUTE
     journaled: list[Tensor] = field(default_factory=list)  # where the journal's entries on disk, behind the slots, belong
+    at_home: Tensor | None = None  # in host memory: the changed slots of what was brought there last
 
     @property
     def replaced(self) -> Tensor | None:
@@ -99,6 +100,9 @@ class KVStore:
         self._host_ring = self._ring(held, memories.host, bool(self._on_disk))
         moved = any(traffic.moves_kv(*place) for place in self._units)
         self._device_ring = self._ring(held, memories.compute, moved and self._accelerator)
+        self._staging = memories.host.alloc(max(layout.staged_bytes for layout in self._layouts)) if self._device_ring else None
+        if self._staging is not None:
+            held.callback(memories.host.free, self._staging)
 
     def _blank_scores(self, held: ExitStack, layout: KVLayout) -> SlotScores:
         region = self._memories.compute.alloc(layout.score_bytes(self._policy.score_bytes))
@@ -155,12 +159,28 @@ class KVStore:
         unit = self._units[task.layer, task.batch]
         if unit.replaced is None:
             return self._transfer(task, *unit.changed, to_device=False)
+        return self._store_single(task, unit, unit.replaced)
+
+    def _store_single(self, task: Task, unit: Unit, replaced: Tensor) -> int:
+        """Device -> host, where each row and head has changed a slot of its own: they come side by side to the staging place,
+        and the processor brings them from there to where they belong."""
         host, device = (self._image(region, task.batch) for region in self._both_regions(task))
-        row, head = torch.arange(unit.rows)[:, None], torch.arange(self._spec.kv_heads)
-        at_home = device.device  # indices are gathered there, scattered here
-        values = device[:, row.to(at_home), head.to(at_home), unit.replaced].cpu()
-        host[:, row, head, unit.replaced.cpu()] = values
+        self._memories.device.keep_for_stream(replaced)  # it was made where layers are computed
+        row, head = (torch.arange(count, device=device.device) for count in replaced.shape)
+        values = device[:, row[:, None], head, replaced]
+        staged_slots, staged_values = self._staged(replaced, 0), self._staged(values, replaced.nbytes)
+        staged_slots.copy_(replaced, non_blocking=True)
+        staged_values.copy_(values, non_blocking=True)
+        self._memories.device.finish()
+        unit.at_home = staged_slots.clone()
+        row, head = (torch.arange(count) for count in replaced.shape)
+        host[:, row[:, None], head, unit.at_home] = staged_values
         return values.nbytes
+
+    def _staged(self, like: Tensor, start: int) -> Tensor:
+        """A place in page-locked memory for as many values, from a byte on."""
+        assert self._staging is not None
+        return self._staging[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
     def _both_regions(self, task: Task) -> tuple[Tensor, Tensor]:
         """The regions on the host and on the device."""
@@ -187,7 +207,7 @@ class KVStore:
         """Writes what the step changed from host to disk. Scattered slots go into the journal until it is full."""
         unit = self._units[task.layer, task.batch]
         if unit.replaced is not None and len(unit.journaled) < self._layouts[task.batch].journal:
-            unit.journaled.append(unit.replaced.cpu())
+            unit.journaled.append(unit.replaced if unit.at_home is None else unit.at_home)
             return self._append_journaled(task, len(unit.journaled) - 1, unit.journaled[-1])
         unit.journaled.clear()
         return self._disk_slots(task, unit, *unit.changed, self._write_slots)
