@@ -35,8 +35,6 @@ from tests.resident import resident_generate
 
 Logits = dict[tuple[int, int], Tensor]  # (step, row of the workload) -> (vocab,)
 
-PINNING = ("cuda", "clocked")  # devices that page-lock memory, and whose own memory is not the host's
-
 # what weights are written in and how products are made: of plain ones there is one kind
 WEIGHTS = (PLAIN, EXACT), ("group4", EXACT), ("group8", EXACT), ("group4", INT8), ("group8", INT8)
 
@@ -84,7 +82,7 @@ class Case:
     def plan_options(self) -> dict[str, Any]:
         names = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "schedule", "prefill_tokens")
         names += ("weight_codec", "kv_codec", "compute")
-        return {name: getattr(self, name) for name in names} | {"pin_weight": self.device in PINNING, **dict(self.policy)}
+        return {name: getattr(self, name) for name in names} | dict(self.policy)
 
     @property
     def kv_policy(self) -> KVPolicy:
@@ -186,7 +184,7 @@ class Checkpoints:
     def resident_logits(self, case: Case, rows: Sequence[int]) -> list[Tensor]:
         """The resident loop's logits of a batch, for every step (rows, vocab), computed once for all plans with this batch."""
         prompts = [case.prompts[row] for row in rows]
-        by_token, device = case.device != "cpu", case.device if case.device in PINNING else "cpu"
+        by_token, device = case.device != "cpu", "cuda" if case.device == "cuda" else "cpu"
         key = (
             case.kind,
             case.stored,

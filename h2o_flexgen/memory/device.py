@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.page_locks import CudaPageLocks
 from h2o_flexgen.memory.threads import FORKED, SPAWN, Handover
 from h2o_flexgen.memory.tier import Meter
 
@@ -46,15 +47,17 @@ class Device:
         if marker is not None:
             marker.synchronize()
 
-    def keep_for_stream(self, tensor: Tensor) -> None:
-        """Keeps the memory of a tensor, whoever drops it, until what the current stream does with it is over. Otherwise it goes
-        back to the stream on which it was made."""
-
     def seconds_between(self, start: Marker, end: Marker) -> float:
         raise AssertionError("a CPU has no markers to measure between")
 
     def memory(self, host: HostTier) -> HostTier | DeviceTier:
         return host
+
+    def page_lock(self, address: int, nbytes: int) -> None:
+        """Makes host memory fit for copies that no thread waits for. A CPU makes none."""
+
+    def page_unlock(self, address: int) -> None:
+        """Undoes that, before the memory goes."""
 
     def peak_bytes(self) -> int:
         return 0
@@ -93,9 +96,11 @@ class CudaDevice(Device):
         if index is not None and index >= count:
             raise ValueError(f"device 'cuda:{index}' was asked for, but there are {count}; they count from 0")
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        torch.cuda.set_device(self.torch_device)  # page-locked memory belongs to the current device
+        torch.cuda.set_device(self.torch_device)
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._warm_up()
+        some = torch.zeros(1, device=self.torch_device)
+        self._locks = CudaPageLocks(torch.cuda.cudart(), lambda: some.add_(1))
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def _warm_up(self) -> None:
@@ -118,14 +123,17 @@ class CudaDevice(Device):
         if marker is not None:
             torch.cuda.current_stream(self.torch_device).wait_event(marker)
 
-    def keep_for_stream(self, tensor: Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(self.torch_device))
-
     def seconds_between(self, start: Marker, end: Marker) -> float:
         return float(start.elapsed_time(end)) / 1000
 
     def memory(self, host: HostTier) -> DeviceTier:
         return DeviceTier(self.torch_device)
+
+    def page_lock(self, address: int, nbytes: int) -> None:
+        self._locks.lock(address, nbytes)
+
+    def page_unlock(self, address: int) -> None:
+        self._locks.unlock(address)
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)

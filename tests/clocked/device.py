@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier
@@ -14,7 +13,7 @@ from tests.clocked.backend import registered
 from tests.clocked.checker import current
 from tests.clocked.clock import Clock
 from tests.clocked.handover import ClockedHandover
-from tests.clocked.tensor import NAME, ClockedTensor
+from tests.clocked.tensor import NAME
 
 
 class ClockedMarker:
@@ -59,12 +58,6 @@ class ClockedDevice(Device):
         with checker.lock:
             if marker is not None:
                 checker.issued.join(marker.clock)
-
-    def keep_for_stream(self, tensor: Tensor) -> None:
-        checker = current()
-        with checker.lock:
-            assert isinstance(tensor, ClockedTensor)
-            tensor.block.keep_for(f"stream {checker.stream}")
 
     def seconds_between(self, start: ClockedMarker, end: ClockedMarker) -> float:  # type: ignore[override]
         if not (start.query() and end.query()):

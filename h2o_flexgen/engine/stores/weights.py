@@ -47,8 +47,8 @@ class WeightStore:
         self._stored = source.locate(self._on(DISK))
         self._check_stored()
         self._resident = self._fill(source, self._on(*self._stays_in), memories.compute)
-        self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.host)
-        self._host_ring = self._device_ring = Ring(memories.host, buffers=0, nbytes=0)
+        self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.weights)
+        self._host_ring = self._device_ring = Ring(memories.weights, buffers=0, nbytes=0)
         decoded = decoded_bytes(spec, site_of(memories.device.kind, accelerator))
         self._decoded = memories.compute.alloc(decoded) if decoded else None
 
@@ -113,7 +113,7 @@ class WeightStore:
         self._viewed_pass = -1
         memories, buffers = self._memories, schedule.weight_buffers
         largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
-        self._host_ring = self._host_ring or Ring(memories.host, buffers, _largest(self._disk_layouts))
+        self._host_ring = self._host_ring or Ring(memories.weights, buffers, _largest(self._disk_layouts))
         self._device_ring = self._device_ring or Ring(memories.compute, buffers, largest_moved)
 
     @cached_property
