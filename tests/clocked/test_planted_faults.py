@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.kernels.table import TORCH
+from h2o_flexgen.llm import LLM
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Task
@@ -35,12 +37,28 @@ THREE_BUFFERS = replace(KV_ON_DISK, slots=3)
 Fault = Callable[[], AbstractContextManager[object]]
 
 
-def run(case: Case, fault: Fault, checkpoints: Checkpoints, offload: Path) -> Checker:
+def generated(case: Case, llm: LLM) -> None:
+    llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len, ignore_eos=True))
+
+
+def said(case: Case, llm: LLM) -> None:
+    with llm.converse(60) as talk:
+        for prompt in case.prompts:
+            talk.reply(prompt, SamplingParams(max_tokens=case.gen_len, ignore_eos=True))
+
+
+def run(
+    case: Case,
+    fault: Fault,
+    checkpoints: Checkpoints,
+    offload: Path,
+    work: Callable[[Case, LLM], None] = generated,
+) -> Checker:
     """The checker of a run with a fault, which may also end in an error of its own."""
     checkpoints.folder(case.kind)
     with used(TORCH), checked() as checker, case.open(checkpoints, offload) as llm, fault():
         try:
-            llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len, ignore_eos=True))
+            work(case, llm)
         except TaskFailed as error:
             checker.faults.append(str(error))
     return checker
@@ -96,6 +114,18 @@ def nobody_finishes(op: Op) -> Fault:
     return lambda: patch.object(ClockedDevice, "finish", unless)
 
 
+def nobody_settles(at_beginning: bool, at_end: bool) -> Fault:
+    """Blocks begin or end without waiting for all streams. They settle once before and once after."""
+    settle, calls = ClockedDevice.settle, count()
+
+    def sometimes(device: ClockedDevice) -> None:
+        is_end = next(calls) % 2
+        if not (at_end if is_end else at_beginning):
+            settle(device)
+
+    return lambda: patch.object(ClockedDevice, "settle", sometimes)
+
+
 # -- where things lie ------------------------------------------------------------------------------------------------------
 
 
@@ -128,6 +158,7 @@ class Planted:
     what: str
     fault: Fault
     cases: Sequence[Case]  # one of them shows it
+    work: Callable[[Case, LLM], None] = generated
 
     def __str__(self) -> str:
         return self.what
@@ -137,7 +168,11 @@ H2O = POLICIES[1]
 MOST = (DISK, replace(DISK, kind="llama-gqa", policy=H2O), HOST)
 KV = (KV_ON_HOST, replace(KV_ON_DISK, policy=H2O), THREE_BUFFERS)
 SINGLE_SLOTS = (replace(KV_ON_HOST, policy=H2O),)
+TALK = (replace(KV_ON_HOST, prefill_tokens=2), replace(HOST, prefill_tokens=2))
 FAULTS = [
+    Planted("no block waits before it begins", nobody_settles(True, False), (KV_ON_HOST,)),
+    Planted("no block waits when it ends", nobody_settles(False, True), TALK, said),
+    Planted("no block waits at all", nobody_settles(True, True), TALK, said),
     Planted("no stream waits", no_stream_waits, MOST),
     Planted("events are recorded before the work", events_before_the_work, MOST),
     Planted("hidden states are stored from their own memory", hidden_states_in_memory_of_their_own, MOST),
@@ -175,7 +210,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("planted", FAULTS, ids=str)
 def test_a_planted_fault_is_found(planted: Planted, by_twins: Checkpoints, offload: Path) -> None:
-    assert any(run(case, planted.fault, by_twins, offload).faults for case in planted.cases)
+    assert any(run(case, planted.fault, by_twins, offload, planted.work).faults for case in planted.cases)
 
 
 @contextmanager
