@@ -66,6 +66,8 @@ class Piece:
 
     def cut(self, chunk_bytes: int = CHUNK_BYTES) -> list[Piece]:
         values = chunk_bytes // self.dtype.itemsize
+        if 0 < self.out.numel() <= values:
+            return [self]
         return [
             replace(self, offset=self.offset + start * self.dtype.itemsize, out=self.out[start : start + values])
             for start in range(0, self.out.numel(), values)

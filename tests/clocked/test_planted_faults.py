@@ -80,12 +80,12 @@ def events_before_the_work() -> AbstractContextManager[object]:
     """The marker that a task leaves is the one it began with."""
     mark, begun = ClockedDevice.mark, dict[str, ClockedMarker]()
 
-    def first(device: ClockedDevice, *how: object, **more: object) -> ClockedMarker:
+    def first(device: ClockedDevice, timed: bool = False, blocking: bool = False) -> ClockedMarker:
         task = current().task
         if not task:
-            return mark(device, *how, **more)
+            return mark(device, timed, blocking)
         if task not in begun:
-            begun[task] = mark(device, *how, **more)
+            begun[task] = mark(device, True)
         return begun[task]
 
     return patch.object(ClockedDevice, "mark", first)
