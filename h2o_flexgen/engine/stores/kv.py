@@ -163,9 +163,9 @@ class KVStore:
 
     def _store_single(self, task: Task, unit: Unit, replaced: Tensor) -> int:
         """Device -> host, where each row and head has changed a slot of its own: they come side by side to the staging place,
-        and the processor brings them from there to where they belong."""
+        and the processor brings them from there to where they belong. `replaced` is memory of the stream that computes: it is
+        not dropped before this task ends, and so not before this stream has read it."""
         host, device = (self._image(region, task.batch) for region in self._both_regions(task))
-        self._memories.device.keep_for_stream(replaced)  # it was made where layers are computed
         row, head = (torch.arange(count, device=device.device) for count in replaced.shape)
         values = device[:, row[:, None], head, replaced]
         staged_slots, staged_values = self._staged(replaced, 0), self._staged(values, replaced.nbytes)
@@ -225,9 +225,7 @@ class KVStore:
         self._memories.disk.write_from(self._on_disk[task.layer, task.batch], offset, scratch)
         return len(slots) * self._spec.kv_bytes_per_slot
 
-    def _journal_entry(
-        self, task: Task, place: int, slots: Tensor, fills: bool
-    ) -> tuple[numpy.ndarray, Index, int, Tensor]:
+    def _journal_entry(self, task: Task, place: int, slots: Tensor, fills: bool) -> tuple[numpy.ndarray, Index, int, Tensor]:
         """The image and where in it the slots (rows, kv_heads) are; the entry's offset on disk, and a buffer for it. `fills`:
         the image is written."""
         image = numpy_of(self._image(self._host_ring[self._schedule.buffer(task.visit)], task.batch), writes=fills)
