@@ -22,6 +22,7 @@ from h2o_flexgen.quant.grouped import GROUP, groups_of
 BITS = {PLAIN: 0} | {codec.name: codec.bits for codec in GROUPED}
 UNITS = {4: torch.int16, 8: torch.int32}
 WIDEST_LOAD = 16  # bytes that a thread can load at once
+LEAST_DOT = 16  # values that products of tiles are summed over at least
 
 
 class Places(NamedTuple):
@@ -42,11 +43,10 @@ class Places(NamedTuple):
         bits, data = BITS[kept.codec], kept.data
         assert data.stride(3) == 1
         elements = data.view(UNITS[bits]) if bits else data
-        row, head, slot = (stride * data.itemsize for stride in data.stride()[:3])
-        alignment = gcd(WIDEST_LOAD, row, head, slot, data.data_ptr())
-        step = max(1, alignment // elements.itemsize)
+        row, head, slot = (stride * data.itemsize if size > 1 else 0 for size, stride in zip(data.shape, data.stride()[:3]))
+        step = max(1, gcd(WIDEST_LOAD, row, head, slot) // elements.itemsize)
         step_bytes = step * elements.itemsize
-        width = GROUP * triton.next_power_of_2(groups_of(dim)) if bits else triton.next_power_of_2(dim)
+        width = GROUP * triton.next_power_of_2(groups_of(dim)) if bits else max(LEAST_DOT, triton.next_power_of_2(dim))
         shared = data.view(torch.bfloat16) if bits else data
         return cls(elements, shared, row // step_bytes, head // step_bytes, slot // step_bytes, step, bits, width)
 
