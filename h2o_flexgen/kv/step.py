@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.kernels.newest import Leaving, Newest
+from h2o_flexgen.kernels.rotate import Turn
+from h2o_flexgen.models.base import Rotation
 from h2o_flexgen.policies.occupancy import StepSlots
 
 Upload = Callable[[Tensor, torch.device], Tensor]  # a tensor of the host as one of the device
@@ -107,6 +110,17 @@ class KVStep:
         """The new tokens' positions in their texts. (rows, tokens)"""
         return self.positions + self.before
 
+    def turn(self, rotation: Rotation, dtype: torch.dtype, rolls: bool = False) -> Turn:
+        """How far the new tokens are turned: to their positions in their texts or, if positions roll, to their order among the
+        tokens held."""
+        if rotation not in self._turns:  # the same for all layers
+            self._turns[rotation] = rotation.turn(self.new_order if rolls else self.text_positions, dtype)
+        return self._turns[rotation]
+
+    @cached_property
+    def _turns(self) -> dict[Rotation, Turn]:
+        return {}
+
     @cached_property
     def row_index(self) -> Tensor:
         return torch.arange(self.counts.shape[0], device=self.counts.device)
@@ -120,6 +134,14 @@ class KVStep:
     def with_newest(self) -> Tensor:
         """Keys that each row attends to in decode. (rows,)"""
         return self.counts + 1
+
+    @cached_property
+    def newest(self) -> Newest:
+        return Newest(self.row_index, self.counts, self.with_newest, self.positions)
+
+    @cached_property
+    def leaving(self) -> Leaving:
+        return Leaving(self.sinks, self.window, self.after)
 
     @cached_property
     def behind_newest(self) -> Tensor:
