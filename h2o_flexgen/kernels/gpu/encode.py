@@ -70,8 +70,8 @@ def tile_encode_kernel(values, out, outputs, columns, row_stride, column_stride,
 @triton.jit
 def _loaded(rows, there, group, columns, stride, place, apart: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.constexpr):
     """A group of some rows as float32: values at `place` (words, 4) have the lower codes of their bytes, and those `apart` from
-    them the upper ones, if codes have 4 bits. Behind a row's last value it is repeated, which changes neither extreme; rows that
-    are not there become zeros."""
+    them the upper ones, if codes have 4 bits. Behind a row's last value it is repeated, which changes neither extreme; what is
+    not there becomes zeros."""
     low = _values(rows, there, group * GROUP + place, columns, stride, WHOLE)
     high = _values(rows, there, group * GROUP + place + apart, columns, stride, WHOLE) if BITS == 4 else low
     return low, high

@@ -1,8 +1,8 @@
 """The product of few rows and a transposed matrix in tiles of 4 or 8 bits, which is read once and never decoded to memory.
 
-Codes are multiplied with rows and summed up over a word of codes in float32; the sum is multiplied with the scale of their group,
-and its minimum with the sum of the row's values. A program has the outputs of one tile and all inputs, which its threads share
-out among each other: sums are added in an order that depends on shapes alone, and what becomes of a row on the row and the matrix.
+The codes of a word are multiplied with a row and summed up in float32; the sum is multiplied with the scale of their group, and
+its minimum with the sum of the row's values. A program has the outputs of one tile and all inputs, which its threads share out
+among each other: sums are added in an order that depends on shapes alone, and a row's outcome on nothing but row and matrix.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _in_place(words, code: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _with_row(dots, of_x, codes, x, at, inputs, code: tl.constexpr, BITS: tl.constexpr):
-    """Adds the products of codes in their place (words, outputs) with values that make up for it, and these values (words, 1)."""
+    """Adds the products of codes in their place (words, outputs) with values that make up for it, and the values (words, 1)."""
     place: tl.constexpr = code % 4 * 8 + code // 4 * 4 if BITS == 4 else code * 8
     values = as_float32(x + at, at < inputs)
     return dots + codes * (values * (1.0 / 2 ** (place % 16))), of_x + values
