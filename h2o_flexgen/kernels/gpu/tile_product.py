@@ -52,7 +52,7 @@ def _launch(codec: Tiled, rows: Tensor, data: Tensor, bias: Tensor | None, out: 
 def _warps(programs: int, parts: int) -> int:
     """Warps of a program: more where there are few programs, but none without work."""
     wanted = MOST_WARPS if programs < PROGRAMS_THAT_FILL else FEWEST_WARPS
-    return triton.next_power_of_2(max(1, min(wanted, parts)))
+    return int(triton.next_power_of_2(max(1, min(wanted, parts))))
 
 
 @triton.jit(do_not_specialize=["rows", "outputs"])
@@ -115,7 +115,7 @@ def tile_product_kernel(
 
 @triton.jit
 def _row(x, row, last, inputs):
-    """Where a row begins; behind the last row that one is repeated, and nothing of it is stored."""
+    """The beginning of a row. Behind the last row that one is repeated, and nothing of it is stored."""
     return x + tl.minimum(row, last).to(tl.int64) * inputs
 
 
