@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.sizes import DTYPES, shared
-from h2o_flexgen.kernels.table import BASELINE, CPU, CUDA, LIBRARIES, TORCH, TRITON, WIDE, Processor
+from h2o_flexgen.kernels.table import BASELINE, CPU, CUDA, HALVES, LIBRARIES, TORCH, TRITON, WIDE, Processor
 
 SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" turns all kernels off; the name of a library in C selects that one
 KINDS: Mapping[torch.dtype, int] = {getattr(torch, name): kind for kind, name in enumerate(DTYPES)}  # the numbering of C
 BF16, X86 = "bfloat16", ("x86_64", "amd64")
+AMPERE = 8, 0  # the capability of the first GPUs whose tensor cores Triton uses
 NO_KIND = -1  # for bytes that are only moved
 RUNS: Mapping[str, Sequence[str]] = {"AVX512": LIBRARIES, "AVX2": [name for name in LIBRARIES if name not in WIDE]}
 
@@ -38,7 +39,8 @@ def native_library() -> ctypes.CDLL:
 def processor(device: str) -> Processor:
     """A kind of device, and the kernels for it; none where none were built or none can be loaded."""
     if device != CPU:
-        return Processor(device, next(iter(variants(device)), TORCH) if os.environ.get(SWITCH) != TORCH else TORCH)
+        build = next(iter(variants(device)), TORCH) if os.environ.get(SWITCH) != TORCH else TORCH
+        return Processor(device, build, _instructions_of_gpu())
     return Processor(device, build := _loaded()[0], _instructions(build))
 
 
@@ -55,6 +57,12 @@ def _instructions(build: str) -> tuple[str, ...]:
         return (BF16,) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
     is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512" and build in (TORCH, *WIDE)
     return (BF16,) if is_wide and torch.cpu._is_avx512_bf16_supported() else ()
+
+
+@cache
+def _instructions_of_gpu() -> tuple[str, ...]:
+    """What Triton multiplies on tensor cores: halves, on GPUs from Ampere on."""
+    return HALVES if torch.cuda.is_available() and torch.cuda.get_device_capability() >= AMPERE else ()
 
 
 def in_use(device: str = CPU) -> str:

@@ -44,8 +44,8 @@ def chosen(op: str, form: str, like: Tensor, rows: int = 1, width: int = 1) -> F
     return None if kernel is None else function_of(kernel)
 
 
-def _required(op: str, form: str, like: Tensor, rows: int = 1) -> Function:
-    if function := chosen(op, form, like, rows):
+def _required(op: str, form: str, like: Tensor, rows: int = 1, width: int = 1) -> Function:
+    if function := chosen(op, form, like, rows, width):
         return function
     raise ValueError(f"nothing here does {op} of {form}, {like.dtype} on {like.device.type}; take another codec")
 
@@ -129,7 +129,7 @@ def prompt_attention(
     queries, the first ones stand before all queries, and each row has the first `before` (rows,) of them. weights (rows,
     tokens), fp32, say how much queries count in the sums. -> (rows, tokens, heads * dim), and sums (rows, kv_heads, keys) in
     fp32 where there are weights. With `more`, a query has one more key, whose share the others lack."""
-    out, sums = _required(PROMPT_ATTENTION, PLAIN, q)(q, k, v, before, weights, more)
+    out, sums = _required(PROMPT_ATTENTION, PLAIN, q, width=q.shape[3])(q, k, v, before, weights, more)
     return out, sums
 
 

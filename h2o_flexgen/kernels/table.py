@@ -138,7 +138,10 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel(DECODE, PLAIN, "plain_decode"),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention_twin"),
-        *(Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CUDA, (TRITON,), (half,), instructions=half) for half in HALVES),
+        *(
+            Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CUDA, (TRITON,), (half,), most_width=256, instructions=half)
+            for half in HALVES
+        ),
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CPU, LIBRARIES, DTYPES),
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention_twin"),
         Kernel(SHARED_ATTENTION, PLAIN, "shared_attention", CPU, LIBRARIES, DTYPES),
