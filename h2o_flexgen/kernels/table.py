@@ -87,10 +87,10 @@ def prices(*ops: str) -> tuple[str, ...]:
 
 
 def _of_groups(form: str) -> Iterator[Kernel]:
-    yield Kernel(ENCODE, form, "group_encode", CPU, LIBRARIES, DTYPES)
-    yield Kernel(ENCODE, form, "group_encode_twin")
-    yield Kernel(DECODE, form, "group_decode", CPU, LIBRARIES, DTYPES)
-    yield Kernel(DECODE, form, "group_decode_twin")
+    for op, function in ((ENCODE, "group_encode"), (DECODE, "group_decode")):
+        yield Kernel(op, form, function, CPU, LIBRARIES, DTYPES)
+        yield Kernel(op, form, function, CUDA, (TRITON,), DTYPES)
+        yield Kernel(op, form, f"{function}_twin")
     yield Kernel(DECODE_ATTENTION, form, "decode_attention", CPU, LIBRARIES, most_width=shared().step_head_values)
     yield Kernel(SHARED_ATTENTION, form, "shared_attention", CPU, LIBRARIES, DTYPES)
 
@@ -98,6 +98,7 @@ def _of_groups(form: str) -> Iterator[Kernel]:
 def _of_tiles(form: str) -> Iterator[Kernel]:
     for op, function in ((ENCODE, "tile_encode"), (DECODE, "tile_decode"), (DECODE_ROWS, "tile_decode_rows")):
         yield Kernel(op, form, function, CPU, LIBRARIES, DTYPES)
+        yield Kernel(op, form, function, CUDA, (TRITON,), DTYPES)
         yield Kernel(op, form, f"{function}_twin")
     yield Kernel(PRODUCT, form, "tile_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_CODES, within=FLOAT32)
     yield Kernel(PRODUCT, form, "pair_product", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {form}")
