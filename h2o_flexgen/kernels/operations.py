@@ -29,7 +29,6 @@ from h2o_flexgen.kernels.table import (
     PROMPT_ATTENTION,
     RMS_NORM,
     ROTATE,
-    SCATTER_SLOTS,
     SHARED_ATTENTION,
     TAKE_SLOTS,
     choose,
@@ -172,11 +171,6 @@ def gather_slots(image: Tensor, slots: Tensor, out: Tensor) -> None:
     """Gathers one slot (rows, heads) of every row and head of an image (2, rows, heads, slots, width) into bytes: the numbers
     of these slots, and behind them keys and values, as `changed_slots.parts` finds them."""
     _required(GATHER_SLOTS, PLAIN, image)(image, slots, out)
-
-
-def scatter_slots(values: Tensor, slots: Tensor, image: Tensor) -> None:
-    """Puts keys and values (2, rows, heads, width) in these slots (rows, heads) of an image (2, rows, heads, slots, width)."""
-    _required(SCATTER_SLOTS, PLAIN, image)(values, slots, image)
 
 
 # -- heads and rows ------------------------------------------------------------------------------------------------------

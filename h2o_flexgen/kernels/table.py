@@ -22,7 +22,7 @@ PRODUCT_OPS = PRODUCT, INT8_PRODUCT
 PRODUCTS = {EXACT: PRODUCT, INT8: INT8_PRODUCT}  # by what people ask for
 DECODE_ATTENTION, PROMPT_ATTENTION, SHARED_ATTENTION = "decode attention", "prompt attention", "shared attention"
 ROTATE, APPEND, EVICT = "rotate", "append", "evict"
-TAKE_SLOTS, GATHER_SLOTS, SCATTER_SLOTS = "take slots", "gather slots", "scatter slots"
+TAKE_SLOTS, GATHER_SLOTS = "take slots", "gather slots"
 RMS_NORM = "rms norm"
 
 CPU, CUDA = "cpu", "cuda"
@@ -127,7 +127,6 @@ def _of_slots() -> Iterator[Kernel]:
         yield Kernel(op, PLAIN, f"{function}_twin")
     yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots", CUDA, (TRITON,))
     yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots_twin")
-    yield Kernel(SCATTER_SLOTS, PLAIN, "scatter_slots_twin")
 
 
 @cache
