@@ -22,11 +22,12 @@ PRODUCT_OPS = PRODUCT, INT8_PRODUCT
 PRODUCTS = {EXACT: PRODUCT, INT8: INT8_PRODUCT}  # by what people ask for
 DECODE_ATTENTION, PROMPT_ATTENTION, SHARED_ATTENTION = "decode attention", "prompt attention", "shared attention"
 ROTATE, APPEND, EVICT = "rotate", "append", "evict"
-TAKE_SLOTS, GATHER_SLOTS, SCATTER_SLOTS = "take slots", "gather slots", "scatter slots"
+TAKE_SLOTS, GATHER_SLOTS = "take slots", "gather slots"
 RMS_NORM = "rms norm"
 
 CPU, CUDA = "cpu", "cuda"
 TORCH = "torch"  # no library of kernels is loaded
+AMPERE = "bfloat16"  # a GPU with instructions for this type is one whose tensor cores Triton uses
 TRITON = "triton"  # kernels for GPUs, which it compiles when they first run
 BASELINE, PAIRS = "baseline", "avx512bf16"  # PAIRS: instructions for pairs of bfloat16
 WIDE = (PAIRS, "avx512vnni", "avx512")  # registers of 512 bits
@@ -131,7 +132,6 @@ def _of_slots() -> Iterator[Kernel]:
         yield Kernel(op, PLAIN, f"{function}_twin")
     yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots", CUDA, (TRITON,))
     yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots_twin")
-    yield Kernel(SCATTER_SLOTS, PLAIN, "scatter_slots_twin")
 
 
 @cache
@@ -144,7 +144,7 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention_twin"),
-        *(Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CUDA, (TRITON,), (half,), instructions=half) for half in HALVES),
+        Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CUDA, (TRITON,), HALVES, most_width=256, instructions=AMPERE),
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CPU, LIBRARIES, DTYPES),
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention_twin"),
         Kernel(SHARED_ATTENTION, PLAIN, "shared_attention", CPU, LIBRARIES, DTYPES),

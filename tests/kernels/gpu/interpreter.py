@@ -1,5 +1,5 @@
-"""Triton's interpreter, mended, so that outcomes are those of a GPU to the last bit: it multiplies the bits of bfloat16 as if they
-were whole numbers, cuts float32 off where a GPU rounds it to bfloat16, and warns of each NaN."""
+"""Triton's interpreter, mended, so that outcomes are those of a GPU to the last bit: it multiplies the bits of bfloat16 as if
+they were whole numbers, cuts float32 off where a GPU rounds it to bfloat16, and warns of each NaN."""
 
 from __future__ import annotations
 
