@@ -54,8 +54,10 @@ class ModelUnderPlan:
         cpu_mem: int | str | None,
         offload_dir: str | Path | None,
         dummy_weights: bool,
+        trace: bool,
         on_stage: OnStage | None,
     ) -> None:
+        self._times_all = trace
         self.name, self.tokenizer_name = name, tokenizer
         self.dummy_weights = dummy_weights
         self._dtype = dtype
@@ -148,8 +150,7 @@ class ModelUnderPlan:
         """Opens the model; damaged copies of its weights are made again."""
         while True:
             try:
-                accelerator = self.device.accelerator
-                self._opened = OpenedModel.of(self.name, self.dummy_weights, self._dtype, accelerator, self._stages)
+                self._opened = OpenedModel.of(self.name, self.dummy_weights, self._dtype, self.site, self._stages)
                 self._put_under_plan()
             except Damaged as damaged:
                 self._mending.discard(damaged)
@@ -215,7 +216,7 @@ class ModelUnderPlan:
             source = HandedSource(source, shared.take)
         self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight, shared)
         try:
-            return Engine(self.model, source, self.plan, self._memories)
+            return Engine(self.model, source, self.plan, self._memories, self._times_all)
         except BaseException:  # the next attempt starts from nothing
             self.source.close()
             self._memories.close()

@@ -201,9 +201,10 @@ class Checkpoints:
         )
         if key not in self.resident:
             model, weights = self.model(case.kind, case.stored, case.dtype, device, case.weight_codec, case.compute)
-            self.resident[key] = resident_generate(
+            made = resident_generate(
                 model, weights, prompts, case.gen_len, by_token, case.kv_policy, case.prefill_tokens, case.kv_codec
             )
+            self.resident[key] = [step.cpu() for step in made]
         return self.resident[key]
 
 
@@ -255,4 +256,4 @@ def compare(case: Case, checkpoints: Checkpoints, completions: Sequence[Completi
             tokens = [int(step[place].argmax()) for step in expected]
             assert list(completions[row].token_ids) == tokens, f"row {row}: {case}"
             for step in range(case.gen_len):
-                assert torch.equal(logits[step, row], expected[step][place]), f"step {step}, row {row}: {case}"
+                assert torch.equal(logits[step, row].cpu(), expected[step][place]), f"step {step}, row {row}: {case}"

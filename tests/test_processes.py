@@ -29,6 +29,7 @@ from h2o_flexgen.cli.requests import ModelRequest, SiteRequest
 from h2o_flexgen.core.dealing import dealt
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.memory.device import CudaDevice
 from h2o_flexgen.memory.shared import file_in_memory
 from h2o_flexgen.models.handed import HandedSource
 from h2o_flexgen.sampling.output import Completion
@@ -203,6 +204,20 @@ def test_a_run_by_two_writes_what_a_run_by_one_writes(
     assert [each["num_prompts"] for each in document["processes"]] == [3, 2]
     assert 0 < document["shared_bytes"] < document["peak_bytes"]["host"] < document["needed_bytes"]["host"]
     assert any(line.startswith("together  2 processes on the CPU share 5 prompts") for line in two.out)
+
+
+@pytest.mark.cuda
+def test_processes_on_one_gpu_have_weights_at_rest_page_locked_and_handed_round(
+    flags: tuple[object, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One GPU stands for two: each process has a context of its own there, and locks the pages of the same weights."""
+    monkeypatch.setattr(CudaDevice, "names_of", lambda self, count: ["cuda:0"] * count)
+    spread = ("--device", "cuda", "--percent", 30, 40, 40, 40, 0, 100)
+    asked = ("--num-prompts", 5, "--prompt-len", 7, "--gen-len", 6, *flags, *spread)
+    for name, gpus in (("one", 1), ("two", 2)):
+        result = called(run.main, capfd, *asked, "--output", tmp_path / name, "--gpus", gpus)
+        assert result.status == 0, result.err
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
 
 def test_a_job_by_two_writes_the_records_of_a_job_by_one(

@@ -18,12 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.sizes import DTYPES, shared
 from h2o_flexgen.kernels.table import BASELINE, CPU, CUDA, LIBRARIES, TORCH, TRITON, WIDE, Processor
 
 SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" turns all kernels off; the name of a library in C selects that one
 KINDS: Mapping[torch.dtype, int] = {getattr(torch, name): kind for kind, name in enumerate(DTYPES)}  # the numbering of C
-BF16, X86 = "bfloat16", ("x86_64", "amd64")
+FP16, BF16, X86 = "float16", "bfloat16", ("x86_64", "amd64")
+WITH_BF16 = (8, 0)  # compute capability of the first GPUs with instructions for bfloat16
 NO_KIND = -1  # for bytes that are only moved
 RUNS: Mapping[str, Sequence[str]] = {"AVX512": LIBRARIES, "AVX2": [name for name in LIBRARIES if name not in WIDE]}
 
@@ -38,13 +40,23 @@ def native_library() -> ctypes.CDLL:
 def processor(device: str) -> Processor:
     """A kind of device, and the kernels for it; none where none were built or none can be loaded."""
     if device != CPU:
-        return Processor(device, next(iter(variants(device)), TORCH) if os.environ.get(SWITCH) != TORCH else TORCH)
+        build = next(iter(variants(device)), TORCH) if os.environ.get(SWITCH) != TORCH else TORCH
+        return Processor(device, build, _instructions_of_gpus() if device == CUDA else ())
     return Processor(device, build := _loaded()[0], _instructions(build))
 
 
 @cache
 def _has_triton() -> bool:
     return find_spec(TRITON) is not None
+
+
+@cache
+def _instructions_of_gpus() -> tuple[str, ...]:
+    """What all GPUs of this machine multiply with instructions of their own. Others go value by value, ten times as slow."""
+    if not torch.cuda.is_available():
+        return ()
+    least = min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+    return (FP16, BF16) if least >= WITH_BF16 else (FP16,)
 
 
 @cache
@@ -104,9 +116,10 @@ def _load(variant: str) -> ctypes.CDLL | None:
     return None
 
 
-def pointer(tensor: Tensor) -> ctypes.c_void_p:
-    assert tensor.device.type == "cpu" and tensor.is_contiguous()
-    return ctypes.c_void_p(tensor.data_ptr())
+def pointer(tensor: Tensor, writes: bool = False) -> ctypes.c_void_p:
+    """`writes`: the tensor is not the kernel's own, and is written."""
+    assert tensor.is_contiguous()
+    return ctypes.c_void_p(address_of(tensor, writes))
 
 
 class Places(ctypes.Structure):
@@ -119,6 +132,6 @@ class Places(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, tensor: Tensor, kind: int = NO_KIND) -> Places:
-        assert tensor.device.type == "cpu" and tensor.stride(3) == 1
-        return cls(tensor.data_ptr(), *(stride * tensor.itemsize for stride in tensor.stride()[:3]), kind)
+    def of(cls, tensor: Tensor, kind: int = NO_KIND, writes: bool = False) -> Places:
+        assert tensor.stride(3) == 1
+        return cls(address_of(tensor, writes), *(stride * tensor.itemsize for stride in tensor.stride()[:3]), kind)

@@ -15,14 +15,20 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.functions import Function, function_of
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
+from h2o_flexgen.kernels.rotate import Turn
 from h2o_flexgen.kernels.table import (
+    APPEND,
     DECODE,
     DECODE_ATTENTION,
     DECODE_ROWS,
     ENCODE,
-    LOWEST_SLOT,
+    EVICT,
+    GATHER_SLOTS,
     PRODUCT,
     PROMPT_ATTENTION,
+    RMS_NORM,
+    ROTATE,
     SHARED_ATTENTION,
     TAKE_SLOTS,
     choose,
@@ -37,8 +43,8 @@ def chosen(op: str, form: str, like: Tensor, rows: int = 1, width: int = 1) -> F
     return None if kernel is None else function_of(kernel)
 
 
-def _required(op: str, form: str, like: Tensor, rows: int = 1) -> Function:
-    if function := chosen(op, form, like, rows):
+def _required(op: str, form: str, like: Tensor, rows: int = 1, width: int = 1) -> Function:
+    if function := chosen(op, form, like, rows, width):
         return function
     raise ValueError(f"nothing here does {op} of {form}, {like.dtype} on {like.device.type}; take another codec")
 
@@ -91,11 +97,11 @@ def plain_product(x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def decode_attention(
-    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, wants_sums: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """Attention of one new token per row: q (rows, kv_heads, group, dim); `held` (rows,) is the number of filled slots, the
-    newest included, and also a mask to add (rows, 1, 1, slots) -> out like q, and sums (rows, kv_heads, slots) in float32: the
-    attention each slot received. With `more`, a query head has one more key, whose share the others lack.
+    newest included, and also a mask to add (rows, 1, 1, slots) -> out like q, and where they are wanted sums (rows, kv_heads,
+    slots) in float32: the attention each slot received. With `more`, a query head has one more key, whose share they lack.
 
     Keys and values are decoded first unless one kernel reads both as they are kept."""
     of_keys, of_values = (chosen(DECODE_ATTENTION, kept.codec, q, width=q.shape[3]) for kept in (keys, values))
@@ -103,7 +109,7 @@ def decode_attention(
         keys, values = (_plain(kept, q) for kept in (keys, values))
         of_keys = chosen(DECODE_ATTENTION, PLAIN, q, width=q.shape[3])
     assert of_keys is not None
-    out, sums = of_keys(q, keys, values, held, mask, more)
+    out, sums = of_keys(q, keys, values, held, mask, more, wants_sums)
     return out, sums
 
 
@@ -122,7 +128,7 @@ def prompt_attention(
     queries, the first ones stand before all queries, and each row has the first `before` (rows,) of them. weights (rows,
     tokens), fp32, say how much queries count in the sums. -> (rows, tokens, heads * dim), and sums (rows, kv_heads, keys) in
     fp32 where there are weights. With `more`, a query has one more key, whose share the others lack."""
-    out, sums = _required(PROMPT_ATTENTION, PLAIN, q)(q, k, v, before, weights, more)
+    out, sums = _required(PROMPT_ATTENTION, PLAIN, q, width=q.shape[3])(q, k, v, before, weights, more)
     return out, sums
 
 
@@ -140,11 +146,18 @@ def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
 # -- slots ---------------------------------------------------------------------------------------------------------------
 
 
-def lowest_slot(positions: Tensor, ranks: Tensor | None, held: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    """The slot of each head that goes: positions (rows, heads, slots), int32; ranks alike, fp32, or None to rank by position ->
-    (rows, heads). Only the first `held` (rows,) slots of a row count, and only positions from `start` (rows, 1, 1) up to but
-    not including `end` may go; if none may, the last slot goes."""
-    out: Tensor = _required(LOWEST_SLOT, PLAIN, positions)(positions, ranks, held, start, end)
+def append(image: Tensor, newest: Newest, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None, notes: Notes | None) -> Tensor:
+    """Puts the newest token of each row in its slot of an image (2, rows, heads, slots, width): k and v (rows, 1, heads,
+    width), and what is noted of it. With a `turn`, q (rows, 1, query heads, dim) and k are rotated first -> q as it is now."""
+    out: Tensor = _required(APPEND, PLAIN, q)(image, newest, q, k, v, turn, notes)
+    return out
+
+
+def evict(image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, sums: Tensor | None, decay: float) -> Tensor:
+    """Adds `sums` (rows, heads, slots), fp32, to scores that fade by `decay`, and moves each head's newest token into the slot
+    of the one that goes -> that slot (rows, heads); its own where a row may hold it. Of the tokens that may go it is the one
+    that ranks lowest, and among equals the oldest; if none may, it is the newest itself."""
+    out: Tensor = _required(EVICT, PLAIN, notes.positions)(image, notes, newest, leaving, sums, decay)
     return out
 
 
@@ -152,3 +165,24 @@ def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
     """Copies slots of source (rows, heads, slots, width), chosen by index (rows, heads or 1, count), to out (rows, heads,
     count, width), which must not overlap source."""
     _required(TAKE_SLOTS, PLAIN, source)(source, index, out)
+
+
+def gather_slots(image: Tensor, slots: Tensor, out: Tensor) -> None:
+    """Gathers one slot (rows, heads) of every row and head of an image (2, rows, heads, slots, width) into bytes: the numbers
+    of these slots, and behind them keys and values, as `changed_slots.parts` finds them."""
+    _required(GATHER_SLOTS, PLAIN, image)(image, slots, out)
+
+
+# -- heads and rows ------------------------------------------------------------------------------------------------------
+
+
+def rotate(x: Tensor, turn: Turn) -> Tensor:
+    """x (rows, tokens, heads, dim) with its pairs turned."""
+    out: Tensor = _required(ROTATE, PLAIN, x)(x, turn)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (..., width) divided by the root of its mean square, and multiplied by weight (width,)."""
+    out: Tensor = _required(RMS_NORM, PLAIN, x)(x, weight, eps)
+    return out

@@ -17,21 +17,26 @@ from h2o_flexgen.quant.codec import GROUPED, PLAIN, TILED
 ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"
 PRODUCT, INT8_PRODUCT = "product", "int8 product"  # the second one rounds its factor to 8 bits
 EXACT, INT8 = "exact", "int8"
-FLOAT32 = "float32"
+FLOAT32, HALVES = "float32", ("bfloat16", "float16")
 PRODUCT_OPS = PRODUCT, INT8_PRODUCT
 PRODUCTS = {EXACT: PRODUCT, INT8: INT8_PRODUCT}  # by what people ask for
 DECODE_ATTENTION, PROMPT_ATTENTION, SHARED_ATTENTION = "decode attention", "prompt attention", "shared attention"
-LOWEST_SLOT, TAKE_SLOTS = "lowest slot", "take slots"
+ROTATE, APPEND, EVICT = "rotate", "append", "evict"
+TAKE_SLOTS, GATHER_SLOTS = "take slots", "gather slots"
+RMS_NORM = "rms norm"
 
 CPU, CUDA = "cpu", "cuda"
 TORCH = "torch"  # no library of kernels is loaded
+AMPERE = "bfloat16"  # a GPU with instructions for this type is one whose tensor cores Triton uses
 TRITON = "triton"  # kernels for GPUs, which it compiles when they first run
 BASELINE, PAIRS = "baseline", "avx512bf16"  # PAIRS: instructions for pairs of bfloat16
 WIDE = (PAIRS, "avx512vnni", "avx512")  # registers of 512 bits
 LIBRARIES = (*WIDE, "avxvnni", "avx2", BASELINE)  # libraries of C kernels, by the instructions they were built for, best first
 FUSED = LIBRARIES[:-1]  # libraries that multiply and add with one rounding
 ROWS_OF_CODES = 6  # up to here products with codes were measured to be faster than with pairs of bfloat16 made of them
+ROWS_OF_TILES = 8  # up to here a GPU is done with products on tiles before their values could be written and read (arithmetic)
 ROWS_OF_TORCH = 1  # up to here torch reads float32 and bfloat16 faster than panels do: its products of one row are special
+WIDTH_OF_TILES = 256  # values of a head up to which kernels for GPUs find room for tiles of slots
 ROWS_OF_PAIRS = 32  # up to here products with pairs of bfloat16 were measured to be faster than torch's
 
 
@@ -85,36 +90,48 @@ def prices(*ops: str) -> tuple[str, ...]:
 
 
 def _of_groups(form: str) -> Iterator[Kernel]:
-    yield Kernel(ENCODE, form, "group_encode", CPU, LIBRARIES, DTYPES)
-    yield Kernel(ENCODE, form, "group_encode_twin")
-    yield Kernel(DECODE, form, "group_decode", CPU, LIBRARIES, DTYPES)
-    yield Kernel(DECODE, form, "group_decode_twin")
+    for op, function in ((ENCODE, "group_encode"), (DECODE, "group_decode")):
+        yield Kernel(op, form, function, CPU, LIBRARIES, DTYPES)
+        yield Kernel(op, form, function, CUDA, (TRITON,), DTYPES)
+        yield Kernel(op, form, f"{function}_twin")
     yield Kernel(DECODE_ATTENTION, form, "decode_attention", CPU, LIBRARIES, most_width=shared().step_head_values)
+    yield Kernel(DECODE_ATTENTION, form, "decode_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES)
     yield Kernel(SHARED_ATTENTION, form, "shared_attention", CPU, LIBRARIES, DTYPES)
 
 
 def _of_tiles(form: str) -> Iterator[Kernel]:
     for op, function in ((ENCODE, "tile_encode"), (DECODE, "tile_decode"), (DECODE_ROWS, "tile_decode_rows")):
         yield Kernel(op, form, function, CPU, LIBRARIES, DTYPES)
+        yield Kernel(op, form, function, CUDA, (TRITON,), DTYPES)
         yield Kernel(op, form, f"{function}_twin")
     yield Kernel(PRODUCT, form, "tile_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_CODES, within=FLOAT32)
     yield Kernel(PRODUCT, form, "pair_product", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {form}")
     yield Kernel(PRODUCT, form, "tile_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
+    yield Kernel(PRODUCT, form, "tile_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
     yield Kernel(INT8_PRODUCT, form, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {form}", within=INT8)
     yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}", within=INT8)
 
 
 def _of_plain_products() -> Iterator[Kernel]:
-    halves = ("bfloat16", "float16")
     yield Kernel(PRODUCT, PLAIN, "pair_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_PAIRS)
-    for dtype in halves:
+    for dtype in HALVES:
         yield Kernel(PRODUCT, PLAIN, "plain_product", CPU, dtypes=(dtype,), instructions=dtype)
     for dtype in ("float32", "bfloat16"):
         yield Kernel(PRODUCT, PLAIN, "plain_product", CPU, dtypes=(dtype,), most_rows=ROWS_OF_TORCH, within=FLOAT32)
     yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, FUSED, DTYPES, within=FLOAT32)
-    yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, (BASELINE,), halves, within=FLOAT32)
-    yield Kernel(PRODUCT, PLAIN, "wide_product_twin", CPU, dtypes=halves, within=FLOAT32)
+    yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, (BASELINE,), HALVES, within=FLOAT32)
+    yield Kernel(PRODUCT, PLAIN, "wide_product_twin", CPU, dtypes=HALVES, within=FLOAT32)
     yield Kernel(PRODUCT, PLAIN, "plain_product")
+
+
+def _of_slots() -> Iterator[Kernel]:
+    for op, function in ((ROTATE, "rotate"), (APPEND, "append"), (EVICT, "evict"), (TAKE_SLOTS, "take_slots")):
+        yield Kernel(op, PLAIN, function, CUDA, (TRITON,))
+        if op in (EVICT, TAKE_SLOTS):
+            yield Kernel(op, PLAIN, function, CPU, LIBRARIES)
+        yield Kernel(op, PLAIN, f"{function}_twin")
+    yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots", CUDA, (TRITON,))
+    yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots_twin")
 
 
 @cache
@@ -125,15 +142,16 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel(ENCODE, PLAIN, "plain_encode"),
         Kernel(DECODE, PLAIN, "plain_decode"),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values),
+        Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention_twin"),
+        Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CUDA, (TRITON,), HALVES, most_width=256, instructions=AMPERE),
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CPU, LIBRARIES, DTYPES),
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention_twin"),
         Kernel(SHARED_ATTENTION, PLAIN, "shared_attention", CPU, LIBRARIES, DTYPES),
         Kernel(SHARED_ATTENTION, PLAIN, "shared_attention_twin"),
-        Kernel(LOWEST_SLOT, PLAIN, "lowest_slot", CPU, LIBRARIES),
-        Kernel(LOWEST_SLOT, PLAIN, "lowest_slot_twin"),
-        Kernel(TAKE_SLOTS, PLAIN, "take_slots", CPU, LIBRARIES),
-        Kernel(TAKE_SLOTS, PLAIN, "take_slots_twin"),
+        *_of_slots(),
+        Kernel(RMS_NORM, PLAIN, "rms_norm", CUDA, (TRITON,), DTYPES),
+        Kernel(RMS_NORM, PLAIN, "rms_norm_twin"),
         *(kernel for codec in GROUPED for kernel in _of_groups(codec.name)),
         *(kernel for codec in TILED for kernel in _of_tiles(codec.name)),
     )

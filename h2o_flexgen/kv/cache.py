@@ -14,11 +14,11 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kernels.operations import decode_attention, prompt_attention, shared_attention, take_slots
+from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.models.base import Rotate
+from h2o_flexgen.models.base import Rotation
 from h2o_flexgen.quant.codec import PLAIN
 
 
@@ -37,12 +37,12 @@ class KVCache:
         self._coding = coding or Coding(PLAIN, image.dtype, image.shape[-1])
         self._rolls = scores is not None and scores.policy.rolls  # keys are stored unrotated
 
-    def attend(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
+    def attend(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Appends the new keys and values, and attends to them and to everything held. Shapes as in models.base.Attend."""
         scores = None if self._scores is None else self._scores.part(slice(len(q)))
         if now.is_prefill:
-            return self._prefill(now, scores, q, k, v, rotate)
-        return self._decode(now, scores, q, k, v, rotate)
+            return self._prefill(now, scores, q, k, v, rotation)
+        return self._decode(now, scores, q, k, v, rotation)
 
     def part(self, rows: slice) -> KVCache:
         """The cache of some of the rows, for prompts that are computed one part after the other."""
@@ -60,13 +60,13 @@ class KVCache:
     # -- several tokens at once -------------------------------------------------------------------------------------------
 
     def _prefill(
-        self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None
+        self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None
     ) -> Tensor:
         """Each query attends to all that is held, oldest first, and to new tokens up to itself; then the budget is enforced."""
         unrotated = k
-        if rotate is not None:
-            positions = now.new_order if self._rolls else now.text_positions
-            q, k = rotate(q, positions), rotate(k, positions)
+        if rotation is not None:
+            turn = now.turn(rotation, q.dtype, self._rolls)
+            q, k = rotate(q, turn), rotate(k, turn)
         more = self._attended_elsewhere(now, q)
         q, k, v, unrotated = (x.transpose(1, 2) for x in (q, k, v, unrotated))  # (rows, heads, tokens, head_dim)
         kept_k, kept_v = self._coding.encode(unrotated if self._rolls else k), self._coding.encode(v)
@@ -74,8 +74,8 @@ class KVCache:
             held_k, held_v = self._copied(now) if now.slots.copies else self._held(now, scores)
             kept_k, kept_v = torch.cat((held_k, kept_k), 2), torch.cat((held_v, kept_v), 2)
             old_k, old_v = self._coding.decode(held_k), self._coding.decode(held_v)
-            if self._rolls and rotate is not None:
-                old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotate)
+            if self._rolls and rotation is not None:
+                old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotation)
             k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
         weights = None if scores is None else scores.weights(now)
         out, sums = prompt_attention(q, k, v, now.counts, weights, more)
@@ -142,41 +142,44 @@ class KVCache:
 
     # -- decode ----------------------------------------------------------------------------------------------------------
 
-    def _decode(self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None) -> Tensor:
+    def _decode(
+        self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None
+    ) -> Tensor:
         rows, _, heads, head_dim = q.shape
-        keys, values = self.image[0, :rows], self.image[1, :rows]  # (rows, kv_heads, slots, width)
+        image = self.image[:, :rows]
+        keys, values = image  # (rows, kv_heads, slots, width)
         kv_heads = keys.shape[1]
-        if rotate is not None and not self._rolls:
-            q, k = rotate(q, now.text_positions), rotate(k, now.text_positions)
-        keys[now.row_index, :, now.counts] = self._coding.encode(k[:, 0])
-        values[now.row_index, :, now.counts] = self._coding.encode(v[:, 0])
-        if scores is not None:
-            scores.append(now)
-        if scores is not None and self._rolls and rotate is not None:
+        q = self._append(now, scores, q, k, v, None if self._rolls else rotation)
+        if scores is not None and self._rolls and rotation is not None:
             order = now.before[:, :, None] + scores.order(now)
-            q, rolled = rotate(q, now.new_order), _rolled(self._coding.decode(keys), order, rotate)
+            q, rolled = rotate(q, now.turn(rotation, q.dtype, rolls=True)), _rolled(self._coding.decode(keys), order, rotation)
             attended = Kept(rolled)
         else:
             attended = Kept(keys, self._coding.codec)
         more = self._attended_elsewhere(now, q)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # a group's query heads take the place of queries
-        out, sums = decode_attention(q, attended, Kept(values, self._coding.codec), now.with_newest, now.mask, more)
+        wants_sums = scores is not None and scores.scores is not None
+        kept = Kept(values, self._coding.codec)
+        out, sums = decode_attention(q, attended, kept, now.with_newest, now.mask, more, wants_sums)
         if scores is not None:
-            scores.add(sums)
-        if scores is not None and now.evicts:
-            self.replaced = scores.take_over(now)
-            self._take_over(now, self.replaced)
-        elif now.slots.stores_singly:
+            self.replaced = scores.evict(now, image, sums)
+        if self.replaced is None and now.slots.stores_singly:
             self.replaced = now.counts[:, None].expand(-1, kv_heads)
         return out.reshape(rows, 1, heads * head_dim)
 
-    def _take_over(self, now: KVStep, target: Tensor) -> None:
-        """Moves the newest token from behind all others to the evicted token's slot: the slots in use stay one range."""
-        row, head = now.row_index[:, None], torch.arange(target.shape[1], device=target.device)
-        self.image[:, row, head, target] = self.image[:, row, head, now.counts[:, None]]
+    def _append(
+        self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None
+    ) -> Tensor:
+        """Writes the newest token behind what each row holds, and returns the rotated query."""
+        turn = None if rotation is None else now.turn(rotation, q.dtype)
+        if turn is not None and not self._coding.is_plain:  # keys are rotated before they are encoded
+            q, k, turn = rotate(q, turn), rotate(k, turn), None
+        image, notes = self.image[:, : len(q)], None if scores is None else scores.notes
+        return append(image, now.newest, q, self._coding.encode(k), self._coding.encode(v), turn, notes)
 
 
-def _rolled(keys: Tensor, order: Tensor, rotate: Rotate) -> Tensor:
+def _rolled(keys: Tensor, order: Tensor, rotation: Rotation) -> Tensor:
     """Rotates stored, unrotated keys by their order among the tokens held."""
     slots, head_dim = keys.shape[2:]
-    return rotate(keys.reshape(-1, slots, 1, head_dim), order.reshape(-1, slots)).view(keys.shape)
+    turn = rotation.turn(order.reshape(-1, slots), keys.dtype)
+    return rotate(keys.reshape(-1, slots, 1, head_dim), turn).view(keys.shape)

@@ -110,6 +110,7 @@ def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
         parts[HOST]["KV slots"] += ring
     if traffic.links_kv and any(traffic.moves_kv(*place) for place in traffic.kv):
         parts[DEVICE]["KV slots"] += ring
+        parts[HOST]["KV slots"] += max(region_bytes(layout.staged_bytes) for layout in layouts)
 
 
 def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule, compute: str) -> None:
