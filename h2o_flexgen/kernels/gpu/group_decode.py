@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_flexgen.kernels.gpu.codes import GROUP, widened
-from h2o_flexgen.quant.grouped import GROUP as GROUP_VALUES
 from h2o_flexgen.quant.grouped import Grouped, groups_of
 
 WORDS = 1024  # that a program reads
