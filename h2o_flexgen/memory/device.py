@@ -201,9 +201,9 @@ class CudaDevice(Device):
 
 
 def _let_pools_share() -> None:
-    """Makes torch keep memory in segments that grow and shrink, unless somebody has set how it keeps memory: blocks of one stream
-    are of no use to others, and would count against a budget when they are free. Torch reads this when it allocates first; of
-    the two names all its releases know this one."""
+    """Makes torch keep memory in segments that grow and shrink, unless somebody has set how it keeps memory: blocks of one
+    stream are of no use to others, and would count against a budget when they are free. Torch reads this when it allocates
+    first; of the two names all its releases know this one."""
     if sys.platform == "linux" and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
         os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
