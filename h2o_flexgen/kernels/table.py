@@ -97,6 +97,7 @@ def _of_groups(form: str) -> Iterator[Kernel]:
     yield Kernel(DECODE_ATTENTION, form, "decode_attention", CPU, LIBRARIES, most_width=shared().step_head_values)
     yield Kernel(DECODE_ATTENTION, form, "decode_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES)
     yield Kernel(SHARED_ATTENTION, form, "shared_attention", CPU, LIBRARIES, DTYPES)
+    yield Kernel(SHARED_ATTENTION, form, "shared_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES)
 
 
 def _of_tiles(form: str) -> Iterator[Kernel]:
@@ -148,6 +149,7 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CPU, LIBRARIES, DTYPES),
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention_twin"),
         Kernel(SHARED_ATTENTION, PLAIN, "shared_attention", CPU, LIBRARIES, DTYPES),
+        Kernel(SHARED_ATTENTION, PLAIN, "shared_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES),
         Kernel(SHARED_ATTENTION, PLAIN, "shared_attention_twin"),
         *_of_slots(),
         Kernel(RMS_NORM, PLAIN, "rms_norm", CUDA, (TRITON,), DTYPES),
