@@ -80,9 +80,9 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         return
     if os.environ.get(INTERPRET) != "1":
         pytest.skip(f"kernels are compiled where there is a GPU, unless {INTERPRET}=1")
-    from tests.kernels.gpu.rounding import rounded_as_on_a_gpu
+    from tests.kernels.gpu.interpreter import mended
 
-    with rounded_as_on_a_gpu():
+    with mended():
         yield torch.device("cpu")
 
 
