@@ -110,6 +110,7 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
     yield Kernel(PRODUCT, form, "tile_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
     yield Kernel(PRODUCT, form, "tile_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
     yield Kernel(INT8_PRODUCT, form, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {form}", within=INT8)
+    yield Kernel(INT8_PRODUCT, form, "int8_product", CUDA, (TRITON,), DTYPES, priced_as=f"int8 {form}", within=INT8)
     yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}", within=INT8)
 
 
