@@ -14,7 +14,6 @@ from typing import TypeVar
 from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.budgets import Packing, disk_budget, open_budgets, refuse_memory_of_no_gpu, weighed_anew
 from h2o_flexgen.engine.conversation import Conversation
@@ -77,8 +76,6 @@ class ModelUnderPlan:
 
     def _take(self, plan: Plan) -> None:
         folded = plan.at(self.site)
-        if folded.attend_on == HOST:
-            raise ValueError("attend_on 'host' can be priced, but this version cannot run it on an accelerator; leave it out")
         self.requested, self.plan = plan, folded
 
     def adopt(self, plan: Plan) -> None:

@@ -79,6 +79,14 @@ def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
     return (batch.size * batch.prompt_len + shared) * spec.widest * spec.itemsize
 
 
+def asked_arena(spec: ModelSpec, rows: int, shares: bool) -> Arena:
+    """What crosses the link where the host attends a decode step: queries, keys, values and the outcome of attention; and, where
+    rows share prefixes, what was attended of these, as the weights and the values of one more key."""
+    heads, kv_heads = rows * spec.heads * spec.head_dim * spec.itemsize, rows * spec.kv_heads * spec.head_dim * spec.itemsize
+    more = (rows * spec.heads * 4, rows * spec.heads * spec.head_dim * 4) if shares else ()
+    return Arena.of((heads, kv_heads, kv_heads, heads, *more))
+
+
 @dataclass(frozen=True)
 class PrefixLayout:
     """The KV of a shared prefix, of all layers, where it is computed with: an image for each layer, and behind them what a

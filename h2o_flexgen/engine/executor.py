@@ -204,7 +204,7 @@ class Executor:
             need.issued.wait()
             if need.marker is None:
                 continue
-            if task.op.uses_disk:  # the CPU reads and writes host memory: what it needs must be in place
+            if task.op.by_host:  # the CPU reads and writes host memory: what it needs must be in place
                 need.marker.synchronize()
             else:
                 self._device.wait(need.marker)
@@ -215,7 +215,7 @@ class Executor:
     def _act(self, task: Task, pending: _Pending) -> None:
         first, start = self._device.mark(), time.perf_counter()
         moved = self._actions[task.op](task)
-        last = None if task.op.uses_disk else self._device.mark()
+        last = None if task.op.by_host else self._device.mark()
         if first is not None and last is not None:
             pending.marker = last
             self._recorder.add_marked(task, first, last, moved)

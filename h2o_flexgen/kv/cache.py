@@ -8,6 +8,7 @@ would lose a little each time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,16 @@ from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Rotate
 from h2o_flexgen.quant.codec import PLAIN
+
+
+class Asked(NamedTuple):
+    """Queries (rows, 1, heads, head_dim), rotated, and keys and values (rows, 1, kv_heads, head_dim) as they will be kept; and
+    what the queries got of prefixes that rows share."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    more: More | None = None
 
 
 class KVCache:
@@ -39,10 +50,10 @@ class KVCache:
 
     def attend(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
         """Appends the new keys and values, and attends to them and to everything held. Shapes as in models.base.Attend."""
-        scores = None if self._scores is None else self._scores.part(slice(len(q)))
         if now.is_prefill:
+            scores = None if self._scores is None else self._scores.part(slice(len(q)))
             return self._prefill(now, scores, q, k, v, rotate)
-        return self._decode(now, scores, q, k, v, rotate)
+        return self.answer(now, self.asked(now, q, k, v, rotate), rotate)
 
     def part(self, rows: slice) -> KVCache:
         """The cache of some of the rows, for prompts that are computed one part after the other."""
@@ -142,23 +153,30 @@ class KVCache:
 
     # -- decode ----------------------------------------------------------------------------------------------------------
 
-    def _decode(self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None) -> Tensor:
+    def asked(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None) -> Asked:
+        """What a decode step asks of the cache, as far as it is known without the slots: it is done where the model computes,
+        even if others attend."""
+        if rotate is not None:
+            q = rotate(q, now.new_order if self._rolls else now.text_positions)
+            k = k if self._rolls else rotate(k, now.text_positions)
+        return Asked(q, k, v, self._attended_elsewhere(now, q))
+
+    def answer(self, now: KVStep, asked: Asked, rotate: Rotate | None) -> Tensor:
+        """Appends the newest keys and values, attends, and has who must go go. (rows, 1, heads * head_dim)"""
+        q, k, v, more = asked
+        scores = None if self._scores is None else self._scores.part(slice(len(q)))
         rows, _, heads, head_dim = q.shape
         keys, values = self.image[0, :rows], self.image[1, :rows]  # (rows, kv_heads, slots, width)
         kv_heads = keys.shape[1]
-        if rotate is not None and not self._rolls:
-            q, k = rotate(q, now.text_positions), rotate(k, now.text_positions)
         keys[now.row_index, :, now.counts] = self._coding.encode(k[:, 0])
         values[now.row_index, :, now.counts] = self._coding.encode(v[:, 0])
         if scores is not None:
             scores.append(now)
         if scores is not None and self._rolls and rotate is not None:
             order = now.before[:, :, None] + scores.order(now)
-            q, rolled = rotate(q, now.new_order), _rolled(self._coding.decode(keys), order, rotate)
-            attended = Kept(rolled)
+            attended = Kept(_rolled(self._coding.decode(keys), order, rotate))
         else:
             attended = Kept(keys, self._coding.codec)
-        more = self._attended_elsewhere(now, q)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # a group's query heads take the place of queries
         out, sums = decode_attention(q, attended, Kept(values, self._coding.codec), now.with_newest, now.mask, more)
         if scores is not None:

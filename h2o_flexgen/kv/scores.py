@@ -35,13 +35,16 @@ class SlotScores:
         positions, *scores = region[: policy.score_bytes * prod(shape)].view(torch.int32).view(policy.score_words, *shape)
         return cls(policy, positions, scores[0].view(torch.float32) if scores else None)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.positions,) if self.scores is None else (self.positions, self.scores)
+
     def part(self, rows: slice) -> SlotScores:
         return SlotScores(self.policy, self.positions[rows], None if self.scores is None else self.scores[rows])
 
     def copy_row(self, target: int, source: int) -> None:
-        for tensor in (self.positions, self.scores):
-            if tensor is not None:
-                tensor[target] = tensor[source]
+        for tensor in self.tensors:
+            tensor[target] = tensor[source]
 
     # -- several tokens at once -------------------------------------------------------------------------------------------
 
@@ -139,10 +142,9 @@ class SlotScores:
         return target
 
     def _move(self, now: KVStep, target: Tensor) -> None:
-        for tensor in (self.positions, self.scores):
-            if tensor is not None:
-                newest = now.counts[:, None, None].expand(*target.shape, 1)
-                tensor.scatter_(-1, target.unsqueeze(-1), tensor.gather(-1, newest))
+        newest = now.counts[:, None, None].expand(*target.shape, 1)
+        for tensor in self.tensors:
+            tensor.scatter_(-1, target.unsqueeze(-1), tensor.gather(-1, newest))
 
     def order(self, now: KVStep) -> Tensor:
         """Each slot's place by age among those that a head holds in decode. (rows, kv_heads, slots)"""

@@ -27,6 +27,10 @@ class KVStep:
         shared = tuple(prefixes) if any(prefixes) else ()
         return cls(slots, seen.unsqueeze(1) + new, torch.tensor(slots.counts, device=device), capacity, shared)
 
+    def on(self, device: torch.device) -> KVStep:
+        """The same for caches on this device."""
+        return self if device == self.counts.device else KVStep.of(self.slots, self.capacity, device, self.prefixes)
+
     @property
     def rows(self) -> int:
         return len(self.slots.counts)
