@@ -389,7 +389,7 @@ class Engine:
         state.hidden.put(task, self._layer(task.visit, rows, hidden, partial(self._attend_of, task, cache, state)))
 
     def _attend(self, task: Task, state: _Progress) -> int:
-        """Does on the host what a COMPUTE has asked."""
+        """The host attends what a COMPUTE has asked."""
         return state.asked.attend(task.batch, state.kv.open_beside(task, state.rows[task.batch]))
 
     @staticmethod

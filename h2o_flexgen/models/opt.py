@@ -83,13 +83,11 @@ def _embedding(config: Config, origin: Origin) -> LayerSpec:
 
 def _attention_parameters(config: Config) -> tuple[Parameters, Parameters]:
     width, affine = config.hidden_size, config.layer_norm_elementwise_affine
-    kvq, out = (
-        [layout.linear(f"self_attn.{part}_proj", width, width, config.enable_bias) for part in parts] for parts in ("kvq", ("out",))
-    )
+    *kvq, out = (layout.linear(f"self_attn.{part}_proj", width, width, config.enable_bias) for part in ("k", "v", "q", "out"))
     norm = layout.norm("self_attn_layer_norm", width, affine, affine)
     if config.do_layer_norm_before:
-        return layout.joined(*kvq, norm), layout.joined(*out)
-    return layout.joined(*kvq), layout.joined(*out, norm)
+        return layout.joined(*kvq, norm), out
+    return layout.joined(*kvq), layout.joined(out, norm)
 
 
 def _mlp_parameters(config: Config) -> Parameters:

@@ -54,9 +54,7 @@ def chains(transfers: tuple[Op, ...], rings: tuple[Rings, ...], begins_pass: boo
     return Chains(fetches, computes, attends, [link for data in reversed(MOVED) for link in links[data] if link.op.stores])
 
 
-def _chain(
-    data: Data, transfers: tuple[Op, ...], rings: Rings, begins_pass: bool, stored_before: bool
-) -> Iterator[Link]:
+def _chain(data: Data, transfers: tuple[Op, ...], rings: Rings, begins_pass: bool, stored_before: bool) -> Iterator[Link]:
     moved, (passed, computed_in) = [op for op in transfers if op.data is data], rings
     fetches = [op for op in moved if op.fetches]
     ops = [*fetches, Op.COMPUTE, *(op for op in moved if op is Op.ATTEND), *(op for op in moved if op.stores)]

@@ -3,8 +3,8 @@
 A COMPUTE that ends with an attention writes queries, keys and values of its decode step to page-locked memory. The ATTEND of
 its visit appends them to the host's image, attends and evicts there, and writes the outcome beside them. The COMPUTE of the
 next layer fetches that to where it stands in its hidden states. Both crossings are in the stream that computes: in a lane they
-would wait for the weights in front of them. A batch asks one thing at a time, so each has one place for it: it asks again when it
-has used the answer.
+would wait for the weights in front of them. A batch has one place for all of it, as it asks again only when it has used the
+answer.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class AskedStore:
     ) -> Tensor:
         """An `attend` that only asks; what it returns is to be replaced by the answer."""
         asked = cache.asked(now, q, k, v, rotate)
-        crossing = [self._sent(batch, place, tensor) for place, tensor in enumerate(asked[:3])]
+        sent_q, sent_k, sent_v = (self._sent(batch, place, tensor) for place, tensor in enumerate((asked.q, asked.k, asked.v)))
         more = asked.more and More(*(self._sent(batch, place, tensor) for place, tensor in enumerate(asked.more, start=4)))
-        self._questions[batch] = _Question(now, Asked(*crossing, more), rotate)
+        self._questions[batch] = _Question(now, Asked(sent_q, sent_k, sent_v, more), rotate)
         return q.new_zeros(len(q), 1, self._spec.heads * self._spec.head_dim)
 
     def fill_in(self, batch: int, hidden: Tensor) -> None:
@@ -85,7 +85,8 @@ class AskedStore:
             return 0
         made = cache.answer(self._on_host(batch, question.now), question.asked, question.rotate)
         outcome = self._outcome(batch, len(made)).copy_(made)
-        return sum(tensor.nbytes for tensor in (*question.asked[:3], *(question.asked.more or ()), outcome))
+        q, k, v, more = question.asked
+        return sum(tensor.nbytes for tensor in (q, k, v, *(more or ()), outcome))
 
     def _on_host(self, batch: int, now: KVStep) -> KVStep:
         known = self._steps.get(batch)
