@@ -33,6 +33,7 @@ from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.kernels.operations import decode, decode_attention, encode, packed_product
+from h2o_flexgen.kernels.raw_memory import bytes_of
 from h2o_flexgen.kernels.table import PRODUCT
 from h2o_flexgen.kernels.tile_rows import tile_decode_twin
 from h2o_flexgen.kv.cache import KVCache
@@ -40,7 +41,7 @@ from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.device import open_device
-from h2o_flexgen.memory.disk import Files, Piece, memory_of, read_fully
+from h2o_flexgen.memory.disk import Files, Piece, read_fully
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.models import create_model, known_config
 from h2o_flexgen.models.base import Given, computed
@@ -208,7 +209,7 @@ def reading(files: Files, file: Path) -> Subject:
         return starts[turns[who] % len(starts)]
 
     def plainly() -> None:
-        start, memory = next_start("plain"), memory_of(places[:nbytes])
+        start, memory = next_start("plain"), bytes_of(places[:nbytes])
         for at in range(0, nbytes, PLAIN_BYTES):
             end = min(at + PLAIN_BYTES, nbytes)
             read_fully(descriptor, start + at, memory[at:end], end - at, file)
@@ -231,7 +232,7 @@ def file_on_disk(folder: str | None, nbytes: int) -> Iterator[Path]:
         page = torch.randint(256, (1 << 20,), dtype=torch.uint8)
         with file.open("wb") as out:
             for _ in range(max(1, nbytes >> 20)):
-                out.write(memory_of(page))
+                out.write(bytes_of(page))
             out.flush()
             os.fsync(out.fileno())
         yield file

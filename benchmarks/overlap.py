@@ -85,7 +85,7 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
         shape["slots"] = args.slots
     shape["sep_layer"] = bool(args.sep_layer)
     budget = {"cpu_mem": args.cpu_mem, "offload_dir": args.offload_dir, "dtype": args.dtype}
-    with LLM(args.model, dummy_weights=True, percent=args.percent, schedule=args.one, **shape, **budget) as llm:
+    with LLM(args.model, dummy_weights=True, percent=args.percent, schedule=args.one, trace=True, **shape, **budget) as llm:
         prompts = made_up_prompts(llm.plan.block_size, args.prompt_len, llm.tokenizer, llm.spec.vocab)
         llm.generate(prompts[:1], SamplingParams(max_tokens=1))  # loads; random weights are written to disk
         before = calibrate(llm, args)

@@ -74,11 +74,13 @@ class LLM(ModelUnderPlan):
         dummy_weights: bool = False,
         overlap: bool = True,
         threads: int | None = None,
+        trace: bool = False,
         on_stage: OnStage | None = None,
         **plan_options: object,
     ) -> None:
-        """`threads` compute on the CPU, for the whole process (default: as torch has them). `plan_options` are what Plan.create
-        takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ..."""
+        """`threads` compute on the CPU, for the whole process (default: as torch has them). `trace`: the trace of a run on a
+        GPU has every task; otherwise it has those of some steps, as asking a GPU for times is not free. `plan_options` are
+        what Plan.create takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ..."""
         asked = asked_plan(plan, percent, plan_options, arguments_of(LLM))
         asked = asked if overlap else asked.without_overlap()
         dtype = str(dtype).removeprefix("torch.")
@@ -88,7 +90,7 @@ class LLM(ModelUnderPlan):
         set_threads(threads)
         keep_few_compiled_products()
         do_without_lost_threads()
-        super().__init__(*names, asked, dtype, device, gpu_mem, cpu_mem, offload_dir, dummy_weights, on_stage)
+        super().__init__(*names, asked, dtype, device, gpu_mem, cpu_mem, offload_dir, dummy_weights, trace, on_stage)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase | Tokenizer:
         """The tokenizer of transformers, if the model has one."""

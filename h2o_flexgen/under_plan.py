@@ -51,8 +51,10 @@ class ModelUnderPlan:
         cpu_mem: int | str | None,
         offload_dir: str | Path | None,
         dummy_weights: bool,
+        trace: bool,
         on_stage: OnStage | None,
     ) -> None:
+        self._times_all = trace
         self.name, self.tokenizer_name = name, tokenizer
         self.dummy_weights = dummy_weights
         self._dtype = dtype
@@ -201,7 +203,7 @@ class ModelUnderPlan:
         """A new engine whose weights are loaded, and checked if they lie in a copy."""
         self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight)
         try:
-            return Engine(self.model, self.source, self.plan, self._memories)
+            return Engine(self.model, self.source, self.plan, self._memories, self._times_all)
         except BaseException:  # the next attempt starts from nothing
             self.source.close()
             self._memories.close()

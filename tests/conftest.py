@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--plans", type=int, default=200, help="random plans that `pytest -m fuzz` draws")
 
 
+INTERPRET = "TRITON_INTERPRET"  # read when triton is imported: kernels of a process are interpreted, or compiled for a GPU
+
+
 def pytest_configure() -> None:
+    if not torch.cuda.is_available():
+        os.environ.setdefault(INTERPRET, "1")
     torch.set_num_threads(1)  # tensors here are tiny: on a busy machine a second thread is mostly waited for
     hypothesis.settings.register_profile("patient", deadline=None)  # no outcome depends on a clock
     hypothesis.settings.load_profile("patient")
@@ -41,9 +47,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def what_was_imported_is_not_searched() -> None:
+def what_was_imported_is_not_searched() -> Iterator[None]:
     """Keeps the many imported modules out of garbage collection, which an engine triggers when it gives memory back."""
     gc.freeze()
+    yield
+    gc.unfreeze()  # or Triton's library complains at the end of what it calls leaks
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -62,6 +70,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(params=["interpreted", pytest.param("cuda", marks=pytest.mark.cuda)])
+def gpu(request: pytest.FixtureRequest) -> torch.device:
+    """Where the tensors of kernels for GPUs lie: on a CPU that interprets them, or on the GPU that there is."""
+    if request.param == "cuda":
+        return torch.device("cuda")
+    if os.environ.get(INTERPRET) != "1":
+        pytest.skip(f"kernels are compiled where there is a GPU, unless {INTERPRET}=1")
+    return torch.device("cpu")
 
 
 @pytest.fixture(params=["cpu", "pretended", pytest.param("cuda", marks=pytest.mark.cuda)])

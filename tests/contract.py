@@ -35,6 +35,8 @@ from tests.resident import resident_generate
 
 Logits = dict[tuple[int, int], Tensor]  # (step, row of the workload) -> (vocab,)
 
+APART = ("cuda", "clocked")  # devices whose own memory is not the host's
+
 # what weights are written in and how products are made: of plain ones there is one kind
 WEIGHTS = (PLAIN, EXACT), ("group4", EXACT), ("group8", EXACT), ("group4", INT8), ("group8", INT8)
 
@@ -82,7 +84,7 @@ class Case:
     def plan_options(self) -> dict[str, Any]:
         names = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "schedule", "prefill_tokens")
         names += ("weight_codec", "kv_codec", "compute")
-        return {name: getattr(self, name) for name in names} | {"pin_weight": self.device == "cuda", **dict(self.policy)}
+        return {name: getattr(self, name) for name in names} | dict(self.policy)
 
     @property
     def kv_policy(self) -> KVPolicy:
@@ -184,7 +186,7 @@ class Checkpoints:
     def resident_logits(self, case: Case, rows: Sequence[int]) -> list[Tensor]:
         """The resident loop's logits of a batch, for every step (rows, vocab), computed once for all plans with this batch."""
         prompts = [case.prompts[row] for row in rows]
-        by_token, device = case.device != "cpu", "cuda" if case.device == "cuda" else "cpu"
+        by_token, device = case.device != "cpu", case.device if case.device in APART else "cpu"
         key = (
             case.kind,
             case.stored,
@@ -201,9 +203,10 @@ class Checkpoints:
         )
         if key not in self.resident:
             model, weights = self.model(case.kind, case.stored, case.dtype, device, case.weight_codec, case.compute)
-            self.resident[key] = resident_generate(
+            made = resident_generate(
                 model, weights, prompts, case.gen_len, by_token, case.kv_policy, case.prefill_tokens, case.kv_codec
             )
+            self.resident[key] = [step.cpu() for step in made]
         return self.resident[key]
 
 
@@ -255,4 +258,4 @@ def compare(case: Case, checkpoints: Checkpoints, completions: Sequence[Completi
             tokens = [int(step[place].argmax()) for step in expected]
             assert list(completions[row].token_ids) == tokens, f"row {row}: {case}"
             for step in range(case.gen_len):
-                assert torch.equal(logits[step, row], expected[step][place]), f"step {step}, row {row}: {case}"
+                assert torch.equal(logits[step, row].cpu(), expected[step][place]), f"step {step}, row {row}: {case}"

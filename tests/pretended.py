@@ -26,6 +26,6 @@ def open_any_device(name: str) -> Device:
 
 @contextmanager
 def pretend() -> Iterator[None]:
-    """A context in which LLM(device="pretended") works; with pin_weight=False, as nobody can page-lock memory for it."""
+    """A context in which LLM(device="pretended") works."""
     with patch.object(under_plan, "open_device", open_any_device):
         yield

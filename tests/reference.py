@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from h2o_flexgen.models.base import Given, Model, Rotate, Weights, computed, logits
+from h2o_flexgen.models.base import Given, Model, Rotation, Weights, computed, logits
 
 LayerKV = dict[str, Tensor]  # "k" and "v" of one layer: (rows, slots, kv_heads, head_dim); slot j holds a row's j-th token
 
@@ -42,11 +42,11 @@ def reference_generate(
 
 
 def _attend(
-    slots: LayerKV, positions: Tensor, capacity: int, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None
+    slots: LayerKV, positions: Tensor, capacity: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None
 ) -> Tensor:
     """Padding stands behind a row's text, in slots that its own queries never look at and later tokens take over."""
-    if rotate is not None:
-        q, k = rotate(q, positions), rotate(k, positions)
+    if rotation is not None:
+        q, k = rotation(q, positions), rotation(k, positions)
     rows = torch.arange(len(positions))[:, None]
     for name, new in (("k", k), ("v", v)):
         slots.setdefault(name, new.new_zeros(len(rows), capacity, *new.shape[2:]))[rows, positions] = new

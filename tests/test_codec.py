@@ -12,7 +12,7 @@ import pytest
 from h2o_flexgen.core.layout import part_starts
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
-from h2o_flexgen.planning.cost import predicted_bytes
+from h2o_flexgen.planning.cost import by_lane, predicted_bytes
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.schedule import Key, Op
@@ -48,7 +48,7 @@ def test_a_run_moves_the_bytes_of_the_codec(
     with opened_inverted(case, checkpoints, offload) as llm:
         llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len))
         workload = Workload(case.lengths, case.gen_len)
-        predicted = predicted_bytes(llm.planned(workload).blocks)
+        predicted = by_lane(predicted_bytes(llm.planned(workload).blocks))
         assert llm.stats is not None
         assert {lane: nbytes for lane, nbytes in llm.stats.moved_bytes.items() if nbytes} == predicted
 

@@ -292,8 +292,8 @@ def test_what_lies_on_the_tiers_is_what_was_promised_and_goes_back(
 
 def on_tiers(llm: LLM) -> tuple[int, int, int]:
     assert llm._memories is not None
-    disk = llm._memories.disk
-    return llm._memories.host.meter.peak_bytes, disk.meter.peak_bytes, os.fstat(disk._descriptor or 0).st_size
+    disk, arenas = llm._memories.disk, (llm._memories.host, llm._memories.weights)
+    return sum(tier.meter.peak_bytes for tier in arenas), disk.meter.peak_bytes, os.fstat(disk._descriptor or 0).st_size
 
 
 def test_what_a_closed_conversation_held_is_let_go_of_before_the_next_workload(checkpoints: Checkpoints, offload: Path) -> None:

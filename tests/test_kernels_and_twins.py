@@ -23,11 +23,13 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels import native
+from h2o_flexgen.kernels.evict import evict_twin
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.group_encode import group_encode_twin
 from h2o_flexgen.kernels.int8_rows import Int8Rows, int8_rows_twin
-from h2o_flexgen.kernels.lowest_slot import lowest_slot_twin
+from h2o_flexgen.kernels.newest import Notes
 from h2o_flexgen.kernels.table import TORCH
+from h2o_flexgen.kv import scores
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
@@ -80,18 +82,16 @@ def of_rounding(decisions: list[Decision], made: Callable[..., Any]) -> Callable
     return making
 
 
-def of_eviction(decisions: list[Decision], take_over: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def taking_over(self: SlotScores, now: KVStep) -> Tensor:
-        assert self.scores is not None
-        scores = self.scores.clone()
-        lowest = lowest_slot_twin(self.positions, scores, now.with_newest, now.sinks, now.window)
-        newest = now.counts[:, None].expand_as(lowest)
-        twin = torch.where(now.after[..., 0] > newest, newest, lowest)
-        target = take_over(self, now)
-        decisions.append(Decision("who goes", scores, target.clone(), twin))
+def of_eviction(decisions: list[Decision], evict: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def evicting(image: Tensor, notes: Notes, *rest: Any) -> Tensor:
+        assert notes.scores is not None
+        noted = Notes(notes.positions.clone(), notes.scores.clone())
+        twin = evict_twin(image.clone(), noted, *rest)
+        target = evict(image, notes, *rest)
+        decisions.append(Decision("who goes", notes.scores.clone(), target.clone(), twin))
         return target
 
-    return taking_over
+    return evicting
 
 
 def of_prompt(decisions: list[Decision], best: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -121,7 +121,7 @@ def written_down() -> Iterator[list[Decision]]:
     with (
         patch.object(Coding, "encode", of_encoding(decisions, Coding.encode)),
         patch.object(Factor, "made", of_rounding(decisions, Factor.made)),
-        patch.object(SlotScores, "take_over", of_eviction(decisions, SlotScores.take_over)),
+        patch.object(scores, "evict", of_eviction(decisions, scores.evict)),
         patch.object(SlotScores, "_best", of_prompt(decisions, SlotScores._best)),
         patch.object(Sampler, "sample", of_tokens(decisions, Sampler.sample)),
     ):

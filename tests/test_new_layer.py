@@ -14,7 +14,7 @@ from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
-from h2o_flexgen.planning.cost import predicted_bytes
+from h2o_flexgen.planning.cost import by_lane, predicted_bytes
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.pricing import Pricing
@@ -61,7 +61,8 @@ def test_it_is_computed_as_in_a_plain_loop_and_moves_the_bytes_that_are_foreseen
     with case.open(own_checkpoints, offload) as llm:
         assert any("chosen" in layer.functions for layer in llm.spec.layers)
         compare(case, own_checkpoints, *generate_with(llm, case))
-        foreseen = predicted_bytes(BlockPlans.of(llm.spec, llm.plan, Workload(case.lengths, case.gen_len), Site()))
+        blocks = BlockPlans.of(llm.spec, llm.plan, Workload(case.lengths, case.gen_len), Site())
+        foreseen = by_lane(predicted_bytes(blocks))
         assert {lane: nbytes for lane, nbytes in llm.stats.moved_bytes.items() if nbytes} == foreseen
 
 

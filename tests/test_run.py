@@ -171,7 +171,7 @@ def test_the_bound_of_compute_is_that_of_the_products_that_were_made(command: An
 
 
 def test_an_accelerators_lanes_too_move_what_was_predicted(command: Any, opt: Path, pretended: None) -> None:
-    flags = ("--device", "pretended", "--pin-weight", 0, "--percent", 30, 30, 30, 30, 0, 40)
+    flags = ("--device", "pretended", "--percent", 30, 30, 30, 30, 0, 40)
     result = command("--model", opt, *SMALL, *flags)
     assert not any("no GPU" in line for line in result.out)
     lanes = result.json["lanes"]

@@ -11,15 +11,15 @@ from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.planning.plan import Plan
 
 
-def open_llm(model: ModelRequest, site: SiteRequest, plan: Plan) -> LLM:
+def open_llm(model: ModelRequest, site: SiteRequest, plan: Plan, trace: bool = False) -> LLM:
     with Progress(0, f"opening {model.name}", late=True) as progress:
-        llm = make_llm(model, site, plan, Opening(progress).stage)
+        llm = make_llm(model, site, plan, Opening(progress).stage, trace)
         if llm.leftovers is not None:
             progress.note(str(llm.leftovers))
         return llm
 
 
-def make_llm(model: ModelRequest, site: SiteRequest, plan: Plan, on_stage: OnStage) -> LLM:
+def make_llm(model: ModelRequest, site: SiteRequest, plan: Plan, on_stage: OnStage, trace: bool = False) -> LLM:
     if site.gpu_mem is not None and not open_device(site.device).accelerator:
         raise ValueError(f"--gpu-mem {site.gpu_mem} is for a GPU, and this run computes on the CPU; leave it out")
     return LLM(
@@ -33,5 +33,6 @@ def make_llm(model: ModelRequest, site: SiteRequest, plan: Plan, on_stage: OnSta
         offload_dir=site.offload_dir,
         dummy_weights=model.dummy_weights,
         threads=site.threads,
+        trace=trace,
         on_stage=on_stage,
     )

@@ -35,7 +35,7 @@ from h2o_flexgen.kernels.table import PRODUCTS
 from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.block_plan import BlockPlans
-from h2o_flexgen.planning.cost import predicted_bytes
+from h2o_flexgen.planning.cost import by_lane, predicted_bytes
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, room_to_measure
@@ -148,7 +148,8 @@ class Outcome:
         """The JSON document. `machine` was measured after the run."""
         job, stats = self.job, self.stats
         predicted = predicted_bytes(self.blocks, job.stop_at)
-        lanes = lane_reports(stats, predicted, self.seconds, machine, None if machine is None else self._compute_bound(machine))
+        bounds = {} if machine is None else self._bounds(machine, predicted)
+        lanes = lane_reports(stats, by_lane(predicted), self.seconds, bounds)
         steps = stats.step_seconds
         return {
             **job.plan_report.as_json(),
@@ -183,13 +184,27 @@ class Outcome:
                 offload_folder=llm.offload_folder,
                 offload_bytes=self._offloaded_bytes(),
                 links=llm.device.accelerator,
-                pinned=llm.plan.pin_weight,
+                pin_weight=llm.plan.pin_weight,
                 memory_bytes=room_to_measure(llm.budgets),
             )
             return measure(llm.device, needs)
         except (MemoryError, OSError, RuntimeError) as error:  # torch raises a RuntimeError when memory is short
             print(f"the machine could not be measured, so there are no bounds: {error}", file=sys.stderr)
             return None
+
+    def _bounds(self, machine: Machine, predicted: Mapping[Op, int]) -> dict[str, float]:
+        """The least seconds that each lane could take: bytes over bandwidths, flops over rates. What ops share a lane's bytes
+        in is known of the prediction."""
+        bounds, lanes = {COMPUTE_LANE: self._compute_bound(machine)}, by_lane(predicted)
+        for lane, moved in self.stats.moved_bytes.items():
+            if lane in lanes:
+                seconds = sum(
+                    nbytes / machine.bandwidth(lane, self.job.llm.plan.page_locks(op))
+                    for op, nbytes in predicted.items()
+                    if op.lane == lane
+                )
+                bounds[lane] = moved / lanes[lane] * seconds
+        return bounds
 
     def _compute_bound(self, machine: Machine) -> float:
         """The seconds that the run's flops take at the rates of its products. These depend on their rows."""
@@ -224,17 +239,17 @@ class LaneReport:
     moved_bytes: int
     predicted_bytes: int  # of a run in which no row finishes early
     busy_share: float  # share of the seconds from the first task to the last
-    bound_seconds: float | None  # bytes over measured bandwidth, flops over measured rate; None where not measured
+    bound_seconds: float | None  # bytes over measured bandwidths, flops over measured rates; None where not measured
 
 
 def lane_reports(
-    stats: Stats, predicted: Mapping[str, int], seconds: float, machine: Machine | None, compute_bound: float | None
+    stats: Stats, predicted: Mapping[str, int], seconds: float, bounds: Mapping[str, float]
 ) -> dict[str, LaneReport]:
     """A report for each lane."""
     reports = {}
     for lane in dict.fromkeys((*predicted, *stats.moved_bytes)):
         moved = stats.moved_bytes.get(lane, 0)
-        bound = compute_bound if lane == COMPUTE_LANE or machine is None else moved / machine.bandwidth(lane)
+        bound = bounds.get(lane)
         busy = min(1.0, stats.busy_seconds.get(lane, 0.0) / seconds) if seconds else 0.0
         reports[lane] = LaneReport(moved, predicted.get(lane, 0), round(busy, 4), None if bound is None else round(bound, 6))
     return reports

@@ -120,6 +120,11 @@ class RunRequest:
     others: Others = field(default_factory=Others, compare=False, repr=False)  # other processes that have been busy
 
     @property
+    def shows_trace(self) -> bool:
+        """Whether anything is asked that is drawn or counted from all tasks of a run."""
+        return self.breaks_down or self.verbose >= 2 or any((self.files.trace, self.files.timeline))
+
+    @property
     def first_plan(self) -> Plan:
         """The plan that the model is opened under."""
         return self.plan.plan if isinstance(self.plan, Asked) else self.plan

@@ -21,6 +21,7 @@ ALIGNMENT = 4096  # of every buffer and of every part of our files, as direct di
 VIEW_ALIGNMENT = 64  # of every tensor: with less, the same product may come out with other last bits (measured with one row)
 PAGE_ALIGNED_FROM = 16 * ALIGNMENT  # larger tensors start at a page, so that disk reads can go straight to their place
 READERS = 6  # threads that read and write files
+SLOT_NUMBER_BYTES = 8
 CHUNK_BYTES = 4 << 20  # bytes of a file that one reader takes at a time
 
 
@@ -143,6 +144,12 @@ class KVLayout:
     @property
     def image_bytes(self) -> int:
         return self.slots * self.slot_bytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of one slot of all rows and heads, and of the numbers of these slots: as they cross the link from a device where
+        each row and head has changed another slot."""
+        return self.slot_bytes + self.rows * self.heads * SLOT_NUMBER_BYTES
 
     def score_bytes(self, of_a_slot: int) -> int:
         """Bytes of what a policy keeps about every slot of a head; they lie beside the image."""

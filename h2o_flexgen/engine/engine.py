@@ -89,6 +89,8 @@ class _Measures:
     clock: float = field(default_factory=time.perf_counter)  # when a head was last computed
     step_seconds: Counter[int] = field(default_factory=Counter)
     trace: Trace = field(default_factory=lambda: Trace(()))
+    lane_seconds: Mapping[str, float] = field(default_factory=dict)
+    moved_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def count(self, step: int, tokens: int) -> None:
         """Counts the time since the last head for this one: whatever the order of the schedule, each step gets its own."""
@@ -173,7 +175,9 @@ def _taken(things: list[Thing]) -> list[Thing]:
 
 
 class Engine:
-    def __init__(self, model: base.Model, source: WeightSource, plan: Plan, memories: Memories) -> None:
+    def __init__(self, model: base.Model, source: WeightSource, plan: Plan, memories: Memories, times_all: bool = True) -> None:
+        """`times_all`: traces have every task, also of a device that must be asked for its times."""
+        self._times_all = times_all
         self._model = model
         self._spec = model.spec
         self._plan = plan
@@ -303,11 +307,12 @@ class Engine:
                 block.num_rows,
                 lambda: executor.busy_seconds,
             )
-            executor = Executor(self._actions(schedule, state), self._memories.device, ahead=schedule.ahead)
+            executor = Executor(self._actions(schedule, state), self._memories.device, schedule.ahead, self._times_all)
             try:
                 yield from executor.steps(self._tasks(schedule, state), pauses)
             finally:
                 measures.trace = executor.trace
+                measures.lane_seconds, measures.moved_bytes = executor.lane_seconds, executor.moved_bytes
 
     def _give_back(self) -> None:
         gc.collect()
@@ -316,10 +321,11 @@ class Engine:
         give_back_freed()
 
     def _rows_of(self, place: int, block: Block, rows: Sequence[RowState] | Waiting, prefixes: PrefixStore) -> BatchRows:
-        batch, device = block.batches[place], self._memories.device.torch_device
+        batch, device = block.batches[place], self._memories.device
+        there = self._plan, block.gen_len, device.torch_device, device.upload
         if isinstance(rows, Waiting):
-            return SeatedRows(place, batch, rows, prefixes, self._plan, block.gen_len, device)
-        return BatchRows(batch, [rows[row] for row in batch.rows], self._plan, block.gen_len, device)
+            return SeatedRows(place, batch, rows, prefixes, *there)
+        return BatchRows(batch, [rows[row] for row in batch.rows], *there)
 
     def _tasks(self, schedule: Schedule, state: _Progress) -> Iterator[Task]:
         """The tasks of the schedule, until nobody is left to compute for."""
@@ -436,14 +442,14 @@ def _cache_of(part: Part, cache: KVCache) -> KVCache:
 
 
 def _summary(planned: BlockPlan, measures: _Measures, shortage: Shortage | None) -> BlockRun:
-    steps, trace = [measures.step_seconds[step] for step in sorted(measures.step_seconds)], measures.trace
+    steps = [measures.step_seconds[step] for step in sorted(measures.step_seconds)]
     return BlockRun(
         planned=planned,
-        trace=trace,
+        trace=measures.trace,
         prefill_seconds=sum(steps[:1]),
         step_seconds=tuple(steps[1:]),
         tokens=measures.tokens,
-        moved_bytes={lane: trace.moved_bytes(lane) for lane in trace.lanes},
-        busy_seconds={lane: trace.busy_seconds(lane) for lane in trace.lanes},
+        moved_bytes=measures.moved_bytes,
+        busy_seconds=measures.lane_seconds,
         shortage=shortage,
     )

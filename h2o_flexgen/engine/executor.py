@@ -19,22 +19,24 @@ import torch
 from h2o_flexgen.engine.recorder import Recorder
 from h2o_flexgen.memory.device import Device, Marker
 from h2o_flexgen.memory.shortage import Shortage, shortage_of
-from h2o_flexgen.memory.threads import starting
+from h2o_flexgen.memory.threads import Event, starting
 from h2o_flexgen.schedule.ops import COMPUTE_LANE, LANES, WORKERS, Op
 from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 
 Action = Callable[[Task], int]  # does the task and returns the bytes that it moved
+COLLECTED_EVERY = 32  # COMPUTEs: what has ended is looked through now and then, as it takes a call of the driver for each task
 
 
 class _Pending:
     """A task that was issued and may not have taken effect yet."""
 
-    __slots__ = ("issued", "marker")
+    __slots__ = ("issued", "marker", "number")
 
-    def __init__(self, issued: threading.Event) -> None:
+    def __init__(self, issued: Event) -> None:
         self.issued = issued
         self.marker: Marker | None = None
+        self.number = 0  # of the marker, among those of its lane
 
 
 class TaskFailed(RuntimeError):
@@ -48,16 +50,23 @@ class TaskFailed(RuntimeError):
 
 
 class Executor:
-    def __init__(self, actions: Mapping[Op, Action], device: Device, ahead: int = 1) -> None:
+    def __init__(self, actions: Mapping[Op, Action], device: Device, ahead: int = 1, times_all: bool = True) -> None:
+        """`times_all`: every task has its span in the trace, also where a device has to be asked for its times."""
         self._actions = actions
         self._device = device
         self._ahead = ahead  # COMPUTEs that may wait while their transfers are under way
         self._pending: dict[Key, _Pending] = device.handover.unfinished()  # tasks
         self._queues: dict[str, SimpleQueue[Task | None]] = {}
-        self._threads: list[tuple[threading.Thread, threading.Event]] = []
+        self._threads: list[tuple[threading.Thread, Event]] = []
+        self._times_all = times_all
+        self._marked: dict[str, int] = dict.fromkeys(LANES, 0)  # markers of each lane so far
+        self._waited: dict[tuple[str, str], int] = {}  # (lane, other lane) -> the marker of the other that it waited for last
+        self._computed = 0
         self._failure: tuple[Task | str, BaseException] | None = None
         self._stopped = False
         self.trace = Trace(())  # trace of the last run, even if it failed
+        self.lane_seconds: Mapping[str, float] = {}  # of the last run, for each lane that did something
+        self.moved_bytes: Mapping[str, int] = {}
 
     def run(self, tasks: Iterable[Task]) -> Trace:
         for _ in self.steps(tasks):
@@ -68,7 +77,8 @@ class Executor:
         """Runs the tasks, and hands over to the caller after every COMPUTE behind which it `pauses`. Lanes go on meanwhile."""
         self._device.settle()  # weights and buffers were prepared on another stream than the lanes'
         with self._computing():
-            self._recorder = Recorder(self._device, time.perf_counter(), self._device.mark())
+            start = self._device.mark(timed=True)
+            self._recorder = Recorder(self._device, time.perf_counter(), start, self._times_all)
         try:
             self._start_lanes()
             computed, is_left = self._issue(tasks), True
@@ -85,12 +95,15 @@ class Executor:
             self._device.settle()
             self._collect()
             self.trace = self._recorder.trace()
+            self.lane_seconds = self._recorder.lane_seconds(self.trace)
+            self.moved_bytes = {lane: self._recorder.moved_bytes[lane] for lane in self.lane_seconds}
         self._raise_failure()
 
     @property
     def busy_seconds(self) -> Mapping[str, float]:
-        """Seconds of each lane so far."""
-        return self._recorder.busy_seconds
+        """Seconds of each lane so far. To be asked in the caller's thread."""
+        self._collect()
+        return self._recorder.busy_seconds()
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -102,9 +115,10 @@ class Executor:
     def _issue(self, tasks: Iterable[Task]) -> Iterator[None]:
         """Stops behind every COMPUTE."""
         computes: deque[Task] = deque()
+        event = self._device.handover.event
         for task in tasks:
             self._raise_failure()
-            self._pending[task.key] = _Pending(self._device.handover.event())
+            self._pending[task.key] = _Pending(event())
             if task.op is Op.COMPUTE:
                 computes.append(task)
                 if len(computes) > self._ahead:
@@ -119,7 +133,9 @@ class Executor:
 
     def _compute(self, task: Task) -> None:
         self._perform(task)
-        self._collect()
+        self._computed += 1
+        if self._computed % COLLECTED_EVERY == 0:
+            self._collect()
 
     def _collect(self) -> None:
         """Moves ended tasks to the recorder's trace, so that nothing here grows with the length of a job."""
@@ -171,7 +187,7 @@ class Executor:
         if interrupt is not None:
             raise interrupt
 
-    def _work(self, lane: str, ended: threading.Event) -> None:
+    def _work(self, lane: str, ended: Event) -> None:
         try:
             with torch.inference_mode(), self._device.stream(lane):  # a mode of the thread, which does not inherit the caller's
                 while (task := self._queues[lane].get()) is not None:
@@ -197,7 +213,7 @@ class Executor:
                 self._pending.pop(task.key, None)
 
     def _wait(self, task: Task) -> bool:
-        for key in task.needs:
+        for key in reversed(task.needs):  # the last of several slices comes last, and whoever waits for it has waited for all
             need = self._pending.get(key)
             if need is None:
                 continue
@@ -207,20 +223,28 @@ class Executor:
             if task.op.by_host:  # the CPU reads and writes host memory: what it needs must be in place
                 need.marker.synchronize()
             else:
-                self._device.wait(need.marker)
-            if need.marker.query():
-                self._pending.pop(key, None)
+                self._wait_on_stream(task.op.lane, key.op.lane, need.marker, need.number)
         return not self._stopped
 
+    def _wait_on_stream(self, lane: str, other: str, marker: Marker, number: int) -> None:
+        """Makes the lane's stream wait for a marker, unless it is behind it anyway: a stream does its work in order."""
+        if lane != other and number > self._waited.get((lane, other), 0):
+            self._device.wait(marker)
+            self._waited[lane, other] = number
+
     def _act(self, task: Task, pending: _Pending) -> None:
-        first, start = self._device.mark(), time.perf_counter()
-        moved = self._actions[task.op](task)
-        last = None if task.op.by_host else self._device.mark()
-        if first is not None and last is not None:
-            pending.marker = last
-            self._recorder.add_marked(task, first, last, moved)
-        else:
+        op, is_timed = task.op, self._recorder.times(task)
+        on_stream = not op.by_host
+        first = self._device.mark(timed=True) if on_stream and is_timed else None
+        start = time.perf_counter()
+        moved = self._actions[op](task)
+        last = self._device.mark(is_timed, blocking=True) if on_stream else None
+        if last is None:
             self._recorder.add(task, start, time.perf_counter(), moved)
+            return
+        self._marked[op.lane] += 1
+        pending.marker, pending.number = last, self._marked[op.lane]
+        self._recorder.add_marked(task, first, last, moved)
 
 
 def shortage_in(error: BaseException) -> Shortage | None:

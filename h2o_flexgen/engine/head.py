@@ -38,5 +38,5 @@ class Picker:
         if not growing:
             rows.drop_finished(step)
             return 0
-        logits = logits_of(last if len(growing) == len(last) else last[growing])
+        logits = logits_of(last if len(growing) == len(last) else rows.at(growing, last))
         return rows.advance(logits, self.sampler, step, self.on_token, self.on_logits)

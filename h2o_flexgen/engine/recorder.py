@@ -1,57 +1,97 @@
 """The recorder: what every task did and when, from all lanes, in memory that does not grow with the length of a job.
 
-Lanes only append; the caller's thread collects. On an accelerator a task's times are known when its markers are passed.
+Lanes only append; the caller's thread collects. On an accelerator a task's times are known when its markers are passed. There
+they cost calls of the driver, so that where nobody wants a trace only the tasks of some steps are timed, and the others are
+taken to be like them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from h2o_flexgen.memory.device import Device, Marker
+from h2o_flexgen.schedule.ops import LANES, Op
 from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Span, Trace
 
 KEPT = 1 << 14  # latest spans that are kept; of earlier ones only the sums per lane are
+TIMED_EVERY = 8  # steps, of which one is timed where nobody wants a trace
 
 
 class Recorder:
-    def __init__(self, device: Device, started_at: float, start: Marker | None) -> None:
+    def __init__(self, device: Device, started_at: float, start: Marker | None, times_all: bool) -> None:
         self._device = device
         self._started_at = started_at
         self._start = start
+        self._times_all = times_all or start is None
         self._ended: deque[Span] = deque()
-        self._marked: deque[tuple[Task, Marker, Marker, int]] = deque()
-        self.busy_seconds: Counter[str] = Counter()  # of each lane, so far
+        self._marked: deque[tuple[Task, Marker | None, Marker, int]] = deque()
+        self.moved_bytes: Counter[str] = Counter()  # by lane
+        self._seconds: Counter[str] = Counter()  # of tasks that were over when their actions returned, by lane
+        self._timed: Counter[tuple[Op, bool]] = Counter()  # seconds of marked tasks, by op and whether it is the first step
+        self._timed_tasks: Counter[tuple[Op, bool]] = Counter()
+        self._untimed_tasks: Counter[tuple[Op, bool]] = Counter()
         self._trace = Trace(())
         self._kept: list[Span] = []
+
+    def times(self, task: Task) -> bool:
+        return self._times_all or task.step == 0 or task.step % TIMED_EVERY == 1
 
     def add(self, task: Task, begun: float, ended: float, moved: int) -> None:
         """Adds a task that was over when its action returned. Times are those of time.perf_counter."""
         self._ended.append(Span(task.key, task.lane, begun - self._started_at, ended - self._started_at, moved))
 
-    def add_marked(self, task: Task, first: Marker, last: Marker, moved: int) -> None:
-        """Adds a task that a stream does between two markers."""
+    def add_marked(self, task: Task, first: Marker | None, last: Marker, moved: int) -> None:
+        """Adds a task that a stream does between two markers, or, if it is not timed, before one."""
         self._marked.append((task, first, last, moved))
 
     def collect(self) -> Iterator[Key]:
         """Takes in what has ended since the last call, and yields the marked tasks among it."""
         while self._ended:
-            self._keep(self._ended.popleft())
+            span = self._ended.popleft()
+            self._seconds[span.lane] += span.end - span.start  # type: ignore[assignment]
+            self._keep(span)
         while self._marked and self._marked[0][2].query():
-            task, first, last, moved = self._marked.popleft()
-            assert self._start is not None
-            begun, ended = (self._device.seconds_between(self._start, marker) for marker in (first, last))
-            self._keep(Span(task.key, task.lane, begun, ended, moved))
-            yield task.key
+            yield self._ends(*self._marked.popleft())
         if len(self._kept) > 2 * KEPT:
             self._trace = self.trace().with_latest(KEPT)
             self._kept = []
 
+    def _ends(self, task: Task, first: Marker | None, last: Marker, moved: int) -> Key:
+        key, kind = task.key, (task.op, task.step == 0)
+        if first is None:
+            self.moved_bytes[task.lane] += moved
+            self._untimed_tasks[kind] += 1
+            return key
+        assert self._start is not None
+        begun, ended = (self._device.seconds_between(self._start, marker) for marker in (first, last))
+        self._timed[kind] += ended - begun  # type: ignore[assignment]
+        self._timed_tasks[kind] += 1
+        self._keep(Span(key, task.lane, begun, ended, moved))
+        return key
+
     def _keep(self, span: Span) -> None:
+        self.moved_bytes[span.lane] += span.bytes
         self._kept.append(span)
-        self.busy_seconds[span.lane] += span.end - span.start  # type: ignore[assignment]
+
+    def busy_seconds(self) -> Mapping[str, float]:
+        """Seconds of the tasks of each lane; those that were not timed take as long as the others of their kind."""
+        busy: Counter[str] = Counter(self._seconds)
+        for kind, seconds in self._timed.items():
+            everyone = self._timed_tasks[kind] + self._untimed_tasks[kind]
+            busy[kind[0].lane] += seconds * everyone / self._timed_tasks[kind]  # type: ignore[assignment]
+        return busy
+
+    def lane_seconds(self, trace: Trace) -> dict[str, float]:
+        """Seconds in which each lane that did something did at least one task, in the order in which data passes through them.
+        Of a lane whose tasks were not all timed it is what they take together, which is the same: a stream does one at once."""
+        estimated = {kind[0].lane for kind, tasks in self._untimed_tasks.items() if tasks}
+        busy = self.busy_seconds()
+        lanes = [lane for lane in LANES if lane in self.moved_bytes]
+        return {lane: busy[lane] if lane in estimated else trace.busy_seconds(lane) for lane in lanes}
 
     def trace(self) -> Trace:
+        """The spans of all timed tasks."""
         spans = sorted((*self._trace.spans, *self._kept), key=lambda span: span.start)
         return Trace(tuple(spans), self._trace.earlier)

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.stores.prefixes import Prefix
-from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.occupancy import StepSlots
 from h2o_flexgen.sampling.sampler import Sampler
 
 # a row's number is its place among all rows of the input: that of its prompt, if every prompt has one completion
@@ -36,7 +38,15 @@ class Part:
 
 
 class BatchRows:
-    def __init__(self, batch: Batch, rows: Sequence[RowState], plan: Plan, gen_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        rows: Sequence[RowState],
+        plan: Plan,
+        gen_len: int,
+        device: torch.device,
+        upload: Upload = Tensor.to,
+    ) -> None:
         self.generation = 0  # how often the living rows have moved up
         self.places_before: list[int] = list(range(len(rows)))  # for each place, the one before the rows last moved up
         self.last_step: int | None = None  # known once all rows are finished and nobody else comes
@@ -46,6 +56,8 @@ class BatchRows:
         self._gen_len = gen_len
         self._capacity = plan.policy.occupancy(batch, gen_len).capacity
         self._device = device
+        self._upload = upload
+        self._newest = torch.empty(0, dtype=torch.long, device=device)  # the newest token of each row, once one was picked
         self.parts = self._prompts(plan.prefill_tokens)
 
     @property
@@ -138,12 +150,18 @@ class BatchRows:
         parts, start = [], 0
         for batch in self._batch.parts(tokens):
             rows = slice(start, start + batch.size)
-            parts.append(Part(rows, self._kv_step(batch, 0), padded(self._rows[rows], batch.lengths, self._device)))
+            parts.append(Part(rows, self._kv_step(batch, 0), self._uploaded(padded(self._rows[rows], batch.lengths))))
             start += batch.size
         return tuple(parts)
 
     def _kv_step(self, batch: Batch, step: int) -> KVStep:
-        return KVStep.of(self._policy.occupancy(batch, self._gen_len).at(step), self._capacity, self._device)
+        return self._step_of(self._policy.occupancy(batch, self._gen_len).at(step))
+
+    def _step_of(self, slots: StepSlots, prefixes: Sequence[SharedPrefix | None] = (), capacity: int | None = None) -> KVStep:
+        return KVStep.of(slots, capacity or self._capacity, self._device, prefixes, self._upload)
+
+    def _uploaded(self, values: Tensor) -> Tensor:
+        return self._upload(values, self._device)
 
     # -- at the head -----------------------------------------------------------------------------------------------------
 
@@ -153,6 +171,10 @@ class BatchRows:
             if row.max_tokens == 0:
                 row.stop("length")
         return [place for place, row in enumerate(self._rows) if not row.finished]
+
+    def at(self, places: Sequence[int], values: Tensor) -> Tensor:
+        """The values of some rows."""
+        return values[self._uploaded(torch.tensor(places))]
 
     def advance(
         self,
@@ -164,10 +186,12 @@ class BatchRows:
     ) -> int:
         """Picks a token for every growing row that is not given one, drops the finished ones, and returns the number of tokens.
         A row that starts anew is given the tokens it had, and listeners do not hear of them again."""
-        rows = [row for row in self._rows if not row.finished]
+        growing = [place for place, row in enumerate(self._rows) if not row.finished]
+        rows = [self._rows[place] for place in growing]
         params, indices, histories = zip(*((row.params, row.index, row.history) for row in rows))
-        steps = [row.num_generated for row in rows]
-        picked = sampler.sample(logits, params, indices, steps, histories, [row.given for row in rows])
+        steps, given = [row.num_generated for row in rows], [row.given for row in rows]
+        picked = sampler.sample(logits, params, indices, steps, histories, given, self._upload)
+        self._newest = picked.where_picked
         for place, (row, token, logprobs) in enumerate(zip(rows, picked.tokens.tolist(), picked.logprobs)):
             known = row.known
             if known is None and on_logits is not None:
@@ -175,22 +199,25 @@ class BatchRows:
             text = row.push(token, logprobs if known is None else known[1])
             if known is None and on_token is not None:
                 on_token(row.row, token, text)
-        self.drop_finished(step)
+        self._drop(step, growing)
         return len(rows)
 
     def drop_finished(self, step: int) -> None:
-        """Lets the living move up, and prepares what is computed next for them."""
+        """Ends a step in which no token was picked."""
+        self._drop(step, range(len(self._rows)))
+
+    def _drop(self, step: int, growing: Sequence[int]) -> None:
+        """Lets the living move up, and prepares what is computed next for them. `growing`: the places of the newest tokens."""
         self._move_up([place for place, row in enumerate(self._rows) if not row.finished])
+        if self._rows and self.places_before != list(growing):
+            of_place = {place: number for number, place in enumerate(growing)}
+            self._newest = self.at([of_place[place] for place in self.places_before], self._newest)
         self.parts = self._next_parts(step + 1)
         if not self._rows:
             self.last_step = step
 
     def _next_parts(self, step: int) -> tuple[Part, ...]:
-        return (Part(slice(None), self._kv_step(self._batch, step), self._newest()),) if self._rows else ()
-
-    def _newest(self) -> Tensor:
-        """The newest token of each row, which is computed next. (rows, 1)"""
-        return torch.tensor([[row.seen[-1]] for row in self._rows], device=self._device)
+        return (Part(slice(None), self._kv_step(self._batch, step), self._newest[:, None]),) if self._rows else ()
 
     def _move_up(self, alive: list[int]) -> None:
         """Fills the gaps among the first rows with living ones from behind."""
@@ -208,16 +235,15 @@ class BatchRows:
         self._batch = self._batch.only(places)
 
 
-def padded(rows: Sequence[RowState], lengths: Sequence[int], device: torch.device) -> Tensor:
+def padded(rows: Sequence[RowState], lengths: Sequence[int]) -> Tensor:
     """The last tokens of prompts (rows, tokens), padded on the right with 0. Pads are computed, but nothing attends to them."""
     tokens = torch.zeros(len(rows), max(lengths), dtype=torch.long)
     for place, (row, length) in enumerate(zip(rows, lengths)):
         tokens[place, :length] = torch.tensor(row.prompt_ids[-length:])  # earlier ones are in the cache
-    return tokens.to(device)
+    return tokens
 
 
 def _last(part: Part, hidden: Tensor) -> Tensor:
     if hidden.shape[1] == 1:
         return hidden[:, 0]
-    last = torch.tensor(part.now.slots.new, device=hidden.device) - 1
-    return hidden[torch.arange(len(last), device=hidden.device), last]
+    return hidden[part.now.row_index, part.now.lengths[:, 0, 0] - 1]

@@ -19,7 +19,7 @@ from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, Part, padded
 from h2o_flexgen.engine.stores.prefixes import Prefix, PrefixStore
 from h2o_flexgen.engine.waiting import Waiting
-from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.queues import read_together
 from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
@@ -35,6 +35,7 @@ class SeatedRows(BatchRows):
         plan: Plan,
         gen_len: int,
         device: torch.device,
+        upload: Upload,
     ) -> None:
         self._place = place
         self._prefixes = prefixes
@@ -42,7 +43,7 @@ class SeatedRows(BatchRows):
         self._waiting = waiting
         self._prefill_tokens = plan.prefill_tokens
         self._slots: dict[int, Occupancy] = {}  # of each row, by its place in the workload
-        super().__init__(batch, [], plan, gen_len, device)
+        super().__init__(batch, [], plan, gen_len, device, upload)
 
     def _prompts(self, tokens: int) -> tuple[Part, ...]:
         return self._next_parts(0)
@@ -50,7 +51,7 @@ class SeatedRows(BatchRows):
     def _next_parts(self, step: int) -> tuple[Part, ...]:
         """The decode step of those who stay, and the prompts of those who come."""
         staying = slice(len(self._rows))
-        parts = (Part(staying, self._decoding(), self._newest()),) if self._rows else ()
+        parts = (Part(staying, self._decoding(), self._newest[:, None]),) if self._rows else ()
         return (*parts, *self._join(), *(self._reading(rows) for rows in self._together(staying.stop)))
 
     def _join(self) -> list[Part]:
@@ -67,13 +68,13 @@ class SeatedRows(BatchRows):
 
     def _computing(self, prefix: SharedPrefix, row: RowState) -> Part:
         length = prefix.tokens
-        now = KVStep.of(self._policy.whole(length), length, self._device)
-        return Part(slice(0), now, torch.tensor([row.prompt_ids[:length]], device=self._device), prefix.group)
+        now = self._step_of(self._policy.whole(length), capacity=length)
+        return Part(slice(0), now, self._uploaded(torch.tensor([row.prompt_ids[:length]])), prefix.group)
 
     def _decoding(self) -> KVStep:
         steps = [self._slots[row.row].at(row.num_generated) for row in self._rows]
         prefixes = () if self._copies else [self._waiting.need(row).prefix for row in self._rows]
-        return KVStep.of(StepSlots.of_rows(steps), self._capacity, self._device, prefixes)
+        return self._step_of(StepSlots.of_rows(steps), prefixes)
 
     def _together(self, first: int) -> Iterator[slice]:
         """Newcomers whose prompts are read at once."""
@@ -86,8 +87,8 @@ class SeatedRows(BatchRows):
         needs = [self._waiting.need(row) for row in newcomers]
         steps = (self._slots[row.row].at(0) for row in newcomers)
         slots = StepSlots.of_rows([step.behind(need.spared) if need.spared else step for step, need in zip(steps, needs)])
-        now = KVStep.of(slots, self._capacity, self._device, [need.prefix for need in needs])
-        return Part(rows, now, padded(newcomers, [need.read for need in needs], self._device))
+        now = self._step_of(slots, [need.prefix for need in needs])
+        return Part(rows, now, self._uploaded(padded(newcomers, [need.read for need in needs])))
 
     def note_prefixes(self, hidden: Tensor) -> None:
         for part, states in self.split(hidden):
@@ -98,14 +99,14 @@ class SeatedRows(BatchRows):
         shared = self._waiting.need(row).prefix
         return None if shared is None else self._prefixes[shared.group]
 
-    def drop_finished(self, step: int) -> None:
+    def _drop(self, step: int, growing: Sequence[int]) -> None:
         for row in self._rows:
             if row.finished:
                 if (prefix := self._waiting.need(row).prefix) is not None:
                     self._prefixes.leave(prefix.group)
                 self._waiting.end(row)
                 del self._slots[row.row]
-        super().drop_finished(step)
+        super()._drop(step, growing)
 
     def _keep(self, places: Sequence[int]) -> None:
         """The seats stay as they are, whoever leaves."""

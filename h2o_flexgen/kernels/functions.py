@@ -7,14 +7,18 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from h2o_flexgen.kernels.append import append_twin
+from h2o_flexgen.kernels.changed_slots import gather_slots_twin, scatter_slots_twin
 from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
+from h2o_flexgen.kernels.evict import evict, evict_twin
 from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
 from h2o_flexgen.kernels.group_encode import group_encode, group_encode_twin
 from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin
-from h2o_flexgen.kernels.lowest_slot import lowest_slot, lowest_slot_twin
 from h2o_flexgen.kernels.pair_product import pair_product
 from h2o_flexgen.kernels.plain import plain_decode, plain_encode, plain_product
 from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attention_twin
+from h2o_flexgen.kernels.rms_norm import rms_norm_twin
+from h2o_flexgen.kernels.rotate import rotate_twin
 from h2o_flexgen.kernels.shared_attention import shared_attention, shared_attention_twin
 from h2o_flexgen.kernels.table import TRITON, Kernel
 from h2o_flexgen.kernels.take_slots import take_slots, take_slots_twin
@@ -40,7 +44,8 @@ FUNCTIONS: Mapping[str, Function] = {
         *(tile_encode, tile_encode_twin, tile_decode, tile_decode_twin, tile_decode_rows, tile_decode_rows_twin),
         *(decode_attention, decode_attention_twin, prompt_attention, prompt_attention_twin),
         *(shared_attention, shared_attention_twin),
-        *(lowest_slot, lowest_slot_twin, take_slots, take_slots_twin),
+        *(rotate_twin, append_twin, evict, evict_twin, rms_norm_twin),
+        *(take_slots, take_slots_twin, gather_slots_twin, scatter_slots_twin),
     )
 }
 

@@ -17,7 +17,7 @@ def group_decode(codec: Grouped, data: Tensor, out: Tensor) -> None:
     rows, columns = out.shape
     sizes = (ctypes.c_long(rows), ctypes.c_long(columns))
     kind = (ctypes.c_int(codec.bits), ctypes.c_int(KINDS[out.dtype]), ctypes.c_int(torch.get_num_threads()))
-    native_library().group_decode(pointer(data), pointer(out), *sizes, *kind)
+    native_library().group_decode(pointer(data), pointer(out, writes=True), *sizes, *kind)
 
 
 def group_decode_twin(codec: Grouped, data: Tensor, out: Tensor) -> None:

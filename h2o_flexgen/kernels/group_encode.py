@@ -19,7 +19,7 @@ def group_encode(codec: Grouped, values: Tensor, out: Tensor) -> None:
     rows, columns = values.shape
     sizes = (ctypes.c_long(rows), ctypes.c_long(columns))
     kind = (ctypes.c_int(codec.bits), ctypes.c_int(KINDS[values.dtype]), ctypes.c_int(torch.get_num_threads()))
-    native_library().group_encode(pointer(values), pointer(out), *sizes, *kind)
+    native_library().group_encode(pointer(values), pointer(out, writes=True), *sizes, *kind)
 
 
 def group_encode_twin(codec: Grouped, values: Tensor, out: Tensor) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.sizes import DTYPES, shared
 from h2o_flexgen.kernels.table import BASELINE, CPU, CUDA, LIBRARIES, TORCH, TRITON, WIDE, Processor
 
@@ -104,9 +105,10 @@ def _load(variant: str) -> ctypes.CDLL | None:
     return None
 
 
-def pointer(tensor: Tensor) -> ctypes.c_void_p:
-    assert tensor.device.type == "cpu" and tensor.is_contiguous()
-    return ctypes.c_void_p(tensor.data_ptr())
+def pointer(tensor: Tensor, writes: bool = False) -> ctypes.c_void_p:
+    """`writes`: the tensor is not the kernel's own, and is written."""
+    assert tensor.is_contiguous()
+    return ctypes.c_void_p(address_of(tensor, writes))
 
 
 class Places(ctypes.Structure):
@@ -119,6 +121,6 @@ class Places(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, tensor: Tensor, kind: int = NO_KIND) -> Places:
-        assert tensor.device.type == "cpu" and tensor.stride(3) == 1
-        return cls(tensor.data_ptr(), *(stride * tensor.itemsize for stride in tensor.stride()[:3]), kind)
+    def of(cls, tensor: Tensor, kind: int = NO_KIND, writes: bool = False) -> Places:
+        assert tensor.stride(3) == 1
+        return cls(address_of(tensor, writes), *(stride * tensor.itemsize for stride in tensor.stride()[:3]), kind)

@@ -15,14 +15,21 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.functions import Function, function_of
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
+from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
+from h2o_flexgen.kernels.rotate import Turn
 from h2o_flexgen.kernels.table import (
+    APPEND,
     DECODE,
     DECODE_ATTENTION,
     DECODE_ROWS,
     ENCODE,
-    LOWEST_SLOT,
+    EVICT,
+    GATHER_SLOTS,
     PRODUCT,
     PROMPT_ATTENTION,
+    RMS_NORM,
+    ROTATE,
+    SCATTER_SLOTS,
     SHARED_ATTENTION,
     TAKE_SLOTS,
     choose,
@@ -140,11 +147,18 @@ def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
 # -- slots ---------------------------------------------------------------------------------------------------------------
 
 
-def lowest_slot(positions: Tensor, ranks: Tensor | None, held: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    """The slot of each head that goes: positions (rows, heads, slots), int32; ranks alike, fp32, or None to rank by position ->
-    (rows, heads). Only the first `held` (rows,) slots of a row count, and only positions from `start` (rows, 1, 1) up to but
-    not including `end` may go; if none may, the last slot goes."""
-    out: Tensor = _required(LOWEST_SLOT, PLAIN, positions)(positions, ranks, held, start, end)
+def append(image: Tensor, newest: Newest, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None, notes: Notes | None) -> Tensor:
+    """Puts the newest token of each row in its slot of an image (2, rows, heads, slots, width): k and v (rows, 1, heads,
+    width), and what is noted of it. With a `turn`, q (rows, 1, query heads, dim) and k are rotated first -> q as it is now."""
+    out: Tensor = _required(APPEND, PLAIN, q)(image, newest, q, k, v, turn, notes)
+    return out
+
+
+def evict(image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, sums: Tensor | None, decay: float) -> Tensor:
+    """Adds `sums` (rows, heads, slots), fp32, to scores that fade by `decay`, and moves each head's newest token into the slot
+    of the one that goes -> that slot (rows, heads); its own where a row may hold it. Of the tokens that may go it is the one
+    that ranks lowest, and among equals the oldest; if none may, it is the newest itself."""
+    out: Tensor = _required(EVICT, PLAIN, notes.positions)(image, notes, newest, leaving, sums, decay)
     return out
 
 
@@ -152,3 +166,29 @@ def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
     """Copies slots of source (rows, heads, slots, width), chosen by index (rows, heads or 1, count), to out (rows, heads,
     count, width), which must not overlap source."""
     _required(TAKE_SLOTS, PLAIN, source)(source, index, out)
+
+
+def gather_slots(image: Tensor, slots: Tensor, out: Tensor) -> None:
+    """Gathers one slot (rows, heads) of every row and head of an image (2, rows, heads, slots, width) into bytes: the numbers
+    of these slots, and behind them keys and values, as `changed_slots.parts` finds them."""
+    _required(GATHER_SLOTS, PLAIN, image)(image, slots, out)
+
+
+def scatter_slots(values: Tensor, slots: Tensor, image: Tensor) -> None:
+    """Puts keys and values (2, rows, heads, width) in these slots (rows, heads) of an image (2, rows, heads, slots, width)."""
+    _required(SCATTER_SLOTS, PLAIN, image)(values, slots, image)
+
+
+# -- heads and rows ------------------------------------------------------------------------------------------------------
+
+
+def rotate(x: Tensor, turn: Turn) -> Tensor:
+    """x (rows, tokens, heads, dim) with its pairs turned."""
+    out: Tensor = _required(ROTATE, PLAIN, x)(x, turn)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (..., width) divided by the root of its mean square, and multiplied by weight (width,)."""
+    out: Tensor = _required(RMS_NORM, PLAIN, x)(x, weight, eps)
+    return out

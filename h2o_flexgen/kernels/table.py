@@ -17,11 +17,13 @@ from h2o_flexgen.quant.codec import GROUPED, PLAIN, TILED
 ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"
 PRODUCT, INT8_PRODUCT = "product", "int8 product"  # the second one rounds its factor to 8 bits
 EXACT, INT8 = "exact", "int8"
-FLOAT32 = "float32"
+FLOAT32, HALVES = "float32", ("bfloat16", "float16")
 PRODUCT_OPS = PRODUCT, INT8_PRODUCT
 PRODUCTS = {EXACT: PRODUCT, INT8: INT8_PRODUCT}  # by what people ask for
 DECODE_ATTENTION, PROMPT_ATTENTION, SHARED_ATTENTION = "decode attention", "prompt attention", "shared attention"
-LOWEST_SLOT, TAKE_SLOTS = "lowest slot", "take slots"
+ROTATE, APPEND, EVICT = "rotate", "append", "evict"
+TAKE_SLOTS, GATHER_SLOTS, SCATTER_SLOTS = "take slots", "gather slots", "scatter slots"
+RMS_NORM = "rms norm"
 
 CPU, CUDA = "cpu", "cuda"
 TORCH = "torch"  # no library of kernels is loaded
@@ -85,10 +87,10 @@ def prices(*ops: str) -> tuple[str, ...]:
 
 
 def _of_groups(form: str) -> Iterator[Kernel]:
-    yield Kernel(ENCODE, form, "group_encode", CPU, LIBRARIES, DTYPES)
-    yield Kernel(ENCODE, form, "group_encode_twin")
-    yield Kernel(DECODE, form, "group_decode", CPU, LIBRARIES, DTYPES)
-    yield Kernel(DECODE, form, "group_decode_twin")
+    for op, function in ((ENCODE, "group_encode"), (DECODE, "group_decode")):
+        yield Kernel(op, form, function, CPU, LIBRARIES, DTYPES)
+        yield Kernel(op, form, function, CUDA, (TRITON,), DTYPES)
+        yield Kernel(op, form, f"{function}_twin")
     yield Kernel(DECODE_ATTENTION, form, "decode_attention", CPU, LIBRARIES, most_width=shared().step_head_values)
     yield Kernel(SHARED_ATTENTION, form, "shared_attention", CPU, LIBRARIES, DTYPES)
 
@@ -96,6 +98,7 @@ def _of_groups(form: str) -> Iterator[Kernel]:
 def _of_tiles(form: str) -> Iterator[Kernel]:
     for op, function in ((ENCODE, "tile_encode"), (DECODE, "tile_decode"), (DECODE_ROWS, "tile_decode_rows")):
         yield Kernel(op, form, function, CPU, LIBRARIES, DTYPES)
+        yield Kernel(op, form, function, CUDA, (TRITON,), DTYPES)
         yield Kernel(op, form, f"{function}_twin")
     yield Kernel(PRODUCT, form, "tile_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_CODES, within=FLOAT32)
     yield Kernel(PRODUCT, form, "pair_product", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {form}")
@@ -105,16 +108,26 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
 
 
 def _of_plain_products() -> Iterator[Kernel]:
-    halves = ("bfloat16", "float16")
     yield Kernel(PRODUCT, PLAIN, "pair_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_PAIRS)
-    for dtype in halves:
+    for dtype in HALVES:
         yield Kernel(PRODUCT, PLAIN, "plain_product", CPU, dtypes=(dtype,), instructions=dtype)
     for dtype in ("float32", "bfloat16"):
         yield Kernel(PRODUCT, PLAIN, "plain_product", CPU, dtypes=(dtype,), most_rows=ROWS_OF_TORCH, within=FLOAT32)
     yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, FUSED, DTYPES, within=FLOAT32)
-    yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, (BASELINE,), halves, within=FLOAT32)
-    yield Kernel(PRODUCT, PLAIN, "wide_product_twin", CPU, dtypes=halves, within=FLOAT32)
+    yield Kernel(PRODUCT, PLAIN, "wide_product", CPU, (BASELINE,), HALVES, within=FLOAT32)
+    yield Kernel(PRODUCT, PLAIN, "wide_product_twin", CPU, dtypes=HALVES, within=FLOAT32)
     yield Kernel(PRODUCT, PLAIN, "plain_product")
+
+
+def _of_slots() -> Iterator[Kernel]:
+    for op, function in ((ROTATE, "rotate"), (APPEND, "append"), (EVICT, "evict"), (TAKE_SLOTS, "take_slots")):
+        yield Kernel(op, PLAIN, function, CUDA, (TRITON,))
+        if op in (EVICT, TAKE_SLOTS):
+            yield Kernel(op, PLAIN, function, CPU, LIBRARIES)
+        yield Kernel(op, PLAIN, f"{function}_twin")
+    yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots", CUDA, (TRITON,))
+    yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots_twin")
+    yield Kernel(SCATTER_SLOTS, PLAIN, "scatter_slots_twin")
 
 
 @cache
@@ -126,14 +139,14 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel(DECODE, PLAIN, "plain_decode"),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention_twin"),
+        *(Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CUDA, (TRITON,), (half,), instructions=half) for half in HALVES),
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CPU, LIBRARIES, DTYPES),
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention_twin"),
         Kernel(SHARED_ATTENTION, PLAIN, "shared_attention", CPU, LIBRARIES, DTYPES),
         Kernel(SHARED_ATTENTION, PLAIN, "shared_attention_twin"),
-        Kernel(LOWEST_SLOT, PLAIN, "lowest_slot", CPU, LIBRARIES),
-        Kernel(LOWEST_SLOT, PLAIN, "lowest_slot_twin"),
-        Kernel(TAKE_SLOTS, PLAIN, "take_slots", CPU, LIBRARIES),
-        Kernel(TAKE_SLOTS, PLAIN, "take_slots_twin"),
+        *_of_slots(),
+        Kernel(RMS_NORM, PLAIN, "rms_norm", CUDA, (TRITON,), DTYPES),
+        Kernel(RMS_NORM, PLAIN, "rms_norm_twin"),
         *(kernel for codec in GROUPED for kernel in _of_groups(codec.name)),
         *(kernel for codec in TILED for kernel in _of_tiles(codec.name)),
     )

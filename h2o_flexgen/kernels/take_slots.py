@@ -20,7 +20,7 @@ def take_slots(source: Tensor, index: Tensor, out: Tensor) -> None:
     assert index.dtype == torch.int64 and index.shape in ((rows, heads, count), (rows, 1, count))
     strides = (index.stride(0), index.stride(1) if index.shape[1] > 1 else 0)
     given = _Taking(
-        *(Places.of(x) for x in (source, out)), pointer(index), *strides, *(rows, heads, count, width * out.itemsize)
+        *(Places.of(source), Places.of(out, writes=True), pointer(index)), *strides, *(rows, heads, count, width * out.itemsize)
     )
     native_library().take_slots(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
 

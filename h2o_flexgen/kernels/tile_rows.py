@@ -20,7 +20,7 @@ def tile_encode(codec: Tiled, values: Tensor, out: Tensor) -> None:
     rows = _room_for_rows(codec.as_rows, values)
     group_encode(codec.as_rows, values, rows)
     sizes = (*map(ctypes.c_long, values.shape), ctypes.c_int(codec.bits), ctypes.c_int(torch.get_num_threads()))
-    native_library().rows_to_tiles(pointer(rows), pointer(out), *sizes)
+    native_library().rows_to_tiles(pointer(rows), pointer(out, writes=True), *sizes)
 
 
 def tile_encode_twin(codec: Tiled, values: Tensor, out: Tensor) -> None:

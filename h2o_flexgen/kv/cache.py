@@ -15,11 +15,11 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kernels.operations import decode_attention, prompt_attention, shared_attention, take_slots
+from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.models.base import Rotate
+from h2o_flexgen.models.base import Rotation
 from h2o_flexgen.quant.codec import PLAIN
 
 
@@ -48,12 +48,12 @@ class KVCache:
         self._coding = coding or Coding(PLAIN, image.dtype, image.shape[-1])
         self._rolls = scores is not None and scores.policy.rolls  # keys are stored unrotated
 
-    def attend(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
+    def attend(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Appends the new keys and values, and attends to them and to everything held. Shapes as in models.base.Attend."""
         if now.is_prefill:
             scores = None if self._scores is None else self._scores.part(slice(len(q)))
-            return self._prefill(now, scores, q, k, v, rotate)
-        return self.answer(now, self.asked(now, q, k, v, rotate), rotate)
+            return self._prefill(now, scores, q, k, v, rotation)
+        return self._decode(now, q, k, v, rotation)
 
     def part(self, rows: slice) -> KVCache:
         """The cache of some of the rows, for prompts that are computed one part after the other."""
@@ -71,13 +71,13 @@ class KVCache:
     # -- several tokens at once -------------------------------------------------------------------------------------------
 
     def _prefill(
-        self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None
+        self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None
     ) -> Tensor:
         """Each query attends to all that is held, oldest first, and to new tokens up to itself; then the budget is enforced."""
         unrotated = k
-        if rotate is not None:
-            positions = now.new_order if self._rolls else now.text_positions
-            q, k = rotate(q, positions), rotate(k, positions)
+        if rotation is not None:
+            turn = now.turn(rotation, q.dtype, self._rolls)
+            q, k = rotate(q, turn), rotate(k, turn)
         more = self._attended_elsewhere(now, q)
         q, k, v, unrotated = (x.transpose(1, 2) for x in (q, k, v, unrotated))  # (rows, heads, tokens, head_dim)
         kept_k, kept_v = self._coding.encode(unrotated if self._rolls else k), self._coding.encode(v)
@@ -85,8 +85,8 @@ class KVCache:
             held_k, held_v = self._copied(now) if now.slots.copies else self._held(now, scores)
             kept_k, kept_v = torch.cat((held_k, kept_k), 2), torch.cat((held_v, kept_v), 2)
             old_k, old_v = self._coding.decode(held_k), self._coding.decode(held_v)
-            if self._rolls and rotate is not None:
-                old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotate)
+            if self._rolls and rotation is not None:
+                old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotation)
             k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
         weights = None if scores is None else scores.weights(now)
         out, sums = prompt_attention(q, k, v, now.counts, weights, more)
@@ -153,48 +153,55 @@ class KVCache:
 
     # -- decode ----------------------------------------------------------------------------------------------------------
 
-    def asked(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None) -> Asked:
-        """What a decode step asks of the cache, as far as it is known without the slots: it is done where the model computes,
-        even if others attend."""
-        if rotate is not None:
-            q = rotate(q, now.new_order if self._rolls else now.text_positions)
-            k = k if self._rolls else rotate(k, now.text_positions)
+    def _decode(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+        turned = self._append(now, q, k, v, None if self._rolls else rotation)
+        if rotation is not None and self._rolls:
+            turned = rotate(turned, now.turn(rotation, q.dtype, rolls=True))
+        return self._attended(now, turned, self._attended_elsewhere(now, turned), rotation)
+
+    def asked(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Asked:
+        """What a decode step asks of a cache that lies elsewhere: all that is done without its slots is done here."""
+        if rotation is not None:
+            q = rotate(q, now.turn(rotation, q.dtype, rolls=self._rolls))
+            k = k if self._rolls else rotate(k, now.turn(rotation, k.dtype))
         return Asked(q, k, v, self._attended_elsewhere(now, q))
 
-    def answer(self, now: KVStep, asked: Asked, rotate: Rotate | None) -> Tensor:
-        """Appends the newest keys and values, attends, and has who must go go. (rows, 1, heads * head_dim)"""
-        q, k, v, more = asked
+    def answer(self, now: KVStep, asked: Asked, rotation: Rotation | None) -> Tensor:
+        """The same step where the slots are: appends, attends, and has who must go go. (rows, 1, heads * head_dim)"""
+        self._append(now, asked.q, asked.k, asked.v, None)
+        return self._attended(now, asked.q, asked.more, rotation)
+
+    def _attended(self, now: KVStep, q: Tensor, more: More | None, rotation: Rotation | None) -> Tensor:
+        """Attends to all slots behind which the newest token was appended, with rotated queries; then evicts."""
         scores = None if self._scores is None else self._scores.part(slice(len(q)))
         rows, _, heads, head_dim = q.shape
-        keys, values = self.image[0, :rows], self.image[1, :rows]  # (rows, kv_heads, slots, width)
+        image = self.image[:, :rows]
+        keys, values = image  # (rows, kv_heads, slots, width)
         kv_heads = keys.shape[1]
-        keys[now.row_index, :, now.counts] = self._coding.encode(k[:, 0])
-        values[now.row_index, :, now.counts] = self._coding.encode(v[:, 0])
-        if scores is not None:
-            scores.append(now)
-        if scores is not None and self._rolls and rotate is not None:
+        if scores is not None and self._rolls and rotation is not None:
             order = now.before[:, :, None] + scores.order(now)
-            attended = Kept(_rolled(self._coding.decode(keys), order, rotate))
+            attended = Kept(_rolled(self._coding.decode(keys), order, rotation))
         else:
             attended = Kept(keys, self._coding.codec)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # a group's query heads take the place of queries
         out, sums = decode_attention(q, attended, Kept(values, self._coding.codec), now.with_newest, now.mask, more)
         if scores is not None:
-            scores.add(sums)
-        if scores is not None and now.evicts:
-            self.replaced = scores.take_over(now)
-            self._take_over(now, self.replaced)
-        elif now.slots.stores_singly:
+            self.replaced = scores.evict(now, image, sums)
+        if self.replaced is None and now.slots.stores_singly:
             self.replaced = now.counts[:, None].expand(-1, kv_heads)
         return out.reshape(rows, 1, heads * head_dim)
 
-    def _take_over(self, now: KVStep, target: Tensor) -> None:
-        """Moves the newest token from behind all others to the evicted token's slot: the slots in use stay one range."""
-        row, head = now.row_index[:, None], torch.arange(target.shape[1], device=target.device)
-        self.image[:, row, head, target] = self.image[:, row, head, now.counts[:, None]]
+    def _append(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+        """Writes the newest token behind what each row holds, and returns the rotated query."""
+        turn = None if rotation is None else now.turn(rotation, q.dtype)
+        if turn is not None and not self._coding.is_plain:  # keys are rotated before they are encoded
+            q, k, turn = rotate(q, turn), rotate(k, turn), None
+        image, notes = self.image[:, : len(q)], None if self._scores is None else self._scores.part(slice(len(q))).notes
+        return append(image, now.newest, q, self._coding.encode(k), self._coding.encode(v), turn, notes)
 
 
-def _rolled(keys: Tensor, order: Tensor, rotate: Rotate) -> Tensor:
+def _rolled(keys: Tensor, order: Tensor, rotation: Rotation) -> Tensor:
     """Rotates stored, unrotated keys by their order among the tokens held."""
     slots, head_dim = keys.shape[2:]
-    return rotate(keys.reshape(-1, slots, 1, head_dim), order.reshape(-1, slots)).view(keys.shape)
+    turn = rotation.turn(order.reshape(-1, slots), keys.dtype)
+    return rotate(keys.reshape(-1, slots, 1, head_dim), turn).view(keys.shape)

@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from h2o_flexgen.kernels.evict import add_sums, chances
 from h2o_flexgen.kernels.lowest_slot import LAST
-from h2o_flexgen.kernels.operations import lowest_slot
+from h2o_flexgen.kernels.newest import Notes
+from h2o_flexgen.kernels.operations import evict
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.policies.policy import AGE, KVPolicy
+from h2o_flexgen.policies.policy import AGE, CHANCE, KVPolicy
 
 NOBODY = -1  # position of a slot that was never filled
-WORD = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
@@ -119,32 +120,17 @@ class SlotScores:
 
     # -- decode ----------------------------------------------------------------------------------------------------------
 
-    def append(self, now: KVStep) -> None:
-        """Records the newest token behind the held ones."""
-        self.positions[now.row_index, :, now.counts] = now.positions.int()
-        if self.scores is not None:
-            self.scores[now.row_index, :, now.counts] = 0.0
+    @property
+    def notes(self) -> Notes:
+        return Notes(self.positions, self.scores, self.policy.ranks_by == CHANCE)
 
-    def add(self, sums: Tensor) -> None:
-        """Adds `sums` (rows, kv_heads, slots), fp32: the newest query's attention to each slot, over a group's query heads."""
-        if self.scores is not None:
-            if self.policy.decay != 1.0:
-                self.scores.mul_(self.policy.decay)
-            self.scores.add_(sums)
-
-    def take_over(self, now: KVStep) -> Tensor:
-        """The slot of each row and head that the newest token takes over, (rows, kv_heads); its own if none has to go."""
-        ranks = None if self.policy.ranks_by == AGE else self._rank(self.positions, self.scores)
-        lowest = lowest_slot(self.positions, ranks, now.with_newest, now.sinks, now.window)
-        newest = now.counts[:, None].expand_as(lowest)
-        target = torch.where(now.after[..., 0] > newest, newest, lowest)
-        self._move(now, target)
-        return target
-
-    def _move(self, now: KVStep, target: Tensor) -> None:
-        newest = now.counts[:, None, None].expand(*target.shape, 1)
-        for tensor in self.tensors:
-            tensor.scatter_(-1, target.unsqueeze(-1), tensor.gather(-1, newest))
+    def evict(self, now: KVStep, image: Tensor, sums: Tensor) -> Tensor | None:
+        """Adds `sums` (rows, kv_heads, slots), fp32: the newest query's attention to each slot, over a group's query heads. If
+        rows have to evict, the newest token then takes over a slot of the image for each row and head, (rows, kv_heads)."""
+        if now.evicts:
+            return evict(image, self.notes, now.newest, now.leaving, sums, self.policy.decay)
+        add_sums(self.notes, sums, self.policy.decay)
+        return None
 
     def order(self, now: KVStep) -> Tensor:
         """Each slot's place by age among those that a head holds in decode. (rows, kv_heads, slots)"""
@@ -153,13 +139,4 @@ class SlotScores:
     def _rank(self, positions: Tensor, scores: Tensor | None) -> Tensor:
         if scores is not None:
             return scores
-        return positions.double() if self.policy.ranks_by == AGE else _hash(positions)
-
-
-def _hash(positions: Tensor) -> Tensor:
-    """Pseudo-random numbers that depend only on position and head. (rows, kv_heads, any number)"""
-    heads = torch.arange(positions.shape[1], device=positions.device)[:, None]
-    x = (positions.long() * 2654435761 + heads * 2246822519 + 374761393) & WORD
-    x = ((x ^ (x >> 15)) * 2246822519) & WORD
-    x = ((x ^ (x >> 13)) * 3266489917) & WORD
-    return ((x ^ (x >> 16)) >> 8).float()
+        return positions.double() if self.policy.ranks_by == AGE else chances(positions)

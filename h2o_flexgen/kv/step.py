@@ -1,31 +1,75 @@
-"""KVStep: what all layers need to know of their caches for the rows of one COMPUTE, as tensors that are made once."""
+"""KVStep: what all layers need to know of their caches for the rows of one COMPUTE, as tensors that are made once.
+
+All numbers of the rows go to the device in one table, so that no layer brings anything there and waits for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.kernels.newest import Leaving, Newest
+from h2o_flexgen.kernels.rotate import Turn
+from h2o_flexgen.models.base import Rotation
 from h2o_flexgen.policies.occupancy import StepSlots
+
+Upload = Callable[[Tensor, torch.device], Tensor]  # a tensor of the host as one of the device
+
+
+class _Rows(NamedTuple):
+    """Numbers of every row: the lines of the table, as lists and then as tensors."""
+
+    seen: Tensor
+    counts: Tensor
+    new: Tensor
+    after: Tensor
+    before: Tensor
+    sinks: Tensor
+    window: Tensor
+    queries: Tensor
+    begins: Tensor
 
 
 @dataclass(frozen=True)
 class KVStep:
     slots: StepSlots
-    positions: Tensor  # (rows, tokens): the new tokens' positions in what is judged, from 0; pads stand behind them
-    counts: Tensor  # (rows,): slots that each row held before
+    table: Tensor  # (lines of _Rows, rows)
     capacity: int  # slots allocated per row
     prefixes: tuple[SharedPrefix | None, ...] = ()  # what each row shares with others, unless nobody shares anything
+    upload: Upload = Tensor.to
 
     @classmethod
-    def of(cls, slots: StepSlots, capacity: int, device: torch.device, prefixes: Sequence[SharedPrefix | None] = ()) -> KVStep:
-        seen, new = torch.tensor(slots.seen, device=device), torch.arange(max(slots.new), device=device)
+    def of(
+        cls,
+        slots: StepSlots,
+        capacity: int,
+        device: torch.device,
+        prefixes: Sequence[SharedPrefix | None] = (),
+        upload: Upload = Tensor.to,
+    ) -> KVStep:
+        """`upload` brings numbers to the device; the usual way is a copy that the caller waits for."""
         shared = tuple(prefixes) if any(prefixes) else ()
-        return cls(slots, seen.unsqueeze(1) + new, torch.tensor(slots.counts, device=device), capacity, shared)
+        return cls(slots, upload(_table(slots, shared), device), capacity, shared, upload)
+
+    @cached_property
+    def _lines(self) -> _Rows:
+        return _Rows(*self.table.unbind())
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The new tokens' positions in what is judged, from 0; pads stand behind them. (rows, tokens)"""
+        return self._lines.seen.unsqueeze(1) + torch.arange(max(self.slots.new), device=self.table.device)
+
+    @property
+    def counts(self) -> Tensor:
+        """Slots that each row held before. (rows,)"""
+        return self._lines.counts
 
     def on(self, device: torch.device) -> KVStep:
         """The same for caches on this device."""
@@ -58,19 +102,28 @@ class KVStep:
         for row, prefix in enumerate(self.prefixes):
             if prefix is not None:
                 rows.setdefault(prefix, []).append(row)
-        return tuple((prefix, torch.tensor(own, device=self.counts.device)) for prefix, own in rows.items())
+        return tuple((prefix, self.upload(torch.tensor(own), self.table.device)) for prefix, own in rows.items())
 
-    @cached_property
+    @property
     def before(self) -> Tensor:
         """Tokens of each row's text before what is judged. (rows, 1)"""
-        apart = () if self.slots.copies else self.prefixes
-        tokens = [0 if prefix is None else prefix.tokens for prefix in apart] or [0] * self.rows
-        return torch.tensor(tokens, device=self.counts.device)[:, None]
+        return self._lines.before[:, None]
 
     @cached_property
     def text_positions(self) -> Tensor:
         """The new tokens' positions in their texts. (rows, tokens)"""
         return self.positions + self.before
+
+    def turn(self, rotation: Rotation, dtype: torch.dtype, rolls: bool = False) -> Turn:
+        """How far the new tokens are turned: to their positions in their texts or, if positions roll, to their order among the
+        tokens held."""
+        if rotation not in self._turns:  # the same for all layers
+            self._turns[rotation] = rotation.turn(self.new_order if rolls else self.text_positions, dtype)
+        return self._turns[rotation]
+
+    @cached_property
+    def _turns(self) -> dict[Rotation, Turn]:
+        return {}
 
     @cached_property
     def row_index(self) -> Tensor:
@@ -85,6 +138,14 @@ class KVStep:
     def with_newest(self) -> Tensor:
         """Keys that each row attends to in decode. (rows,)"""
         return self.counts + 1
+
+    @cached_property
+    def newest(self) -> Newest:
+        return Newest(self.row_index, self.counts, self.with_newest, self.positions)
+
+    @cached_property
+    def leaving(self) -> Leaving:
+        return Leaving(self.sinks, self.window, self.after)
 
     @cached_property
     def behind_newest(self) -> Tensor:
@@ -102,39 +163,35 @@ class KVStep:
 
     # -- row by row, as (rows, 1, 1) -------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def lengths(self) -> Tensor:
         """New tokens of each row in a prefill; pads stand behind them."""
-        return self._column(self.slots.new)
+        return _column(self._lines.new)
 
-    @cached_property
+    @property
     def sinks(self) -> Tensor:
         """Tokens before this position are protected."""
-        return self._column([budget.sinks for budget in self.slots.budgets])
+        return _column(self._lines.sinks)
 
-    @cached_property
+    @property
     def window(self) -> Tensor:
         """Tokens from this position on are protected."""
-        rows = zip(self.slots.seen, self.slots.new, self.slots.budgets, self.slots.begins)
-        return self._column(
-            [seen + new - (budget.prompt_window if begins else budget.window) for seen, new, budget, begins in rows]
-        )
+        return _column(self._lines.window)
 
-    @cached_property
+    @property
     def after(self) -> Tensor:
         """Slots that each row holds after this step."""
-        return self._column(self.slots.after)
+        return _column(self._lines.after)
 
-    @cached_property
+    @property
     def queries(self) -> Tensor:
         """How many of the last new queries contribute to scores; a budget may limit them for prompts."""
-        rows = zip(self.slots.new, self.slots.budgets, self.slots.begins)
-        return self._column([budget.queries if begins and budget.queries is not None else new for new, budget, begins in rows])
+        return _column(self._lines.queries)
 
     @cached_property
     def is_new(self) -> Tensor:
         """True for rows whose text begins in this step."""
-        return self._column(self.slots.begins)
+        return _column(self._lines.begins).bool()
 
     # -- several new tokens: a place counts the held tokens, oldest first, and then the new ones --------------------------
 
@@ -166,5 +223,29 @@ class KVStep:
         is_missing = torch.nn.functional.pad(~self.is_held, (0, self.positions.shape[1]))
         return is_missing.byte().argsort(dim=-1, stable=True)
 
-    def _column(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, device=self.counts.device)[:, None, None]
+
+def _column(values: Tensor) -> Tensor:
+    return values[:, None, None]
+
+
+def _table(slots: StepSlots, prefixes: Sequence[SharedPrefix | None]) -> Tensor:
+    budgets, begins = slots.budgets, slots.begins
+    apart = () if slots.copies else prefixes
+    lines: tuple[Sequence[int], ...] = (
+        slots.seen,
+        slots.counts,
+        slots.new,
+        slots.after,
+        [0 if prefix is None else prefix.tokens for prefix in apart] or [0] * len(slots.counts),
+        [budget.sinks for budget in budgets],
+        [
+            seen + new - (budget.prompt_window if begin else budget.window)
+            for seen, new, budget, begin in zip(slots.seen, slots.new, budgets, begins)
+        ],
+        [
+            budget.queries if begin and budget.queries is not None else new
+            for new, budget, begin in zip(slots.new, budgets, begins)
+        ],
+        begins,
+    )
+    return torch.tensor(lines)

@@ -6,16 +6,27 @@ every stream is the calling thread.
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.page_locks import CudaPageLocks
 from h2o_flexgen.memory.threads import FORKED, SPAWN, Handover
 from h2o_flexgen.memory.tier import Meter
 
-Marker = torch.cuda.Event  # a point in a lane's stream of work
+
+class Marker(Protocol):
+    """A point in a lane's stream of work."""
+
+    def query(self) -> bool:
+        """Whether the work before it is over."""
+
+    def synchronize(self) -> None:
+        """Makes the calling thread wait until it is."""
 
 
 class Device:
@@ -32,18 +43,40 @@ class Device:
         """A context in which work is issued to this lane's stream."""
         return nullcontext()
 
-    def mark(self) -> Marker | None:
-        """Marks the point that the current stream has reached; None if its work is done already."""
+    def mark(self, timed: bool = False, blocking: bool = False) -> Marker | None:
+        """Marks the point that the current stream has reached; None if its work is done already. `timed`: seconds can be
+        measured between it and another. `blocking`: a thread that waits for it sleeps, and does not keep a core busy."""
         return None
 
     def wait(self, marker: Marker | None) -> None:
         """Makes work issued next on the current stream wait for the marker; the calling thread does not wait."""
 
+    def finish(self) -> None:
+        """Waits until everything that was issued on the current stream is over: before the processor works in memory that the
+        stream has worked in, or was told to wait for."""
+        marker = self.mark()
+        if marker is not None:
+            marker.synchronize()
+
+    def keep_for_stream(self, tensor: Tensor) -> None:
+        """Keeps the memory of a tensor, whoever drops it, until what the current stream does with it is over. Otherwise it goes
+        back to the stream on which it was made."""
+
     def seconds_between(self, start: Marker, end: Marker) -> float:
         raise AssertionError("a CPU has no markers to measure between")
 
+    def upload(self, values: Tensor, device: torch.device) -> Tensor:
+        """A few values of the host as a tensor of the device; the calling thread does not wait. They must not change later."""
+        return values
+
     def memory(self, host: HostTier) -> HostTier | DeviceTier:
         return host
+
+    def page_lock(self, address: int, nbytes: int) -> None:
+        """Makes host memory fit for copies that no thread waits for. A CPU makes none."""
+
+    def page_unlock(self, address: int) -> None:
+        """Undoes that, before the memory goes."""
 
     def peak_bytes(self) -> int:
         return 0
@@ -82,9 +115,14 @@ class CudaDevice(Device):
         if index is not None and index >= count:
             raise ValueError(f"device 'cuda:{index}' was asked for, but there are {count}; they count from 0")
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        torch.cuda.set_device(self.torch_device)  # page-locked memory belongs to the current device
+        torch.cuda.set_device(self.torch_device)
         self._streams: dict[str, torch.cuda.Stream] = {}
+        self._events: dict[tuple[bool, bool], deque[torch.cuda.Event]] = {
+            (timed, blocking): deque() for timed in (False, True) for blocking in (False, True)
+        }  # those that nobody uses: making one is dear, and threads that make them wait for each other
         self._warm_up()
+        some = torch.zeros(1, device=self.torch_device)
+        self._locks = CudaPageLocks(torch.cuda.cudart(), lambda: some.add_(1))
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def _warm_up(self) -> None:
@@ -98,20 +136,38 @@ class CudaDevice(Device):
             stream = self._streams[lane] = torch.cuda.Stream(self.torch_device)
         return torch.cuda.stream(stream)
 
-    def mark(self) -> Marker | None:
-        event = torch.cuda.Event(enable_timing=True)
+    def mark(self, timed: bool = False, blocking: bool = False) -> Marker | None:
+        spare = self._events[timed, blocking]
+        try:
+            event = spare.pop()
+        except IndexError:  # all are in use
+            event = torch.cuda.Event(enable_timing=timed, blocking=blocking)
         event.record(torch.cuda.current_stream(self.torch_device))
-        return event
+        return CudaMarker(event, spare)
 
     def wait(self, marker: Marker | None) -> None:
-        if marker is not None:
-            torch.cuda.current_stream(self.torch_device).wait_event(marker)
+        if isinstance(marker, CudaMarker):
+            torch.cuda.current_stream(self.torch_device).wait_event(marker.event)
+
+    def keep_for_stream(self, tensor: Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self.torch_device))
 
     def seconds_between(self, start: Marker, end: Marker) -> float:
-        return float(start.elapsed_time(end)) / 1000
+        assert isinstance(start, CudaMarker) and isinstance(end, CudaMarker)
+        return float(start.event.elapsed_time(end.event)) / 1000
+
+    def upload(self, values: Tensor, device: torch.device) -> Tensor:
+        # torch keeps page-locked copies until the streams that read them are past that
+        return values.pin_memory().to(device, non_blocking=True)
 
     def memory(self, host: HostTier) -> DeviceTier:
         return DeviceTier(self.torch_device)
+
+    def page_lock(self, address: int, nbytes: int) -> None:
+        self._locks.lock(address, nbytes)
+
+    def page_unlock(self, address: int) -> None:
+        self._locks.unlock(address)
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
@@ -132,6 +188,26 @@ class CudaDevice(Device):
 
     def give_back_freed(self) -> None:
         torch.cuda.empty_cache()
+
+
+class CudaMarker:
+    """A marker whose event goes back to those that nobody uses as soon as nobody holds the marker: no event is recorded anew
+    while somebody may still begin to wait for it. A stream that waits already waits for the point that was recorded."""
+
+    __slots__ = ("_spare", "event")
+
+    def __init__(self, event: torch.cuda.Event, spare: deque[torch.cuda.Event]) -> None:
+        self.event = event
+        self._spare = spare
+
+    def __del__(self) -> None:
+        self._spare.append(self.event)
+
+    def query(self) -> bool:
+        return bool(self.event.query())
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
 
 
 class DeviceTier:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.byte_check import Check
 from h2o_flexgen.core.layout import ALIGNMENT, CHUNK_BYTES, READERS, aligned, disk_buffer_bytes
+from h2o_flexgen.kernels.raw_memory import bytes_of, numpy_of
 from h2o_flexgen.memory.threads import started_pool
 from h2o_flexgen.memory.tier import Meter
 
@@ -65,6 +66,8 @@ class Piece:
 
     def cut(self, chunk_bytes: int = CHUNK_BYTES) -> list[Piece]:
         values = chunk_bytes // self.dtype.itemsize
+        if 0 < self.out.numel() <= values:
+            return [self]
         return [
             replace(self, offset=self.offset + start * self.dtype.itemsize, out=self.out[start : start + values])
             for start in range(0, self.out.numel(), values)
@@ -132,7 +135,7 @@ class Files:
 
     def _read_chunk(self, piece: Piece) -> None:
         if piece.is_direct and piece.offset % ALIGNMENT == 0 and piece.nbytes % ALIGNMENT == 0:
-            self._read_checked(piece, memory_of(piece.out))
+            self._read_checked(piece, bytes_of(piece.out, writes=True))
             return
         source = torch.frombuffer(self._read_to_buffer(piece), dtype=torch.uint8)
         if source.data_ptr() % piece.dtype.itemsize:
@@ -161,14 +164,10 @@ class Files:
 def copy_here(source: Tensor, out: Tensor) -> None:
     """Copies, converting the dtype, in this thread: readers must not start torch's threads as well."""
     if source.dtype == out.dtype:
-        numpy.copyto(numpy_of(out), numpy_of(source))
+        numpy.copyto(numpy_of(out, writes=True), numpy_of(source))
         return
     for start in range(0, out.numel(), COPY_VALUES - 1):
         out[start : start + COPY_VALUES - 1].copy_(source[start : start + COPY_VALUES - 1])
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def open_direct(file: Path, flags: int) -> int:
@@ -304,13 +303,13 @@ class DiskTier:
     def read_into(self, region: DiskRegion, start: int, out: Tensor) -> None:
         """Reads from `start`, which is aligned like the place of `out`."""
         assert self._descriptor is not None
-        read_fully(self._descriptor, region.offset + start, memory_of(out), out.nbytes, self.folder)
+        read_fully(self._descriptor, region.offset + start, bytes_of(out, writes=True), out.nbytes, self.folder)
 
     def write_from(self, region: DiskRegion, start: int, source: Tensor) -> None:
         """Writes to `start`, which is aligned like the place and size of `source`."""
         assert self._descriptor is not None
         try:
-            write_fully(self._descriptor, region.offset + start, memory_of(source))
+            write_fully(self._descriptor, region.offset + start, bytes_of(source))
         except OSError as error:
             raise self._failure(error, source.nbytes) from error
 
@@ -341,8 +340,3 @@ class DiskTier:
             error.errno,
             f"disk {reason}: {nbytes / 1e9:.3f} GB more could not be written in {self.folder}; lower the disk share",
         )
-
-
-def numpy_of(tensor: Tensor) -> numpy.ndarray:
-    """The values as integers of the same size, which numpy copies without torch's threads; it knows no bfloat16."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize]).numpy()

@@ -2,16 +2,22 @@
 
 Arenas come from mmap instead of torch: torch's pinned allocator rounds up to powers of two, direct disk reads need page
 alignment, and reads into small pages were measured three times slower than into huge ones.
+
+How memory is page-locked is known to the device that reads it. That it is unlocked before its pages go, whoever drops it, is
+seen to here: a driver that is not told believes the range locked for good, refuses it to whoever gets the address next, and
+copies from the pages that have gone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import weakref
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import torch
@@ -23,15 +29,43 @@ from h2o_flexgen.memory.tier import Meter
 CODE_BYTES = 16 << 20
 
 
+class PageLocker(Protocol):
+    """Who page-locks host memory, so that copies between it and a device need no thread to wait for them."""
+
+    def page_lock(self, address: int, nbytes: int) -> None:
+        """Page-locks a range; a MemoryError says that it was refused, and leaves nothing behind."""
+
+    def page_unlock(self, address: int) -> None:
+        """Undoes the `page_lock` of the range that begins here."""
+
+
+class Pages(mmap.mmap):
+    """Pages of this process alone, which are unlocked before they go. Tensors over them keep them, so they go with the last."""
+
+    _unlock: Callable[[], None] | None = None
+
+    def lock(self, locker: PageLocker, address: int) -> None:
+        locker.page_lock(address, len(self))
+        self._unlock = partial(locker.page_unlock, address)
+
+    def unlock(self) -> None:
+        unlock, self._unlock = self._unlock, None
+        if unlock is not None:
+            unlock()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():  # the driver ends with the process
+            self.unlock()
+
+
 class HostTier:
-    def __init__(self, pinned: bool = False) -> None:
+    def __init__(self, locker: PageLocker | None = None) -> None:
+        """Memory that is page-locked by whoever is given."""
         self.meter = Meter()
-        self._pinned = pinned
+        self._locker = locker
         self._mapped: list[Tensor] = []  # all regions
         self._spare: list[Tensor] = []  # the regions that are not in use
-        self._locks: dict[
-            int, weakref.finalize[[int], Tensor]
-        ] = {}  # by address: what unlocks a region, once, also when it is dropped
+        self._pages: dict[int, Pages] = {}  # of the regions, by address
 
     @property
     def spare_bytes(self) -> int:
@@ -57,50 +91,31 @@ class HostTier:
         self._let_go(self._spare)
 
     def close(self) -> None:
-        """Gives everything back; memory that somebody still looks at goes with the last view of it."""
+        """Gives everything back; memory that somebody still looks at is unlocked now and goes with the last view of it."""
         self._let_go(self._mapped)
 
     def _let_go(self, regions: list[Tensor]) -> None:
         gone = {id(region) for region in regions}
         for region in regions:
-            if self._pinned:
-                self._locks.pop(region.data_ptr())()
+            self._pages.pop(region.data_ptr()).unlock()
             self.meter.remove(region.nbytes)
         self._mapped = [region for region in self._mapped if id(region) not in gone]
         self._spare = [region for region in self._spare if id(region) not in gone]
 
     def _map(self, size: int) -> Tensor:
         try:
-            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
             raise MemoryError(f"host memory: {size / 1e9:.2f} GB could not be had ({error}); lower the CPU share") from error
         with suppress(OSError, AttributeError):  # if the system has huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
         region = torch.frombuffer(pages, dtype=torch.uint8)
-        if self._pinned:
-            self._locks[region.data_ptr()] = _page_lock(region)
+        if self._locker is not None:
+            pages.lock(self._locker, region.data_ptr())
+        self._pages[region.data_ptr()] = pages
         self._mapped.append(region)
         self.meter.add(size)
         return region
-
-
-def _page_lock(region: Tensor) -> weakref.finalize[[int], Tensor]:
-    """Page-locks a region, and returns what unlocks it. That comes before its pages go, also where nobody closes the tier, or
-    the driver would keep them and refuse their address to others."""
-    portable = 1  # page-locked for every device
-    status = int(torch.cuda.cudart().cudaHostRegister(region.data_ptr(), region.nbytes, portable))
-    if status != 0:
-        raise MemoryError(
-            f"page-locking {region.nbytes / 1e9:.2f} GB of host memory failed (CUDA error {status}); "
-            "try --pin-weight 0 or raise the limit on locked memory (ulimit -l)"
-        )
-    unlock = weakref.finalize(region, _page_unlock, region.data_ptr())
-    unlock.atexit = False  # the driver ends with the process
-    return unlock
-
-
-def _page_unlock(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def available_bytes() -> int:

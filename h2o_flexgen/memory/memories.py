@@ -14,11 +14,15 @@ from h2o_flexgen.memory.host import HostTier
 
 
 class Memories:
-    """The device, the tiers and the disk threads of an engine: closed whatever happens."""
+    """The device, the tiers and the disk threads of an engine: closed whatever happens.
 
-    def __init__(self, device: Device, offload_folder: Path, pin_host: bool = True) -> None:
+    Weights of host memory have a tier of their own there: KV and hidden states are always page-locked, weights only if that is
+    asked for, since they may be more than a system lets a process lock."""
+
+    def __init__(self, device: Device, offload_folder: Path, pin_weight: bool = True) -> None:
         self.device = device
-        self.host = HostTier(pinned=pin_host and device.accelerator)
+        self.host = HostTier(device)
+        self.weights = HostTier(device if pin_weight else None)
         self.compute: HostTier | DeviceTier = device.memory(self.host)  # where things are computed with
         self.files = Files()  # first: its threads may find no room, and then nothing is left behind
         self._folder = self._opened(offload_folder)
@@ -33,8 +37,9 @@ class Memories:
 
     def close(self) -> None:
         with ExitStack() as closing:  # each of them, also when one fails
-            for close in (self._folder.close, self.disk.close, self.files.close, self.host.close, self.device.settle):
-                closing.callback(close)  # the last is the first to be called
+            for tier in (self._folder, self.disk, self.files, self.host, self.weights):
+                closing.callback(tier.close)
+            closing.callback(self.device.settle)  # the last is the first to be called
 
 
 class Ring:

@@ -5,7 +5,7 @@ What moves are bytes, whatever the codec; values are seen by who computes with t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,6 +82,10 @@ class Pack:
     def range(self, part: Range) -> Tensor:
         return self.bytes(part.name)[part.start : part.stop]
 
+    def start(self, part: Range) -> int:
+        """The place in the buffer at which the part begins."""
+        return self.layout.entries[part.name].offset + part.start
+
     def view(self, name: str) -> Tensor:
         """The values of a plain tensor, where they lie."""
         entry = self.layout.entries[name]
@@ -101,3 +105,22 @@ class Pack:
         """The bytes of any tensor by the rows that lie together: (units, bytes of a unit)."""
         entry = self.layout.entries[name]
         return self.bytes(name).view(-(-entry.shape[0] // CODECS[entry.codec].rows_together), -1)
+
+
+def copies_between(source: Pack, target: Pack, parts: Iterable[Range]) -> list[tuple[Tensor, Tensor]]:
+    """The copies (to, from) that bring parts of tensors to another pack: one for all that lie alike in both, with what fills
+    the few bytes between them. A copy costs a call of the driver, and small ones do not fill the link."""
+    order = {name: place for place, name in enumerate(target.layout.entries)}
+    runs: list[tuple[int, int, int]] = []  # start in the target, start in the source, bytes
+    place = -1  # of the tensor before, in the target
+    for part in parts:
+        to, origin, nbytes = target.start(part), source.start(part), part.stop - part.start
+        follows, place = order[part.name] - place <= 1, order[part.name]
+        if runs and follows:
+            begun_to, begun_origin, before = runs[-1]
+            gap = to - (begun_to + before)
+            if to - begun_to == origin - begun_origin and 0 <= gap < ALIGNMENT:
+                runs[-1] = begun_to, begun_origin, before + gap + nbytes
+                continue
+        runs.append((to, origin, nbytes))
+    return [(target.buffer[to : to + nbytes], source.buffer[origin : origin + nbytes]) for to, origin, nbytes in runs]

@@ -6,15 +6,16 @@ compute are OpenMP's, which ends the process when it cannot start one. So all ar
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,12 +24,45 @@ ADVICE = "a thread could not be started: raise the limit on memory or address sp
 VALUES_OF_A_THREAD = 1 << 16  # more than torch processes in one thread alone
 
 
+class Event(Protocol):
+    """Something that happens once."""
+
+    def set(self) -> None: ...
+
+    def is_set(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
+class Latch:
+    """An event that is nothing but a lock: a run makes one for every task, and that of Python's library is ten times dearer."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Lets all pass. It may be set several times, and by several threads."""
+        with suppress(RuntimeError):  # it was open
+            self._lock.release()
+
+    def is_set(self) -> bool:
+        return not self._lock.locked()
+
+    def wait(self) -> None:
+        if self._lock.locked():
+            self._lock.acquire()
+            self.set()  # for the next who waits
+
+
 class Handover:
     """What threads of a run wait for each other with, and hand over to each other by. A device brings it, so that one which
     watches the order of things sees all that makes it."""
 
-    def event(self) -> threading.Event:
-        return threading.Event()
+    def event(self) -> Event:
+        return Latch()
 
     def queue(self) -> SimpleQueue[Any]:
         return SimpleQueue()

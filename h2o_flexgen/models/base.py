@@ -15,8 +15,17 @@ from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.rotate import Turn
 
-Rotate = Callable[[Tensor, Tensor], Tensor]  # (x (rows, tokens, heads, head_dim), positions (rows, tokens)) -> same shape as x
+
+class Rotation(Protocol):
+    """How a model rotates queries and keys to their positions."""
+
+    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+        """How far tokens at these positions (rows, tokens) are turned, for values of this type."""
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x (rows, tokens, heads, head_dim), turned so."""
 
 
 class Matrix(Protocol):
@@ -34,10 +43,10 @@ class Attend(Protocol):
     head_dim) -> (rows, tokens, heads * head_dim). Rotary models hand over q and k unrotated and say how to rotate them,
     because which positions they stand at is the cache's business. Scores are scaled by head_dim ** -0.5."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor: ...
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor: ...
 
 
-def _nothing_to_attend(q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
+def _nothing_to_attend(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
     raise AssertionError("a layer that has no KV attends to nothing")
 
 

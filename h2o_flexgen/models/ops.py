@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.operations import plain_product
 from h2o_flexgen.models.base import Weights
@@ -41,12 +42,9 @@ def layer_norm(x: Tensor, weights: Weights, name: str, eps: float = 1e-5) -> Ten
 
 
 def rms_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
-    """Computes in fp32 and rounds before the weight is applied: the order that these models were trained with."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     weight = _plain(weights, f"{name}.weight")
     assert weight is not None, name
-    return normed.to(x.dtype).mul_(weight)
+    return operations.rms_norm(x, weight, eps)
 
 
 def _plain(weights: Weights, name: str) -> Tensor | None:

@@ -16,6 +16,7 @@ from h2o_flexgen.core.hints import reason
 from h2o_flexgen.core.layout import aligned
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.kernels.operations import encode
+from h2o_flexgen.kernels.raw_memory import bytes_of
 from h2o_flexgen.models.checkpoint import Checkpoint
 from h2o_flexgen.models.derived import PACKED, DerivedFolder
 from h2o_flexgen.models.files import Progress, advancing, require_free_space
@@ -136,7 +137,7 @@ def _parts(stored: StoredTensor, columns: int, together: int) -> Iterator[torch.
     rest = torch.empty(0, dtype=torch.uint8)  # the beginning of rows that are not complete yet
     for start, part in _read(stored, PART_BYTES if stored.check is None else _whole_stretches(PART_BYTES)):
         if stored.check is not None:
-            stored.check(stored.offset + start, part.numpy().data)
+            stored.check(stored.offset + start, bytes_of(part))
         both = torch.cat((rest, part)) if len(rest) else part
         is_last = start + len(part) == stored.nbytes
         whole = len(both) // row_bytes * row_bytes if is_last else len(both) // (together * row_bytes) * together * row_bytes
@@ -168,7 +169,7 @@ def _read(stored: StoredTensor, step: int) -> Iterator[tuple[int, torch.Tensor]]
 
 
 def _read_fully(file: FileIO, out: torch.Tensor) -> int:
-    room, done = out.numpy().data, 0
+    room, done = bytes_of(out, writes=True), 0
     while done < len(room) and (count := file.readinto(room[done:])):
         done += count
     return done

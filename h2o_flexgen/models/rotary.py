@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.hints import shown
+from h2o_flexgen.kernels.operations import rotate
+from h2o_flexgen.kernels.rotate import Turn
 from h2o_flexgen.models.layout import Config
 
 
@@ -20,15 +22,12 @@ class Rotary:
     def __init__(self, frequencies: Tensor) -> None:
         self._frequencies = {frequencies.device: frequencies}  # one copy per device: nothing is moved in the token loop
 
+    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+        angles = positions[..., None, None].float() * self._on(positions.device)  # (rows, tokens, 1, half)
+        return Turn(angles.cos().to(dtype), angles.sin().to(dtype))
+
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        angles = positions[..., None, None].float() * self._on(x.device)  # (rows, tokens, 1, half)
-        cos, sin, half = angles.cos().to(x.dtype), angles.sin().to(x.dtype), angles.shape[-1]
-        first, second = x[..., :half], x[..., half : 2 * half]
-        turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        torch.sub(first * cos, second * sin, out=turned[..., :half])
-        torch.add(second * cos, first * sin, out=turned[..., half : 2 * half])
-        turned[..., 2 * half :] = x[..., 2 * half :]
-        return turned
+        return rotate(x, self.turn(positions, x.dtype))
 
     def _on(self, device: torch.device) -> Tensor:
         if device not in self._frequencies:

@@ -19,6 +19,7 @@ from h2o_flexgen.core.byte_check import Check
 from h2o_flexgen.core.documents import NotADocument, parse_json
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.core.layout import aligned
+from h2o_flexgen.kernels.raw_memory import bytes_of
 from h2o_flexgen.models.files import flush_to_disk, refuse_pointer
 from h2o_flexgen.models.sums import Sums
 
@@ -197,4 +198,4 @@ def _checked_bytes(form: TensorForm, tensor: torch.Tensor) -> memoryview:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in host memory, copied only if it is not contiguous."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data
+    return bytes_of(tensor.detach().contiguous().flatten())

@@ -6,7 +6,7 @@ The bytes are exact: a test compares them with what a run moved.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -131,14 +131,14 @@ class Cost:
         tokens = tokens_of(self.batch_pass(task.step, task.batch))
         return tokens * self.spec.layers[layer].out_width * self.spec.itemsize
 
-    def lane_bytes(self) -> dict[str, int]:
-        """Bytes that a whole run of the block moves, by lane, if no row finishes early. A long job has very many tasks, so
+    def op_bytes(self) -> Counter[Op]:
+        """Bytes that a whole run of the block moves, by op, if no row finishes early. A long job has very many tasks, so
         steps with the same transfers are counted together."""
-        moved = dict.fromkeys(LANES, 0)
+        moved = Counter[Op]()
         for steps in self._phases:
             for key in self.schedule.in_step(steps[0]):
-                moved[key.op.lane] += self._moved(key, steps)
-        return {lane: nbytes for lane, nbytes in moved.items() if nbytes}
+                moved[key.op] += self._moved(key, steps)
+        return moved
 
     @property
     def _phases(self) -> Iterable[range]:
@@ -160,11 +160,11 @@ class Cost:
     def _known_moved(self) -> dict[tuple[Op, int, range, int], int]:
         return {}
 
-    def lane_bytes_until(self, stop_at: Callable[[Task], bool]) -> dict[str, int]:
-        moved: dict[str, float] = defaultdict(float)
+    def op_bytes_until(self, stop_at: Callable[[Task], bool]) -> Counter[Op]:
+        moved: dict[Op, float] = defaultdict(float)
         for task in takewhile(lambda task: not stop_at(task), self.schedule.tasks()):
-            moved[task.lane] += self.nbytes(task)
-        return {lane: round(nbytes) for lane, nbytes in moved.items() if nbytes}
+            moved[task.op] += self.nbytes(task)
+        return Counter({op: round(nbytes) for op, nbytes in moved.items()})
 
     # -- flops -------------------------------------------------------------------------------------------------------
 
@@ -188,11 +188,17 @@ def _kv_slots(op: Op, one: BatchPass) -> int:
     return one.read if op.uses_disk else one.loaded
 
 
-def predicted_bytes(blocks: BlockPlans, stop_at: Callable[[Task], bool] | None = None) -> dict[str, int]:
-    """Bytes that a run of these blocks moves, by lane, if no row finishes early; `stop_at` ends the run at a task."""
-    total: Counter[str] = Counter()
+def predicted_bytes(blocks: BlockPlans, stop_at: Callable[[Task], bool] | None = None) -> Counter[Op]:
+    """Bytes that a run of these blocks moves, by op, if no row finishes early; `stop_at` ends the run at a task."""
+    total = Counter[Op]()
     for block, count in blocks.alike:
         cost = Cost(block)
-        moved = cost.lane_bytes() if stop_at is None else cost.lane_bytes_until(stop_at)
-        total.update({lane: nbytes * count for lane, nbytes in moved.items()})
-    return dict(total)
+        moved = cost.op_bytes() if stop_at is None else cost.op_bytes_until(stop_at)
+        total.update({op: nbytes * count for op, nbytes in moved.items()})
+    return total
+
+
+def by_lane(moved: Mapping[Op, int]) -> dict[str, int]:
+    """Bytes of each lane that moves any."""
+    sums = {lane: sum(nbytes for op, nbytes in moved.items() if op.lane == lane) for lane in LANES}
+    return {lane: nbytes for lane, nbytes in sums.items() if nbytes}

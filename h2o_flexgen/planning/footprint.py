@@ -117,6 +117,8 @@ def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
         sizes = (planned.block.batches[batch].size for batch in beside)
         shares = bool(planned.block.prefix_room)
         parts[HOST]["asked"] += sum(region_bytes(asked_arena(planned.spec, size, shares).nbytes) for size in sizes)
+    elif parts[DEVICE]["KV slots"]:
+        parts[HOST]["KV slots"] += max(region_bytes(layout.staged_bytes) for layout in layouts)
 
 
 def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule, compute: str) -> None:

@@ -18,6 +18,7 @@ from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import OF_MATRICES, PLAIN, of_rows
+from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.traffic import Traffic
 
@@ -108,6 +109,10 @@ class Plan:
     @cached_property
     def policy(self) -> KVPolicy:
         return POLICIES[self.kv_policy](self.kv_options)
+
+    def page_locks(self, op: Op) -> bool:
+        """Whether what an op carries between host and device lies in page-locked memory, as all but weights always does."""
+        return self.pin_weight or op is not Op.LOAD_W
 
     @property
     def shares_prefixes(self) -> bool:

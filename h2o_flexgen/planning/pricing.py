@@ -91,7 +91,7 @@ class Pricing:
 
     def _moving(self, task: Task | Key) -> float:
         machine, op, nbytes = self.machine, task.op, self._nbytes(task)
-        rate = machine.bandwidth(op.lane, pinned=op is not Op.LOAD_W or self.planned.plan.pin_weight)
+        rate = machine.bandwidth(op.lane, pinned=self.planned.plan.page_locks(op))
         if op.data is Data.KV and op.uses_disk:
             rate = min(rate, machine.kv_read_per_s if op.fetches else machine.kv_write_per_s)
         seconds = nbytes / rate + machine.task_seconds

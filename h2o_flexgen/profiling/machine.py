@@ -48,11 +48,11 @@ def profile(
     watch = Watch(on_subject)
     taken = Taken() if partial is None else Taken.kept_in(partial, f"{dtype} {sizes}")
     try:
-        with closing(Memories(device, offload_folder, False)) as memories, ExitStack() as opened, torch.inference_mode():
+        with closing(Memories(device, offload_folder)) as memories, ExitStack() as opened, torch.inference_mode():
             disk_bytes = shutil.disk_usage(offload_folder).free
             disk = opened.enter_context(moving.disk(memories, sizes, now, watch))
             watch.inside("making ready what is measured")
-            subjects = [disk, *_subjects(device, offload_folder, dtype, sizes, budget, watch)]
+            subjects = [disk, *_subjects(memories, dtype, sizes, budget, watch)]
             figures = {kind: _rounded(value) for kind, value in measured(subjects, sizes.rounds, budget, watch, taken).items()}
             not_measured = _told(missing(subjects, figures), figures)
             del subjects
@@ -62,12 +62,13 @@ def profile(
     return _machine(name, device, (device_bytes, host_bytes, disk_bytes), figures, not_measured)
 
 
-def _subjects(device: Device, folder: Path, dtype: str, sizes: Sizes, budget: Budget, watch: Watch) -> Iterator[Subject]:
+def _subjects(memories: Memories, dtype: str, sizes: Sizes, budget: Budget, watch: Watch) -> Iterator[Subject]:
     """Products come last, since those of many rows take what is left of the time."""
+    device, folder = memories.device, memories.disk.folder
     bench, host = _benches(device, sizes, budget)
     dtypes = measured_dtypes(dtype, device.accelerator)
     sizes = sizes.in_pool(min(bench.pool.nbytes, host.pool.nbytes), max(DTYPE_BYTES[each] for each in dtypes))
-    yield from moving.copies(bench, host, sizes)
+    yield from moving.copies(bench, host, sizes, memories.host)
     yield from visits.visits(bench, host, folder, dtype, sizes, watch)
     yield from attention.decode_reading({HOST: host, **({DEVICE: bench} if device.accelerator else {})}, dtype, sizes)
     yield from attention.decode_computing(bench, dtypes, dtype, sizes)

@@ -60,7 +60,7 @@ class Needs:
     offload_folder: Path | None = None  # where the run reads and writes KV or activations
     offload_bytes: int = 0  # the most that is written there to measure
     links: bool = False  # between host and device
-    pinned: bool = True  # page-locked host memory on links
+    pin_weight: bool = True  # whether all that crosses links is page-locked; else pageable memory is measured, too
     memory_bytes: int = 256 << 20  # the most that is used to measure
 
 
@@ -75,14 +75,16 @@ def room_to_measure(budgets: Budgets) -> int:
 
 
 def measure(device: Device, needs: Needs, repetitions: int = 1, seconds: float = SECONDS) -> Machine:
-    read = write = copy = up = down = inf
+    read = write = copy = up = down = pageable_up = pageable_down = inf
     if needs.offload_folder is not None and needs.offload_bytes:
         write, read = offload_rates(needs.offload_folder, needs.offload_bytes, repetitions, seconds)
     if needs.read_files:
         read = disk_read_rate(needs.read_files, repetitions, seconds)
     if needs.links and device.accelerator:
         copy = host_copy_rate(needs.memory_bytes // 4, repetitions)
-        up, down = link_rates(device, needs.memory_bytes // 2, needs.pinned, repetitions)
+        up, down = link_rates(device, HostTier(device), needs.memory_bytes // 2, repetitions)
+        if not needs.pin_weight:
+            pageable_up, pageable_down = link_rates(device, HostTier(), needs.memory_bytes // 2, repetitions)
     plain, packed = Products(device, needs, repetitions, seconds).rates()
     return Machine(
         name=platform.node() or device.kind,
@@ -95,6 +97,8 @@ def measure(device: Device, needs: Needs, repetitions: int = 1, seconds: float =
         host_copy_per_s=copy,
         host_to_device_per_s=up,
         device_to_host_per_s=down,
+        unpinned_to_device_per_s=pageable_up,
+        unpinned_to_host_per_s=pageable_down,
         flops_per_s=plain,
         attention_bytes_per_s={},
         task_seconds=0.0,
@@ -169,9 +173,8 @@ def memory_read_rate(nbytes: int = READ_FROM_MEMORY_BYTES) -> float:
     return nbytes / _best_seconds(Device(), values.sum, repetitions=5)
 
 
-def link_rates(device: Device, nbytes: int, pinned: bool = True, repetitions: int = 1) -> tuple[float, float]:
-    """Bytes per second from host to device and back."""
-    memory = HostTier(pinned=pinned)
+def link_rates(device: Device, memory: HostTier, nbytes: int, repetitions: int = 1) -> tuple[float, float]:
+    """Bytes per second from host memory of this kind to the device and back."""
     host = memory.alloc(nbytes)
     there = device.memory(memory)
     region = there.alloc(host.nbytes)

@@ -140,7 +140,7 @@ class DiskTrial:
 # -- copies --------------------------------------------------------------------------------------------------------------
 
 
-def copies(bench: Bench, host: Bench, sizes: Sizes) -> list[Subject]:
+def copies(bench: Bench, host: Bench, sizes: Sizes, page_locked: HostTier) -> list[Subject]:
     """Copies and reads of host memory, and an accelerator's links. `host` is the bench of the CPU."""
     source, target = host.pool.halves()
     values = source.view(torch.float32)
@@ -148,10 +148,10 @@ def copies(bench: Bench, host: Bench, sizes: Sizes) -> list[Subject]:
         host.rate("host copy", COPY, source.nbytes, lambda: target.copy_(source)),
         host.rate("host read", SUM, source.nbytes, values.sum),
     ]
-    return subjects + (links(bench, host, sizes) if bench.device.accelerator else [])
+    return subjects + (links(bench, host, sizes, page_locked) if bench.device.accelerator else [])
 
 
-def links(bench: Bench, host: Bench, sizes: Sizes) -> list[Subject]:
+def links(bench: Bench, host: Bench, sizes: Sizes, page_locked: HostTier) -> list[Subject]:
     """The links between host and device, with page-locked and with pageable host memory."""
     nbytes = min(sizes.copied_bytes, bench.pool.nbytes, host.pool.nbytes)
     there, clock = bench.pool.data[:nbytes], bench.clock
@@ -163,7 +163,7 @@ def links(bench: Bench, host: Bench, sizes: Sizes) -> list[Subject]:
             down: here.nbytes / clock.of(lambda: here.copy_(there, non_blocking=True)),
         }
 
-    of_link = {True: HostTier(True).alloc(nbytes)[:nbytes], False: host.pool.data[:nbytes]}
+    of_link = {True: page_locked.alloc(nbytes)[:nbytes], False: host.pool.data[:nbytes]}
     return [
         Subject(f"link, {'page-locked' if pinned else 'pageable'} memory", both_ways(here, pinned))
         for pinned, here in of_link.items()

@@ -17,7 +17,7 @@ from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import decode
 from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, kernels
 from h2o_flexgen.memory.pack import DTYPES
-from h2o_flexgen.models.base import Given, Model, Rotate, computed
+from h2o_flexgen.models.base import Given, Model, Rotation, computed
 from h2o_flexgen.profiling.multiplied import in_units, multiplied
 from h2o_flexgen.profiling.sizes import Sizes
 from h2o_flexgen.profiling.small_models import small_llama, small_opt
@@ -150,8 +150,8 @@ def _layers(bench: Bench, model: Model, dtype: str, rows: int) -> Iterator[tuple
         yield rows * layer.values_around_products, partial(computed, model, layer, hidden, weights, given)
 
 
-def _attend_nothing(q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
-    if rotate is not None:
+def _attend_nothing(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
+    if rotation is not None:
         positions = torch.arange(q.shape[1], device=q.device).expand(q.shape[:2])
-        q, k = rotate(q, positions), rotate(k, positions)
+        q, k = rotation(q, positions), rotation(k, positions)
     return q.flatten(2)

@@ -89,7 +89,7 @@ class Trials:
         weights, kv = Shares(1.0, 0.0), Shares(0.0, 0.0)
         shrink = round((self.sizes.kv_rows * self.sizes.slots / 2 / tokens) ** 0.5)
         rows, prompt_len = max(1, self.sizes.kv_rows // shrink), max(1, self.sizes.slots // 2 // shrink)
-        plan = Plan(gpu_batch_size=rows, num_gpu_batches=KV_BATCHES, weights=weights, kv=kv, pin_weight=False)
+        plan = Plan(gpu_batch_size=rows, num_gpu_batches=KV_BATCHES, weights=weights, kv=kv)
 
         def tell(task: Task, tokens: int) -> None:
             self.watch.inside(f"step {task.step + 1} of {KV_STEPS}, batch {task.batch + 1} of {KV_BATCHES}")
@@ -98,7 +98,7 @@ class Trials:
         return {name: trace.moved_bytes(lane) / trace.busy_seconds(lane) for name, lane in KV.items()}
 
     def _tiny(self, weights: Shares, steps: int, on_visit: OnVisit | None = None) -> tuple[ModelSpec, Trace]:
-        plan = Plan(gpu_batch_size=1, weights=weights, pin_weight=False)
+        plan = Plan(gpu_batch_size=1, weights=weights)
         model = small_opt(self.dtype, HEAD_DIM, BLOCKS)
         return model.spec, self._trace(model, plan, PROMPT_LEN, steps, on_visit)
 
@@ -110,7 +110,7 @@ class Trials:
         planned = BlockPlans.of(model.spec, plan, Workload.uniform(plan.block_size, prompt_len, steps), site).first
         params, tokenizer = SamplingParams(max_tokens=steps, ignore_eos=True), ByteTokenizer(model.spec.vocab)
         rows = [RowState(row, [0] * prompt_len, params, tokenizer) for row in range(plan.block_size)]
-        with closing(Memories(device, folder, False)) as memories, closing(DummySource(SEED, self.dtype, folder)) as source:
+        with closing(Memories(device, folder)) as memories, closing(DummySource(SEED, self.dtype, folder)) as source:
             return Engine(model, source, plan, memories).run(planned, rows, Picker(Sampler(SEED)), on_visit).trace
 
 

@@ -6,6 +6,7 @@ The order is vLLM's: allowed_token_ids, min_tokens, logit_bias, repetition_penal
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.sampling.ranking import Upload
 
 
 class History(NamedTuple):
@@ -28,7 +30,9 @@ class History(NamedTuple):
         return len(self.seen) - self.prompt_len
 
 
-def adjusted(logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[History] | None) -> Tensor:
+def adjusted(
+    logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[History] | None, upload: Upload = Tensor.to
+) -> Tensor:
     """The adjusted scores (rows, vocab), in fp32, or the logits themselves if no row asks for a change."""
     if histories is None:
         if any(one.changes_scores or one.min_tokens for one in params):
@@ -39,9 +43,9 @@ def adjusted(logits: Tensor, params: Sequence[SamplingParams], histories: Sequen
         return logits
     scores = logits.to(torch.float32, copy=True)
     for place in asking:
-        _restrict(scores[place], params[place], histories[place])
+        _restrict(scores[place], params[place], histories[place], upload)
         if params[place].is_penalised:
-            _penalise(scores[place], params[place], histories[place])
+            _penalise(scores[place], params[place], histories[place], upload)
     return scores
 
 
@@ -49,32 +53,33 @@ def _asks(params: SamplingParams, history: History) -> bool:
     return params.changes_scores or history.num_generated < params.min_tokens
 
 
-def _restrict(scores: Tensor, params: SamplingParams, history: History) -> None:
+def _restrict(scores: Tensor, params: SamplingParams, history: History, upload: Upload) -> None:
     """Applies everything but penalties to one row (vocab,), in place."""
     if params.allowed_token_ids is not None:
-        allowed = _ids(params.allowed_token_ids, scores)
+        allowed = _ids(params.allowed_token_ids, scores, upload)
         kept = scores[allowed]
         scores.fill_(-math.inf)
         scores[allowed] = kept
     if history.num_generated < params.min_tokens:
-        scores[_ids([token for token in history.ends if 0 <= token < len(scores)], scores)] = -math.inf
+        scores[_ids([token for token in history.ends if 0 <= token < len(scores)], scores, upload)] = -math.inf
     if params.logit_bias:
-        biases = torch.tensor([*params.logit_bias.values()], dtype=scores.dtype, device=scores.device)
-        scores[_ids([*params.logit_bias], scores)] += biases
+        biases = upload(torch.tensor([*params.logit_bias.values()], dtype=scores.dtype), scores.device)
+        scores[_ids([*params.logit_bias], scores, upload)] += biases
 
 
-def _penalise(scores: Tensor, params: SamplingParams, history: History) -> None:
+def _penalise(scores: Tensor, params: SamplingParams, history: History, upload: Upload) -> None:
     """Penalises one row (vocab,), in place. For repetition, positive scores are divided and negative ones multiplied: both
     become less likely with a penalty above 1."""
     if params.repetition_penalty != 1:
-        seen, penalty = _ids(history.seen, scores), params.repetition_penalty
+        seen, penalty = _ids(history.seen, scores, upload), params.repetition_penalty
         before = scores[seen]
         scores[seen] = torch.where(before < 0, before * penalty, before / penalty)
     if params.frequency_penalty or params.presence_penalty:
-        generated, counts = _ids(history.seen[history.prompt_len :], scores).unique(return_counts=True)
+        times = Counter(history.seen[history.prompt_len :])
+        generated, counts = (_ids([*each], scores, upload) for each in (times, times.values()))
         scores[generated] -= params.frequency_penalty * counts
         scores[generated] -= params.presence_penalty
 
 
-def _ids(tokens: Sequence[int], scores: Tensor) -> Tensor:
-    return torch.tensor(tokens, dtype=torch.int64, device=scores.device)
+def _ids(tokens: Sequence[int], scores: Tensor, upload: Upload) -> Tensor:
+    return upload(torch.tensor(tokens, dtype=torch.int64), scores.device)

@@ -4,13 +4,14 @@ distribution, before SamplingParams change it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.sampling.output import StepLogprobs, TokenLogprob
 
+Upload = Callable[[Tensor, torch.device], Tensor]  # a tensor of the host as one of the device
 VALUES_AT_ONCE = 2**20  # per temporary in float64: 8 MiB, whatever the batch and the vocabulary
 
 
@@ -20,12 +21,12 @@ def portions(places: Sequence[int], vocab: int) -> Iterator[Sequence[int]]:
     return (places[start : start + at_once] for start in range(0, len(places), at_once))
 
 
-def kth_largest(values: Tensor, counts: Sequence[int]) -> Tensor:
+def kth_largest(values: Tensor, counts: Sequence[int], upload: Upload = Tensor.to) -> Tensor:
     """Each row's k-th largest value, minus infinity where k is 0. (rows, 1)"""
     if not any(counts):
         return torch.full_like(values[:, :1], -math.inf)
     top = torch.nn.functional.pad(values.topk(max(counts), dim=-1).values, (1, 0), value=-math.inf)
-    return top.gather(-1, torch.tensor(counts, device=values.device)[:, None])
+    return top.gather(-1, upload(torch.tensor(counts), values.device)[:, None])
 
 
 def ranked(values: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from h2o_flexgen.sampling.adjusting import History, adjusted
 from h2o_flexgen.sampling.output import StepLogprobs
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.sampling.ranking import kth_largest, logprobs_of, portions, ranked
+from h2o_flexgen.sampling.ranking import Upload, kth_largest, logprobs_of, portions, ranked
 
 FLOOR_SLACK = 1e-6  # a floor only saves work: it may pass more tokens than the exact filter behind it, never fewer
 
@@ -41,6 +42,7 @@ def uniform(seed: int, row: int, step: int, number: int = 0) -> float:
 @dataclass(frozen=True)
 class Picked:
     tokens: Tensor  # (rows,) int64, in host memory
+    where_picked: Tensor  # the same in the memory of the logits
     logprobs: tuple[StepLogprobs | None, ...]  # None for rows that did not ask
 
 
@@ -58,29 +60,56 @@ class Sampler:
         steps: Sequence[int] | int,
         histories: Sequence[History] | None = None,  # not needed if no params depend on earlier tokens
         given: Sequence[int | None] | None = None,  # tokens that replace picked ones; logprobs are theirs
+        upload: Upload = Tensor.to,
     ) -> Picked:
+        """Reads back once what was picked, and besides only how many tokens a filter leaves, and log-probabilities."""
         steps = [steps] * len(rows) if isinstance(steps, int) else steps
         numbers = [0] * len(rows) if histories is None else [history.number for history in histories]
-        scores = adjusted(logits, params, histories)
-        best, likeliest = scores.max(dim=-1)
-        _refuse_broken(logits, best, rows, steps)
-        tokens = likeliest.cpu()
+        scores = adjusted(logits, params, histories, upload)
+        best, tokens = scores.max(dim=-1)
+        is_finite = torch.isfinite(best)
         for is_filtered, draw in ((False, _draw_unfiltered), (True, _draw_filtered)):
             asking = [place for place, one in enumerate(params) if not one.is_greedy and one.is_filtered == is_filtered]
             for places in portions(asking, logits.shape[-1]):
                 chosen = [params[place] for place in places]
                 seeds = [self.seed if one.seed is None else one.seed for one in chosen]
                 uniforms = [uniform(seed, rows[at], steps[at], numbers[at]) for seed, at in zip(seeds, places)]
-                distances = _distances(scores[places], best[places], chosen)
-                tokens[places] = draw(distances, chosen, _column(uniforms, logits.device)).cpu()
-        for place, token in enumerate(given or ()):
-            if token is not None:
-                tokens[place] = token
-        return Picked(tokens, _logprobs(logits, tokens, params))
+                own = upload(torch.tensor(places), logits.device)
+                columns = _Columns.of(chosen, uniforms, logits.device, upload)
+                distances = (scores[own].double() - best[own].double()[:, None]) / columns.heat
+                distances.masked_fill_(~is_finite[own][:, None], 0.0)  # any token: these rows are refused below
+                tokens[own] = draw(distances, chosen, columns, upload)
+        tokens = _with_given(tokens, given, upload)
+        read = torch.stack((tokens, is_finite.long())).cpu()  # the only time that the caller waits
+        _refuse_broken(logits, best, read[1].tolist(), rows, steps)
+        return Picked(read[0], tokens, _logprobs(logits, tokens, params))
 
 
-def _column(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device)[:, None]  # (rows, 1)
+class _Columns(NamedTuple):
+    """What draws need of each row, (rows, 1) each, in float64."""
+
+    uniforms: Tensor
+    heat: Tensor
+    nucleus: Tensor
+    least: Tensor
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], uniforms: Sequence[float], device: torch.device, upload: Upload) -> _Columns:
+        lines = (
+            uniforms,
+            [one.temperature for one in params],
+            [one.top_p if one.top_p < 1 else math.inf for one in params],
+            [one.min_p for one in params],
+        )
+        return cls(*upload(torch.tensor(lines, dtype=torch.float64), device).unsqueeze(-1))
+
+
+def _with_given(tokens: Tensor, given: Sequence[int | None] | None, upload: Upload) -> Tensor:
+    """The tokens with those that are given in their places."""
+    if given is None or all(token is None for token in given):
+        return tokens
+    known = upload(torch.tensor([-1 if token is None else token for token in given]), tokens.device)
+    return torch.where(known < 0, tokens, known)
 
 
 class NoTokenLeft(ValueError):
@@ -91,13 +120,12 @@ class NoTokenLeft(ValueError):
         self.row = row  # its place in the whole input
 
 
-def _refuse_broken(logits: Tensor, best: Tensor, rows: Sequence[int], steps: Sequence[int]) -> None:
+def _refuse_broken(logits: Tensor, best: Tensor, is_finite: Sequence[int], rows: Sequence[int], steps: Sequence[int]) -> None:
     """Refuses a row whose best score is not finite; a NaN anywhere is a row's best. The logits tell whether the checkpoint or
     the params are to blame."""
-    broken = (~torch.isfinite(best)).nonzero().flatten().tolist()
-    if not broken:
+    if all(is_finite):
         return
-    place = broken[0]
+    place = is_finite.index(0)
     of_model = logits[place].max().item()
     if not math.isfinite(of_model):
         raise NoTokenLeft(
@@ -112,22 +140,15 @@ def _refuse_broken(logits: Tensor, best: Tensor, rows: Sequence[int], steps: Seq
     )
 
 
-def _distances(scores: Tensor, best: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """How far each token is below its row's best, divided by the temperature: at most 0, so that exp cannot overflow."""
-    heat = _column([one.temperature for one in params], scores.device)
-    return (scores.double() - best.double()[:, None]) / heat  # (rows, vocab)
+def _draw_unfiltered(distances: Tensor, params: Sequence[SamplingParams], columns: _Columns, upload: Upload) -> Tensor:
+    """Looks tokens up in order of their ids, so that nothing has to be sorted. `distances`: how far each token is below its
+    row's best, divided by the temperature: at most 0, so that exp cannot overflow."""
+    return _invert(distances.exp(), columns.uniforms).flatten()
 
 
-def _draw_unfiltered(distances: Tensor, params: Sequence[SamplingParams], uniforms: Tensor) -> Tensor:
-    """Looks tokens up in order of their ids, so that nothing has to be sorted."""
-    return _invert(distances.exp(), uniforms).flatten()
-
-
-def _draw_filtered(distances: Tensor, params: Sequence[SamplingParams], uniforms: Tensor) -> Tensor:
-    device, vocab = distances.device, distances.shape[-1]
-    nucleus = _column([one.top_p if one.top_p < 1 else math.inf for one in params], device)
-    least = _column([one.min_p for one in params], device)
-    kth = kth_largest(distances, [min(one.top_k, vocab) for one in params])
+def _draw_filtered(distances: Tensor, params: Sequence[SamplingParams], columns: _Columns, upload: Upload) -> Tensor:
+    vocab, nucleus, least = distances.shape[-1], columns.nucleus, columns.least
+    kth = kth_largest(distances, [min(one.top_k, vocab) for one in params], upload)
     weights = distances.exp()
     total = weights.masked_fill_((distances < kth) | (weights < least), 0).sum(dim=-1, keepdim=True)
     # all tokens lighter than total * (1 - top_p) / vocab together weigh less than the nucleus leaves out
@@ -137,7 +158,7 @@ def _draw_filtered(distances: Tensor, params: Sequence[SamplingParams], uniforms
     weights.masked_fill_((top < kth) | (weights < least), 0)
     heavier = torch.nn.functional.pad(weights.cumsum(dim=-1)[:, :-1], (1, 0))  # the weight of all tokens before
     weights.masked_fill_(heavier >= nucleus * total, 0)
-    return ids.gather(-1, _invert(weights, uniforms)).flatten()
+    return ids.gather(-1, _invert(weights, columns.uniforms)).flatten()
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -98,8 +98,8 @@ def test_the_text_names_block_step_layer_batch_rate_and_the_time_left(spec: Mode
 
 def test_blocks_of_one_shape_are_predicted_once_and_counted_each(spec: ModelSpec) -> None:
     one, alike = (BlockPlans.of(spec, PLAN, Workload.uniform(count, 6, 3), Site()) for count in (4, 8))
-    assert predicted_bytes(alike) == {lane: 2 * nbytes for lane, nbytes in predicted_bytes(one).items()}
-    assert predicted_bytes(one) == Cost(alike[0]).lane_bytes()
+    assert predicted_bytes(alike) == {op: 2 * nbytes for op, nbytes in predicted_bytes(one).items()}
+    assert predicted_bytes(one) == Cost(alike[0]).op_bytes()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (61, "1:01"), (3600, "1:00:00"), (36061, "10:01:01")])

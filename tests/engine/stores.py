@@ -14,7 +14,7 @@ from tests.pretended import open_any_device
 @contextmanager
 def opened_memories(device: str, folder: Path) -> Iterator[Memories]:
     opened: Device = open_any_device(device)
-    memories = Memories(opened, folder, pin_host=device == "cuda")
+    memories = Memories(opened, folder)
     try:
         yield memories
     finally:

@@ -127,7 +127,7 @@ def test_when_all_rows_have_ended_the_run_ends(
     every = greedy(case, checkpoints)
     wanted = [stops_at(tokens, 2) for tokens in every]
     params = [SamplingParams(max_tokens=60, stop_token_ids=(tokens[-1],)) for tokens in wanted]
-    with case.open(checkpoints, offload) as llm:
+    with case.open(checkpoints, offload, trace=True) as llm:
         completions = llm.generate(case.prompts, params)
         assert llm.stats is not None
         trace = llm.stats.last_block.trace
@@ -142,7 +142,7 @@ def test_a_batch_that_has_ended_moves_nothing_while_others_go_on(
     any_device: str, checkpoints: Checkpoints, offload: Path
 ) -> None:
     case = Case("opt", ALL_ON_DISK, (9, 8, 3, 2), GEN_LEN, num_gpu_batches=2, device=any_device)
-    with case.open(checkpoints, offload) as llm:
+    with case.open(checkpoints, offload, trace=True) as llm:
         llm.generate(case.prompts, [SamplingParams(max_tokens=limit) for limit in (2, 1, GEN_LEN, 4)])
         assert llm.stats is not None
         spans = llm.stats.last_block.trace.spans
@@ -162,7 +162,7 @@ def test_a_run_can_be_ended_from_outside_and_gives_the_rows_that_are_finished(ch
 
 def test_the_spans_of_a_run_keep_to_the_needs_of_its_schedule(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
     case = Case("opt", MIXED, RAGGED, num_gpu_batches=4, device=any_device)
-    with case.open(checkpoints, offload) as llm:
+    with case.open(checkpoints, offload, trace=True) as llm:
         generate_with(llm, case)
         assert llm.stats is not None
         run = llm.stats.last_block

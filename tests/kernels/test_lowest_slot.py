@@ -5,18 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.kernels.functions import FUNCTIONS
-from h2o_flexgen.kernels.lowest_slot import lowest_slot_twin
-from h2o_flexgen.kernels.operations import lowest_slot
-from tests.kernels.variants import VARIANTS, never, used
+from h2o_flexgen.kernels.lowest_slot import lowest_slot, lowest_slot_twin
+from tests.kernels.variants import VARIANTS, used
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 4, 50), (5, 2, 205), (64, 8, 17)])
 @pytest.mark.parametrize("kinds", [1, 3, 1000, None])
-def test_c_and_torch_let_the_oldest_of_the_lowest_go(
-    variant: str, shape: tuple[int, int, int], kinds: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_c_and_torch_let_the_oldest_of_the_lowest_go(variant: str, shape: tuple[int, int, int], kinds: int | None) -> None:
     rows, heads, slots = shape
     draw = torch.Generator().manual_seed(sum(shape))
     positions = torch.rand(shape, generator=draw).argsort(-1).int() * 2 + 5  # unique, in any order
@@ -28,7 +24,6 @@ def test_c_and_torch_let_the_oldest_of_the_lowest_go(
     free = (positions >= 5 + slots // 2) & (positions < 5 + 2 * slots - slots // 2)
     some = free.any(-1).all(-1)[:, None, None]
     start, end = torch.where(some, 5 + slots // 2, -3), torch.where(some, 5 + 2 * slots - slots // 2, 2 * slots + 5)
-    monkeypatch.setitem(FUNCTIONS, "lowest_slot_twin", never)
     with used(variant):
         found = lowest_slot(positions, ranks, held, start, end)
     assert torch.equal(found, lowest_slot_twin(positions, ranks, held, start, end))

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.kernels.operations import rotate
+from h2o_flexgen.kernels.rotate import Turn
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.policies.full import Full
@@ -81,16 +83,24 @@ def test_every_token_attends_to_its_own_text_and_nothing_else(kv_heads: int, by_
                 torch.testing.assert_close(out[row, at], expected(*rows[row], place), atol=1e-5, rtol=1e-5)
 
 
-def test_queries_and_keys_are_rotated_to_their_positions_and_values_are_not() -> None:
-    def rotate(x: Tensor, positions: Tensor) -> Tensor:
-        return x * (1 + positions[:, :, None, None])
+class Growing:
+    """A rotation that anybody can follow: pairs become larger with their position."""
 
+    def turn(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+        factor = (1 + positions[:, :, None, None]).to(dtype).expand(-1, -1, -1, DIM // 2)
+        return Turn(factor, torch.zeros_like(factor))
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        return rotate(x, self.turn(positions, x.dtype))
+
+
+def test_queries_and_keys_are_rotated_to_their_positions_and_values_are_not() -> None:
     rows = texts(2, LENGTHS)
     factors = [1 + torch.arange(length + STEPS)[:, None, None] for length in LENGTHS]
     turned = [(q * factor, k * factor, v) for (q, k, v), factor in zip(rows, factors)]
     cache = KVCache(fresh_image(len(LENGTHS), 2, max(LENGTHS) + STEPS - 1, by_token=False))
     for step in range(STEPS):
-        out = cache.attend(pass_of(LENGTHS, step), *tokens_of(rows, LENGTHS, step), rotate)
+        out = cache.attend(pass_of(LENGTHS, step), *tokens_of(rows, LENGTHS, step), Growing())
         for row, length in enumerate(LENGTHS):
             place = length - 1 + step
             torch.testing.assert_close(out[row, 0 if step else length - 1], expected(*turned[row], place), atol=1e-5, rtol=1e-5)

@@ -16,6 +16,7 @@ from hypothesis import strategies as draw
 
 from h2o_flexgen.core.layout import ALIGNMENT
 from h2o_flexgen.memory import host
+from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
 
 
@@ -80,7 +81,7 @@ def test_memory_that_cannot_be_had_is_told_with_its_size(monkeypatch: pytest.Mon
     def refuse(*_: object, **__: object) -> object:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(mmap, "mmap", refuse)
+    monkeypatch.setattr(host, "Pages", refuse)
     tier = HostTier()
     with pytest.raises(MemoryError, match=r"host memory: 3\.00 GB could not be had .*; lower the CPU share"):
         tier.alloc(3_000_000_000)
@@ -136,7 +137,7 @@ def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None
 
 @pytest.mark.cuda
 def test_pinned_memory_can_be_copied_without_waiting() -> None:
-    tier = HostTier(pinned=True)
+    tier = HostTier(open_device())
     region = tier.alloc(1 << 20)
     assert region.is_pinned()
     tier.free(region)

@@ -12,7 +12,7 @@ from hypothesis import strategies as draw
 
 from h2o_flexgen.core.layout import ALIGNMENT, PAGE_ALIGNED_FROM
 from h2o_flexgen.kernels.operations import decode, encode
-from h2o_flexgen.memory.pack import Entry, Layout, Pack, Range, slices
+from h2o_flexgen.memory.pack import Entry, Layout, Pack, Range, copies_between, slices
 from h2o_flexgen.quant.codec import PLAIN
 from tests.inverted import Inverted, registered
 
@@ -103,3 +103,30 @@ def test_nothing_is_packed_into_nothing() -> None:
 @pytest.mark.parametrize("parts", [1, 4])
 def test_a_tensor_smaller_than_a_page_is_not_cut(parts: int) -> None:
     assert [value for part in slices({"norm": 4000}, parts) for value in part] == [Range("norm", 0, 4000)]
+
+
+@given(draw.lists(draw.tuples(draw.integers(1, 2 * PAGE_ALIGNED_FROM), draw.booleans()), max_size=8), draw.integers(1, 4))
+def test_copies_bring_every_byte_of_the_tensors_that_are_there(sizes: list[tuple[int, bool]], parts: int) -> None:
+    """The source has some of the target's tensors; what lies between two of them in the target is not touched."""
+    target = Layout.pack({str(at): Entry(0, (size,), torch.uint8) for at, (size, _) in enumerate(sizes)})
+    source = Layout.pack({str(at): Entry(0, (size,), torch.uint8) for at, (size, is_there) in enumerate(sizes) if is_there})
+    here, there = (Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout) for layout in (target, source))
+    for at, name in enumerate(target.entries):
+        here.bytes(name).fill_(100 + at)
+    for at, name in enumerate(source.entries):
+        there.bytes(name).copy_(torch.arange(source.entries[name].nbytes) % 90 + at % 9)
+    for part in slices({name: entry.nbytes for name, entry in source.entries.items()}, parts):
+        for to, origin in copies_between(there, here, part):
+            to.copy_(origin)
+    for at, (name, (_, is_there)) in enumerate(zip(target.entries, sizes)):
+        assert torch.equal(here.bytes(name), there.bytes(name)) if is_there else bool((here.bytes(name) == 100 + at).all())
+
+
+@pytest.mark.parametrize(("gone", "copies"), [((), 1), ((2,), 2), ((0,), 1), ((1, 3), 3)])
+def test_neighbours_that_lie_alike_come_in_one_copy(gone: tuple[int, ...], copies: int) -> None:
+    sizes = (96, 32, 96, 160, 64)
+    target = Layout.pack({str(at): Entry(0, (size,), torch.uint8) for at, size in enumerate(sizes)})
+    source = Layout.pack({name: entry for name, entry in target.entries.items() if int(name) not in gone})
+    here, there = (Pack(torch.zeros(layout.nbytes, dtype=torch.uint8), layout) for layout in (target, source))
+    (part,) = slices({name: entry.nbytes for name, entry in source.entries.items()}, 1)
+    assert len(copies_between(there, here, part)) == copies

@@ -94,7 +94,7 @@ def zero_tail(file: Path, nbytes: int) -> None:
 def test_zeros_where_weights_were_are_noticed_said_once_and_mended(
     kind: str, percent: tuple[float, ...], model: str, device: str, home: Home, pretended: None
 ) -> None:
-    options = {**KINDS[kind], "device": device, "pin_weight": False}
+    options = {**KINDS[kind], "device": device}
     folder = home.model(model, safe=kind == "packed")
     expected = home.tokens(folder, percent, **options)
     for file in home.weights(kind):

@@ -12,7 +12,7 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Block, Workload
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.cost import Cost
+from h2o_flexgen.planning.cost import Cost, by_lane
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.ops import Op
@@ -32,7 +32,7 @@ def cost_of(llm: LLM, block: Block) -> Cost:
 def predicted(llm: LLM, case: Case) -> Counter[str]:
     total: Counter[str] = Counter()
     for block in Workload(case.lengths, case.gen_len).blocks(case.gpu_batch_size, case.num_gpu_batches):
-        total.update(cost_of(llm, block).lane_bytes())
+        total.update(by_lane(cost_of(llm, block).op_bytes()))
     return total
 
 
@@ -147,8 +147,8 @@ def test_slices_of_a_layer_add_up_to_what_it_stores() -> None:
 def test_the_sums_of_a_block_are_those_of_its_tasks(schedule: str, accelerator: bool, heavy: int | None, block: Block) -> None:
     policy = {"kv_policy": "h2o", "heavy": heavy} if heavy else {}
     cost = tiny_cost(block, accelerator, schedule=schedule, **policy)
-    moved: Counter[str] = Counter()
+    moved: Counter[Op] = Counter()
     for task in cost.schedule.tasks():
-        moved[task.lane] += cost.nbytes(task)  # type: ignore[assignment]
-    assert cost.lane_bytes() == {lane: round(nbytes) for lane, nbytes in moved.items() if nbytes}
-    assert cost.lane_bytes() == cost.lane_bytes_until(lambda task: False)
+        moved[task.op] += cost.nbytes(task)  # type: ignore[assignment]
+    assert +cost.op_bytes() == {op: round(nbytes) for op, nbytes in moved.items() if nbytes}
+    assert cost.op_bytes() == cost.op_bytes_until(lambda task: False)

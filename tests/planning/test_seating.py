@@ -62,7 +62,7 @@ def test_passes_tokens_and_bytes_are_those_of_a_run(
     shape = {"gpu_batch_size": random.randint(1, 4), "num_gpu_batches": random.randint(1, 3), "slots": random.randint(1, 3)}
     case = Case("llama-gqa", percent, policy=policy, device=any_device, prefill_tokens=random.choice([8, 4096]), **shape)
     job, ticks = requests(random, header), list[Tick]()
-    with case.open(checkpoints, offload) as llm:
+    with case.open(checkpoints, offload, trace=True) as llm:
         cost = cost_of(llm, job)
         assert len(list(llm.generate_stream(job, on_tick=ticks.append))) == len(job)
         assert llm.stats is not None

@@ -182,8 +182,7 @@ def test_another_type_can_be_measured_in(tmp_path: Path, dtype: str) -> None:
     assert set(machine.attention_flops_per_s) == {dtype, "group4", "group8"} and set(machine.flops_per_s) == {dtype}
 
 
-def test_an_accelerator_has_links_and_attends_in_two_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moving, "HostTier", lambda pinned=False: HostTier())  # nobody can page-lock memory for it
+def test_an_accelerator_has_links_and_attends_in_two_places(tmp_path: Path) -> None:
     machine = profile(PretendedDevice(), tmp_path, "pretended", "float32", TINY)
     assert set(machine.attention_bytes_per_s) == {"host", "device"}
     rates = [getattr(machine, name) for pair in moving.LINKS.values() for name in pair]
@@ -361,7 +360,7 @@ def test_what_empties_the_caches_between_visits_is_not_counted(tmp_path: Path, m
 @pytest.mark.parametrize("free", [8 << 20, 4 << 20])
 def test_no_more_is_written_than_a_quarter_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     monkeypatch.setattr(moving.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    with closing(Memories(Device(), tmp_path, False)) as memories:
+    with closing(Memories(Device(), tmp_path)) as memories:
         with moving.disk(memories, TINY) as subject:
             assert memories.disk.meter.used_bytes == 0
             subject.measure(subject.sizes[-1])
@@ -380,7 +379,7 @@ def test_reads_and_writes_at_once_share_what_the_disk_can_do(tmp_path: Path, mon
     monkeypatch.setattr(
         moving.DiskTrial, "_rate", lambda self, way, seconds: taken.append(way) or (100.0 if len(taken) < 3 else 70.0)
     )
-    with closing(Memories(Device(), tmp_path, False)) as memories:
+    with closing(Memories(Device(), tmp_path)) as memories:
         rates = moving.DiskTrial(memories, 0.0, time.perf_counter, Watch()).rates(1 << 20)
     assert rates == {moving.READ: 100.0, moving.WRITE: 100.0, moving.BOTH: 1.4}
     assert sorted(taken) == sorted([moving.READ, moving.WRITE] * 2)

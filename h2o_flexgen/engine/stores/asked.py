@@ -23,7 +23,7 @@ from h2o_flexgen.kv.cache import Asked, KVCache
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES
-from h2o_flexgen.models.base import Rotate
+from h2o_flexgen.models.base import Rotation
 from h2o_flexgen.schedule.schedule import Schedule
 
 HOST_MEMORY = torch.device("cpu")
@@ -32,7 +32,7 @@ HOST_MEMORY = torch.device("cpu")
 class _Question(NamedTuple):
     now: KVStep
     asked: Asked  # in the memory of the host
-    rotate: Rotate | None
+    rotation: Rotation | None
 
 
 class AskedStore:
@@ -59,13 +59,13 @@ class AskedStore:
     # -- before and behind it, where the model computes ------------------------------------------------------------------
 
     def ask(
-        self, batch: int, cache: KVCache, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None
+        self, batch: int, cache: KVCache, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None
     ) -> Tensor:
         """An `attend` that only asks; what it returns is to be replaced by the answer."""
-        asked = cache.asked(now, q, k, v, rotate)
+        asked = cache.asked(now, q, k, v, rotation)
         sent_q, sent_k, sent_v = (self._sent(batch, place, tensor) for place, tensor in enumerate((asked.q, asked.k, asked.v)))
         more = asked.more and More(*(self._sent(batch, place, tensor) for place, tensor in enumerate(asked.more, start=4)))
-        self._questions[batch] = _Question(now, Asked(sent_q, sent_k, sent_v, more), rotate)
+        self._questions[batch] = _Question(now, Asked(sent_q, sent_k, sent_v, more), rotation)
         return q.new_zeros(len(q), 1, self._spec.heads * self._spec.head_dim)
 
     def fill_in(self, batch: int, hidden: Tensor) -> None:
@@ -83,7 +83,7 @@ class AskedStore:
         """Answers what a batch has asked, if anything, with the host's cache; returns the bytes that cross for it."""
         if (question := self._questions.pop(batch, None)) is None:
             return 0
-        made = cache.answer(self._on_host(batch, question.now), question.asked, question.rotate)
+        made = cache.answer(self._on_host(batch, question.now), question.asked, question.rotation)
         outcome = self._outcome(batch, len(made)).copy_(made)
         q, k, v, more = question.asked
         return sum(tensor.nbytes for tensor in (q, k, v, *(more or ()), outcome))

@@ -12,7 +12,8 @@ from h2o_flexgen.core.layout import aligned, hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DISK
 from h2o_flexgen.core.workload import Block
-from h2o_flexgen.memory.disk import DiskRegion, numpy_of
+from h2o_flexgen.kernels.raw_memory import numpy_of
+from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.schedule.schedule import Schedule
@@ -80,15 +81,17 @@ class HiddenStore:
     def _write(self, task: Task, hidden: Tensor) -> None:
         if self._device_ring:
             staged = self._view(self._host_ring[self._schedule.buffer(task.visit)], hidden.shape)
-            hidden = staged.copy_(hidden)  # waits: the disk reads host memory
+            hidden = staged.copy_(hidden, non_blocking=True)
+            self._memories.device.finish()  # the processor reads it now
         scratch = self._memories.disk.scratch(hidden.nbytes)
-        numpy.copyto(numpy_of(self._view(scratch, hidden.shape)), numpy_of(hidden))
+        numpy.copyto(numpy_of(self._view(scratch, hidden.shape), writes=True), numpy_of(hidden))
         self._memories.disk.write_from(self._on_disk[task.batch], 0, scratch)
 
     def load(self, task: Task) -> int:
         shape, slot = self._shapes[task.batch], self._schedule.buffer(task.visit)
         if task.batch in self._on_disk:
             hidden = self._view(self._host_ring[slot], shape)
+            self._memories.device.finish()  # the processor writes now where earlier copies read
             self._memories.disk.read_into(self._on_disk[task.batch], 0, self._host_ring[slot][: aligned(hidden.nbytes)])
         else:
             hidden = self._view(self._on_host[task.batch], shape)

@@ -24,11 +24,12 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.memory.device import DeviceTier
-from h2o_flexgen.memory.disk import DiskRegion, numpy_of
+from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES
@@ -52,6 +53,7 @@ class Unit:
     cache: KVCache | None = None  # cache of the last COMPUTE
     joined: dict[int, slice] = field(default_factory=dict)  # rows whose prompts a step has read, until the host has them
     journaled: list[Tensor] = field(default_factory=list)  # where the journal's entries on disk, behind the slots, belong
+    at_home: Tensor | None = None  # in host memory: the changed slots of what was brought there last
 
     @property
     def replaced(self) -> Tensor | None:
@@ -107,6 +109,10 @@ class KVStore:
         scored = max(layout.score_bytes(self._policy.score_bytes) for layout in self._layouts)
         self._score_ring = Ring(memories.compute, self._schedule.buffers, scored if beside else 0)
         held.callback(self._score_ring.free)
+        staged = max(layout.staged_bytes for layout in self._layouts)
+        self._staging = memories.host.alloc(staged) if self._device_ring and not beside else None
+        if self._staging is not None:
+            held.callback(memories.host.free, self._staging)
 
     def _scores_region(self, held: ExitStack, layout: KVLayout, on_host: bool) -> Tensor:
         memory = self._memories.host if on_host else self._memories.compute
@@ -198,12 +204,28 @@ class KVStore:
             return self._transfer_rows(task, unit.joined.pop(task.step, slice(0)), to_device=False)
         if unit.replaced is None:
             return self._transfer(task, *unit.changed, to_device=False)
+        return self._store_single(task, unit, unit.replaced)
+
+    def _store_single(self, task: Task, unit: Unit, replaced: Tensor) -> int:
+        """Device -> host, where each row and head has changed a slot of its own: they come side by side to the staging place,
+        and the processor brings them from there to where they belong."""
         host, device = (self._image(region, task) for region in self._both_regions(task))
-        row, head = torch.arange(unit.rows)[:, None], torch.arange(self._spec.kv_heads)
-        at_home = device.device  # indices are gathered there, scattered here
-        values = device[:, row.to(at_home), head.to(at_home), unit.replaced].cpu()
-        host[:, row, head, unit.replaced.cpu()] = values
+        self._memories.device.keep_for_stream(replaced)  # it was made where layers are computed
+        row, head = (torch.arange(count, device=device.device) for count in replaced.shape)
+        values = device[:, row[:, None], head, replaced]
+        staged_slots, staged_values = self._staged(replaced, 0), self._staged(values, replaced.nbytes)
+        staged_slots.copy_(replaced, non_blocking=True)
+        staged_values.copy_(values, non_blocking=True)
+        self._memories.device.finish()
+        unit.at_home = staged_slots.clone()
+        row, head = (torch.arange(count) for count in replaced.shape)
+        host[:, row[:, None], head, unit.at_home] = staged_values
         return values.nbytes
+
+    def _staged(self, like: Tensor, start: int) -> Tensor:
+        """A place in page-locked memory for as many values, from a byte on."""
+        assert self._staging is not None
+        return self._staging[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
     def _both_regions(self, task: Task) -> tuple[Tensor, Tensor]:
         """The regions on the host and on the device."""
@@ -245,28 +267,31 @@ class KVStore:
         """Writes what the step changed from host to disk. Scattered slots go into the journal until it is full."""
         unit = self._units[task.layer, task.batch]
         if unit.replaced is not None and len(unit.journaled) < self._layouts[task.batch].journal:
-            unit.journaled.append(unit.replaced.cpu())
+            unit.journaled.append(unit.replaced if unit.at_home is None else unit.at_home)
             return self._append_journaled(task, len(unit.journaled) - 1, unit.journaled[-1])
         unit.journaled.clear()
         return self._disk_slots(task, unit, *unit.changed, self._write_slots)
 
     def _read_journaled(self, task: Task, place: int, slots: Tensor) -> int:
         """Reads one slot of every row and head to where it belongs."""
-        image, at, offset, scratch = self._journal_entry(task, place, slots)
+        image, at, offset, scratch = self._journal_entry(task, place, slots, fills=True)
         self._memories.disk.read_into(self._on_disk[task.layer, task.batch], offset, scratch)
         image[at] = self._slots_of(scratch, len(slots), 1)[..., 0, :]
         return len(slots) * self._spec.kv_bytes_per_slot
 
     def _append_journaled(self, task: Task, place: int, slots: Tensor) -> int:
-        image, at, offset, scratch = self._journal_entry(task, place, slots)
+        image, at, offset, scratch = self._journal_entry(task, place, slots, fills=False)
         self._slots_of(scratch, len(slots), 1)[..., 0, :] = image[at]
         self._memories.disk.write_from(self._on_disk[task.layer, task.batch], offset, scratch)
         return len(slots) * self._spec.kv_bytes_per_slot
 
-    def _journal_entry(self, task: Task, place: int, slots: Tensor) -> tuple[numpy.ndarray, Index, int, Tensor]:
-        """The image and where in it the slots (rows, kv_heads) are; the entry's offset on disk, and a buffer for it."""
-        image = numpy_of(self._image(self._host_ring[self._schedule.buffer(task.visit)], task))
-        at = (slice(None), numpy.arange(len(slots))[:, None], numpy.arange(self._spec.kv_heads), slots.numpy())
+    def _journal_entry(
+        self, task: Task, place: int, slots: Tensor, fills: bool
+    ) -> tuple[numpy.ndarray, Index, int, Tensor]:
+        """The image and where in it the slots (rows, kv_heads) are; the entry's offset on disk, and a buffer for it. `fills`:
+        the image is written."""
+        image = numpy_of(self._image(self._host_ring[self._schedule.buffer(task.visit)], task), writes=fills)
+        at = (slice(None), numpy.arange(len(slots))[:, None], numpy.arange(self._spec.kv_heads), numpy_of(slots))
         layout = self._layouts[task.batch].of_rows(len(slots))
         return image, at, layout.journal_start(place), self._memories.disk.scratch(layout.padded_slot_bytes)
 
@@ -274,7 +299,8 @@ class KVStore:
         """Cuts a range of slots into chunks that the disk threads work on side by side."""
         home, region = self._on_disk[task.layer, task.batch], self._host_ring[self._schedule.buffer(task.visit)]
         layout = self._layouts[task.batch].of_rows(unit.rows)
-        image, chunk = numpy_of(self._image(region, task))[:, : layout.rows], layout.slots_at_once
+        image = numpy_of(self._image(region, task), writes=task.op.fetches)[:, : layout.rows]
+        chunk = layout.slots_at_once
         cuts = [(home, layout, image, start, min(start + chunk, last)) for start in range(first, last, chunk)]
         self._memories.files.each(lambda cut: action(*cut), cuts)
         return (last - first) * layout.slot_bytes

@@ -25,7 +25,7 @@ from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import Checked, Piece
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories, Ring
-from h2o_flexgen.memory.pack import DTYPES, Entry, Layout, Pack, Range, slices
+from h2o_flexgen.memory.pack import DTYPES, Entry, Layout, Pack, Range, copies_between, slices
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models.base import Weights
 from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
@@ -47,8 +47,8 @@ class WeightStore:
         self._stored = source.locate(self._on(DISK))
         self._check_stored()
         self._resident = self._fill(source, self._on(*self._stays_in), memories.compute)
-        self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.host)
-        self._host_ring = self._device_ring = Ring(memories.host, buffers=0, nbytes=0)
+        self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.weights)
+        self._host_ring = self._device_ring = Ring(memories.weights, buffers=0, nbytes=0)
         decoded = decoded_bytes(spec, site_of(memories.device.kind, accelerator))
         self._decoded = memories.compute.alloc(decoded) if decoded else None
 
@@ -107,13 +107,13 @@ class WeightStore:
         Pieces, copies and views into them are kept for the block."""
         self._schedule = schedule
         self._pieces: dict[Place, list[Piece]] = {}
-        self._copies: dict[Place, list[tuple[Tensor, Tensor]]] = {}
+        self._copies: dict[Place, tuple[list[tuple[Tensor, Tensor]], int]] = {}  # to and from, and the bytes of tensors in them
         self._views: dict[tuple[int, int], dict[str, Tensor | PackedMatrix]] = {}
         self._parts: dict[tuple[int, int], list[PackedMatrix]] = {}  # parts of a packed logit matrix
         self._viewed_pass = -1
         memories, buffers = self._memories, schedule.weight_buffers
         largest_moved = _largest(self._moved_layouts) if memories.device.accelerator else 0
-        self._host_ring = self._host_ring or Ring(memories.host, buffers, _largest(self._disk_layouts))
+        self._host_ring = self._host_ring or Ring(memories.weights, buffers, _largest(self._disk_layouts))
         self._device_ring = self._device_ring or Ring(memories.compute, buffers, largest_moved)
 
     @cached_property
@@ -138,10 +138,11 @@ class WeightStore:
         place = self._place(task)
         if place not in self._pieces:
             target = self._read_pack(place)
-            self._pieces[place] = [
+            wanted = (
                 self._piece(self._spec.tensors[cut.name], self._stored[cut.name], target.range(cut), cut.start)
                 for cut in self._slice(place, DISK)
-            ]
+            )
+            self._pieces[place] = [chunk for piece in wanted for chunk in piece.cut()]  # as reading would cut them every time
         return self._memories.files.read(self._pieces[place])
 
     def load(self, task: Task) -> int:
@@ -149,12 +150,14 @@ class WeightStore:
         place = self._place(task)
         if place not in self._copies:
             target = Pack(self._device_ring[place.slot], self._moved_layouts[place.layer])
-            resting = [(target.range(cut), self._host.range(cut)) for cut in self._slice(place, HOST)]
-            read = [(target.range(cut), self._read_pack(place).range(cut)) for cut in self._slice(place, DISK)]
-            self._copies[place] = resting + read
-        for device, host in self._copies[place]:
+            resting, read = self._slice(place, HOST), self._slice(place, DISK)
+            copies = copies_between(self._host, target, resting)
+            copies += copies_between(self._read_pack(place), target, read) if read else []
+            self._copies[place] = copies, sum(cut.stop - cut.start for cut in (*resting, *read))
+        copies, moved = self._copies[place]
+        for device, host in copies:
             device.copy_(host, non_blocking=True)
-        return sum(host.nbytes for _, host in self._copies[place])
+        return moved
 
     def _place(self, task: Task) -> Place:
         part = task.batch if self._schedule.cuts_layers else 0

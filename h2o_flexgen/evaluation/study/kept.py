@@ -13,7 +13,7 @@ from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.models.base import Rotate
+from h2o_flexgen.models.base import Rotation
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
 
@@ -37,7 +37,7 @@ class Keeper:
     def gone(self) -> Gone:
         return of_layers(self.by_layer)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Reads all tokens in the next layer; a models.base.Attend for one row."""
         occupancy, kv_heads, out = self.occupancy, k.shape[2], []
         cache, scores = self._opened(occupancy.capacity, kv_heads, q.device)
@@ -46,7 +46,7 @@ class Keeper:
             read = self.prompt_len + step
             new = slice(read - 1 if step else 0, read)
             now = KVStep.of(occupancy.at(step), occupancy.capacity, q.device)
-            out.append(cache.attend(now, q[:, new], k[:, new], v[:, new], rotate))
+            out.append(cache.attend(now, q[:, new], k[:, new], v[:, new], rotation))
             held = scores.positions[0, :, : occupancy.counts(step + 1)[0]].long()
             gone.scatter_(1, held, torch.full_like(held, read + 1))
         self.by_layer.append(gone)

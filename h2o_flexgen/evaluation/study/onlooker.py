@@ -11,7 +11,7 @@ from torch import Tensor
 from h2o_flexgen.evaluation.study.attention import attention_in_blocks, captured, negligible_entries, visible_entries
 from h2o_flexgen.evaluation.study.kept import Keeper
 from h2o_flexgen.kernels.operations import prompt_attention
-from h2o_flexgen.models.base import Rotate
+from h2o_flexgen.models.base import Rotation
 
 ORACLE = "oracle"  # keeps the tokens that get most attention in the whole text, as only a reader who knows it all could
 
@@ -33,12 +33,12 @@ class Onlooker:
     prompt_len: int
     by_layer: list[LayerSeen] = field(default_factory=list)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotate: Rotate | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Reads all tokens in the next layer; a models.base.Attend for one row."""
         tokens = q.shape[1]
-        if rotate is not None:
+        if rotation is not None:
             positions = torch.arange(tokens, device=q.device).unsqueeze(0)
-            q, k = rotate(q, positions), rotate(k, positions)
+            q, k = rotation(q, positions), rotation(k, positions)
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         nothing, every_query = torch.zeros(1, dtype=torch.int64, device=q.device), torch.ones(1, tokens, device=q.device)
         out, sums = prompt_attention(q, k, v, nothing, every_query)

@@ -42,7 +42,7 @@ def read_text(llm: LLM, ids: Sequence[int], readers: Sequence[Attend], on_layer:
 def _opened(llm: LLM, layer: LayerSpec) -> Iterator[WeightStore]:
     """Opens the layer as a model of its own, with all its weights on the device, and closes it afterwards."""
     spec = replace(llm.spec, layers=(layer,))
-    memories = Memories(llm.device, llm.offload_folder, pin_host=False)
+    memories = Memories(llm.device, llm.offload_folder, llm.plan.pin_weight)
     try:
         store = WeightStore(spec, dict.fromkeys(spec.tensors, DEVICE), llm.source, memories)
         store.prepare(SCHEDULES["zigzag"](Traffic(steps=1, layers=1, batches=1)))

@@ -28,7 +28,7 @@ def studied(checkpoints: Checkpoints, kind: str = "llama-gqa", **options: Any) -
 def test_devices_and_joined_layers_say_the_same(kind: str, any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
     plain = studied(checkpoints, kind)
     for options in ({}, {"sep_layer": False}, {"percent": (0, 0, 100, 0, 100, 0)}):
-        found = studied(checkpoints, kind, offload_dir=offload, device=any_device, pin_weight=any_device == "cuda", **options)
+        found = studied(checkpoints, kind, offload_dir=offload, device=any_device, **options)
         np.testing.assert_allclose(found.scores, plain.scores, atol=1e-4)
         assert all((found.gone[name] == gone).mean() > 0.99 for name, gone in plain.gone.items())
 

@@ -1,0 +1,24 @@
+"""The newest token of each row in the cache: query and key are rotated, key and value go behind what the row holds, and its
+position is noted with a score of 0."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from h2o_flexgen.kernels.newest import Newest, Notes
+from h2o_flexgen.kernels.rotate import Turn, rotate_twin
+
+
+def append_twin(
+    image: Tensor, newest: Newest, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None, notes: Notes | None
+) -> Tensor:
+    if turn is not None:
+        q, k = rotate_twin(q, turn), rotate_twin(k, turn)
+    keys, values = image
+    keys[newest.rows, :, newest.slots] = k[:, 0]
+    values[newest.rows, :, newest.slots] = v[:, 0]
+    if notes is not None:
+        notes.positions[newest.rows, :, newest.slots] = newest.positions.int()
+        if notes.scores is not None:
+            notes.scores[newest.rows, :, newest.slots] = 0.0
+    return q

@@ -1,0 +1,34 @@
+"""The one slot of every row and head that a step changed, between one image and another: bytes that are copied at once.
+
+The numbers of these slots come first, then their keys, then their values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NUMBER = torch.int64
+
+
+def parts(gathered: Tensor, slots: torch.Size, width: int, kept: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The numbers (rows, heads), and keys and values (2, rows, heads, width) of this type, in gathered bytes."""
+    numbers = slots.numel() * NUMBER.itemsize
+    end = numbers + 2 * slots.numel() * width * kept.itemsize
+    return gathered[:numbers].view(NUMBER).view(slots), gathered[numbers:end].view(kept).view(2, *slots, width)
+
+
+def gather_slots_twin(image: Tensor, slots: Tensor, out: Tensor) -> None:
+    numbers, values = parts(out, slots.shape, image.shape[-1], image.dtype)
+    row, head = _places(slots)
+    numbers.copy_(slots)
+    values.copy_(image[:, row, head, slots])
+
+
+def scatter_slots_twin(values: Tensor, slots: Tensor, image: Tensor) -> None:
+    row, head = _places(slots)
+    image[:, row, head, slots] = values
+
+
+def _places(slots: Tensor) -> tuple[Tensor, Tensor]:
+    rows, heads = slots.shape
+    return torch.arange(rows, device=slots.device)[:, None], torch.arange(heads, device=slots.device)

@@ -1,0 +1,112 @@
+"""Values encoded with a group codec in one launch, by rows or in tiles: the bytes that torch gives."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, bits_above, bits_below, is_finite, to_nearest
+from h2o_flexgen.quant.grouped import GROUP as GROUP_VALUES
+from h2o_flexgen.quant.grouped import Grouped, groups_of
+from h2o_flexgen.quant.tiled import Tiled
+
+ROWS = 16  # that a program encodes a group of
+
+
+def group_encode(codec: Grouped, values: Tensor, out: Tensor) -> None:
+    """Encodes values (rows, columns) into out (rows, bytes of a row)."""
+    rows, columns = values.shape
+    if values.numel():
+        grid, whole = (triton.cdiv(rows, ROWS), groups_of(columns)), columns % GROUP_VALUES == 0
+        _encode_rows[grid](values, out, rows, columns, *values.stride(), codec.bits, ROWS, whole, enable_fp_fusion=False)
+
+
+def tile_encode(codec: Tiled, values: Tensor, out: Tensor) -> None:
+    """Encodes values (outputs, columns) into out (tiles, bytes of a tile)."""
+    outputs, columns = values.shape
+    if values.numel():
+        grid, whole = (len(out), groups_of(columns)), columns % GROUP_VALUES == 0
+        _encode_tiles[grid](values, out, outputs, columns, *values.stride(), codec.bits, whole, enable_fp_fusion=False)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _encode_rows(
+    values, out, rows, columns, row_stride, column_stride, BITS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr
+):
+    of_group: tl.constexpr = GROUP * BITS // 32  # words
+    group, groups = tl.program_id(1), tl.cdiv(columns, GROUP)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    place = tl.arange(0, of_group)[:, None] * 4 + tl.arange(0, 4)[None, :]  # the byte of a value
+    beginnings = values + row * row_stride
+    low, high = _loaded(beginnings, row < rows, group, columns, column_stride, place, GROUP // 2, BITS, WHOLE)
+    words, scale, minimum = _encoded(low, high, BITS, ROWS)
+    own = out.to(tl.pointer_type(tl.uint32)) + row * (groups * (of_group + 1))
+    there = row < rows
+    tl.store((own + group * of_group)[:, None] + tl.arange(0, of_group)[None, :], words, mask=there[:, None])
+    scales = (own + groups * of_group).to(tl.pointer_type(tl.uint16)) + group
+    tl.store(scales, scale, mask=there)
+    tl.store(scales + groups, minimum, mask=there)
+
+
+@triton.jit(do_not_specialize=["outputs"])
+def _encode_tiles(values, out, outputs, columns, row_stride, column_stride, BITS: tl.constexpr, WHOLE: tl.constexpr):
+    of_group: tl.constexpr = GROUP * BITS // 32  # words
+    of_block: tl.constexpr = TILE * (of_group + 1)
+    tile, group, groups = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.cdiv(columns, GROUP)
+    output, word = tl.arange(0, TILE), tl.arange(0, of_group)
+    row = tile * TILE + output
+    place = word[:, None] * (32 // BITS) + tl.arange(0, 4)[None, :]
+    beginnings = values + row * row_stride
+    low, high = _loaded(beginnings, row < outputs, group, columns, column_stride, place, 4, BITS, WHOLE)
+    words, scale, minimum = _encoded(low, high, BITS, TILE)
+    own = out.to(tl.pointer_type(tl.uint32)) + (tile * groups + group) * of_block
+    tl.store(own + word[None, :] * TILE + output[:, None], words)
+    scales = (own + of_group * TILE).to(tl.pointer_type(tl.uint16)) + output
+    tl.store(scales, scale)
+    tl.store(scales + TILE, minimum)
+
+
+@triton.jit
+def _loaded(rows, there, group, columns, stride, place, apart: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.constexpr):
+    """A group of some rows as float32: values at `place` (words, 4) have the lower codes of their bytes, and those `apart` from
+    them the upper ones, if codes have 4 bits. Behind a row's last value it is repeated, which changes neither extreme; rows that
+    are not there become zeros."""
+    low = _values(rows, there, group * GROUP + place, columns, stride, WHOLE)
+    high = _values(rows, there, group * GROUP + place + apart, columns, stride, WHOLE) if BITS == 4 else low
+    return low, high
+
+
+@triton.jit
+def _values(rows, there, column, columns, stride, WHOLE: tl.constexpr):
+    place = (column if WHOLE else tl.minimum(column, columns - 1)) * stride
+    return as_float32(rows[:, None, None] + place[None, :, :], there[:, None, None])
+
+
+@triton.jit
+def _encoded(low, high, BITS: tl.constexpr, ROWS: tl.constexpr):
+    """Values (rows, words, 4) with lower and upper codes -> words (rows, words), scales and minima (rows,)"""
+    most: tl.constexpr = 2**BITS - 1
+    strange = (low != low) | (high != high)
+    least = tl.min(tl.min(tl.where(strange, 0.0, tl.minimum(low, high)), 2), 1) + 0.0  # adding 0.0 makes -0 positive
+    minimum = bits_below(least)
+    start = minimum.to(tl.float32, bitcast=True)[:, None, None]
+    low, high = low - start, high - start
+    largest = tl.max(tl.max(tl.where(strange, 0.0, tl.maximum(low, high)), 2), 1) + 0.0
+    scale = bits_above(tl.div_rn(largest, tl.full((ROWS,), most, tl.float32)))
+    lost = tl.max(tl.max(strange.to(tl.int32), 2), 1) > 0  # a group with a NaN or an infinity becomes NaN altogether
+    lost = lost | ~is_finite(scale.to(tl.float32, bitcast=True)) | ~is_finite(minimum.to(tl.float32, bitcast=True))
+    scale, minimum = tl.where(lost, 0, scale), tl.where(lost, 0x7FC00000, minimum)
+    step = tl.where(scale == 0, 1.0, scale.to(tl.float32, bitcast=True))[:, None, None]  # a constant group has codes of 0
+    codes = _codes(low, step, lost, most)
+    if BITS == 4:
+        codes = codes | _codes(high, step, lost, most) << 4
+    byte = tl.arange(0, 4)[None, None, :].to(tl.uint32)
+    return tl.sum(codes << byte * 8, 2).to(tl.uint32), (scale >> 16).to(tl.uint16), (minimum >> 16).to(tl.uint16)
+
+
+@triton.jit
+def _codes(values, step, lost, most: tl.constexpr):
+    values = tl.where(lost[:, None, None], 0.0, values)
+    code = to_nearest(tl.minimum(tl.div_rn(values, step + tl.zeros_like(values)), most))
+    return code.to(tl.int32).to(tl.uint32)

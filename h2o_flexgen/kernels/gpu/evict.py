@@ -1,0 +1,125 @@
+"""Scores, who goes, and the newest token in its slot: one program for each KV head of a row.
+
+Everything is read before anything is written: a barrier stands between. Only the outcome of whole numbers and of a product
+and a sum that are each rounded is kept, so all is as the twin has it, bit for bit."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from h2o_flexgen.kernels.gpu.words import as_words
+from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
+
+BY_SCORE, BY_AGE, BY_CHANCE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+NOBODY = tl.constexpr(torch.iinfo(torch.int32).max)  # a position behind all others
+MOST_SLOTS = 1024  # that a program looks at side by side
+
+
+def evict(image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, sums: Tensor | None, decay: float) -> Tensor:
+    rows, heads, slots = notes.positions.shape
+    (words,) = as_words(image)
+    assert notes.positions.is_contiguous() and (sums is None or sums.is_contiguous())
+    target = torch.empty(rows, heads, dtype=torch.int64, device=image.device)
+    by = BY_SCORE if notes.scores is not None else BY_CHANCE if notes.by_chance else BY_AGE
+    evict_one[(heads, rows)](
+        words,
+        notes.positions,
+        notes.positions if notes.scores is None else notes.scores,
+        notes.positions if sums is None else sums,
+        newest.slots,
+        leaving.start,
+        leaving.end,
+        leaving.after,
+        target,
+        decay,
+        slots,
+        words.shape[-1],
+        *words.stride()[:4],
+        BY=by.value,
+        SLOTS=min(MOST_SLOTS, triton.next_power_of_2(slots)),
+        WORDS=triton.next_power_of_2(words.shape[-1]),
+        enable_fp_fusion=False,
+    )
+    return target
+
+
+@triton.jit
+def ranked(positions, scores, sums, at, there, decay, head, BY: tl.constexpr):
+    """Positions of these slots, and what they rank by."""
+    position = tl.load(positions + at, mask=there, other=0)
+    if BY == BY_SCORE:
+        score = tl.load(scores + at, mask=there, other=0.0)
+        rank = score * decay + tl.load(sums + at, mask=there, other=0.0)
+    elif BY == BY_AGE:
+        rank = tl.zeros_like(position).to(tl.float32)
+    else:
+        x = position.to(tl.uint32, bitcast=True) * 2654435761 + head.to(tl.uint32) * 2246822519 + 374761393
+        x = (x ^ (x >> 15)) * 2246822519
+        x = (x ^ (x >> 13)) * 3266489917
+        rank = ((x ^ (x >> 16)) >> 8).to(tl.float32)
+    return position, rank
+
+
+@triton.jit(do_not_specialize=["slots"])
+def evict_one(
+    image,
+    positions,
+    scores,
+    sums,
+    newest,
+    start,
+    end,
+    after,
+    target,
+    decay,
+    slots,
+    words,
+    half_stride,
+    row_stride,
+    head_stride,
+    slot_stride,
+    BY: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    first = (row * tl.num_programs(0) + head) * slots
+    last = tl.load(newest + row)
+    begins, ends = tl.load(start + row), tl.load(end + row)
+    lane = tl.arange(0, SLOTS)
+
+    least, oldest, place = tl.full((SLOTS,), float("inf"), tl.float32), tl.full((SLOTS,), NOBODY, tl.int32), lane.to(tl.int64)
+    lost = tl.zeros((SLOTS,), tl.int32)
+    for block in range(0, slots, SLOTS):
+        at = block + lane
+        position, rank = ranked(positions, scores, sums, first + at, at < slots, decay, head, BY)
+        may_go = (at <= last) & (at < slots) & (position >= begins) & (position < ends)
+        lost |= (may_go & (rank != rank)).to(tl.int32)
+        better = may_go & ((rank < least) | ((rank == least) & (position < oldest)))
+        least, oldest, place = tl.where(better, rank, least), tl.where(better, position, oldest), tl.where(better, at, place)
+    best = tl.min(least)
+    oldest = tl.where(least == best, oldest, NOBODY)
+    eldest = tl.min(oldest)
+    lowest = tl.min(tl.where(oldest == eldest, place, slots))
+    nobody = (eldest == NOBODY) | (tl.max(lost) > 0)
+    goes = tl.where(nobody | (tl.load(after + row) > last), last, lowest)
+    tl.store(target + row * tl.num_programs(0) + head, goes)
+
+    position, rank = ranked(positions, scores, sums, first + last, True, decay, head, BY)
+    word = tl.arange(0, WORDS)
+    from_here = image + row * row_stride + head.to(tl.int64) * head_stride + last * slot_stride + word
+    key = tl.load(from_here, mask=word < words)
+    value = tl.load(from_here + half_stride, mask=word < words)
+    tl.debug_barrier()
+    tl.store(positions + first + goes, position)
+    to_there = from_here + (goes - last) * slot_stride
+    tl.store(to_there, key, mask=word < words)
+    tl.store(to_there + half_stride, value, mask=word < words)
+    if BY == BY_SCORE:
+        for block in range(0, slots, SLOTS):
+            at = block + lane
+            _, own = ranked(positions, scores, sums, first + at, at < slots, decay, head, BY)
+            tl.store(scores + first + at, tl.where(at == goes, rank, own), mask=at < slots)

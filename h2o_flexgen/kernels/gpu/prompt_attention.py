@@ -1,0 +1,226 @@
+"""Attention of the tokens of a prompt, and what each key got from them, without a matrix of queries by keys.
+
+The first kernel goes over the keys of a block of queries with a running softmax, and leaves the logarithm of each query's sum
+of exponentials. With that the second one, a program for each block of keys, adds up what these got, in one fixed order: all
+query heads of a group, and of each all queries. Outcomes do not depend on whether sums are asked for. Earlier keys that a row
+lacks are not looked at.
+
+It differs from the twin in the last bits: scores and sums are in fp32, and a block's shares are rounded to the type of the
+values before they meet these."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from h2o_flexgen.kernels.more_keys import More
+
+LEAST_DIM = 16  # that products of blocks take
+WIDE = 128  # from here on, blocks are smaller
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+class _Blocks(NamedTuple):
+    """Sizes of blocks and warps, by the padded width of a head: they fit in registers, and in the shared memory of any GPU."""
+
+    queries: int
+    keys: int
+    summed: int  # keys whose sums a program makes
+    warps: int = 8
+    stages: int = 2
+
+    @classmethod
+    def of(cls, padded: int) -> _Blocks:
+        return cls(64, 32, 64) if padded <= WIDE else cls(32, 32, 32)
+
+
+def prompt_attention(
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None
+) -> tuple[Tensor, Tensor | None]:
+    rows, heads, tokens, dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    assert q.stride(3) == k.stride(3) == v.stride(3) == 1 and k.dtype == v.dtype == q.dtype
+    out = torch.empty(rows, tokens, heads * dim, dtype=q.dtype, device=q.device)
+    weighs = torch.empty(rows, heads, tokens, dtype=torch.float32, device=q.device)
+    sizes, strides = (dim**-0.5, tokens, keys, heads, heads // kv_heads), (*q.stride()[:3], *k.stride()[:3])
+    padded = max(LEAST_DIM, triton.next_power_of_2(dim))
+    blocks, elsewhere = _Blocks.of(padded), (weighs, out) if more is None else more
+    widths: Any = {"DIM": dim, "PADDED": padded, "num_warps": blocks.warps, "num_stages": blocks.stages}
+    attend_prompt[(triton.cdiv(tokens, blocks.queries), heads, rows)](
+        *(q, k, v, before, *elsewhere, out, weighs, *sizes, *strides, *v.stride()[:3]),
+        MORE=more is not None,
+        QUERIES=blocks.queries,
+        KEYS=blocks.keys,
+        **widths,
+    )
+    if weights is None:
+        return out, None
+    sums = torch.empty(rows, kv_heads, keys, dtype=torch.float32, device=q.device)
+    sum_columns[(triton.cdiv(keys, blocks.summed), kv_heads, rows)](
+        *(q, k, before, weights.float().contiguous(), weighs, sums, *sizes, *strides),
+        QUERIES=blocks.queries,
+        KEYS=blocks.summed,
+        **widths,
+    )
+    return out, sums
+
+
+@triton.jit
+def attend_keys(
+    q,
+    keys,
+    values,
+    first,
+    last,
+    ahead,
+    token,
+    most,
+    total,
+    made,
+    scale,
+    key_stride,
+    value_stride,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Goes on with keys `first` up to `last`, of which a query sees those up to `ahead` places behind its own."""
+    d = tl.arange(0, PADDED)
+    for start in range(first, last, KEYS):
+        at = start + tl.arange(0, KEYS)
+        there = (at < last)[:, None] & (d < DIM)[None, :]
+        far = at.to(tl.int64)[:, None]
+        key = tl.load(keys + far * key_stride + d[None, :], mask=there, other=0.0)
+        score = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+        score = tl.where((at < last)[None, :] & (at[None, :] <= token[:, None] + ahead), score, float("-inf"))
+        top = tl.maximum(most, tl.max(score, 1))
+        base = tl.where(top == float("-inf"), 0.0, top)
+        faded, share = tl.exp2(most - base), tl.exp2(score - base[:, None])
+        total = total * faded + tl.sum(share, 1)
+        value = tl.load(values + far * value_stride + d[None, :], mask=there, other=0.0)
+        made = made * faded[:, None] + tl.dot(share.to(value.dtype), value, input_precision="ieee")
+        most = top
+    return most, total, made
+
+
+@triton.jit(do_not_specialize=["tokens", "keys"])
+def attend_prompt(
+    q,
+    k,
+    v,
+    before,
+    more_scores,
+    more_values,
+    out,
+    weighs,
+    scale,
+    tokens,
+    keys,
+    heads,
+    group,
+    q_row,
+    q_head,
+    q_token,
+    k_row,
+    k_head,
+    k_key,
+    v_row,
+    v_head,
+    v_key,
+    MORE: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    token, d = block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, PADDED)
+    there = (token < tokens)[:, None] & (d < DIM)[None, :]
+    held, kv_head = keys - tokens, head // group
+    query = tl.load(q + row * q_row + head * q_head + token.to(tl.int64)[:, None] * q_token + d[None, :], mask=there, other=0.0)
+    own_keys, own_values = k + row * k_row + kv_head * k_head, v + row * v_row + kv_head * v_head
+    most, total = tl.full((QUERIES,), float("-inf"), tl.float32), tl.zeros((QUERIES,), tl.float32)
+    made, scale = tl.zeros((QUERIES, PADDED), tl.float32), scale * LOG2_E
+    earlier = tl.load(before + row).to(tl.int32)
+    most, total, made = attend_keys(
+        query, own_keys, own_values, 0, earlier, keys, token, most, total, made, scale, k_key, v_key, DIM, PADDED, KEYS
+    )
+    last = held + tl.minimum(tokens, (block + 1) * QUERIES)
+    most, total, made = attend_keys(
+        query, own_keys, own_values, held, last, held, token, most, total, made, scale, k_key, v_key, DIM, PADDED, KEYS
+    )
+    if MORE:
+        place = (row * tokens + token) * heads + head
+        score = tl.load(more_scores + place, mask=token < tokens, other=float("-inf")) * LOG2_E
+        value = tl.load(more_values + place[:, None] * DIM + d[None, :], mask=there, other=0.0)
+        top = tl.maximum(most, score)
+        faded, share = tl.exp2(most - top), tl.exp2(score - top)
+        most, total, made = top, total * faded + share, made * faded[:, None] + share[:, None] * value
+    tl.store(weighs + (row * heads + head) * tokens + token, most + tl.log2(total), mask=token < tokens)
+    outcome = (made / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + ((row * tokens + token)[:, None] * heads + head) * DIM + d[None, :], outcome, mask=there)
+
+
+@triton.jit(do_not_specialize=["tokens", "keys"])
+def sum_columns(
+    q,
+    k,
+    before,
+    weights,
+    weighs,
+    sums,
+    scale,
+    tokens,
+    keys,
+    heads,
+    group,
+    q_row,
+    q_head,
+    q_token,
+    k_row,
+    k_head,
+    k_key,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    block, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    at, d, lane = block * KEYS + tl.arange(0, KEYS), tl.arange(0, PADDED), tl.arange(0, QUERIES)
+    held = keys - tokens
+    exists = (at < keys) & ((at >= held) | (at < tl.load(before + row)))
+    there = exists[:, None] & (d < DIM)[None, :]
+    own = k + row * k_row + kv_head * k_head + at.to(tl.int64)[:, None] * k_key + d[None, :]
+    key = tl.load(own, mask=there, other=0.0)
+    got, scale = tl.zeros((KEYS, QUERIES), tl.float32), scale * LOG2_E
+    first, last = counted_queries(weights + row * tokens, tokens, QUERIES)
+    first = tl.maximum(first, (block * KEYS - held) // QUERIES * QUERIES)
+    for member in range(group):
+        head = kv_head * group + member
+        for start in range(first, last, QUERIES):
+            token = start + lane
+            fits = (token < tokens)[:, None] & (d < DIM)[None, :]
+            place = q + row * q_row + head * q_head + token.to(tl.int64)[:, None] * q_token + d[None, :]
+            score = tl.dot(key, tl.trans(tl.load(place, mask=fits, other=0.0)), input_precision="ieee") * scale
+            weigh = tl.load(weighs + (row * heads + head) * tokens + token, mask=token < tokens, other=0.0)
+            weight = tl.load(weights + row * tokens + token, mask=token < tokens, other=0.0)
+            counts = exists[:, None] & (at[:, None] <= held + token[None, :]) & (weight != 0.0)[None, :]
+            got += tl.where(counts, tl.exp2(score - weigh[None, :]) * weight[None, :], 0.0)
+    tl.store(sums + (row * (heads // group) + kv_head) * keys + at, tl.sum(got, 1), mask=at < keys)
+
+
+@triton.jit
+def counted_queries(weights, tokens, QUERIES: tl.constexpr):
+    """The range of whole blocks of queries outside of which none counts."""
+    lane = tl.arange(0, 1024)
+    first, last = tl.full((1024,), 0, tl.int32) + tokens, tl.zeros((1024,), tl.int32)
+    for start in range(0, tokens, 1024):
+        token = start + lane
+        counts = tl.load(weights + token, mask=token < tokens, other=0.0) != 0.0
+        first, last = tl.where(counts, tl.minimum(first, token), first), tl.where(counts, token + 1, last)
+    return tl.min(first) // QUERIES * QUERIES, tl.max(last)

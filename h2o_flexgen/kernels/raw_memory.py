@@ -1,0 +1,34 @@
+"""The door to values in host memory for all that is not torch: the disk, numpy, and kernels in C.
+
+Whoever comes through it says whether it writes. So a device that checks the order of all accesses hears of those that torch
+does not see.
+"""
+
+from __future__ import annotations
+
+import numpy
+import torch
+from torch import Tensor
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+
+
+def touched(tensor: Tensor, writes: bool) -> None:
+    """Says that the calling thread is about to read or write a tensor past torch. Nobody listens but tests."""
+
+
+def address_of(tensor: Tensor, writes: bool = False) -> int:
+    assert tensor.device.type == "cpu"
+    touched(tensor, writes)
+    return tensor.data_ptr()
+
+
+def bytes_of(tensor: Tensor, writes: bool = False) -> memoryview:
+    touched(tensor, writes)
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def numpy_of(tensor: Tensor, writes: bool = False) -> numpy.ndarray:
+    """The values as integers of the same size, which numpy copies without torch's threads; it knows no bfloat16."""
+    touched(tensor, writes)
+    return tensor.view(INTEGERS[tensor.dtype.itemsize]).numpy()

@@ -1,0 +1,88 @@
+"""The context in which the clocked device is there and a checker listens."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen import under_plan
+from h2o_flexgen.engine.executor import Executor, _Pending
+from h2o_flexgen.kernels import raw_memory
+from h2o_flexgen.memory import host
+from h2o_flexgen.memory.device import Device, open_device
+from h2o_flexgen.memory.disk import Files
+from h2o_flexgen.schedule.task import Task
+from tests.clocked.checker import Checker, listening
+from tests.clocked.device import ClockedDevice
+from tests.clocked.tensor import NAME, Watched
+
+
+def open_clocked(name: str) -> Device:
+    return ClockedDevice() if name == NAME else open_device(name)
+
+
+@contextmanager
+def checked() -> Iterator[Checker]:
+    """A context in which LLM(device="clocked") works, and in which all that happens is checked."""
+    with ExitStack() as stack:
+        checker = stack.enter_context(listening())
+        for owner, name, replacement in (
+            (under_plan, "open_device", open_clocked),
+            (raw_memory, "touched", checker.touched),
+            (host, "_page_lock", _page_lock(checker)),
+            (Files, "each", _each(checker, Files.each)),
+            (Executor, "_act", _act(checker, Executor._act)),
+        ):
+            stack.enter_context(patch.object(owner, name, replacement))
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(Watched())
+        yield checker
+
+
+def _page_lock(checker: Checker) -> Callable[[Tensor], weakref.finalize[[int], Tensor]]:
+    def lock(region: Tensor) -> weakref.finalize[[int], Tensor]:
+        checker.page_lock(region.data_ptr(), region.nbytes)
+        unlock = weakref.finalize(region, checker.page_unlock, region.data_ptr())
+        unlock.atexit = False
+        return unlock
+
+    return lock
+
+
+def _each(checker: Checker, each: Callable[..., None]) -> Callable[..., None]:
+    """Threads of the disk act for whoever gives them work, which waits until they are done."""
+
+    def in_turn(files: Files, action: Callable[..., object], items: Sequence[object]) -> None:
+        before, task, stream, behind = checker.snapshot(), checker.task, checker.stream, list[Any]()
+
+        def act(item: object) -> None:
+            with checker.lock:
+                checker.host.join(before)
+            with Watched(), checker.doing(task), checker.on(stream):
+                action(item)
+            behind.append(checker.snapshot())
+
+        try:
+            each(files, act, items)
+        finally:
+            with checker.lock:
+                for clock in behind:
+                    checker.host.join(clock)
+
+    return in_turn
+
+
+def _act(checker: Checker, act: Callable[..., None]) -> Callable[..., None]:
+    """Faults name the task."""
+
+    def named(executor: Executor, task: Task, pending: _Pending) -> None:
+        with checker.doing(str(task)):
+            act(executor, task, pending)
+
+    return named

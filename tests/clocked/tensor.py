@@ -1,0 +1,267 @@
+"""Tensors of the clocked device: each wraps a tensor of the host, and tells the checker what is done with it.
+
+Values are computed at once. What a GPU would do in its own time, the checker treats as issued to the current stream. What a GPU
+refuses, such as tensors of two devices in one product, is refused here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.clocked.block import Block, Moment
+from tests.clocked.checker import Checker, current
+from tests.clocked.clock import Clock
+
+NAME = "clocked"
+MAKES_ROOM = ("aten::empty", "aten::new_empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided")
+MOVES = ("aten::copy_", "aten::_to_copy")
+MAY_MOVE = ("aten::to", "aten::type_as")  # made of the moves
+INDEXES = ("aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put")
+ANSWERS = (  # the host needs values, or the size of the outcome depends on them
+    "aten::item",
+    "aten::_local_scalar_dense",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::unique_dim",
+    "aten::_unique2",
+)
+
+Function = torch._ops.OpOverload
+
+
+class ClockedTensor(torch.Tensor):
+    """The `inner` tensor has the values; the `block` is the memory that it lies in."""
+
+    inner: Tensor
+    block: Block
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, block: Block) -> ClockedTensor:
+        made: ClockedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=torch.device(NAME, 0),
+        )
+        made.inner, made.block = inner, block
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Function, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.name in MAY_MOVE:
+            return func.decompose(*args, **kwargs)
+        return dispatched(func, args, kwargs, tensors_in(*args, *kwargs.values()))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        return f"ClockedTensor({tuple(self.shape)}, {self.dtype})"
+
+
+class Watched(TorchDispatchMode):
+    """A mode of a thread in which all that torch does is seen: also what makes tensors, and the processor's own work."""
+
+    def __torch_dispatch__(
+        self, func: Function, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = tensors_in(*args, *kwargs.values())
+        if any(isinstance(one, ClockedTensor) for one in given) or _is_for_us(args, kwargs):
+            if func._schema.name not in MAY_MOVE:
+                return dispatched(func, args, kwargs, given)
+            with self:  # its moves are seen here again
+                return func.decompose(*args, **kwargs)
+        outcome = func(*args, **kwargs)
+        _note_work_of_the_processor(func, args, kwargs, given, outcome)
+        return outcome
+
+
+def tensors_in(*given: object) -> list[Tensor]:
+    """The tensors among arguments or results, and in lists among them."""
+    found = []
+    for one in given:
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, (list, tuple)):
+            found += [each for each in one if isinstance(each, Tensor)]
+    return found
+
+
+def own_block(inner: Tensor, checker: Checker) -> Block:
+    """The memory of a tensor that is made now, from the pool of the current stream."""
+    return _Pooled(f"a tensor {tuple(inner.shape)} made in {checker.task or 'no task'}", checker, checker.stream)
+
+
+class _Pooled(Block):
+    """Memory of a stream's pool."""
+
+    def __init__(self, name: str, checker: Checker, stream: str) -> None:
+        super().__init__(name)
+        self._checker, self._stream = checker, stream
+
+    def __del__(self) -> None:
+        if self._checker.is_over:
+            return
+        with self._checker.lock:
+            self._checker.given_back(self, self._stream)
+
+
+@cache
+def _written(func: Function) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The places and the names of the arguments that a function writes."""
+    arguments = list(enumerate(func._schema.arguments))
+    changed = [(at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return tuple(at for at, _ in changed), tuple(name for _, name in changed)
+
+
+def _changed(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    places, names = _written(func)
+    if not places:
+        return []
+    return tensors_in(*(args[at] for at in places if at < len(args)), *(kwargs[name] for name in names if name in kwargs))
+
+
+def _is_for_us(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the outcome is to be on the device."""
+    return any(map(_is_ours, (kwargs.get("device"), *(one for one in args if isinstance(one, torch.device)))))
+
+
+def _is_ours(device: object) -> bool:
+    return device is not None and torch.device(device).type == NAME  # type: ignore[call-overload]
+
+
+def _inner(given: Any) -> Any:
+    if isinstance(given, ClockedTensor):
+        return given.inner
+    if isinstance(given, (list, tuple)) and any(isinstance(one, ClockedTensor) for one in given):
+        return type(given)(map(_inner, given))
+    return given
+
+
+def dispatched(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> Any:
+    checker = current()
+    with checker.lock:
+        return _Call(func, args, kwargs, given, checker).outcome()
+
+
+class _Call:
+    """One call of a function of torch with tensors of the device, or for some."""
+
+    def __init__(
+        self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor], checker: Checker
+    ) -> None:
+        self.func, self.args, self.kwargs, self.given, self.checker = func, args, kwargs, given, checker
+        self.name: str = func._schema.name
+        self.ours = [one for one in given if isinstance(one, ClockedTensor)]
+        self.changed = _changed(func, args, kwargs)
+        self.wanted = kwargs.get("device")  # where the outcome is to be
+        self.leaves = self.wanted is not None and not _is_ours(self.wanted)
+
+    def outcome(self) -> Any:
+        self._refuse_two_devices()
+        kwargs = {name: _inner(one) for name, one in self.kwargs.items()}
+        if self.wanted is not None:
+            kwargs["device"] = torch.device("cpu")
+        outcome = self.func(*map(_inner, self.args), **kwargs)
+        storages = {_storage(_inner(one)) for one in self.given}
+        results = tensors_in(outcome)
+        is_view = bool(results) and not self.changed and all(_storage(one) in storages for one in results)
+        now = None if self.name in MAKES_ROOM or (is_view and self.name not in MOVES) else self._issued()
+        if any(not isinstance(one, ClockedTensor) for one in self.changed):
+            return self.changed[0]
+        known = {id(one.inner): one for one in self.ours}
+        if isinstance(outcome, (list, tuple)):
+            return type(outcome)(self._wrapped(one, known, now) for one in outcome)
+        return self._wrapped(outcome, known, now)
+
+    def _refuse_two_devices(self) -> None:
+        if self.name in (*MOVES, *INDEXES) or (not self.ours and not self.changed):
+            return
+        strange = [one for one in self.given if not isinstance(one, ClockedTensor) and one.dim()]
+        if self.ours and strange:
+            raise RuntimeError(f"{self.name} got tensors of two devices: {strange[0].device} and {self.ours[0].device}")
+
+    def _issued(self) -> tuple[Moment, Clock]:
+        """Tells of the launch and its accesses, and of the host's wait if it is one."""
+        now = self.checker.launch(self.name.removeprefix("aten::"))
+        self.checker.launched[self.checker.task, self.name.removeprefix("aten::")] += 1
+        for one in self.given:
+            block = one.block if isinstance(one, ClockedTensor) else self.checker.locked(one)
+            if block is not None:
+                self.checker.access(block, _inner(one), any(one is changed for changed in self.changed), *now)
+        if self._waits():
+            self.checker.wait_for_stream(self.name.removeprefix("aten::"))
+        return now
+
+    def _waits(self) -> bool:
+        """Whether the call returns only when all that was issued to the stream is over."""
+        if self.name in ANSWERS:
+            return True
+        if self.name in INDEXES:  # indices of the host are brought here; a mask has to be counted
+            return any(one.dtype == torch.bool or not isinstance(one, ClockedTensor) for one in tensors_in(self.args[1]))
+        return self.name in MOVES and self._crosses() and not (self._may_go_on() and self._is_locked())
+
+    def _crosses(self) -> bool:
+        of_host = [one for one in self.given if not isinstance(one, ClockedTensor)]
+        return self.leaves or bool(of_host and (self.ours or _is_ours(self.wanted)))
+
+    def _may_go_on(self) -> bool:
+        return bool(self.kwargs.get("non_blocking") or (self.name == "aten::copy_" and len(self.args) > 2 and self.args[2]))
+
+    def _is_locked(self) -> bool:
+        of_host = [one for one in self.given if not isinstance(one, ClockedTensor)]
+        return bool(of_host) and all(self.checker.locked(one) is not None for one in of_host)
+
+    def _wrapped(self, result: Any, known: Mapping[int, ClockedTensor], now: tuple[Moment, Clock] | None) -> Any:
+        if not isinstance(result, Tensor):
+            return result
+        own = next((one for one in self.ours if _storage(one.inner) == _storage(result)), None)
+        if self.leaves:
+            return result.clone() if own is not None else result
+        if id(result) in known:
+            return known[id(result)]
+        if own is not None:
+            return ClockedTensor(result, own.block)
+        made = result if result._base is None and all(result is not one for one in self.given) else result.clone()
+        block = own_block(made, self.checker)
+        if now is not None:
+            self.checker.access(block, made, True, *now)
+        return ClockedTensor(made, block)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _note_work_of_the_processor(
+    func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor], outcome: object
+) -> None:
+    """Tells of accesses to page-locked memory by the calling thread. Views touch nothing."""
+    checker = current()
+    touched = [(one, block) for one in given if (block := checker.locked(one)) is not None]
+    if not touched:
+        return
+    changed, storages = _changed(func, args, kwargs), {_storage(one) for one in given}
+    results = tensors_in(outcome)
+    if results and not changed and all(_storage(one) in storages for one in results):
+        return
+    with checker.lock:
+        now = checker.act(f"{func._schema.name.removeprefix('aten::')} of the processor")
+        for one, block in touched:
+            checker.access(block, one, any(one is each for each in changed), *now)

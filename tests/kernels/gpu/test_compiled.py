@@ -1,0 +1,66 @@
+"""Every kernel compiles for every GPU without spilling, loads widely and fits: held by compilers, with no GPU at hand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from h2o_flexgen import kernels
+from tests.kernels.gpu.launch import Compiled, Launch
+
+ROOT = Path(__file__).parents[3]
+LAUNCHES = sorted(file.stem for file in Path(__file__).with_name("launches").glob("[!_]*.py"))
+KERNELS = Path(kernels.__file__).with_name("gpu")
+
+
+def compiled(module: str, cache: Path, *capabilities: str) -> subprocess.CompletedProcess[str]:
+    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    surroundings["TRITON_CACHE_DIR"] = str(cache)
+    command = [sys.executable, "-m", "tests.kernels.gpu.compiling", module, *capabilities]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=surroundings, check=False)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_kernels_keep_to_their_limits_on_every_gpu(name: str, tmp_path: Path) -> None:
+    run = compiled(f"tests.kernels.gpu.launches.{name}", tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr[-4000:]
+
+
+def test_every_file_of_kernels_has_launches() -> None:
+    with_kernels = [file.stem for file in sorted(KERNELS.glob("*.py")) if "@triton.jit" in file.read_text(encoding="utf-8")]
+    called = {name: (Path(__file__).with_name("launches") / f"{name}.py").read_text(encoding="utf-8") for name in LAUNCHES}
+    assert [name for name in with_kernels if f"kernels.gpu.{name} import" not in "".join(called.values())] == []
+
+
+def test_what_breaks_its_limits_is_seen(tmp_path: Path) -> None:
+    run = compiled("tests.kernels.gpu.bad_launches", tmp_path, "80")
+    said = dict(line.split(":", 1) for line in run.stdout.splitlines())
+    assert run.returncode == 1 and list(said) == ["narrow", "spilling", "sharing"], run.stderr[-4000:]
+    expected = {
+        "narrow": ["no loads of 16 bytes", "loads of less than 2 bytes"],
+        "spilling": ["more than 40 registers", "spills"],
+        "sharing": ["more than 65536 bytes shared"],
+    }
+    assert {name: line.split("; BROKEN: ")[1:] for name, line in said.items()} == expected
+
+
+PTX = """
+    @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+    ld.global.b8 %rs1, [%rd2];
+    @%p2 ld.global.L1::evict_first.v2.b64 { %rd5, %rd6 }, [ %rd3 + 0 ];
+    ld.global.nc.u16 %rs2, [%rd4];
+    cp.async.cg.shared.global [ %r7 + 0 ], [ %rd8 + 0 ], 0x10, %r9;
+    st.global.v4.b32 [ %rd1 + 0 ], { %r1, %r2, %r3, %r4 };
+"""
+USAGE = "Function k:\n REG:40 STACK:16 SHARED:0 LOCAL:8 CONSTANT[0]:388 TEXTURE:0"
+
+
+def test_loads_and_usage_are_read() -> None:
+    found = Compiled.of("k", 75, USAGE, 100_000, PTX)
+    assert (found.registers, found.spilled, found.loads) == (40, 24, {1: 1, 2: 1, 16: 3})
+    limits = Launch("k", lambda: None, registers=32, loads={"k": 32}, narrowest={"k": 2})
+    assert len(list(found.violations(limits))) == 5
