@@ -285,9 +285,7 @@ class KVStore:
         self._memories.disk.write_from(self._on_disk[task.layer, task.batch], offset, scratch)
         return len(slots) * self._spec.kv_bytes_per_slot
 
-    def _journal_entry(
-        self, task: Task, place: int, slots: Tensor, fills: bool
-    ) -> tuple[numpy.ndarray, Index, int, Tensor]:
+    def _journal_entry(self, task: Task, place: int, slots: Tensor, fills: bool) -> tuple[numpy.ndarray, Index, int, Tensor]:
         """The image and where in it the slots (rows, kv_heads) are; the entry's offset on disk, and a buffer for it. `fills`:
         the image is written."""
         image = numpy_of(self._image(self._host_ring[self._schedule.buffer(task.visit)], task), writes=fills)
