@@ -98,11 +98,11 @@ def plain_product(x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def decode_attention(
-    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, wants_sums: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """Attention of one new token per row: q (rows, kv_heads, group, dim); `held` (rows,) is the number of filled slots, the
-    newest included, and also a mask to add (rows, 1, 1, slots) -> out like q, and sums (rows, kv_heads, slots) in float32: the
-    attention each slot received. With `more`, a query head has one more key, whose share the others lack.
+    newest included, and also a mask to add (rows, 1, 1, slots) -> out like q, and where they are wanted sums (rows, kv_heads,
+    slots) in float32: the attention each slot received. With `more`, a query head has one more key, whose share they lack.
 
     Keys and values are decoded first unless one kernel reads both as they are kept."""
     of_keys, of_values = (chosen(DECODE_ATTENTION, kept.codec, q, width=q.shape[3]) for kept in (keys, values))
@@ -110,7 +110,7 @@ def decode_attention(
         keys, values = (_plain(kept, q) for kept in (keys, values))
         of_keys = chosen(DECODE_ATTENTION, PLAIN, q, width=q.shape[3])
     assert of_keys is not None
-    out, sums = of_keys(q, keys, values, held, mask, more)
+    out, sums = of_keys(q, keys, values, held, mask, more, wants_sums)
     return out, sums
 
 

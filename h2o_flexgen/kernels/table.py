@@ -34,6 +34,7 @@ LIBRARIES = (*WIDE, "avxvnni", "avx2", BASELINE)  # libraries of C kernels, by t
 FUSED = LIBRARIES[:-1]  # libraries that multiply and add with one rounding
 ROWS_OF_CODES = 6  # up to here products with codes were measured to be faster than with pairs of bfloat16 made of them
 ROWS_OF_TORCH = 1  # up to here torch reads float32 and bfloat16 faster than panels do: its products of one row are special
+WIDTH_OF_TILES = 256  # values of a head up to which kernels for GPUs find room for tiles of slots
 ROWS_OF_PAIRS = 32  # up to here products with pairs of bfloat16 were measured to be faster than torch's
 
 
@@ -92,6 +93,7 @@ def _of_groups(form: str) -> Iterator[Kernel]:
         yield Kernel(op, form, function, CUDA, (TRITON,), DTYPES)
         yield Kernel(op, form, f"{function}_twin")
     yield Kernel(DECODE_ATTENTION, form, "decode_attention", CPU, LIBRARIES, most_width=shared().step_head_values)
+    yield Kernel(DECODE_ATTENTION, form, "decode_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES)
     yield Kernel(SHARED_ATTENTION, form, "shared_attention", CPU, LIBRARIES, DTYPES)
 
 
@@ -138,6 +140,7 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel(ENCODE, PLAIN, "plain_encode"),
         Kernel(DECODE, PLAIN, "plain_decode"),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values),
+        Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention_twin"),
         *(Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CUDA, (TRITON,), (half,), instructions=half) for half in HALVES),
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CPU, LIBRARIES, DTYPES),

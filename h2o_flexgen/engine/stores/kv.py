@@ -208,9 +208,9 @@ class KVStore:
 
     def _store_single(self, task: Task, unit: Unit, replaced: Tensor) -> int:
         """Device -> host, where each row and head has changed a slot of its own: they come side by side to the staging place,
-        and the processor brings them from there to where they belong."""
+        and the processor brings them from there to where they belong. `replaced` is memory of the stream that computes: it is
+        not dropped before this task ends, and so not before this stream has read it."""
         host, device = (self._image(region, task) for region in self._both_regions(task))
-        self._memories.device.keep_for_stream(replaced)  # it was made where layers are computed
         row, head = (torch.arange(count, device=device.device) for count in replaced.shape)
         values = device[:, row[:, None], head, replaced]
         staged_slots, staged_values = self._staged(replaced, 0), self._staged(values, replaced.nbytes)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from h2o_flexgen.kernels.gpu.append import append, rotate
+from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
 from h2o_flexgen.kernels.gpu.encode import group_encode, tile_encode
 from h2o_flexgen.kernels.gpu.evict import evict
 from h2o_flexgen.kernels.gpu.group_decode import group_decode
@@ -17,6 +18,6 @@ from h2o_flexgen.kernels.gpu.tile_rows import tile_decode, tile_decode_rows
 KERNELS: Sequence[Callable[..., Any]] = (
     *(group_encode, group_decode, tile_encode, tile_decode, tile_decode_rows),
     *(append, rotate, evict, gather_slots, take_slots),
-    *(prompt_attention, rms_norm),
+    *(decode_attention, prompt_attention, rms_norm),
 )
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {function.__name__: function for function in KERNELS}
