@@ -13,10 +13,11 @@ from h2o_flexgen.kernels.gpu.group_decode import group_decode
 from h2o_flexgen.kernels.gpu.move_slots import gather_slots, take_slots
 from h2o_flexgen.kernels.gpu.prompt_attention import prompt_attention
 from h2o_flexgen.kernels.gpu.rms_norm import rms_norm
+from h2o_flexgen.kernels.gpu.tile_product import tile_product
 from h2o_flexgen.kernels.gpu.tile_rows import tile_decode, tile_decode_rows
 
 KERNELS: Sequence[Callable[..., Any]] = (
-    *(group_encode, group_decode, tile_encode, tile_decode, tile_decode_rows),
+    *(group_encode, group_decode, tile_encode, tile_decode, tile_decode_rows, tile_product),
     *(append, rotate, evict, gather_slots, take_slots),
     *(decode_attention, prompt_attention, rms_norm),
 )
