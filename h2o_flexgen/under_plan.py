@@ -14,6 +14,7 @@ from typing import TypeVar
 from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
+from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.budgets import Packing, disk_budget, open_budgets, refuse_memory_of_no_gpu, weighed_anew
 from h2o_flexgen.engine.conversation import Conversation
@@ -189,7 +190,7 @@ class ModelUnderPlan:
         self._refuse_closed()
         while self._engine is None:
             self._stages(Stage.LOADING)
-            start_computing_threads()
+            start_computing_threads(teams=2 if self.plan.attend_on == HOST else 1)
             try:
                 self._engine = self._new_engine()
             except Damaged as damaged:

@@ -64,9 +64,9 @@ def test_what_the_host_attends_moves_questions_answers_and_prompts(
     offload: Path,
     pretended: None,
 ) -> None:
-    case = Case("llama-gqa", MIXED, RAGGED, num_gpu_batches=3, device="pretended", schedule=schedule, attend_on="host")
-    moved = assert_moved_as_predicted(replace(case, policy=policy), checkpoints, offload)
-    assert moved["attend"] > 0
+    how = {"schedule": schedule, "policy": policy, "attend_on": "host"}
+    case = Case("llama-gqa", MIXED, RAGGED, num_gpu_batches=3, device="pretended", **how)  # type: ignore[arg-type]
+    assert assert_moved_as_predicted(case, checkpoints, offload)["attend"] > 0
 
 
 @pytest.mark.parametrize("kind", ["opt", "opt-350m", "qwen2", "neox-parallel"])
