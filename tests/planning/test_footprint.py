@@ -83,6 +83,7 @@ def random_case(random: Random) -> Case:
         dtype=random.choice(["float32", "bfloat16"]),
         weight_codec=weight_codec,
         compute=compute,
+        attend_on=random.choice([DEVICE, HOST]),
     )
 
 
