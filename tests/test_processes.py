@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,6 +21,7 @@ import pytest
 from torch import Tensor
 
 from h2o_flexgen import SamplingParams, batch, run
+from h2o_flexgen.cli import processes
 from h2o_flexgen.cli.errors import Mendable
 from h2o_flexgen.cli.exchange import Exchange
 from h2o_flexgen.cli.handed_round import PASSING_BYTES
@@ -37,6 +39,7 @@ from tests.commands import Result, called
 from tests.contract import Case, Checkpoints
 from tests.patience import PATIENCE_SECONDS
 from tests.signals import as_in_a_terminal
+from tests.sleeping_process import sleep
 from tests.tiny import save_tiny
 
 SAMPLED = SamplingParams(max_tokens=5, temperature=0.9, n=2)
@@ -284,9 +287,8 @@ sys.exit(exit_status(lambda: SimpleNamespace(verbose=0), work))
 """
 
 
-@pytest.mark.parametrize("way", ["interrupt", "kill", "kill one"])
+@pytest.mark.parametrize("way", ["interrupt", "kill"])
 def test_processes_end_with_the_one_that_looks_after_them(way: str, offload: Path) -> None:
-    """However it ends, and as soon as one of them ends."""
     command = [sys.executable, "-c", LOOKING_AFTER, str(offload)]
     root = Path(__file__).parents[1]
     given: dict[str, Any] = {"cwd": root, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -296,14 +298,29 @@ def test_processes_end_with_the_one_that_looks_after_them(way: str, offload: Pat
         if way == "interrupt":
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all of them get it
         else:
-            (process if way == "kill" else others[1]).send_signal(signal.SIGKILL)
+            process.kill()
         _, err = process.communicate(timeout=PATIENCE_SECONDS)
     gone, alive = psutil.wait_procs(others, timeout=PATIENCE_SECONDS)
     assert len(gone) == 2 and not alive
-    ends = {"interrupt": (130, "interrupted"), "kill": (-signal.SIGKILL, "")}
-    killed = "of 2 (cpu) was ended by SIGKILL, and so are the others"
-    status, words = ends.get(way, (2, killed))
+    status, words = (130, "interrupted") if way == "interrupt" else (-signal.SIGKILL, "")
     assert process.returncode == status and words in err and "Traceback" not in err, err
     if way == "kill":  # nobody is left who could remove it
         for folder in (*offload.glob("*"), offload, offload.parent):
             folder.rmdir()
+
+
+def test_all_end_when_one_is_killed(offload: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "compute", sleep)
+    names = SimpleNamespace(names_of=lambda count: ["cpu"] * count)
+    llm: Any = SimpleNamespace(offload_folder=offload, budgets=SimpleNamespace(host=1), plan=None, device=names)
+    others: list[psutil.Process] = []
+    none: Any = None
+    with (
+        pytest.raises(Mendable, match=r"process \d of 2 \(cpu\) was ended by SIGKILL, and so are the others"),
+        processes.Processes(llm, none, SiteRequest(gpus=2), [none, none]) as both,
+    ):
+        for _, pid in both.said(nullcontext):
+            others.append(psutil.Process(int(str(pid))))
+            if len(others) == 2:
+                others[0].kill()
+    assert not any(one.is_running() for one in others)

@@ -100,8 +100,6 @@ class FoundReport:
             each = "each of them, beside the others; weights in CPU memory are held once"
             yield f"together  {gpus} processes: {gpus * one.tokens_per_second:.3f} tokens/s; all else is that of {each}"
         yield f"run       {RUN} {shlex.join(self.flags)}"
-        if one.plan.attend_on == HOST:
-            yield "          with --cpu-cache-compute, which can be priced, but which the run command refuses"
 
     def _others(self) -> Iterator[str]:
         if not self.is_searched:
