@@ -412,7 +412,7 @@ def test_a_run_that_is_ended_early_keeps_the_texts_that_were_done(
 def test_an_output_file_that_cannot_be_written_is_refused_before_a_model_is_opened(
     command: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(run_work, "open_llm", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr(run_work, "open_together", lambda *_: pytest.fail("opened"))
     for place in (tmp_path, tmp_path / "none" / "a.jsonl"):
         assert f"--output {place} cannot be written" in command("--model", "x", "--output", place).error
     long = tmp_path / ("a" * 250)  # and .partial makes it too long
@@ -703,7 +703,7 @@ def test_a_plan_that_cannot_be_found_gets_one_line(
 def test_a_machine_that_is_not_there_is_told_of_before_a_model_is_opened(
     command: Any, opt: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(run_work, "open_llm", lambda *_: pytest.fail("opened"))
+    monkeypatch.setattr(run_work, "open_together", lambda *_: pytest.fail("opened"))
     damaged = tmp_path / "damaged.yaml"
     damaged.write_text("name: half\ndevice: cpu\n")
     for machine, words in (("nowhere", "'nowhere' is unknown"), (damaged, str(damaged)), (tmp_path / "no.yaml", "no.yaml")):
