@@ -24,7 +24,9 @@ SLACK = 1.15  # factor on the whole: allocators keep some of what is freed
 DECODING_BYTES, ENCODING_BYTES = 16, 24  # per value that is worked on at once: its code, it as fp32, and copies of them
 ROUNDED_BYTES = 12  # per value in and out of a product of 8 bits by torch: three of fp32 at a time
 SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices of 8 bytes and masks
-DEVICE_LIBRARIES = 64 << 20  # kept on a device for matrix products; the context itself is outside of every budget
+# Kept on a device, and in parts of segments. On Hopper torch has cuBLAS and cuBLASLt keep 32 MiB each for the stream that
+# computes; the context itself is outside of every budget.
+DEVICE_LIBRARIES = 128 << 20
 
 
 def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> int:
