@@ -16,6 +16,9 @@ class PretendedDevice(Device):
 
     accelerator = True
 
+    def names_of(self, count: int) -> list[str]:
+        return ["pretended"] * count
+
     def memory(self, host: HostTier) -> HostTier | DeviceTier:
         return DeviceTier(self.torch_device)
 
