@@ -86,10 +86,10 @@ def attend_text_kernel(
     top = tl.full((TILE,), -float("inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     summed = tl.zeros((TILE, VALUE_WIDTH), tl.float32)
-    first = chunk * CHUNK
-    for start in range(first, tl.minimum(first + CHUNK, length), TILE):
+    end = tl.minimum(chunk * CHUNK + CHUNK, length)
+    for start in range(chunk * CHUNK, end, TILE):
         slot = start + tl.arange(0, TILE)
-        there = slot < length
+        there = slot < end
         k = values_of_slots(keys, key_shared, head * key_head, slot, there, key_slot, KEY_STEP, KEY_BITS, DIM, KEY_WIDTH)
         v = values_of_slots(
             values, value_shared, head * value_head, slot, there, value_slot, VALUE_STEP, VALUE_BITS, DIM, VALUE_WIDTH

@@ -1,5 +1,5 @@
-"""Triton's interpreter, mended: it multiplies the bits of bfloat16 as if they were whole numbers, knows one thread, and warns of
-each NaN."""
+"""Triton's interpreter, mended: it multiplies the bits of bfloat16 as if they were whole numbers, knows one thread only, and
+warns of each NaN."""
 
 from __future__ import annotations
 
