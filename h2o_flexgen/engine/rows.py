@@ -107,6 +107,12 @@ class BatchRows:
         return min(first for first, _ in ranges), max(last for _, last in ranges)
 
     @property
+    def joining(self) -> slice | None:
+        """The rows whose prompts this step reads, which stand behind all others."""
+        reading = [part.rows for part in self._own_parts if part.now.is_prefill]
+        return slice(reading[0].start, reading[-1].stop) if reading else None
+
+    @property
     def changes_all(self) -> bool:
         """Whether new rows stand beside those that were there: then all slots of the batch are stored anew."""
         return len({part.now.is_prefill for part in self._own_parts}) > 1

@@ -6,6 +6,8 @@ every stream is the calling thread.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -17,6 +19,8 @@ from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.page_locks import CudaPageLocks
 from h2o_flexgen.memory.threads import FORKED, SPAWN, Handover
 from h2o_flexgen.memory.tier import Meter
+
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class Marker(Protocol):
@@ -68,6 +72,10 @@ class Device:
     def memory(self, host: HostTier) -> HostTier | DeviceTier:
         return host
 
+    def warm_up(self, lane: str) -> None:
+        """Makes libraries load what they keep for products on this lane, so that it is counted before a plan is held against a
+        budget."""
+
     def page_lock(self, address: int, nbytes: int) -> None:
         """Makes host memory fit for copies that no thread waits for. A CPU makes none."""
 
@@ -101,6 +109,7 @@ class CudaDevice(Device):
         if not torch.cuda.is_available():
             raise ValueError("device 'cuda' was asked for, but torch finds no CUDA device; use the device 'cpu'")
         super().__init__()
+        _let_pools_share()
         try:
             torch.cuda.init()
         except RuntimeError as error:
@@ -111,20 +120,18 @@ class CudaDevice(Device):
         if index is not None and index >= count:
             raise ValueError(f"device 'cuda:{index}' was asked for, but there are {count}; they count from 0")
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        torch.cuda.set_device(self.torch_device)
+        torch.cuda.set_device(self.torch_device)  # for what this thread issues outside of lanes
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._events: dict[tuple[bool, bool], deque[torch.cuda.Event]] = {
             (timed, blocking): deque() for timed in (False, True) for blocking in (False, True)
         }  # those that nobody uses: making one is dear, and threads that make them wait for each other
-        self._warm_up()
-        some = torch.zeros(1, device=self.torch_device)
-        self._locks = CudaPageLocks(torch.cuda.cudart(), lambda: some.add_(1))
+        self._locks = CudaPageLocks(torch.cuda.cudart(), torch.zeros(1, device=self.torch_device).cos)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
-    def _warm_up(self) -> None:
-        """Loads what the libraries keep in host memory, so that it is counted before a plan is compared with a budget."""
-        one = torch.ones(64, 64, device=self.torch_device, dtype=torch.float16)
-        (one @ one).cpu()
+    def warm_up(self, lane: str) -> None:
+        with self.stream(lane):  # libraries keep working memory for each stream that they are used on
+            one = torch.ones(64, 64, device=self.torch_device, dtype=torch.float16)
+            torch.addmm(one[0], one, one @ one).cpu()
 
     def stream(self, lane: str) -> AbstractContextManager[object]:
         stream = self._streams.get(lane)
@@ -157,10 +164,12 @@ class CudaDevice(Device):
         return DeviceTier(self.torch_device)
 
     def page_lock(self, address: int, nbytes: int) -> None:
-        self._locks.lock(address, nbytes)
+        with torch.cuda.device(self.torch_device):  # in any thread: the first call for another device would open that one
+            self._locks.lock(address, nbytes)
 
     def page_unlock(self, address: int) -> None:
-        self._locks.unlock(address)
+        with torch.cuda.device(self.torch_device):
+            self._locks.unlock(address)
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
@@ -180,7 +189,16 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
 
     def give_back_freed(self) -> None:
-        torch.cuda.empty_cache()
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()
+
+
+def _let_pools_share() -> None:
+    """Makes torch keep memory in segments that grow and shrink, unless somebody has set how it keeps memory: blocks of one
+    stream are of no use to others, and would count against a budget when they are free. Torch reads this when it allocates
+    first; of the two names all its releases know this one."""
+    if sys.platform == "linux" and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 class CudaMarker:
