@@ -21,7 +21,7 @@ from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS
 from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.planning.machine import DEVICES
-from h2o_flexgen.planning.plan import JUDGED, PINNED, PREFIX_POLICIES, Plan
+from h2o_flexgen.planning.plan import GRAPHS, JUDGED, ON, PINNED, PREFIX_POLICIES, Plan
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.options import DEFAULT_KEPT, POSITIONS
@@ -337,6 +337,8 @@ def add_placement(group: Group, may_be_found: bool = False) -> None:
     )
     group.switch("--sep-layer", Plan.sep_layer, "attention and MLP are two layers of the schedule, not one")
     group.switch("--pin-weight", Plan.pin_weight, "weights for a GPU lie in page-locked CPU memory")
+    captured = f"where all data stay on a GPU, its decode steps are captured and replayed; {ON}: or it is an error"
+    group.choice("--cuda-graphs", GRAPHS, captured, Plan.cuda_graphs)
     group.switch("--overlap", True, "0: one slot, nothing overlaps; the tokens are the same")
     at_once = "tokens of prompts computed at once: more take more memory; a longer turn of a chat is read in pieces"
     group.value("--prefill-tokens", "N", at_once, TOKENS, Plan.prefill_tokens)

@@ -144,6 +144,8 @@ def _placement(plan: Plan) -> Iterator[str]:
     ):
         if kept != usual:
             yield from (flag, str(int(kept)))
+    if plan.cuda_graphs != Plan.cuda_graphs:
+        yield from ("--cuda-graphs", plan.cuda_graphs)
     if plan.prefill_tokens != Plan.prefill_tokens:
         yield from ("--prefill-tokens", str(plan.prefill_tokens))
     bits = {codec: str(number) for number, codec in BY_BITS.items()}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.engine.executor import Executor, shortage_in
+from h2o_flexgen.engine.graphs import Compute, StepGraphs
 from h2o_flexgen.engine.head import AtHead
 from h2o_flexgen.engine.many_positions import LogitsOf
 from h2o_flexgen.engine.row_state import RowState
@@ -62,6 +63,8 @@ class BlockRun:
     tokens: int  # tokens generated or scored
     moved_bytes: Mapping[str, int]  # bytes per lane
     busy_seconds: Mapping[str, float]
+    replayed: int = 0  # COMPUTEs that were replayed as graphs
+    graphs_given_up: str | None = None  # why none could be captured any more
     shortage: Shortage | None = None  # a want of memory that ended it early: unfinished rows start anew
 
     @property
@@ -87,6 +90,8 @@ class _Measures:
     clock: float = field(default_factory=time.perf_counter)  # when a head was last computed
     step_seconds: Counter[int] = field(default_factory=Counter)
     trace: Trace = field(default_factory=lambda: Trace(()))
+    replayed: int = 0
+    graphs_given_up: str | None = None
     lane_seconds: Mapping[str, float] = field(default_factory=dict)
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
 
@@ -118,6 +123,7 @@ class _Progress:
     prefixes: PrefixStore
     listening: _Listening
     guard: HostGuard | None
+    graphs: StepGraphs | None
     measures: _Measures
     finished: list[RowState]  # rows that nobody was handed yet
     seats: int
@@ -297,6 +303,7 @@ class Engine:
                 prefixes,
                 listening,
                 guard,
+                StepGraphs.of(self._plan, self._memories.device),
                 measures,
                 finished,
                 block.num_rows,
@@ -307,6 +314,8 @@ class Engine:
                 yield from executor.steps(self._tasks(schedule, state), pauses)
             finally:
                 measures.trace = executor.trace
+                if state.graphs is not None:
+                    measures.replayed, measures.graphs_given_up = state.graphs.replayed, state.graphs.given_up
                 measures.lane_seconds, measures.moved_bytes = executor.lane_seconds, executor.moved_bytes
 
     def _give_back(self) -> None:
@@ -381,9 +390,21 @@ class Engine:
             return
         hidden = None if layer.takes_tokens else state.hidden.take(task.batch)
         cache = state.kv.open(task, rows) if layer.has_kv else None
+        if state.graphs is not None and state.graphs.take(rows):
+            state.hidden.put(task, state.graphs.compute(task.visit, rows, hidden, self._captured(task.visit, cache)))
+            return
         if cache is not None:
             cache.prefixes = state.prefixes.caches(task.layer, rows.prefixes)
         state.hidden.put(task, self._layer(task.visit, rows, hidden, cache))
+
+    def _captured(self, visit: Visit, cache: KVCache | None) -> Compute:
+        """Computes a layer in a way that may be captured."""
+
+        def compute(part: Part, hidden: Tensor | None) -> Tensor:
+            self._weights.forget_decoded()
+            return self._computed(visit, part, hidden, cache)
+
+        return compute
 
     def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, cache: KVCache | None) -> Tensor:
         """Computes all rows at once, or part by part: what a part allocates in passing is free for the next."""
@@ -424,5 +445,7 @@ def _summary(planned: BlockPlan, measures: _Measures, shortage: Shortage | None)
         tokens=measures.tokens,
         moved_bytes=measures.moved_bytes,
         busy_seconds=measures.lane_seconds,
+        replayed=measures.replayed,
+        graphs_given_up=measures.graphs_given_up,
         shortage=shortage,
     )

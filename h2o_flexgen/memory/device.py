@@ -7,7 +7,8 @@ every stream is the calling thread.
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol
 
 import torch
@@ -33,6 +34,7 @@ class Device:
     """The CPU: work is over when the call returns."""
 
     accelerator = False
+    captures = False  # whether work can be captured
     kind = "cpu"
 
     def __init__(self) -> None:
@@ -69,6 +71,10 @@ class Device:
         """A few values of the host as a tensor of the device; the calling thread does not wait. They must not change later."""
         return values
 
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What does this work again and again, as one launch and on the same addresses; it is not done now."""
+        return work
+
     def memory(self, host: HostTier) -> HostTier | DeviceTier:
         return host
 
@@ -99,6 +105,7 @@ class Device:
 
 class CudaDevice(Device):
     accelerator = True
+    captures = True
     kind = "cuda"
 
     def __init__(self, index: int | None = None) -> None:
@@ -120,6 +127,7 @@ class CudaDevice(Device):
         self._events: dict[tuple[bool, bool], deque[torch.cuda.Event]] = {
             (timed, blocking): deque() for timed in (False, True) for blocking in (False, True)
         }  # those that nobody uses: making one is dear, and threads that make them wait for each other
+        self._graph_memory: tuple[int, int] | None = None  # what all graphs work in: they are replayed one after the other
         self._warm_up()
         some = torch.zeros(1, device=self.torch_device)
         self._locks = CudaPageLocks(torch.cuda.cudart(), lambda: some.add_(1))
@@ -159,6 +167,19 @@ class CudaDevice(Device):
     def upload(self, values: Tensor, device: torch.device) -> Tensor:
         # torch keeps page-locked copies until the streams that read them are past that
         return values.pin_memory().to(device, non_blocking=True)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self._graph_memory = self._graph_memory or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")  # other threads go on
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # the error that it ends with is about the one that comes out here
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph.replay
 
     def memory(self, host: HostTier) -> DeviceTier:
         return DeviceTier(self.torch_device)

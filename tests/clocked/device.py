@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier
-from tests.clocked.backend import registered
+from tests.clocked.backend import registered, uploaded
 from tests.clocked.checker import current
 from tests.clocked.clock import Clock
 from tests.clocked.handover import ClockedHandover
 from tests.clocked.tensor import NAME, ClockedTensor
+from tests.recorded import repeated
 
 
 class ClockedMarker:
@@ -36,6 +37,7 @@ class ClockedMarker:
 
 class ClockedDevice(Device):
     accelerator = True
+    captures = True
     kind = NAME
 
     def __init__(self) -> None:
@@ -49,10 +51,17 @@ class ClockedDevice(Device):
         with current().on(lane):
             yield
 
-    def mark(self) -> ClockedMarker:  # type: ignore[override]
+    def mark(self, timed: bool = False, blocking: bool = False) -> ClockedMarker:
         checker = current()
         with checker.lock:
             return ClockedMarker(checker.launch("a marker")[1])
+
+    def upload(self, values: Tensor, device: torch.device) -> Tensor:
+        """The values are read when the copy is done, from memory that nobody else has: no thread waits."""
+        return uploaded(values)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        return repeated(work)
 
     def wait(self, marker: ClockedMarker | None) -> None:  # type: ignore[override]
         checker = current()
