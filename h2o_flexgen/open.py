@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.model_spec import ModelSpec, usual_dtype
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.engine.stage import Stage, Stages
 from h2o_flexgen.models import create_model, known_config, load_config
 from h2o_flexgen.models.base import Model
@@ -38,7 +39,7 @@ class OpenedModel:
     _specs: dict[tuple[bool, str, str, str], ModelSpec] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, name: str, dummy_weights: bool, dtype: str, accelerator: bool, stages: Stages = SILENT) -> OpenedModel:
+    def of(cls, name: str, dummy_weights: bool, dtype: str, site: Site, stages: Stages = SILENT) -> OpenedModel:
         """Opens a folder, or a name on the hub. Its .bin files are converted, which is announced."""
         if dummy_weights:
             folder, checkpoint, stored = None, None, None
@@ -48,7 +49,7 @@ class OpenedModel:
             config = load_config(str(folder))
             checkpoint = open_checkpoint(folder, progress=stages.of(Stage.CONVERTING))
             stored = checkpoint.dtype if dtype == AUTO else None
-        return cls(name, config, usual_dtype(accelerator, stored) if dtype == AUTO else dtype, folder, checkpoint)
+        return cls(name, config, site.usual_dtype(stored) if dtype == AUTO else dtype, folder, checkpoint)
 
     def spec(self, plan: Plan) -> ModelSpec:
         kind = plan.sep_layer, plan.weight_codec, plan.kv_codec, plan.compute

@@ -151,8 +151,7 @@ class ModelUnderPlan:
         """Opens the model; damaged copies of its weights are made again."""
         while True:
             try:
-                accelerator = self.device.accelerator
-                self._opened = OpenedModel.of(self.name, self.dummy_weights, self._dtype, accelerator, self._stages)
+                self._opened = OpenedModel.of(self.name, self.dummy_weights, self._dtype, self.site, self._stages)
                 self._put_under_plan()
             except Damaged as damaged:
                 self._mending.discard(damaged)

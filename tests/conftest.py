@@ -73,13 +73,17 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(params=["interpreted", pytest.param("cuda", marks=pytest.mark.cuda)])
-def gpu(request: pytest.FixtureRequest) -> torch.device:
+def gpu(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Where the tensors of kernels for GPUs lie: on a CPU that interprets them, or on the GPU that there is."""
     if request.param == "cuda":
-        return torch.device("cuda")
+        yield torch.device("cuda")
+        return
     if os.environ.get(INTERPRET) != "1":
         pytest.skip(f"kernels are compiled where there is a GPU, unless {INTERPRET}=1")
-    return torch.device("cpu")
+    from tests.kernels.gpu.interpreter import mended
+
+    with mended():
+        yield torch.device("cpu")
 
 
 @pytest.fixture(params=["cpu", "pretended", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -35,8 +35,6 @@ from tests.resident import resident_generate
 
 Logits = dict[tuple[int, int], Tensor]  # (step, row of the workload) -> (vocab,)
 
-APART = ("cuda", "clocked")  # devices whose own memory is not the host's
-
 # what weights are written in and how products are made: of plain ones there is one kind
 WEIGHTS = (PLAIN, EXACT), ("group4", EXACT), ("group8", EXACT), ("group4", INT8), ("group8", INT8)
 
@@ -186,7 +184,7 @@ class Checkpoints:
     def resident_logits(self, case: Case, rows: Sequence[int]) -> list[Tensor]:
         """The resident loop's logits of a batch, for every step (rows, vocab), computed once for all plans with this batch."""
         prompts = [case.prompts[row] for row in rows]
-        by_token, device = case.device != "cpu", case.device if case.device in APART else "cpu"
+        by_token, device = case.device != "cpu", "cuda" if case.device == "cuda" else "cpu"
         key = (
             case.kind,
             case.stored,

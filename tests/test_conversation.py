@@ -68,7 +68,7 @@ def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
                 reply = talk.reply(turn, GREEDY)
             assert list(reply.completion.token_ids) == [int(step.argmax()) for step in wanted], f"turn {number}: {case}"
             for step in range(STEPS):
-                assert torch.equal(logits[step, number], wanted[step][0]), f"turn {number}, step {step}: {case}"
+                assert torch.equal(logits[step, number].cpu(), wanted[step][0].cpu()), f"turn {number}, step {step}: {case}"
 
 
 @pytest.mark.parametrize("values", on_devices(CHOICES))

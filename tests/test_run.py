@@ -181,6 +181,24 @@ def test_an_accelerators_lanes_too_move_what_was_predicted(command: Any, opt: Pa
     assert all(lanes[name]["moved_bytes"] > 0 for name in ("read", "load", "store", "write"))
 
 
+def test_weights_that_are_not_page_locked_have_a_bound_of_their_own(
+    command: Any, opt: Path, pretended: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rate of pageable memory is measured where weights lie in it; KV and activations cross as fast as before."""
+    rates = {"locked": (4e6, 3e6), "pageable": (1e6, 5e5)}
+    monkeypatch.setattr(measure, "link_rates", lambda device, memory, *_: rates["locked" if memory._locker else "pageable"])
+    monkeypatch.setattr(run_report, "measure", lambda *given: replace(measure.measure(*given), device="cuda"))
+    bounds = {}
+    for mix in ((0, 100, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100)):
+        flags = ("--model", opt, *SMALL, "--device", "pretended", "--percent", *mix)
+        plain, pageable = (command(*flags, "--pin-weight", pin).json for pin in (1, 0))
+        assert "unpinned_to_device_per_s" not in plain["rates"] and pageable["rates"]["unpinned_to_device_per_s"] == 1e6
+        bounds[mix[3]] = tuple(one["lanes"]["load"]["bound_seconds"] for one in (plain, pageable))
+    assert bounds[0][1] == pytest.approx(4 * bounds[0][0], rel=0.02), "weights alone are loaded"
+    others = bounds[100][0] - bounds[0][0]
+    assert others > 0 and bounds[100][1] == pytest.approx(bounds[0][1] + others, rel=0.02)
+
+
 def test_the_plan_comes_first_and_says_what_lives_where(command: Any, opt: Path) -> None:
     out = command("--model", opt, *SMALL, "--percent", 50, 0, 0, 100, 100, 0).out
     assert out[0].startswith(f"model     {opt}: opt, ")

@@ -89,7 +89,10 @@ CHOICES = {
 def test_each_row_says_what_it_says_alone_behind_its_prefix(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    case = SharedCase(**values)
+    hold_contract(SharedCase(**values), checkpoints, offload)
+
+
+def hold_contract(case: SharedCase, checkpoints: Checkpoints, offload: Path) -> None:
     if case.device == "cuda":  # its products differ in the last bits by the number of rows, and 4 bits make a step of that
         case = replace(case, kv_codec=PLAIN)
     if case.plan.copies_prefixes and case.plan.policy.last_queries:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -60,15 +61,17 @@ def _here(site: SiteRequest) -> tuple[Device, Path]:
 def problem_of(request: PlanRequest, machine: Machine) -> Problem:
     """The problem, from shapes alone: no weights are fetched or converted for it."""
     number, asked, seen = request.num_prompts, request.plan, request.model.without_weights()
-    accelerator = machine.has_accelerator
+    site = site_of(machine.device, machine.has_accelerator, request.model.dummy_weights)
+    if request.machine is not None and machine.has_accelerator:  # another machine's, which is not to be asked
+        site = replace(site, processor=replace(site.processor, instructions=machine.multiplies))
     return (Asked(asked, attend_on=(asked.attend_on,)) if isinstance(asked, Plan) else asked).problem(
         machine,
-        model=OpenedModel.of(seen.source, seen.dummy_weights, seen.dtype, accelerator).spec,
+        model=OpenedModel.of(seen.source, seen.dummy_weights, seen.dtype, site).spec,
         workload=None if number is None else Workload.uniform(number, request.prompt_len, request.gen_len),
         prompt_len=request.prompt_len,
         gen_len=request.gen_len,
         budgets=_budgets(request, machine),
-        site=site_of(machine.device, accelerator, request.model.dummy_weights),
+        site=site,
     )
 
 

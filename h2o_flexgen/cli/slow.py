@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from h2o_flexgen.cli.arithmetic import Arithmetic
-from h2o_flexgen.kernels.native import SWITCH, variants
+from h2o_flexgen.kernels.native import BF16, FP16, SWITCH, variants
 from h2o_flexgen.kernels.table import CPU, EXACT, INT8, PRODUCTS, TORCH
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
@@ -42,6 +42,8 @@ def kernel_reasons(arithmetic: Arithmetic, libraries: Callable[[str], Sequence[s
         yield NO_KERNELS if own.device == CPU else NO_TRITON
     elif own.build != found[0]:
         yield f"{SWITCH}={own.build} asks for less than this processor can do ({found[0]}); unset it"
+    if own.device != CPU and arithmetic.dtype == BF16 and BF16 not in own.instructions:
+        yield f"a GPU here has no instructions for products of {BF16}; with --dtype {FP16} they are several times as fast"
     if (own.device, own.build) == (CPU, TORCH) and arithmetic.plan.compute == INT8:
         yield f"--compute {INT8} is slower than {EXACT} products where there are no kernels in C; leave it out"
 

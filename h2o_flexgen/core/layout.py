@@ -138,8 +138,8 @@ class KVLayout:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of one slot of all rows and heads, and of the numbers of these slots: as they cross the link from a device where
-        each row and head has changed another slot."""
+        """Bytes of one slot of all rows and heads, and of the numbers of these slots: what crosses the link from a device where
+        each row and head has changed a slot of its own."""
         return self.slot_bytes + self.rows * self.heads * SLOT_NUMBER_BYTES
 
     def score_bytes(self, of_a_slot: int) -> int:

@@ -16,7 +16,6 @@ from h2o_flexgen.kernels.table import PRODUCT, PRODUCTS
 from h2o_flexgen.quant.codec import CODECS, PLAIN, matrix_form
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-ON_CPU, ON_ACCELERATOR = "bfloat16", "float16"
 TABLE_PARTS, PART_ROWS = 16, 64  # a packed logit matrix has at most this many parts, each of a multiple of this many rows
 ATTENTION_VISIT, MLP_VISIT = "attention", "mlp"  # prices of a visit beside its work
 
@@ -254,10 +253,3 @@ def numbered(kinds: Iterable[Hashable]) -> tuple[int, ...]:
     """Replaces every item by a number, equal items by equal numbers: large keys become small."""
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds)
-
-
-def usual_dtype(accelerator: bool, stored: str | None = None) -> str:
-    """bf16 on CPUs, some of which have instructions for products of it; on a GPU the checkpoint's type, at 16 bits."""
-    if not accelerator:
-        return ON_CPU
-    return stored if stored in (ON_CPU, ON_ACCELERATOR) else ON_ACCELERATOR

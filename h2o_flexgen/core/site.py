@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from h2o_flexgen.kernels.table import Processor, choose
 from h2o_flexgen.quant.codec import PLAIN
 
+ON_CPU, ON_ACCELERATOR = "bfloat16", "float16"  # the usual types
+
 
 @dataclass(frozen=True)
 class Site:
@@ -14,6 +16,13 @@ class Site:
     writes_weights: bool = False  # the disk share of the weights is not there yet but written for the run
     processor: Processor = field(default_factory=Processor)
     threads: int = 1  # of the CPU
+
+    def usual_dtype(self, stored: str | None = None) -> str:
+        """The type to compute in where nobody asks for one: bf16 on CPUs, some of which have instructions for products of it;
+        on an accelerator the checkpoint's type of 16 bits if it has such instructions, else fp16, for which all have them."""
+        if not self.accelerator:
+            return ON_CPU
+        return stored if stored is not None and stored in self.processor.instructions else ON_ACCELERATOR
 
     def reads(self, op: str, form: str, dtype: str, rows: float = 1, width: int = 1) -> bool:
         """Whether something does this with the bytes as they are."""

@@ -289,12 +289,12 @@ class Engine:
         guard = HostGuard(self._memories.host.spare_bytes) if may_run_out else None
         with ExitStack() as opened:
             with torch.inference_mode():
-                own = opened.enter_context(closing(self.open_kv(planned))) if kv is None else kv
-                if kv is not None:
-                    kv.prepare(block, schedule)
                 hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
                 prefixes = opened.enter_context(closing(PrefixStore(self._spec, self._plan, block, self._memories)))
                 alive = [self._rows_of(place, block, rows, prefixes) for place in range(len(block.batches))]
+                own = opened.enter_context(closing(self.open_kv(planned))) if kv is None else kv
+                if kv is not None:
+                    kv.prepare(block, schedule)
             measures.clock = time.perf_counter()
             state = _Progress(
                 alive,

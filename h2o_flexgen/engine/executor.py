@@ -75,10 +75,10 @@ class Executor:
 
     def steps(self, tasks: Iterable[Task], pauses: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Runs the tasks, and hands over to the caller after every COMPUTE behind which it `pauses`. Lanes go on meanwhile."""
-        self._device.settle()  # weights and buffers were prepared on another stream than the lanes'
         with self._computing():
             start = self._device.mark(timed=True)
             self._recorder = Recorder(self._device, time.perf_counter(), start, self._times_all)
+        self._device.settle()  # what was prepared on another stream than the lanes', and the marker that all times count from
         try:
             self._start_lanes()
             computed, is_left = self._issue(tasks), True

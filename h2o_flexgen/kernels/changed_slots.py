@@ -19,16 +19,6 @@ def parts(gathered: Tensor, slots: torch.Size, width: int, kept: torch.dtype) ->
 
 def gather_slots_twin(image: Tensor, slots: Tensor, out: Tensor) -> None:
     numbers, values = parts(out, slots.shape, image.shape[-1], image.dtype)
-    row, head = _places(slots)
+    row, head = (torch.arange(count, device=image.device) for count in slots.shape)
     numbers.copy_(slots)
-    values.copy_(image[:, row, head, slots])
-
-
-def scatter_slots_twin(values: Tensor, slots: Tensor, image: Tensor) -> None:
-    row, head = _places(slots)
-    image[:, row, head, slots] = values
-
-
-def _places(slots: Tensor) -> tuple[Tensor, Tensor]:
-    rows, heads = slots.shape
-    return torch.arange(rows, device=slots.device)[:, None], torch.arange(heads, device=slots.device)
+    values.copy_(image[:, row[:, None], head, slots])

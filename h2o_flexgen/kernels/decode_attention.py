@@ -29,8 +29,8 @@ class Kept(NamedTuple):
 
 
 def decode_attention(
-    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, wants_sums: bool = True
+) -> tuple[Tensor, Tensor | None]:
     rows, kv_heads, group, dim = q.shape
     assert more is None or more.values.shape == (rows, 1, kv_heads * group, dim)
     slots = keys.data.shape[2]
@@ -48,7 +48,7 @@ def decode_attention(
         q.itemsize == 2,
     )
     native_library().decode_attention(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
-    return out.to(q.dtype), sums
+    return out.to(q.dtype), sums if wants_sums else None
 
 
 def kind_of(kept: Kept) -> int:
@@ -56,18 +56,28 @@ def kind_of(kept: Kept) -> int:
 
 
 def decode_attention_twin(
-    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, wants_sums: bool = True
+) -> tuple[Tensor, Tensor | None]:
     # over all slots, with empty ones masked: a slice is not contiguous, and bf16 products of it are 4 times slower
-    scores = torch.matmul(q, keys.data.transpose(2, 3)).float().mul_(q.shape[-1] ** -0.5).add_(mask)
+    scores = _scores(q, keys.data).add_(mask)
     if more is not None:
         scores = torch.cat((scores, more.scores.view(*q.shape[:3], 1)), dim=-1)
     shares = torch.softmax(scores, dim=-1)  # (rows, kv_heads, group, slots)
     if more is None:
-        return torch.matmul(shares.to(values.data.dtype), values.data), shares.sum(2)
+        return torch.matmul(shares.to(values.data.dtype), values.data), shares.sum(2) if wants_sums else None
     shares, share = shares.split((mask.shape[-1], 1), dim=-1)
     out = torch.matmul(shares.to(values.data.dtype), values.data).float().addcmul_(share, more.values.view(q.shape))
-    return out.to(q.dtype), shares.sum(2)
+    return out.to(q.dtype), shares.sum(2) if wants_sums else None
+
+
+def _scores(q: Tensor, keys: Tensor) -> Tensor:
+    """Scaled scores in float32. A product in 16 bits comes out rounded to them, so it is scaled before: float16 ends at 65504,
+    which the products of some models exceed."""
+    scale = q.shape[-1] ** -0.5
+    if q.itemsize > 2:
+        return torch.matmul(q, keys.transpose(2, 3)).float().mul_(scale)
+    scaled = torch.baddbmm(q.new_zeros(()), q.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), beta=0, alpha=scale)
+    return scaled.float().view(*q.shape[:3], -1)
 
 
 class _Attention(ctypes.Structure):

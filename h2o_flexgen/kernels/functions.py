@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from h2o_flexgen.kernels.append import append_twin
-from h2o_flexgen.kernels.changed_slots import gather_slots_twin, scatter_slots_twin
+from h2o_flexgen.kernels.changed_slots import gather_slots_twin
 from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
 from h2o_flexgen.kernels.evict import evict, evict_twin
 from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
@@ -45,7 +45,7 @@ FUNCTIONS: Mapping[str, Function] = {
         *(decode_attention, decode_attention_twin, prompt_attention, prompt_attention_twin),
         *(shared_attention, shared_attention_twin),
         *(rotate_twin, append_twin, evict, evict_twin, rms_norm_twin),
-        *(take_slots, take_slots_twin, gather_slots_twin, scatter_slots_twin),
+        *(take_slots, take_slots_twin, gather_slots_twin),
     )
 }
 

@@ -24,7 +24,8 @@ from h2o_flexgen.kernels.table import BASELINE, CPU, CUDA, LIBRARIES, TORCH, TRI
 
 SWITCH = "H2O_FLEXGEN_KERNELS"  # "torch" turns all kernels off; the name of a library in C selects that one
 KINDS: Mapping[torch.dtype, int] = {getattr(torch, name): kind for kind, name in enumerate(DTYPES)}  # the numbering of C
-BF16, X86 = "bfloat16", ("x86_64", "amd64")
+FP16, BF16, X86 = "float16", "bfloat16", ("x86_64", "amd64")
+WITH_BF16 = (8, 0)  # compute capability of the first GPUs with instructions for bfloat16
 NO_KIND = -1  # for bytes that are only moved
 RUNS: Mapping[str, Sequence[str]] = {"AVX512": LIBRARIES, "AVX2": [name for name in LIBRARIES if name not in WIDE]}
 
@@ -39,13 +40,23 @@ def native_library() -> ctypes.CDLL:
 def processor(device: str) -> Processor:
     """A kind of device, and the kernels for it; none where none were built or none can be loaded."""
     if device != CPU:
-        return Processor(device, next(iter(variants(device)), TORCH) if os.environ.get(SWITCH) != TORCH else TORCH)
+        build = next(iter(variants(device)), TORCH) if os.environ.get(SWITCH) != TORCH else TORCH
+        return Processor(device, build, _instructions_of_gpus() if device == CUDA else ())
     return Processor(device, build := _loaded()[0], _instructions(build))
 
 
 @cache
 def _has_triton() -> bool:
     return find_spec(TRITON) is not None
+
+
+@cache
+def _instructions_of_gpus() -> tuple[str, ...]:
+    """What all GPUs of this machine multiply with instructions of their own. Others go value by value, ten times as slow."""
+    if not torch.cuda.is_available():
+        return ()
+    least = min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+    return (FP16, BF16) if least >= WITH_BF16 else (FP16,)
 
 
 @cache

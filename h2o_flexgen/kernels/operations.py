@@ -29,7 +29,6 @@ from h2o_flexgen.kernels.table import (
     PROMPT_ATTENTION,
     RMS_NORM,
     ROTATE,
-    SCATTER_SLOTS,
     SHARED_ATTENTION,
     TAKE_SLOTS,
     choose,
@@ -44,8 +43,8 @@ def chosen(op: str, form: str, like: Tensor, rows: int = 1, width: int = 1) -> F
     return None if kernel is None else function_of(kernel)
 
 
-def _required(op: str, form: str, like: Tensor, rows: int = 1) -> Function:
-    if function := chosen(op, form, like, rows):
+def _required(op: str, form: str, like: Tensor, rows: int = 1, width: int = 1) -> Function:
+    if function := chosen(op, form, like, rows, width):
         return function
     raise ValueError(f"nothing here does {op} of {form}, {like.dtype} on {like.device.type}; take another codec")
 
@@ -98,11 +97,11 @@ def plain_product(x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def decode_attention(
-    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, wants_sums: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """Attention of one new token per row: q (rows, kv_heads, group, dim); `held` (rows,) is the number of filled slots, the
-    newest included, and also a mask to add (rows, 1, 1, slots) -> out like q, and sums (rows, kv_heads, slots) in float32: the
-    attention each slot received. With `more`, a query head has one more key, whose share the others lack.
+    newest included, and also a mask to add (rows, 1, 1, slots) -> out like q, and where they are wanted sums (rows, kv_heads,
+    slots) in float32: the attention each slot received. With `more`, a query head has one more key, whose share they lack.
 
     Keys and values are decoded first unless one kernel reads both as they are kept."""
     of_keys, of_values = (chosen(DECODE_ATTENTION, kept.codec, q, width=q.shape[3]) for kept in (keys, values))
@@ -110,7 +109,7 @@ def decode_attention(
         keys, values = (_plain(kept, q) for kept in (keys, values))
         of_keys = chosen(DECODE_ATTENTION, PLAIN, q, width=q.shape[3])
     assert of_keys is not None
-    out, sums = of_keys(q, keys, values, held, mask, more)
+    out, sums = of_keys(q, keys, values, held, mask, more, wants_sums)
     return out, sums
 
 
@@ -129,7 +128,7 @@ def prompt_attention(
     queries, the first ones stand before all queries, and each row has the first `before` (rows,) of them. weights (rows,
     tokens), fp32, say how much queries count in the sums. -> (rows, tokens, heads * dim), and sums (rows, kv_heads, keys) in
     fp32 where there are weights. With `more`, a query has one more key, whose share the others lack."""
-    out, sums = _required(PROMPT_ATTENTION, PLAIN, q)(q, k, v, before, weights, more)
+    out, sums = _required(PROMPT_ATTENTION, PLAIN, q, width=q.shape[3])(q, k, v, before, weights, more)
     return out, sums
 
 
@@ -172,11 +171,6 @@ def gather_slots(image: Tensor, slots: Tensor, out: Tensor) -> None:
     """Gathers one slot (rows, heads) of every row and head of an image (2, rows, heads, slots, width) into bytes: the numbers
     of these slots, and behind them keys and values, as `changed_slots.parts` finds them."""
     _required(GATHER_SLOTS, PLAIN, image)(image, slots, out)
-
-
-def scatter_slots(values: Tensor, slots: Tensor, image: Tensor) -> None:
-    """Puts keys and values (2, rows, heads, width) in these slots (rows, heads) of an image (2, rows, heads, slots, width)."""
-    _required(SCATTER_SLOTS, PLAIN, image)(values, slots, image)
 
 
 # -- heads and rows ------------------------------------------------------------------------------------------------------

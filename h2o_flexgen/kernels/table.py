@@ -22,18 +22,21 @@ PRODUCT_OPS = PRODUCT, INT8_PRODUCT
 PRODUCTS = {EXACT: PRODUCT, INT8: INT8_PRODUCT}  # by what people ask for
 DECODE_ATTENTION, PROMPT_ATTENTION, SHARED_ATTENTION = "decode attention", "prompt attention", "shared attention"
 ROTATE, APPEND, EVICT = "rotate", "append", "evict"
-TAKE_SLOTS, GATHER_SLOTS, SCATTER_SLOTS = "take slots", "gather slots", "scatter slots"
+TAKE_SLOTS, GATHER_SLOTS = "take slots", "gather slots"
 RMS_NORM = "rms norm"
 
 CPU, CUDA = "cpu", "cuda"
 TORCH = "torch"  # no library of kernels is loaded
+AMPERE = "bfloat16"  # a GPU with instructions for this type is one whose tensor cores Triton uses
 TRITON = "triton"  # kernels for GPUs, which it compiles when they first run
 BASELINE, PAIRS = "baseline", "avx512bf16"  # PAIRS: instructions for pairs of bfloat16
 WIDE = (PAIRS, "avx512vnni", "avx512")  # registers of 512 bits
 LIBRARIES = (*WIDE, "avxvnni", "avx2", BASELINE)  # libraries of C kernels, by the instructions they were built for, best first
 FUSED = LIBRARIES[:-1]  # libraries that multiply and add with one rounding
 ROWS_OF_CODES = 6  # up to here products with codes were measured to be faster than with pairs of bfloat16 made of them
+ROWS_OF_TILES = 8  # up to here a GPU is done with products on tiles before their values could be written and read (arithmetic)
 ROWS_OF_TORCH = 1  # up to here torch reads float32 and bfloat16 faster than panels do: its products of one row are special
+WIDTH_OF_TILES = 256  # values of a head up to which kernels for GPUs find room for tiles of slots
 ROWS_OF_PAIRS = 32  # up to here products with pairs of bfloat16 were measured to be faster than torch's
 
 
@@ -92,6 +95,7 @@ def _of_groups(form: str) -> Iterator[Kernel]:
         yield Kernel(op, form, function, CUDA, (TRITON,), DTYPES)
         yield Kernel(op, form, f"{function}_twin")
     yield Kernel(DECODE_ATTENTION, form, "decode_attention", CPU, LIBRARIES, most_width=shared().step_head_values)
+    yield Kernel(DECODE_ATTENTION, form, "decode_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES)
     yield Kernel(SHARED_ATTENTION, form, "shared_attention", CPU, LIBRARIES, DTYPES)
 
 
@@ -103,6 +107,7 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
     yield Kernel(PRODUCT, form, "tile_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_CODES, within=FLOAT32)
     yield Kernel(PRODUCT, form, "pair_product", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {form}")
     yield Kernel(PRODUCT, form, "tile_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
+    yield Kernel(PRODUCT, form, "tile_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
     yield Kernel(INT8_PRODUCT, form, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {form}", within=INT8)
     yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}", within=INT8)
 
@@ -127,7 +132,6 @@ def _of_slots() -> Iterator[Kernel]:
         yield Kernel(op, PLAIN, f"{function}_twin")
     yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots", CUDA, (TRITON,))
     yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots_twin")
-    yield Kernel(SCATTER_SLOTS, PLAIN, "scatter_slots_twin")
 
 
 @cache
@@ -138,8 +142,9 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel(ENCODE, PLAIN, "plain_encode"),
         Kernel(DECODE, PLAIN, "plain_decode"),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CPU, LIBRARIES, DTYPES, most_width=shared().step_head_values),
+        Kernel(DECODE_ATTENTION, PLAIN, "decode_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES),
         Kernel(DECODE_ATTENTION, PLAIN, "decode_attention_twin"),
-        *(Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CUDA, (TRITON,), (half,), instructions=half) for half in HALVES),
+        Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CUDA, (TRITON,), HALVES, most_width=256, instructions=AMPERE),
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CPU, LIBRARIES, DTYPES),
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention_twin"),
         Kernel(SHARED_ATTENTION, PLAIN, "shared_attention", CPU, LIBRARIES, DTYPES),

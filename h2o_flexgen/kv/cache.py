@@ -158,7 +158,9 @@ class KVCache:
             attended = Kept(keys, self._coding.codec)
         more = self._attended_elsewhere(now, q)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # a group's query heads take the place of queries
-        out, sums = decode_attention(q, attended, Kept(values, self._coding.codec), now.with_newest, now.mask, more)
+        wants_sums = scores is not None and scores.scores is not None
+        kept = Kept(values, self._coding.codec)
+        out, sums = decode_attention(q, attended, kept, now.with_newest, now.mask, more, wants_sums)
         if scores is not None:
             self.replaced = scores.evict(now, image, sums)
         if self.replaced is None and now.slots.stores_singly:

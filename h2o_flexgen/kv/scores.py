@@ -121,7 +121,7 @@ class SlotScores:
     def notes(self) -> Notes:
         return Notes(self.positions, self.scores, self.policy.ranks_by == CHANCE)
 
-    def evict(self, now: KVStep, image: Tensor, sums: Tensor) -> Tensor | None:
+    def evict(self, now: KVStep, image: Tensor, sums: Tensor | None) -> Tensor | None:
         """Adds `sums` (rows, kv_heads, slots), fp32: the newest query's attention to each slot, over a group's query heads. If
         rows have to evict, the newest token then takes over a slot of the image for each row and head, (rows, kv_heads)."""
         if now.evicts:

@@ -56,13 +56,9 @@ class Device:
     def finish(self) -> None:
         """Waits until everything that was issued on the current stream is over: before the processor works in memory that the
         stream has worked in, or was told to wait for."""
-        marker = self.mark()
+        marker = self.mark(blocking=True)
         if marker is not None:
             marker.synchronize()
-
-    def keep_for_stream(self, tensor: Tensor) -> None:
-        """Keeps the memory of a tensor, whoever drops it, until what the current stream does with it is over. Otherwise it goes
-        back to the stream on which it was made."""
 
     def seconds_between(self, start: Marker, end: Marker) -> float:
         raise AssertionError("a CPU has no markers to measure between")
@@ -156,9 +152,6 @@ class CudaDevice(Device):
     def wait(self, marker: Marker | None) -> None:
         if isinstance(marker, CudaMarker):
             torch.cuda.current_stream(self.torch_device).wait_event(marker.event)
-
-    def keep_for_stream(self, tensor: Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(self.torch_device))
 
     def seconds_between(self, start: Marker, end: Marker) -> float:
         assert isinstance(start, CudaMarker) and isinstance(end, CudaMarker)

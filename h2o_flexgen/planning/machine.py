@@ -69,6 +69,11 @@ class Machine:
     def has_accelerator(self) -> bool:
         return self.device != "cpu"
 
+    @property
+    def multiplies(self) -> tuple[str, ...]:
+        """The types of 16 bits whose products are known."""
+        return tuple(dtype for dtype in self.flops_per_s if DTYPE_BYTES.get(dtype) == 2)
+
     def flop_rate(self, dtype: str, rows: float) -> float:
         """Flop/s of a matrix product with this many rows."""
         if dtype not in self.flops_per_s:

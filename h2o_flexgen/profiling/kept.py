@@ -12,10 +12,11 @@ from pathlib import Path
 
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.folders import existing_folder
-from h2o_flexgen.core.model_spec import DTYPE_BYTES, usual_dtype
+from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import available_bytes
+from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import machine_file, save_machine, saved_machine
 from h2o_flexgen.profiling.apart import profile_apart
@@ -88,7 +89,7 @@ def _warnings_of(file: Path) -> list[str]:
 
 
 def fingerprint_of(device: Device, offload_folder: Path, dtype: str | None) -> Fingerprint:
-    return Fingerprint.of(device, offload_folder, dtype or usual_dtype(device.accelerator))
+    return Fingerprint.of(device, offload_folder, dtype or site_of(device.kind, device.accelerator).usual_dtype())
 
 
 def keep(machine: Machine, mark: Fingerprint, warning: str = "") -> Path:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 
-from h2o_flexgen.core.model_spec import DTYPE_BYTES, ON_ACCELERATOR, ON_CPU, usual_dtype
+from h2o_flexgen.core.model_spec import DTYPE_BYTES
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.kernels.table import PRODUCT_OPS, prices
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier, available_bytes, give_back_freed
 from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.planning.machine import PLAIN_SCORES, VISITS, WITH_SCORES, Curve, Machine
 from h2o_flexgen.profiling import attention, moving, products, visits
 from h2o_flexgen.profiling.budget import NOW, Budget, Now
@@ -44,7 +46,7 @@ def profile(
     budget = Budget(sizes.budget_seconds, now)
     host_bytes, device_bytes = available_bytes(), device.free_bytes() or 0
     sizes = sizes.within(host_bytes // SHARE_OF_MEMORY)
-    dtype = dtype or usual_dtype(device.accelerator)
+    dtype = dtype or site_of(device.kind, device.accelerator).usual_dtype()
     watch = Watch(on_subject)
     taken = Taken() if partial is None else Taken.kept_in(partial, f"{dtype} {sizes}")
     try:
@@ -66,7 +68,7 @@ def _subjects(memories: Memories, dtype: str, sizes: Sizes, budget: Budget, watc
     """Products come last, since those of many rows take what is left of the time."""
     device, folder = memories.device, memories.disk.folder
     bench, host = _benches(device, sizes, budget)
-    dtypes = measured_dtypes(dtype, device.accelerator)
+    dtypes = measured_dtypes(dtype, site_of(device.kind, device.accelerator))
     sizes = sizes.in_pool(min(bench.pool.nbytes, host.pool.nbytes), max(DTYPE_BYTES[each] for each in dtypes))
     yield from moving.copies(bench, host, sizes, memories.host)
     yield from visits.visits(bench, host, folder, dtype, sizes, watch)
@@ -90,10 +92,10 @@ def _bench(device: Device, memory: HostTier | DeviceTier, sizes: Sizes, budget: 
     return Bench(Clock(device, sizes.seconds, budget.now), Pool.filled(memory, sizes.pool_bytes, filling))
 
 
-def measured_dtypes(dtype: str, accelerator: bool) -> tuple[str, ...]:
-    """The types of products: that of the job alone; on an accelerator both types of 16 bits, as which of them is taken there by
-    itself depends on the checkpoint."""
-    return tuple(dict.fromkeys((dtype, *((ON_ACCELERATOR, ON_CPU) if accelerator else ()))))
+def measured_dtypes(dtype: str, site: Site) -> tuple[str, ...]:
+    """The types of products: that of the job alone; on an accelerator all types of 16 bits that it has instructions for, as
+    which of them is taken there by itself depends on the checkpoint."""
+    return tuple(dict.fromkeys((dtype, *(site.processor.instructions if site.accelerator else ()))))
 
 
 def _told(unknown: Sequence[str], figures: Mapping[str, float]) -> tuple[str, ...]:

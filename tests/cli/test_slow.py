@@ -34,16 +34,21 @@ def reasons(processor: Processor | None, libraries: tuple[str, ...] = BUILT, dty
 def test_where_nothing_can_be_mended_nothing_is_said() -> None:
     for processor in (Processor("cpu", BUILT[0], ("bfloat16",)), None):
         assert reasons(processor) == []
-    assert reasons(Processor("cuda", "triton"), libraries=("triton",)) == []
+    assert reasons(Processor("cuda", "triton", ("float16", "bfloat16")), libraries=("triton",)) == []
 
 
 def test_a_gpu_without_triton_says_how_to_get_it() -> None:
-    assert reasons(Processor("cuda"), libraries=()) == [NO_TRITON]
+    assert reasons(Processor("cuda"), libraries=(), dtype="float16") == [NO_TRITON]
     assert "pip install triton" in NO_TRITON
 
 
+def test_a_gpu_without_instructions_for_a_type_names_the_one_it_has() -> None:
+    (line,) = reasons(Processor("cuda", "triton", ("float16",)), libraries=("triton",))
+    assert line.startswith("a GPU here has no instructions for products of bfloat16; with --dtype float16")
+
+
 def test_kernels_for_a_gpu_that_are_turned_off_are_named_with_their_switch() -> None:
-    (line,) = reasons(Processor("cuda"), libraries=("triton",))
+    (line,) = reasons(Processor("cuda"), libraries=("triton",), dtype="float16")
     assert line == "H2O_FLEXGEN_KERNELS=torch asks for less than this processor can do (triton); unset it"
 
 

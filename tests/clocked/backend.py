@@ -40,15 +40,6 @@ def _empty(size: Sequence[int], *, dtype: torch.dtype, **_: object) -> ClockedTe
     return _made(torch.empty(size, dtype=dtype))
 
 
-def uploaded(values: Tensor) -> ClockedTensor:
-    """A copy of values of the host that no thread waits for."""
-    made, checker = _made(values.clone()), current()
-    with checker.lock:
-        checker.launched[checker.task, "upload"] += 1
-        checker.access(made.block, made.inner, True, *checker.launch("upload"))
-    return made
-
-
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     """A copy of values of the host that are nowhere else, which the host waits for."""
     assert isinstance(target, ClockedTensor) and not isinstance(source, ClockedTensor)

@@ -1,7 +1,7 @@
 """Blocks of memory, each with the accesses that later ones must be ordered behind.
 
-An access is a range of bytes, read or written by an actor at a moment of its clock. Two of them conflict if they overlap and one
-of them writes; the later one must then know that the earlier one is over.
+An access is a range of bytes, read or written by an actor at a moment of its clock. Two of them conflict if they overlap and
+one of them writes; the later one must then know that the earlier one is over.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class Block:
         self.name = name
         self._reads: dict[Range, Moment] = {}
         self._writes: dict[Range, Moment] = {}
-        self._kept_for: set[str] = set()  # streams that the allocator waits for before it hands the memory out again
 
     def access(self, start: int, end: int, writes: bool, now: Moment, clock: Clock) -> Iterator[str]:
         """Notes an access, and yields what it races with."""
@@ -67,8 +66,5 @@ class Block:
         """Accesses that may still be under way for all that this clock knows."""
         for kind in (self._reads, self._writes):
             for moment in kind.values():
-                if not clock.knows(moment.actor, moment.time) and moment.actor not in self._kept_for:
+                if not clock.knows(moment.actor, moment.time):
                     yield moment
-
-    def keep_for(self, stream: str) -> None:
-        self._kept_for.add(stream)

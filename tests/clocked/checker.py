@@ -117,7 +117,9 @@ class Checker:
         """Device memory goes back to the pool of the stream that it was had on: what is launched there next may get it."""
         clock = Clock(self._streams[stream])
         clock.join(self.host)
-        left = (f"{block.name} is given back to the pool of {stream} although {one} may go on" for one in block.unknown_to(clock))
+        left = (
+            f"{block.name} is given back to the pool of {stream} although {one} may go on" for one in block.unknown_to(clock)
+        )
         self.report(left)
 
     # -- memory of the host ----------------------------------------------------------------------------------------------
@@ -125,7 +127,8 @@ class Checker:
     def page_lock(self, start: int, nbytes: int) -> None:
         """Takes note of memory that streams read and write beside the host."""
         place = bisect_right(self._starts, start)
-        if place and self._ranges[place - 1][0] > start or place < len(self._starts) and self._starts[place] < start + nbytes:
+        before, behind = self._ranges[:place], self._starts[place:]
+        if (before and before[-1][0] > start) or (behind and behind[0] < start + nbytes):
             self.faults.append(f"host memory at {start:#x} is page-locked twice")
         self._starts.insert(place, start)
         self._ranges.insert(place, (start + nbytes, Block(f"{nbytes} bytes of page-locked memory")))

@@ -8,21 +8,22 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from h2o_flexgen.memory.device import Device, DeviceTier
+from h2o_flexgen.memory.device import Device, DeviceTier, Marker
 from h2o_flexgen.memory.host import HostTier
-from tests.clocked.backend import registered, uploaded
+from tests.clocked.backend import registered
 from tests.clocked.checker import current
 from tests.clocked.clock import Clock
 from tests.clocked.handover import ClockedHandover
-from tests.clocked.tensor import NAME, ClockedTensor
+from tests.clocked.tensor import NAME, ClockedTensor, own_block
 from tests.recorded import repeated
 
 
 class ClockedMarker:
     """A point in a stream's work. It is passed when somebody has waited for it, and not before: luck proves nothing."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, is_timed: bool) -> None:
         self.clock = Clock(clock)
+        self.is_timed = is_timed
 
     def synchronize(self) -> None:
         checker = current()
@@ -54,31 +55,33 @@ class ClockedDevice(Device):
     def mark(self, timed: bool = False, blocking: bool = False) -> ClockedMarker:
         checker = current()
         with checker.lock:
-            return ClockedMarker(checker.launch("a marker")[1])
+            return ClockedMarker(checker.launch("a marker")[1], timed)
 
-    def upload(self, values: Tensor, device: torch.device) -> Tensor:
-        """The values are read when the copy is done, from memory that nobody else has: no thread waits."""
-        return uploaded(values)
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        return repeated(work)
-
-    def wait(self, marker: ClockedMarker | None) -> None:  # type: ignore[override]
+    def wait(self, marker: Marker | None) -> None:
         checker = current()
         with checker.lock:
-            if marker is not None:
+            if isinstance(marker, ClockedMarker):
                 checker.issued.join(marker.clock)
 
-    def keep_for_stream(self, tensor: Tensor) -> None:
-        checker = current()
-        with checker.lock:
-            assert isinstance(tensor, ClockedTensor)
-            tensor.block.keep_for(f"stream {checker.stream}")
-
-    def seconds_between(self, start: ClockedMarker, end: ClockedMarker) -> float:  # type: ignore[override]
+    def seconds_between(self, start: Marker, end: Marker) -> float:
+        assert isinstance(start, ClockedMarker) and isinstance(end, ClockedMarker)
+        if not (start.is_timed and end.is_timed):
+            raise RuntimeError("seconds are asked for between markers that have no times")
         if not (start.query() and end.query()):
             current().faults.append("seconds are asked for between markers that may not be passed")
         return 0.0
+
+    def upload(self, values: Tensor, device: torch.device) -> Tensor:
+        """The copy that streams read goes when they have read it, and nobody has it but they."""
+        checker = current()
+        with checker.lock:
+            copied = ClockedTensor(values.clone(), own_block(values, checker))
+            checker.launched[checker.task, "upload"] += 1
+            checker.access(copied.block, copied.inner, True, *checker.launch("upload"))
+        return copied
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        return repeated(work)
 
     def page_lock(self, address: int, nbytes: int) -> None:
         current().page_lock(address, nbytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,16 +122,29 @@ class _Pooled(Block):
             self._checker.given_back(self, self._stream)
 
 
+class Facts(NamedTuple):
+    """What the schema of a function says."""
+
+    name: str
+    writes: Sequence[int]  # places of the arguments that it changes
+    writes_named: Sequence[str]
+    may_view: bool  # its results may be parts of what it is given
+
+    @property
+    def short(self) -> str:
+        return self.name.removeprefix("aten::")
+
+
 @cache
-def _written(func: Function) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The places and the names of the arguments that a function writes."""
-    arguments = list(enumerate(func._schema.arguments))
-    changed = [(at, one.name) for at, one in arguments if one.alias_info is not None and one.alias_info.is_write]
-    return tuple(at for at, _ in changed), tuple(name for _, name in changed)
+def facts(func: Function) -> Facts:
+    schema = func._schema
+    changed = [(at, one.name) for at, one in enumerate(schema.arguments) if one.alias_info and one.alias_info.is_write]
+    may_view = any(one.alias_info is not None for one in schema.returns)
+    return Facts(schema.name, [at for at, _ in changed], [name for _, name in changed], may_view)
 
 
 def _changed(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    places, names = _written(func)
+    _, places, names, _ = facts(func)
     if not places:
         return []
     return tensors_in(*(args[at] for at in places if at < len(args)), *(kwargs[name] for name in names if name in kwargs))
@@ -167,7 +180,8 @@ class _Call:
         self, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Tensor], checker: Checker
     ) -> None:
         self.func, self.args, self.kwargs, self.given, self.checker = func, args, kwargs, given, checker
-        self.name: str = func._schema.name
+        self.facts = facts(func)
+        self.name = self.facts.name
         self.ours = [one for one in given if isinstance(one, ClockedTensor)]
         self.changed = _changed(func, args, kwargs)
         self.wanted = kwargs.get("device")  # where the outcome is to be
@@ -179,16 +193,20 @@ class _Call:
         if self.wanted is not None:
             kwargs["device"] = torch.device("cpu")
         outcome = self.func(*map(_inner, self.args), **kwargs)
-        storages = {_storage(_inner(one)) for one in self.given}
-        results = tensors_in(outcome)
-        is_view = bool(results) and not self.changed and all(_storage(one) in storages for one in results)
-        now = None if self.name in MAKES_ROOM or (is_view and self.name not in MOVES) else self._issued()
+        now = None if self.name in MAKES_ROOM or self._is_view(outcome) else self._issued()
         if any(not isinstance(one, ClockedTensor) for one in self.changed):
             return self.changed[0]
         known = {id(one.inner): one for one in self.ours}
         if isinstance(outcome, (list, tuple)):
             return type(outcome)(self._wrapped(one, known, now) for one in outcome)
         return self._wrapped(outcome, known, now)
+
+    def _is_view(self, outcome: object) -> bool:
+        """Whether nothing is done but to look at what is there."""
+        if self.changed or not self.facts.may_view:
+            return False
+        storages = {_storage(_inner(one)) for one in self.given}
+        return all(_storage(one) in storages for one in tensors_in(outcome))
 
     def _refuse_two_devices(self) -> None:
         if self.name in (*MOVES, *INDEXES) or (not self.ours and not self.changed):
@@ -199,14 +217,14 @@ class _Call:
 
     def _issued(self) -> tuple[Moment, Clock]:
         """Tells of the launch and its accesses, and of the host's wait if it is one."""
-        now = self.checker.launch(self.name.removeprefix("aten::"))
-        self.checker.launched[self.checker.task, self.name.removeprefix("aten::")] += 1
+        now = self.checker.launch(self.facts.short)
+        self.checker.launched[self.checker.task, self.facts.short] += 1
         for one in self.given:
             block = one.block if isinstance(one, ClockedTensor) else self.checker.locked(one)
             if block is not None:
                 self.checker.access(block, _inner(one), any(one is changed for changed in self.changed), *now)
         if self._waits():
-            self.checker.wait_for_stream(self.name.removeprefix("aten::"))
+            self.checker.wait_for_stream(self.facts.short)
         return now
 
     def _waits(self) -> bool:
@@ -231,18 +249,18 @@ class _Call:
     def _wrapped(self, result: Any, known: Mapping[int, ClockedTensor], now: tuple[Moment, Clock] | None) -> Any:
         if not isinstance(result, Tensor):
             return result
-        own = next((one for one in self.ours if _storage(one.inner) == _storage(result)), None)
-        if self.leaves:
-            return result.clone() if own is not None else result
         if id(result) in known:
             return known[id(result)]
-        if own is not None:
-            return ClockedTensor(result, own.block)
-        made = result if result._base is None and all(result is not one for one in self.given) else result.clone()
-        block = own_block(made, self.checker)
+        if self.leaves:  # a copy on the host
+            return result
+        if self.facts.may_view:
+            own = next((one for one in self.ours if _storage(one.inner) == _storage(result)), None)
+            if own is not None:
+                return ClockedTensor(result, own.block)
+        block = own_block(result, self.checker)
         if now is not None:
-            self.checker.access(block, made, True, *now)
-        return ClockedTensor(made, block)
+            self.checker.access(block, result, True, *now)
+        return ClockedTensor(result, block)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -258,10 +276,9 @@ def _note_work_of_the_processor(
     if not touched:
         return
     changed, storages = _changed(func, args, kwargs), {_storage(one) for one in given}
-    results = tensors_in(outcome)
-    if results and not changed and all(_storage(one) in storages for one in results):
+    if not changed and facts(func).may_view and all(_storage(one) in storages for one in tensors_in(outcome)):
         return
     with checker.lock:
-        now = checker.act(f"{func._schema.name.removeprefix('aten::')} of the processor")
+        now = checker.act(f"{facts(func).short} of the processor")
         for one, block in touched:
             checker.access(block, one, any(one is each for each in changed), *now)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from h2o_flexgen.engine.job import Request
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints, compare, generate_with
@@ -90,7 +91,8 @@ def test_rows_that_come_and_go_have_the_tokens_of_rows_alone(any_device: str, ch
     case = Case("llama-gqa", RESIDENT, (5, 9, 2, 7, 4, 6), 12, device=any_device)
     expected = [checkpoints.greedy(case, row, 12)[0] for row in range(6)]
     with case.open(checkpoints, offload) as llm:
-        done = list(llm.generate_stream(case.prompts, SamplingParams(max_tokens=12)))
+        requests = [Request(prompt, SamplingParams(max_tokens=12)) for prompt in case.prompts]
+        done = list(llm.generate_stream(requests))
     assert [list(each.token_ids) for each in sorted(done, key=lambda each: each.index)] == expected
 
 

@@ -58,6 +58,23 @@ def test_c_is_as_near_to_float64_as_torch(variant: str, dtype: torch.dtype, shap
     assert (sums.sum(-1) - shape[2]).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2, 1, 2, 64), (3, 2, 4, 40, 128)])
+def test_scores_that_float16_does_not_hold_before_they_are_scaled(shape: tuple[int, ...], by_token: bool, device: str) -> None:
+    q, keys, values, held, mask = drawn(shape, torch.float16)
+    slots, dim = shape[3:]
+    keys = 60 + 0.5 * torch.arange(slots).flip(0)[:, None].expand_as(keys)  # products up to 65504 and far beyond
+    keys, q = keys.half(), torch.full_like(q, 24.0)
+    assert float((q[0, 0, 0].float() * keys[0, 0, 0].float()).sum()) > 65504 > 24 * 80 * dim**0.5
+    if by_token:
+        keys, values = (tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for tensor in (keys, values))
+    given = (tensor.to(device) for tensor in (q, keys, values, held, mask))
+    q_there, keys_there, values_there, held_there, mask_there = given
+    twin, sums = decode_attention_twin(q_there, Kept(keys_there), Kept(values_there), held_there, mask_there)
+    expected, expected_sums = exact(q, keys, values, mask)
+    assert (sums.cpu().double() - expected_sums).abs().max() < 0.05 and (twin.cpu().double() - expected).abs().max() < 0.05
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 def test_what_lies_behind_a_row_changes_nothing(variant: str, dtype: torch.dtype) -> None:

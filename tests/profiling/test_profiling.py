@@ -19,7 +19,6 @@ import psutil
 import pytest
 import torch
 
-from h2o_flexgen.core.model_spec import usual_dtype
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.kernels.native import processor
@@ -119,7 +118,7 @@ def test_curves_have_the_rows_that_they_are_asked_for(found: tuple[Machine, obje
     assert (set(machine.prompt_flops_per_s), set(machine.attention_bytes_per_s)) == ({"plain", "scored"}, {"host"})
     assert (set(machine.visit_seconds), set(machine.decoded_values_per_s)) == ({"attention", "mlp"}, {"tiles4", "tiles8"})
     packed = {price: [rows for rows, _ in curve] for price, curve in machine.packed_flops_per_s.items()}
-    assert packed == multiplied_here(usual_dtype(accelerator=False), TINY.rows)
+    assert packed == multiplied_here(Site().usual_dtype(), TINY.rows)
 
 
 def multiplied_here(dtype: str, rows: tuple[int, ...]) -> dict[str, list[int]]:

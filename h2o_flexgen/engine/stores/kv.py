@@ -21,6 +21,8 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.kernels.changed_slots import parts
+from h2o_flexgen.kernels.operations import gather_slots
 from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
@@ -163,24 +165,20 @@ class KVStore:
 
     def _store_single(self, task: Task, unit: Unit, replaced: Tensor) -> int:
         """Device -> host, where each row and head has changed a slot of its own: they come side by side to the staging place,
-        and the processor brings them from there to where they belong."""
-        host, device = (self._image(region, task.batch) for region in self._both_regions(task))
-        self._memories.device.keep_for_stream(replaced)  # it was made where layers are computed
-        row, head = (torch.arange(count, device=device.device) for count in replaced.shape)
-        values = device[:, row[:, None], head, replaced]
-        staged_slots, staged_values = self._staged(replaced, 0), self._staged(values, replaced.nbytes)
-        staged_slots.copy_(replaced, non_blocking=True)
-        staged_values.copy_(values, non_blocking=True)
-        self._memories.device.finish()
-        unit.at_home = staged_slots.clone()
-        row, head = (torch.arange(count) for count in replaced.shape)
-        host[:, row[:, None], head, unit.at_home] = staged_values
-        return values.nbytes
-
-    def _staged(self, like: Tensor, start: int) -> Tensor:
-        """A place in page-locked memory for as many values, from a byte on."""
+        and the processor brings them from there to where they belong. `replaced` is memory of the stream that computes: it is
+        not dropped before this task ends, and so not before this stream has read it."""
         assert self._staging is not None
-        return self._staging[start : start + like.nbytes].view(like.dtype).view(like.shape)
+        host, device = (self._image(region, task.batch) for region in self._both_regions(task))
+        nbytes = self._layouts[task.batch].of_rows(unit.rows).staged_bytes
+        gathered, staged = torch.empty(nbytes, dtype=torch.uint8, device=device.device), self._staging[:nbytes]
+        gather_slots(device, replaced, gathered)
+        staged.copy_(gathered, non_blocking=True)
+        self._memories.device.finish()
+        numbers, values = parts(staged, replaced.shape, self._coding.width, self._coding.kept_dtype)
+        unit.at_home = numbers.clone()
+        row, head = (torch.arange(count) for count in replaced.shape)
+        host[:, row[:, None], head, unit.at_home] = values
+        return values.nbytes
 
     def _both_regions(self, task: Task) -> tuple[Tensor, Tensor]:
         """The regions on the host and on the device."""
@@ -225,9 +223,7 @@ class KVStore:
         self._memories.disk.write_from(self._on_disk[task.layer, task.batch], offset, scratch)
         return len(slots) * self._spec.kv_bytes_per_slot
 
-    def _journal_entry(
-        self, task: Task, place: int, slots: Tensor, fills: bool
-    ) -> tuple[numpy.ndarray, Index, int, Tensor]:
+    def _journal_entry(self, task: Task, place: int, slots: Tensor, fills: bool) -> tuple[numpy.ndarray, Index, int, Tensor]:
         """The image and where in it the slots (rows, kv_heads) are; the entry's offset on disk, and a buffer for it. `fills`:
         the image is written."""
         image = numpy_of(self._image(self._host_ring[self._schedule.buffer(task.visit)], task.batch), writes=fills)

@@ -19,7 +19,7 @@ def group_encode(codec: Grouped, values: Tensor, out: Tensor) -> None:
     rows, columns = values.shape
     if values.numel():
         grid, whole = (triton.cdiv(rows, ROWS), groups_of(columns)), columns % GROUP_VALUES == 0
-        _encode_rows[grid](values, out, rows, columns, *values.stride(), codec.bits, ROWS, whole, enable_fp_fusion=False)
+        group_encode_kernel[grid](values, out, rows, columns, *values.stride(), codec.bits, ROWS, whole, enable_fp_fusion=False)
 
 
 def tile_encode(codec: Tiled, values: Tensor, out: Tensor) -> None:
@@ -27,11 +27,11 @@ def tile_encode(codec: Tiled, values: Tensor, out: Tensor) -> None:
     outputs, columns = values.shape
     if values.numel():
         grid, whole = (len(out), groups_of(columns)), columns % GROUP_VALUES == 0
-        _encode_tiles[grid](values, out, outputs, columns, *values.stride(), codec.bits, whole, enable_fp_fusion=False)
+        tile_encode_kernel[grid](values, out, outputs, columns, *values.stride(), codec.bits, whole, enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _encode_rows(
+def group_encode_kernel(
     values, out, rows, columns, row_stride, column_stride, BITS: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr
 ):
     of_group: tl.constexpr = GROUP * BITS // 32  # words
@@ -50,7 +50,7 @@ def _encode_rows(
 
 
 @triton.jit(do_not_specialize=["outputs"])
-def _encode_tiles(values, out, outputs, columns, row_stride, column_stride, BITS: tl.constexpr, WHOLE: tl.constexpr):
+def tile_encode_kernel(values, out, outputs, columns, row_stride, column_stride, BITS: tl.constexpr, WHOLE: tl.constexpr):
     of_group: tl.constexpr = GROUP * BITS // 32  # words
     of_block: tl.constexpr = TILE * (of_group + 1)
     tile, group, groups = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.cdiv(columns, GROUP)
@@ -70,8 +70,8 @@ def _encode_tiles(values, out, outputs, columns, row_stride, column_stride, BITS
 @triton.jit
 def _loaded(rows, there, group, columns, stride, place, apart: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.constexpr):
     """A group of some rows as float32: values at `place` (words, 4) have the lower codes of their bytes, and those `apart` from
-    them the upper ones, if codes have 4 bits. Behind a row's last value it is repeated, which changes neither extreme; rows that
-    are not there become zeros."""
+    them the upper ones, if codes have 4 bits. Behind a row's last value it is repeated, which changes neither extreme; what is
+    not there becomes zeros."""
     low = _values(rows, there, group * GROUP + place, columns, stride, WHOLE)
     high = _values(rows, there, group * GROUP + place + apart, columns, stride, WHOLE) if BITS == 4 else low
     return low, high

@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_flexgen.kernels.gpu.codes import GROUP, widened
-from h2o_flexgen.quant.grouped import GROUP as GROUP_VALUES
 from h2o_flexgen.quant.grouped import Grouped, groups_of
 
 WORDS = 1024  # that a program reads
@@ -23,11 +22,11 @@ def group_decode(codec: Grouped, data: Tensor, out: Tensor) -> None:
     of_row = min(MOST_WORDS, triton.next_power_of_2(words))
     at_once = WORDS // of_row
     grid = triton.cdiv(rows, at_once), triton.cdiv(words, of_row)
-    _decode[grid](data, out, rows, columns, codec.bits, at_once, of_row, enable_fp_fusion=False)
+    group_decode_kernel[grid](data, out, rows, columns, codec.bits, at_once, of_row, enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _decode(data, out, rows, columns, BITS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
+def group_decode_kernel(data, out, rows, columns, BITS: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr):
     of_group: tl.constexpr = GROUP * BITS // 32  # words
     groups = tl.cdiv(columns, GROUP)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)

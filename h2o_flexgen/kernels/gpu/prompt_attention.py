@@ -36,7 +36,7 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, padded: int) -> _Blocks:
-        return cls(64, 32, 64) if padded <= WIDE else cls(32, 32, 32)
+        return cls(64, 32, 64) if padded <= WIDE else cls(32, 32, 32, warps=4)
 
 
 def prompt_attention(

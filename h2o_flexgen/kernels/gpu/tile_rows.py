@@ -19,18 +19,18 @@ def tile_decode(codec: Tiled, data: Tensor, out: Tensor) -> None:
     outputs, columns = out.shape
     if out.numel():
         grid = len(data), triton.cdiv(groups_of(columns), GROUPS)
-        _decode[grid](data, out, outputs, columns, codec.bits, GROUPS, enable_fp_fusion=False)
+        tile_decode_kernel[grid](data, out, outputs, columns, codec.bits, GROUPS, enable_fp_fusion=False)
 
 
 def tile_decode_rows(codec: Tiled, data: Tensor, numbers: Tensor, out: Tensor) -> None:
     """Decodes the outputs with these numbers (count,) of data (tiles, bytes of a tile) into out (count, columns)."""
     if out.numel():
         grid = len(out), triton.cdiv(groups_of(out.shape[1]), GROUPS_OF_ROW)
-        _decode_rows[grid](data, numbers, out, out.shape[1], codec.bits, GROUPS_OF_ROW, enable_fp_fusion=False)
+        tile_decode_rows_kernel[grid](data, numbers, out, out.shape[1], codec.bits, GROUPS_OF_ROW, enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=["outputs"])
-def _decode(data, out, outputs, columns, BITS: tl.constexpr, GROUPS: tl.constexpr):
+def tile_decode_kernel(data, out, outputs, columns, BITS: tl.constexpr, GROUPS: tl.constexpr):
     of_group: tl.constexpr = GROUP * BITS // 32  # words
     tile, groups = tl.program_id(0).to(tl.int64), tl.cdiv(columns, GROUP)
     word = tl.program_id(1) * (GROUPS * of_group) + tl.arange(0, GROUPS * of_group)
@@ -43,7 +43,7 @@ def _decode(data, out, outputs, columns, BITS: tl.constexpr, GROUPS: tl.constexp
 
 
 @triton.jit
-def _decode_rows(data, numbers, out, columns, BITS: tl.constexpr, GROUPS: tl.constexpr):
+def tile_decode_rows_kernel(data, numbers, out, columns, BITS: tl.constexpr, GROUPS: tl.constexpr):
     of_group: tl.constexpr = GROUP * BITS // 32  # words
     row, groups = tl.program_id(0).to(tl.int64), tl.cdiv(columns, GROUP)
     number = tl.load(numbers + row)

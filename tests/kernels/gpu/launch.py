@@ -22,6 +22,7 @@ class Launch:
     registers: int = 128  # most per thread
     loads: Mapping[str, int] = field(default_factory=dict)  # by kernel: the bytes that its widest loads have at least
     narrowest: Mapping[str, int] = field(default_factory=dict)  # by kernel: no load has fewer bytes
+    since: int = CAPABILITIES[0]  # GPUs from this capability on; older ones never launch it
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,204 @@
+"""Attention of one new token per row over the slots it holds, and what each slot received, for GPUs.
+
+A program attends a chunk of the slots of one KV head of one row, and reads keys and values once; chunks behind what the row
+holds do nothing. A second pass puts the chunks together (chunks.py) and makes the sums, if anybody wants them. Chunks have one
+size, so a row's outcome depends on nothing but the row. Scores are in float32, and so are the shares of a head with one query;
+where a group of queries shares a head, tensor cores multiply shares that were rounded to the queries' type, as torch does.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.gpu.chunks import TOGETHER, softmax_of_chunks, values_of_chunks
+from h2o_flexgen.kernels.gpu.kept_slots import Places, column_numbers, values_of_slots
+from h2o_flexgen.kernels.gpu.softmax import exponential_of, gathered, scores_of
+from h2o_flexgen.kernels.more_keys import More
+
+CHUNK = 256  # slots of a program
+TILE_VALUES, LARGEST_TILE = 8192, 128  # values and slots that a program reads at once: of keys, and as many of values
+DOT_VALUES, LARGEST_DOT = 4096, 32  # the same for several queries: more do not fit registers without tensor cores
+LEAST_TILE = 16  # slots
+DOT_QUERIES = 16  # the fewest that tensor cores multiply
+SUMMED = 1024  # slots whose sums one program makes
+STAGES = 2  # tiles that are read ahead where a GPU can do so
+
+
+class Chunks(NamedTuple):
+    """What the first pass leaves for the second; nothing where there is none."""
+
+    tops: Tensor  # (queries, chunks)
+    totals: Tensor  # (queries, chunks)
+    made: Tensor  # (queries, chunks, dim)
+    scores: Tensor  # (queries, slots), where sums are wanted
+
+    @classmethod
+    def of(cls, like: Tensor, queries: int, chunks: int, dim: int, scored: int) -> Chunks:
+        shapes = (queries, chunks), (queries, chunks), (queries, chunks, dim), (queries, scored)
+        return cls(*(torch.empty(shape, dtype=torch.float32, device=like.device) for shape in shapes))
+
+
+def decode_attention(
+    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, wants_sums: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    rows, kv_heads, group, dim = q.shape
+    slots = keys.data.shape[2]
+    q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    sums = torch.empty(rows, kv_heads, slots, dtype=torch.float32, device=q.device) if wants_sums else None
+    if not rows:
+        return out, sums
+    chunks = triton.cdiv(slots, CHUNK)
+    is_over = chunks == 1 and more is None and sums is None
+    left = Chunks.of(q, 0 if is_over else rows * kv_heads * group, chunks, dim, 0 if sums is None else slots)
+    _attend_chunks(q, Places.of(keys, dim), Places.of(values, dim), held, left, out if is_over else None, slots, chunks)
+    if not is_over:
+        _join_chunks(left, held, more, out, sums)
+    return out, sums
+
+
+def tile_slots(width: int, queries: int) -> int:
+    values, largest = (TILE_VALUES, LARGEST_TILE) if queries == 1 else (DOT_VALUES, LARGEST_DOT)
+    return min(largest, max(LEAST_TILE, values // width))
+
+
+def _attend_chunks(
+    q: Tensor, key: Places, value: Places, held: Tensor, left: Chunks, out: Tensor | None, slots: int, chunks: int
+) -> None:
+    rows, kv_heads, group, dim = q.shape
+    queries = 1 if group == 1 else max(DOT_QUERIES, triton.next_power_of_2(group))
+    attend_chunk_kernel[rows * kv_heads, chunks](
+        q,
+        *(key.data, key.shared, key.row, key.head, key.slot),
+        *(value.data, value.shared, value.row, value.head, value.slot),
+        held,
+        *left,
+        left.made if out is None else out,
+        dim**-0.5,
+        slots,
+        kv_heads,
+        *(key.step, key.bits, key.width),
+        *(value.step, value.bits, value.width),
+        GROUP=group,
+        QUERIES=queries,
+        DIM=dim,
+        CHUNK=CHUNK,
+        TILE=tile_slots(max(key.width, value.width), queries),
+        HAS_SUMS=left.scores.shape[1] > 0,
+        IS_OVER=out is not None,
+        num_stages=STAGES,
+    )
+
+
+def _join_chunks(left: Chunks, held: Tensor, more: More | None, out: Tensor, sums: Tensor | None) -> None:
+    rows, kv_heads, group, dim = out.shape
+    slots, nothing = left.scores.shape[1], left.tops
+    join_chunks_kernel[rows * kv_heads, group + triton.cdiv(slots, SUMMED)](
+        *left,
+        held,
+        *((nothing, nothing) if more is None else more),
+        out,
+        nothing if sums is None else sums,
+        left.tops.shape[1],
+        slots,
+        kv_heads,
+        GROUP=group,
+        DIM=dim,
+        WIDTH=triton.next_power_of_2(dim),
+        CHUNK=CHUNK,
+        TOGETHER=TOGETHER,
+        SUMMED=SUMMED,
+        HAS_MORE=more is not None,
+    )
+
+
+@triton.jit
+def attend_chunk_kernel(
+    q: tl.tensor,
+    keys: tl.tensor, key_shared: tl.tensor, key_row: tl.tensor, key_head: tl.tensor, key_slot: tl.tensor,
+    values: tl.tensor, value_shared: tl.tensor, value_row: tl.tensor, value_head: tl.tensor, value_slot: tl.tensor,
+    held: tl.tensor,
+    tops: tl.tensor, totals: tl.tensor, made: tl.tensor, scores: tl.tensor, out: tl.tensor,
+    scale: tl.tensor, slots: tl.tensor, kv_heads: tl.tensor,
+    KEY_STEP: tl.constexpr, KEY_BITS: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    VALUE_STEP: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    HAS_SUMS: tl.constexpr, IS_OVER: tl.constexpr,
+) -> None:  # fmt: skip
+    of_head, chunk = tl.program_id(0), tl.program_id(1)
+    row, head = (of_head // kv_heads).to(tl.int64), (of_head % kv_heads).to(tl.int64)
+    first, end = chunk * CHUNK, tl.load(held + row).to(tl.int32)
+    if first < end:
+        query = tl.arange(0, QUERIES)
+        number, is_query = of_head.to(tl.int64) * GROUP + query, query < GROUP
+        column = column_numbers(KEY_BITS, KEY_WIDTH)
+        where = number[:, None] * DIM + column[None, :]
+        own = tl.load(q + where, mask=is_query[:, None] & (column < DIM)[None, :], other=0.0)
+        top = tl.full((QUERIES,), -float("inf"), tl.float32)
+        total = tl.zeros((QUERIES,), tl.float32)
+        summed = tl.zeros((QUERIES, VALUE_WIDTH), tl.float32)
+        key_start, value_start = row * key_row + head * key_head, row * value_row + head * value_head
+        for start in range(first, tl.minimum(first + CHUNK, end), TILE):
+            slot = start + tl.arange(0, TILE)
+            there = slot < end
+            k = values_of_slots(keys, key_shared, key_start, slot, there, key_slot, KEY_STEP, KEY_BITS, DIM, KEY_WIDTH)
+            v = values_of_slots(
+                values, value_shared, value_start, slot, there, value_slot, VALUE_STEP, VALUE_BITS, DIM, VALUE_WIDTH
+            )
+            found = scores_of(own, k, there, scale)
+            if HAS_SUMS:
+                place = number[:, None] * slots + slot[None, :]
+                tl.store(scores + place, found, mask=is_query[:, None] & there[None, :])
+            top, total, summed = gathered(top, total, summed, found, v, own.dtype)
+        column = column_numbers(VALUE_BITS, VALUE_WIDTH)
+        is_value = is_query[:, None] & (column < DIM)[None, :]
+        if IS_OVER:
+            tl.store(out + number[:, None] * DIM + column[None, :], (summed / total[:, None]).to(own.dtype), mask=is_value)
+        else:
+            place = number * tl.num_programs(1) + chunk
+            tl.store(tops + place, top, mask=is_query)
+            tl.store(totals + place, total, mask=is_query)
+            tl.store(made + place[:, None] * DIM + column[None, :], summed, mask=is_value)
+
+
+@triton.jit
+def join_chunks_kernel(
+    tops: tl.tensor, totals: tl.tensor, made: tl.tensor, scores: tl.tensor,
+    held: tl.tensor, more_scores: tl.tensor, more_values: tl.tensor, out: tl.tensor, sums: tl.tensor,
+    chunks: tl.tensor, slots: tl.tensor, kv_heads: tl.tensor,
+    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
+    SUMMED: tl.constexpr, HAS_MORE: tl.constexpr,
+) -> None:  # fmt: skip
+    """The first programs of a KV head make the outcome of a query each, the others the sums of some slots each."""
+    of_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    end = tl.load(held + of_head // kv_heads).to(tl.int32)
+    filled = tl.cdiv(end, CHUNK)
+    more = -float("inf")
+    if part < GROUP:
+        query = of_head * GROUP + part
+        if HAS_MORE:
+            more = tl.load(more_scores + query)
+        top, total = softmax_of_chunks(tops, totals, more, query, chunks, filled, TOGETHER)
+        summed = values_of_chunks(tops, made, top, query, chunks, filled, DIM, WIDTH, TOGETHER)
+        column = tl.arange(0, WIDTH)
+        is_value = column < DIM
+        if HAS_MORE:
+            summed += exponential_of(more, top) * tl.load(more_values + query * DIM + column, mask=is_value, other=0.0)
+        tl.store(out + query * DIM + column, (summed / total).to(out.dtype.element_ty), mask=is_value)
+    else:
+        slot = (part - GROUP) * SUMMED + tl.arange(0, SUMMED)
+        there = slot < end
+        received = tl.zeros((SUMMED,), tl.float32)
+        for number in range(GROUP):
+            query = of_head * GROUP + number
+            if HAS_MORE:
+                more = tl.load(more_scores + query)
+            top, total = softmax_of_chunks(tops, totals, more, query, chunks, filled, TOGETHER)
+            found = tl.load(scores + query * slots + slot, mask=there, other=-float("inf"))
+            received += exponential_of(found, top) / total
+        tl.store(sums + of_head * slots + slot, tl.where(there, received, 0.0), mask=slot < slots)

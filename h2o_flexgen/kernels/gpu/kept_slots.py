@@ -1,0 +1,100 @@
+"""Keys or values of slots as kernels read them from memory: plain, or in the codes of a group codec.
+
+A slot's codes are read in units, each with four of them: 16 bits of a four-bit group or 32 of an eight-bit one, 16 units either
+way. Threads read neighbouring units at once, as many as the slots' alignment allows. What is unpacked lies in an order of its
+own along a slot (`column_numbers`), in which queries are read too and outcomes are written.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.quant.codec import GROUPED, PLAIN
+from h2o_flexgen.quant.grouped import GROUP, groups_of
+
+BITS = {PLAIN: 0} | {codec.name: codec.bits for codec in GROUPED}
+UNITS = {4: torch.int16, 8: torch.int32}
+WIDEST_LOAD = 16  # bytes that a thread can load at once
+LEAST_DOT = 16  # values that products of tiles are summed over at least
+
+
+class Places(NamedTuple):
+    """Slots as a kernel is told of them. Strides count steps of `step` elements of `data`, so that the compiler knows what they
+    are multiples of."""
+
+    data: Tensor  # values, or units of codes
+    shared: Tensor  # the same memory in elements of 16 bits, for scales and minima
+    row: int
+    head: int
+    slot: int
+    step: int
+    bits: int  # of a code; 0 for plain values
+    width: int  # columns of a tile: a power of two
+
+    @classmethod
+    def of(cls, kept: Kept, dim: int) -> Places:
+        bits, data = BITS[kept.codec], kept.data
+        assert data.stride(3) == 1
+        elements = data.view(UNITS[bits]) if bits else data
+        row, head, slot = (stride * data.itemsize if size > 1 else 0 for size, stride in zip(data.shape, data.stride()[:3]))
+        step = max(1, gcd(WIDEST_LOAD, row, head, slot) // elements.itemsize)
+        step_bytes = step * elements.itemsize
+        width = GROUP * triton.next_power_of_2(groups_of(dim)) if bits else max(LEAST_DOT, triton.next_power_of_2(dim))
+        shared = data.view(torch.bfloat16) if bits else data
+        return cls(elements, shared, row // step_bytes, head // step_bytes, slot // step_bytes, step, bits, width)
+
+
+@triton.jit
+def column_numbers(BITS: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """The column of a head's values that stands at each place of a tile's rows."""
+    place = tl.arange(0, WIDTH)
+    group, unit, upper, later = place // 64, place // 4 % 16, place // 2 % 2, place % 2
+    column = place
+    if BITS == 4:
+        column = group * 64 + 32 * later + 2 * unit + upper
+    return column
+
+
+@triton.jit
+def values_of_slots(
+    data: tl.tensor, shared: tl.tensor, start: tl.tensor, numbers: tl.tensor, is_there: tl.tensor, slot_stride: tl.tensor,
+    STEP: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The values of slots with these numbers (count,) as a tile (count, WIDTH): plain ones in their type, decoded ones in
+    float32. `start` is where slot 0 begins, in steps. Zeros for slots that are not there, and behind the last plain column."""
+    slots = start + numbers.to(tl.int64) * slot_stride
+    if BITS == 0:
+        column = tl.arange(0, WIDTH)
+        there = is_there[:, None] & (column < DIM)[None, :]
+        values = tl.load(data + (slots * STEP)[:, None] + column[None, :], mask=there, other=0.0)
+    else:
+        GROUPS: tl.constexpr = (DIM + 63) // 64
+        group, unit = tl.arange(0, WIDTH // 64), tl.arange(0, 16)
+        there = is_there[:, None] & (group < GROUPS)[None, :]
+        groups = (slots * STEP)[:, None] + (16 * group)[None, :]
+        codes = tl.load(data + groups[:, :, None] + unit[None, None, :], mask=there[:, :, None], other=0).to(tl.int32)
+        steps = (slots * (STEP * (BITS // 4)))[:, None] + GROUPS * 4 * BITS + group[None, :]
+        scale = tl.load(shared + steps, mask=there, other=0.0).to(tl.float32)[:, :, None]
+        least = tl.load(shared + steps + GROUPS, mask=there, other=0.0).to(tl.float32)[:, :, None]
+        first, second, third, fourth = (
+            code_at(codes, 0, scale, least, BITS),
+            code_at(codes, 1, scale, least, BITS),
+            code_at(codes, 2, scale, least, BITS),
+            code_at(codes, 3, scale, least, BITS),
+        )
+        values = tl.reshape(tl.join(tl.join(first, third), tl.join(second, fourth)), (numbers.shape[0], WIDTH))
+    return values
+
+
+@triton.jit
+def code_at(codes: tl.tensor, NUMBER: tl.constexpr, scale: tl.tensor, least: tl.tensor, BITS: tl.constexpr) -> tl.tensor:
+    """The values of one of the codes of each unit."""
+    MASK: tl.constexpr = (1 << BITS) - 1
+    return ((codes >> (BITS * NUMBER)) & MASK).to(tl.float32) * scale + least

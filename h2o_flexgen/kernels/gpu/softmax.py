@@ -1,0 +1,37 @@
+"""The softmax of kernels that meet keys tile by tile: what queries have gathered so far, and what one more tile adds to it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def exponential_of(scores: tl.tensor, top: tl.tensor) -> tl.tensor:
+    """exp(scores - top). A top of -inf stands where nothing was found yet; scores of -inf give 0 all the same."""
+    return tl.exp(scores - tl.where(top == -float("inf"), 0.0, top))
+
+
+@triton.jit
+def scores_of(q: tl.tensor, keys: tl.tensor, is_there: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """Scores in float32, (queries, slots), of queries (queries, width) and keys (slots, width); -inf where no slot is."""
+    if q.shape[0] == 1:
+        products = tl.sum(keys.to(tl.float32) * q.to(tl.float32), 1)[None, :]
+    else:
+        products = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee")
+    return tl.where(is_there[None, :], products * scale, -float("inf"))
+
+
+@triton.jit
+def gathered(
+    top: tl.tensor, total: tl.tensor, made: tl.tensor, scores: tl.tensor, values: tl.tensor, dtype: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The largest score, the sum of exponentials (queries,) and the weighed values (queries, width) with those of a tile.
+    Several queries meet values in `dtype`."""
+    highest = tl.maximum(top, tl.max(scores, 1))
+    shares, kept = exponential_of(scores, highest[:, None]), exponential_of(top, highest)
+    if scores.shape[0] == 1:
+        new = tl.sum(tl.trans(shares) * values.to(tl.float32), 0)[None, :]
+    else:
+        new = tl.dot(shares.to(dtype), values.to(dtype), input_precision="ieee")
+    return highest, total * kept + tl.sum(shares, 1), made * kept[:, None] + new

@@ -1,0 +1,147 @@
+"""The product of few rows and a transposed matrix in tiles of 4 or 8 bits, which is read once and never decoded to memory.
+
+The codes of a word are multiplied with a row and summed up in float32; the sum is multiplied with the scale of their group, and
+its minimum with the sum of the row's values. A program has the outputs of one tile and all inputs, which its threads share out
+among each other: sums are added in an order that depends on shapes alone, and a row's outcome on nothing but row and matrix.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.gpu.codes import GROUP, TILE, as_float32, widened
+from h2o_flexgen.quant.grouped import groups_of
+from h2o_flexgen.quant.tiled import TILE as TILE_OUTPUTS
+from h2o_flexgen.quant.tiled import Tiled
+
+ROWS_AT_ONCE = 4  # that meet a code while it is in a register
+WORDS_OF_WARP = 16  # of an output, that a warp reads at once
+MOST_WARPS, FEWEST_WARPS = 8, 4
+PROGRAMS_THAT_FILL = 1024  # so many keep any GPU busy with few warps each
+
+
+def tile_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), data (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
+    inputs = x.values.shape[-1]
+    rows = x.values.reshape(-1, inputs).contiguous()
+    assert data.shape == (-(-outputs // TILE_OUTPUTS), codec.tile_bytes(inputs))
+    out = rows.new_empty(len(rows), outputs)
+    if out.numel():
+        _launch(codec, rows, data, bias, out)
+    return out.view(*x.values.shape[:-1], outputs)
+
+
+def _launch(codec: Tiled, rows: Tensor, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    words = groups_of(rows.shape[1]) * codec.as_rows.code_bytes // 4
+    warps = _warps(len(data), words // WORDS_OF_WARP)
+    at_once = min(ROWS_AT_ONCE, triton.next_power_of_2(len(rows)))
+    tile_product_kernel[len(data), triton.cdiv(len(rows), at_once)](
+        *(data, rows, out if bias is None else bias, out),
+        *(len(rows), out.shape[1], rows.shape[1]),
+        HAS_BIAS=bias is not None,
+        BITS=codec.bits,
+        ROWS=at_once,
+        WORDS=warps * WORDS_OF_WARP,
+        num_warps=warps,
+    )
+
+
+def _warps(programs: int, parts: int) -> int:
+    """Warps of a program: more where there are few programs, but none without work."""
+    wanted = MOST_WARPS if programs < PROGRAMS_THAT_FILL else FEWEST_WARPS
+    return int(triton.next_power_of_2(max(1, min(wanted, parts))))
+
+
+@triton.jit(do_not_specialize=["rows", "outputs"])
+def tile_product_kernel(
+    data,
+    x,
+    bias,
+    out,
+    rows,
+    outputs,
+    inputs,
+    HAS_BIAS: tl.constexpr,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """One tile times one, two or four rows."""
+    of_group: tl.constexpr = GROUP * BITS // 32  # words
+    of_word: tl.constexpr = 32 // BITS  # codes
+    of_block: tl.constexpr = TILE * (of_group + 1)
+    tile, groups = tl.program_id(0).to(tl.int64), tl.cdiv(inputs, GROUP)
+    row, last = tl.program_id(1) * ROWS, rows - 1
+    own = data.to(tl.pointer_type(tl.uint32)) + tile * groups * of_block
+    x_0, x_1 = _row(x, row, last, inputs), _row(x, row + 1, last, inputs)
+    x_2, x_3 = _row(x, row + 2, last, inputs), _row(x, row + 3, last, inputs)
+    output = tl.arange(0, TILE)
+    sums_0 = tl.zeros([WORDS, TILE], tl.float32)
+    sums_1, sums_2, sums_3 = sums_0, sums_0, sums_0
+    for first in range(0, groups * of_group, WORDS):
+        word = first + tl.arange(0, WORDS)[:, None]
+        there = word < groups * of_group
+        block = own + word // of_group * of_block
+        words = tl.load(block + word % of_group * TILE + output[None, :], mask=there, other=0)
+        scales = (block + of_group * TILE).to(tl.pointer_type(tl.uint16)) + output[None, :]
+        scale = widened(tl.load(scales, mask=there, other=0))
+        minimum = widened(tl.load(scales + TILE, mask=there, other=0))
+        dots_0, of_x_0 = tl.zeros([WORDS, TILE], tl.float32), tl.zeros([WORDS, 1], tl.float32)
+        dots_1, dots_2, dots_3, of_x_1, of_x_2, of_x_3 = dots_0, dots_0, dots_0, of_x_0, of_x_0, of_x_0
+        for code in tl.static_range(of_word):
+            at, codes = word * of_word + code, _in_place(words, code, BITS)
+            dots_0, of_x_0 = _with_row(dots_0, of_x_0, codes, x_0, at, inputs, code, BITS)
+            if ROWS >= 2:
+                dots_1, of_x_1 = _with_row(dots_1, of_x_1, codes, x_1, at, inputs, code, BITS)
+            if ROWS >= 4:
+                dots_2, of_x_2 = _with_row(dots_2, of_x_2, codes, x_2, at, inputs, code, BITS)
+                dots_3, of_x_3 = _with_row(dots_3, of_x_3, codes, x_3, at, inputs, code, BITS)
+        sums_0 += dots_0 * scale + of_x_0 * minimum
+        if ROWS >= 2:
+            sums_1 += dots_1 * scale + of_x_1 * minimum
+        if ROWS >= 4:
+            sums_2 += dots_2 * scale + of_x_2 * minimum
+            sums_3 += dots_3 * scale + of_x_3 * minimum
+    _finish(out, bias, sums_0, row, rows, tile, outputs, HAS_BIAS)
+    if ROWS >= 2:
+        _finish(out, bias, sums_1, row + 1, rows, tile, outputs, HAS_BIAS)
+    if ROWS >= 4:
+        _finish(out, bias, sums_2, row + 2, rows, tile, outputs, HAS_BIAS)
+        _finish(out, bias, sums_3, row + 3, rows, tile, outputs, HAS_BIAS)
+
+
+@triton.jit
+def _row(x, row, last, inputs):
+    """The beginning of a row. Behind the last row that one is repeated, and nothing of it is stored."""
+    return x + tl.minimum(row, last).to(tl.int64) * inputs
+
+
+@triton.jit
+def _in_place(words, code: tl.constexpr, BITS: tl.constexpr):
+    """One code of each word as float32, times a power of two: it stays in its place, as bits of a large number. That takes two
+    instructions, and no conversion."""
+    place: tl.constexpr = code % 4 * 8 + code // 4 * 4 if BITS == 4 else code * 8
+    codes = words >> 16 if place >= 16 else words
+    large = (codes & ((2**BITS - 1) << (place % 16))) | 0x4B000000
+    return large.to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def _with_row(dots, of_x, codes, x, at, inputs, code: tl.constexpr, BITS: tl.constexpr):
+    """Adds the products of codes in their place (words, outputs) with values that make up for it, and the values (words, 1)."""
+    place: tl.constexpr = code % 4 * 8 + code // 4 * 4 if BITS == 4 else code * 8
+    values = as_float32(x + at, at < inputs)
+    return dots + codes * (values * (1.0 / 2 ** (place % 16))), of_x + values
+
+
+@triton.jit
+def _finish(out, bias, sums, row, rows, tile, outputs, HAS_BIAS: tl.constexpr):
+    output = tile * TILE + tl.arange(0, TILE)
+    total = tl.sum(sums, 0)
+    if HAS_BIAS:
+        total += as_float32(bias + output, output < outputs)
+    end = tl.where(row < rows, outputs, 0)
+    tl.store(out + row.to(tl.int64) * outputs + output, total.to(out.dtype.element_ty), mask=output < end)

@@ -1,0 +1,108 @@
+"""The contract on the clocked device: tokens and logits of the resident loop, and nothing races with anything else.
+
+Every two values of any two choices meet, in texts as short as they can be.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.kernels.table import EXACT
+from h2o_flexgen.planning.plan import JUDGED, PINNED
+from h2o_flexgen.quant.codec import PLAIN
+from tests import test_conversation as talks
+from tests import test_shared_prefixes as prefixes
+from tests import test_stream as stream
+from tests.clocked.checker import Checker
+from tests.clocked.tensor import NAME
+from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints, hold_contract
+from tests.pairwise import covering
+from tests.test_contract import MIXES, TIERS
+
+FEW = (5, 9, 2, 7)
+PLANS = {
+    "kind": ("opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen3"),
+    "percent": MIXES[1:],
+    "gpu_batch_size": (1, 2),
+    "num_gpu_batches": (1, 2, 4),
+    "slots": (1, 2, 3),
+    "sep_layer": (True, False),
+    "overlap": (True, False),
+    "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
+    "policy": (POLICIES[0], POLICIES[2], POLICIES[3], POLICIES[6], POLICIES[9]),
+    "prefill_tokens": (1024, 12),
+    ("weight_codec", "compute"): (WEIGHTS[0], WEIGHTS[1], WEIGHTS[4]),
+    "kv_codec": (PLAIN, "group4"),
+}
+
+
+@pytest.mark.parametrize("values", list(covering(PLANS)))
+def test_blocks(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    hold_contract(Case(lengths=FEW, gen_len=3, device=NAME, **values), by_twins, offload)
+
+
+@pytest.mark.parametrize(("weights", "kv", "hidden"), list(product(TIERS, TIERS, TIERS)))
+def test_every_tier_for_each_kind_of_data(
+    weights: tuple[int, int],
+    kv: tuple[int, int],
+    hidden: tuple[int, int],
+    by_twins: Checkpoints,
+    offload: Path,
+    checker: Checker,
+) -> None:
+    hold_contract(Case("opt", (*weights, *kv, *hidden), FEW[:3], 3, policy=POLICIES[1], device=NAME), by_twins, offload)
+
+
+RUNNING = {
+    "kind": ("opt", "llama-gqa"),
+    "percent": MIXES[1:4],
+    "num_gpu_batches": (1, 2),
+    "slots": (1, 2, 3),
+    "schedule": ("zigzag", "flexgen_barrier"),
+    "policy": (POLICIES[0], POLICIES[1], POLICIES[6]),
+    "prefill_tokens": (1024, 12),
+    ("weight_codec", "compute", "kv_codec"): ((*WEIGHTS[0], PLAIN), (*WEIGHTS[1], "group4")),
+}
+
+
+@pytest.mark.parametrize("values", list(covering(RUNNING)))
+def test_rows_that_come_and_go(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    case = Case(lengths=stream.LENGTHS[:6], device=NAME, **values)
+    stream.hold_contract(case, by_twins, offload)
+
+
+SHARING = {
+    **RUNNING,
+    "policy": [
+        (("prefix_policy", PINNED),),
+        (("prefix_policy", PINNED), *POLICIES[1]),
+        (("prefix_policy", JUDGED), *POLICIES[1]),
+    ],
+}
+
+
+@pytest.mark.parametrize("values", list(covering(SHARING)))
+def test_shared_prefixes(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    case = prefixes.SharedCase(own=prefixes.OWN[:8], device=NAME, **values)
+    prefixes.hold_contract(case, by_twins, offload)
+
+
+TALKS = {
+    "kind": ("opt", "llama-gqa"),
+    "percent": (MIXES[1], MIXES[2], MIXES[3]),
+    "slots": (1, 2),
+    "policy": (POLICIES[0], POLICIES[1], talks.ROLLING),
+    "prefill_tokens": (1024, 4),
+    ("weight_codec", "compute"): ((PLAIN, EXACT), WEIGHTS[1]),
+}
+
+
+@pytest.mark.parametrize("values", list(covering(TALKS)))
+def test_conversations(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    if values["policy"] == talks.ROLLING:
+        values = {**values, "kind": "llama-gqa", "prefill_tokens": 6}
+    talks.hold_contract(Case(device=NAME, **values), by_twins, offload)

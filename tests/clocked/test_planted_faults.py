@@ -1,0 +1,223 @@
+"""Faults that are planted one by one: the checker has to find each, whether or not a token is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.engine.stores.hidden import HiddenStore
+from h2o_flexgen.engine.stores.kv import KVStore
+from h2o_flexgen.kernels.table import TORCH
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.sampling.params import SamplingParams
+from h2o_flexgen.schedule.ops import Op
+from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.zigzag import Zigzag
+from tests.clocked.checker import Checker, current
+from tests.clocked.context import checked
+from tests.clocked.device import ClockedDevice, ClockedMarker
+from tests.clocked.tensor import NAME
+from tests.contract import POLICIES, Case, Checkpoints
+from tests.kernels.variants import used
+
+DISK = Case("opt", (0, 0, 0, 0, 0, 0), (3, 2, 4, 2), 3, device=NAME)
+HOST = replace(DISK, percent=(0, 100, 0, 100, 0, 100))
+KV_ON_DISK = replace(DISK, percent=(100, 0, 0, 0, 100, 0))
+KV_ON_HOST = replace(DISK, percent=(100, 0, 0, 100, 100, 0))
+HIDDEN_ON_DISK = replace(DISK, percent=(100, 0, 100, 0, 0, 0))
+THREE_BUFFERS = replace(KV_ON_DISK, slots=3)
+Fault = Callable[[], AbstractContextManager[object]]
+
+
+def generated(case: Case, llm: LLM) -> None:
+    llm.generate(case.prompts, SamplingParams(max_tokens=case.gen_len, ignore_eos=True))
+
+
+def said(case: Case, llm: LLM) -> None:
+    with llm.converse(60) as talk:
+        for prompt in case.prompts:
+            talk.reply(prompt, SamplingParams(max_tokens=case.gen_len, ignore_eos=True))
+
+
+def run(
+    case: Case,
+    fault: Fault,
+    checkpoints: Checkpoints,
+    offload: Path,
+    work: Callable[[Case, LLM], None] = generated,
+) -> Checker:
+    """The checker of a run with a fault, which may also end in an error of its own."""
+    checkpoints.folder(case.kind)
+    with used(TORCH), checked() as checker, case.open(checkpoints, offload) as llm, fault():
+        try:
+            work(case, llm)
+        except TaskFailed as error:
+            checker.faults.append(str(error))
+    return checker
+
+
+# -- what waits ------------------------------------------------------------------------------------------------------------
+
+
+def no_stream_waits() -> AbstractContextManager[object]:
+    return patch.object(ClockedDevice, "wait", lambda device, marker: None)
+
+
+def no_wait_of_the_host_before(op: Op) -> Fault:
+    """Tasks of the disk wait for their needs in a stream, as if they were copies."""
+    return lambda: patch.object(op, "uses_disk", False)
+
+
+def events_before_the_work() -> AbstractContextManager[object]:
+    """The marker that a task leaves is the one it began with."""
+    mark, begun = ClockedDevice.mark, dict[str, ClockedMarker]()
+
+    def first(device: ClockedDevice, timed: bool = False, blocking: bool = False) -> ClockedMarker:
+        task = current().task
+        if not task:
+            return mark(device, timed, blocking)
+        if task not in begun:
+            begun[task] = mark(device, True)
+        return begun[task]
+
+    return patch.object(ClockedDevice, "mark", first)
+
+
+def without_needs(op: Op, *needs: Op) -> Fault:
+    """A schedule that forgets all needs of some kinds."""
+    tasks = Zigzag.tasks
+
+    def forgetful(schedule: Zigzag) -> Iterator[Task]:
+        for task in tasks(schedule):
+            kept = tuple(need for need in task.needs if need.op not in needs)
+            yield task._replace(needs=kept) if task.op is op else task
+
+    return lambda: patch.object(Zigzag, "tasks", forgetful)
+
+
+def nobody_finishes(op: Op) -> Fault:
+    """The processor works in memory without waiting for its stream."""
+    finish = ClockedDevice.finish
+
+    def unless(device: ClockedDevice) -> None:
+        if not current().task.startswith(op.name):
+            finish(device)
+
+    return lambda: patch.object(ClockedDevice, "finish", unless)
+
+
+def nobody_settles(at_beginning: bool, at_end: bool) -> Fault:
+    """Blocks begin or end without waiting for all streams. They settle once before and once after."""
+    settle, calls = ClockedDevice.settle, count()
+
+    def sometimes(device: ClockedDevice) -> None:
+        is_end = next(calls) % 2
+        if not (at_end if is_end else at_beginning):
+            settle(device)
+
+    return lambda: patch.object(ClockedDevice, "settle", sometimes)
+
+
+# -- where things lie ------------------------------------------------------------------------------------------------------
+
+
+def hidden_states_in_memory_of_their_own() -> AbstractContextManager[object]:
+    def put(store: HiddenStore, task: Task, hidden: Tensor) -> None:
+        store._now[task.batch] = hidden
+
+    return patch.object(HiddenStore, "put", put)
+
+
+def rings_that_are_too_short() -> AbstractContextManager[object]:
+    """All visits share one buffer of the KV."""
+    return patch.object(KVStore, "_working_region", lambda store, task: (store._device_ring or store._host_ring)[0])
+
+
+def staged_in_one_place_that_is_read_later() -> AbstractContextManager[object]:
+    """Copies to the staging place are issued on a stream of their own that nobody waits for."""
+    staged = KVStore._staged
+
+    def elsewhere(store: KVStore, like: Tensor, start: int) -> Tensor:
+        with current().on("elsewhere"):
+            staged(store, like, start).copy_(like, non_blocking=True)
+        return staged(store, like, start)
+
+    return patch.object(KVStore, "_staged", elsewhere)
+
+
+@dataclass(frozen=True)
+class Planted:
+    what: str
+    fault: Fault
+    cases: Sequence[Case]  # one of them shows it
+    work: Callable[[Case, LLM], None] = generated
+
+    def __str__(self) -> str:
+        return self.what
+
+
+H2O = POLICIES[1]
+MOST = (DISK, replace(DISK, kind="llama-gqa", policy=H2O), HOST)
+KV = (KV_ON_HOST, replace(KV_ON_DISK, policy=H2O), THREE_BUFFERS)
+SINGLE_SLOTS = (replace(KV_ON_HOST, policy=H2O),)
+TALK = (replace(KV_ON_HOST, prefill_tokens=2), replace(HOST, prefill_tokens=2))
+FAULTS = [
+    Planted("no block waits before it begins", nobody_settles(True, False), (KV_ON_HOST,)),
+    Planted("no block waits when it ends", nobody_settles(False, True), TALK, said),
+    Planted("no block waits at all", nobody_settles(True, True), TALK, said),
+    Planted("no stream waits", no_stream_waits, MOST),
+    Planted("events are recorded before the work", events_before_the_work, MOST),
+    Planted("hidden states are stored from their own memory", hidden_states_in_memory_of_their_own, MOST),
+    Planted("KV has one buffer", rings_that_are_too_short, KV),
+    Planted("changed slots are staged by a stream that nobody waits for", staged_in_one_place_that_is_read_later, SINGLE_SLOTS),
+    *(
+        Planted(f"the host does not wait before {op}", no_wait_of_the_host_before(op), (*MOST, *KV))
+        for op in (Op.READ_W, Op.READ_KV, Op.WRITE_KV)
+    ),
+    *(
+        Planted(f"nobody finishes in {op}", nobody_finishes(op), cases)
+        for op, cases in ((Op.STORE_H, (HIDDEN_ON_DISK,)), (Op.STORE_KV, SINGLE_SLOTS))
+    ),
+    *(
+        Planted(f"{op} does not need {', '.join(map(str, needs))}", without_needs(op, *needs), (*MOST, *KV))
+        for op, *needs in (
+            (Op.LOAD_W, Op.COMPUTE),
+            (Op.LOAD_W, Op.READ_W),
+            (Op.READ_W, Op.LOAD_W),
+            (Op.COMPUTE, Op.LOAD_W),
+            (Op.COMPUTE, Op.LOAD_KV),
+            (Op.COMPUTE, Op.LOAD_H),
+            (Op.LOAD_KV, Op.STORE_KV),
+            (Op.LOAD_KV, Op.STORE_KV, Op.COMPUTE),
+            (Op.LOAD_KV, Op.READ_KV),
+            (Op.READ_KV, Op.WRITE_KV),
+            (Op.LOAD_H, Op.STORE_H),
+            (Op.STORE_H, Op.COMPUTE),
+            (Op.STORE_KV, Op.COMPUTE),
+            (Op.WRITE_KV, Op.STORE_KV),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("planted", FAULTS, ids=str)
+def test_a_planted_fault_is_found(planted: Planted, by_twins: Checkpoints, offload: Path) -> None:
+    assert any(run(case, planted.fault, by_twins, offload, planted.work).faults for case in planted.cases)
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("case", [*MOST, *KV, *SINGLE_SLOTS, HIDDEN_ON_DISK], ids=str)
+def test_nothing_is_found_where_nothing_is_planted(case: Case, by_twins: Checkpoints, offload: Path) -> None:
+    assert run(case, nothing, by_twins, offload).faults == []

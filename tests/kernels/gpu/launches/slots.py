@@ -1,0 +1,71 @@
+"""Slots of OPT-30B with 8 rows, plain and in 4 bits, as a decode step works on them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.changed_slots import NUMBER
+from h2o_flexgen.kernels.gpu.append import append, rotate
+from h2o_flexgen.kernels.gpu.evict import evict
+from h2o_flexgen.kernels.gpu.move_slots import gather_slots, take_slots
+from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
+from h2o_flexgen.kernels.rotate import Turn
+from tests.kernels.gpu.launch import Launch
+
+ROWS, HEADS, SLOTS, DIM, PACKED = 8, 56, 543, 128, 72
+
+
+def made(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def image(width: int, dtype: torch.dtype) -> Tensor:
+    return made(SLOTS, 2, ROWS, HEADS, width, dtype=dtype).permute(1, 2, 3, 0, 4)
+
+
+PLAIN, CODED = image(DIM, torch.float16), image(PACKED, torch.uint8)
+COUNTS, PLACES = made(ROWS, dtype=torch.int64), made(ROWS, 1, 1, dtype=torch.int64)
+NEWEST = Newest(COUNTS, COUNTS, COUNTS, COUNTS[:, None])
+POSITIONS = made(ROWS, HEADS, SLOTS, dtype=torch.int32)
+SCORES = made(ROWS, HEADS, SLOTS, dtype=torch.float32)
+NEW, TURN = made(ROWS, 1, HEADS, DIM), Turn(made(ROWS, 1, 1, DIM // 2), made(ROWS, 1, 1, DIM // 2))
+
+
+def evicted(of: Tensor, scores: Tensor | None, by_chance: bool = False) -> None:
+    evict(of, Notes(POSITIONS, scores, by_chance), NEWEST, Leaving(PLACES, PLACES, PLACES), scores, 0.9)
+
+
+def appended() -> None:
+    append(PLAIN, NEWEST, NEW, NEW, NEW, TURN, Notes(POSITIONS, SCORES))
+
+
+def appended_as_they_are() -> None:
+    coded = made(ROWS, 1, HEADS, PACKED, dtype=torch.uint8)
+    append(CODED, NEWEST, NEW, coded, coded, None, None)
+
+
+def rotated() -> None:
+    rotate(made(4, 512, HEADS, DIM), Turn(made(4, 512, 1, DIM // 2), made(4, 512, 1, DIM // 2)))
+
+
+def gathered(of: Tensor) -> None:
+    nbytes = ROWS * HEADS * (NUMBER.itemsize + 2 * of.shape[-1] * of.itemsize)
+    gather_slots(of, made(ROWS, HEADS, dtype=torch.int64), made(nbytes, dtype=torch.uint8))
+
+
+def taken() -> None:
+    index = made(1, 1, 400, dtype=torch.int64).expand(ROWS, -1, -1)
+    take_slots(made(ROWS, 512, HEADS, DIM).transpose(1, 2), index, PLAIN[0, :, :, :400])
+
+
+LAUNCHES = (
+    Launch("evict by score", lambda: evicted(PLAIN, SCORES), narrowest={"evict_one": 4}),
+    Launch("evict by age", lambda: evicted(CODED, None), narrowest={"evict_one": 4}),
+    Launch("evict by chance", lambda: evicted(CODED, None, by_chance=True), narrowest={"evict_one": 4}),
+    Launch("append and rotate", appended, registers=64),
+    Launch("append bytes of a codec", appended_as_they_are, registers=64, narrowest={"append_heads": 8}),
+    Launch("rotate", rotated, registers=64),
+    Launch("gather what changed", lambda: gathered(PLAIN), registers=64, narrowest={"move_slots": 8}),
+    Launch("take slots", taken, registers=64, narrowest={"move_slots": 8}),
+)

@@ -1,0 +1,27 @@
+"""Launches of products with tiles, with the sizes of a layer of OPT-6.7B."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.gpu.tile_product import tile_product
+from h2o_flexgen.quant.tiled import TILE, Tiled
+from tests.kernels.gpu.launch import Launch
+
+WIDTH, OUTPUTS = 4096, 16384
+
+
+def product(dtype: torch.dtype, bits: int, rows: int) -> None:
+    codec, x = Tiled(bits), torch.empty(rows, WIDTH, dtype=dtype, device="meta")
+    data = torch.empty(OUTPUTS // TILE, codec.tile_bytes(WIDTH), dtype=torch.uint8, device="meta")
+    tile_product(codec, Factor(x), data, OUTPUTS, x.new_empty(OUTPUTS))
+
+
+LAUNCHES = (
+    Launch("one row, 4 bits", partial(product, torch.float16, 4, 1), 96, {"tile_product_kernel": 16}),
+    Launch("four rows, 4 bits", partial(product, torch.bfloat16, 4, 4), 192, {"tile_product_kernel": 16}),
+    Launch("eight rows, 8 bits", partial(product, torch.float16, 8, 8), 192, {"tile_product_kernel": 16}),
+)

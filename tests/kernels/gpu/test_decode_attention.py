@@ -1,0 +1,117 @@
+"""Attention over slots in Triton against float64 and the twin: shapes of heads, ragged rows, strides, chunks, one more key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
+from h2o_flexgen.kernels.gpu.decode_attention import CHUNK, decode_attention
+from h2o_flexgen.kernels.more_keys import More
+from h2o_flexgen.kv.coding import Coding
+from tests.kernels.test_decode_attention import drawn, exact
+
+SHAPES = [  # rows, kv_heads, group, slots, dim
+    (3, 2, 1, 17, 64), (2, 1, 7, 40, 80), (3, 1, 2, 9, 3), (1, 1, 1, CHUNK + 9, 128), (2, 1, 4, CHUNK + 40, 64),
+    (2, 1, 3, 20, 200),
+]  # fmt: skip
+TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}  # packed slots are not rounded to 16 bits first
+CODECS = ["plain", "group4", "group8"]
+
+
+def by_token(tensor: Tensor, device: torch.device) -> Tensor:
+    """The same on the device, slot by slot, as beside an accelerator."""
+    return tensor.permute(2, 0, 1, 3).contiguous().to(device).permute(1, 2, 0, 3)
+
+
+def attended(
+    gpu: torch.device, *given: Tensor | Kept, more: More | None = None, wants_sums: bool = True
+) -> tuple[Tensor, Tensor]:
+    """q, keys, values, held, mask as for decode_attention, on a CPU."""
+    moved = [Kept(by_token(one.data, gpu), one.codec) if isinstance(one, Kept) else one.to(gpu) for one in given]
+    out, sums = decode_attention(*moved, None if more is None else More(*(one.to(gpu) for one in more)), wants_sums)
+    return out.cpu(), torch.empty(0) if sums is None else sums.cpu()
+
+
+def near(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    return found.shape == wanted.shape and bool((found.double() - wanted).abs().max() <= tolerance * wanted.abs().max())
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_near_float64(gpu: torch.device, codec: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    q, keys, values, held, mask = drawn(shape, dtype)
+    coding = Coding(codec, dtype, shape[4])
+    kept = [Kept(coding.encode(one), codec) for one in (keys, values)]
+    expected, expected_sums = exact(q, *(coding.decode(one.data) for one in kept), mask)
+    out, sums = attended(gpu, q, *kept, held, mask)
+    assert out.dtype == dtype and near(out, expected, TOLERANCES[dtype])
+    assert sums.dtype == torch.float32 and near(sums, expected_sums, 3e-6 if codec == "plain" else TOLERANCES[dtype])
+    assert torch.equal(attended(gpu, q, *kept, held, mask, wants_sums=False)[0], out)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_row_depends_on_nothing_but_itself(gpu: torch.device, codec: str, group: int) -> None:
+    """Neither on its neighbours, nor on strides, nor on slots behind those that it holds, however many there are."""
+    q, keys, values, held, mask = drawn((3, 2, group, 40, 64), torch.float32)
+    coding = Coding(codec, torch.float32, 64)
+    kept = [coding.encode(one) for one in (keys, values)]
+    together = attended(gpu, q, *(Kept(one, codec) for one in kept), held, mask)
+    for row, count in enumerate(held.tolist()):
+        longer = [torch.full((1, 2, CHUNK + 40, one.shape[3]), 0, dtype=one.dtype) for one in kept]
+        for new, old in zip(longer, kept):
+            new[:, :, count:] = torch.nan if codec == "plain" else 255
+            new[:, :, :count] = old[row, :, :count]
+        there = [Kept(one.to(gpu), codec) for one in longer]
+        alone, sums = decode_attention(q[row : row + 1].to(gpu), *there, held[row : row + 1].to(gpu), mask)
+        assert sums is not None and torch.equal(alone[0].cpu(), together[0][row])
+        assert torch.equal(sums[0, :, :40].cpu(), together[1][row]) and not sums[:, :, count:].any()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("where, what", [("q", torch.nan), ("keys", torch.inf), ("keys", torch.nan), ("values", torch.inf)])
+@pytest.mark.parametrize("group", [1, 3])
+def test_what_is_no_number_stays_none_and_harms_no_other_head(
+    gpu: torch.device, codec: str, where: str, what: float, group: int
+) -> None:
+    q, keys, values, held, mask = drawn((2, 2, group, 7, 64), torch.float32)
+    given = {"q": q, "keys": keys, "values": values}
+    coding, held, mask = Coding(codec, torch.float32, 64), torch.full_like(held, 7), torch.zeros_like(mask)
+    before = attended(gpu, q, *(Kept(coding.encode(given[name]), codec) for name in ("keys", "values")), held, mask)[0]
+    given[where][1, 1, 0, 5] = what
+    kept = [coding.encode(given[name]) for name in ("keys", "values")]
+    after = attended(gpu, q, *(Kept(one, codec) for one in kept), held, mask)[0]
+    twin = decode_attention_twin(q, *(Kept(coding.decode(one)) for one in kept), held, mask)[0]
+    assert torch.equal(after.isfinite(), twin.isfinite()) and (what == torch.inf or not twin.isfinite().all())
+    assert torch.equal(after[0], before[0]) and torch.equal(after[1, 0], before[1, 0])
+
+
+@pytest.mark.parametrize("slots", [12, CHUNK + 3])
+def test_one_more_key_is_like_another_slot(gpu: torch.device, slots: int) -> None:
+    """Also where a query attended nothing elsewhere, or nothing else counts beside it."""
+    q, keys, values, held, mask = drawn((4, 2, 2, slots, 64), torch.float32)
+    draw = torch.Generator().manual_seed(1)
+    scores, elsewhere = torch.randn(4, 1, 4, generator=draw), torch.randn(4, 1, 4, 64, generator=draw)
+    scores[1], scores[2] = -torch.inf, 200.0
+    out, sums = attended(gpu, q, Kept(keys), Kept(values), held, mask, more=More(scores, elsewhere))
+    twin, twin_sums = decode_attention_twin(
+        q.double(), Kept(keys.double()), Kept(values.double()), held, mask, More(scores, elsewhere)
+    )
+    assert twin_sums is not None and near(out, twin.double(), 3e-6) and near(sums, twin_sums.double(), 3e-6)
+    assert torch.equal(out[2], elsewhere[2].view(2, 2, 64)) and torch.isfinite(out).all()
+
+
+def test_packed_values_are_attended_beside_plain_keys(gpu: torch.device) -> None:
+    q, keys, values, held, mask = drawn((2, 2, 2, 20, 64), torch.float32)
+    coding = Coding("group4", torch.float32, 64)
+    expected, _ = exact(q, keys, coding.decode(packed := coding.encode(values)), mask)
+    assert near(attended(gpu, q, Kept(keys), Kept(packed, "group4"), held, mask)[0], expected, 3e-6)
+
+
+def test_no_rows_are_attended_as_none(gpu: torch.device) -> None:
+    q, keys, values, held, mask = (one[:0] for one in drawn((2, 2, 2, 20, 64), torch.float32))
+    out, sums = attended(gpu, q, Kept(keys), Kept(values), held, mask)
+    assert out.shape == (0, 2, 2, 64) and sums.shape == (0, 2, 20)

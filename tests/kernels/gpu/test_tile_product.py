@@ -1,0 +1,58 @@
+"""Few rows times tiles on a GPU: as decoded to float32 in torch, and a row comes out the same in any company."""
+
+from __future__ import annotations
+
+from math import inf, nan
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.gpu.tile_product import tile_product
+from h2o_flexgen.kernels.tile_product import tile_product_twin
+from h2o_flexgen.quant.tiled import Tiled
+from tests.kernels.test_tile_product import TOLERANCES, packed, x_of
+
+SHAPES = [(1, 64), (3, 5), (130, 100), (33, 1088)]  # outputs, inputs
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("outputs, inputs", SHAPES)
+def test_triton_and_torch_agree(gpu: torch.device, dtype: torch.dtype, bits: int, outputs: int, inputs: int) -> None:
+    data, bias = packed(outputs, inputs, bits).to(gpu), x_of(1, outputs, dtype)[0].to(gpu)
+    for rows, added in ((1, bias), (2, None), (7, bias)):
+        x = x_of(rows, inputs, dtype).view(rows, 1, inputs).to(gpu)
+        found = tile_product(Tiled(bits), Factor(x), data, outputs, added)
+        expected = tile_product_twin(Tiled(bits), Factor(x), data, outputs, added)
+        assert found.shape == expected.shape == (rows, 1, outputs) and found.dtype == expected.dtype == dtype
+        assert ((found.double() - expected.double()).abs() <= TOLERANCES[dtype] * summed(x, data, bits, outputs)).all()
+
+
+def summed(x: Tensor, data: Tensor, bits: int, outputs: int) -> Tensor:
+    """The magnitude of what is added up."""
+    of_values = tile_product_twin(Tiled(bits), Factor(x.abs().float()), data, outputs, None).abs()
+    return of_values + 4 * x.abs().float().sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_row_comes_out_the_same_in_any_company(gpu: torch.device, bits: int) -> None:
+    data, x = packed(33, 640, bits).to(gpu), x_of(8, 640).to(gpu)
+    alone = [tile_product(Tiled(bits), Factor(row[None]), data, 33, None) for row in x]
+    for rows in range(1, 9):
+        assert torch.equal(tile_product(Tiled(bits), Factor(x[:rows]), data, 33, None), torch.cat(alone[:rows])), rows
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("value", [nan, inf, -inf])
+def test_what_is_no_number_stays_none(gpu: torch.device, bits: int, value: float) -> None:
+    x = x_of(3, 130).to(gpu)
+    x[1, 129] = value
+    found = tile_product(Tiled(bits), Factor(x), packed(20, 130, bits).to(gpu), 20, None)
+    assert not found[1].isfinite().any() and found[0].isfinite().all() and found[2].isfinite().all()
+
+
+def test_no_rows_come_to_nothing(gpu: torch.device) -> None:
+    data = packed(20, 64, 4).to(gpu)
+    assert tile_product(Tiled(4), Factor(torch.empty(0, 64, device=gpu)), data, 20, None).shape == (0, 20)
