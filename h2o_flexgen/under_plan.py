@@ -81,10 +81,8 @@ class ModelUnderPlan:
         folded = plan.at(self.site)
         if folded.attend_on == HOST:
             raise ValueError("attend_on 'host' can be priced, but this version cannot run it on an accelerator; leave it out")
-        if folded.cuda_graphs == ON and not folded.is_resident:
-            raise ValueError(
-                "cuda_graphs 'on' is for plans whose data all stay on a GPU, and this one moves some; take 'auto'"
-            )
+        if folded.graphs == ON and not folded.is_resident:
+            raise ValueError("graphs 'on' is for plans whose data all stay on the GPU, and this one moves some; take 'auto'")
         self.requested, self.plan = plan, folded
 
     def adopt(self, plan: Plan) -> None:

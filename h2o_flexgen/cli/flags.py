@@ -35,6 +35,7 @@ from h2o_flexgen.text.tokenizer import BYTES
 BESIDE_BUDGET = ("hh_prompt_only", "sinks", "score_decay", "grace", "positions")  # options beside a budget
 DUMMY_PATH = "_DUMMY_"
 TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
+GRAPHS_FLAG = "--cuda-graphs"
 TRACEBACK = 3  # the level of --verbose that shows where an error comes from
 MOST = 1e9  # upper bound of numbers that nothing else bounds
 REPEATABLE = "may be given several times"
@@ -338,7 +339,7 @@ def add_placement(group: Group, may_be_found: bool = False) -> None:
     group.switch("--sep-layer", Plan.sep_layer, "attention and MLP are two layers of the schedule, not one")
     group.switch("--pin-weight", Plan.pin_weight, "weights for a GPU lie in page-locked CPU memory")
     captured = f"where all data stay on a GPU, its decode steps are captured and replayed; {ON}: or it is an error"
-    group.choice("--cuda-graphs", GRAPHS, captured, Plan.cuda_graphs)
+    group.add(GRAPHS_FLAG, dest="graphs", default=Plan.graphs, choices=GRAPHS, help=captured)
     group.switch("--overlap", True, "0: one slot, nothing overlaps; the tokens are the same")
     at_once = "tokens of prompts computed at once: more take more memory; a longer turn of a chat is read in pieces"
     group.value("--prefill-tokens", "N", at_once, TOKENS, Plan.prefill_tokens)

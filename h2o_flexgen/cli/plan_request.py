@@ -11,6 +11,7 @@ from pathlib import Path
 from h2o_flexgen.cli.files import check_picture
 from h2o_flexgen.cli.flags import (
     DUMMY_PATH,
+    GRAPHS_FLAG,
     TOKENS,
     TRACEBACK,
     Group,
@@ -144,8 +145,8 @@ def _placement(plan: Plan) -> Iterator[str]:
     ):
         if kept != usual:
             yield from (flag, str(int(kept)))
-    if plan.cuda_graphs != Plan.cuda_graphs:
-        yield from ("--cuda-graphs", plan.cuda_graphs)
+    if plan.graphs != Plan.graphs:
+        yield from (GRAPHS_FLAG, plan.graphs)
     if plan.prefill_tokens != Plan.prefill_tokens:
         yield from ("--prefill-tokens", str(plan.prefill_tokens))
     bits = {codec: str(number) for number, codec in BY_BITS.items()}

@@ -398,10 +398,12 @@ class Engine:
         state.hidden.put(task, self._layer(task.visit, rows, hidden, cache))
 
     def _captured(self, visit: Visit, cache: KVCache | None) -> Compute:
-        """Computes a layer in a way that may be captured."""
+        """Computes a layer in a way that may be captured: whatever was done before, it does the same."""
 
         def compute(part: Part, hidden: Tensor | None) -> Tensor:
             self._weights.forget_decoded()
+            if cache is not None:
+                cache.replaced = None
             return self._computed(visit, part, hidden, cache)
 
         return compute

@@ -81,7 +81,7 @@ class StepGraphs:
     @classmethod
     def of(cls, plan: Plan, device: Device) -> StepGraphs | None:
         """None where there can be none, or where nobody wants them."""
-        return cls(device, plan.cuda_graphs == ON) if device.captures and plan.may_capture else None
+        return cls(device, plan.graphs == ON) if device.captures and plan.may_capture else None
 
     def take(self, rows: BatchRows) -> bool:
         """Whether the next COMPUTE of these rows may be a graph: a decode step of all, who share nothing with others."""
@@ -124,5 +124,5 @@ class StepGraphs:
             batch.graphs[layer] = self._device.capture(work)
         except RuntimeError as error:
             if self._is_asked:
-                raise ValueError(f"a layer cannot be captured ({error}); leave out cuda_graphs {ON!r}") from error
+                raise ValueError(f"a layer cannot be captured ({error}); leave out graphs {ON!r}") from error
             self.given_up = str(error).partition("\n")[0]

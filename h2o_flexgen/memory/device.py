@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -123,7 +123,7 @@ class CudaDevice(Device):
         self._events: dict[tuple[bool, bool], deque[torch.cuda.Event]] = {
             (timed, blocking): deque() for timed in (False, True) for blocking in (False, True)
         }  # those that nobody uses: making one is dear, and threads that make them wait for each other
-        self._graph_memory: tuple[int, int] | None = None  # what all graphs work in: they are replayed one after the other
+        self._graph_memory: Any = None  # what all graphs work in: they are replayed one after the other
         self._warm_up()
         some = torch.zeros(1, device=self.torch_device)
         self._locks = CudaPageLocks(torch.cuda.cudart(), lambda: some.add_(1))

@@ -69,7 +69,7 @@ class Plan:
     weight_codec: str = PLAIN  # codec of matrices and token tables; positions, and what is small, stay plain
     kv_codec: str = PLAIN
     compute: str = EXACT  # or INT8: factors of packed weights are rounded to 8 bits
-    cuda_graphs: str = AUTO  # ON: decode steps are captured and replayed, or else it is an error; OFF: they never are
+    graphs: str = AUTO  # ON: decode steps are captured and replayed, or else it is an error; OFF: they never are
     schedule: str = "zigzag"
     kv_policy: str = "full"
     kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and who is protected
@@ -91,7 +91,7 @@ class Plan:
         if not can_compute(self.compute, self.weight_codec):
             codecs = " or ".join(map(repr, OF_MATRICES))
             raise ValueError(f"compute {self.compute!r} needs packed weights; add weight_codec={codecs}")
-        _require_known("cuda_graphs", self.cuda_graphs, GRAPHS)
+        _require_known("graphs", self.graphs, GRAPHS)
         _require_known("kv_policy", self.kv_policy, POLICIES)
         _require_known("prefix_policy", self.prefix_policy, PREFIX_POLICIES)
         _ = self.policy  # refuses options that the policy does not take
@@ -169,7 +169,7 @@ class Plan:
     @property
     def may_capture(self) -> bool:
         """Whether decode steps may be captured as graphs, which work on addresses that stay: where nothing is moved."""
-        return self.cuda_graphs != OFF and self.is_resident
+        return self.graphs != OFF and self.is_resident
 
     @property
     def has_own_slots(self) -> bool:
@@ -188,7 +188,7 @@ class Plan:
 
     def folded(self) -> Plan:
         weights, kv, hidden = self.weights.folded(), self.kv.folded(), self.hidden.folded()
-        return replace(self, weights=weights, kv=kv, hidden=hidden, attend_on=DEVICE, cuda_graphs=OFF)
+        return replace(self, weights=weights, kv=kv, hidden=hidden, attend_on=DEVICE, graphs=OFF)
 
     @property
     def percent(self) -> tuple[float, ...]:
