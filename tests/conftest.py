@@ -16,17 +16,17 @@ if TYPE_CHECKING:  # tests without an engine do not import torch
     from h2o_flexgen.text.tokenizer import Tokenizer
     from tests.contract import Checkpoints
 
+INTERPRET = "TRITON_INTERPRET"  # kernels of a process are interpreted, or compiled for a GPU
+if not torch.cuda.is_available():
+    os.environ.setdefault(INTERPRET, "1")  # here, as it is read when Triton is imported, which what stands below may do
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--plans", type=int, default=200, help="random plans that `pytest -m fuzz` draws")
 
 
-INTERPRET = "TRITON_INTERPRET"  # read when triton is imported: kernels of a process are interpreted, or compiled for a GPU
-
 
 def pytest_configure() -> None:
-    if not torch.cuda.is_available():
-        os.environ.setdefault(INTERPRET, "1")
     torch.set_num_threads(1)  # tensors here are tiny: on a busy machine a second thread is mostly waited for
     hypothesis.settings.register_profile("patient", deadline=None)  # no outcome depends on a clock
     hypothesis.settings.load_profile("patient")
