@@ -82,7 +82,7 @@ class Sampler:
         tokens = _with_given(tokens, given, upload)
         read = torch.stack((tokens, is_finite.long())).cpu()  # the only time that the caller waits
         _refuse_broken(logits, best, read[1].tolist(), rows, steps)
-        return Picked(read[0], tokens, _logprobs(logits, tokens, params))
+        return Picked(read[0], tokens, _logprobs(logits, tokens, params, upload))
 
 
 class _Columns(NamedTuple):
@@ -167,10 +167,12 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(reached, uniforms * reached[:, -1:], right=True)
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) -> tuple[StepLogprobs | None, ...]:
+def _logprobs(
+    logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams], upload: Upload
+) -> tuple[StepLogprobs | None, ...]:
     found: list[StepLogprobs | None] = [None] * len(params)
     for places in portions([place for place, one in enumerate(params) if one.logprobs is not None], logits.shape[-1]):
-        counts = [params[place].logprobs or 0 for place in places]
-        for place, step in zip(places, logprobs_of(logits[places], tokens[places], counts)):
+        counts, own = [params[place].logprobs or 0 for place in places], upload(torch.tensor(places), logits.device)
+        for place, step in zip(places, logprobs_of(logits[own], tokens[own], counts, upload)):
             found[place] = step
     return tuple(found)
