@@ -210,7 +210,9 @@ ROWS = (
 def spec_of(model: str, plan: Plan) -> ModelSpec:
     config = known_config(f"facebook/{model}")
     assert config is not None
-    return create_model(config, "float16", True, model).spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute)
+    spec = create_model(config, "float16", True, model).spec
+    spec = spec.cut_at_attention() if plan.attend_on == HOST else spec
+    return spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute)
 
 
 def as_published(row: Published, machine: Machine) -> dict[str, float]:

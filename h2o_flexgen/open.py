@@ -11,6 +11,7 @@ from pathlib import Path
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
+from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.engine.stage import Stage, Stages
 from h2o_flexgen.models import create_model, known_config, load_config
 from h2o_flexgen.models.base import Model
@@ -36,7 +37,7 @@ class OpenedModel:
     dtype: str  # type of the values in computations
     folder: Path | None  # None: weights are random, and no file of them is read
     checkpoint: Checkpoint | None
-    _specs: dict[tuple[bool, str, str, str], ModelSpec] = field(default_factory=dict, compare=False, repr=False)
+    _specs: dict[tuple[bool, str, str, str, str], ModelSpec] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, name: str, dummy_weights: bool, dtype: str, site: Site, stages: Stages = SILENT) -> OpenedModel:
@@ -52,7 +53,7 @@ class OpenedModel:
         return cls(name, config, site.usual_dtype(stored) if dtype == AUTO else dtype, folder, checkpoint)
 
     def spec(self, plan: Plan) -> ModelSpec:
-        kind = plan.sep_layer, plan.weight_codec, plan.kv_codec, plan.compute
+        kind = plan.sep_layer, plan.weight_codec, plan.kv_codec, plan.compute, plan.attend_on
         if kind not in self._specs:
             self._specs[kind] = self.model(plan).spec
         return self._specs[kind]
@@ -60,6 +61,8 @@ class OpenedModel:
     def model(self, plan: Plan) -> Model:
         """The model's layers as functions, with their shapes."""
         model = create_model(self.config, self.dtype, plan.sep_layer, self.name)
+        if plan.attend_on == HOST:
+            model.spec = model.spec.cut_at_attention()
         if self.checkpoint is not None:
             stored = self.checkpoint.stored_itemsize
             model.spec = model.spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=stored(tensor.name)))

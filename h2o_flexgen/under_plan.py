@@ -79,8 +79,6 @@ class ModelUnderPlan:
 
     def _take(self, plan: Plan) -> None:
         folded = plan.at(self.site)
-        if folded.attend_on == HOST:
-            raise ValueError("attend_on 'host' can be priced, but this version cannot run it on an accelerator; leave it out")
         if folded.graphs == ON and not folded.is_resident:
             raise ValueError("graphs 'on' is for plans whose data all stay on the GPU, and this one moves some; take 'auto'")
         self.requested, self.plan = plan, folded
@@ -194,7 +192,7 @@ class ModelUnderPlan:
         self._refuse_closed()
         while self._engine is None:
             self._stages(Stage.LOADING)
-            start_computing_threads()
+            start_computing_threads(teams=2 if self.plan.attend_on == HOST else 1)
             try:
                 self._engine = self._new_engine()
             except Damaged as damaged:

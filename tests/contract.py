@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.operations import decode, encode
@@ -23,6 +25,7 @@ from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Model, Weights
+from h2o_flexgen.planning import placement
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.quant.codec import CODECS, PLAIN
@@ -77,11 +80,12 @@ class Case:
     weight_codec: str = PLAIN
     kv_codec: str = PLAIN
     compute: str = EXACT
+    attend_on: str = DEVICE
 
     @property
     def plan_options(self) -> dict[str, Any]:
         names = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "schedule", "prefill_tokens")
-        names += ("weight_codec", "kv_codec", "compute")
+        names += ("weight_codec", "kv_codec", "compute", "attend_on")
         return {name: getattr(self, name) for name in names} | dict(self.policy)
 
     @property
@@ -95,6 +99,17 @@ class Case:
     def batches(self) -> list[tuple[int, ...]]:
         blocks = Workload(self.lengths, self.gen_len).blocks(self.gpu_batch_size, self.num_gpu_batches)
         return [batch.rows for block in blocks for batch in block.batches]
+
+    def beside(self, spec: ModelSpec) -> list[frozenset[int]]:
+        """For each batch, the attentions whose decode steps the host does, by number."""
+        plan = Plan.create(**self.plan_options).with_percent(self.percent)
+        found = []
+        for block in Workload(self.lengths, self.gen_len).blocks(self.gpu_batch_size, self.num_gpu_batches):
+            kv = placement.place(spec, plan, block).kv if self.attend_on == HOST and self.device != "cpu" else {}
+            for batch in range(len(block.batches)):
+                numbered = enumerate(spec.kv_layers)
+                found.append(frozenset(number for number, layer in numbered if kv.get((layer, batch), DEVICE) != DEVICE))
+        return found
 
     def open(self, checkpoints: Checkpoints, offload: Path, **options: Any) -> LLM:
         folder = checkpoints.folder(self.kind, self.stored)
@@ -130,6 +145,11 @@ class Checkpoints:
         if (kind, stored) not in self.hf_models:
             self.hf_models[kind, stored] = tiny.save_tiny(kind, folder, getattr(torch, stored), max_shard_size="40KB")
         return folder
+
+    def spec(self, case: Case) -> ModelSpec:
+        """The shapes of a case's model as it is kept under its plan."""
+        spec = create_model(load_config(str(self.folder(case.kind, case.stored))), case.dtype).spec
+        return spec.written_as(case.weight_codec, case.kv_codec, case.compute)
 
     def hf_model(self, kind: str, stored: str = "float32") -> PreTrainedModel:
         self.folder(kind, stored)
@@ -181,8 +201,9 @@ class Checkpoints:
                         own[name] = PackedMatrix(data, tensor.codec, tensor.shape[0], room, PRODUCTS[compute])
         return model, weights
 
-    def resident_logits(self, case: Case, rows: Sequence[int]) -> list[Tensor]:
-        """The resident loop's logits of a batch, for every step (rows, vocab), computed once for all plans with this batch."""
+    def resident_logits(self, case: Case, rows: Sequence[int], beside: frozenset[int] = frozenset()) -> list[Tensor]:
+        """The resident loop's logits of a batch, for every step (rows, vocab), computed once for all plans with this batch;
+        `beside`: the attentions that the host does in decode."""
         prompts = [case.prompts[row] for row in rows]
         by_token, device = case.device != "cpu", "cuda" if case.device == "cuda" else "cpu"
         key = (
@@ -197,12 +218,21 @@ class Checkpoints:
             case.weight_codec,
             case.kv_codec,
             case.compute,
+            beside,
             *map(tuple, prompts),
         )
         if key not in self.resident:
             model, weights = self.model(case.kind, case.stored, case.dtype, device, case.weight_codec, case.compute)
             made = resident_generate(
-                model, weights, prompts, case.gen_len, by_token, case.kv_policy, case.prefill_tokens, case.kv_codec
+                model,
+                weights,
+                prompts,
+                case.gen_len,
+                by_token,
+                case.kv_policy,
+                case.prefill_tokens,
+                case.kv_codec,
+                beside=beside,
             )
             self.resident[key] = [step.cpu() for step in made]
         return self.resident[key]
@@ -250,8 +280,8 @@ def compare(case: Case, checkpoints: Checkpoints, completions: Sequence[Completi
     """Asserts that tokens and logits equal, bit for bit, those of the resident loop over the same batches."""
     assert [completion.index for completion in completions] == list(range(len(case.lengths))), case
     assert len(logits) == len(case.lengths) * case.gen_len, case
-    for rows in case.batches():
-        expected = checkpoints.resident_logits(case, rows)
+    for rows, beside in zip(case.batches(), case.beside(checkpoints.spec(case)), strict=True):
+        expected = checkpoints.resident_logits(case, rows, beside)
         for place, row in enumerate(rows):
             tokens = [int(step[place].argmax()) for step in expected]
             assert list(completions[row].token_ids) == tokens, f"row {row}: {case}"

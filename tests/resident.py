@@ -3,7 +3,7 @@ the engine's own KVCache on plain tensors. No schedule, no slots, no tiers, no t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 
 import torch
@@ -13,11 +13,11 @@ from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
-from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.cache import Asked, KVCache
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.models.base import Given, Matrix, Model, Weights, computed, logits
+from h2o_flexgen.models.base import Given, Matrix, Model, Rotation, Weights, computed, logits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.policy import KVPolicy
@@ -35,9 +35,10 @@ def resident_generate(
     prefill_tokens: int = Plan.prefill_tokens,
     kv_codec: str = PLAIN,
     forced: Sequence[Sequence[int]] | None = None,
+    beside: Set[int] = frozenset(),
 ) -> list[Tensor]:
     """Generates greedily, or with forced tokens; returns for every step the logits (rows, vocab). `by_token`: caches lie slot
-    by slot, as beside an accelerator."""
+    by slot, as beside an accelerator. `beside`: the attentions, by number, whose decode steps the host does."""
     policy = policy or Full()
     device = _device(weights)
     batch = Batch(tuple(range(len(prompts))), tuple(map(len, prompts)))
@@ -47,12 +48,34 @@ def resident_generate(
         _last_of_prompts(model, weights, caches, policy, part, prompts, steps, occupancy.capacity, device)
         for part in batch.parts(prefill_tokens)
     ]
+    attended = dict(caches) | {
+        layer: _Beside(caches[layer]) for number, layer in enumerate(model.spec.kv_layers) if number in beside
+    }
     made = [_head(model, torch.cat(parts), weights[-1])]
     for step in range(1, steps):
         picked = made[-1].argmax(-1) if forced is None else torch.tensor([own[step - 1] for own in forced], device=device)
         tokens, now = picked[:, None], KVStep.of(occupancy.at(step), occupancy.capacity, device)
-        made.append(_head(model, _through_layers(model, weights, caches, now, tokens)[:, 0], weights[-1]))
+        made.append(_head(model, _through_layers(model, weights, attended, now, tokens)[:, 0], weights[-1]))
     return made
+
+
+class _Beside:
+    """A cache whose prompts are read, as the host has it, head by head: what is asked crosses the link, and the answer."""
+
+    def __init__(self, cache: KVCache) -> None:
+        noted = cache._scores
+        self._asking, host = cache, torch.device("cpu")
+        on_host = None if noted is None else SlotScores(noted.policy, noted.positions.to(host), _moved(noted.scores, host))
+        self._cache = KVCache(cache.image.to(host).contiguous(), on_host, cache._coding)
+
+    def attend(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
+        asked = self._asking.asked(now, q, k, v, rotation)
+        there = Asked(asked.q.cpu(), asked.k.cpu(), asked.v.cpu())
+        return self._cache.answer(now.on(torch.device("cpu")), there, rotation).to(q.device)
+
+
+def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
 
 
 def _device(weights: Sequence[Weights]) -> torch.device:
@@ -145,7 +168,7 @@ def resident_behind(
 
 
 def _through_layers(
-    model: Model, weights: Sequence[Weights], caches: Mapping[int, KVCache], now: KVStep, tokens: Tensor
+    model: Model, weights: Sequence[Weights], caches: Mapping[int, KVCache | _Beside], now: KVStep, tokens: Tensor
 ) -> Tensor:
     hidden = tokens
     for layer, spec in enumerate(model.spec.layers[:-1]):

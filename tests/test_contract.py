@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.kernels import matrix, native
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import PackedMatrix
@@ -52,6 +53,7 @@ CHOICES = {
     "prefill_tokens": (1024, 12, 1),
     ("weight_codec", "compute"): WEIGHTS,
     "kv_codec": (PLAIN, "group4", "group8"),
+    "attend_on": (DEVICE, HOST),
 }
 
 
@@ -65,12 +67,13 @@ def test_tokens_and_logits_equal_the_resident_loop_for_every_pair_of_choices(
 TIERS = ((100, 0), (0, 100), (0, 0))
 
 
-@pytest.mark.parametrize("values", in_turn({"weights": TIERS, "kv": TIERS, "hidden": TIERS}))
+@pytest.mark.parametrize("values", in_turn({"weights": TIERS, "kv": TIERS, "hidden": TIERS, "attend_on": (DEVICE, HOST)}))
 def test_every_tier_for_each_kind_of_data(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
     percent = (*values["weights"], *values["kv"], *values["hidden"])
-    hold_contract(Case("llama-gqa", percent, RAGGED, num_gpu_batches=3, device=values["device"]), checkpoints, offload)
+    where = {"device": values["device"], "attend_on": values["attend_on"]}
+    hold_contract(Case("llama-gqa", percent, RAGGED, num_gpu_batches=3, **where), checkpoints, offload)
 
 
 @pytest.mark.parametrize("values", in_turn({"slots": (1, 2, 3, 5), "num_gpu_batches": (1, 2, 4), "gen_len": (1, 2, 6)}))
@@ -104,6 +107,7 @@ HELD = {
     "num_gpu_batches": (1, 3, 4),
     "slots": (1, 2, 3),
     ("weight_codec", "compute"): WEIGHTS[:1] + WEIGHTS[-2:],
+    "attend_on": (DEVICE, HOST),
 }
 
 

@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 
+from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.output import Completion
@@ -44,6 +45,7 @@ def random_case(random: Random) -> Case:
         weight_codec=weight_codec,
         compute=compute,
         kv_codec=random.choice([PLAIN, PLAIN, "group4", "group8"]),
+        attend_on=random.choice([DEVICE, HOST]),
     )
 
 

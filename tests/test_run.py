@@ -652,7 +652,6 @@ def test_a_run_is_drawn_below_its_prediction(command: Any, opt: Path, tmp_path: 
         (("--device", "abacus"), ("'abacus'", "cpu")),
         (("--trace", "/no/such/folder/trace.json"), ("--trace", "/no/such/folder")),
         (("--log-file", "/no/such/folder/log"), ("--log-file", "/no/such/folder")),
-        (("--cpu",), ("--cpu-cache-compute", "not supported")),
         (("--attn-sparsity", 0.1), ("--attn-sparsity", "not supported")),
         ((*SMALL, "--hh-ratio", "0.001"), ("'h2o' has a budget of 0 slots",)),
         ((*SMALL, "--kv-budget", "0.2", "--recent", "500"), ("recent is 500",)),

@@ -268,7 +268,6 @@ def _checked(file: InputFile, defaults: Options, begun: Manifest | None, resumin
 def make_parser(program: str = PROGRAM) -> Parser:
     usage = f"{program} -i in.jsonl -o out.jsonl [--model NAME] [--percent W W KV KV A A] [options]"
     parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
-    parser.set_defaults(cpu_cache_compute=False)
     _add_job(parser.group("job"))
     parser.add_model()
     parser.add_tokenizer()

@@ -17,6 +17,7 @@ from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.hints import did_you_mean, shortened, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.numbers import decimal_number, whole_number
+from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS
 from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
@@ -341,6 +342,8 @@ def add_placement(group: Group, may_be_found: bool = False) -> None:
     captured = f"where all data stay on a GPU, its decode steps are captured and replayed; {ON}: or it is an error"
     group.add(GRAPHS_FLAG, dest="graphs", default=Plan.graphs, choices=GRAPHS, help=captured)
     group.switch("--overlap", True, "0: one slot, nothing overlaps; the tokens are the same")
+    beside = "with a GPU: in decode, KV in CPU memory and on disk is attended by the CPU, and does not cross the link"
+    group.add("--cpu-cache-compute", "--cpu", dest="attend_on", action="store_const", const=HOST, help=beside)
     at_once = "tokens of prompts computed at once: more take more memory; a longer turn of a chat is read in pieces"
     group.value("--prefill-tokens", "N", at_once, TOKENS, Plan.prefill_tokens)
     packed = "matrices, embedding and head too, take 4 bits a value (or 8); packed once, into a cache (default: as they are)"

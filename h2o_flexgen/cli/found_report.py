@@ -97,8 +97,6 @@ class FoundReport:
             f"{one.tokens_per_second:.3f} tokens/s, {one.block_seconds:.3f} s until a block is over"
         )
         yield f"run       {RUN} {shlex.join(self.flags)}"
-        if one.plan.attend_on == HOST:
-            yield "          with --cpu-cache-compute, which can be priced, but which the run command refuses"
 
     def _others(self) -> Iterator[str]:
         if not self.is_searched:

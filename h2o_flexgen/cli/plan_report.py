@@ -91,12 +91,13 @@ class PlanReport:
     def _head(self) -> list[str]:
         spec, plan = self.planned.spec, self.planned.plan
         packed = "" if plan.kv_codec == PLAIN else f", as {plan.kv_codec}"
+        beside = "; outside the GPU it is attended by the CPU" if plan.attend_on == HOST else ""
         lines = [
             f"model     {self.model}: {spec.architecture}, {format_bytes(spec.weight_bytes)} of weights {self._written_down()}",
             *self._work(),
             f"schedule  {plan.schedule}, {_buffers(self.first.schedule)}, "
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
-            f"KV        {Kept(self.planned).line()}{packed}",
+            f"KV        {Kept(self.planned).line()}{packed}{beside}",
             f"numbers   {self.arithmetic.line()}",
         ]
         if self.tokenizer_note:

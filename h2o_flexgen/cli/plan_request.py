@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from h2o_flexgen.cli.files import check_picture
@@ -89,7 +89,6 @@ def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
 def request_of(flags: Namespace) -> PlanRequest:
     _refuse(flags)
     plan = plan_of(flags)
-    plan = replace(plan, attend_on=HOST) if flags.cpu_cache_compute else plan
     for flag in ("plot", "timeline"):
         check_picture(getattr(flags, flag), f"--{flag}")
     return PlanRequest(
@@ -147,6 +146,8 @@ def _placement(plan: Plan) -> Iterator[str]:
             yield from (flag, str(int(kept)))
     if plan.graphs != Plan.graphs:
         yield from (GRAPHS_FLAG, plan.graphs)
+    if plan.attend_on == HOST:
+        yield "--cpu-cache-compute"
     if plan.prefill_tokens != Plan.prefill_tokens:
         yield from ("--prefill-tokens", str(plan.prefill_tokens))
     bits = {codec: str(number) for number, codec in BY_BITS.items()}
@@ -197,8 +198,6 @@ def _add_plan(parser: Parser) -> None:
     add_compute(group)
     parser.set_defaults(percent=None)
     add_sizes(group, "without --evaluate")
-    beside = "KV in CPU memory is attended by the CPU; priced only: the run command cannot do it"
-    group.truth("--cpu-cache-compute", "--cpu", text=beside)
 
 
 def _add_search(parser: Parser) -> None:

@@ -163,7 +163,7 @@ def asked_of(flags: Namespace, plan: Plan) -> Asked:
         batches=() if flags.num_gpu_batches is None else (flags.num_gpu_batches,),
         codecs=four_bits if flags.allow_4bit else (),
         computes=(INT8,) if flags.allow_int8 else (),
-        attend_on=(HOST,) if flags.cpu_cache_compute else (DEVICE,),
+        attend_on=(plan.attend_on,) if plan.attend_on == HOST else (DEVICE, HOST),
         latency_limit=flags.latency_limit,
         prefer=flags.prefer,
     )

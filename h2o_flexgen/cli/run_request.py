@@ -186,9 +186,8 @@ def _unused(flags: Namespace, prompts: tuple[str, ...] | MadeUp) -> Iterator[str
 
 
 def _refuse(flags: Namespace, plan: Plan) -> None:
-    unsupported = {"--cpu-cache-compute": flags.cpu_cache_compute, "--attn-sparsity": flags.attn_sparsity != 1.0}
-    if found := next((flag for flag, is_on in unsupported.items() if is_on), None):
-        raise ValueError(f"{found} is not supported by this version; leave it out")
+    if flags.attn_sparsity != 1.0:
+        raise ValueError("--attn-sparsity is not supported by this version; leave it out")
     if flags.percent != AUTO:
         refuse_search_options(flags, f"say --percent {AUTO}")
     of_runs = (name for name in ("output", "trace", "timeline") if getattr(flags, name) is not None)
@@ -269,7 +268,5 @@ def _add_output(group: Group) -> None:
 
 def _add_later(parser: Parser) -> None:
     """Adds flags of published FlexGen commands that this version does not support, so that they can be refused by name."""
-    names = "--cpu-cache-compute, --attn-sparsity below 1"
-    group = parser.group("FlexGen's flags that this version refuses when they are on", names)
-    group.truth("--cpu-cache-compute", "--cpu", text=argparse.SUPPRESS)
+    group = parser.group("FlexGen's flags that this version refuses when they are on", "--attn-sparsity below 1")
     group.add("--attn-sparsity", type=number(0, 1), default=1.0, help=argparse.SUPPRESS)

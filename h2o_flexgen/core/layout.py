@@ -14,6 +14,7 @@ from typing import NamedTuple
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.kernels.sizes import FLOAT_BYTES
 from h2o_flexgen.quant.codec import PLAIN
 
 ALIGNMENT = 4096  # of every buffer and of every part of our files, as direct disk access requires
@@ -78,6 +79,14 @@ def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
     """Bytes of the hidden states of a batch between two layers, at their widest."""
     shared = 0 if batch.seats is None else batch.seats.prefixes.of_batch  # prefixes are computed beside their first rows
     return (batch.size * batch.prompt_len + shared) * spec.widest * spec.itemsize
+
+
+def asked_arena(spec: ModelSpec, rows: int, shares: bool) -> Arena:
+    """The places of what crosses the link where the host attends a decode step: queries, keys, values, and the outcome; where
+    rows share prefixes, also what was attended of these, as the weight and the values of one more key."""
+    heads, kv_heads = (rows * count * spec.head_dim * spec.itemsize for count in (spec.heads, spec.kv_heads))
+    more = (rows * spec.heads * FLOAT_BYTES, rows * spec.heads * spec.head_dim * FLOAT_BYTES) if shares else ()
+    return Arena.of((heads, kv_heads, kv_heads, heads, *more))
 
 
 @dataclass(frozen=True)

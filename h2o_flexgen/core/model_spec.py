@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from h2o_flexgen.kernels.table import PRODUCT, PRODUCTS
 from h2o_flexgen.quant.codec import CODECS, PLAIN, matrix_form
@@ -18,6 +19,7 @@ from h2o_flexgen.quant.codec import CODECS, PLAIN, matrix_form
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TABLE_PARTS, PART_ROWS = 16, 64  # a packed logit matrix has at most this many parts, each of a multiple of this many rows
 ATTENTION_VISIT, MLP_VISIT = "attention", "mlp"  # prices of a visit beside its work
+WHOLE_ATTENTION = "attention"  # the function that is both halves
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class LayerSpec:
     passing_width: int = 0  # values per token held at once between its products; those of attention come on top
     token_table: str | None = None  # its lookup table, with a row for every token: the layer takes tokens, not hidden states
     logit_matrix: str | None = None  # makes a logit for every token, part by part: the layer is for last positions only
+    halves: tuple[str, ...] = ()  # of an attention: the functions before it and behind it, where others attend
+    behind: frozenset[str] = frozenset()  # the names of the tensors that are used behind it
 
     @property
     def takes_tokens(self) -> bool:
@@ -228,6 +232,24 @@ class ModelSpec:
         attention = 4.0 * self.heads * self.head_dim * context if spec.has_kv else 0.0
         return rows * (2.0 * spec.matmul_values * counted + attention * tokens)
 
+    def cut_at_attention(self) -> ModelSpec:
+        """The same model with layers that end where an attention is over: what stands behind it begins the next one. Blocks
+        that are one layer and those that are two come out the same."""
+        layers: list[LayerSpec] = []
+        rest: LayerSpec | None = None  # a second half that has nothing behind it yet
+        for layer in self.layers:
+            if layer.halves:
+                before, behind = _cut(layer, self.width + self.heads * self.head_dim)
+                layers.append(before if rest is None else _one_behind_the_other(rest, before))
+                rest = behind
+            else:
+                layers.append(layer if rest is None else _one_behind_the_other(rest, layer))
+                rest = None
+            if rest is not None and len(rest.functions) > 1:
+                layers.append(rest)
+                rest = None
+        return replace(self, layers=tuple(layers))
+
     def map_tensors(self, change: Callable[[TensorSpec], TensorSpec]) -> ModelSpec:
         """The same model with every tensor replaced, e.g. by what the checkpoint really stores."""
         layers = tuple(
@@ -247,6 +269,37 @@ class ModelSpec:
         """The same model with its weights and its KV in the codecs of a plan, and its products as a plan wants them."""
         spec = replace(self, kv_codec=kv_codec, product=PRODUCTS[compute])
         return spec if weight_codec == PLAIN else spec.packed(weight_codec)
+
+
+def _cut(layer: LayerSpec, width: int) -> tuple[LayerSpec, LayerSpec]:
+    """A layer up to the outcome of its attention, which it hands on behind hidden states, and the rest of it."""
+    at = layer.functions.index(WHOLE_ATTENTION)
+    before, behind = layer.halves
+
+    def half(is_behind: bool, **changes: Any) -> LayerSpec:
+        return replace(
+            layer,
+            tensors=tuple(pair for pair in layer.tensors if (pair[0] in layer.behind) == is_behind),
+            products=tuple(pair for pair in layer.products if (pair[0] in layer.behind) == is_behind),
+            halves=(),
+            behind=frozenset(),
+            **changes,
+        )
+
+    visits = tuple(visit for visit in layer.visits if visit != ATTENTION_VISIT)
+    first = half(False, functions=(*layer.functions[:at], before), out_width=width, visits=(ATTENTION_VISIT,), passing_width=0)
+    return first, half(True, functions=(behind, *layer.functions[at + 1 :]), has_kv=False, visits=visits)
+
+
+def _one_behind_the_other(first: LayerSpec, then: LayerSpec) -> LayerSpec:
+    return replace(
+        then,
+        functions=first.functions + then.functions,
+        tensors=first.tensors + then.tensors,
+        products=first.products + then.products,
+        visits=first.visits + then.visits,
+        passing_width=max(first.passing_width, then.passing_width),
+    )
 
 
 def numbered(kinds: Iterable[Hashable]) -> tuple[int, ...]:

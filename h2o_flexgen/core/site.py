@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from h2o_flexgen.kernels.table import Processor, choose
+from h2o_flexgen.kernels.table import CPU, Processor, choose
 from h2o_flexgen.quant.codec import PLAIN
 
 ON_CPU, ON_ACCELERATOR = "bfloat16", "float16"  # the usual types
@@ -28,7 +28,11 @@ class Site:
         """Whether something does this with the bytes as they are."""
         return choose(op, form, dtype, self.processor.runs, rows, width) is not None
 
-    def threads_of(self, op: str, dtype: str, form: str = PLAIN) -> int:
-        """Threads of the kernel in C that does this with values in this form; 0 where torch does."""
+    def has_kernel(self, op: str, dtype: str, form: str = PLAIN) -> bool:
+        """Whether a kernel does this with values in this form, and not functions of torch, which widen them in memory."""
         kernel = choose(op, form, dtype, self.processor.runs)
-        return self.threads if kernel is not None and kernel.libraries else 0
+        return kernel is not None and bool(kernel.libraries)
+
+    def threads_of(self, op: str, dtype: str, form: str = PLAIN) -> int:
+        """Threads of the kernel in C that does this with values in this form; 0 where torch or a GPU does."""
+        return self.threads if self.processor.device == CPU and self.has_kernel(op, dtype, form) else 0

@@ -13,6 +13,7 @@ from h2o_flexgen.core.units import format_bytes, parse_bytes
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.host import available_bytes, bytes_to_begin_with, give_back_freed
 from h2o_flexgen.planning.budgets import Budgets
+from h2o_flexgen.schedule.ops import COMPUTE_LANE
 
 
 class Packing(NamedTuple):
@@ -35,6 +36,7 @@ def refuse_memory_of_no_gpu(device: Device, gpu_mem: int | str | None) -> None:
 
 def open_budgets(device: Device, gpu_mem: int | str | None, cpu_mem: int | str | None) -> Budgets:
     """The budgets except the disk's."""
+    device.warm_up(COMPUTE_LANE)
     host_base = bytes_to_begin_with()
     asked = None if gpu_mem is None else parse_bytes(gpu_mem)
     device.limit(asked)

@@ -26,6 +26,7 @@ from h2o_flexgen.engine.many_positions import LogitsOf
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, Part
 from h2o_flexgen.engine.seated import SeatedRows
+from h2o_flexgen.engine.stores.asked import AskedStore
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.engine.stores.prefixes import PrefixStore
@@ -50,6 +51,7 @@ from h2o_flexgen.schedule.trace import Trace
 Thing = TypeVar("Thing")
 OnVisit = Callable[[Task, int], None]  # a COMPUTE is over; tokens picked so far in its block
 Until = Callable[[Task], bool]
+AttendOf = Callable[[Part], "base.Attend | None"]
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class _Progress:
     kv: KVStore
     hidden: HiddenStore
     prefixes: PrefixStore
+    asked: AskedStore
     listening: _Listening
     guard: HostGuard | None
     graphs: StepGraphs | None
@@ -291,6 +294,7 @@ class Engine:
             with torch.inference_mode():
                 hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
                 prefixes = opened.enter_context(closing(PrefixStore(self._spec, self._plan, block, self._memories)))
+                asked = opened.enter_context(closing(AskedStore(self._spec, block, schedule, self._memories)))
                 alive = [self._rows_of(place, block, rows, prefixes) for place in range(len(block.batches))]
                 own = opened.enter_context(closing(self.open_kv(planned))) if kv is None else kv
                 if kv is not None:
@@ -301,6 +305,7 @@ class Engine:
                 own,
                 hidden,
                 prefixes,
+                asked,
                 listening,
                 guard,
                 StepGraphs.of(self._plan, self._memories.device),
@@ -326,7 +331,7 @@ class Engine:
 
     def _rows_of(self, place: int, block: Block, rows: Sequence[RowState] | Waiting, prefixes: PrefixStore) -> BatchRows:
         batch, device = block.batches[place], self._memories.device
-        there = self._plan, block.gen_len, device.torch_device, device.upload
+        there = self._plan, block.gen_len, device.torch_device, device.upload, device.read_back
         if isinstance(rows, Waiting):
             return SeatedRows(place, batch, rows, prefixes, *there)
         return BatchRows(batch, [rows[row] for row in batch.rows], *there)
@@ -373,6 +378,7 @@ class Engine:
             Op.LOAD_KV: for_the_living(state.kv.load),
             Op.LOAD_H: for_the_living(state.hidden.load),
             Op.COMPUTE: compute,
+            Op.ATTEND: for_the_living(lambda task: self._attend(task, state)),
             Op.STORE_H: for_the_living(state.hidden.store),
             Op.STORE_KV: while_wanted(state.kv.store),
             Op.WRITE_KV: while_wanted(state.kv.write),
@@ -389,43 +395,67 @@ class Engine:
             state.at_the_head(rows, task, logits_of)
             return
         hidden = None if layer.takes_tokens else state.hidden.take(task.batch)
+        if hidden is not None and self._is_asking(task.visit._replace(layer=task.layer - 1), rows.parts[0], state):
+            _, states = next(iter(rows.split(hidden)))
+            state.asked.fill_in(task.batch, states)
         cache = state.kv.open(task, rows) if layer.has_kv else None
         if state.graphs is not None and state.graphs.take(rows):
             state.hidden.put(task, state.graphs.compute(task.visit, rows, hidden, self._captured(task.visit, cache)))
             return
         if cache is not None:
             cache.prefixes = state.prefixes.caches(task.layer, rows.prefixes)
-        state.hidden.put(task, self._layer(task.visit, rows, hidden, cache))
+        state.hidden.put(task, self._layer(task.visit, rows, hidden, partial(self._attend_of, task, cache, state)))
 
     def _captured(self, visit: Visit, cache: KVCache | None) -> Compute:
         """Computes a layer in a way that may be captured: whatever was done before, it does the same."""
+
+        def attend_of(part: Part) -> base.Attend | None:
+            return None if cache is None else partial(cache.attend, part.now)
 
         def compute(part: Part, hidden: Tensor | None) -> Tensor:
             self._weights.forget_decoded()
             if cache is not None:
                 cache.replaced = None
-            return self._computed(visit, part, hidden, cache)
+            return self._computed(visit, part, hidden, attend_of)
 
         return compute
 
-    def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, cache: KVCache | None) -> Tensor:
+    def _attend(self, task: Task, state: _Progress) -> int:
+        """The host attends what a COMPUTE has asked."""
+        return state.asked.attend(task.batch, state.kv.open_beside(task, state.rows[task.batch]))
+
+    @staticmethod
+    def _is_asking(visit: Visit, part: Part, state: _Progress) -> bool:
+        """Whether the host attends this part of a visit: the decode step, which comes first."""
+        return not part.now.is_prefill and state.kv.is_attended_beside(visit)
+
+    def _attend_of(self, task: Task, cache: KVCache | None, state: _Progress, part: Part) -> base.Attend | None:
+        """What the layer of a COMPUTE is handed to attend with."""
+        if cache is None:
+            return None
+        if self._is_asking(task.visit, part, state):
+            return partial(state.asked.ask, task.batch, cache, part.now)
+        is_all = len(state.rows[task.batch].parts) == 1
+        return partial((cache if is_all else _cache_of(part, cache)).attend, part.now)
+
+    def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, attend_of: AttendOf) -> Tensor:
         """Computes all rows at once, or part by part: what a part allocates in passing is free for the next."""
         if len(rows.parts) == 1:
-            return self._computed(visit, rows.parts[0], hidden, cache)
+            return self._computed(visit, rows.parts[0], hidden, attend_of)
         out: Tensor | None = None
         parts = ((part, None) for part in rows.parts) if hidden is None else rows.split(hidden)
         start = 0
         for part, states in parts:
-            computed = self._computed(visit, part, states, None if cache is None else _cache_of(part, cache)).flatten(0, 1)
+            computed = self._computed(visit, part, states, attend_of).flatten(0, 1)
             out = computed.new_empty(rows.tokens, computed.shape[-1]) if out is None else out
             out[start : start + len(computed)] = computed
             start += len(computed)
         assert out is not None
         return out
 
-    def _computed(self, visit: Visit, part: Part, hidden: Tensor | None, cache: KVCache | None) -> Tensor:
-        positions = part.now.text_positions
-        given = base.Given(positions) if cache is None else base.Given(positions, partial(cache.attend, part.now))
+    def _computed(self, visit: Visit, part: Part, hidden: Tensor | None, attend_of: AttendOf) -> Tensor:
+        positions, attend = part.now.text_positions, attend_of(part)
+        given = base.Given(positions) if attend is None else base.Given(positions, attend)
         if hidden is None:
             x, weights = self._weights.look_up(visit, part.tokens)
         else:

@@ -220,7 +220,7 @@ class Executor:
             need.issued.wait()
             if need.marker is None:
                 continue
-            if task.op.uses_disk:  # the CPU reads and writes host memory: what it needs must be in place
+            if task.op.by_host:  # the CPU reads and writes host memory: what it needs must be in place
                 need.marker.synchronize()
             else:
                 self._wait_on_stream(task.op.lane, key.op.lane, need.marker, need.number)
@@ -234,11 +234,11 @@ class Executor:
 
     def _act(self, task: Task, pending: _Pending) -> None:
         op, is_timed = task.op, self._recorder.times(task)
-        on_stream = not op.uses_disk
+        on_stream = not op.by_host
         first = self._device.mark(timed=True) if on_stream and is_timed else None
         start = time.perf_counter()
         moved = self._actions[op](task)
-        last = self._device.mark(is_timed, blocking=op is not Op.COMPUTE) if on_stream else None
+        last = self._device.mark(is_timed, blocking=True) if on_stream else None
         if last is None:
             self._recorder.add(task, start, time.perf_counter(), moved)
             return

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
-from h2o_flexgen.kernels.sizes import TWIN_VALUES
+from h2o_flexgen.kernels.sizes import twin_values
 from h2o_flexgen.quant.grouped import GROUP, Grouped, groups_of
 
 
@@ -23,7 +23,7 @@ def group_decode(codec: Grouped, data: Tensor, out: Tensor) -> None:
 def group_decode_twin(codec: Grouped, data: Tensor, out: Tensor) -> None:
     rows, columns = out.shape
     codes, scales, minima = group_parts(codec, data, columns)
-    step = max(1, TWIN_VALUES // max(1, columns))
+    step = max(1, twin_values(out.device.type) // max(1, columns))
     for row in range(0, rows, step):
         part = slice(row, row + step)
         values = _unpacked(codes[part]).float()

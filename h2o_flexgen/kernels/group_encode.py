@@ -9,7 +9,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.group_decode import group_parts
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
-from h2o_flexgen.kernels.sizes import TWIN_VALUES
+from h2o_flexgen.kernels.sizes import twin_values
 from h2o_flexgen.quant.grouped import GROUP, Grouped
 
 
@@ -24,13 +24,14 @@ def group_encode(codec: Grouped, values: Tensor, out: Tensor) -> None:
 
 def group_encode_twin(codec: Grouped, values: Tensor, out: Tensor) -> None:
     codes, scales, minima = group_parts(codec, out, values.shape[1])
-    most, step = 2**codec.bits - 1, max(1, TWIN_VALUES // (codes.shape[1] * GROUP))
+    most, step = 2**codec.bits - 1, max(1, twin_values(values.device.type) // (codes.shape[1] * GROUP))
     for row in range(0, len(values), step):
         part = slice(row, row + step)
         here = _in_groups(values[part].float(), codes.shape[1])
         minimum = _rounded(here.amin(-1).add_(0.0), -torch.inf)  # adding 0.0 makes -0 positive
         here.sub_(minimum.float().unsqueeze(-1))
-        scale = _rounded(here.amax(-1).add_(0.0) / most, torch.inf)
+        largest = here.amax(-1).add_(0.0)
+        scale = _rounded(largest / torch.full_like(largest, most), torch.inf)  # a GPU multiplies with the inverse of a number
         lost = ~(scale.isfinite() & minimum.isfinite())  # a group with a NaN or an infinity becomes NaN altogether
         scale, minimum = scale.masked_fill(lost, 0.0), minimum.masked_fill(lost, torch.nan)
         here.masked_fill_(lost.unsqueeze(-1), 0.0)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.int8_rows import Int8Rows, int8_rows, int8_rows_twin
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
-from h2o_flexgen.kernels.sizes import TWIN_VALUES
+from h2o_flexgen.kernels.sizes import twin_values
 from h2o_flexgen.quant.grouped import GROUP, groups_of
 from h2o_flexgen.quant.tiled import TILE, Tiled
 
@@ -32,7 +32,7 @@ def int8_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tens
 
 def int8_product_twin(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     rows = x.made(int8_rows_twin)
-    step = max(1, TWIN_VALUES // max(TILE * rows.codes.shape[1], TILE * len(rows.codes)))
+    step = max(1, twin_values(data.device.type) // max(TILE * rows.codes.shape[1], TILE * len(rows.codes)))
     parts = [_product_of_tiles(codec, rows, data[start : start + step]) for start in range(0, len(data), step)]
     out = torch.cat(parts, dim=1)[:, :outputs]
     added = out if bias is None else out + bias.float()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.kernels.native import KINDS, native_library, pointer
-from h2o_flexgen.kernels.sizes import TWIN_VALUES
+from h2o_flexgen.kernels.sizes import twin_values
 from h2o_flexgen.quant.grouped import GROUP, groups_of
 
 LARGEST_CODE = 127
@@ -37,7 +37,7 @@ def int8_rows(values: Tensor) -> Int8Rows:
 
 def int8_rows_twin(values: Tensor) -> Int8Rows:
     x = values.reshape(-1, values.shape[-1])
-    made, step = _room(x), max(1, TWIN_VALUES // max(1, x.shape[1]))
+    made, step = _room(x), max(1, twin_values(x.device.type) // max(1, x.shape[1]))
     for row in range(0, len(x), step):
         part = slice(row, row + step)
         made.codes[part], made.scales[part], made.sums[part] = _encoded(x[part].float())

@@ -14,6 +14,7 @@ from typing import NamedTuple
 FLOAT_BYTES = 4
 DTYPES = ("bfloat16", "float32", "float16")  # types of values that kernels read, as C numbers them
 TWIN_VALUES = 1 << 20  # values that twins encode or decode at once: torch's temporaries stay small
+DEVICE_TWIN_VALUES = 1 << 24  # on a device, where each part costs a dozen launches
 SCORED_BYTES = 16 << 20  # bytes of a prompt's attention that torch scores at once
 
 
@@ -33,6 +34,11 @@ class Shared(NamedTuple):
 def shared() -> Shared:
     header = Path(__file__).with_suffix(".h").read_text(encoding="ascii")
     return Shared(**{name.lower(): int(number) for name, number in re.findall(r"^#define (\w+) (\d+)", header, re.MULTILINE)})
+
+
+def twin_values(device: str) -> int:
+    """Values that a twin encodes or decodes at once on a kind of device."""
+    return TWIN_VALUES if device == "cpu" else DEVICE_TWIN_VALUES
 
 
 class PromptRoom(NamedTuple):

@@ -80,8 +80,10 @@ class Processor:
 
 def choose(op: str, form: str, dtype: str, runs: Callable[[Kernel], bool], rows: float = 1, width: int = 1) -> Kernel | None:
     """The first kernel of the table that fits. None for a product or an attention means that the bytes are decoded first."""
-    fitting = (kernel for kernel in kernels() if (kernel.op, kernel.form) == (op, form) and kernel.takes(dtype, rows, width))
-    return next(filter(runs, fitting), None)
+    for kernel in kernels():  # asked many times in each layer: a loop is half as long as filters
+        if kernel.op == op and kernel.form == form and kernel.takes(dtype, rows, width) and runs(kernel):
+            return kernel
+    return None
 
 
 def prices(*ops: str) -> tuple[str, ...]:
@@ -97,6 +99,7 @@ def _of_groups(form: str) -> Iterator[Kernel]:
     yield Kernel(DECODE_ATTENTION, form, "decode_attention", CPU, LIBRARIES, most_width=shared().step_head_values)
     yield Kernel(DECODE_ATTENTION, form, "decode_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES)
     yield Kernel(SHARED_ATTENTION, form, "shared_attention", CPU, LIBRARIES, DTYPES)
+    yield Kernel(SHARED_ATTENTION, form, "shared_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES)
 
 
 def _of_tiles(form: str) -> Iterator[Kernel]:
@@ -109,6 +112,7 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
     yield Kernel(PRODUCT, form, "tile_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
     yield Kernel(PRODUCT, form, "tile_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
     yield Kernel(INT8_PRODUCT, form, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {form}", within=INT8)
+    yield Kernel(INT8_PRODUCT, form, "int8_product", CUDA, (TRITON,), DTYPES, priced_as=f"int8 {form}", within=INT8)
     yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}", within=INT8)
 
 
@@ -148,6 +152,7 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention", CPU, LIBRARIES, DTYPES),
         Kernel(PROMPT_ATTENTION, PLAIN, "prompt_attention_twin"),
         Kernel(SHARED_ATTENTION, PLAIN, "shared_attention", CPU, LIBRARIES, DTYPES),
+        Kernel(SHARED_ATTENTION, PLAIN, "shared_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES),
         Kernel(SHARED_ATTENTION, PLAIN, "shared_attention_twin"),
         *_of_slots(),
         Kernel(RMS_NORM, PLAIN, "rms_norm", CUDA, (TRITON,), DTYPES),

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.panels import ARRANGED, Matrix, panel_product
-from h2o_flexgen.kernels.sizes import TWIN_VALUES
+from h2o_flexgen.kernels.sizes import twin_values
 from h2o_flexgen.kernels.tile_rows import tile_decode_twin
 from h2o_flexgen.quant.tiled import TILE, Tiled
 
@@ -24,7 +24,7 @@ def tile_product_twin(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias:
     """Multiplies with values that are decoded to float32, some tiles at a time."""
     wide, inputs = x.made(Tensor.float), x.values.shape[-1]
     out = x.values.new_empty(*x.values.shape[:-1], outputs)
-    step = max(1, TWIN_VALUES // (TILE * inputs))
+    step = max(1, twin_values(data.device.type) // (TILE * inputs))
     for first in range(0, len(data), step):
         part = slice(first * TILE, min(outputs, (first + step) * TILE))
         values = torch.empty(part.stop - part.start, inputs, device=data.device)

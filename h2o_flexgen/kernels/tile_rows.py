@@ -10,7 +10,7 @@ from torch import Tensor
 from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
 from h2o_flexgen.kernels.group_encode import group_encode, group_encode_twin
 from h2o_flexgen.kernels.native import native_library, pointer
-from h2o_flexgen.kernels.sizes import TWIN_VALUES
+from h2o_flexgen.kernels.sizes import TWIN_VALUES, twin_values
 from h2o_flexgen.quant.grouped import GROUP, Grouped, groups_of
 from h2o_flexgen.quant.tiled import TILE, Tiled
 
@@ -41,7 +41,7 @@ def tile_decode_rows(codec: Tiled, data: Tensor, numbers: Tensor, out: Tensor) -
 
 
 def tile_decode_rows_twin(codec: Tiled, data: Tensor, numbers: Tensor, out: Tensor) -> None:
-    step = max(1, TWIN_VALUES // (TILE * max(1, out.shape[1])))
+    step = max(1, twin_values(out.device.type) // (TILE * max(1, out.shape[1])))
     for start in range(0, len(out), step):
         part = numbers[start : start + step]
         rows = _tiles_to_rows(codec, data[part // TILE], groups_of(out.shape[1]))
@@ -59,7 +59,7 @@ def tile_decode(codec: Tiled, data: Tensor, out: Tensor) -> None:
 
 
 def tile_decode_twin(codec: Tiled, data: Tensor, out: Tensor) -> None:
-    step = max(1, TWIN_VALUES // (TILE * max(1, out.shape[1])))
+    step = max(1, twin_values(out.device.type) // (TILE * max(1, out.shape[1])))
     for start in range(0, len(data), step):
         values = out[start * TILE : (start + step) * TILE]
         rows = _tiles_to_rows(codec, data[start : start + step], groups_of(out.shape[1]))

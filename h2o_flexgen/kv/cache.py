@@ -8,6 +8,7 @@ would lose a little each time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,16 @@ from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Rotation
 from h2o_flexgen.quant.codec import PLAIN
+
+
+class Asked(NamedTuple):
+    """Queries (rows, 1, heads, head_dim), rotated, and keys and values (rows, 1, kv_heads, head_dim) as they will be kept; and
+    what the queries got of prefixes that rows share."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    more: More | None = None
 
 
 class KVCache:
@@ -39,10 +50,10 @@ class KVCache:
 
     def attend(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Appends the new keys and values, and attends to them and to everything held. Shapes as in models.base.Attend."""
-        scores = None if self._scores is None else self._scores.part(slice(len(q)))
         if now.is_prefill:
+            scores = None if self._scores is None else self._scores.part(slice(len(q)))
             return self._prefill(now, scores, q, k, v, rotation)
-        return self._decode(now, scores, q, k, v, rotation)
+        return self._decode(now, q, k, v, rotation)
 
     def part(self, rows: slice) -> KVCache:
         """The cache of some of the rows, for prompts that are computed one part after the other."""
@@ -142,21 +153,36 @@ class KVCache:
 
     # -- decode ----------------------------------------------------------------------------------------------------------
 
-    def _decode(
-        self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None
-    ) -> Tensor:
+    def _decode(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+        turned = self._append(now, q, k, v, None if self._rolls else rotation)
+        if rotation is not None and self._rolls:
+            turned = rotate(turned, now.turn(rotation, q.dtype, rolls=True))
+        return self._attended(now, turned, self._attended_elsewhere(now, turned), rotation)
+
+    def asked(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Asked:
+        """What a decode step asks of a cache that lies elsewhere: all that is done without its slots is done here."""
+        if rotation is not None:
+            q = rotate(q, now.turn(rotation, q.dtype, rolls=self._rolls))
+            k = k if self._rolls else rotate(k, now.turn(rotation, k.dtype))
+        return Asked(q, k, v, self._attended_elsewhere(now, q))
+
+    def answer(self, now: KVStep, asked: Asked, rotation: Rotation | None) -> Tensor:
+        """The same step where the slots are: appends, attends, and has who must go go. (rows, 1, heads * head_dim)"""
+        self._append(now, asked.q, asked.k, asked.v, None)
+        return self._attended(now, asked.q, asked.more, rotation)
+
+    def _attended(self, now: KVStep, q: Tensor, more: More | None, rotation: Rotation | None) -> Tensor:
+        """Attends to all slots behind which the newest token was appended, with rotated queries; then evicts."""
+        scores = None if self._scores is None else self._scores.part(slice(len(q)))
         rows, _, heads, head_dim = q.shape
         image = self.image[:, :rows]
         keys, values = image  # (rows, kv_heads, slots, width)
         kv_heads = keys.shape[1]
-        q = self._append(now, scores, q, k, v, None if self._rolls else rotation)
         if scores is not None and self._rolls and rotation is not None:
             order = now.before[:, :, None] + scores.order(now)
-            q, rolled = rotate(q, now.turn(rotation, q.dtype, rolls=True)), _rolled(self._coding.decode(keys), order, rotation)
-            attended = Kept(rolled)
+            attended = Kept(_rolled(self._coding.decode(keys), order, rotation))
         else:
             attended = Kept(keys, self._coding.codec)
-        more = self._attended_elsewhere(now, q)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # a group's query heads take the place of queries
         wants_sums = scores is not None and scores.scores is not None
         kept = Kept(values, self._coding.codec)
@@ -167,14 +193,12 @@ class KVCache:
             self.replaced = now.counts[:, None].expand(-1, kv_heads)
         return out.reshape(rows, 1, heads * head_dim)
 
-    def _append(
-        self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None
-    ) -> Tensor:
+    def _append(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
         """Writes the newest token behind what each row holds, and returns the rotated query."""
         turn = None if rotation is None else now.turn(rotation, q.dtype)
         if turn is not None and not self._coding.is_plain:  # keys are rotated before they are encoded
             q, k, turn = rotate(q, turn), rotate(k, turn), None
-        image, notes = self.image[:, : len(q)], None if scores is None else scores.notes
+        image, notes = self.image[:, : len(q)], None if self._scores is None else self._scores.part(slice(len(q))).notes
         return append(image, now.newest, q, self._coding.encode(k), self._coding.encode(v), turn, notes)
 
 

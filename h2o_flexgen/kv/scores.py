@@ -36,13 +36,16 @@ class SlotScores:
         positions, *scores = region[: policy.score_bytes * prod(shape)].view(torch.int32).view(policy.score_words, *shape)
         return cls(policy, positions, scores[0].view(torch.float32) if scores else None)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.positions,) if self.scores is None else (self.positions, self.scores)
+
     def part(self, rows: slice) -> SlotScores:
         return SlotScores(self.policy, self.positions[rows], None if self.scores is None else self.scores[rows])
 
     def copy_row(self, target: int, source: int) -> None:
-        for tensor in (self.positions, self.scores):
-            if tensor is not None:
-                tensor[target] = tensor[source]
+        for tensor in self.tensors:
+            tensor[target] = tensor[source]
 
     # -- several tokens at once -------------------------------------------------------------------------------------------
 

@@ -80,6 +80,10 @@ class KVStep:
         """Slots that each row held before. (rows,)"""
         return self._lines.counts
 
+    def on(self, device: torch.device) -> KVStep:
+        """The same for caches on this device."""
+        return self if device == self.counts.device else KVStep.of(self.slots, self.capacity, device, self.prefixes)
+
     @property
     def rows(self) -> int:
         return len(self.slots.counts)

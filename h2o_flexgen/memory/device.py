@@ -6,6 +6,8 @@ every stream is the calling thread.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -18,6 +20,8 @@ from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.page_locks import CudaPageLocks
 from h2o_flexgen.memory.threads import FORKED, SPAWN, Handover
 from h2o_flexgen.memory.tier import Meter
+
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class Marker(Protocol):
@@ -67,12 +71,20 @@ class Device:
         """A few values of the host as a tensor of the device; the calling thread does not wait. They must not change later."""
         return values
 
+    def read_back(self, values: Tensor) -> Tensor:
+        """A few values of the device in host memory; the calling thread sleeps until they are there."""
+        return values.cpu()
+
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         """What does this work again and again, as one launch and on the same addresses; it is not done now."""
         return work
 
     def memory(self, host: HostTier) -> HostTier | DeviceTier:
         return host
+
+    def warm_up(self, lane: str) -> None:
+        """Makes libraries load what they keep for products on this lane, so that it is counted before a plan is held against a
+        budget."""
 
     def page_lock(self, address: int, nbytes: int) -> None:
         """Makes host memory fit for copies that no thread waits for. A CPU makes none."""
@@ -108,6 +120,7 @@ class CudaDevice(Device):
         if not torch.cuda.is_available():
             raise ValueError("device 'cuda' was asked for, but torch finds no CUDA device; use the device 'cpu'")
         super().__init__()
+        _let_pools_share()
         try:
             torch.cuda.init()
         except RuntimeError as error:
@@ -118,21 +131,19 @@ class CudaDevice(Device):
         if index is not None and index >= count:
             raise ValueError(f"device 'cuda:{index}' was asked for, but there are {count}; they count from 0")
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        torch.cuda.set_device(self.torch_device)
+        torch.cuda.set_device(self.torch_device)  # for what this thread issues outside of lanes
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._events: dict[tuple[bool, bool], deque[torch.cuda.Event]] = {
             (timed, blocking): deque() for timed in (False, True) for blocking in (False, True)
         }  # those that nobody uses: making one is dear, and threads that make them wait for each other
         self._graph_memory: Any = None  # what all graphs work in: they are replayed one after the other
-        self._warm_up()
-        some = torch.zeros(1, device=self.torch_device)
-        self._locks = CudaPageLocks(torch.cuda.cudart(), lambda: some.add_(1))
+        self._locks = CudaPageLocks(torch.cuda.cudart(), torch.zeros(1, device=self.torch_device).cos)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
-    def _warm_up(self) -> None:
-        """Loads what the libraries keep in host memory, so that it is counted before a plan is compared with a budget."""
-        one = torch.ones(64, 64, device=self.torch_device, dtype=torch.float16)
-        (one @ one).cpu()
+    def warm_up(self, lane: str) -> None:
+        with self.stream(lane):  # libraries keep working memory for each stream that they are used on
+            one = torch.ones(64, 64, device=self.torch_device, dtype=torch.float16)
+            torch.addmm(one[0], one, one @ one).cpu()
 
     def stream(self, lane: str) -> AbstractContextManager[object]:
         stream = self._streams.get(lane)
@@ -161,6 +172,14 @@ class CudaDevice(Device):
         # torch keeps page-locked copies until the streams that read them are past that
         return values.pin_memory().to(device, non_blocking=True)
 
+    def read_back(self, values: Tensor) -> Tensor:
+        read = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        read.copy_(values, non_blocking=True)
+        there = self.mark(blocking=True)
+        assert there is not None
+        there.synchronize()  # where torch waits, a core is busy with it
+        return read
+
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         self._graph_memory = self._graph_memory or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -178,10 +197,12 @@ class CudaDevice(Device):
         return DeviceTier(self.torch_device)
 
     def page_lock(self, address: int, nbytes: int) -> None:
-        self._locks.lock(address, nbytes)
+        with torch.cuda.device(self.torch_device):  # in any thread: the first call for another device would open that one
+            self._locks.lock(address, nbytes)
 
     def page_unlock(self, address: int) -> None:
-        self._locks.unlock(address)
+        with torch.cuda.device(self.torch_device):
+            self._locks.unlock(address)
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
@@ -201,7 +222,16 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
 
     def give_back_freed(self) -> None:
-        torch.cuda.empty_cache()
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()
+
+
+def _let_pools_share() -> None:
+    """Makes torch keep memory in segments that grow and shrink, unless somebody has set how it keeps memory: blocks of one
+    stream are of no use to others, and would count against a budget when they are free. Torch reads this when it allocates
+    first; of the two names all its releases know this one."""
+    if sys.platform == "linux" and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
 
 
 class CudaMarker:

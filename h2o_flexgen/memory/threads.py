@@ -127,11 +127,12 @@ def refuse_forked(process: int, what: str) -> None:
         raise ValueError(f"{what} was made in process {process}, from which this one was forked: {advice}")
 
 
-def start_computing_threads() -> None:
-    """Starts the OpenMP threads of the calling thread, after a trial with threads that can fail."""
+def start_computing_threads(teams: int = 1) -> None:
+    """Starts the OpenMP threads of the calling thread, after a trial with threads that can fail: as many as all `teams` have,
+    for every thread that calls functions of torch has one of its own."""
     do_without_lost_threads()
     _first_to_compute()
     threads = torch.get_num_threads()
     if threads > 1:
-        started_pool(threads, "trial").shutdown(wait=True)
+        started_pool(teams * threads, "trial").shutdown(wait=True)
         torch.zeros(threads * VALUES_OF_A_THREAD).add_(1.0)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.models.base import HeadFunction, LayerFunction
+from h2o_flexgen.models.halves import InHalves
 
 MLP_STATES = 3  # of the inner width, at once: what goes up, the gate beside it, and what an activation makes of them
 
@@ -81,8 +82,11 @@ def embedding(function: LayerFunction, tokens: Parameters, others: Parameters, o
     return replace(layer(function, joined(tokens, others), out_width, origin), token_table=next(iter(tokens)))
 
 
-def attention(function: LayerFunction, parameters: Parameters, out_width: int, origin: Origin) -> LayerSpec:
-    return replace(layer(function, parameters, out_width, origin), has_kv=True, visits=(ATTENTION_VISIT,))
+def attention(before: Parameters, behind: Parameters, out_width: int, origin: Origin) -> LayerSpec:
+    """The attention of an architecture in halves; the parameters `behind` are used when all is attended."""
+    whole = layer(InHalves.attention, joined(before, behind), out_width, origin)
+    halves = tuple(function.__name__ for function in (InHalves.before_attended, InHalves.behind_attended))
+    return replace(whole, has_kv=True, visits=(ATTENTION_VISIT,), halves=halves, behind=frozenset(behind))
 
 
 def mlp(function: LayerFunction, parameters: Parameters, out_width: int, inner_width: int, origin: Origin) -> LayerSpec:
@@ -104,8 +108,13 @@ def in_order(
 
 
 def _in_one(parts: Sequence[LayerSpec]) -> LayerSpec:
+    """What stands behind the attention of a part is behind that of the whole."""
+    attends = next((place for place, part in enumerate(parts) if part.halves), len(parts))
+    behind = {name for part in parts[attends + 1 :] for name, _ in part.tensors}.union(*(part.behind for part in parts))
     return replace(
         parts[-1],
+        halves=next((part.halves for part in parts if part.halves), ()),
+        behind=frozenset(behind),
         functions=tuple(name for part in parts for name in part.functions),
         tensors=tuple(pair for part in parts for pair in part.tensors),
         products=tuple(product for part in parts for product in part.products),

@@ -10,6 +10,7 @@ from torch import Tensor
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Given, Weights
+from h2o_flexgen.models.halves import InHalves
 from h2o_flexgen.models.layout import Config, Origin, Parameters
 from h2o_flexgen.models.rotary import Rope
 
@@ -33,7 +34,7 @@ TRAITS: Mapping[str, Callable[[Config], Traits]] = {
 }
 
 
-class Llama:
+class Llama(InHalves):
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self.spec = _spec(config, dtype, sep_layer, name)
         self._activation = ops.activation(config.hidden_act)
@@ -43,14 +44,17 @@ class Llama:
     def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:
         return ops.embedding(tokens, weights, "embed_tokens")
 
-    def attention(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+    def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = ops.rms_norm(hidden, weights, "input_layernorm", self._eps)
         products = ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))
         q, k, v = (ops.split_heads(each, self.spec.head_dim) for each in products)
         if "self_attn.q_norm.weight" in weights:
             q = ops.rms_norm(q, weights, "self_attn.q_norm", self._eps)
             k = ops.rms_norm(k, weights, "self_attn.k_norm", self._eps)
-        out = ops.linear(given.attend(q, k, v, self._rotary), weights, "self_attn.o_proj")
+        return given.attend(q, k, v, self._rotary)
+
+    def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
+        out = ops.linear(out, weights, "self_attn.o_proj")
         out += hidden
         return out
 
@@ -86,7 +90,7 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
     def parts(index: int) -> tuple[LayerSpec, LayerSpec]:
         origin = Origin(dtype, f"model.layers.{index}.", index)
         return (
-            layout.attention(Llama.attention, attention_parameters, width, origin),
+            layout.attention(*attention_parameters, width, origin),
             layout.mlp(Llama.mlp, mlp_parameters, width, config.intermediate_size, origin),
         )
 
@@ -102,16 +106,18 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
     return layout.model_spec(config, dtype, name, config.intermediate_size, layers, **own)
 
 
-def _attention_parameters(width: int, q_width: int, kv_width: int, head_dim: int, traits: Traits) -> Parameters:
+def _attention_parameters(
+    width: int, q_width: int, kv_width: int, head_dim: int, traits: Traits
+) -> tuple[Parameters, Parameters]:
     head_norms = [layout.norm(f"self_attn.{part}_norm", head_dim, bias=False) for part in "qk" if traits.head_norm]
-    return layout.joined(
+    before = layout.joined(
         layout.norm("input_layernorm", width, bias=False),
         layout.linear("self_attn.q_proj", q_width, width, traits.qkv_bias),
         layout.linear("self_attn.k_proj", kv_width, width, traits.qkv_bias),
         layout.linear("self_attn.v_proj", kv_width, width, traits.qkv_bias),
-        layout.linear("self_attn.o_proj", width, q_width, traits.out_bias),
         *head_norms,
     )
+    return before, layout.linear("self_attn.o_proj", width, q_width, traits.out_bias)
 
 
 def _mlp_parameters(width: int, ffn: int, traits: Traits) -> Parameters:

@@ -8,11 +8,12 @@ from torch import Tensor
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Given, Weights
+from h2o_flexgen.models.halves import InHalves
 from h2o_flexgen.models.layout import Config, Origin, Parameters
 from h2o_flexgen.models.rotary import Rope
 
 
-class NeoX:
+class NeoX(InHalves):
     """A parallel residual feeds the mlp the attention's input, so attention hands on that and its result."""
 
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
@@ -26,12 +27,15 @@ class NeoX:
     def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:
         return ops.embedding(tokens, weights, "embed_in")
 
-    def attention(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+    def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = ops.layer_norm(hidden, weights, "input_layernorm", self._eps)
         # one head's query, key and value lie side by side
         fused = ops.split_heads(ops.linear(x, weights, "attention.query_key_value"), 3 * self.spec.head_dim)
         q, k, v = fused.chunk(3, dim=-1)
-        out = ops.linear(given.attend(q, k, v, self._rotary), weights, "attention.dense")
+        return given.attend(q, k, v, self._rotary)
+
+    def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
+        out = ops.linear(out, weights, "attention.dense")
         if self._parallel:
             return torch.cat((hidden, out), dim=-1)
         out += hidden
@@ -57,7 +61,7 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
     def parts(index: int) -> tuple[LayerSpec, LayerSpec]:
         origin = Origin(dtype, f"gpt_neox.layers.{index}.", index)
         return (
-            layout.attention(NeoX.attention, _attention_parameters(width, config.attention_bias), attention_width, origin),
+            layout.attention(*_attention_parameters(width, config.attention_bias), attention_width, origin),
             layout.mlp(NeoX.mlp, _mlp_parameters(width, ffn), width, ffn, origin),
         )
 
@@ -70,12 +74,9 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
     return layout.model_spec(config, dtype, name, ffn, layers)
 
 
-def _attention_parameters(width: int, bias: bool) -> Parameters:
-    return layout.joined(
-        layout.norm("input_layernorm", width),
-        layout.linear("attention.query_key_value", 3 * width, width, bias),
-        layout.linear("attention.dense", width, width, bias),
-    )
+def _attention_parameters(width: int, bias: bool) -> tuple[Parameters, Parameters]:
+    fused = layout.linear("attention.query_key_value", 3 * width, width, bias)
+    return layout.joined(layout.norm("input_layernorm", width), fused), layout.linear("attention.dense", width, width, bias)
 
 
 def _mlp_parameters(width: int, ffn: int) -> Parameters:

@@ -7,12 +7,13 @@ from torch import Tensor
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Given, Weights
+from h2o_flexgen.models.halves import InHalves
 from h2o_flexgen.models.layout import Config, Origin, Parameters
 
 POSITION_OFFSET = 2  # the first rows of the position table belong to padding, which is never embedded here
 
 
-class OPT:
+class OPT(InHalves):
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self.spec = _spec(config, dtype, sep_layer, name)
         self._norm_first = bool(config.do_layer_norm_before)
@@ -26,11 +27,14 @@ class OPT:
         hidden += ops.embedding(given.positions + POSITION_OFFSET, weights, "embed_positions")
         return hidden
 
-    def attention(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
+    def attended(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = ops.layer_norm(hidden, weights, "self_attn_layer_norm") if self._norm_first else hidden
         products = ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))
         q, k, v = (ops.split_heads(each, self.spec.head_dim) for each in products)
-        out = ops.linear(given.attend(q, k, v), weights, "self_attn.out_proj")
+        return given.attend(q, k, v)
+
+    def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
+        out = ops.linear(out, weights, "self_attn.out_proj")
         out += hidden
         return out if self._norm_first else ops.layer_norm(out, weights, "self_attn_layer_norm")
 
@@ -58,7 +62,7 @@ def _spec(config: Config, dtype: str, sep_layer: bool, name: str) -> ModelSpec:
     def parts(index: int) -> tuple[LayerSpec, LayerSpec]:
         origin = Origin(dtype, f"model.decoder.layers.{index}.", index)
         return (
-            layout.attention(OPT.attention, _attention_parameters(config), width, origin),
+            layout.attention(*_attention_parameters(config), width, origin),
             layout.mlp(OPT.mlp, _mlp_parameters(config), width, config.ffn_dim, origin),
         )
 
@@ -77,10 +81,13 @@ def _embedding(config: Config, origin: Origin) -> LayerSpec:
     return layout.embedding(OPT.embed, tokens, layout.joined(positions, project), width, origin)
 
 
-def _attention_parameters(config: Config) -> Parameters:
+def _attention_parameters(config: Config) -> tuple[Parameters, Parameters]:
     width, affine = config.hidden_size, config.layer_norm_elementwise_affine
-    projections = [layout.linear(f"self_attn.{part}_proj", width, width, config.enable_bias) for part in ("k", "v", "q", "out")]
-    return layout.joined(*projections, layout.norm("self_attn_layer_norm", width, affine, affine))
+    *kvq, out = (layout.linear(f"self_attn.{part}_proj", width, width, config.enable_bias) for part in ("k", "v", "q", "out"))
+    norm = layout.norm("self_attn_layer_norm", width, affine, affine)
+    if config.do_layer_norm_before:
+        return layout.joined(*kvq, norm), out
+    return layout.joined(*kvq), layout.joined(out, norm)
 
 
 def _mlp_parameters(config: Config) -> Parameters:

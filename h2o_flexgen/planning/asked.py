@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE
+from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Machine
@@ -25,7 +25,7 @@ class Asked:
     batches: tuple[int, ...] = ()
     codecs: tuple[tuple[str, str], ...] = ()  # codecs of weights and KV that may replace the plan's
     computes: tuple[str, ...] = ()  # products that may replace the plan's where weights are packed
-    attend_on: tuple[str, ...] = (DEVICE,)
+    attend_on: tuple[str, ...] = (DEVICE, HOST)  # who may attend KV outside an accelerator in decode
     latency_limit: float | None = None
     prefer: str = THROUGHPUT
 

@@ -55,8 +55,8 @@ class BatchPass(Protocol):
         """The parts in which prompts are read, and how many of each there are."""
 
     @property
-    def kept(self) -> int:
-        """Slots that are stored of these prompts."""
+    def joining(self) -> int:
+        """Rows whose prompts are read."""
 
     @property
     def evicts(self) -> bool: ...
@@ -137,8 +137,8 @@ class StepOfBatch:
         return counts
 
     @property
-    def kept(self) -> int:
-        return self.stored
+    def joining(self) -> int:
+        return 0 if self.step else self._batch.size
 
     @cached_property
     def evicts(self) -> bool:

@@ -14,6 +14,7 @@ from itertools import takewhile
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.core.workload import Block
+from h2o_flexgen.kernels.sizes import FLOAT_BYTES
 from h2o_flexgen.planning.batch_pass import BatchPass, StepOfBatch, products_of, tokens_of
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.seating import Seating
@@ -79,8 +80,26 @@ class Cost:
         if op.data is Data.WEIGHTS:
             return (self.stored_bytes if op.uses_disk else self.loaded_bytes)[task.layer]
         if op.data is Data.KV:
-            return _kv_slots(op, self.batch_pass(task.step, task.batch)) * self.spec.kv_bytes_per_slot
+            one = self.batch_pass(task.step, task.batch)
+            if op is Op.ATTEND:
+                return self._crossing_bytes(one)
+            if not op.uses_disk and self.schedule.traffic.is_beside(task.layer, task.batch):
+                return self._whole_row_bytes(task, one)
+            return _kv_slots(op, one) * self.spec.kv_bytes_per_slot
         return self._hidden_bytes(task) if op.data is Data.HIDDEN else 0
+
+    def _crossing_bytes(self, one: BatchPass) -> int:
+        """Bytes of what rows ask of the host in decode, and of what it answers."""
+        spec = self.spec
+        values = one.rows * 2 * (spec.heads + spec.kv_heads) * spec.head_dim * spec.itemsize
+        shared = one.rows * spec.heads * (1 + spec.head_dim) * FLOAT_BYTES if one.shared.tokens else 0
+        return values + shared
+
+    def _whole_row_bytes(self, task: Task | Key, one: BatchPass) -> int:
+        """Bytes of all slots of the rows whose prompts are read, with what is noted of these."""
+        layout = self.planned.occupancy[task.batch].layout(self.spec)
+        notes = layout.heads * layout.slots * self.planned.plan.policy.score_bytes
+        return one.joining * (layout.slots * layout.row_bytes + notes)
 
     def mean_nbytes(self, task: Task | Key) -> float:
         """The same; reads of KV on disk grow with the journal until it starts anew, so their mean counts."""

@@ -14,6 +14,7 @@ from h2o_flexgen.core.layout import (
     Arena,
     PrefixLayout,
     aligned,
+    asked_arena,
     decoded_bytes,
     disk_buffer_bytes,
     hidden_bytes,
@@ -98,17 +99,25 @@ def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
 def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
     score_bytes, schedule = planned.plan.policy.score_bytes, planned.schedule
     traffic, layouts = schedule.traffic, [occupancy.layout(planned.spec) for occupancy in planned.occupancy]
-    for (_, batch), tier in traffic.kv.items():
+    for (layer, batch), tier in traffic.kv.items():
         layout = layouts[batch]
         if score_bytes:
-            parts[compute]["KV notes"] += region_bytes(layout.score_bytes(score_bytes))
+            noted_on = HOST if traffic.is_beside(layer, batch) else compute
+            parts[noted_on]["KV notes"] += region_bytes(layout.score_bytes(score_bytes))
         home = layout.disk_bytes if tier == DISK else region_bytes(layout.image_bytes)
         parts[tier if tier != DEVICE else compute]["KV"] += home
     ring = schedule.buffers * max(region_bytes(layout.image_bytes) for layout in layouts)
     if DISK in traffic.kv.values():
         parts[HOST]["KV slots"] += ring
-    if traffic.links_kv and any(traffic.moves_kv(*place) for place in traffic.kv):
+    if traffic.accelerator and any(traffic.moves_kv(*place) for place in traffic.kv):
         parts[DEVICE]["KV slots"] += ring
+    if beside := {batch for layer, batch in traffic.kv if traffic.is_beside(layer, batch)}:
+        noted = max(layout.score_bytes(score_bytes) for layout in layouts)
+        parts[DEVICE]["KV notes"] += schedule.buffers * region_bytes(noted) if noted else 0
+        sizes = (planned.block.batches[batch].size for batch in beside)
+        shares = bool(planned.block.prefix_room)
+        parts[HOST]["asked"] += sum(region_bytes(asked_arena(planned.spec, size, shares).nbytes) for size in sizes)
+    elif parts[DEVICE]["KV slots"]:
         parts[HOST]["KV slots"] += max(region_bytes(layout.staged_bytes) for layout in layouts)
 
 

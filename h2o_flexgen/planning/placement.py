@@ -85,6 +85,7 @@ def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, sit
         kv_before=any(any(batch.seen) for batch in block.batches),
         kv_after=any(batch.lives_on for batch in block.batches),
         attends_on_host=site.accelerator and plan.attend_on == HOST,
+        rows_join=block.is_running,
     )
 
 

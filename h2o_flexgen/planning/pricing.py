@@ -58,8 +58,13 @@ class Pricing:
     def seconds(self, task: Task | Key) -> float:
         kind = self._kind(task)
         if kind not in self._known:
-            self._known[kind] = self._moving(task) if task.op is not Op.COMPUTE else sum(self.compute_parts(task).values())
+            self._known[kind] = self._seconds(task)
         return self._known[kind]
+
+    def _seconds(self, task: Task | Key) -> float:
+        if task.op is Op.ATTEND:
+            return self._attending(task)
+        return self._moving(task) if task.op is not Op.COMPUTE else sum(self.compute_parts(task).values())
 
     @cached_property
     def _known(self) -> dict[object, float]:
@@ -109,7 +114,7 @@ class Pricing:
             "decoding": self._decoding(layer, rows, first),
             "attention": self._attention(task, one) if layer.has_kv else 0.0,
             "values": sum(each * count for each, count in rows.items()) * self._values(layer) / self.machine.values_per_s,
-            "overhead": sum(rows.values()) * self._visit_seconds(layer) + self._eviction_seconds(layer, one),
+            "overhead": sum(rows.values()) * self._visit_seconds(layer) + self._eviction_seconds(task, one),
         }
 
     def _products(self, layer: LayerSpec, rows: int) -> float:
@@ -151,32 +156,36 @@ class Pricing:
     def _visit_seconds(self, layer: LayerSpec) -> float:
         return sum(self.machine.visit_seconds.get(kind, 0.0) for kind in layer.visits)
 
-    def _eviction_seconds(self, layer: LayerSpec, one: BatchPass) -> float:
+    def _eviction_seconds(self, task: Task | Key, one: BatchPass) -> float:
         """Seconds of an eviction's many small operations, whatever the sizes: on scores, on who goes, on who comes."""
-        return self.machine.visit_seconds.get(EVICTION, 0.0) if layer.has_kv and one.evicts else 0.0
+        evicts = self.spec.layers[task.layer].has_kv and one.evicts
+        is_here = task.op is Op.ATTEND or one.joining or not self._attends_on_host(task.layer, task.batch)
+        return self.machine.visit_seconds.get(EVICTION, 0.0) if evicts and is_here else 0.0
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
     def _attention(self, task: Task | Key, one: BatchPass) -> float:
-        seconds = self._decode_attention(task, one) if one.rows else 0.0
-        if one.prompts:
-            stays = self._attends_on_host(task.layer, task.batch)
-            seconds += self._prompt_attention(task, one) + (self._kept_to_host(one) if stays else 0.0)
-        return seconds
+        seconds = 0.0
+        if one.rows:
+            on_host = self._attends_on_host(task.layer, task.batch)
+            seconds = self._to_host_and_back(one.rows) if on_host else self._decode_attention(one)
+        return seconds + (self._prompt_attention(task, one) if one.prompts else 0.0)
 
-    def _kept_to_host(self, one: BatchPass) -> float:
-        """Seconds of storing what is kept of prompts, which are attended on the device wherever their KV is to stay."""
-        spec, machine = self.spec, self.machine
-        return one.kept * spec.kv_bytes_per_slot / machine.device_to_host_per_s + machine.task_seconds
+    def _attending(self, task: Task | Key) -> float:
+        """Seconds of what the host does for a visit, beside the KV."""
+        one, machine = self.cost.batch_pass(task.step, task.batch), self.machine
+        if not one.rows:
+            return machine.task_seconds
+        rate = machine.attention_bytes_per_s.get(HOST, inf)
+        reading = (one.slots + one.rows) * self.spec.kv_bytes_per_slot / rate
+        heads = one.rows * self.spec.kv_heads * machine.head_seconds
+        return reading + heads + self._eviction_seconds(task, one) + machine.task_seconds
 
-    def _decode_attention(self, task: Task | Key, one: BatchPass) -> float:
+    def _decode_attention(self, one: BatchPass) -> float:
         spec, machine, rows = self.spec, self.machine, one.rows
         slots = one.slots + rows
-        on_host = self._attends_on_host(task.layer, task.batch)
-        tier = HOST if on_host or not machine.has_accelerator else DEVICE
+        tier = DEVICE if machine.has_accelerator else HOST
         reading = (slots + one.shared.tokens) * spec.kv_bytes_per_slot / machine.attention_bytes_per_s.get(tier, inf)
-        if on_host:
-            return reading + self._to_host_and_back(rows)
         is_plain = spec.kv_codec == PLAIN
         flops = 4.0 * spec.heads * spec.head_dim * (slots + one.shared.attended)
         values = 0.0 if is_plain else 2.0 * spec.kv_heads * spec.head_dim * (slots + one.shared.tokens)  # values to decode
@@ -185,8 +194,7 @@ class Pricing:
         return max(reading, computing + unpacking) + rows * spec.kv_heads * machine.head_seconds
 
     def _attends_on_host(self, layer: int, batch: int) -> bool:
-        traffic = self.schedule.traffic
-        return traffic.attends_on_host and traffic.kv.get((layer, batch), DEVICE) != DEVICE
+        return self.schedule.traffic.is_beside(layer, batch)
 
     def _to_host_and_back(self, rows: int) -> float:
         """Seconds of sending queries and new keys and values to the host, and the result of attention back."""
@@ -244,13 +252,17 @@ class Pricing:
         nbytes, on_host = 0.0, not self.machine.has_accelerator
         for key in keys:
             if key.op is not Op.COMPUTE:
-                nbytes += self.schedule.parts(key.op) * self._nbytes(key)
+                attended = self._attended_bytes(key) if key.op is Op.ATTEND else 0
+                nbytes += self.schedule.parts(key.op) * self._nbytes(key) + attended
                 continue
             if on_host:
                 nbytes += self._matrix_bytes[key.layer]
-            if self.spec.layers[key.layer].has_kv and (on_host or self._attends_on_host(key.layer, key.batch)):
-                nbytes += self.cost.batch_pass(key.step, key.batch).slots * self.spec.kv_bytes_per_slot
+            if on_host and self.spec.layers[key.layer].has_kv:
+                nbytes += self._attended_bytes(key)
         return nbytes
+
+    def _attended_bytes(self, key: Key) -> int:
+        return self.cost.batch_pass(key.step, key.batch).slots * self.spec.kv_bytes_per_slot
 
     @cached_property
     def _matrix_bytes(self) -> tuple[int, ...]:

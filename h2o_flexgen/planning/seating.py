@@ -93,7 +93,7 @@ class PassOfSeats:
     slots: int = 0
     shared: Shared = NOTHING_SHARED
     prompts: Mapping[Prompts, int] = field(default_factory=dict)
-    kept: int = 0
+    joining: int = 0
     evicts: bool = False
     loaded: int = 0
     read: int = 0
@@ -126,7 +126,7 @@ class PassOfSeats:
             slots=sum(before),
             shared=_shared([stay.rows[row][0] for row in staying]),
             prompts=_prompts([stay.rows[row][0] for row in coming], stay.prefixes.get(number, ()), prefill_tokens),
-            kept=sum(stay.held(row, number + 1) for row in coming),
+            joining=len(coming),
             evicts=any(stay.rows[row][1].evicts_at(number - stay.first[row]) for row in present),
             loaded=stay.seats * loaded[1],  # ranges of slots cross the link with all seats
             read=loaded[0] * (loaded[1] + entries),

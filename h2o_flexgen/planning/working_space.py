@@ -12,8 +12,8 @@ from h2o_flexgen.core.layout import hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.kernels.sizes import FLOAT_BYTES, SCORED_BYTES, TWIN_VALUES, PromptRoom, prompt_threads
-from h2o_flexgen.kernels.table import DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION, SHARED_ATTENTION
+from h2o_flexgen.kernels.sizes import FLOAT_BYTES, SCORED_BYTES, PromptRoom, prompt_threads, twin_values
+from h2o_flexgen.kernels.table import CPU, DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION, SHARED_ATTENTION, TORCH
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Budget, Occupancy
@@ -21,11 +21,13 @@ from h2o_flexgen.policies.policy import ATTENTION, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
 
 SLACK = 1.15  # factor on the whole: allocators keep some of what is freed
-DECODING_BYTES, ENCODING_BYTES = 16 * TWIN_VALUES, 24 * TWIN_VALUES  # codes and fp32 values of some rows, and copies of them
+DECODING_BYTES, ENCODING_BYTES = 16, 24  # per value that is worked on at once: its code, it as fp32, and copies of them
 ROUNDED_BYTES = 12  # per value in and out of a product of 8 bits by torch: three of fp32 at a time
 SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices of 8 bytes and masks
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch: an estimate that no GPU has confirmed
-DEVICE_LIBRARIES = 64 << 20  # kept on a device for matrix products; the context itself is outside of every budget
+# Kept on a device, and in parts of segments. On Hopper torch has cuBLAS and cuBLASLt keep 32 MiB each for the stream that
+# computes; the context itself is outside of every budget.
+DEVICE_LIBRARIES = 128 << 20
 
 
 def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> int:
@@ -38,12 +40,18 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
     if site.accelerator and planned.plan.may_capture:
         most += max(_decode_bytes(spec, planned.plan, occupancy, site) for occupancy in kinds.values())
         most += GRAPH_BYTES * len(spec.layers) * len(planned.occupancy)
-    return int(SLACK * most) + min(DECODING_BYTES, 6 * max(tensor.decoded_nbytes for tensor in spec.tensors.values()))
+    decoding = DECODING_BYTES * _values_at_once(site)
+    return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.tensors.values()))
 
 
 def loading_bytes(tensor: TensorSpec) -> int:
     """Bytes of a tensor on its way to a device, and of what is held while it is encoded."""
-    return tensor.nbytes + min(tensor.decoded_nbytes, ENCODING_BYTES)
+    return tensor.nbytes + min(tensor.decoded_nbytes, ENCODING_BYTES * twin_values(CPU))
+
+
+def _values_at_once(site: Site) -> int:
+    """Values that are encoded or decoded at once. Kernels need no more room anywhere than twins do on a CPU."""
+    return twin_values(site.processor.device if site.processor.build == TORCH else CPU)
 
 
 def working_bytes(spec: ModelSpec, plan: Plan, occupancy: Occupancy, site: Site, scored_at_once: int = 0) -> int:
@@ -75,7 +83,8 @@ def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, site
     attention += _choosing_bytes(spec, policy, occupancy, threads) + _extending_bytes(spec, policy, occupancy, threads)
     attention += _sharing_bytes(spec, occupancy.batch, tokens, site)
     if spec.kv_codec != PLAIN:
-        attention += tokens * spec.kv_bytes_per_slot + min(ENCODING_BYTES, 4 * tokens * spec.kv_decoded_bytes_per_slot)
+        encoding = ENCODING_BYTES * _values_at_once(site)
+        attention += tokens * spec.kv_bytes_per_slot + min(encoding, 4 * tokens * spec.kv_decoded_bytes_per_slot)
     passing = max(layer.passing_width for layer in spec.layers) * spec.itemsize
     return max(attention, tokens * (normed + passing)) + tokens * _rounding_bytes(spec, site)
 
@@ -86,11 +95,11 @@ def _normed_bytes(spec: ModelSpec) -> int:
 
 
 def _rounding_bytes(spec: ModelSpec, site: Site) -> int:
-    """Bytes for one token: torch makes products of 8 bits from values of fp32. A kernel in C needs little more than 8 bits."""
+    """Bytes for one token: torch makes products of 8 bits from values of fp32. A kernel needs little more than 8 bits."""
     if spec.product != INT8_PRODUCT:
         return 0
     packed = [matrix for layer in spec.layers for matrix in layer.matrices if matrix.codec != PLAIN]
-    if all(site.threads_of(INT8_PRODUCT, spec.dtype, form) for form in {matrix.codec for matrix in packed}):
+    if all(site.has_kernel(INT8_PRODUCT, spec.dtype, form) for form in {matrix.codec for matrix in packed}):
         return 0
     return ROUNDED_BYTES * max(sum(matrix.shape[-2:]) for matrix in packed)
 

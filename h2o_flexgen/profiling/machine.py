@@ -28,6 +28,7 @@ from h2o_flexgen.profiling.subject import Bench, Clock, OnSubject, Subject, Watc
 from h2o_flexgen.quant.codec import MATRIX_FORMS, ROW_FORMS
 
 SHARE_OF_MEMORY = 2  # at most half of the free memory is used
+SHARE_OF_DEVICE = 4  # a device's allocator also keeps what was freed, up to three times as much
 SHARE_TO_FILL = 0.1  # of the time, for the memory that is measured with
 
 
@@ -46,6 +47,8 @@ def profile(
     budget = Budget(sizes.budget_seconds, now)
     host_bytes, device_bytes = available_bytes(), device.free_bytes() or 0
     sizes = sizes.within(host_bytes // SHARE_OF_MEMORY)
+    if device_bytes:
+        sizes = sizes.within(device_bytes // SHARE_OF_DEVICE)
     dtype = dtype or site_of(device.kind, device.accelerator).usual_dtype()
     watch = Watch(on_subject)
     taken = Taken() if partial is None else Taken.kept_in(partial, f"{dtype} {sizes}")
@@ -59,6 +62,7 @@ def profile(
             not_measured = _told(missing(subjects, figures), figures)
             del subjects
     finally:
+        device.give_back_freed()
         give_back_freed()
     taken.forget()
     return _machine(name, device, (device_bytes, host_bytes, disk_bytes), figures, not_measured)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,6 +61,7 @@ class Sampler:
         histories: Sequence[History] | None = None,  # not needed if no params depend on earlier tokens
         given: Sequence[int | None] | None = None,  # tokens that replace picked ones; logprobs are theirs
         upload: Upload = Tensor.to,
+        read_back: Callable[[Tensor], Tensor] = Tensor.cpu,
     ) -> Picked:
         """Reads back once what was picked, and besides only how many tokens a filter leaves, and log-probabilities."""
         steps = [steps] * len(rows) if isinstance(steps, int) else steps
@@ -80,7 +81,7 @@ class Sampler:
                 distances.masked_fill_(~is_finite[own][:, None], 0.0)  # any token: these rows are refused below
                 tokens[own] = draw(distances, chosen, columns, upload)
         tokens = _with_given(tokens, given, upload)
-        read = torch.stack((tokens, is_finite.long())).cpu()  # the only time that the caller waits
+        read = read_back(torch.stack((tokens, is_finite.long())))  # the only time that the caller waits
         _refuse_broken(logits, best, read[1].tolist(), rows, steps)
         return Picked(read[0], tokens, _logprobs(logits, tokens, params, upload))
 

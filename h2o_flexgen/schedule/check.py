@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from h2o_flexgen.core.tiers import DEVICE
 from h2o_flexgen.schedule.ops import WORKERS, Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Key, Task, Visit
@@ -94,6 +95,8 @@ def _expected(schedule: Schedule) -> Iterator[Key]:
                 yield Key(Op.LOAD_H, *visit)
             if layer < traffic.layers - 1:
                 yield Key(Op.STORE_H, *visit)
+        if _is_attended_by_host(schedule, visit):
+            yield Key(Op.ATTEND, *visit)
         if traffic.fetches_kv(visit):
             yield from (Key(op, *visit) for op in _fetches(schedule, visit))
         if traffic.stores_kv(visit):
@@ -107,13 +110,24 @@ def _slices(schedule: Schedule, op: Op, visit: Visit) -> Iterator[Key]:
 
 
 def _fetches(schedule: Schedule, visit: Visit) -> list[Op]:
-    on_disk = schedule.traffic.kv_on_disk(visit.layer, visit.batch)
-    return [Op.READ_KV] * on_disk + [Op.LOAD_KV] * schedule.traffic.links_kv
+    """The device fetches all that it attends; for decode steps that the host attends nothing crosses the link."""
+    traffic = schedule.traffic
+    on_disk = traffic.kv_on_disk(visit.layer, visit.batch)
+    return [Op.READ_KV] * on_disk + [Op.LOAD_KV] * (traffic.accelerator and not _is_attended_by_host(schedule, visit))
 
 
 def _stores(schedule: Schedule, visit: Visit) -> list[Op]:
-    on_disk = schedule.traffic.kv_on_disk(visit.layer, visit.batch)
-    return [Op.STORE_KV] * schedule.traffic.links_kv + [Op.WRITE_KV] * on_disk
+    """The device stores what it has computed: all changes, or what is kept of prompts."""
+    traffic = schedule.traffic
+    on_disk, is_computed = traffic.kv_on_disk(visit.layer, visit.batch), not _is_attended_by_host(schedule, visit)
+    stores = traffic.accelerator and (is_computed or traffic.rows_join)
+    return [Op.STORE_KV] * stores + [Op.WRITE_KV] * on_disk
+
+
+def _is_attended_by_host(schedule: Schedule, visit: Visit) -> bool:
+    traffic = schedule.traffic
+    elsewhere = traffic.kv.get((visit.layer, visit.batch), DEVICE) != DEVICE
+    return traffic.accelerator and traffic.attends_on_host and elsewhere and visit.step > 0
 
 
 # -- what happens before what --------------------------------------------------------------------------------------------
@@ -152,28 +166,55 @@ def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
         yield Key(Op.READ_W, *visit)
     elif task.op is Op.LOAD_H:
         yield Key(Op.STORE_H, step, layer - 1, batch)
-    elif task.op in (Op.STORE_H, Op.STORE_KV):
+    elif task.op is Op.ATTEND:
+        yield from _attended(schedule, visit)
+    elif task.op is Op.STORE_H:
         yield Key(Op.COMPUTE, *visit)
+    elif task.op is Op.STORE_KV:  # the host first moves rows up to where others have left
+        yield Key(Op.COMPUTE, *visit)
+        if _is_attended_by_host(schedule, visit):
+            yield Key(Op.ATTEND, *visit)
     elif task.op is Op.WRITE_KV:
-        yield Key(Op.STORE_KV if traffic.links_kv else Op.COMPUTE, *visit)
+        yield from (Key(op, *visit) for op in _changing(schedule, visit))
     elif task.op is Op.LOAD_KV and traffic.kv_on_disk(layer, batch):
         yield Key(Op.READ_KV, *visit)
     elif task.op in (Op.READ_KV, Op.LOAD_KV) and step > 0:  # the first step finds what was stored long ago
-        yield Key(_stores(schedule, visit)[-1], step - 1, layer, batch)
+        yield Key(_stores(schedule, Visit(step - 1, layer, batch))[-1], step - 1, layer, batch)
+
+
+def _attended(schedule: Schedule, visit: Visit) -> Iterator[Key]:
+    """Who asks, and who has last changed what is attended, or brought it."""
+    step, layer, batch = visit
+    yield Key(Op.COMPUTE, *visit)
+    if schedule.traffic.kv_on_disk(layer, batch):
+        yield Key(Op.READ_KV, *visit)
+    else:
+        yield from (Key(op, step - 1, layer, batch) for op in _changing(schedule, Visit(step - 1, layer, batch)))
+
+
+def _changing(schedule: Schedule, visit: Visit) -> Iterator[Op]:
+    """The tasks that change KV on the host in a visit."""
+    if _is_attended_by_host(schedule, visit):
+        yield Op.ATTEND
+    if stored := [op for op in _stores(schedule, visit) if op is Op.STORE_KV]:
+        yield from stored
+    elif not _is_attended_by_host(schedule, visit):
+        yield Op.COMPUTE
 
 
 def _inputs(schedule: Schedule, visit: Visit) -> Iterator[Key]:
     traffic = schedule.traffic
     step, layer, batch = visit
-    if layer > 0:
-        yield Key(Op.COMPUTE, step, layer - 1, batch)
-    elif step > 0:
-        yield Key(Op.COMPUTE, step - 1, traffic.layers - 1, batch)
+    before = Visit(step, layer - 1, batch) if layer else Visit(step - 1, traffic.layers - 1, batch)
+    if before.step >= 0:
+        yield Key(Op.COMPUTE, *before)
+        if _is_attended_by_host(schedule, before):
+            yield Key(Op.ATTEND, *before)
     if traffic.loads_weights(layer):
         yield from _slices(schedule, Op.LOAD_W, visit)
     elif traffic.reads_weights(layer):
         yield from _slices(schedule, Op.READ_W, visit)
-    if traffic.fetches_kv(visit):
+    if traffic.fetches_kv(visit) and not _is_attended_by_host(schedule, visit):
         yield Key(_fetches(schedule, visit)[-1], *visit)
     if layer > 0 and traffic.moves_hidden(batch):
         yield Key(Op.LOAD_H, *visit)

@@ -37,6 +37,7 @@ class Issuer:
                     yield from (self._moved(link, number, visit, part) for part in slices)
 
     def computed(self, number: int) -> Iterator[Task]:
+        """A COMPUTE, and what the host attends for it."""
         visit = self._schedule.visit(number)
         links, needs = self._chains(visit).computes, self._computed_before(visit)
         for link in links:
@@ -44,6 +45,9 @@ class Issuer:
         yield Task(Op.COMPUTE, *visit, needs)
         for link in links:
             self._leave(link, number, visit)
+        for link in self._chains(visit).attends:
+            task = self._moved(link, number, visit)
+            yield task._replace(needs=(Key(Op.COMPUTE, *visit), *task.needs))
 
     def stored(self, number: int) -> Iterator[Task]:
         visit = self._schedule.visit(number)
@@ -61,11 +65,14 @@ class Issuer:
         return Task(op, step, layer, batch + part, freed + source if op.fetches else source + freed)
 
     def _computed_before(self, visit: Visit) -> tuple[Key, ...]:
-        """The COMPUTE that this one continues: that of the layer before, or of the step before."""
+        """The COMPUTE that this one continues: that of the layer before, or of the step before. What the host attends for the
+        layer before is used in this one."""
         step, layer, batch = visit
-        if layer > 0:
-            return (Key(Op.COMPUTE, step, layer - 1, batch),)
-        return (Key(Op.COMPUTE, step - 1, self._traffic.layers - 1, batch),) if step else ()
+        if layer == step == 0:
+            return ()
+        before = Visit(step, layer - 1, batch) if layer else Visit(step - 1, self._traffic.layers - 1, batch)
+        attended = (Key(Op.ATTEND, *before),) if self._traffic.attends_beside(before) else ()
+        return (Key(Op.COMPUTE, *before), *attended)
 
     # -- buffers -----------------------------------------------------------------------------------------------------
 
@@ -85,10 +92,11 @@ class Issuer:
         return number % self._buffers
 
     def _chains(self, visit: Visit) -> Chains:
-        """The transfers of a visit, which for a layer and batch are the same in all steps but the first and the last."""
+        """The chains of a visit, which for a layer and batch are the same in all steps but the first two and the last."""
         step, layer, batch = visit
-        kind = step > 0, step == self._traffic.steps - 1, layer, batch
+        kind = min(step, 2), step == self._traffic.steps - 1, layer, batch
         if kind not in self._known:
-            rings = tuple(self._traffic.rings(data, layer, batch) for data in MOVED)
-            self._known[kind] = chains(self._schedule.transfers(visit), rings, self._schedule.begins_pass(batch))
+            rings = tuple((self._traffic.rings(data, visit), self._traffic.computed_in(data, visit)) for data in MOVED)
+            stored = step > 0 and self._traffic.reads_prompts(step - 1)
+            self._known[kind] = chains(self._schedule.transfers(visit), rings, self._schedule.begins_pass(batch), stored)
         return self._known[kind]

@@ -7,9 +7,9 @@ from enum import Enum, unique
 
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 
-READ, LOAD, COMPUTE_LANE, STORE, WRITE = "read", "load", "compute", "store", "write"
+READ, LOAD, COMPUTE_LANE, ATTEND_LANE, STORE, WRITE = "read", "load", "compute", "attend", "store", "write"
 # The tail of one disk read leaves readers idle that the next can use. In all other lanes one task ends before the next begins.
-WORKERS: Mapping[str, int] = {READ: 2, LOAD: 1, COMPUTE_LANE: 1, STORE: 1, WRITE: 1}
+WORKERS: Mapping[str, int] = {READ: 2, LOAD: 1, COMPUTE_LANE: 1, ATTEND_LANE: 1, STORE: 1, WRITE: 1}
 LANES = tuple(WORKERS)  # in the order in which data passes through them
 HOME = "home"  # the tier where the placement has put the data
 
@@ -51,6 +51,7 @@ class Op(Enum):
     LOAD_KV = LOAD, Data.KV, HOST, DEVICE
     LOAD_H = LOAD, Data.HIDDEN, HOME, DEVICE
     COMPUTE = COMPUTE_LANE, Data.NOTHING, DEVICE, DEVICE
+    ATTEND = ATTEND_LANE, Data.KV, HOST, HOST  # by the host, beside the KV, what the COMPUTE of its visit asks
     STORE_H = STORE, Data.HIDDEN, DEVICE, HOME
     STORE_KV = STORE, Data.KV, DEVICE, HOST
     WRITE_KV = WRITE, Data.KV, HOST, DISK
@@ -61,7 +62,8 @@ class Op(Enum):
         self.places = source, target
         self.fetches = lane in (READ, LOAD)  # before the COMPUTE of its visit
         self.stores = lane in (STORE, WRITE)  # after it
-        self.uses_disk = DISK in self.places  # then the CPU itself works in host memory
+        self.uses_disk = DISK in self.places
+        self.by_host = self.uses_disk or lane == ATTEND_LANE  # the CPU itself works in host memory
 
     __hash__ = object.__hash__  # as above
 
@@ -75,6 +77,4 @@ class Op(Enum):
 
     def works_in(self, rings: Sequence[str]) -> list[str]:
         """Those of the rings on the way to the computation that it works in: a transfer works at both ends."""
-        if self is Op.COMPUTE:
-            return list(rings[-1:])
         return [name for name in rings if name in (ring(self.data, self.places[0]), ring(self.data, self.places[1]))]

@@ -117,6 +117,7 @@ class Schedule(ABC):
         visit, touched = Visit(*task[1:4]), []
         for data in MOVED if task.op is Op.COMPUTE else (task.op.data,):
             number, count = (self.weight_number, self.weight_buffers) if data is Data.WEIGHTS else (self.number, self.buffers)
-            rings = task.op.works_in(self.traffic.rings(data, visit.layer, visit.batch))
-            touched += [Touch(ring, number(*visit) % count, number(*visit)) for ring in rings]
+            rings = self.traffic.rings(data, visit)
+            own = self.traffic.computed_in(data, visit) if task.op is Op.COMPUTE else task.op.works_in(rings)
+            touched += [Touch(ring, number(*visit) % count, number(*visit)) for ring in own]
         return touched

@@ -25,7 +25,8 @@ class Traffic:
     hidden: tuple[str, ...] = ()  # tier of each batch's activations
     kv_before: bool = False  # KV of an earlier block exists before the first step
     kv_after: bool = False  # KV is kept after the last step
-    attends_on_host: bool = False  # KV in host memory is attended to there instead of being fetched
+    attends_on_host: bool = False  # in decode, KV outside the accelerator is attended by the host instead of being fetched
+    rows_join: bool = False  # prompts may come in any step, beside the decode steps of others
 
     def __post_init__(self) -> None:
         if min(self.steps, self.layers, self.batches, self.slots) < 1:
@@ -45,8 +46,9 @@ class Traffic:
             Op.READ_W: brings_weights and self.reads_weights(layer),
             Op.LOAD_W: brings_weights and self.loads_weights(layer),
             Op.READ_KV: fetches_kv and on_disk,
-            Op.LOAD_KV: fetches_kv and self.links_kv,
-            Op.STORE_KV: stores_kv and self.links_kv,
+            Op.LOAD_KV: fetches_kv and self.loads_kv(visit),
+            Op.ATTEND: self.attends_beside(visit),
+            Op.STORE_KV: stores_kv and self.works_on_device(visit),
             Op.WRITE_KV: stores_kv and on_disk,
             Op.LOAD_H: self.moves_hidden(batch) and layer > 0,
             Op.STORE_H: self.moves_hidden(batch) and layer < self.layers - 1,
@@ -67,14 +69,30 @@ class Traffic:
     def loads_weights(self, layer: int) -> bool:
         return self.accelerator and (layer in self.weights_on_disk or layer in self.weights_on_host)
 
-    @property
-    def links_kv(self) -> bool:
-        """True if KV outside the accelerator crosses the link to be computed with."""
-        return self.accelerator and not self.attends_on_host
+    def is_beside(self, layer: int, batch: int) -> bool:
+        """True if the host attends this KV in decode. The device attends prompts, and what is kept of them goes to the host."""
+        return self.accelerator and self.attends_on_host and self.kv.get((layer, batch), DEVICE) != DEVICE
+
+    def attends_beside(self, visit: Visit) -> bool:
+        """True if this visit has a decode step that the host attends."""
+        return visit.step > 0 and self.is_beside(visit.layer, visit.batch)
+
+    def works_on_device(self, visit: Visit) -> bool:
+        """True if a COMPUTE works with KV whose home is elsewhere: with all of it, or only with that of prompts."""
+        if not self.accelerator or not self.moves_kv(visit.layer, visit.batch):
+            return False
+        return not self.is_beside(visit.layer, visit.batch) or self.reads_prompts(visit.step)
+
+    def reads_prompts(self, step: int) -> bool:
+        return step == 0 or self.rows_join
+
+    def loads_kv(self, visit: Visit) -> bool:
+        """True if the KV that is held crosses the link before a COMPUTE."""
+        return self.works_on_device(visit) and (visit.step == 0 or not self.is_beside(visit.layer, visit.batch))
 
     def moves_kv(self, layer: int, batch: int) -> bool:
         tier = self.kv.get((layer, batch), DEVICE)
-        return tier == DISK or (self.links_kv and tier == HOST)
+        return tier == DISK or (self.accelerator and tier == HOST)
 
     def fetches_kv(self, visit: Visit) -> bool:
         """True if KV must be brought to the place of computation."""
@@ -92,16 +110,24 @@ class Traffic:
 
     # -- where it passes ---------------------------------------------------------------------------------------------
 
-    def rings(self, data: Data, layer: int, batch: int) -> tuple[str, ...]:
+    def rings(self, data: Data, visit: Visit) -> tuple[str, ...]:
         """The rings of buffers that data passes through, from its home to where it is computed with."""
         on_host = on_device = False
+        _, layer, batch = visit
         if data is Data.WEIGHTS:
             on_host, on_device = self.reads_weights(layer), self.loads_weights(layer)
         elif data is Data.KV:
-            on_host, on_device = self.kv_on_disk(layer, batch), self.links_kv and self.moves_kv(layer, batch)
+            on_host, on_device = self.kv_on_disk(layer, batch), self.works_on_device(visit)
         elif data is Data.HIDDEN:
             on_device = self.moves_hidden(batch)
         return (ring(data, HOST),) * on_host + (ring(data, DEVICE),) * on_device
+
+    def computed_in(self, data: Data, visit: Visit) -> tuple[str, ...]:
+        """Those of the rings that a COMPUTE works in: the last, but what the host attends is not there."""
+        rings = self.rings(data, visit)
+        if data is Data.KV and self.attends_beside(visit):
+            return tuple(name for name in rings if name == ring(data, DEVICE))
+        return rings[-1:]
 
     def uses_disk(self, op: Op) -> bool:
         """True if tasks of this op may read or write the disk."""

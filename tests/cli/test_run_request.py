@@ -12,6 +12,7 @@ import pytest
 from h2o_flexgen.cli import plan_request, run_request
 from h2o_flexgen.cli.requests import plan_of
 from h2o_flexgen.cli.run_request import DEMO_PROMPTS, MadeUp, RunRequest, parse, request_of
+from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
@@ -32,8 +33,9 @@ def test_a_published_command_parses_with_flexgens_meaning() -> None:
 
 
 def test_the_published_abbreviation_of_cpu_cache_compute_is_still_one() -> None:
-    with pytest.raises(ValueError, match="--cpu-cache-compute is not supported"):
-        asked("--model", "m", "--cpu")
+    plan, searched = asked("--model", "m", "--cpu", "--percent", "0", "100", "0", "100", "0", "100").plan, asked("--model", "m")
+    assert isinstance(plan, Plan) and plan.attend_on == HOST
+    assert isinstance(searched.plan, Asked) and searched.plan.attend_on == (DEVICE, HOST)
     assert asked("--model", "m", "--cpu-mem", "8GB").site.cpu_mem == "8GB"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.kernels.table import EXACT
 from h2o_flexgen.planning.plan import JUDGED, PINNED
 from h2o_flexgen.quant.codec import PLAIN
@@ -37,6 +38,7 @@ PLANS = {
     "prefill_tokens": (1024, 12),
     ("weight_codec", "compute"): (WEIGHTS[0], WEIGHTS[1], WEIGHTS[4]),
     "kv_codec": (PLAIN, "group4"),
+    "attend_on": (DEVICE, HOST),
 }
 
 
@@ -66,6 +68,7 @@ RUNNING = {
     "policy": (POLICIES[0], POLICIES[1], POLICIES[6]),
     "prefill_tokens": (1024, 12),
     ("weight_codec", "compute", "kv_codec"): ((*WEIGHTS[0], PLAIN), (*WEIGHTS[1], "group4")),
+    "attend_on": (DEVICE, HOST),
 }
 
 
@@ -98,6 +101,7 @@ TALKS = {
     "policy": (POLICIES[0], POLICIES[1], talks.ROLLING),
     "prefill_tokens": (1024, 4),
     ("weight_codec", "compute"): ((PLAIN, EXACT), WEIGHTS[1]),
+    "attend_on": (DEVICE, HOST),
 }
 
 

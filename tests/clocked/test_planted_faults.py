@@ -72,8 +72,8 @@ def no_stream_waits() -> AbstractContextManager[object]:
 
 
 def no_wait_of_the_host_before(op: Op) -> Fault:
-    """Tasks of the disk wait for their needs in a stream, as if they were copies."""
-    return lambda: patch.object(op, "uses_disk", False)
+    """Tasks of the host wait for their needs in a stream, as if they were copies."""
+    return lambda: patch.object(op, "by_host", False)
 
 
 def events_before_the_work() -> AbstractContextManager[object]:
@@ -168,6 +168,7 @@ H2O = POLICIES[1]
 MOST = (DISK, replace(DISK, kind="llama-gqa", policy=H2O), HOST)
 KV = (KV_ON_HOST, replace(KV_ON_DISK, policy=H2O), THREE_BUFFERS)
 SINGLE_SLOTS = (replace(KV_ON_HOST, policy=H2O),)
+BESIDE = tuple(replace(case, attend_on="host", policy=H2O) for case in (KV_ON_HOST, KV_ON_DISK))
 TALK = (replace(KV_ON_HOST, prefill_tokens=2), replace(HOST, prefill_tokens=2))
 FAULTS = [
     Planted("no block waits before it begins", nobody_settles(True, False), (KV_ON_HOST,)),
@@ -181,6 +182,17 @@ FAULTS = [
     *(
         Planted(f"the host does not wait before {op}", no_wait_of_the_host_before(op), (*MOST, *KV))
         for op in (Op.READ_W, Op.READ_KV, Op.WRITE_KV)
+    ),
+    Planted("the host does not wait before ATTEND", no_wait_of_the_host_before(Op.ATTEND), BESIDE),
+    *(
+        Planted(f"{op} does not need {', '.join(map(str, needs))}", without_needs(op, *needs), BESIDE)
+        for op, *needs in (
+            (Op.ATTEND, Op.COMPUTE),
+            (Op.ATTEND, Op.READ_KV),
+            (Op.ATTEND, Op.STORE_KV),
+            (Op.COMPUTE, Op.ATTEND),
+            (Op.WRITE_KV, Op.ATTEND),
+        )
     ),
     *(
         Planted(f"nobody finishes in {op}", nobody_finishes(op), cases)
@@ -218,6 +230,6 @@ def nothing() -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("case", [*MOST, *KV, *SINGLE_SLOTS, HIDDEN_ON_DISK], ids=str)
+@pytest.mark.parametrize("case", [*MOST, *KV, *SINGLE_SLOTS, *BESIDE, HIDDEN_ON_DISK], ids=str)
 def test_nothing_is_found_where_nothing_is_planted(case: Case, by_twins: Checkpoints, offload: Path) -> None:
     assert run(case, nothing, by_twins, offload).faults == []

@@ -59,7 +59,9 @@ def in_time(run: Callable[[], Result]) -> Result:
     return outcome[0]  # type: ignore[return-value]
 
 
-def moves_of_all_kinds(accelerator: bool, slots: int, batches: int = 3, layers: int = 4, steps: int = 3) -> Traffic:
+def moves_of_all_kinds(
+    accelerator: bool, slots: int, batches: int = 3, layers: int = 4, steps: int = 3, attends_on_host: bool = False
+) -> Traffic:
     tiers = (DISK, HOST, "device")
     return Traffic(
         steps,
@@ -71,7 +73,13 @@ def moves_of_all_kinds(accelerator: bool, slots: int, batches: int = 3, layers: 
         weights_on_host=frozenset(range(1, layers)),
         kv={(layer, batch): tiers[(layer + batch) % 3] for layer in range(1, layers - 1) for batch in range(batches)},
         hidden=tuple(tiers[batch % 3] for batch in range(batches)),
+        attends_on_host=attends_on_host,
     )
+
+
+def tasks_with(op: Op) -> list[Task]:
+    """The tasks of a schedule in which the op occurs."""
+    return list(SCHEDULES["zigzag"](moves_of_all_kinds(True, 2, attends_on_host=op is Op.ATTEND)).tasks())
 
 
 def same_for_all(action: Action) -> dict[Op, Action]:
@@ -186,7 +194,7 @@ def test_with_nothing_ahead_what_stands_behind_a_compute_is_issued_when_it_is_ov
 @pytest.mark.parametrize("op", list(Op), ids=str)
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_an_error_in_any_op_comes_out_with_its_task_named(op: Op, ahead: int) -> None:
-    tasks = list(SCHEDULES["zigzag"](moves_of_all_kinds(True, 2)).tasks())
+    tasks = tasks_with(op)
     failing = [task for task in tasks if task.op is op]
     victim = failing[len(failing) // 2]
     done_after = []
@@ -207,7 +215,7 @@ def test_an_error_in_any_op_comes_out_with_its_task_named(op: Op, ahead: int) ->
 
 @pytest.mark.parametrize("op", list(Op), ids=str)
 def test_an_error_in_the_very_last_task_of_a_lane_is_not_lost(op: Op) -> None:
-    tasks = list(SCHEDULES["zigzag"](moves_of_all_kinds(True, 2)).tasks())
+    tasks = tasks_with(op)
     victim = [task for task in tasks if task.op is op][-1]
 
     def action(task: Task) -> int:

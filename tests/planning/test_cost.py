@@ -55,6 +55,20 @@ def test_a_run_moves_the_bytes_that_are_predicted_lane_by_lane(
     assert moved["read"] > 0
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("policy", (POLICIES[0], POLICIES[1], POLICIES[3]))
+def test_what_the_host_attends_moves_questions_answers_and_prompts(
+    policy: tuple[tuple[str, object], ...],
+    schedule: str,
+    checkpoints: Checkpoints,
+    offload: Path,
+    pretended: None,
+) -> None:
+    how = {"schedule": schedule, "policy": policy, "attend_on": "host"}
+    case = Case("llama-gqa", MIXED, RAGGED, num_gpu_batches=3, device="pretended", **how)  # type: ignore[arg-type]
+    assert assert_moved_as_predicted(case, checkpoints, offload)["attend"] > 0
+
+
 @pytest.mark.parametrize("kind", ["opt", "opt-350m", "qwen2", "neox-parallel"])
 @pytest.mark.parametrize("sep_layer", [True, False])
 def test_tied_and_projected_models_too(kind: str, sep_layer: bool, checkpoints: Checkpoints, offload: Path) -> None:

@@ -83,6 +83,7 @@ def random_case(random: Random) -> Case:
         dtype=random.choice(["float32", "bfloat16"]),
         weight_codec=weight_codec,
         compute=compute,
+        attend_on=random.choice([DEVICE, HOST]),
     )
 
 
@@ -438,6 +439,9 @@ def request_of(percent: tuple[float, ...], accelerator: bool, batch_size: int = 
 
 def suggested(message: str, request: WorkloadPlan) -> list[WorkloadPlan]:
     """The plans that a message says would fit."""
+    if both := re.search(r"gpu_batch_size (\d+) with percent ([\d. ]+)", message):
+        plan = replace(request.plan, gpu_batch_size=int(both[1])).with_percent([float(value) for value in both[2].split()])
+        return [replace(request, plan=plan.at(request.site))]
     found = []
     if size := re.search(r"gpu_batch_size (\d+)", message):
         found.append(replace(request, plan=replace(request.plan, gpu_batch_size=int(size[1]))))

@@ -180,7 +180,7 @@ def test_weights_of_a_checkpoint_may_be_read_from_a_disk_that_is_full(accelerato
     case = case_of(accelerator, spec=tiny_spec(blocks=8, width=32))
     read = case.footprint(case.with_shares(weights=PLACES[DISK]))
     (answer,) = solve([replace(case, budgets=Budgets(read.total(DEVICE) if accelerator else None, read.total(HOST), disk=0))])
-    assert answer.plan.weights.disk == 1 and answer.plan.kv.disk == answer.plan.hidden.disk == 0
+    assert answer.plan.weights.disk == 1 and answer.plan.kv.disk + answer.plan.hidden.disk == pytest.approx(0, abs=1e-9)
 
 
 def test_what_fits_nowhere_has_no_answer() -> None:

@@ -170,16 +170,20 @@ def test_a_codec_that_was_not_profiled_is_not_decoded_for_nothing(measured: dict
 def test_attention_beside_the_data_moves_no_kv_over_the_link_but_what_is_new() -> None:
     block = block_of([[4, 2], [3, 3], [5]])
     here, there = (planned(block, attend_on=tier) for tier in ("device", "host"))
-    assert {task.op for task in there.schedule.tasks()} & {Op.LOAD_KV, Op.STORE_KV} == set()
+    crossing = {(task.op, task.step) for task in there.schedule.tasks() if task.op in (Op.LOAD_KV, Op.STORE_KV)}
+    assert crossing == {(Op.STORE_KV, 0)}
     (layer, batch), _ = next((place, tier) for place, tier in there.placement.kv.items() if tier == HOST)
-    key = Key(Op.COMPUTE, 1, layer, batch)
+    key, priced = Key(Op.COMPUTE, 1, layer, batch), Pricing(there, MACHINE)
     rows, held = block.batches[batch].size, block.batches[batch].prompt_len + 1
     link = rows * 6 * 4 * 4 / 11e9 + rows * 2 * 4 * 4 / 12e9 + 2 * 5e-5
-    assert Pricing(there, MACHINE).compute_parts(key)["attention"] == pytest.approx(rows * held * 2 * 8 * 4 / 20e9 + link)
+    assert priced.compute_parts(key)["attention"] == pytest.approx(link)
     assert Pricing(here, MACHINE).compute_parts(key)["attention"] < link
-    tokens = rows * block.batches[batch].prompt_len
+    beside = rows * held * 2 * 8 * 4 / 20e9 + rows * 2 * 2e-9 + 5e-5
+    assert priced.seconds(key._replace(op=Op.ATTEND)) == pytest.approx(beside)
     prompts = [Pricing(of, MACHINE).compute_parts(Key(Op.COMPUTE, 0, layer, batch))["attention"] for of in (here, there)]
-    assert prompts[1] - prompts[0] == pytest.approx(tokens * 2 * 8 * 4 / 11e9 + 5e-5)
+    assert prompts[0] == prompts[1]
+    whole_rows = rows * there.occupancy[batch].capacity * 2 * 8 * 4
+    assert priced.seconds(Key(Op.STORE_KV, 0, layer, batch)) == pytest.approx(whole_rows / 11e9 + 5e-5)
 
 
 def test_weights_that_are_not_page_locked_take_longer() -> None:

@@ -75,17 +75,19 @@ def test_their_plan_for_30b_does_not_fit_the_card_as_they_compute_prompts() -> N
     """All prompts of a batch at once. (Their model has it at 18.8 GB, and lets it pass; it ran because their rule for whole
     tensors places 8 % of the weights on the card where 20 % were asked for.)"""
     asked = planned(*THEIR_30B, prefill_tokens=published.WHOLE_BATCH, schedule=published.THEIRS)
-    assert asked.footprint.total(DEVICE) == pytest.approx(24.75e9, rel=0.01)
-    with pytest.raises(DoesNotFit, match=r"plan needs 24\.\d+ GB on device \(weights 11\.85 GB.*the budget is 16\.00 GB"):
+    assert asked.footprint.total(DEVICE) == pytest.approx(29.37e9, rel=0.01)
+    with pytest.raises(DoesNotFit, match=r"plan needs 29\.\d+ GB on device \(weights 11\.96 GB.*the budget is 16\.00 GB"):
         asked.refuse_what_does_not_fit(T4_MEMORY)
 
 
-def test_computed_in_parts_of_prompts_the_same_plan_fits() -> None:
-    asked = planned(*THEIR_30B)
+def test_computed_in_parts_of_prompts_it_fits_with_a_little_less_of_the_weights() -> None:
+    """The card also has room for what prompts leave in a layer, until the host has it, and for the outcome of attention."""
+    model, size, count, percent = THEIR_30B
+    asked = planned(model, size, count, (14, 86, *percent[2:]))
     asked.refuse_what_does_not_fit(T4_MEMORY)
     held = asked.footprint
-    assert held.total(DEVICE) == pytest.approx(15.43e9, rel=0.01)
-    assert held.parts[DEVICE]["working space"] < 1e9
+    assert held.total(DEVICE) == pytest.approx(15.68e9, rel=0.01)
+    assert held.parts[DEVICE]["working space"] < 1.3e9
 
 
 def test_all_in_memory_but_the_weights_of_175b_is_refused_for_the_host() -> None:
@@ -105,7 +107,7 @@ def test_rows_one_by_one_which_their_search_returns_for_175b_fit_but_are_bound_b
     per_row = {
         size: max(seconds for lane, seconds in one.items() if lane != "rows") / one["rows"] for size, one in busy.items()
     }
-    assert per_row[1] > 1.2 * per_row[32]
+    assert per_row[1] > 1.15 * per_row[32]
 
 
 def test_results_name_no_folder_of_a_person() -> None:

@@ -22,6 +22,7 @@ from h2o_flexgen.planning import search as search_module
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.search import LATENCY, NEAR, Found, NoPlan, Problem, nearest_miss, search
+from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES
 from tests.planning.test_linear import SLOW
 from tests.planning.test_pricing import on
 from tests.planning.worlds import tiny_spec
@@ -174,7 +175,7 @@ def test_a_limit_that_nothing_keeps_is_answered_with_the_fastest_there_is() -> N
 
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_what_is_lacking_is_named_and_with_so_much_more_it_fits(accelerator: bool) -> None:
-    budgets = Budgets(device=80 << 20 if accelerator else None, host=30 << 20, disk=1 << 40)
+    budgets = Budgets(device=DEVICE_LIBRARIES + (16 << 20) if accelerator else None, host=30 << 20, disk=1 << 40)
     asked = problem(accelerator, budgets)
     with pytest.raises(NoPlan) as refused:
         search(asked)

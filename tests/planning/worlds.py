@@ -33,7 +33,8 @@ def random_moves(random: Random, layers: int = 6, batches: int = 5) -> Traffic:
         hidden=tuple(random.choice(hidden_tiers) for _ in range(width)),
         kv_before=random.random() < 0.3,
         kv_after=random.random() < 0.3,
-        attends_on_host=random.random() < 0.3,
+        attends_on_host=random.random() < 0.4,
+        rows_join=random.random() < 0.3,
     )
 
 

@@ -3,6 +3,9 @@ that lives elsewhere passes while it is computed with.
 
 In host memory next to the CPU an image lies head by head, as CPU attention wants it; where a device fetches it, and on disk,
 token by token, so that held slots are one range from the start and a step's new tokens are one range as well.
+
+Where the host attends beside a device, images are the CPU's, and scores lie in host memory too. A device then works with
+prompts alone: what is kept of them goes to the host row by row, all slots of each, so that empty ones are zero there as well.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.task import Task
+from h2o_flexgen.schedule.task import Task, Visit
 
 Index = tuple[slice, numpy.ndarray, numpy.ndarray, numpy.ndarray]
 SlotAction = Callable[[DiskRegion, KVLayout, numpy.ndarray, int, int], None]
@@ -50,6 +53,7 @@ class Unit:
     generation: int = 0  # how often its rows were filled up
     changed: tuple[int, int] = (0, 0)  # slots that the last COMPUTE wrote
     cache: KVCache | None = None  # cache of the last COMPUTE
+    joined: dict[int, slice] = field(default_factory=dict)  # rows whose prompts a step has read, until the host has them
     journaled: list[Tensor] = field(default_factory=list)  # where the journal's entries on disk, behind the slots, belong
     at_home: Tensor | None = None  # in host memory: the changed slots of what was brought there last
 
@@ -98,18 +102,25 @@ class KVStore:
                 self._in_memory[place] = memory.alloc(layout.image_bytes)
                 held.callback(memory.free, self._in_memory[place])
             if self._policy.score_bytes:
-                self._scores[place] = self._blank_scores(held, layout)
+                region = self._scores_region(held, layout, traffic.is_beside(*place))
+                self._scores[place] = SlotScores.over(region, self._policy, layout.shape)
         self._host_ring = self._ring(held, memories.host, bool(self._on_disk))
         moved = any(traffic.moves_kv(*place) for place in self._units)
         self._device_ring = self._ring(held, memories.compute, moved and self._accelerator)
-        self._staging = memories.host.alloc(max(layout.staged_bytes for layout in self._layouts)) if self._device_ring else None
+        beside = any(traffic.is_beside(*place) for place in self._units)
+        scored = max(layout.score_bytes(self._policy.score_bytes) for layout in self._layouts)
+        self._score_ring = Ring(memories.compute, self._schedule.buffers, scored if beside else 0)
+        held.callback(self._score_ring.free)
+        staged = max(layout.staged_bytes for layout in self._layouts)
+        self._staging = memories.host.alloc(staged) if self._device_ring and not beside else None
         if self._staging is not None:
             held.callback(memories.host.free, self._staging)
 
-    def _blank_scores(self, held: ExitStack, layout: KVLayout) -> SlotScores:
-        region = self._memories.compute.alloc(layout.score_bytes(self._policy.score_bytes))
-        held.callback(self._memories.compute.free, region)
-        return SlotScores.over(region, self._policy, layout.shape)
+    def _scores_region(self, held: ExitStack, layout: KVLayout, on_host: bool) -> Tensor:
+        memory = self._memories.host if on_host else self._memories.compute
+        region = memory.alloc(layout.score_bytes(self._policy.score_bytes))
+        held.callback(memory.free, region)
+        return region
 
     def _ring(self, held: ExitStack, memory: HostTier | DeviceTier, needed: bool) -> Ring:
         """A ring of zeroed buffers: unfilled slots are masked, but 0 * NaN of an earlier user would still be NaN."""
@@ -127,17 +138,47 @@ class KVStore:
     def _occupancy(self, batch: Batch) -> Occupancy:
         return self._policy.occupancy(batch, self._block.gen_len)
 
-    def _image(self, region: Tensor, batch: int) -> Tensor:
+    def _image(self, region: Tensor, task: Task) -> Tensor:
         """(2, rows, kv_heads, slots, width) over the bytes of a region."""
-        return image_over(region, self._layouts[batch].shape, self._coding, self._accelerator)
+        by_token = self._accelerator and not self._is_beside(task)
+        return image_over(region, self._layouts[task.batch].shape, self._coding, by_token)
+
+    def is_attended_beside(self, visit: Visit) -> bool:
+        return self._schedule.traffic.attends_beside(visit)
+
+    def _is_beside(self, task: Task) -> bool:
+        return self._schedule.traffic.is_beside(task.layer, task.batch)
 
     # -- actions -------------------------------------------------------------------------------------------------------
 
     def open(self, task: Task, rows: BatchRows) -> KVCache:
-        """The cache for a COMPUTE, with the rows that are still alive."""
-        unit = self._units[task.layer, task.batch]
+        """The cache for a COMPUTE, with the rows that are still alive. Where the host attends, it has the prompts alone."""
         scores = self._scores.get((task.layer, task.batch))
-        cache = KVCache(self._image(self._working_region(task), task.batch), scores, self._coding)
+        if not self._is_beside(task):
+            return self._opened(task, rows, self._working_region(task), scores)
+        region, noted = self._device_ring[self._schedule.buffer(task.visit)], self._noted_on_device(task)
+        if rows.joining is not None:
+            self._units[task.layer, task.batch].joined[task.step] = rows.joining
+        if task.step:  # the host may still be reading what this needs, and opens it itself
+            return KVCache(self._image(region, task), noted, self._coding)
+        return self._opened(task, rows, region, noted)
+
+    def open_beside(self, task: Task, rows: BatchRows) -> KVCache:
+        """The cache on the host for an ATTEND."""
+        place = task.layer, task.batch
+        return self._opened(task, rows, self._on_host(task), self._scores.get(place))
+
+    def _noted_on_device(self, task: Task) -> SlotScores | None:
+        """What a device notes of the slots of prompts that it reads for the host."""
+        if not self._score_ring:
+            return None
+        region, layout = self._score_ring[self._schedule.buffer(task.visit)], self._layouts[task.batch]
+        return SlotScores.over(region, self._policy, layout.shape)
+
+    def _opened(self, task: Task, rows: BatchRows, region: Tensor, scores: SlotScores | None) -> KVCache:
+        """The cache over a region, in which living rows fill the places of those that have left."""
+        unit = self._units[task.layer, task.batch]
+        cache = KVCache(self._image(region, task), scores, self._coding)
         unit.changed, unit.cache = rows.changed, cache
         if unit.generation != rows.generation:
             cache.keep_rows(rows.places_before, unit.held)
@@ -154,11 +195,15 @@ class KVStore:
     def load(self, task: Task) -> int:
         """Host -> device: all held slots, one range from the start."""
         unit = self._units[task.layer, task.batch]
+        if self._is_beside(task):
+            return self._transfer_rows(task, slice(0, self._layouts[task.batch].rows), to_device=True)
         return self._transfer(task, 0, unit.held, to_device=True)
 
     def store(self, task: Task) -> int:
         """Device -> host: the slots that the step changed."""
         unit = self._units[task.layer, task.batch]
+        if self._is_beside(task):
+            return self._transfer_rows(task, unit.joined.pop(task.step, slice(0)), to_device=False)
         if unit.replaced is None:
             return self._transfer(task, *unit.changed, to_device=False)
         return self._store_single(task, unit, unit.replaced)
@@ -168,7 +213,7 @@ class KVStore:
         and the processor brings them from there to where they belong. `replaced` is memory of the stream that computes: it is
         not dropped before this task ends, and so not before this stream has read it."""
         assert self._staging is not None
-        host, device = (self._image(region, task.batch) for region in self._both_regions(task))
+        host, device = (self._image(region, task) for region in self._both_regions(task))
         nbytes = self._layouts[task.batch].of_rows(unit.rows).staged_bytes
         gathered, staged = torch.empty(nbytes, dtype=torch.uint8, device=device.device), self._staging[:nbytes]
         gather_slots(device, replaced, gathered)
@@ -182,8 +227,23 @@ class KVStore:
 
     def _both_regions(self, task: Task) -> tuple[Tensor, Tensor]:
         """The regions on the host and on the device."""
-        place, slot = (task.layer, task.batch), self._schedule.buffer(task.visit)
-        return self._host_ring[slot] if place in self._on_disk else self._in_memory[place], self._device_ring[slot]
+        return self._on_host(task), self._device_ring[self._schedule.buffer(task.visit)]
+
+    def _on_host(self, task: Task) -> Tensor:
+        place = task.layer, task.batch
+        return self._host_ring[self._schedule.buffer(task.visit)] if place in self._on_disk else self._in_memory[place]
+
+    def _transfer_rows(self, task: Task, rows: slice, to_device: bool) -> int:
+        """Copies all slots of rows, and what is noted of them: few ranges, as they lie head by head."""
+        host, device = (self._image(region, task) for region in self._both_regions(task))
+        pairs = list(zip(host, device))
+        on_host, on_device = self._scores.get((task.layer, task.batch)), self._noted_on_device(task)
+        if on_host is not None and on_device is not None:
+            pairs += zip(on_host.tensors, on_device.tensors)
+        for there, here in pairs:
+            source, target = (there, here) if to_device else (here, there)
+            target[rows].copy_(source[rows], non_blocking=True)
+        return sum(here[rows].nbytes for _, here in pairs)
 
     def _transfer(self, task: Task, first: int, last: int, to_device: bool) -> int:
         host, device = self._both_regions(task)
@@ -226,7 +286,7 @@ class KVStore:
     def _journal_entry(self, task: Task, place: int, slots: Tensor, fills: bool) -> tuple[numpy.ndarray, Index, int, Tensor]:
         """The image and where in it the slots (rows, kv_heads) are; the entry's offset on disk, and a buffer for it. `fills`:
         the image is written."""
-        image = numpy_of(self._image(self._host_ring[self._schedule.buffer(task.visit)], task.batch), writes=fills)
+        image = numpy_of(self._image(self._host_ring[self._schedule.buffer(task.visit)], task), writes=fills)
         at = (slice(None), numpy.arange(len(slots))[:, None], numpy.arange(self._spec.kv_heads), numpy_of(slots))
         layout = self._layouts[task.batch].of_rows(len(slots))
         return image, at, layout.journal_start(place), self._memories.disk.scratch(layout.padded_slot_bytes)
@@ -235,7 +295,7 @@ class KVStore:
         """Cuts a range of slots into chunks that the disk threads work on side by side."""
         home, region = self._on_disk[task.layer, task.batch], self._host_ring[self._schedule.buffer(task.visit)]
         layout = self._layouts[task.batch].of_rows(unit.rows)
-        image = numpy_of(self._image(region, task.batch), writes=task.op.fetches)[:, : layout.rows]
+        image = numpy_of(self._image(region, task), writes=task.op.fetches)[:, : layout.rows]
         chunk = layout.slots_at_once
         cuts = [(home, layout, image, start, min(start + chunk, last)) for start in range(first, last, chunk)]
         self._memories.files.each(lambda cut: action(*cut), cuts)
@@ -259,10 +319,10 @@ class KVStore:
         return image
 
 
-def image_over(region: Tensor, shape: tuple[int, int, int], coding: Coding, accelerator: bool) -> Tensor:
+def image_over(region: Tensor, shape: tuple[int, int, int], coding: Coding, by_token: bool) -> Tensor:
     """A view (2, rows, kv_heads, slots, width) of the bytes of a region; `shape` is (rows, kv_heads, slots)."""
     rows, heads, slots = shape
     values = region[: 2 * prod(shape) * coding.width * coding.kept_dtype.itemsize].view(coding.kept_dtype)
-    if accelerator:
+    if by_token:
         return values.view(slots, 2, rows, heads, coding.width).permute(1, 2, 3, 0, 4)
     return values.view(2, rows, heads, slots, coding.width)

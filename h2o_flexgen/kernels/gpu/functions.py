@@ -10,15 +10,18 @@ from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
 from h2o_flexgen.kernels.gpu.encode import group_encode, tile_encode
 from h2o_flexgen.kernels.gpu.evict import evict
 from h2o_flexgen.kernels.gpu.group_decode import group_decode
+from h2o_flexgen.kernels.gpu.int8_product import int8_product
 from h2o_flexgen.kernels.gpu.move_slots import gather_slots, take_slots
 from h2o_flexgen.kernels.gpu.prompt_attention import prompt_attention
 from h2o_flexgen.kernels.gpu.rms_norm import rms_norm
+from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
 from h2o_flexgen.kernels.gpu.tile_product import tile_product
 from h2o_flexgen.kernels.gpu.tile_rows import tile_decode, tile_decode_rows
 
 KERNELS: Sequence[Callable[..., Any]] = (
-    *(group_encode, group_decode, tile_encode, tile_decode, tile_decode_rows, tile_product),
+    *(group_encode, group_decode, tile_encode, tile_decode, tile_decode_rows),
+    *(tile_product, int8_product),
     *(append, rotate, evict, gather_slots, take_slots),
-    *(decode_attention, prompt_attention, rms_norm),
+    *(decode_attention, prompt_attention, shared_attention, rms_norm),
 )
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {function.__name__: function for function in KERNELS}

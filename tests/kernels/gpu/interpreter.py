@@ -1,42 +1,35 @@
-"""Triton's interpreter, mended, so that outcomes are those of a GPU to the last bit: it multiplies the bits of bfloat16 as if
-they were whole numbers, cuts float32 off where a GPU rounds it to bfloat16, and warns of each NaN."""
+"""Triton's interpreter, mended: it multiplies the bits of bfloat16 as if they were whole numbers, knows one thread, and warns of
+each NaN."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
 import numpy
-import torch
 from triton import language
-from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-
-@contextmanager
-def mended() -> Iterator[None]:
-    create_dot, convert = InterpreterBuilder.create_dot, interpreter._convert_float
-
-    def widened_dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
-        return create_dot(self, widened(a), widened(b), *rest)
-
-    def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
-        if (source, target) != (language.float32, language.bfloat16):
-            return convert(values, source, target, mode)
-        wide = torch.from_numpy(numpy.ascontiguousarray(values).view(numpy.float32).copy())
-        return wide.bfloat16().view(torch.int16).numpy().view(numpy.uint16).reshape(values.shape)
-
-    with (
-        patch.object(InterpreterBuilder, "create_dot", widened_dot),
-        patch.object(interpreter, "_convert_float", rounded),
-        numpy.errstate(all="ignore"),  # NaN and infinity are meant
-    ):
-        yield
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 
 def widened(handle: TensorHandle) -> TensorHandle:
     if handle.get_element_ty() != language.bfloat16:
         return handle
     return TensorHandle((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), language.float32)
+
+
+@contextmanager
+def mended() -> Iterator[None]:
+    create_dot, launch, one_at_a_time = InterpreterBuilder.create_dot, GridExecutor.__call__, Lock()
+
+    def widened_dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
+        return create_dot(self, widened(a), widened(b), *rest)
+
+    def launched_alone(self: GridExecutor, *given: Any, **options: Any) -> None:
+        with one_at_a_time, numpy.errstate(all="ignore"):
+            launch(self, *given, **options)
+
+    with patch.object(InterpreterBuilder, "create_dot", widened_dot), patch.object(GridExecutor, "__call__", launched_alone):
+        yield

@@ -1,0 +1,105 @@
+"""What a device asks the host where KV is attended beside its home, and what the host answers.
+
+A COMPUTE that ends with an attention writes queries, keys and values of its decode step to page-locked memory. The ATTEND of
+its visit appends them to the host's image, attends and evicts there, and writes the outcome beside them. The COMPUTE of the
+next layer fetches that to where it stands in its hidden states. Both crossings are in the stream that computes: in a lane they
+would wait for the weights in front of them. A batch has one place for all of it, as it asks again only when it has used the
+answer.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.core.layout import Arena, asked_arena
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.workload import Block
+from h2o_flexgen.kernels.more_keys import More
+from h2o_flexgen.kv.cache import Asked, KVCache
+from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.pack import DTYPES
+from h2o_flexgen.models.base import Rotation
+from h2o_flexgen.schedule.schedule import Schedule
+
+HOST_MEMORY = torch.device("cpu")
+
+
+class _Question(NamedTuple):
+    now: KVStep
+    asked: Asked  # in the memory of the host
+    rotation: Rotation | None
+
+
+class AskedStore:
+    def __init__(self, spec: ModelSpec, block: Block, schedule: Schedule, memories: Memories) -> None:
+        self._spec = spec
+        self._dtype = DTYPES[spec.dtype]
+        self._places: dict[int, tuple[Arena, Tensor]] = {}  # of each batch
+        self._questions: dict[int, _Question] = {}
+        self._steps: dict[int, tuple[KVStep, KVStep]] = {}  # of each batch, as the device has it and as the host needs it
+        asking = {batch for layer, batch in schedule.traffic.kv if schedule.traffic.is_beside(layer, batch)}
+        with ExitStack() as held:
+            for batch in asking:
+                arena = asked_arena(spec, block.batches[batch].size, bool(block.prefix_room))
+                region = memories.host.alloc(arena.nbytes)
+                held.callback(memories.host.free, region)
+                self._places[batch] = arena, region
+            self._held = held.pop_all()
+
+    def close(self) -> None:
+        self._held.close()
+        for kept in (self._places, self._questions, self._steps):
+            kept.clear()
+
+    # -- before and behind it, where the model computes ------------------------------------------------------------------
+
+    def ask(
+        self, batch: int, cache: KVCache, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None
+    ) -> Tensor:
+        """An `attend` that only asks; what it returns is to be replaced by the answer."""
+        asked = cache.asked(now, q, k, v, rotation)
+        sent_q, sent_k, sent_v = (self._sent(batch, place, tensor) for place, tensor in enumerate((asked.q, asked.k, asked.v)))
+        more = asked.more and More(*(self._sent(batch, place, tensor) for place, tensor in enumerate(asked.more, start=4)))
+        self._questions[batch] = _Question(now, Asked(sent_q, sent_k, sent_v, more), rotation)
+        return q.new_zeros(len(q), 1, self._spec.heads * self._spec.head_dim)
+
+    def fill_in(self, batch: int, hidden: Tensor) -> None:
+        """Puts the answer where it belongs in hidden states (rows, 1, width) that a COMPUTE has handed on."""
+        out = hidden[..., self._spec.width :]
+        out.copy_(self._outcome(batch, len(hidden)), non_blocking=True)
+
+    def _sent(self, batch: int, place: int, tensor: Tensor) -> Tensor:
+        target = self._view(batch, place, tensor.shape, tensor.dtype)
+        return target.copy_(tensor.contiguous(), non_blocking=True)
+
+    # -- between them, on the host ---------------------------------------------------------------------------------------
+
+    def attend(self, batch: int, cache: KVCache) -> int:
+        """Answers what a batch has asked, if anything, with the host's cache; returns the bytes that cross for it."""
+        if (question := self._questions.pop(batch, None)) is None:
+            return 0
+        made = cache.answer(self._on_host(batch, question.now), question.asked, question.rotation)
+        outcome = self._outcome(batch, len(made)).copy_(made)
+        q, k, v, more = question.asked
+        return sum(tensor.nbytes for tensor in (q, k, v, *(more or ()), outcome))
+
+    def _on_host(self, batch: int, now: KVStep) -> KVStep:
+        known = self._steps.get(batch)
+        if known is None or known[0] is not now:
+            known = self._steps[batch] = now, now.on(HOST_MEMORY)
+        return known[1]
+
+    # -- what crosses ----------------------------------------------------------------------------------------------------
+
+    def _outcome(self, batch: int, rows: int) -> Tensor:
+        return self._view(batch, 3, torch.Size((rows, 1, self._spec.heads * self._spec.head_dim)), self._dtype)
+
+    def _view(self, batch: int, place: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        arena, region = self._places[batch]
+        start = arena.starts[place]
+        return region[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)

@@ -1,0 +1,87 @@
+"""Devices whose streams do nothing for random while at every mark and behind every wait."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from random import Random
+from typing import Any
+
+import torch
+
+from h2o_flexgen.memory.device import CudaDevice, Device, Marker
+from h2o_flexgen.memory.threads import Handover
+
+Watch = Callable[[], AbstractContextManager[object]]  # what a thread enters before it issues anything
+LEAST, MOST = 1 << 10, 1 << 21  # cycles that a stream is late: a millisecond at most, on most GPUs
+ON_TIME = 0.5  # share of the marks and waits at which it is not
+
+
+class WatchedHandover(Handover):
+    """The threads of lanes enter the watch."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def thread(self, work: Callable[..., None], given: tuple[object, ...], name: str) -> threading.Thread:
+        def watched(*handed: Any) -> None:
+            with self._watch():
+                work(*handed)
+
+        return super().thread(watched, given, name)
+
+
+class Delays:
+    """Cycles that come of a seed and of how many were drawn before on the same lane."""
+
+    def __init__(self, seed: int, sleep: Callable[[int], object]) -> None:
+        self._seed, self._sleep, self._lock = seed, sleep, threading.Lock()
+        self._lane = threading.local()
+        self.drawn: Counter[str] = Counter()  # by lane
+
+    @contextmanager
+    def on(self, lane: str) -> Iterator[None]:
+        before = getattr(self._lane, "name", "")
+        self._lane.name = lane
+        try:
+            yield
+        finally:
+            self._lane.name = before
+
+    def some(self) -> None:
+        """Makes the current stream late, or not."""
+        lane = getattr(self._lane, "name", "")
+        with self._lock:
+            self.drawn[lane] += 1
+            random = Random(f"{self._seed} {lane} {self.drawn[lane]}")
+        if random.random() >= ON_TIME:
+            self._sleep(round(LEAST * (MOST / LEAST) ** random.random()))
+
+
+def delayed(kind: type[Device], delays: Delays, watch: Watch = nullcontext) -> Device:
+    """A device of this kind with delays, whose lanes' threads are watched."""
+
+    class Delayed(kind):  # type: ignore[misc, valid-type]
+        def stream(self, lane: str) -> AbstractContextManager[object]:
+            both = ExitStack()
+            both.enter_context(super().stream(lane))
+            both.enter_context(delays.on(lane))
+            return both
+
+        def mark(self, timed: bool = False, blocking: bool = False) -> Marker | None:
+            delays.some()
+            return super().mark(timed, blocking)
+
+        def wait(self, marker: Marker | None) -> None:
+            super().wait(marker)
+            delays.some()
+
+    device = Delayed()
+    device.handover = WatchedHandover(watch)
+    return device
+
+
+def delayed_gpu(seed: int, watch: Watch) -> Device:
+    return delayed(CudaDevice, Delays(seed, torch.cuda._sleep), watch)

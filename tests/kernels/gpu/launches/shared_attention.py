@@ -1,0 +1,33 @@
+"""Attention over a text that 64 rows share."""
+
+from __future__ import annotations
+
+import torch
+
+from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
+from h2o_flexgen.quant.codec import CODECS
+from tests.kernels.gpu.launch import Launch
+
+
+def launch(codec: str, dtype: torch.dtype, shape: tuple[int, int, int], registers: int, widest: int) -> Launch:
+    """`shape`: KV heads, queries of each, values of a head."""
+    kv_heads, group, dim = shape
+    kind = dtype if codec == "plain" else torch.uint8
+    width = CODECS[codec].nbytes((dim,), dtype.itemsize) // kind.itemsize
+
+    def call() -> None:
+        keys, values = torch.empty(800, 2, kv_heads, width, dtype=kind, device="meta").permute(1, 2, 0, 3)
+        shared_attention(
+            torch.empty(64, kv_heads * group, dim, dtype=dtype, device="meta"), Kept(keys, codec), Kept(values, codec)
+        )
+
+    loads = {"attend_text_kernel": widest, "join_text_kernel": 16}
+    return Launch(f"{codec}, {dtype}, {shape}", call, registers, loads, {"attend_text_kernel": 2, "join_text_kernel": 4})
+
+
+LAUNCHES = (
+    launch("plain", torch.float16, (8, 4, 128), 200, 16),
+    launch("group4", torch.float16, (32, 1, 128), 240, 8),
+    launch("plain", torch.float32, (8, 4, 256), 255, 16),
+)

@@ -1,0 +1,60 @@
+"""The contract, held by the engine on kernels for GPUs: a pretended accelerator whose processor is that of a GPU with Triton.
+
+What is interpreted is slow: packed weights take more than a minute here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from h2o_flexgen.kernels import operations
+from h2o_flexgen.kernels.gpu import functions
+from h2o_flexgen.kernels.table import CUDA, TRITON, Processor
+from tests.contract import Case, Checkpoints, hold_contract
+
+
+@pytest.fixture(scope="module")
+def own_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Other kernels, other last bits: results of the resident loop are not shared with other tests."""
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The names of the kernels in Triton that were called, with a processor that has them."""
+    names: set[str] = set()
+
+    def noted(name: str) -> object:
+        def call(*given: object) -> object:
+            names.add(name)
+            return functions.FUNCTIONS[name](*given)
+
+        return call
+
+    monkeypatch.setattr(operations, "processor", lambda _: Processor(CUDA, TRITON))
+    monkeypatch.setattr("h2o_flexgen.kernels.functions._for_gpus", lambda: {name: noted(name) for name in functions.FUNCTIONS})
+    yield names
+
+
+SHORT = {"lengths": (4, 2), "gen_len": 3, "gpu_batch_size": 1, "device": "pretended"}
+H2O, STREAMING = (("kv_policy", "h2o"), ("heavy", 1), ("recent", 2)), (("kv_policy", "streaming"), ("sinks", 1), ("recent", 2))
+CASES = (
+    Case(**SHORT, percent=(0, 100, 0, 100, 0, 100), policy=H2O),
+    pytest.param(
+        Case("llama-gqa", **SHORT, percent=(0, 100, 50, 0, 100, 0), kv_codec="group4", weight_codec="group4"),
+        marks=pytest.mark.slow,
+    ),
+    Case("llama-gqa", **SHORT, percent=(100, 0, 0, 100, 100, 0), kv_codec="group8", policy=STREAMING),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_engine_gives_what_the_resident_loop_gives(
+    case: Case, own_checkpoints: Checkpoints, offload: Path, pretended: None, gpu: torch.device, called: set[str]
+) -> None:
+    hold_contract(case, own_checkpoints, offload)
+    assert "decode_attention" in called

@@ -1,0 +1,58 @@
+"""Attention over a text that many queries share, in Triton against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.gpu import shared_attention as module
+from h2o_flexgen.kernels.gpu.shared_attention import CHUNK, shared_attention
+from h2o_flexgen.kernels.more_keys import More
+from h2o_flexgen.kv.coding import Coding
+from tests.kernels.test_shared_attention import drawn, exact
+
+SHAPES = [  # queries, kv_heads, group, tokens of the text, dim
+    (1, 1, 1, 1, 64), (13, 2, 3, 33, 80), (8, 1, 4, CHUNK + 5, 64), (3, 1, 1, 70, 3), (2, 1, 12, 40, 200),
+]  # fmt: skip
+NEAR = {torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 2.5e-3}
+
+
+def attended(gpu: torch.device, q: torch.Tensor, *kept: Kept) -> More:
+    """The text lies slot by slot, as beside an accelerator."""
+    slots = (Kept(one.data.transpose(0, 1).contiguous().to(gpu).transpose(0, 1), one.codec) for one in kept)
+    return More(*(one.cpu() for one in shared_attention(q.to(gpu), *slots)))
+
+
+@pytest.mark.parametrize("codec", ["plain", "group4", "group8"])
+@pytest.mark.parametrize("dtype", list(NEAR))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_near_float64(gpu: torch.device, codec: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    q, *text = drawn(shape, dtype)
+    coding = Coding(codec, dtype, shape[4])
+    kept = [coding.encode(half) for half in text]
+    found = attended(gpu, q, *(Kept(half, codec) for half in kept))
+    for ours, wanted in zip(found, exact(q, *(coding.decode(half) for half in kept))):
+        assert ours.dtype == torch.float32 and ours.shape == wanted.shape
+        assert (ours.double() - wanted).abs().max() <= NEAR[dtype] * wanted.abs().max().clamp(min=1.0)
+
+
+def test_a_query_depends_neither_on_its_neighbours_nor_on_pieces(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The products that stand for those of tensor cores in the interpreter may round rows of a tile in different ways."""
+    q, keys, values = drawn((5, 1, 4, CHUNK + 20, 16), torch.float32)
+    together = attended(gpu, q, Kept(keys), Kept(values))
+    monkeypatch.setattr(module, "SCORED_BYTES", 4 * 4 * 2 * 16 * 3)  # three queries at once
+    in_pieces, alone = attended(gpu, q, Kept(keys), Kept(values)), attended(gpu, q[4:5], Kept(keys), Kept(values))
+    for place in range(2):
+        torch.testing.assert_close(in_pieces[place], together[place], rtol=0, atol=1e-6)
+        torch.testing.assert_close(alone[place][:, 0], together[place][:, 4], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_none_and_harms_no_other_head(gpu: torch.device, what: float) -> None:
+    q, keys, values = drawn((3, 2, 2, 20, 16), torch.float32)
+    before = attended(gpu, q, Kept(keys), Kept(values))
+    keys[1, 7, 5] = what
+    after = attended(gpu, q, Kept(keys), Kept(values))
+    assert torch.equal(after.values.isfinite(), exact(q, keys, values)[1].isfinite())
+    assert torch.equal(after.values[:, :, :2], before.values[:, :, :2]) and not after.values[:, :, 2:].isfinite().all()

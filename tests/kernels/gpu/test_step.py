@@ -1,0 +1,140 @@
+"""A step of a cache with the kernels for GPUs is that of torch: the same tokens are kept, and what is attended is the same to
+the last bits. And it takes the launches that are written here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.kernels import operations
+from h2o_flexgen.kernels.table import CUDA, HALVES, TORCH, TRITON, Processor
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.scores import SlotScores
+from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.models.rotary import Rotary
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.quant.codec import PLAIN
+
+ROWS, KV_HEADS, GROUP, DIM, STEPS = 2, 2, 2, 64, 6
+LENGTHS = (12, 7)
+KEPT: dict[str, dict[str, Any]] = {
+    "full": {},
+    "h2o": {"kv_policy": "h2o", "heavy": 4, "recent": 4},
+    "fading": {"kv_policy": "h2o", "heavy": 4, "recent": 4, "score_decay": 0.9, "sinks": 1},
+    "chance": {"kv_policy": "random", "heavy": 4, "recent": 4},
+    "rolling": {"kv_policy": "h2o", "heavy": 4, "recent": 4, "positions": "rolling"},
+}
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU is told to do: operations of torch that are no views, and kernels in Triton."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in func.name() and "_unsafe_view" not in func.name():
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def kernels_of(build: str) -> Iterator[None]:
+    """A context in which tensors take the kernels of a GPU, or their twins, wherever they lie."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operations, "processor", lambda _: Processor(CUDA, build, HALVES))
+        yield
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    with Launches() as launches, pytest.MonkeyPatch.context() as patch:
+        for kind in (InterpretedFunction, JITFunction):
+            patch.setattr(kind, "run", noted(kind.run, launches))
+        yield launches.names
+
+
+def noted(run: Callable[..., object], launches: Launches) -> Callable[..., object]:
+    def noting(kernel: Any, *args: Any, **kwargs: Any) -> object:
+        before = len(launches.names)
+        out = run(kernel, *args, **kwargs)
+        launches.names[before:] = [f"triton::{kernel.__name__}"]  # whatever the interpreter does
+        return out
+
+    return noting
+
+
+def passed_through(
+    kept: str, codec: str, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], SlotScores | None, list[str]]:
+    """What all steps attend, what is noted in the end, and the launches of the last step in a layer that is not the first."""
+    policy, batch = Plan.create(**KEPT[kept]).policy, Batch(tuple(range(ROWS)), LENGTHS)
+    occupancy, coding, draw = policy.occupancy(batch, STEPS), Coding(codec, dtype, DIM), torch.Generator().manual_seed(1)
+    shape = (ROWS, KV_HEADS, occupancy.capacity)
+    slots = torch.zeros(occupancy.capacity, 2, ROWS, KV_HEADS, coding.width, dtype=coding.kept_dtype, device=device)
+    region = torch.zeros(8 * ROWS * KV_HEADS * occupancy.capacity, dtype=torch.uint8, device=device)
+    scores = SlotScores.over(region, policy, shape) if policy.score_bytes else None
+    cache = KVCache(slots.permute(1, 2, 3, 0, 4), scores, coding)
+    rotary = Rotary((1.0 / 10000.0 ** (torch.arange(DIM // 2) / (DIM // 2))).to(device))
+    outs, names = list[Tensor](), list[str]()
+    for step in range(STEPS):
+        now = KVStep.of(occupancy.at(step), occupancy.capacity, device)
+        heads = (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
+        new = [torch.randn(ROWS, max(LENGTHS) if step == 0 else 1, each, DIM, generator=draw) for each in heads]
+        given = [each.to(device, dtype) for each in new]
+        before = cache.image.clone(), None if scores is None else region.clone()
+        outs.append(cache.attend(now, *given, rotary).cpu())
+        if step == STEPS - 1:  # once more, from the same state: what is the same in all layers is there already
+            cache.image.copy_(before[0])
+            if before[1] is not None:
+                region.copy_(before[1])
+            with counted() as found:
+                cache.attend(now, *given, rotary)
+            names = list(found)
+    return outs, scores, names
+
+
+CASES = [(kept, PLAIN, torch.float16) for kept in KEPT] + [("h2o", PLAIN, torch.float32), ("h2o", "group4", torch.float16)]
+
+
+@pytest.mark.parametrize(("kept", "codec", "dtype"), CASES)
+def test_steps_keep_whom_torch_keeps(kept: str, codec: str, dtype: torch.dtype, gpu: torch.device) -> None:
+    with kernels_of(TRITON):
+        outs, noted, _ = passed_through(kept, codec, dtype, gpu)
+    with kernels_of(TORCH):
+        twins, noted_by_twin, _ = passed_through(kept, codec, dtype, torch.device("cpu"))
+    near = 1e-5 if dtype == torch.float32 else 2**-8 if codec == PLAIN else 2**-4  # a code of 4 bits may be the next one
+    for row, length in enumerate(LENGTHS):
+        torch.testing.assert_close(outs[0][row, :length], twins[0][row, :length], rtol=near, atol=near)
+    for out, twin in zip(outs[1:], twins[1:]):
+        torch.testing.assert_close(out, twin, rtol=near, atol=near)
+    if noted is not None and noted_by_twin is not None:
+        assert torch.equal(noted.positions.cpu(), noted_by_twin.positions)
+
+
+ATTENDED, JOINED = "attend_chunk_kernel", "join_chunks_kernel"
+ENCODED = ("rotate_heads", "rotate_heads", "group_encode_kernel", "group_encode_kernel")  # of a query and a key; key and value
+LAUNCHED: dict[tuple[str, str], tuple[str, ...]] = {
+    ("full", PLAIN): ("append_heads", ATTENDED),
+    ("h2o", PLAIN): ("append_heads", ATTENDED, JOINED, "evict_one"),
+    ("chance", PLAIN): ("append_heads", ATTENDED, "evict_one"),
+    ("h2o", "group4"): (*ENCODED, "append_heads", ATTENDED, JOINED, "evict_one"),
+}
+
+
+@pytest.mark.parametrize(("kept", "codec"), LAUNCHED)
+def test_between_products_a_step_is_these_launches(kept: str, codec: str, gpu: torch.device) -> None:
+    with kernels_of(TRITON):
+        *_, names = passed_through(kept, codec, torch.float16, gpu)
+    assert names == [f"triton::{name}" for name in LAUNCHED[kept, codec]]

@@ -1,0 +1,175 @@
+"""What CudaDevice asks of CUDA, on machines that have none: torch.cuda is a book of what was asked, and of which device."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_flexgen.engine import budgets
+from h2o_flexgen.memory import device as devices
+from h2o_flexgen.memory.device import ALLOCATOR_SETTINGS, CudaDevice
+from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.profiling.machine import SHARE_OF_DEVICE, profile
+from h2o_flexgen.schedule.ops import COMPUTE_LANE
+from tests.pretended import PretendedDevice
+from tests.pretended_cudart import PretendedCudart
+from tests.profiling.profiles import TINY
+
+
+class PretendedTorch:
+    """torch, with GPUs that are this CPU. The current device belongs to a thread and is 0 in a new one, as with CUDA."""
+
+    def __init__(self, count: int = 2) -> None:
+        self._current = threading.local()
+        self.asked: list[tuple[str, int]] = []  # what was asked, and which device was then the current one
+        self.cudart = PretendedCudart()
+        self.stream_of_product = list[str | None]()
+        self._stream: str | None = None
+        names = ("init", "reset_peak_memory_stats", "empty_cache")
+        self.cuda = SimpleNamespace(
+            is_available=lambda: True,
+            device_count=lambda: count,
+            current_device=lambda: self.current,
+            set_device=lambda device: self._become(device.index),
+            device=self._device,
+            cudart=lambda: SimpleNamespace(
+                cudaHostRegister=self._noted("register", self.cudart.cudaHostRegister),
+                cudaHostUnregister=self._noted("unregister", self.cudart.cudaHostUnregister),
+            ),
+            Stream=lambda device: f"a stream of {device}",
+            stream=self._in_stream,
+            **{name: self._noted(name, lambda *_: None) for name in names},
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @property
+    def current(self) -> int:
+        return getattr(self._current, "index", 0)
+
+    def zeros(self, *shape: int, device: torch.device) -> torch.Tensor:
+        return torch.zeros(*shape)
+
+    def ones(self, *shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        return torch.ones(*shape, dtype=dtype)
+
+    def addmm(self, *given: torch.Tensor) -> torch.Tensor:
+        self.stream_of_product.append(self._stream)
+        return torch.addmm(*given)
+
+    def _become(self, index: int) -> None:
+        self._current.index = index
+
+    def _noted(self, name: str, function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            self.asked.append((name, self.current))
+            return function(*given)
+
+        return call
+
+    @contextmanager
+    def _device(self, device: torch.device) -> Iterator[None]:
+        before = self.current
+        self._become(device.index)
+        try:
+            yield
+        finally:
+            self._become(before)
+
+    @contextmanager
+    def _in_stream(self, stream: str) -> Iterator[None]:
+        before, self._stream = self._stream, stream
+        yield
+        self._stream = before
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> PretendedTorch:
+    pretended = PretendedTorch()
+    monkeypatch.setattr(devices, "torch", pretended)
+    for name in ALLOCATOR_SETTINGS:
+        monkeypatch.setenv(name, "")  # so that the tests' own value is restored
+        monkeypatch.delenv(name)
+    return pretended
+
+
+def in_another_thread(action: Any) -> None:
+    thread = threading.Thread(target=action)
+    thread.start()
+    thread.join()
+
+
+def test_a_second_gpu_is_the_one_that_other_threads_speak_to(cuda: PretendedTorch) -> None:
+    device, held = CudaDevice(1), list[HostTier]()
+
+    def use() -> None:
+        held.append(HostTier(device))
+        held[0].alloc(4096)
+        assert cuda.current == 0, "whose thread it is may have another device"
+
+    in_another_thread(use)
+    in_another_thread(held[0].close)
+    in_another_thread(device.give_back_freed)
+    assert [one for one in cuda.asked if one[0] not in ("init", "reset_peak_memory_stats")] == [
+        ("register", 1),
+        ("unregister", 1),
+        ("empty_cache", 1),
+    ]
+    assert cuda.cudart.locked == {}
+
+
+def test_a_refusal_is_forgotten_by_a_kernel(cuda: PretendedTorch, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = list[str]()
+    monkeypatch.setattr(torch.Tensor, "cos", lambda self: launched.append("cos"))
+    device = CudaDevice(0)
+    device.page_lock(4096, 4096)
+    with pytest.raises(MemoryError, match="CUDA error 712"):
+        device.page_lock(4096, 4096)
+    assert launched == ["cos"]
+    device.page_unlock(4096)
+
+
+def test_libraries_are_loaded_on_the_stream_that_computes(cuda: PretendedTorch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the host's memory is weighed."""
+    weighed = list[int]()
+    monkeypatch.setattr(budgets, "bytes_to_begin_with", lambda: weighed.append(len(cuda.stream_of_product)) or 1)
+    monkeypatch.setattr(CudaDevice, "limit", lambda self, nbytes: None)
+    monkeypatch.setattr(CudaDevice, "free_bytes", lambda self: 1)
+    device = CudaDevice(0)
+    assert cuda.stream_of_product == []
+    budgets.open_budgets(device, None, None)
+    assert cuda.stream_of_product == [device._streams[COMPUTE_LANE]] and weighed == [1]
+
+
+def test_memory_is_kept_in_segments_unless_somebody_says_otherwise(
+    cuda: PretendedTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices.sys, "platform", "linux")
+    CudaDevice(0)
+    assert os.environ[ALLOCATOR_SETTINGS[0]] == "expandable_segments:True"
+    for name in ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(ALLOCATOR_SETTINGS[0], raising=False)
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+        CudaDevice(0)
+        assert os.environ.get(ALLOCATOR_SETTINGS[0], "max_split_size_mb:64") == "max_split_size_mb:64"
+        monkeypatch.delenv(name)
+
+
+def test_a_profile_fits_the_device_and_gives_back_what_it_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back, folder = list[bool](), tmp_path / "disk"
+    monkeypatch.setattr(PretendedDevice, "give_back_freed", lambda self: given_back.append(folder.exists()))
+    monkeypatch.setattr(PretendedDevice, "free_bytes", lambda self: SHARE_OF_DEVICE * TINY.memory_bytes)
+    profile(PretendedDevice(), folder, "here", "float32", TINY)
+    assert given_back[-1:] == [False], "last, when nothing is held any more"
+    monkeypatch.setattr(PretendedDevice, "free_bytes", lambda self: SHARE_OF_DEVICE)
+    with pytest.raises(ValueError, match=r"a profile needs .* of memory, but 1 .* may be taken"):
+        profile(PretendedDevice(), folder, "here", "float32", TINY)
