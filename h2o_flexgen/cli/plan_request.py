@@ -11,6 +11,7 @@ from pathlib import Path
 from h2o_flexgen.cli.files import check_picture
 from h2o_flexgen.cli.flags import (
     DUMMY_PATH,
+    GRAPHS_FLAG,
     TOKENS,
     TRACEBACK,
     Group,
@@ -144,6 +145,8 @@ def _placement(plan: Plan) -> Iterator[str]:
     ):
         if kept != usual:
             yield from (flag, str(int(kept)))
+    if plan.graphs != Plan.graphs:
+        yield from (GRAPHS_FLAG, plan.graphs)
     if plan.attend_on == HOST:
         yield "--cpu-cache-compute"
     if plan.prefill_tokens != Plan.prefill_tokens:

@@ -104,6 +104,15 @@ def test_sizes_that_somebody_chose_are_kept() -> None:
     assert {(one.plan.gpu_batch_size, one.plan.num_gpu_batches) for one in (*found.all, *found.front)} == {(5, 2)}
 
 
+def test_the_host_attends_where_that_is_faster() -> None:
+    """Over a link that is a thousandth as fast as the host's memory, where the KV does not fit the device."""
+    slow = replace(on(SLOW, True), host_to_device_per_s=2e7, device_to_host_per_s=2e7)
+    crowded = scarce(True, 0.7, machine=slow, batch_sizes=(16,), batches=(4,))
+    fetched, best = (search(replace(crowded, attend_on=who)).best for who in ((DEVICE,), (DEVICE, HOST)))
+    assert best.plan.attend_on == HOST and best.plan.kv.device < 1
+    assert best.tokens_per_second > 2 * fetched.tokens_per_second
+
+
 def test_a_codec_is_taken_only_where_it_is_allowed() -> None:
     asked = scarce(False, 0.02)
     plain, free = search(asked), search(replace(asked, codecs=CODECS))

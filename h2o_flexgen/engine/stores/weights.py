@@ -191,6 +191,10 @@ class WeightStore:
                     weight.renew()
         return self._views[layer, slot]
 
+    def forget_decoded(self) -> None:
+        """Makes the next visit decode its matrices, whatever was decoded before: what is captured stands by itself."""
+        self._viewed_pass = -1
+
     def _weight(self, tensor: TensorSpec, layer: int, slot: int) -> Tensor | PackedMatrix:
         pack = self._pack_of(tensor, layer, slot)
         if tensor.codec == PLAIN:
