@@ -154,7 +154,8 @@ class PlanReport:
     @property
     def _is_folded(self) -> bool:
         """Whether something was meant for a GPU that is not there."""
-        return not self.planned.site.accelerator and self.requested != self.planned.plan
+        given, kept = ((one.percent, one.attend_on) for one in (self.requested, self.planned.plan))
+        return not self.planned.site.accelerator and given != kept
 
     def _needs(self) -> list[str]:
         rows = [["tier", "needs at most", "budget", "of which"]]
