@@ -1,5 +1,5 @@
-"""Triton's interpreter, mended: it multiplies the bits of bfloat16 as if they were whole numbers, knows one thread, and warns of
-each NaN."""
+"""Triton's interpreter, mended: it multiplies the bits of bfloat16 as if they were whole numbers, cuts float32 off where a GPU
+rounds it to bfloat16, knows one thread, and warns of each NaN."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy
+import torch
 from triton import language
+from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 
@@ -20,9 +22,16 @@ def widened(handle: TensorHandle) -> TensorHandle:
     return TensorHandle((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), language.float32)
 
 
+def rounded(values: Any) -> Any:
+    """The bits of bfloat16 that are nearest to these float32 values."""
+    wide = torch.from_numpy(numpy.ascontiguousarray(values).view(numpy.float32).copy())
+    return wide.bfloat16().view(torch.int16).numpy().view(numpy.uint16).reshape(values.shape)
+
+
 @contextmanager
 def mended() -> Iterator[None]:
     create_dot, launch, one_at_a_time = InterpreterBuilder.create_dot, GridExecutor.__call__, Lock()
+    convert = interpreter._convert_float
 
     def widened_dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
         return create_dot(self, widened(a), widened(b), *rest)
@@ -31,5 +40,13 @@ def mended() -> Iterator[None]:
         with one_at_a_time, numpy.errstate(all="ignore"):
             launch(self, *given, **options)
 
-    with patch.object(InterpreterBuilder, "create_dot", widened_dot), patch.object(GridExecutor, "__call__", launched_alone):
+    def converted(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        to_nearest = (source, target) == (language.float32, language.bfloat16)
+        return rounded(values) if to_nearest else convert(values, source, target, mode)
+
+    with (
+        patch.object(InterpreterBuilder, "create_dot", widened_dot),
+        patch.object(GridExecutor, "__call__", launched_alone),
+        patch.object(interpreter, "_convert_float", converted),
+    ):
         yield
