@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
 from h2o_flexgen import under_plan
 from h2o_flexgen.memory.device import Device, DeviceTier, open_device
 from h2o_flexgen.memory.host import HostTier
+from tests.recorded import repeated
 
 
 class PretendedDevice(Device):
     """A device that goes every way of an accelerator through schedule and stores; its copies are over when the call returns."""
 
     accelerator = True
+    captures = True
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        return repeated(work)
+
+    def names_of(self, count: int) -> list[str]:
+        return ["pretended"] * count
 
     def memory(self, host: HostTier) -> HostTier | DeviceTier:
         return DeviceTier(self.torch_device)

@@ -22,7 +22,7 @@ from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import MOST_BATCHES, MOST_PROMPTS, MOST_TOKENS
 from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.planning.machine import DEVICES
-from h2o_flexgen.planning.plan import JUDGED, PINNED, PREFIX_POLICIES, Plan
+from h2o_flexgen.planning.plan import GRAPHS, JUDGED, ON, PINNED, PREFIX_POLICIES, Plan
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.options import DEFAULT_KEPT, POSITIONS
@@ -36,10 +36,12 @@ from h2o_flexgen.text.tokenizer import BYTES
 BESIDE_BUDGET = ("hh_prompt_only", "sinks", "score_decay", "grace", "positions")  # options beside a budget
 DUMMY_PATH = "_DUMMY_"
 TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
+GRAPHS_FLAG = "--cuda-graphs"
 TRACEBACK = 3  # the level of --verbose that shows where an error comes from
 MOST = 1e9  # upper bound of numbers that nothing else bounds
 REPEATABLE = "may be given several times"
 MOST_IDS = 2**31 - 1  # upper bound of token ids: no vocabulary is larger
+MOST_GPUS = 64  # of a machine
 MOST_SLOTS = 1000  # upper bound of a schedule's buffers
 Kind: TypeAlias = "Callable[[str], object] | None"  # reads the value of a flag; None: as it is written
 
@@ -306,6 +308,12 @@ def add_device(group: Group) -> None:
     group.value("--device", "NAME", devices, default=AUTO)
 
 
+def add_gpus(group: Group) -> None:
+    """Adds by how many processes the work is done."""
+    shared = "a process with each of N GPUs, from the first on; rows are dealt to them, and all share the weights in CPU memory"
+    group.value("--gpus", "N", f"{shared}; a plan, --gpu-mem and --threads are those of each", whole(1, MOST_GPUS), 1)
+
+
 class Percent(argparse.Action):
     """Takes six numbers; with a true `const` also the word that asks for a plan to be found."""
 
@@ -338,6 +346,8 @@ def add_placement(group: Group, may_be_found: bool = False) -> None:
     )
     group.switch("--sep-layer", Plan.sep_layer, "attention and MLP are two layers of the schedule, not one")
     group.switch("--pin-weight", Plan.pin_weight, "weights for a GPU lie in page-locked CPU memory")
+    captured = f"where all data stay on a GPU, its decode steps are captured and replayed; {ON}: or it is an error"
+    group.add(GRAPHS_FLAG, dest="graphs", default=Plan.graphs, choices=GRAPHS, help=captured)
     group.switch("--overlap", True, "0: one slot, nothing overlaps; the tokens are the same")
     beside = "with a GPU: in decode, KV in CPU memory and on disk is attended by the CPU, and does not cross the link"
     group.add("--cpu-cache-compute", "--cpu", dest="attend_on", action="store_const", const=HOST, help=beside)

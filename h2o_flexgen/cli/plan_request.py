@@ -11,11 +11,13 @@ from pathlib import Path
 from h2o_flexgen.cli.files import check_picture
 from h2o_flexgen.cli.flags import (
     DUMMY_PATH,
+    GRAPHS_FLAG,
     TOKENS,
     TRACEBACK,
     Group,
     Parser,
     add_compute,
+    add_gpus,
     add_placement,
     add_sizes,
     memory_size,
@@ -49,7 +51,7 @@ The flags that it prints are those of `python -m h2o_flexgen.run`. Without --mac
   {PROGRAM} --model facebook/opt-6.7b --prompt-len 512 --gen-len 32 --cpu-mem 8GB
   {PROGRAM} --model facebook/opt-6.7b --cpu-mem 8GB --evaluate --percent 0 10 0 50 0 100 --gpu-batch-size 4
 """
-SITE_FLAGS = ("dtype", "device", "gpu_mem", "cpu_mem", "threads", "offload_dir")  # passed on if given
+SITE_FLAGS = ("dtype", "device", "gpu_mem", "cpu_mem", "threads", "offload_dir", "gpus")  # passed on if given
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def request_of(flags: Namespace) -> PlanRequest:
 
 def _typed(flags: Namespace, names: Sequence[str]) -> Iterator[str]:
     for name in names:
-        if (value := getattr(flags, name)) not in (None, AUTO):
+        if (value := getattr(flags, name)) not in (None, AUTO, 1 if name == "gpus" else None):
             yield from (f"--{name.replace('_', '-')}", str(value))
 
 
@@ -143,6 +145,8 @@ def _placement(plan: Plan) -> Iterator[str]:
     ):
         if kept != usual:
             yield from (flag, str(int(kept)))
+    if plan.graphs != Plan.graphs:
+        yield from (GRAPHS_FLAG, plan.graphs)
     if plan.attend_on == HOST:
         yield "--cpu-cache-compute"
     if plan.prefill_tokens != Plan.prefill_tokens:
@@ -175,6 +179,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     description = "Find the plan that generates fastest within the memory of a machine, say why, and predict its seconds."
     parser = Parser(program, description, usage, EPILOG.replace(PROGRAM, program))
     parser.add_model()
+    add_gpus(parser.group("several GPUs"))
     _add_workload(parser.group("work"))
     _add_plan(parser)
     _add_search(parser)

@@ -159,6 +159,7 @@ class Outcome:
             "peak_bytes": {**stats.peak_bytes, HOST: peak_resident_bytes()},
             "shrunk": [list(size) for size in stats.shrunk],
             "lanes": {lane: asdict(one) for lane, one in lanes.items()},
+            **_graphs(stats),
             "seed": self.seed,
             "threads": get_num_threads(),
             "machine": describe_machine(job.llm.device),
@@ -216,6 +217,14 @@ class Outcome:
         """Bytes of KV and activations on disk; that much is free again."""
         written = sum(self.stats.moved_bytes.get(lane, 0) for lane in ("store", "write"))
         return min(written, self.stats.peak_bytes["disk"])
+
+
+def _graphs(stats: Stats) -> dict[str, object]:
+    """What became of graphs, if anything did."""
+    given_up = next((run.graphs_given_up for run in stats.blocks if run.graphs_given_up), None)
+    if not stats.replayed and given_up is None:
+        return {}
+    return {"graphs": {"replayed_visits": stats.replayed, "given_up": given_up}}
 
 
 def _rates(machine: Machine | None) -> dict[str, object]:

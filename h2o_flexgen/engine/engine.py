@@ -20,6 +20,7 @@ from torch import Tensor
 
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.engine.executor import Executor, shortage_in
+from h2o_flexgen.engine.graphs import Compute, StepGraphs
 from h2o_flexgen.engine.head import AtHead
 from h2o_flexgen.engine.many_positions import LogitsOf
 from h2o_flexgen.engine.row_state import RowState
@@ -64,6 +65,8 @@ class BlockRun:
     tokens: int  # tokens generated or scored
     moved_bytes: Mapping[str, int]  # bytes per lane
     busy_seconds: Mapping[str, float]
+    replayed: int = 0  # COMPUTEs that were replayed as graphs
+    graphs_given_up: str | None = None  # why none could be captured any more
     shortage: Shortage | None = None  # a want of memory that ended it early: unfinished rows start anew
 
     @property
@@ -89,6 +92,8 @@ class _Measures:
     clock: float = field(default_factory=time.perf_counter)  # when a head was last computed
     step_seconds: Counter[int] = field(default_factory=Counter)
     trace: Trace = field(default_factory=lambda: Trace(()))
+    replayed: int = 0
+    graphs_given_up: str | None = None
     lane_seconds: Mapping[str, float] = field(default_factory=dict)
     moved_bytes: Mapping[str, int] = field(default_factory=dict)
 
@@ -121,6 +126,7 @@ class _Progress:
     asked: AskedStore
     listening: _Listening
     guard: HostGuard | None
+    graphs: StepGraphs | None
     measures: _Measures
     finished: list[RowState]  # rows that nobody was handed yet
     seats: int
@@ -192,6 +198,10 @@ class Engine:
     def restart_peaks(self) -> None:
         self._memories.disk.meter.restart_peak()
         self._memories.device.restart_peak()
+
+    def hand_round(self, give: Callable[[Tensor], None]) -> None:
+        """Gives the weights that rest on the device to the processes that share those of host memory."""
+        self._weights.hand_round(give)
 
     @property
     def weight_files(self) -> tuple[Path, ...]:
@@ -302,6 +312,7 @@ class Engine:
                 asked,
                 listening,
                 guard,
+                StepGraphs.of(self._plan, self._memories.device),
                 measures,
                 finished,
                 block.num_rows,
@@ -312,6 +323,8 @@ class Engine:
                 yield from executor.steps(self._tasks(schedule, state), pauses)
             finally:
                 measures.trace = executor.trace
+                if state.graphs is not None:
+                    measures.replayed, measures.graphs_given_up = state.graphs.replayed, state.graphs.given_up
                 measures.lane_seconds, measures.moved_bytes = executor.lane_seconds, executor.moved_bytes
 
     def _give_back(self) -> None:
@@ -322,7 +335,7 @@ class Engine:
 
     def _rows_of(self, place: int, block: Block, rows: Sequence[RowState] | Waiting, prefixes: PrefixStore) -> BatchRows:
         batch, device = block.batches[place], self._memories.device
-        there = self._plan, block.gen_len, device.torch_device, device.upload
+        there = self._plan, block.gen_len, device.torch_device, device.upload, device.read_back
         if isinstance(rows, Waiting):
             return SeatedRows(place, batch, rows, prefixes, *there)
         return BatchRows(batch, [rows[row] for row in batch.rows], *there)
@@ -390,9 +403,26 @@ class Engine:
             _, states = next(iter(rows.split(hidden)))
             state.asked.fill_in(task.batch, states)
         cache = state.kv.open(task, rows) if layer.has_kv else None
+        if state.graphs is not None and state.graphs.take(rows):
+            state.hidden.put(task, state.graphs.compute(task.visit, rows, hidden, self._captured(task.visit, cache)))
+            return
         if cache is not None:
             cache.prefixes = state.prefixes.caches(task.layer, rows.prefixes)
         state.hidden.put(task, self._layer(task.visit, rows, hidden, partial(self._attend_of, task, cache, state)))
+
+    def _captured(self, visit: Visit, cache: KVCache | None) -> Compute:
+        """Computes a layer in a way that may be captured: whatever was done before, it does the same."""
+
+        def attend_of(part: Part) -> base.Attend | None:
+            return None if cache is None else partial(cache.attend, part.now)
+
+        def compute(part: Part, hidden: Tensor | None) -> Tensor:
+            self._weights.forget_decoded()
+            if cache is not None:
+                cache.replaced = None
+            return self._computed(visit, part, hidden, attend_of)
+
+        return compute
 
     def _attend(self, task: Task, state: _Progress) -> int:
         """The host attends what a COMPUTE has asked."""
@@ -451,5 +481,7 @@ def _summary(planned: BlockPlan, measures: _Measures, shortage: Shortage | None)
         tokens=measures.tokens,
         moved_bytes=measures.moved_bytes,
         busy_seconds=measures.lane_seconds,
+        replayed=measures.replayed,
+        graphs_given_up=measures.graphs_given_up,
         shortage=shortage,
     )

@@ -46,6 +46,7 @@ class BatchRows:
         gen_len: int,
         device: torch.device,
         upload: Upload = Tensor.to,
+        read_back: Callable[[Tensor], Tensor] = Tensor.cpu,
     ) -> None:
         self.generation = 0  # how often the living rows have moved up
         self.places_before: list[int] = list(range(len(rows)))  # for each place, the one before the rows last moved up
@@ -56,7 +57,7 @@ class BatchRows:
         self._gen_len = gen_len
         self._capacity = plan.policy.occupancy(batch, gen_len).capacity
         self._device = device
-        self._upload = upload
+        self._upload, self._read_back = upload, read_back
         self._newest = torch.empty(0, dtype=torch.long, device=device)  # the newest token of each row, once one was picked
         self.parts = self._prompts(plan.prefill_tokens)
 
@@ -190,7 +191,7 @@ class BatchRows:
         rows = [self._rows[place] for place in growing]
         params, indices, histories = zip(*((row.params, row.index, row.history) for row in rows))
         steps, given = [row.num_generated for row in rows], [row.given for row in rows]
-        picked = sampler.sample(logits, params, indices, steps, histories, given, self._upload)
+        picked = sampler.sample(logits, params, indices, steps, histories, given, self._upload, self._read_back)
         self._newest = picked.where_picked
         for place, (row, token, logprobs) in enumerate(zip(rows, picked.tokens.tolist(), picked.logprobs)):
             known = row.known

@@ -8,7 +8,7 @@ that newcomers share, and that nobody has kept, is a part of its own before thei
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class SeatedRows(BatchRows):
         gen_len: int,
         device: torch.device,
         upload: Upload,
+        read_back: Callable[[Tensor], Tensor],
     ) -> None:
         self._place = place
         self._prefixes = prefixes
@@ -43,7 +44,7 @@ class SeatedRows(BatchRows):
         self._waiting = waiting
         self._prefill_tokens = plan.prefill_tokens
         self._slots: dict[int, Occupancy] = {}  # of each row, by its place in the workload
-        super().__init__(batch, [], plan, gen_len, device, upload)
+        super().__init__(batch, [], plan, gen_len, device, upload, read_back)
 
     def _prompts(self, tokens: int) -> tuple[Part, ...]:
         return self._next_parts(0)

@@ -25,6 +25,7 @@ class Stats:
     moved_bytes: dict[str, int]  # bytes per lane
     busy_seconds: dict[str, float]  # seconds per lane
     peak_bytes: Mapping[str, int]  # bytes per tier; the host's is the process's resident memory
+    replayed: int  # visits that were replayed as graphs
     shrunk: tuple[BlockSize, ...]  # sizes of blocks that memory ran out in; their seconds and bytes count above
     blocks: tuple[BlockRun, ...] = field(repr=False)  # the blocks that ended; only the last has kept its trace
 
@@ -56,6 +57,7 @@ class Stats:
             moved_bytes=dict(moved),
             busy_seconds=dict(busy),
             peak_bytes=peak_bytes,
+            replayed=sum(run.replayed for run in runs),
             shrunk=tuple(BlockSize.of(run.block) for run in runs if run.shortage is not None),
             blocks=ended,
         )

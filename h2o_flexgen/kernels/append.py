@@ -20,5 +20,6 @@ def append_twin(
     if notes is not None:
         notes.positions[newest.rows, :, newest.slots] = newest.positions.int()
         if notes.scores is not None:
-            notes.scores[newest.rows, :, newest.slots] = 0.0
+            nothing = notes.scores.new_zeros(())  # a number of Python would come from the host, and wait for the device
+            notes.scores[newest.rows, :, newest.slots] = nothing
     return q

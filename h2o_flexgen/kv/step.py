@@ -57,6 +57,15 @@ class KVStep:
         shared = tuple(prefixes) if any(prefixes) else ()
         return cls(slots, upload(_table(slots, shared), device), capacity, shared, upload)
 
+    def follow(self, other: KVStep) -> None:
+        """Takes the numbers of another step of the same rows, in the memory of its own: graphs look there."""
+        for name, known in vars(self).items():
+            if isinstance(known, Tensor):
+                known.copy_(getattr(other, name))
+        for kind, turn in self._turns.items():
+            for known, now in zip(turn, other.turn(*kind), strict=True):
+                known.copy_(now)
+
     @cached_property
     def _lines(self) -> _Rows:
         return _Rows(*self.table.unbind())
@@ -117,12 +126,13 @@ class KVStep:
     def turn(self, rotation: Rotation, dtype: torch.dtype, rolls: bool = False) -> Turn:
         """How far the new tokens are turned: to their positions in their texts or, if positions roll, to their order among the
         tokens held."""
-        if rotation not in self._turns:  # the same for all layers
-            self._turns[rotation] = rotation.turn(self.new_order if rolls else self.text_positions, dtype)
-        return self._turns[rotation]
+        kind = rotation, dtype, rolls
+        if kind not in self._turns:  # the same for all layers
+            self._turns[kind] = rotation.turn(self.new_order if rolls else self.text_positions, dtype)
+        return self._turns[kind]
 
     @cached_property
-    def _turns(self) -> dict[Rotation, Turn]:
+    def _turns(self) -> dict[tuple[Rotation, torch.dtype, bool], Turn]:
         return {}
 
     @cached_property

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class Device:
     """The CPU: work is over when the call returns."""
 
     accelerator = False
+    captures = False  # whether work can be captured
     kind = "cpu"
 
     def __init__(self) -> None:
@@ -69,8 +71,20 @@ class Device:
         """A few values of the host as a tensor of the device; the calling thread does not wait. They must not change later."""
         return values
 
+    def read_back(self, values: Tensor) -> Tensor:
+        """A few values of the device in host memory; the calling thread sleeps until they are there."""
+        return values.cpu()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What does this work again and again, as one launch and on the same addresses; it is not done now."""
+        return work
+
     def memory(self, host: HostTier) -> HostTier | DeviceTier:
         return host
+
+    def names_of(self, count: int) -> list[str]:
+        """The names of so many devices of this kind, for a process each."""
+        return [self.kind] * count
 
     def warm_up(self, lane: str) -> None:
         """Makes libraries load what they keep for products on this lane, so that it is counted before a plan is held against a
@@ -103,6 +117,7 @@ class Device:
 
 class CudaDevice(Device):
     accelerator = True
+    captures = True
     kind = "cuda"
 
     def __init__(self, index: int | None = None) -> None:
@@ -125,6 +140,7 @@ class CudaDevice(Device):
         self._events: dict[tuple[bool, bool], deque[torch.cuda.Event]] = {
             (timed, blocking): deque() for timed in (False, True) for blocking in (False, True)
         }  # those that nobody uses: making one is dear, and threads that make them wait for each other
+        self._graph_memory: Any = None  # what all graphs work in: they are replayed one after the other
         self._locks = CudaPageLocks(torch.cuda.cudart(), torch.zeros(1, device=self.torch_device).cos)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
@@ -160,8 +176,35 @@ class CudaDevice(Device):
         # torch keeps page-locked copies until the streams that read them are past that
         return values.pin_memory().to(device, non_blocking=True)
 
+    def read_back(self, values: Tensor) -> Tensor:
+        read = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        read.copy_(values, non_blocking=True)
+        there = self.mark(blocking=True)
+        assert there is not None
+        there.synchronize()  # where torch waits, a core is busy with it
+        return read
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self._graph_memory = self._graph_memory or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")  # other threads go on
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # the error that it ends with is about the one that comes out here
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph.replay
+
     def memory(self, host: HostTier) -> DeviceTier:
         return DeviceTier(self.torch_device)
+
+    def names_of(self, count: int) -> list[str]:
+        there = torch.cuda.device_count()
+        if count > there:
+            raise ValueError(f"{count} devices were asked for, and there are {there}; ask for no more than that")
+        return [f"cuda:{index}" for index in range(count)]
 
     def page_lock(self, address: int, nbytes: int) -> None:
         with torch.cuda.device(self.torch_device):  # in any thread: the first call for another device would open that one

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from h2o_flexgen.core.allowed_values import Rule, number, whole
+from h2o_flexgen.core.allowed_values import AUTO, Rule, number, whole
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.prefixes import LEAST_TOKENS
 from h2o_flexgen.core.site import Site
@@ -47,6 +47,8 @@ class Shares:
 
 
 ALL_DEVICE = Shares(1.0, 0.0)
+ON, OFF = "on", "off"
+GRAPHS = (AUTO, ON, OFF)
 PINNED, JUDGED = PREFIX_POLICIES = "pinned", "judged"  # what becomes of prefixes that rows share
 COUNT = Rule(whole(1), "a whole number, 1 or more")
 PERCENT = Rule(number(0, 100), "a number from 0 to 100")
@@ -67,6 +69,7 @@ class Plan:
     weight_codec: str = PLAIN  # codec of matrices and token tables; positions, and what is small, stay plain
     kv_codec: str = PLAIN
     compute: str = EXACT  # or INT8: factors of packed weights are rounded to 8 bits
+    graphs: str = AUTO  # ON: decode steps are captured and replayed, or else it is an error; OFF: they never are
     schedule: str = "zigzag"
     kv_policy: str = "full"
     kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and who is protected
@@ -88,6 +91,7 @@ class Plan:
         if not can_compute(self.compute, self.weight_codec):
             codecs = " or ".join(map(repr, OF_MATRICES))
             raise ValueError(f"compute {self.compute!r} needs packed weights; add weight_codec={codecs}")
+        _require_known("graphs", self.graphs, GRAPHS)
         _require_known("kv_policy", self.kv_policy, POLICIES)
         _require_known("prefix_policy", self.prefix_policy, PREFIX_POLICIES)
         _ = self.policy  # refuses options that the policy does not take
@@ -158,6 +162,16 @@ class Plan:
         return replace(self, weights=shares[0], kv=shares[1], hidden=shares[2])
 
     @property
+    def is_resident(self) -> bool:
+        """Whether all data stay on the device."""
+        return self.weights == self.kv == self.hidden == ALL_DEVICE
+
+    @property
+    def may_capture(self) -> bool:
+        """Whether decode steps may be captured as graphs, which work on addresses that stay: where nothing is moved."""
+        return self.graphs != OFF and self.is_resident
+
+    @property
     def has_own_slots(self) -> bool:
         """Whether the schedule has a fixed number of buffers that nobody can choose."""
         return SCHEDULES[self.schedule](Traffic(steps=1, layers=1, batches=1, slots=1)).buffers > 1
@@ -174,7 +188,7 @@ class Plan:
 
     def folded(self) -> Plan:
         weights, kv, hidden = self.weights.folded(), self.kv.folded(), self.hidden.folded()
-        return replace(self, weights=weights, kv=kv, hidden=hidden, attend_on=DEVICE)
+        return replace(self, weights=weights, kv=kv, hidden=hidden, attend_on=DEVICE, graphs=OFF)
 
     @property
     def percent(self) -> tuple[float, ...]:

@@ -24,6 +24,7 @@ SLACK = 1.15  # factor on the whole: allocators keep some of what is freed
 DECODING_BYTES, ENCODING_BYTES = 16, 24  # per value that is worked on at once: its code, it as fp32, and copies of them
 ROUNDED_BYTES = 12  # per value in and out of a product of 8 bits by torch: three of fp32 at a time
 SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices of 8 bytes and masks
+GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch: an estimate that no GPU has confirmed
 # Kept on a device, and in parts of segments. On Hopper torch has cuBLAS and cuBLASLt keep 32 MiB each for the stream that
 # computes; the context itself is outside of every budget.
 DEVICE_LIBRARIES = 128 << 20
@@ -36,6 +37,9 @@ def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> 
         for occupancy in planned.occupancy
     }  # most batches are alike
     most = max(working_bytes(spec, planned.plan, occupancy, site, scored_at_once) for occupancy in kinds.values())
+    if site.accelerator and planned.plan.may_capture:
+        most += max(_decode_bytes(spec, planned.plan, occupancy, site) for occupancy in kinds.values())
+        most += GRAPH_BYTES * len(spec.layers) * len(planned.occupancy)
     decoding = DECODING_BYTES * _values_at_once(site)
     return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.tensors.values()))
 
@@ -54,12 +58,18 @@ def working_bytes(spec: ModelSpec, plan: Plan, occupancy: Occupancy, site: Site,
     """Bytes for one batch."""
     policy, batch = plan.policy, occupancy.batch
     prefill = max(_prefill_bytes(spec, policy, part, site) for part in _parts(plan, occupancy))
-    decode = batch.size * spec.heads * occupancy.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, occupancy)
-    decode += batch.size * (occupancy.capacity * _decoding_bytes_per_slot(spec, policy, site) + _rounding_bytes(spec, site))
-    decode += 0 if plan.copies_prefixes else _sharing_bytes(spec, batch, batch.size, site)
+    decode = _decode_bytes(spec, plan, occupancy, site)
     scored = min(scored_at_once, batch.size * batch.prompt_len)
     head = max(batch.size, scored) * spec.vocab * (3 * 4 + spec.itemsize) + scored * _normed_bytes(spec)
     return max(prefill, decode, head) + hidden_bytes(spec, batch)
+
+
+def _decode_bytes(spec: ModelSpec, plan: Plan, occupancy: Occupancy, site: Site) -> int:
+    """Bytes for a decode step. Graphs have as much of their own, which no other work gets."""
+    policy, batch = plan.policy, occupancy.batch
+    decode = batch.size * spec.heads * occupancy.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, occupancy)
+    decode += batch.size * (occupancy.capacity * _decoding_bytes_per_slot(spec, policy, site) + _rounding_bytes(spec, site))
+    return decode + (0 if plan.copies_prefixes else _sharing_bytes(spec, batch, batch.size, site))
 
 
 def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, site: Site) -> int:

@@ -37,22 +37,34 @@ def ranked(values: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
     return top, places.gather(-1, order)
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[StepLogprobs]:
+def logprobs_of(logits: Tensor, tokens: Tensor, counts: Sequence[int], upload: Upload = Tensor.to) -> list[StepLogprobs]:
     """The log-probabilities of each row's token and of as many of its likeliest as it wants. logits (rows, vocab)"""
     vocab = logits.shape[-1]
     found: list[StepLogprobs] = []
     for places in portions(range(len(logits)), vocab):
         logprobs = logits[places[0] : places[-1] + 1].float().log_softmax(dim=-1)
         own = tokens[places[0] : places[-1] + 1]
-        chosen = logprobs.gather(-1, own.to(logprobs.device)[:, None]).flatten().tolist()
-        top = _likeliest(logprobs, [min(counts[place], vocab) for place in places])
-        found += [StepLogprobs(TokenLogprob(*each), likeliest) for *each, likeliest in zip(own.tolist(), chosen, top)]
+        own = (own if own.device == logprobs.device else upload(own, logprobs.device))[:, None]
+        top, ids = _likeliest(logprobs, [min(counts[place], vocab) for place in places], upload)
+        parts = own, logprobs.gather(-1, own), ids, top
+        read = torch.cat([part.double() for part in parts], dim=-1).tolist()  # together: every time is one wait for a device
+        found += [_of_row(row, counts[place]) for row, place in zip(read, places)]
     return found
 
 
-def _likeliest(logprobs: Tensor, counts: Sequence[int]) -> list[tuple[TokenLogprob, ...]]:
-    if not any(counts):
-        return [()] * len(counts)
-    floor = kth_largest(logprobs, [max(counts)] * len(counts))
-    top, ids = (part[:, : max(counts)].tolist() for part in ranked(logprobs, floor))
-    return [tuple(map(TokenLogprob, ids[row][:count], top[row][:count])) for row, count in enumerate(counts)]
+def _of_row(read: Sequence[float], count: int) -> StepLogprobs:
+    """Token and log-probability, and then as many ids of the likeliest as values of them."""
+    width = len(read) // 2 - 1
+    ids, top = read[2 : 2 + width][:count], read[2 + width :][:count]
+    return StepLogprobs(
+        TokenLogprob(int(read[0]), read[1]), tuple(TokenLogprob(int(one), value) for one, value in zip(ids, top))
+    )
+
+
+def _likeliest(logprobs: Tensor, counts: Sequence[int], upload: Upload) -> tuple[Tensor, Tensor]:
+    """The largest of each row, as many as the row with the highest count wants, and their ids."""
+    most = max(counts)
+    if not most:
+        return logprobs[:, :0], logprobs[:, :0].long()
+    top, ids = ranked(logprobs, kth_largest(logprobs, [most] * len(counts), upload))
+    return top[:, :most], ids[:, :most]

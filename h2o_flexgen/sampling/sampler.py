@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,6 +61,7 @@ class Sampler:
         histories: Sequence[History] | None = None,  # not needed if no params depend on earlier tokens
         given: Sequence[int | None] | None = None,  # tokens that replace picked ones; logprobs are theirs
         upload: Upload = Tensor.to,
+        read_back: Callable[[Tensor], Tensor] = Tensor.cpu,
     ) -> Picked:
         """Reads back once what was picked, and besides only how many tokens a filter leaves, and log-probabilities."""
         steps = [steps] * len(rows) if isinstance(steps, int) else steps
@@ -80,9 +81,9 @@ class Sampler:
                 distances.masked_fill_(~is_finite[own][:, None], 0.0)  # any token: these rows are refused below
                 tokens[own] = draw(distances, chosen, columns, upload)
         tokens = _with_given(tokens, given, upload)
-        read = torch.stack((tokens, is_finite.long())).cpu()  # the only time that the caller waits
+        read = read_back(torch.stack((tokens, is_finite.long())))  # the only time that the caller waits
         _refuse_broken(logits, best, read[1].tolist(), rows, steps)
-        return Picked(read[0], tokens, _logprobs(logits, tokens, params))
+        return Picked(read[0], tokens, _logprobs(logits, tokens, params, upload))
 
 
 class _Columns(NamedTuple):
@@ -167,10 +168,12 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(reached, uniforms * reached[:, -1:], right=True)
 
 
-def _logprobs(logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams]) -> tuple[StepLogprobs | None, ...]:
+def _logprobs(
+    logits: Tensor, tokens: Tensor, params: Sequence[SamplingParams], upload: Upload
+) -> tuple[StepLogprobs | None, ...]:
     found: list[StepLogprobs | None] = [None] * len(params)
     for places in portions([place for place, one in enumerate(params) if one.logprobs is not None], logits.shape[-1]):
-        counts = [params[place].logprobs or 0 for place in places]
-        for place, step in zip(places, logprobs_of(logits[places], tokens[places], counts)):
+        counts, own = [params[place].logprobs or 0 for place in places], upload(torch.tensor(places), logits.device)
+        for place, step in zip(places, logprobs_of(logits[own], tokens[own], counts, upload)):
             found[place] = step
     return tuple(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +15,7 @@ from tests.clocked.checker import current
 from tests.clocked.clock import Clock
 from tests.clocked.handover import ClockedHandover
 from tests.clocked.tensor import NAME, ClockedTensor, own_block
+from tests.recorded import repeated
 
 
 class ClockedMarker:
@@ -37,6 +38,7 @@ class ClockedMarker:
 
 class ClockedDevice(Device):
     accelerator = True
+    captures = True
     kind = NAME
 
     def __init__(self) -> None:
@@ -77,6 +79,9 @@ class ClockedDevice(Device):
             checker.launched[checker.task, "upload"] += 1
             checker.access(copied.block, copied.inner, True, *checker.launch("upload"))
         return copied
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        return repeated(work)
 
     def page_lock(self, address: int, nbytes: int) -> None:
         current().page_lock(address, nbytes)

@@ -9,16 +9,19 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import pytest
+import torch
 
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.engine.executor import Action, Executor, TaskFailed, shortage_in
-from h2o_flexgen.memory.device import Device, open_device
+from h2o_flexgen.engine.recorder import TIMED_EVERY
+from h2o_flexgen.memory.device import CudaMarker, Device, Marker, open_device
 from h2o_flexgen.memory.shortage import Shortage
+from h2o_flexgen.memory.threads import Latch
 from h2o_flexgen.schedule.ops import COMPUTE_LANE, WORKERS, Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Key, Task
@@ -390,3 +393,121 @@ def test_what_was_done_before_a_failure_is_in_the_trace() -> None:
     done = [span.key for span in executor.trace.spans if span.key.op is Op.COMPUTE]
     assert done == [task.key for task in tasks if task.op is Op.COMPUTE and task.step == 0]
     assert executor.trace.moved_bytes("read") > 0
+
+
+# -- a device with streams -----------------------------------------------------------------------------------------------
+
+
+class Noted:
+    """A marker that everybody has passed, at a time that is counted and not measured."""
+
+    def __init__(self, at: float, timed: bool, blocking: bool) -> None:
+        self.at, self.timed, self.blocking = at, timed, blocking
+        self.slept = 0
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self.slept += 1
+
+
+class MarkingDevice(PretendedDevice):
+    """A device that marks what its streams have reached, each marker a second behind the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: list[Noted] = []
+        self.waited = 0
+        self._lock = threading.Lock()
+
+    def mark(self, timed: bool = False, blocking: bool = False) -> Noted:
+        with self._lock:
+            self.marks.append(Noted(float(len(self.marks)), timed, blocking))
+            return self.marks[-1]
+
+    def wait(self, marker: Marker | None) -> None:
+        with self._lock:
+            self.waited += 1
+
+    def seconds_between(self, start: Marker, end: Marker) -> float:
+        assert isinstance(start, Noted) and isinstance(end, Noted) and start.timed and end.timed
+        return end.at - start.at
+
+
+def run_on(device: Device, tasks: Iterable[Task], times_all: bool) -> Executor:
+    executor = Executor(same_for_all(lambda task: 3), device, ahead=1, times_all=times_all)
+    in_time(lambda: executor.run(tasks))
+    return executor
+
+
+def of_steps(steps: int) -> list[Task]:
+    """A load and a COMPUTE in each of many steps, one behind the other."""
+    tasks: list[Task] = []
+    for step in range(steps):
+        before = (tasks[-1].key,) if tasks else ()
+        tasks.append(Task(Op.LOAD_W, step, 0, 0, before))
+        tasks.append(Task(Op.COMPUTE, step, 0, 0, (tasks[-1].key,)))
+    return tasks
+
+
+def test_where_nobody_wants_a_trace_few_markers_are_timed_and_the_rest_counts_as_they_do() -> None:
+    tasks = of_steps(41)
+    all_timed, some_timed = (run_on(MarkingDevice(), tasks, times_all) for times_all in (True, False))
+    assert len(all_timed.trace.spans) == 82
+    timed = {0, *range(1, 41, TIMED_EVERY)}
+    assert {span.key.step for span in some_timed.trace.spans} == timed
+    assert all_timed.moved_bytes == some_timed.moved_bytes == {"load": 41 * 3, "compute": 41 * 3}
+    for lane, seconds in some_timed.lane_seconds.items():
+        spans = [span.end - span.start for span in some_timed.trace.spans if span.lane == lane and span.key.step]
+        first = sum(span.end - span.start for span in some_timed.trace.spans if span.lane == lane and not span.key.step)
+        assert seconds == pytest.approx(first + 40 * sum(spans) / len(spans))
+
+
+def test_markers_that_are_not_timed_are_one_for_each_task_and_only_transfers_are_slept_for() -> None:
+    device = MarkingDevice()
+    run_on(device, of_steps(8), times_all=False)
+    assert sum(not mark.timed for mark in device.marks) == 2 * 6, "steps 0 and 1 are timed"
+    assert sum(mark.blocking for mark in device.marks) == 8
+
+
+def test_a_stream_waits_for_the_last_of_several_slices_and_not_for_itself() -> None:
+    slices = [Task(Op.LOAD_W, 0, 0, part) for part in range(4)]
+    computes = [Task(Op.COMPUTE, 0, 0, 0, tuple(task.key for task in slices))]
+    computes.append(Task(Op.COMPUTE, 0, 0, 1, (computes[0].key, *(task.key for task in slices))))
+    device = MarkingDevice()
+    run_on(device, [*slices, *computes], times_all=False)
+    assert device.waited == 1, "the second batch is behind the first, which has waited for all slices"
+
+
+def test_the_host_sleeps_until_what_the_disk_needs_is_over() -> None:
+    tasks = [Task(Op.STORE_KV, 0, 0, 0), Task(Op.WRITE_KV, 0, 0, 0, (Key(Op.STORE_KV, 0, 0, 0),))]
+    device = MarkingDevice()
+    run_on(device, [Task(Op.COMPUTE, 0, 0, 0), *tasks], times_all=False)
+    assert [mark.blocking for mark in device.marks if mark.slept] == [True]
+
+
+def test_an_event_is_used_again_once_nobody_holds_its_marker() -> None:
+    spare: deque[torch.cuda.Event] = deque()
+    event = object()
+    held = [CudaMarker(event, spare)]  # type: ignore[arg-type]
+    held.append(held[0])
+    held.pop()
+    assert not spare
+    held.pop()
+    assert list(spare) == [event]
+
+
+def test_a_latch_lets_all_pass_once_it_is_set_however_often_and_by_whom() -> None:
+    latch, passed = Latch(), list[int]()
+    threads = [threading.Thread(target=lambda: (latch.wait(), passed.append(1))) for _ in range(8)]
+    setters = [threading.Thread(target=latch.set) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert not latch.is_set() and not passed
+    for thread in setters:
+        thread.start()
+    for thread in (*threads, *setters):
+        thread.join(PATIENCE_SECONDS)
+    latch.wait()
+    assert latch.is_set() and len(passed) == 8

@@ -1,10 +1,10 @@
-"""Triton's interpreter, mended: it multiplies the bits of bfloat16 as if they were whole numbers, cuts float32 off where a GPU
-rounds it to bfloat16, knows one thread, and warns of each NaN."""
+"""Triton's interpreter, mended, so that outcomes are those of a GPU to the last bit: it multiplies the bits of bfloat16 as if
+they were whole numbers, cuts float32 off where a GPU rounds it to bfloat16, knows one thread, and warns of each NaN."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +16,29 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 
+@contextmanager
+def mended() -> Iterator[None]:
+    create_dot, convert = InterpreterBuilder.create_dot, interpreter._convert_float
+    launch, one_at_a_time = GridExecutor.__call__, Lock()
+
+    def widened_dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
+        return create_dot(self, widened(a), widened(b), *rest)
+
+    def converted(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        is_cut = (source, target) == (language.float32, language.bfloat16)
+        return rounded(values) if is_cut else convert(values, source, target, mode)
+
+    def launched_alone(self: GridExecutor, *given: Any, **options: Any) -> None:
+        with one_at_a_time, numpy.errstate(all="ignore"):
+            launch(self, *given, **options)
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(InterpreterBuilder, "create_dot", widened_dot))
+        patches.enter_context(patch.object(interpreter, "_convert_float", converted))
+        patches.enter_context(patch.object(GridExecutor, "__call__", launched_alone))
+        yield
+
+
 def widened(handle: TensorHandle) -> TensorHandle:
     if handle.get_element_ty() != language.bfloat16:
         return handle
@@ -23,30 +46,6 @@ def widened(handle: TensorHandle) -> TensorHandle:
 
 
 def rounded(values: Any) -> Any:
-    """The bits of bfloat16 that are nearest to these float32 values."""
+    """float32, given as its bits or as values, in the bits of bfloat16."""
     wide = torch.from_numpy(numpy.ascontiguousarray(values).view(numpy.float32).copy())
     return wide.bfloat16().view(torch.int16).numpy().view(numpy.uint16).reshape(values.shape)
-
-
-@contextmanager
-def mended() -> Iterator[None]:
-    create_dot, launch, one_at_a_time = InterpreterBuilder.create_dot, GridExecutor.__call__, Lock()
-    convert = interpreter._convert_float
-
-    def widened_dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
-        return create_dot(self, widened(a), widened(b), *rest)
-
-    def launched_alone(self: GridExecutor, *given: Any, **options: Any) -> None:
-        with one_at_a_time, numpy.errstate(all="ignore"):
-            launch(self, *given, **options)
-
-    def converted(values: Any, source: Any, target: Any, mode: Any) -> Any:
-        to_nearest = (source, target) == (language.float32, language.bfloat16)
-        return rounded(values) if to_nearest else convert(values, source, target, mode)
-
-    with (
-        patch.object(InterpreterBuilder, "create_dot", widened_dot),
-        patch.object(GridExecutor, "__call__", launched_alone),
-        patch.object(interpreter, "_convert_float", converted),
-    ):
-        yield

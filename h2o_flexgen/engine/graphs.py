@@ -1,0 +1,128 @@
+"""Graphs: decode COMPUTEs of a block whose data stay on the device, captured once and replayed as one launch each.
+
+A graph does its work on the addresses and numbers that it was captured with. So what changes from step to step (tokens, and the
+numbers of a step) is written into tensors that stay, hidden states go through one that stays, and a graph is good for one
+layer and batch with the rows that it has. When rows leave, or begin to lose tokens, new graphs are made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.engine.rows import BatchRows, Part
+from h2o_flexgen.memory.device import Device
+from h2o_flexgen.planning.plan import ON, Plan
+from h2o_flexgen.schedule.task import Visit
+
+Compute = Callable[[Part, "Tensor | None"], Tensor]  # computes a layer on the rows of a part
+EAGER = 2  # steps before a capture: libraries make themselves ready in the first, and rows that leave soon are not worth it
+
+
+class Kind(NamedTuple):
+    """What graphs of a batch depend on besides addresses."""
+
+    generation: int  # how often rows have left
+    rows: int
+    evicts: bool
+    stores_singly: bool
+
+    @classmethod
+    def of(cls, rows: BatchRows) -> Kind:
+        slots = rows.parts[0].now.slots
+        return cls(rows.generation, rows.size, slots.evicts, slots.stores_singly)
+
+
+@dataclass
+class _Batch:
+    """The tensors that stay, and the graphs that work on them."""
+
+    kind: Kind
+    source: Part  # whose tokens and numbers they have now
+    part: Part
+    hidden: dict[torch.Size, Tensor] = field(default_factory=dict)
+    ends: dict[int, Tensor] = field(default_factory=dict)  # layer -> where its hidden states stay
+    eager: Counter[int] = field(default_factory=Counter)  # layer -> times that it was computed without a graph
+    graphs: dict[int, Callable[[], None]] = field(default_factory=dict)  # layer -> what replays it
+
+    @classmethod
+    def of(cls, kind: Kind, part: Part) -> _Batch:
+        now = replace(part.now, table=part.now.table.clone())
+        return cls(kind, part, replace(part, now=now, tokens=part.tokens.clone()))
+
+    def follow(self, part: Part) -> None:
+        """Takes the tokens and numbers of another step."""
+        if part is not self.source:
+            self.part.tokens.copy_(part.tokens)
+            self.part.now.follow(part.now)
+            self.source = part
+
+    def put(self, hidden: Tensor) -> Tensor:
+        """Copies hidden states to where those of their shape stay."""
+        if hidden.shape not in self.hidden:
+            self.hidden[hidden.shape] = torch.empty_like(hidden)
+        return self.hidden[hidden.shape].copy_(hidden)
+
+
+class StepGraphs:
+    def __init__(self, device: Device, is_asked: bool) -> None:
+        """`is_asked`: what cannot be captured is an error; otherwise it is computed without graphs."""
+        self._device = device
+        self._is_asked = is_asked
+        self._batches: dict[int, _Batch] = {}
+        self.replayed = 0  # COMPUTEs
+        self.given_up: str | None = None  # why nothing is captured any more
+
+    @classmethod
+    def of(cls, plan: Plan, device: Device) -> StepGraphs | None:
+        """None where there can be none, or where nobody wants them."""
+        return cls(device, plan.graphs == ON) if device.captures and plan.may_capture else None
+
+    def take(self, rows: BatchRows) -> bool:
+        """Whether the next COMPUTE of these rows may be a graph: a decode step of all, who share nothing with others."""
+        (part, *others) = rows.parts
+        return not others and not part.now.is_prefill and not part.now.prefixes and self.given_up is None
+
+    def compute(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, compute: Compute) -> Tensor:
+        """Computes a layer, by its graph if it has one. `hidden`: what the layer before has left."""
+        batch = self._batch(visit.batch, rows)
+        batch.follow(rows.parts[0])
+        if hidden is not None:
+            hidden = self._staying(batch, hidden)
+        if visit.layer not in batch.graphs and batch.eager[visit.layer] >= EAGER:
+            self._capture(batch, visit.layer, hidden, compute)
+        if visit.layer in batch.graphs:
+            batch.graphs[visit.layer]()
+            self.replayed += 1
+        else:
+            batch.ends[visit.layer] = batch.put(compute(batch.part, hidden))
+            batch.eager[visit.layer] += 1
+        return batch.ends[visit.layer]
+
+    def _batch(self, number: int, rows: BatchRows) -> _Batch:
+        kind, known = Kind.of(rows), self._batches.get(number)
+        if known is None or known.kind != kind:
+            if known is not None and known.graphs:
+                self._device.settle()  # before graphs go, none of them may be under way
+            self._batches[number] = _Batch.of(kind, rows.parts[0])
+        return self._batches[number]
+
+    def _staying(self, batch: _Batch, hidden: Tensor) -> Tensor:
+        there = batch.hidden.get(hidden.shape)
+        return hidden if there is not None and there.data_ptr() == hidden.data_ptr() else batch.put(hidden)
+
+    def _capture(self, batch: _Batch, layer: int, hidden: Tensor | None, compute: Compute) -> None:
+        def work() -> None:
+            batch.put(compute(batch.part, hidden))
+
+        try:
+            batch.graphs[layer] = self._device.capture(work)
+        except RuntimeError as error:
+            if self._is_asked:
+                raise ValueError(f"a layer cannot be captured ({error}); leave out graphs {ON!r}") from error
+            self.given_up = str(error).partition("\n")[0]

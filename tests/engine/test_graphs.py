@@ -1,0 +1,163 @@
+"""Graphs of decode steps: what a device may capture is the same work on the same addresses at every step, and gives the bits of
+the resident loop; and what cannot be captured is computed without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from h2o_flexgen.engine.job import Request
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.sampling.params import SamplingParams
+from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints, compare, generate_with
+from tests.pretended import PretendedDevice
+from tests.recorded import repeated
+
+RESIDENT, STEPS = (100, 0, 100, 0, 100, 0), 8
+
+
+def replayed(case: Case, checkpoints: Checkpoints, offload: Path, **options: object) -> int:
+    with case.open(checkpoints, offload, **options) as llm:
+        compare(case, checkpoints, *generate_with(llm, case))
+        assert llm.stats is not None
+        assert not any(run.graphs_given_up for run in llm.stats.blocks)
+        return sum(run.replayed for run in llm.stats.blocks)
+
+
+@pytest.mark.parametrize("place", range(len(POLICIES)))
+def test_replayed_steps_give_the_bits_of_the_resident_loop(
+    place: int, any_device: str, checkpoints: Checkpoints, offload: Path
+) -> None:
+    """Policies begin to evict while steps are replayed, which takes new graphs."""
+    codec, product = WEIGHTS[place % len(WEIGHTS)]
+    case = Case(
+        ("opt", "llama-gqa", "neox-parallel")[place % 3],
+        RESIDENT,
+        (5, 9, 2, 7),
+        STEPS,
+        device=any_device,
+        schedule=("zigzag", "row_by_row")[place % 2],
+        policy=POLICIES[place],
+        weight_codec=codec,
+        compute=product,
+        kv_codec=("plain", "group4")[place % 2],
+    )
+    assert (replayed(case, checkpoints, offload) > 0) == (any_device != "cpu")
+
+
+def test_every_layer_but_the_head_is_replayed_from_the_third_step_on(
+    checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    case = Case("opt", RESIDENT, (5, 9, 2, 7), STEPS, device="pretended")
+    with case.open(checkpoints, offload) as llm:
+        layers = len(llm.spec.layers) - 1
+        generate_with(llm, case)
+        assert llm.stats is not None
+        assert llm.stats.last_block.replayed == 2 * layers * (STEPS - 1 - 2), "two batches; two steps come before a capture"
+
+
+@pytest.mark.parametrize("percent", [(0, 100, 100, 0, 100, 0), (100, 0, 0, 100, 100, 0), (100, 0, 100, 0, 0, 100)])
+def test_nothing_is_captured_where_data_move(
+    percent: tuple[float, ...], checkpoints: Checkpoints, offload: Path, pretended: None
+) -> None:
+    case = Case("opt", percent, (5, 9), STEPS, device="pretended")
+    assert replayed(case, checkpoints, offload) == 0
+    with pytest.raises(ValueError, match="graphs 'on' is for plans whose data all stay"):
+        case.open(checkpoints, offload, graphs="on")
+
+
+def test_off_is_off_and_a_plan_for_a_cpu_has_none(checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
+    assert replayed(Case("opt", RESIDENT, (5, 9), STEPS, device="pretended"), checkpoints, offload, graphs="off") == 0
+    assert replayed(Case("opt", RESIDENT, (5, 9), STEPS), checkpoints, offload, graphs="on") == 0
+    with pytest.raises(ValueError, match="graphs 'onn' is unknown; known: auto, on, off"):
+        Plan(graphs="onn")
+
+
+def test_rows_that_leave_take_new_graphs(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("opt", RESIDENT, (5, 9, 2, 7), 24, gpu_batch_size=4, device=any_device)
+    expected = [checkpoints.greedy(case, row, 24)[0] for row in range(4)]
+    limits = (24, 3, 9, 16)
+    with case.open(checkpoints, offload) as llm:
+        completions = llm.generate(case.prompts, [SamplingParams(max_tokens=limit) for limit in limits])
+        assert llm.stats is not None
+        assert (llm.stats.last_block.replayed > 0) == (any_device != "cpu")
+    assert [list(each.token_ids) for each in completions] == [row[:limit] for row, limit in zip(expected, limits)]
+
+
+def test_rows_that_come_and_go_have_the_tokens_of_rows_alone(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
+    case = Case("llama-gqa", RESIDENT, (5, 9, 2, 7, 4, 6), 12, device=any_device)
+    expected = [checkpoints.greedy(case, row, 12)[0] for row in range(6)]
+    with case.open(checkpoints, offload) as llm:
+        requests = [Request(prompt, SamplingParams(max_tokens=12)) for prompt in case.prompts]
+        done = list(llm.generate_stream(requests))
+    assert [list(each.token_ids) for each in sorted(done, key=lambda each: each.index)] == expected
+
+
+class Refusing(PretendedDevice):
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+
+def test_what_cannot_be_captured_is_computed_without_unless_graphs_are_asked_for(
+    checkpoints: Checkpoints, offload: Path, pretended: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.pretended.PretendedDevice", Refusing)
+    case = Case("opt", RESIDENT, (5, 9), STEPS, device="pretended")
+    with case.open(checkpoints, offload) as llm:
+        compare(case, checkpoints, *generate_with(llm, case))
+        assert llm.stats is not None
+        assert llm.stats.last_block.replayed == 0
+        assert llm.stats.last_block.graphs_given_up == "operation not permitted when stream is capturing"
+    with (
+        case.open(checkpoints, offload, graphs="on") as llm,
+        pytest.raises(RuntimeError, match=r"a layer cannot be captured \(operation not permitted"),
+    ):
+        llm.generate(case.prompts, SamplingParams(max_tokens=STEPS))
+
+
+# -- what is held to be fit for a graph -------------------------------------------------------------------------------------
+
+
+def test_the_same_work_on_the_same_addresses_is_repeated() -> None:
+    x, out = torch.arange(4.0), torch.zeros(4)
+    again = repeated(lambda: out.copy_((x * 2).relu() + 1))  # type: ignore[arg-type, return-value]
+    again()
+    x += 5
+    again()
+    assert out.tolist() == [11.0, 13.0, 15.0, 17.0]
+
+
+def _other_tensor(step: int) -> None:
+    torch.ones(3).add_(torch.tensor([float(step)] * 3))
+
+
+def _other_number(step: int) -> None:
+    STAYING.mul_(step)
+
+
+def _other_shape(step: int) -> None:
+    STAYING[: step + 1].add_(1)
+
+
+def _more_work(step: int) -> None:
+    for _ in range(step + 1):
+        STAYING.add_(1)
+
+
+def _read_back(step: int) -> None:
+    STAYING.add_(STAYING[0].item())
+
+
+STAYING = torch.ones(8)
+
+
+@pytest.mark.parametrize("work", [_other_tensor, _other_number, _other_shape, _more_work, _read_back])
+def test_work_that_changes_from_step_to_step_is_found(work: Callable[[int], None]) -> None:
+    steps = iter(range(3))
+    again = repeated(lambda: work(next(steps)))
+    with pytest.raises(AssertionError, match="a graph"):
+        again()
+        again()

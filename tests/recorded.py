@@ -1,0 +1,81 @@
+"""Graphs for devices that have none: work is done again by calling it, and must do the same on the same addresses each time.
+
+That is what makes it fit to be captured: a graph repeats operations with the numbers and addresses that they had once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+READ_BACK = ("_local_scalar_dense", "nonzero", "masked_select", "unique")  # nothing that a host waits for can be captured
+
+
+def repeated(work: Callable[[], None]) -> Callable[[], None]:
+    """What does the work again and again."""
+    first: list[tuple[object, ...]] = []
+
+    def again() -> None:
+        with _Calls() as calls:
+            work()
+        if not first:
+            first.extend(calls.made)
+        for before, now in zip(first, calls.made):
+            assert before == now, f"a graph would repeat {before}, but this step wants {now}"
+        assert len(first) == len(calls.made), f"a graph has {len(first)} operations, but this step wants {len(calls.made)}"
+
+    return again
+
+
+class _Calls(TorchDispatchMode):
+    """Notes every operation: its numbers, and where the tensors lie that it did not find inside of the work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[object, ...]] = []
+        self._inside: dict[int, int] = {}  # storage -> number
+        self._held: list[object] = []  # or addresses of what was freed would come again
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func)
+        assert not any(one in name for one in READ_BACK), f"{name} waits for the device, which a graph cannot"
+        self.made.append((name, *self._noted(args), *self._noted(sorted(kwargs.items()))))
+        known = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        outcome = func(*args, **kwargs)
+        for tensor in _tensors(outcome):
+            if _storage(tensor) not in known:
+                self._inside.setdefault(_storage(tensor), len(self._inside))
+        self._held.append(outcome)
+        return outcome
+
+    def _noted(self, value: object) -> tuple[object, ...]:
+        if isinstance(value, Tensor):
+            where = self._inside.get(_storage(value))
+            place = ("outside", _plain(value).data_ptr()) if where is None else ("inside", where, value.storage_offset())
+            return (*place, tuple(value.shape), value.stride(), value.dtype)
+        if isinstance(value, (list, tuple)):
+            return tuple(self._noted(one) for one in value)
+        return (str(value),)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    inner: Tensor = vars(tensor).get("inner", tensor)  # that of a device which is pretended by wrapping tensors
+    return inner
+
+
+def _storage(tensor: Tensor) -> int:
+    return _plain(tensor).untyped_storage()._cdata
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
