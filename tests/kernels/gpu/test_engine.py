@@ -1,6 +1,6 @@
 """The contract, held by the engine on kernels for GPUs: a pretended accelerator whose processor is that of a GPU with Triton.
 
-What is interpreted is slow: packed weights take more than a minute here.
+What is interpreted is slow: several rows of packed weights take more than a minute here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.gpu import functions
-from h2o_flexgen.kernels.table import CUDA, TRITON, Processor
+from h2o_flexgen.kernels.table import CUDA, INT8, TRITON, Processor
 from tests.contract import Case, Checkpoints, hold_contract
 
 
@@ -41,6 +41,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 
 SHORT = {"lengths": (4, 2), "gen_len": 3, "gpu_batch_size": 1, "device": "pretended"}
+ONE_ROW = SHORT | {"lengths": (4,), "gen_len": 2, "num_gpu_batches": 1}
 H2O, STREAMING = (("kv_policy", "h2o"), ("heavy", 1), ("recent", 2)), (("kv_policy", "streaming"), ("sinks", 1), ("recent", 2))
 CASES = (
     Case(**SHORT, percent=(0, 100, 0, 100, 0, 100), policy=H2O),
@@ -49,6 +50,10 @@ CASES = (
         marks=pytest.mark.slow,
     ),
     Case("llama-gqa", **SHORT, percent=(100, 0, 0, 100, 100, 0), kv_codec="group8", policy=STREAMING),
+    Case("opt", **ONE_ROW, percent=(0, 100, 0, 100, 0, 100), weight_codec="group8", kv_codec="group4"),
+    pytest.param(
+        Case("opt", **ONE_ROW, percent=(50, 50, 100, 0, 100, 0), weight_codec="group4", compute=INT8), marks=pytest.mark.slow
+    ),
 )
 
 
