@@ -20,7 +20,7 @@ from h2o_flexgen.engine.budgets import Packing, disk_budget, open_budgets, refus
 from h2o_flexgen.engine.conversation import Conversation
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.stage import OnStage, Stage, Stages
-from h2o_flexgen.memory.device import open_device
+from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import give_back_freed, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.shared import SharedWeights
@@ -71,11 +71,12 @@ class ModelUnderPlan:
         self._conversation: Conversation | None = None
         self.device = open_device(device)
         refuse_memory_of_no_gpu(self.device, gpu_mem)
+        self._device_name = device
         self._take(plan)
         self.offload_folder = Path(offload_dir or default_offload_folder()).expanduser()
         self.leftovers = remove_leftovers(self.offload_folder, [cache_folder(kind) for kind in COPIES])
         self._open()
-        self.budgets = open_budgets(self.device, gpu_mem, cpu_mem)
+        self.budgets = open_budgets([self.device, *self.others], gpu_mem, cpu_mem)
         self.budgets = replace(self.budgets, disk=disk_budget(self.offload_folder, self.packing))
 
     # -- the plan --------------------------------------------------------------------------------------------------------
@@ -84,7 +85,19 @@ class ModelUnderPlan:
         folded = plan.at(self.site)
         if folded.graphs == ON and not folded.is_resident:
             raise ValueError("graphs 'on' is for plans whose data all stay on the GPU, and this one moves some; take 'auto'")
+        self.others = self._open_others(folded.pipeline)
         self.requested, self.plan = plan, folded
+
+    def _open_others(self, devices: int) -> list[Device]:
+        """The devices of a pipeline behind the first."""
+        if devices == 1:
+            return []
+        asked = f"a pipeline of {devices} devices was asked for"
+        if not self.device.accelerator:
+            raise ValueError(f"{asked}, and there is no GPU; leave it out, and the model computes on the CPU")
+        if ":" in self._device_name:
+            raise ValueError(f"{asked}, and device {self._device_name!r} is one; leave one of them out")
+        return [open_device(name) for name in self.device.names_of(devices)[1:]]
 
     def adopt(self, plan: Plan) -> None:
         """Replaces the plan, e.g. by one that was found for this model."""
@@ -200,7 +213,7 @@ class ModelUnderPlan:
         self._refuse_closed()
         while self._engine is None:
             self._stages(Stage.LOADING)
-            start_computing_threads(teams=2 if self.plan.attend_on == HOST else 1)
+            start_computing_threads(teams=2 if self.plan.attend_on == HOST else self.plan.pipeline)
             try:
                 self._engine = self._new_engine()
             except Damaged as damaged:
@@ -214,7 +227,7 @@ class ModelUnderPlan:
         shared, source = self._shared, self.source
         if shared is not None and shared.take is not None:
             source = HandedSource(source, shared.take)
-        self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight, shared)
+        self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight, shared, self.others)
         try:
             return Engine(self.model, source, self.plan, self._memories, self._times_all)
         except BaseException:  # the next attempt starts from nothing
@@ -227,7 +240,11 @@ class ModelUnderPlan:
         disk = self._memories.disk.meter.peak_bytes
         if self.dummy_weights:
             disk += sum(file.stat().st_size for file in self.weight_files)
-        return {"device": self.device.peak_bytes(), "host": peak_resident_bytes(), "disk": disk}
+        return {
+            "device": max(device.peak_bytes() for device in (self.device, *self.others)),
+            "host": peak_resident_bytes(),
+            "disk": disk,
+        }
 
     def _refuse_closed(self) -> None:
         refuse_forked(self._process, f"this LLM of {self.name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -34,15 +35,17 @@ def refuse_memory_of_no_gpu(device: Device, gpu_mem: int | str | None) -> None:
         raise ValueError(f"gpu_mem {shown(gpu_mem)} is for a GPU, and this model computes on the CPU; leave it out")
 
 
-def open_budgets(device: Device, gpu_mem: int | str | None, cpu_mem: int | str | None) -> Budgets:
-    """The budgets except the disk's."""
-    device.warm_up(COMPUTE_LANE)
+def open_budgets(devices: Sequence[Device], gpu_mem: int | str | None, cpu_mem: int | str | None) -> Budgets:
+    """The budgets except the disk's. That of a device is the one of the fullest of several."""
+    for device in devices:
+        device.warm_up(COMPUTE_LANE)
     host_base = bytes_to_begin_with()
     asked = None if gpu_mem is None else parse_bytes(gpu_mem)
-    device.limit(asked)
-    known = [nbytes for nbytes in (asked, device.free_bytes()) if nbytes is not None]
+    for device in devices:
+        device.limit(asked)
+    known = [nbytes for nbytes in (asked, *(device.free_bytes() for device in devices)) if nbytes is not None]
     return Budgets(
-        device=min(known) if known and device.accelerator else None,
+        device=min(known) if known and devices[0].accelerator else None,
         host=available_bytes() + host_base if cpu_mem is None else parse_bytes(cpu_mem),
         host_base=host_base,
     )

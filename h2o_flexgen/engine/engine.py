@@ -24,6 +24,7 @@ from h2o_flexgen.engine.graphs import Compute, StepGraphs
 from h2o_flexgen.engine.head import AtHead
 from h2o_flexgen.engine.many_positions import LogitsOf
 from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.engine.parts_there import PartsThere
 from h2o_flexgen.engine.rows import BatchRows, Part
 from h2o_flexgen.engine.seated import SeatedRows
 from h2o_flexgen.engine.stores.asked import AskedStore
@@ -43,6 +44,8 @@ from h2o_flexgen.models.checkpoint import WeightSource
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import place_weights
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.sections import device_of_layers, layers_of, only_layers
+from h2o_flexgen.schedule.lanes import Lanes
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Task, Visit
@@ -120,7 +123,7 @@ class _Progress:
     """The state that the actions of a running block share."""
 
     rows: list[BatchRows]
-    kv: KVStore
+    kv: Sequence[KVStore]  # of each device
     hidden: HiddenStore
     prefixes: PrefixStore
     asked: AskedStore
@@ -189,7 +192,12 @@ class Engine:
         self._plan = plan
         self._memories = memories
         self._process = os.getpid()
-        self._weights = WeightStore(self._spec, place_weights(self._spec, plan), source, memories)
+        tiers, device_of = place_weights(self._spec, plan), device_of_layers(self._spec, plan.pipeline)
+        self._device_of = Lanes(device_of).device
+        self._parts_of_devices = [PartsThere(own.device) for own in memories.of_devices]
+        sections = (only_layers(self._spec, layers_of(device_of, device)) for device in range(plan.pipeline))
+        specs = [self._spec] if plan.pipeline == 1 else list(sections)
+        self._weights = [WeightStore(spec, tiers, source, own) for spec, own in zip(specs, memories.of_devices, strict=True)]
 
     def trim(self) -> None:
         """Frees buffers that the blocks of an earlier workload left for reuse: the next ones may have other sizes."""
@@ -197,15 +205,17 @@ class Engine:
 
     def restart_peaks(self) -> None:
         self._memories.disk.meter.restart_peak()
-        self._memories.device.restart_peak()
+        for own in self._memories.of_devices:
+            own.device.restart_peak()
 
     def hand_round(self, give: Callable[[Tensor], None]) -> None:
         """Gives the weights that rest on the device to the processes that share those of host memory."""
-        self._weights.hand_round(give)
+        for weights in self._weights:
+            weights.hand_round(give)
 
     @property
     def weight_files(self) -> tuple[Path, ...]:
-        return self._weights.files
+        return tuple(dict.fromkeys(file for weights in self._weights for file in weights.files))
 
     @property
     def is_forked(self) -> bool:
@@ -214,8 +224,11 @@ class Engine:
 
     def open_kv(self, planned: BlockPlan) -> KVStore:
         """A home for the block's KV; the caller closes it. That of texts that live on is handed to `run` again."""
+        return self._kv_on(planned, self._memories)
+
+    def _kv_on(self, planned: BlockPlan, memories: Memories) -> KVStore:
         with torch.inference_mode():
-            return KVStore(self._spec, self._plan.policy, planned.block, planned.schedule, self._memories)
+            return KVStore(planned.spec, self._plan.policy, planned.block, planned.schedule, memories)
 
     def run(
         self,
@@ -292,7 +305,8 @@ class Engine:
         """Runs the block in a generator of its own: everything it holds is freed when that ends. It pauses when there is
         something to hand out."""
         block, schedule = planned.block, planned.schedule
-        self._weights.prepare(schedule)
+        for weights in self._weights:
+            weights.prepare(schedule)
         guard = HostGuard(self._memories.host.spare_bytes) if may_run_out else None
         with ExitStack() as opened:
             with torch.inference_mode():
@@ -300,7 +314,8 @@ class Engine:
                 prefixes = opened.enter_context(closing(PrefixStore(self._spec, self._plan, block, self._memories)))
                 asked = opened.enter_context(closing(AskedStore(self._spec, block, schedule, self._memories)))
                 alive = [self._rows_of(place, block, rows, prefixes) for place in range(len(block.batches))]
-                own = opened.enter_context(closing(self.open_kv(planned))) if kv is None else kv
+                parts = zip(planned.sections, self._memories.of_devices) if kv is None else ()
+                own = [opened.enter_context(closing(self._kv_on(part, on))) for part, on in parts] or [kv]
                 if kv is not None:
                     kv.prepare(block, schedule)
             measures.clock = time.perf_counter()
@@ -318,7 +333,8 @@ class Engine:
                 block.num_rows,
                 lambda: executor.busy_seconds,
             )
-            executor = Executor(self._actions(schedule, state), self._memories.device, schedule.ahead, self._times_all)
+            devices, lanes = [own.device for own in self._memories.of_devices], schedule.traffic.lanes
+            executor = Executor(self._actions(schedule, state), devices, schedule.ahead, self._times_all, lanes)
             try:
                 yield from executor.steps(self._tasks(schedule, state), pauses)
             finally:
@@ -330,11 +346,12 @@ class Engine:
     def _give_back(self) -> None:
         gc.collect()
         self._memories.host.trim()
-        self._memories.device.give_back_freed()
+        for own in self._memories.of_devices:
+            own.device.give_back_freed()
         give_back_freed()
 
     def _rows_of(self, place: int, block: Block, rows: Sequence[RowState] | Waiting, prefixes: PrefixStore) -> BatchRows:
-        batch, device = block.batches[place], self._memories.device
+        batch, device = block.batches[place], self._memories.of_devices[-1].device  # which picks the tokens
         there = self._plan, block.gen_len, device.torch_device, device.upload, device.read_back
         if isinstance(rows, Waiting):
             return SeatedRows(place, batch, rows, prefixes, *there)
@@ -365,27 +382,34 @@ class Engine:
             users = (rows for batch, rows in enumerate(state.rows) if schedule.weight_batch(batch) == task.batch)
             return not schedule.cuts_layers and all(rows.is_done for rows in users)
 
+        lanes = schedule.traffic.lanes
+
+        def on_own(action_of: Callable[[int], Callable[[Task], int]]) -> Callable[[Task], int]:
+            """Does the action of the task's device."""
+            return lambda task: action_of(lanes.device(task.layer))(task)
+
         def compute(task: Task) -> int:
             if not state.rows[task.batch].is_done:
                 state.measures.step = task.step
                 if state.guard is not None:
                     state.guard.look()
                 self._compute(task, state)
-                if state.listening.on_visit is not None:
+                if state.listening.on_visit is not None and lanes.of(task) == lanes.of_head:  # in the caller's thread alone
                     state.listening.on_visit(task, state.measures.tokens)
             return 0
 
         return {
-            Op.READ_W: for_its_users(self._weights.read),
-            Op.LOAD_W: for_its_users(self._weights.load),
-            Op.READ_KV: for_the_living(state.kv.read),
-            Op.LOAD_KV: for_the_living(state.kv.load),
+            Op.READ_W: for_its_users(on_own(lambda at: self._weights[at].read)),
+            Op.LOAD_W: for_its_users(on_own(lambda at: self._weights[at].load)),
+            Op.READ_KV: for_the_living(on_own(lambda at: state.kv[at].read)),
+            Op.LOAD_KV: for_the_living(on_own(lambda at: state.kv[at].load)),
             Op.LOAD_H: for_the_living(state.hidden.load),
             Op.COMPUTE: compute,
             Op.ATTEND: for_the_living(lambda task: self._attend(task, state)),
+            Op.PASS_H: for_the_living(state.hidden.pass_on),
             Op.STORE_H: for_the_living(state.hidden.store),
-            Op.STORE_KV: while_wanted(state.kv.store),
-            Op.WRITE_KV: while_wanted(state.kv.write),
+            Op.STORE_KV: while_wanted(on_own(lambda at: state.kv[at].store)),
+            Op.WRITE_KV: while_wanted(on_own(lambda at: state.kv[at].write)),
         }
 
     def _compute(self, task: Task, state: _Progress) -> None:
@@ -394,7 +418,7 @@ class Engine:
         if layer.makes_logits:
 
             def logits_of(hidden: Tensor) -> Tensor:
-                return base.logits(self._model, layer, hidden, self._weights.logit_parts(task.visit))
+                return base.logits(self._model, layer, hidden, self._weights_for(task.visit).logit_parts(task.visit))
 
             state.at_the_head(rows, task, logits_of)
             return
@@ -402,13 +426,19 @@ class Engine:
         if hidden is not None and self._is_asking(task.visit._replace(layer=task.layer - 1), rows.parts[0], state):
             _, states = next(iter(rows.split(hidden)))
             state.asked.fill_in(task.batch, states)
-        cache = state.kv.open(task, rows) if layer.has_kv else None
+        cache = self._kv_for(task.visit, state).open(task, rows) if layer.has_kv else None
         if state.graphs is not None and state.graphs.take(rows):
             state.hidden.put(task, state.graphs.compute(task.visit, rows, hidden, self._captured(task.visit, cache)))
             return
         if cache is not None:
             cache.prefixes = state.prefixes.caches(task.layer, rows.prefixes)
         state.hidden.put(task, self._layer(task.visit, rows, hidden, partial(self._attend_of, task, cache, state)))
+
+    def _weights_for(self, visit: Visit) -> WeightStore:
+        return self._weights[self._device_of(visit.layer)]
+
+    def _kv_for(self, visit: Visit, state: _Progress) -> KVStore:
+        return state.kv[self._device_of(visit.layer)]
 
     def _captured(self, visit: Visit, cache: KVCache | None) -> Compute:
         """Computes a layer in a way that may be captured: whatever was done before, it does the same."""
@@ -417,7 +447,7 @@ class Engine:
             return None if cache is None else partial(cache.attend, part.now)
 
         def compute(part: Part, hidden: Tensor | None) -> Tensor:
-            self._weights.forget_decoded()
+            self._weights_for(visit).forget_decoded()
             if cache is not None:
                 cache.replaced = None
             return self._computed(visit, part, hidden, attend_of)
@@ -426,12 +456,12 @@ class Engine:
 
     def _attend(self, task: Task, state: _Progress) -> int:
         """The host attends what a COMPUTE has asked."""
-        return state.asked.attend(task.batch, state.kv.open_beside(task, state.rows[task.batch]))
+        return state.asked.attend(task.batch, self._kv_for(task.visit, state).open_beside(task, state.rows[task.batch]))
 
     @staticmethod
     def _is_asking(visit: Visit, part: Part, state: _Progress) -> bool:
         """Whether the host attends this part of a visit: the decode step, which comes first."""
-        return not part.now.is_prefill and state.kv.is_attended_beside(visit)
+        return not part.now.is_prefill and state.kv[0].is_attended_beside(visit)
 
     def _attend_of(self, task: Task, cache: KVCache | None, state: _Progress, part: Part) -> base.Attend | None:
         """What the layer of a COMPUTE is handed to attend with."""
@@ -458,12 +488,15 @@ class Engine:
         return out
 
     def _computed(self, visit: Visit, part: Part, hidden: Tensor | None, attend_of: AttendOf) -> Tensor:
+        device = self._device_of(visit.layer)
+        if device != self._plan.pipeline - 1:
+            part = self._parts_of_devices[device].of(visit.batch, part)
         positions, attend = part.now.text_positions, attend_of(part)
         given = base.Given(positions) if attend is None else base.Given(positions, attend)
         if hidden is None:
-            x, weights = self._weights.look_up(visit, part.tokens)
+            x, weights = self._weights_for(visit).look_up(visit, part.tokens)
         else:
-            x, weights = hidden, self._weights.views(visit)
+            x, weights = hidden, self._weights_for(visit).views(visit)
         return base.computed(self._model, self._spec.layers[visit.layer], x, weights, given)
 
 

@@ -1,6 +1,7 @@
 """The executor: runs a schedule. Nowhere else in the running half does work happen beside other work.
 
-One FIFO worker per lane moves data; COMPUTE runs in the caller's thread. Every task waits for the needs that it declares and
+One FIFO worker per lane moves data; COMPUTE runs in the caller's thread. Where several devices compute, each has lanes of its
+own: COMPUTEs of the last one, which come to the tokens, run in the caller's thread, and those of the others in a lane's. Every task waits for the needs that it declares and
 for nothing else. An error in any lane is raised in the caller, with the task named; whatever happens, no thread outlives
 `run`.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 
@@ -20,7 +21,8 @@ from h2o_flexgen.engine.recorder import Recorder
 from h2o_flexgen.memory.device import Device, Marker
 from h2o_flexgen.memory.shortage import Shortage, shortage_of
 from h2o_flexgen.memory.threads import Event, starting
-from h2o_flexgen.schedule.ops import COMPUTE_LANE, LANES, WORKERS, Op
+from h2o_flexgen.schedule.lanes import Lanes
+from h2o_flexgen.schedule.ops import COMPUTE_LANE, WORKERS, Op
 from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 
@@ -50,16 +52,26 @@ class TaskFailed(RuntimeError):
 
 
 class Executor:
-    def __init__(self, actions: Mapping[Op, Action], device: Device, ahead: int = 1, times_all: bool = True) -> None:
+    def __init__(
+        self,
+        actions: Mapping[Op, Action],
+        device: Device | Sequence[Device],
+        ahead: int = 1,
+        times_all: bool = True,
+        lanes: Lanes | None = None,
+    ) -> None:
         """`times_all`: every task has its span in the trace, also where a device has to be asked for its times."""
         self._actions = actions
-        self._device = device
+        self._devices = (device,) if isinstance(device, Device) else tuple(device)
+        self._device = self._devices[-1]  # that computes in the caller's thread
+        self._lanes = lanes or Lanes()
+        self._lane_of, self._device_of = self._lanes.of, self._lanes.device
         self._ahead = ahead  # COMPUTEs that may wait while their transfers are under way
-        self._pending: dict[Key, _Pending] = device.handover.unfinished()  # tasks
+        self._pending: dict[Key, _Pending] = self._device.handover.unfinished()  # tasks
         self._queues: dict[str, SimpleQueue[Task | None]] = {}
         self._threads: list[tuple[threading.Thread, Event]] = []
         self._times_all = times_all
-        self._marked: dict[str, int] = dict.fromkeys(LANES, 0)  # markers of each lane so far
+        self._marked: dict[str, int] = dict.fromkeys(self._lanes.there, 0)  # markers of each lane so far
         self._waited: dict[tuple[str, str], int] = {}  # (lane, other lane) -> the marker of the other that it waited for last
         self._computed = 0
         self._failure: tuple[Task | str, BaseException] | None = None
@@ -76,9 +88,10 @@ class Executor:
     def steps(self, tasks: Iterable[Task], pauses: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Runs the tasks, and hands over to the caller after every COMPUTE behind which it `pauses`. Lanes go on meanwhile."""
         with self._computing():
-            start = self._device.mark(timed=True)
-            self._recorder = Recorder(self._device, time.perf_counter(), start, self._times_all)
-        self._device.settle()  # what was prepared on another stream than the lanes', and the marker that all times count from
+            started_at = time.perf_counter()
+        starts = [self._start_of(device) for device in self._devices]
+        self._recorder = Recorder(self._devices, self._lanes, started_at, starts, self._times_all)
+        self._settle()  # what was prepared on another stream than the lanes', and the marker that all times count from
         try:
             self._start_lanes()
             computed, is_left = self._issue(tasks), True
@@ -92,12 +105,20 @@ class Executor:
             raise
         finally:
             self._end_lanes()
-            self._device.settle()
+            self._settle()
             self._collect()
             self.trace = self._recorder.trace()
             self.lane_seconds = self._recorder.lane_seconds(self.trace)
             self.moved_bytes = {lane: self._recorder.moved_bytes[lane] for lane in self.lane_seconds}
         self._raise_failure()
+
+    def _start_of(self, device: Device) -> Marker | None:
+        with device.stream(COMPUTE_LANE), torch.inference_mode():
+            return device.mark(timed=True)
+
+    def _settle(self) -> None:
+        for device in self._devices:
+            device.settle()
 
     @property
     def busy_seconds(self) -> Mapping[str, float]:
@@ -115,17 +136,18 @@ class Executor:
     def _issue(self, tasks: Iterable[Task]) -> Iterator[None]:
         """Stops behind every COMPUTE."""
         computes: deque[Task] = deque()
-        event = self._device.handover.event
+        event, own = self._device.handover.event, self._lanes.of_head
         for task in tasks:
             self._raise_failure()
             self._pending[task.key] = _Pending(event())
-            if task.op is Op.COMPUTE:
+            lane = self._lane_of(task)
+            if lane == own:
                 computes.append(task)
                 if len(computes) > self._ahead:
                     self._compute(computes.popleft())
                     yield
             else:
-                self._queues[task.lane].put(task)
+                self._queues[lane].put(task)
         while computes:
             self._compute(computes.popleft())
             self._raise_failure()
@@ -160,9 +182,9 @@ class Executor:
     # -- the lanes ---------------------------------------------------------------------------------------------------
 
     def _start_lanes(self) -> None:
-        self._queues = {lane: self._device.handover.queue() for lane in LANES if lane != COMPUTE_LANE}
+        self._queues = {lane: self._device.handover.queue() for lane in self._lanes.there if lane != self._lanes.of_head}
         for lane in self._queues:
-            for worker in range(WORKERS[lane]):
+            for worker in range(WORKERS[self._lanes.there[lane][0]]):
                 ended = self._device.handover.event()
                 thread = self._device.handover.thread(self._work, (lane, ended), f"lane-{lane}-{worker}")
                 with starting():
@@ -175,7 +197,7 @@ class Executor:
         while not all(ended.is_set() for _, ended in self._threads):
             try:
                 for lane, queue in self._queues.items():
-                    for _ in range(WORKERS[lane]):
+                    for _ in range(WORKERS[self._lanes.there[lane][0]]):
                         queue.put(None)
                 for _, ended in self._threads:
                     ended.wait()  # not join: an interrupted join counts the thread as ended
@@ -188,8 +210,12 @@ class Executor:
             raise interrupt
 
     def _work(self, lane: str, ended: Event) -> None:
+        kind, device = self._lanes.there[lane]
         try:
-            with torch.inference_mode(), self._device.stream(lane):  # a mode of the thread, which does not inherit the caller's
+            with (
+                torch.inference_mode(),
+                self._devices[device].stream(kind),
+            ):  # a mode of the thread, which does not inherit the caller's
                 while (task := self._queues[lane].get()) is not None:
                     self._perform(task)
         except BaseException as error:  # from the lane's stream; errors of tasks are caught below
@@ -223,27 +249,28 @@ class Executor:
             if task.op.by_host:  # the CPU reads and writes host memory: what it needs must be in place
                 need.marker.synchronize()
             else:
-                self._wait_on_stream(task.op.lane, key.op.lane, need.marker, need.number)
+                self._wait_on_stream(task, self._lane_of(key), need.marker, need.number)
         return not self._stopped
 
-    def _wait_on_stream(self, lane: str, other: str, marker: Marker, number: int) -> None:
-        """Makes the lane's stream wait for a marker, unless it is behind it anyway: a stream does its work in order."""
+    def _wait_on_stream(self, task: Task, other: str, marker: Marker, number: int) -> None:
+        """Makes the stream of a task's lane wait for a marker, unless it is behind it anyway: a stream does its work in order."""
+        lane = self._lane_of(task)
         if lane != other and number > self._waited.get((lane, other), 0):
-            self._device.wait(marker)
+            self._devices[self._device_of(task.layer)].wait(marker)
             self._waited[lane, other] = number
 
     def _act(self, task: Task, pending: _Pending) -> None:
         op, is_timed = task.op, self._recorder.times(task)
-        on_stream = not op.by_host
-        first = self._device.mark(timed=True) if on_stream and is_timed else None
+        on_stream, device, lane = not op.by_host, self._devices[self._device_of(task.layer)], self._lane_of(task)
+        first = device.mark(timed=True) if on_stream and is_timed else None
         start = time.perf_counter()
         moved = self._actions[op](task)
-        last = self._device.mark(is_timed, blocking=True) if on_stream else None
+        last = device.mark(is_timed, blocking=True) if on_stream else None
         if last is None:
             self._recorder.add(task, start, time.perf_counter(), moved)
             return
-        self._marked[op.lane] += 1
-        pending.marker, pending.number = last, self._marked[op.lane]
+        self._marked[lane] += 1
+        pending.marker, pending.number = last, self._marked[lane]
         self._recorder.add_marked(task, first, last, moved)
 
 

@@ -8,30 +8,35 @@ taken to be like them.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from h2o_flexgen.memory.device import Device, Marker
-from h2o_flexgen.schedule.ops import LANES, Op
+from h2o_flexgen.schedule.lanes import Lanes, place_of
+from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Span, Trace
 
 KEPT = 1 << 14  # latest spans that are kept; of earlier ones only the sums per lane are
+Kind = tuple[str, Op, bool]  # of tasks: lane, op, and whether it is the first step
 TIMED_EVERY = 8  # steps, of which one is timed where nobody wants a trace
 
 
 class Recorder:
-    def __init__(self, device: Device, started_at: float, start: Marker | None, times_all: bool) -> None:
-        self._device = device
+    def __init__(
+        self, devices: Sequence[Device], lanes: Lanes, started_at: float, starts: Sequence[Marker | None], times_all: bool
+    ) -> None:
+        self._devices = devices
+        self._lanes = lanes
         self._started_at = started_at
-        self._start = start
-        self._times_all = times_all or start is None
+        self._starts = starts  # of each device
+        self._times_all = times_all or None in starts
         self._ended: deque[Span] = deque()
         self._marked: deque[tuple[Task, Marker | None, Marker, int]] = deque()
         self.moved_bytes: Counter[str] = Counter()  # by lane
         self._seconds: Counter[str] = Counter()  # of tasks that were over when their actions returned, by lane
-        self._timed: Counter[tuple[Op, bool]] = Counter()  # seconds of marked tasks, by op and whether it is the first step
-        self._timed_tasks: Counter[tuple[Op, bool]] = Counter()
-        self._untimed_tasks: Counter[tuple[Op, bool]] = Counter()
+        self._timed: Counter[Kind] = Counter()  # seconds of marked tasks
+        self._timed_tasks: Counter[Kind] = Counter()
+        self._untimed_tasks: Counter[Kind] = Counter()
         self._trace = Trace(())
         self._kept: list[Span] = []
 
@@ -40,7 +45,7 @@ class Recorder:
 
     def add(self, task: Task, begun: float, ended: float, moved: int) -> None:
         """Adds a task that was over when its action returned. Times are those of time.perf_counter."""
-        self._ended.append(Span(task.key, task.lane, begun - self._started_at, ended - self._started_at, moved))
+        self._ended.append(Span(task.key, self._lanes.of(task), begun - self._started_at, ended - self._started_at, moved))
 
     def add_marked(self, task: Task, first: Marker | None, last: Marker, moved: int) -> None:
         """Adds a task that a stream does between two markers, or, if it is not timed, before one."""
@@ -59,16 +64,19 @@ class Recorder:
             self._kept = []
 
     def _ends(self, task: Task, first: Marker | None, last: Marker, moved: int) -> Key:
-        key, kind = task.key, (task.op, task.step == 0)
+        lane = self._lanes.of(task)
+        key, kind = task.key, (lane, task.op, task.step == 0)
         if first is None:
-            self.moved_bytes[task.lane] += moved
+            self.moved_bytes[lane] += moved
             self._untimed_tasks[kind] += 1
             return key
-        assert self._start is not None
-        begun, ended = (self._device.seconds_between(self._start, marker) for marker in (first, last))
+        at = self._lanes.device(task.layer)
+        device, start = self._devices[at], self._starts[at]
+        assert start is not None
+        begun, ended = (device.seconds_between(start, marker) for marker in (first, last))
         self._timed[kind] += ended - begun  # type: ignore[assignment]
         self._timed_tasks[kind] += 1
-        self._keep(Span(key, task.lane, begun, ended, moved))
+        self._keep(Span(key, lane, begun, ended, moved))
         return key
 
     def _keep(self, span: Span) -> None:
@@ -80,15 +88,15 @@ class Recorder:
         busy: Counter[str] = Counter(self._seconds)
         for kind, seconds in self._timed.items():
             everyone = self._timed_tasks[kind] + self._untimed_tasks[kind]
-            busy[kind[0].lane] += seconds * everyone / self._timed_tasks[kind]  # type: ignore[assignment]
+            busy[kind[0]] += seconds * everyone / self._timed_tasks[kind]  # type: ignore[assignment]
         return busy
 
     def lane_seconds(self, trace: Trace) -> dict[str, float]:
         """Seconds in which each lane that did something did at least one task, in the order in which data passes through them.
         Of a lane whose tasks were not all timed it is what they take together, which is the same: a stream does one at once."""
-        estimated = {kind[0].lane for kind, tasks in self._untimed_tasks.items() if tasks}
+        estimated = {kind[0] for kind, tasks in self._untimed_tasks.items() if tasks}
         busy = self.busy_seconds()
-        lanes = [lane for lane in LANES if lane in self.moved_bytes]
+        lanes = sorted(self.moved_bytes, key=place_of)
         return {lane: busy[lane] if lane in estimated else trace.busy_seconds(lane) for lane in lanes}
 
     def trace(self) -> Trace:

@@ -80,9 +80,9 @@ class KVStep:
         """Slots that each row held before. (rows,)"""
         return self._lines.counts
 
-    def on(self, device: torch.device) -> KVStep:
+    def on(self, device: torch.device, upload: Upload = Tensor.to) -> KVStep:
         """The same for caches on this device."""
-        return self if device == self.counts.device else KVStep.of(self.slots, self.capacity, device, self.prefixes)
+        return self if device == self.counts.device else KVStep.of(self.slots, self.capacity, device, self.prefixes, upload)
 
     @property
     def rows(self) -> int:

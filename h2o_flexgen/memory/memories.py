@@ -3,7 +3,9 @@ says."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from copy import copy
 from pathlib import Path
 
 from torch import Tensor
@@ -21,8 +23,14 @@ class Memories:
     asked for, since they may be more than a system lets a process lock."""
 
     def __init__(
-        self, device: Device, offload_folder: Path, pin_weight: bool = True, shared: SharedWeights | None = None
+        self,
+        device: Device,
+        offload_folder: Path,
+        pin_weight: bool = True,
+        shared: SharedWeights | None = None,
+        others: Sequence[Device] = (),
     ) -> None:
+        """`others`: devices that compute beside the first, each with memory of its own, over the same host and disk."""
         self.device = device
         self.host = HostTier(device)
         locker = device if pin_weight else None
@@ -34,6 +42,13 @@ class Memories:
         self.files = Files()  # first: its threads may find no room, and then nothing is left behind
         self._folder = self._opened(offload_folder)
         self.disk = DiskTier(self.files, offload_folder)
+        self.of_devices = (self, *(self._beside(other) for other in others))
+
+    def _beside(self, device: Device) -> Memories:
+        """The same memories as another device sees them."""
+        memories = copy(self)
+        memories.device, memories.compute = device, device.memory(self.host)
+        return memories
 
     def _opened(self, folder: Path) -> OffloadFolder:
         try:
@@ -46,7 +61,8 @@ class Memories:
         with ExitStack() as closing:  # each of them, also when one fails
             for tier in (self._folder, self.disk, self.files, self.host, self.weights, self.at_rest):
                 closing.callback(tier.close)
-            closing.callback(self.device.settle)  # the last is the first to be called
+            for memories in self.of_devices:
+                closing.callback(memories.device.settle)  # the last is the first to be called
 
 
 class Ring:

@@ -14,7 +14,9 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
 from h2o_flexgen.planning.placement import Placement, place, place_weights, placed_shares, traffic
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.sections import layers_of, only_layers
 from h2o_flexgen.policies.occupancy import Occupancy
+from h2o_flexgen.schedule.pipeline import Pipeline
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.table import SCHEDULES
 
@@ -32,9 +34,30 @@ class BlockPlan:
     @classmethod
     def of(cls, spec: ModelSpec, plan: Plan, block: Block, site: Site, weights: Mapping[str, str] | None = None) -> BlockPlan:
         _refuse_batches_that_wait(plan, block)
+        _refuse_rows_of_a_pipeline(plan, block)
         placement = place(spec, plan, block, weights)
-        schedule = SCHEDULES[plan.schedule](traffic(spec, plan, block, placement, site))
+        kind = SCHEDULES[plan.schedule] if plan.pipeline == 1 else Pipeline
+        schedule = kind(traffic(spec, plan, block, placement, site))
         return cls(spec, plan, block, placement, schedule)
+
+    @cached_property
+    def sections(self) -> tuple[BlockPlan, ...]:
+        """What each device of a pipeline has of it; the whole, where there is one."""
+        lanes = self.schedule.traffic.lanes
+        if lanes.devices == 1:
+            return (self,)
+        return tuple(self._section(layers_of(lanes.device_of, device)) for device in range(lanes.devices))
+
+    def _section(self, layers: tuple[int, ...]) -> BlockPlan:
+        """The block as a device sees it that computes these layers. Visits keep their numbers."""
+        traffic = self.schedule.traffic
+        own = replace(
+            traffic,
+            weights_on_disk=traffic.weights_on_disk.intersection(layers),
+            weights_on_host=traffic.weights_on_host.intersection(layers),
+            kv={place: tier for place, tier in traffic.kv.items() if place[0] in layers},
+        )
+        return replace(self, spec=only_layers(self.spec, layers), schedule=replace(self.schedule, traffic=own))
 
     @cached_property
     def placed_percent(self) -> tuple[float, ...]:
@@ -70,6 +93,13 @@ def _refuse_batches_that_wait(plan: Plan, block: Block) -> None:
             f"schedule {plan.schedule!r} runs one batch after the other, so rows cannot join {len(block.batches)} of them; "
             "give num_gpu_batches=1, or schedule='zigzag'"
         )
+
+
+def _refuse_rows_of_a_pipeline(plan: Plan, block: Block) -> None:
+    """Refuses rows that come and go, and texts that live on: what they hold would have to be known on every device at once."""
+    if plan.pipeline > 1 and (block.is_running or any(batch.lives_on or any(batch.seen) for batch in block.batches)):
+        what = "rows that come and go" if block.is_running else "a text that goes on turn by turn"
+        raise ValueError(f"a pipeline of {plan.pipeline} devices is for blocks of prompts, not for {what}; give pipeline=1")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Sizes come from the functions by which allocators and stores lay data out (core/
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from h2o_flexgen.core.layout import (
@@ -31,6 +31,7 @@ from h2o_flexgen.schedule.ops import READ, WORKERS, WRITE
 from h2o_flexgen.schedule.schedule import Schedule
 
 WEIGHTS = "weights"  # the part that holds weights at rest
+SHARED = ("activations", "loading")  # parts that are there once, however many devices compute
 Parts = dict[str, dict[str, int]]  # tier -> what it holds -> bytes
 
 
@@ -39,6 +40,7 @@ class Footprint:
     """Bytes by tier and by what they hold."""
 
     parts: Mapping[str, Mapping[str, int]]
+    devices: tuple[int, ...] = ()  # bytes of each, where several compute
 
     def total(self, tier: str) -> int:
         return sum(self.parts.get(tier, {}).values())
@@ -52,13 +54,31 @@ class Footprint:
                     for name in [*self.parts.get(tier, {}), *other.parts.get(tier, {})]
                 }
                 for tier in TIERS
-            }
+            },
+            tuple(map(max, zip(self.devices, other.devices))),
         )
 
 
 def footprint(planned: BlockPlan, site: Site, scored_at_once: int = 0) -> Footprint:
     """The footprint of a block. `scored_at_once`: positions of prompts whose logits are made together; 0 if only the last of
-    each row has logits."""
+    each row has logits. Of several devices it has the parts of the one that holds most, and what all need of the host."""
+    each = [_parts(section, site, scored_at_once) for section in planned.sections]
+    if len(each) == 1:
+        return Footprint(each[0])
+    held = {DEVICE: max((parts[DEVICE] for parts in each), key=lambda parts: sum(parts.values()))}
+    for tier in (HOST, DISK):
+        names = dict.fromkeys(name for parts in each for name in parts[tier])
+        held[tier] = {name: _together(name, [parts[tier].get(name, 0) for parts in each]) for name in names}
+    return Footprint(held, tuple(sum(parts[DEVICE].values()) for parts in each))
+
+
+def _together(name: str, of_sections: Sequence[int]) -> int:
+    """Bytes of a part that every device needs, or that all share."""
+    return max(of_sections) if name in SHARED else sum(of_sections)
+
+
+def _parts(planned: BlockPlan, site: Site, scored_at_once: int) -> Parts:
+    """What a block holds, or one device's section of it."""
     spec, schedule = planned.spec, planned.schedule
     parts: Parts = {tier: defaultdict(int) for tier in TIERS}
     compute = DEVICE if schedule.traffic.accelerator else HOST
@@ -72,7 +92,7 @@ def footprint(planned: BlockPlan, site: Site, scored_at_once: int = 0) -> Footpr
     parts[compute]["decoded weights"] = decoded_bytes(spec, site)
     parts[compute]["shared prefixes"] = _prefix_bytes(planned, scored_at_once)
     parts[HOST]["disk buffers"] = _disk_buffers(planned)
-    return Footprint({tier: dict(held) for tier, held in parts.items()})
+    return {tier: dict(held) for tier, held in parts.items()}
 
 
 def _add_weights(parts: Parts, spec: ModelSpec, placement: Placement, schedule: Schedule, compute: str, written: bool) -> None:
@@ -126,6 +146,10 @@ def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule,
     sizes = [region_bytes(hidden_bytes(spec, batch)) for batch in block.batches]
     for nbytes, tier in zip(sizes, schedule.traffic.hidden):
         parts[tier if tier != DEVICE else compute]["activations"] += nbytes
+    own = [at for at, layer in enumerate(spec.layers) if layer.tensors]
+    for batch, nbytes in enumerate(sizes):  # found from the device before, and left for the next
+        passed = sum(schedule.traffic.passes_on(at, batch) for at in (own[0] - 1, own[-1]) if at >= 0)
+        parts[compute]["activation slots"] += passed * nbytes
     moved = [nbytes for batch, nbytes in enumerate(sizes) if schedule.traffic.moves_hidden(batch)]
     if moved:
         parts[compute]["activation slots"] += schedule.buffers * max(moved)

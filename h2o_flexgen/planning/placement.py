@@ -15,6 +15,7 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.plan import Plan, Shares
+from h2o_flexgen.planning.sections import device_of_layers
 from h2o_flexgen.schedule.traffic import Traffic
 
 
@@ -86,6 +87,7 @@ def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, sit
         kv_after=any(batch.lives_on for batch in block.batches),
         attends_on_host=site.accelerator and plan.attend_on == HOST,
         rows_join=block.is_running,
+        device_of=device_of_layers(spec, plan.pipeline),
     )
 
 

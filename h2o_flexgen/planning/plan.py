@@ -71,6 +71,7 @@ class Plan:
     compute: str = EXACT  # or INT8: factors of packed weights are rounded to 8 bits
     graphs: str = AUTO  # ON: decode steps are captured and replayed, or else it is an error; OFF: they never are
     schedule: str = "zigzag"
+    pipeline: int = 1  # devices, each of which computes a range of layers
     kv_policy: str = "full"
     kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and who is protected
     shared_prefixes: bool = True  # what requests of a job begin with alike is computed and kept once
@@ -78,7 +79,7 @@ class Plan:
     least_prefix: int = LEAST_TOKENS  # of which tokens are shared
 
     def __post_init__(self) -> None:
-        for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens", "slots", "least_prefix"):
+        for name in ("gpu_batch_size", "num_gpu_batches", "prefill_tokens", "slots", "least_prefix", "pipeline"):
             object.__setattr__(self, name, COUNT.value(name, getattr(self, name)))  # numpy's numbers become Python's
         if self.num_gpu_batches > MOST_BATCHES:
             raise ValueError(f"num_gpu_batches is {shown(self.num_gpu_batches)}; the most is {MOST_BATCHES}")
@@ -95,6 +96,18 @@ class Plan:
         _require_known("kv_policy", self.kv_policy, POLICIES)
         _require_known("prefix_policy", self.prefix_policy, PREFIX_POLICIES)
         _ = self.policy  # refuses options that the policy does not take
+        self._refuse_what_a_pipeline_cannot()
+
+    def _refuse_what_a_pipeline_cannot(self) -> None:
+        if self.pipeline == 1:
+            return
+        asked = f"a pipeline of {self.pipeline} devices"
+        if self.schedule != Plan.schedule:
+            raise ValueError(f"{asked} has an order of its own, and schedule {self.schedule!r} is another; leave it out")
+        if self.attend_on == HOST:
+            raise ValueError(f"in {asked} each attends where it computes; leave attend_on={HOST!r} out")
+        if self.graphs == ON:
+            raise ValueError(f"graphs {ON!r} is for a single GPU, and {asked} was asked for; leave one of them out")
 
     @staticmethod
     def option_names() -> list[str]:
@@ -121,8 +134,8 @@ class Plan:
     @property
     def shares_prefixes(self) -> bool:
         """Whether prefixes are shared: among batches that do a step together, or one would wait for what another has yet to
-        do."""
-        return self.shared_prefixes and SCHEDULES[self.schedule].keeps_step
+        do; and on one device, which keeps them for all layers."""
+        return self.shared_prefixes and self.pipeline == 1 and SCHEDULES[self.schedule].keeps_step
 
     @property
     def copies_prefixes(self) -> bool:
@@ -169,7 +182,7 @@ class Plan:
     @property
     def may_capture(self) -> bool:
         """Whether decode steps may be captured as graphs, which work on addresses that stay: where nothing is moved."""
-        return self.graphs != OFF and self.is_resident
+        return self.graphs != OFF and self.is_resident and self.pipeline == 1
 
     @property
     def has_own_slots(self) -> bool:

@@ -24,7 +24,8 @@ from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Ma
 from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.policies.policy import ATTENTION
 from h2o_flexgen.quant.codec import CODECS, PLAIN
-from h2o_flexgen.schedule.ops import READ, WRITE, Data, Op
+from h2o_flexgen.schedule.lanes import longest_by_kind
+from h2o_flexgen.schedule.ops import LOAD, PASS, READ, STORE, WRITE, Data, Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
 from h2o_flexgen.schedule.task import Key, Task
@@ -91,6 +92,8 @@ class Pricing:
 
     def _moving(self, task: Task | Key) -> float:
         machine, op, nbytes = self.machine, task.op, self._nbytes(task)
+        if op.lane == PASS:  # from one device to another over both their links, whichever is slower
+            return nbytes / min(machine.bandwidth(LOAD), machine.bandwidth(STORE)) + machine.task_seconds
         rate = machine.bandwidth(op.lane, pinned=self.planned.plan.page_locks(op))
         if op.data is Data.KV and op.uses_disk:
             rate = min(rate, machine.kv_read_per_s if op.fetches else machine.kv_write_per_s)
@@ -213,12 +216,20 @@ class Pricing:
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def lane_seconds(self, step: int) -> dict[str, float]:
-        """Seconds that each lane works in one step: the step takes at least the longest."""
-        return _by_lane(self._priced(step))
+        """Seconds that each lane works in one step: the step takes at least the longest. Of several devices' lanes of a kind it
+        is the one that works longest."""
+        return self._by_lane(self._priced(step))
 
     def _priced(self, step: int) -> list[tuple[Key, float]]:
         """The tasks of a step and their seconds, with all slices of weights together."""
         return [(key, self.schedule.parts(key.op) * self.seconds(key)) for key in self.schedule.in_step(step)]
+
+    def _by_lane(self, priced: Iterable[tuple[Key, float]]) -> dict[str, float]:
+        lanes, total = self.schedule.traffic.lanes, dict[str, float]()
+        for key, seconds in priced:
+            lane = lanes.of(key)
+            total[lane] = total.get(lane, 0.0) + seconds
+        return longest_by_kind(total)
 
     # -- what lanes share ----------------------------------------------------------------------------------------------
 
@@ -228,7 +239,7 @@ class Pricing:
         priced = self._priced(step)
         reads, writes = self._disk_seconds(priced)
         memory = self._memory_bytes(key for key, _ in priced) / self.machine.host_read_per_s
-        return {**_by_lane(priced), SHARED_DISK: (reads + writes) / self.machine.disk_both, SHARED_MEMORY: memory}
+        return {**self._by_lane(priced), SHARED_DISK: (reads + writes) / self.machine.disk_both, SHARED_MEMORY: memory}
 
     def stretches(self, step: int) -> dict[Op, float]:
         """How many times longer tasks take because of what they share with others."""
@@ -270,14 +281,7 @@ class Pricing:
 
     def simulated(self) -> Trace:
         """The trace of the block as it should run on this machine."""
-        return simulate(self.schedule.tasks(), self.seconds, self.schedule.ahead)
-
-
-def _by_lane(priced: Iterable[tuple[Key, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for key, seconds in priced:
-        total[key.op.lane] = total.get(key.op.lane, 0.0) + seconds
-    return total
+        return simulate(self.schedule.tasks(), self.seconds, self.schedule.ahead, lanes=self.schedule.traffic.lanes)
 
 
 def lane_bounds(planned: BlockPlan, step: int, machine: Machine) -> dict[str, float]:

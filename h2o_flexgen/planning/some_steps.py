@@ -6,21 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from h2o_flexgen.planning.pricing import Pricing
-from h2o_flexgen.schedule.ops import COMPUTE_LANE
+from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.simulate import simulate
-from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Trace
 
 
 def simulated(pricing: Pricing, steps: Sequence[int]) -> Trace:
     schedule = of_so_many_steps(pricing.schedule, len(steps))
-    return simulate(schedule.tasks(), _SecondsOf(pricing, steps), schedule.ahead)
+    return simulate(schedule.tasks(), _SecondsOf(pricing, steps), schedule.ahead, lanes=schedule.traffic.lanes)
 
 
 def of_so_many_steps(schedule: Schedule, steps: int) -> Schedule:
-    return SCHEDULES[schedule.name](replace(schedule.traffic, steps=steps))
+    return replace(schedule, traffic=replace(schedule.traffic, steps=steps))
 
 
 def step_seconds(trace: Trace, schedule: Schedule) -> list[float]:
@@ -28,7 +27,7 @@ def step_seconds(trace: Trace, schedule: Schedule) -> list[float]:
     spent: dict[int, float] = {}
     clock, head = 0.0, schedule.traffic.layers - 1
     for span in sorted(trace.spans, key=lambda span: span.end):
-        if span.lane == COMPUTE_LANE and span.key.layer == head:
+        if span.key.op is Op.COMPUTE and span.key.layer == head:
             spent[span.key.step] = spent.get(span.key.step, 0.0) + span.end - clock
             clock = span.end
     return [spent[step] for step in sorted(spent)]

@@ -32,7 +32,7 @@ def check(schedule: Schedule) -> None:
     place = _check_issue(tasks)
     _check_visits(schedule, tasks)
     _check_complete(schedule, tasks, place)
-    ancestors = _ancestors(tasks, place)
+    ancestors = _ancestors(schedule, tasks, place)
     _check_data_flow(schedule, tasks, place, ancestors)
     _check_buffers(schedule, tasks, ancestors)
 
@@ -97,6 +97,8 @@ def _expected(schedule: Schedule) -> Iterator[Key]:
                 yield Key(Op.LOAD_H, *visit)
             if layer < traffic.layers - 1:
                 yield Key(Op.STORE_H, *visit)
+        if _is_passed_on(schedule, visit):
+            yield Key(Op.PASS_H, *visit)
         if _is_attended_by_host(schedule, visit):
             yield Key(Op.ATTEND, *visit)
         if traffic.fetches_kv(visit):
@@ -132,18 +134,26 @@ def _is_attended_by_host(schedule: Schedule, visit: Visit) -> bool:
     return traffic.accelerator and traffic.attends_on_host and elsewhere and visit.step > 0
 
 
+def _is_passed_on(schedule: Schedule, visit: Visit) -> bool:
+    """Whether the next layer is another device's, and hidden states rest on devices."""
+    devices, hidden = schedule.traffic.device_of, schedule.traffic.hidden
+    crosses = visit.layer + 1 < len(devices) and devices[visit.layer] != devices[visit.layer + 1]
+    return crosses and (not hidden or hidden[visit.batch] == DEVICE)
+
+
 # -- what happens before what --------------------------------------------------------------------------------------------
 
 
-def _ancestors(tasks: Sequence[Task], place: dict[Key, int]) -> list[int]:
+def _ancestors(schedule: Schedule, tasks: Sequence[Task], place: dict[Key, int]) -> list[int]:
     """The tasks that are over before each task starts, under any timing: bit n stands for the n-th task issued."""
     ancestors: list[int] = []
     last: dict[str, int] = {}
     for at, task in enumerate(tasks):
         before = [place[need] for need in task.needs]
-        if task.lane in ORDERED_LANES:
-            before += [last[task.lane]] if task.lane in last else []
-            last[task.lane] = at
+        if task.op.lane in ORDERED_LANES:
+            lane = schedule.traffic.lanes.of(task)
+            before += [last[lane]] if lane in last else []
+            last[lane] = at
         bits = 0
         for earlier in before:
             bits |= ancestors[earlier] | 1 << earlier
@@ -170,7 +180,7 @@ def _sources(schedule: Schedule, task: Task) -> Iterator[Key]:
         yield Key(Op.STORE_H, step, layer - 1, batch)
     elif task.op is Op.ATTEND:
         yield from _attended(schedule, visit)
-    elif task.op is Op.STORE_H:
+    elif task.op in (Op.STORE_H, Op.PASS_H):
         yield Key(Op.COMPUTE, *visit)
     elif task.op is Op.STORE_KV:  # the host first moves rows up to where others have left
         yield Key(Op.COMPUTE, *visit)
@@ -210,6 +220,8 @@ def _inputs(schedule: Schedule, visit: Visit) -> Iterator[Key]:
     before = Visit(step, layer - 1, batch) if layer else Visit(step - 1, traffic.layers - 1, batch)
     if before.step >= 0:
         yield Key(Op.COMPUTE, *before)
+        if _is_passed_on(schedule, before):
+            yield Key(Op.PASS_H, *before)
         if _is_attended_by_host(schedule, before):
             yield Key(Op.ATTEND, *before)
     if traffic.loads_weights(layer):

@@ -17,8 +17,8 @@ class Issuer:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._traffic = schedule.traffic
-        self._visits, self._buffers, self._weight_buffers = schedule.traffic.visits, schedule.buffers, schedule.weight_buffers
-        self._freed_by: dict[tuple[str, int], tuple[Key, ...]] = {}
+        self._visits = schedule.traffic.visits
+        self._freed_by: dict[tuple[str, int, int], tuple[Key, ...]] = {}
         self._known: dict[object, Chains] = {}
 
     def fetched(self, data: Data, *numbers: int) -> Iterator[Task]:
@@ -26,7 +26,7 @@ class Issuer:
             if number < self._visits:
                 visit = self._schedule.visit(number)
                 for link in self._chains(visit).fetches[data]:
-                    yield self._moved(link, number, visit)
+                    yield self._moved(link, visit)
 
     def sliced(self, op: Op, number: int, slices: Iterable[int]) -> Iterator[Task]:
         """Issues these slices of the weights that come with a visit."""
@@ -34,34 +34,34 @@ class Issuer:
             visit = self._schedule.visit(number)
             for link in self._chains(visit).fetches[op.data]:
                 if link.op is op:
-                    yield from (self._moved(link, number, visit, part) for part in slices)
+                    yield from (self._moved(link, visit, part) for part in slices)
 
     def computed(self, number: int) -> Iterator[Task]:
         """A COMPUTE, and what the host attends for it."""
         visit = self._schedule.visit(number)
         links, needs = self._chains(visit).computes, self._computed_before(visit)
         for link in links:
-            needs += self._schedule.keys(link.source, visit) if link.source else self._freed(link, number, visit)
+            needs += self._schedule.keys(link.source, visit) if link.source else self._freed(link, visit)
         yield Task(Op.COMPUTE, *visit, needs)
         for link in links:
-            self._leave(link, number, visit)
+            self._leave(link, visit)
         for link in self._chains(visit).attends:
-            task = self._moved(link, number, visit)
+            task = self._moved(link, visit)
             yield task._replace(needs=(Key(Op.COMPUTE, *visit), *task.needs))
 
     def stored(self, number: int) -> Iterator[Task]:
         visit = self._schedule.visit(number)
         for link in self._chains(visit).stores:
-            yield self._moved(link, number, visit)
+            yield self._moved(link, visit)
 
-    def _moved(self, link: Link, number: int, visit: Visit, part: int = 0) -> Task:
+    def _moved(self, link: Link, visit: Visit, part: int = 0) -> Task:
         op, (step, layer, batch) = link.op, visit
         source: tuple[Key, ...] = ()
         if link.source is not None and step >= link.ago[0]:  # data from before the first step was stored long ago
             source = (Key(link.source, step - link.ago[0], layer - link.ago[1], batch + part),)
-        freed = self._freed(link, number, visit)
+        freed = self._freed(link, visit)
         if link.leaves and part == self._schedule.parts(op) - 1:
-            self._leave(link, number, visit)
+            self._leave(link, visit)
         return Task(op, step, layer, batch + part, freed + source if op.fetches else source + freed)
 
     def _computed_before(self, visit: Visit) -> tuple[Key, ...]:
@@ -71,25 +71,26 @@ class Issuer:
         if layer == step == 0:
             return ()
         before = Visit(step, layer - 1, batch) if layer else Visit(step - 1, self._traffic.layers - 1, batch)
+        passed = (Key(Op.PASS_H, *before),) if self._traffic.passes_on(before.layer, batch) else ()
         attended = (Key(Op.ATTEND, *before),) if self._traffic.attends_beside(before) else ()
-        return (Key(Op.COMPUTE, *before), *attended)
+        return (Key(Op.COMPUTE, *before), *passed, *attended)
 
     # -- buffers -----------------------------------------------------------------------------------------------------
 
-    def _freed(self, link: Link, number: int, visit: Visit) -> tuple[Key, ...]:
+    def _freed(self, link: Link, visit: Visit) -> tuple[Key, ...]:
         freed: tuple[Key, ...] = ()
         for ring in link.takes:
-            freed += self._freed_by.get((ring, self._buffer(link, number, visit)), ())
+            freed += self._freed_by.get(self._buffer(ring, link, visit), ())
         return freed
 
-    def _leave(self, link: Link, number: int, visit: Visit) -> None:
+    def _leave(self, link: Link, visit: Visit) -> None:
         for ring in link.leaves:
-            self._freed_by[ring, self._buffer(link, number, visit)] = self._schedule.keys(link.op, visit)
+            self._freed_by[self._buffer(ring, link, visit)] = self._schedule.keys(link.op, visit)
 
-    def _buffer(self, link: Link, number: int, visit: Visit) -> int:
-        if link.data is Data.WEIGHTS:
-            return self._schedule.weight_number(*visit) % self._weight_buffers
-        return number % self._buffers
+    def _buffer(self, ring: str, link: Link, visit: Visit) -> tuple[str, int, int]:
+        """A buffer of a ring. Every device has rings of its own."""
+        number = self._schedule.weight_buffer(visit) if link.data is Data.WEIGHTS else self._schedule.buffer(visit)
+        return ring, self._traffic.lanes.device(visit.layer), number
 
     def _chains(self, visit: Visit) -> Chains:
         """The chains of a visit, which for a layer and batch are the same in all steps but the first two and the last."""

@@ -7,9 +7,10 @@ from enum import Enum, unique
 
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 
-READ, LOAD, COMPUTE_LANE, ATTEND_LANE, STORE, WRITE = "read", "load", "compute", "attend", "store", "write"
+READ, LOAD, COMPUTE_LANE, PASS = "read", "load", "compute", "pass"
+ATTEND_LANE, STORE, WRITE = "attend", "store", "write"
 # The tail of one disk read leaves readers idle that the next can use. In all other lanes one task ends before the next begins.
-WORKERS: Mapping[str, int] = {READ: 2, LOAD: 1, COMPUTE_LANE: 1, ATTEND_LANE: 1, STORE: 1, WRITE: 1}
+WORKERS: Mapping[str, int] = {READ: 2, LOAD: 1, COMPUTE_LANE: 1, PASS: 1, ATTEND_LANE: 1, STORE: 1, WRITE: 1}
 LANES = tuple(WORKERS)  # in the order in which data passes through them
 HOME = "home"  # the tier where the placement has put the data
 
@@ -51,6 +52,7 @@ class Op(Enum):
     LOAD_KV = LOAD, Data.KV, HOST, DEVICE
     LOAD_H = LOAD, Data.HIDDEN, HOME, DEVICE
     COMPUTE = COMPUTE_LANE, Data.NOTHING, DEVICE, DEVICE
+    PASS_H = PASS, Data.HIDDEN, DEVICE, DEVICE  # from the device of a layer to that of the next
     ATTEND = ATTEND_LANE, Data.KV, HOST, HOST  # by the host, beside the KV, what the COMPUTE of its visit asks
     STORE_H = STORE, Data.HIDDEN, DEVICE, HOME
     STORE_KV = STORE, Data.KV, DEVICE, HOST
@@ -61,7 +63,7 @@ class Op(Enum):
         self.data = data
         self.places = source, target
         self.fetches = lane in (READ, LOAD)  # before the COMPUTE of its visit
-        self.stores = lane in (STORE, WRITE)  # after it
+        self.stores = lane in (PASS, STORE, WRITE)  # after it
         self.uses_disk = DISK in self.places
         self.by_host = self.uses_disk or lane == ATTEND_LANE  # the CPU itself works in host memory
 

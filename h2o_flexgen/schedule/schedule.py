@@ -116,8 +116,25 @@ class Schedule(ABC):
         """The buffers that a task works in. A buffer has one user at a time: that is what `check` proves."""
         visit, touched = Visit(*task[1:4]), []
         for data in MOVED if task.op is Op.COMPUTE else (task.op.data,):
-            number, count = (self.weight_number, self.weight_buffers) if data is Data.WEIGHTS else (self.number, self.buffers)
+            number = self.weight_number if data is Data.WEIGHTS else self.number
             rings = self.traffic.rings(data, visit)
             own = self.traffic.computed_in(data, visit) if task.op is Op.COMPUTE else task.op.works_in(rings)
-            touched += [Touch(ring, number(*visit) % count, number(*visit)) for ring in own]
-        return touched
+            buffer = self.weight_buffer(visit) if data is Data.WEIGHTS else self.buffer(visit)
+            touched += [Touch(self._own(ring, visit.layer), buffer, number(*visit)) for ring in own]
+        return touched + list(self._places_of_passing(task.op, visit))
+
+    def _own(self, ring: str, layer: int) -> str:
+        """The name of a ring of a layer's device."""
+        lanes = self.traffic.lanes
+        return ring if lanes.devices == 1 else f"{ring} {lanes.device(layer)}"
+
+    def _places_of_passing(self, op: Op, visit: Visit) -> Iterator[Touch]:
+        """The places of hidden states that go from device to device, one of each batch on either: where they are put, and where
+        they are found."""
+        step, layer, batch = visit
+        if op in (Op.COMPUTE, Op.PASS_H) and self.traffic.passes_on(layer, batch):
+            yield Touch(self._own("hidden.left", layer), batch, step)
+        if op is Op.PASS_H:
+            yield Touch(self._own("hidden.found", layer + 1), batch, step)
+        elif op is Op.COMPUTE and layer > 0 and self.traffic.passes_on(layer - 1, batch):
+            yield Touch(self._own("hidden.found", layer), batch, step)

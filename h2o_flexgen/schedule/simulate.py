@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from h2o_flexgen.schedule.ops import COMPUTE_LANE
+from h2o_flexgen.schedule.lanes import Lanes
 from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Span, Trace
+
+
+ONE_DEVICE = Lanes()
 
 
 def simulate(
@@ -23,6 +26,7 @@ def simulate(
     seconds: Callable[[Task], float],
     ahead: int | None = 1,
     nbytes: Callable[[Task], int] = lambda task: 0,
+    lanes: Lanes = ONE_DEVICE,
 ) -> Trace:
     """One pass in issue order: a task starts when its lane is free, its needs have ended and it is issued.
 
@@ -34,13 +38,13 @@ def simulate(
     window: deque[float] = deque(maxlen=None if ahead is None else ahead + 1)  # ends of the last COMPUTEs issued
     spans = []
     for task in tasks:
-        key, lane = task.key, task.op.lane
+        key, lane = task.key, lanes.of(task)
         start = max(window[0] if len(window) == window.maxlen else 0.0, lane_free.get(lane, 0.0))
         for need in task.needs:
             if ends[need] > start:
                 start = ends[need]
         end = ends[key] = lane_free[lane] = start + seconds(task)
-        if lane == COMPUTE_LANE:
+        if lane == lanes.of_head:
             window.append(end)
         spans.append(Span(key, lane, start, end, nbytes(task)))
     return Trace(tuple(spans))

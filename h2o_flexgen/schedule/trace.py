@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from h2o_flexgen.core.files import write_text
-from h2o_flexgen.schedule.ops import LANES, Op
+from h2o_flexgen.schedule.lanes import place_of
+from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Key
 
 
@@ -46,7 +47,7 @@ class Trace:
     def lanes(self) -> tuple[str, ...]:
         """The lanes that did something, in the order in which data passes through them."""
         used = {span.lane for span in self.spans} | set(self.earlier)
-        return tuple(sorted(used, key=lambda lane: (LANES.index(lane) if lane in LANES else len(LANES), lane)))
+        return tuple(sorted(used, key=place_of))
 
     def busy_seconds(self, lane: str) -> float:
         """Seconds in which the lane did at least one task: two at once count once."""

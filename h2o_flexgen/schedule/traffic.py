@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
+from h2o_flexgen.schedule.lanes import Lanes
 from h2o_flexgen.schedule.ops import Data, Op, ring
 from h2o_flexgen.schedule.task import Visit
 
@@ -27,6 +29,7 @@ class Traffic:
     kv_after: bool = False  # KV is kept after the last step
     attends_on_host: bool = False  # in decode, KV outside the accelerator is attended by the host instead of being fetched
     rows_join: bool = False  # prompts may come in any step, beside the decode steps of others
+    device_of: tuple[int, ...] = ()  # of every layer, where several devices compute
 
     def __post_init__(self) -> None:
         if min(self.steps, self.layers, self.batches, self.slots) < 1:
@@ -35,6 +38,10 @@ class Traffic:
     @property
     def visits(self) -> int:
         return self.steps * self.layers * self.batches
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        return Lanes(self.device_of)
 
     # -- which transfers there are -----------------------------------------------------------------------------------
 
@@ -51,6 +58,7 @@ class Traffic:
             Op.STORE_KV: stores_kv and self.works_on_device(visit),
             Op.WRITE_KV: stores_kv and on_disk,
             Op.LOAD_H: self.moves_hidden(batch) and layer > 0,
+            Op.PASS_H: self.passes_on(layer, batch),
             Op.STORE_H: self.moves_hidden(batch) and layer < self.layers - 1,
         }
         return tuple(op for op, moved in is_moved.items() if moved)
@@ -108,6 +116,11 @@ class Traffic:
     def moves_hidden(self, batch: int) -> bool:
         return bool(self.hidden) and (self.hidden[batch] == DISK or (self.accelerator and self.hidden[batch] == HOST))
 
+    def passes_on(self, layer: int, batch: int) -> bool:
+        """True if hidden states go from the device of a layer to another one. Those that have a home elsewhere go by it."""
+        is_last = layer == self.layers - 1
+        return not is_last and self.lanes.device(layer) != self.lanes.device(layer + 1) and not self.moves_hidden(batch)
+
     # -- where it passes ---------------------------------------------------------------------------------------------
 
     def rings(self, data: Data, visit: Visit) -> tuple[str, ...]:
@@ -131,4 +144,4 @@ class Traffic:
 
     def uses_disk(self, op: Op) -> bool:
         """True if tasks of this op may read or write the disk."""
-        return DISK in self.hidden if op.data is Data.HIDDEN else op.uses_disk
+        return DISK in self.hidden if op in (Op.LOAD_H, Op.STORE_H) else op.uses_disk

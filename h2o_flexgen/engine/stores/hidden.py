@@ -1,4 +1,8 @@
-"""The hidden states of a block between layers: kept where they are, or carried to a home in host memory or on disk and back."""
+"""The hidden states of a block between layers: kept where they are, or carried to a home in host memory or on disk and back.
+
+Where several devices compute, those without another home are handed on: the device of a layer leaves them in a place of the
+batch, from which they are copied to a place of the batch on the next.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +33,22 @@ class HiddenStore:
         self._shapes: dict[int, torch.Size] = {}
         self._on_host: dict[int, Tensor] = {}
         self._on_disk: dict[int, DiskRegion] = {}
+        self._left: dict[tuple[int, int], Tensor] = {}  # (layer, batch) -> where a device leaves what the next is to have
+        self._found: dict[tuple[int, int], Tensor] = {}  # where that finds it
         sizes = {
             place: hidden_bytes(spec, batch)
             for place, batch in enumerate(block.batches)
             if schedule.traffic.moves_hidden(place)
         }
+        passed = {
+            (layer, place): hidden_bytes(spec, batch)
+            for layer in range(schedule.traffic.layers)
+            for place, batch in enumerate(block.batches)
+            if schedule.traffic.passes_on(layer, place)
+        }
         with ExitStack() as held:  # if a reservation fails, e.g. on a full disk, earlier ones are released
             self._allocate(held, sizes)
+            self._allocate_passing(held, passed)
             self._held = held.pop_all()
 
     def _allocate(self, held: ExitStack, sizes: dict[int, int]) -> None:
@@ -48,26 +61,50 @@ class HiddenStore:
                 self._on_host[batch] = memories.host.alloc(nbytes)
                 held.callback(memories.host.free, self._on_host[batch])
         buffers, largest = self._schedule.buffers, max(sizes.values(), default=0)
-        self._host_ring = Ring(memories.host, buffers, largest if self._on_disk else 0)
-        held.callback(self._host_ring.free)
-        self._device_ring = Ring(memories.compute, buffers, largest if traffic.accelerator else 0)
-        held.callback(self._device_ring.free)
+        self._host_rings, self._device_rings = list[Ring](), list[Ring]()
+        for own in memories.of_devices:
+            self._host_rings.append(Ring(memories.host, buffers, largest if self._on_disk else 0))
+            held.callback(self._host_rings[-1].free)
+            self._device_rings.append(Ring(own.compute, buffers, largest if traffic.accelerator else 0))
+            held.callback(self._device_rings[-1].free)
+
+    def _allocate_passing(self, held: ExitStack, sizes: dict[tuple[int, int], int]) -> None:
+        for place, nbytes in sizes.items():
+            for regions, layer in ((self._left, place[0]), (self._found, place[0] + 1)):
+                memory = self._memories.of_devices[self._device(layer)].compute
+                regions[place] = memory.alloc(nbytes)
+                held.callback(memory.free, regions[place])
+
+    def _device(self, layer: int) -> int:
+        return self._schedule.traffic.lanes.device(layer)
 
     def close(self) -> None:
         self._held.close()
-        self._now.clear()
+        for kept in (self._now, self._left, self._found):
+            kept.clear()
 
     def take(self, batch: int) -> Tensor:
         return self._now[batch]
 
     def put(self, task: Task, hidden: Tensor) -> None:
         """Keeps hidden states. Those that go home from a device are first copied to their buffer: the layer's own memory is
-        then free when the layer is done, not only after the copy, which the launching of layers may run far ahead of."""
-        if self._device_ring and self._schedule.traffic.moves_hidden(task.batch):
-            hidden = self._view(self._device_ring[self._schedule.buffer(task.visit)], hidden.shape).copy_(hidden)
+        then free when the layer is done, not only after the copy, which the launching of layers may run far ahead of. So are
+        those that go to another device."""
+        ring = self._device_rings[self._device(task.layer)]
+        if ring and self._schedule.traffic.moves_hidden(task.batch):
+            hidden = self._view(ring[self._schedule.buffer(task.visit)], hidden.shape).copy_(hidden)
+        elif (left := self._left.get((task.layer, task.batch))) is not None:
+            hidden = self._view(left, hidden.shape).copy_(hidden)
         self._now[task.batch] = hidden
 
     # -- actions -------------------------------------------------------------------------------------------------------
+
+    def pass_on(self, task: Task) -> int:
+        """Device -> the device of the next layer."""
+        hidden = self._now[task.batch]
+        found = self._view(self._found[task.layer, task.batch], hidden.shape)
+        self._now[task.batch] = found.copy_(hidden, non_blocking=True)
+        return hidden.nbytes
 
     def store(self, task: Task) -> int:
         hidden = self._now.pop(task.batch).contiguous()
@@ -79,24 +116,26 @@ class HiddenStore:
         return hidden.nbytes
 
     def _write(self, task: Task, hidden: Tensor) -> None:
-        if self._device_ring:
-            staged = self._view(self._host_ring[self._schedule.buffer(task.visit)], hidden.shape)
+        device = self._device(task.layer)
+        if self._device_rings[device]:
+            staged = self._view(self._host_rings[device][self._schedule.buffer(task.visit)], hidden.shape)
             hidden = staged.copy_(hidden, non_blocking=True)
-            self._memories.device.finish()  # the processor reads it now
+            self._memories.of_devices[device].device.finish()  # the processor reads it now
         scratch = self._memories.disk.scratch(hidden.nbytes)
         numpy.copyto(numpy_of(self._view(scratch, hidden.shape), writes=True), numpy_of(hidden))
         self._memories.disk.write_from(self._on_disk[task.batch], 0, scratch)
 
     def load(self, task: Task) -> int:
-        shape, slot = self._shapes[task.batch], self._schedule.buffer(task.visit)
+        shape, slot, device = self._shapes[task.batch], self._schedule.buffer(task.visit), self._device(task.layer)
         if task.batch in self._on_disk:
-            hidden = self._view(self._host_ring[slot], shape)
-            self._memories.device.finish()  # the processor writes now where earlier copies read
-            self._memories.disk.read_into(self._on_disk[task.batch], 0, self._host_ring[slot][: aligned(hidden.nbytes)])
+            region = self._host_rings[device][slot]
+            hidden = self._view(region, shape)
+            self._memories.of_devices[device].device.finish()  # the processor writes now where earlier copies read
+            self._memories.disk.read_into(self._on_disk[task.batch], 0, region[: aligned(hidden.nbytes)])
         else:
             hidden = self._view(self._on_host[task.batch], shape)
-        if self._device_ring:
-            hidden = self._view(self._device_ring[slot], shape).copy_(hidden, non_blocking=True)
+        if self._device_rings[device]:
+            hidden = self._view(self._device_rings[device][slot], shape).copy_(hidden, non_blocking=True)
         self._now[task.batch] = hidden
         return hidden.nbytes
 

@@ -1,0 +1,25 @@
+"""The parts of a step as a device has them that is not the one which picked their tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from h2o_flexgen.engine.rows import Part
+from h2o_flexgen.memory.device import Device
+
+
+class PartsThere:
+    """Serves one device. What a step has is brought there once for all its layers."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._known: dict[tuple[int, int | None], tuple[Part, Part]] = {}  # batch and first row -> a part, and it there
+
+    def of(self, batch: int, part: Part) -> Part:
+        known = self._known.get((batch, part.rows.start))
+        if known is None or known[0] is not part:
+            target = self._device.torch_device
+            now = part.now.on(target, self._device.upload)
+            known = part, replace(part, now=now, tokens=part.tokens.to(target, non_blocking=True))
+            self._known[batch, part.rows.start] = known
+        return known[1]
