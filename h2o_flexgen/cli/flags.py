@@ -314,6 +314,12 @@ def add_gpus(group: Group) -> None:
     group.value("--gpus", "N", f"{shared}; a plan, --gpu-mem and --threads are those of each", whole(1, MOST_GPUS), 1)
 
 
+def add_pipeline(group: Group) -> None:
+    """Adds how many devices compute the layers of one model."""
+    ranges = "N GPUs, from the first on, each compute a range of the layers, while others compute theirs for other batches"
+    group.value("--pipeline", "N", f"{ranges}; --gpu-mem is that of each", whole(1, MOST_GPUS), Plan.pipeline)
+
+
 class Percent(argparse.Action):
     """Takes six numbers; with a true `const` also the word that asks for a plan to be found."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from h2o_flexgen.planning.search import Candidate, Found
-from h2o_flexgen.schedule.ops import COMPUTE_LANE, Data
+from h2o_flexgen.schedule.ops import Data, Op
 from h2o_flexgen.schedule.trace import Span, Trace
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def draw_timelines(traces: Mapping[str, Trace], file: Path, title: str = "") -> 
 def two_steps(trace: Trace) -> Trace:
     """Two decode steps from the middle of the work, because the last has nothing more to store and is unlike all others. Of
     large models and blocks, as many visits as can be told apart."""
-    visits = sorted((span for span in trace.spans if span.lane == COMPUTE_LANE), key=lambda span: span.end)
+    visits = sorted((span for span in trace.spans if span.key.op is Op.COMPUTE), key=lambda span: span.end)
     steps = len({span.key.step for span in visits})
     if not visits:
         return trace

@@ -22,6 +22,7 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction
+from h2o_flexgen.planning.sections import layers_of
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.occupancy import Occupancy
@@ -85,6 +86,7 @@ class PlanReport:
             "num_prompts": self.planned.workload.num_prompts,
             "placed_bytes": placed_bytes(self.first),
             "needed_bytes": {tier: self.budgets.needs(self.planned.footprint, tier) for tier in TIERS},
+            "device_bytes": list(self.planned.footprint.devices),
             "budget_bytes": {tier: self.budgets.of(tier) for tier in TIERS},
         }
 
@@ -95,11 +97,12 @@ class PlanReport:
         lines = [
             f"model     {self.model}: {spec.architecture}, {format_bytes(spec.weight_bytes)} of weights {self._written_down()}",
             *self._work(),
-            f"schedule  {plan.schedule}, {_buffers(self.first.schedule)}, "
+            f"schedule  {self.first.schedule.name}, {_buffers(self.first.schedule)}, "
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
             f"KV        {Kept(self.planned).line()}{packed}{beside}",
             f"numbers   {self.arithmetic.line()}",
         ]
+        lines += self._devices()
         if self.tokenizer_note:
             lines.append(f"tokens    {self.tokenizer_note}")
         lines.append(f"kernels   {in_use(self.planned.site.processor.device)}")
@@ -110,6 +113,13 @@ class PlanReport:
         if self._is_folded:
             lines.append("no GPU: what was meant for it lives in host memory")
         return lines
+
+    def _devices(self) -> Iterator[str]:
+        """What each device of a pipeline computes, and what it needs at most."""
+        device_of = self.first.schedule.traffic.device_of
+        for device, nbytes in enumerate(self.planned.footprint.devices):
+            layers = layers_of(device_of, device)
+            yield f"GPU {device}     layers {layers[0]} to {layers[-1]}, needs at most {format_bytes(nbytes)}"
 
     def _work(self) -> Iterator[str]:
         """What there is to do, and in which blocks."""

@@ -18,6 +18,7 @@ from h2o_flexgen.cli.flags import (
     Parser,
     add_compute,
     add_gpus,
+    add_pipeline,
     add_placement,
     add_sizes,
     memory_size,
@@ -135,6 +136,8 @@ def _placement(plan: Plan) -> Iterator[str]:
     yield from ("--gpu-batch-size", str(plan.gpu_batch_size), "--num-gpu-batches", str(plan.num_gpu_batches))
     if plan.schedule != Plan.schedule:
         yield from ("--schedule", plan.schedule)
+    if plan.pipeline != Plan.pipeline:
+        yield from ("--pipeline", str(plan.pipeline))
     if plan.slots == 1:
         yield from ("--overlap", "0")
     elif plan.slots != Plan.slots:
@@ -179,7 +182,9 @@ def make_parser(program: str = PROGRAM) -> Parser:
     description = "Find the plan that generates fastest within the memory of a machine, say why, and predict its seconds."
     parser = Parser(program, description, usage, EPILOG.replace(PROGRAM, program))
     parser.add_model()
-    add_gpus(parser.group("several GPUs"))
+    several = parser.group("several GPUs")
+    add_gpus(several)
+    add_pipeline(several)
     _add_workload(parser.group("work"))
     _add_plan(parser)
     _add_search(parser)

@@ -27,7 +27,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 DEMO_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 0}  # sampling of the package's own model by default
 SAFETENSORS = "*.safetensors"
 BITS = 4  # bits of the codec that --allow-4bit allows
-GPUS = "--gpus"
+GPUS, PIPELINE = "--gpus", "--pipeline"
 PACK = "--compress-weight (4 bits) or --compress-weight 8"
 
 
@@ -101,6 +101,9 @@ def site_of(flags: Namespace) -> SiteRequest:
         raise ValueError(
             f"--device {flags.device} is one, and {GPUS} {flags.gpus} takes as many from the first on; leave one out"
         )
+    if getattr(flags, "gpus", 1) > 1 and getattr(flags, "pipeline", 1) > 1:
+        processes = f"{GPUS} {flags.gpus} starts processes with a GPU each"
+        raise ValueError(f"{processes}, and {PIPELINE} {flags.pipeline} has one process use several; leave one of them out")
     return SiteRequest(**{name: getattr(flags, name) for name in names if hasattr(flags, name)})
 
 

@@ -19,6 +19,7 @@ from h2o_flexgen.cli.flags import (
     Parser,
     add_compute,
     add_gpus,
+    add_pipeline,
     add_placement,
     add_sizes,
     number,
@@ -237,7 +238,9 @@ def make_parser(program: str = PROGRAM) -> Parser:
     parser.set_defaults(demo=False)
     parser.add_model()
     parser.add_tokenizer()
-    add_gpus(parser.group("several GPUs"))
+    several = parser.group("several GPUs")
+    add_gpus(several)
+    add_pipeline(several)
     _add_prompts(parser.group("prompts"))
     _add_plan(parser.group("plan"))
     parser.add_search(f"search, {WHERE_FOUND}", "a run with a plan of your own is predicted for it, too")

@@ -107,7 +107,7 @@ class Watch:
         if self._block.schedule.number(*task.visit) == 0:
             self._next_block()
         self._tokens = tokens
-        self._visits = self._block.schedule.number(*task.visit) + 1
+        self._visits = max(self._visits, self._block.schedule.number(*task.visit) + 1)  # several devices take turns
         self._count_work(task)
         self._progress.update(self._text(), self._done, self._details(task))
 
@@ -127,6 +127,7 @@ class Watch:
 
     def _next_block(self) -> None:
         self._index += 1
+        self._visits = 0
         self._block = self.blocks[self._index]
         self._cost = Cost(self._block)
         self._visits_before = self._visits_ended

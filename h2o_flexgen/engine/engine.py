@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -23,8 +23,8 @@ from h2o_flexgen.engine.executor import Executor, shortage_in
 from h2o_flexgen.engine.graphs import Compute, StepGraphs
 from h2o_flexgen.engine.head import AtHead
 from h2o_flexgen.engine.many_positions import LogitsOf
-from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.parts_there import PartsThere
+from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, Part
 from h2o_flexgen.engine.seated import SeatedRows
 from h2o_flexgen.engine.stores.asked import AskedStore
@@ -45,7 +45,7 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import place_weights
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.sections import device_of_layers, layers_of, only_layers
-from h2o_flexgen.schedule.lanes import Lanes
+from h2o_flexgen.schedule.lanes import Lanes, longest_by_kind, sum_by_kind
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Task, Visit
@@ -66,8 +66,8 @@ class BlockRun:
     prefill_seconds: float
     step_seconds: tuple[float, ...]  # seconds of each decode step
     tokens: int  # tokens generated or scored
-    moved_bytes: Mapping[str, int]  # bytes per lane
-    busy_seconds: Mapping[str, float]
+    moved_bytes: Mapping[str, int]  # bytes per lane, of all devices
+    busy_seconds: Mapping[str, float]  # of the device whose lane works longest
     replayed: int = 0  # COMPUTEs that were replayed as graphs
     graphs_given_up: str | None = None  # why none could be captured any more
     shortage: Shortage | None = None  # a want of memory that ended it early: unfinished rows start anew
@@ -134,6 +134,7 @@ class _Progress:
     finished: list[RowState]  # rows that nobody was handed yet
     seats: int
     busy_seconds: Callable[[], Mapping[str, float]]  # of each lane, so far
+    heard: deque[Task] = field(default_factory=deque)  # COMPUTEs that are over, of all devices
     told: tuple[int, int, int] = (0, 0, 0)  # tokens of passes that were told of: prompts, generated, computed
 
     @property
@@ -144,6 +145,12 @@ class _Progress:
         """Whether anybody will need what this task stores."""
         rows = self.rows[task.batch]
         return rows.last_step is None or (rows.lives_on and task.step <= rows.last_step)
+
+    def tell_of_visits(self) -> None:
+        while self.heard:
+            task = self.heard.popleft()
+            if self.listening.on_visit is not None:
+                self.listening.on_visit(task, self.measures.tokens)
 
     def at_the_head(self, rows: BatchRows, task: Task, logits_of: LogitsOf) -> None:
         there, measures, prompt_tokens = list(rows.alive), self.measures, rows.prompt_tokens
@@ -314,9 +321,11 @@ class Engine:
                 prefixes = opened.enter_context(closing(PrefixStore(self._spec, self._plan, block, self._memories)))
                 asked = opened.enter_context(closing(AskedStore(self._spec, block, schedule, self._memories)))
                 alive = [self._rows_of(place, block, rows, prefixes) for place in range(len(block.batches))]
-                parts = zip(planned.sections, self._memories.of_devices) if kv is None else ()
-                own = [opened.enter_context(closing(self._kv_on(part, on))) for part, on in parts] or [kv]
-                if kv is not None:
+                if kv is None:
+                    each = zip(planned.sections, self._memories.of_devices, strict=True)
+                    own = [opened.enter_context(closing(self._kv_on(section, there))) for section, there in each]
+                else:
+                    own = [kv]
                     kv.prepare(block, schedule)
             measures.clock = time.perf_counter()
             state = _Progress(
@@ -331,7 +340,7 @@ class Engine:
                 measures,
                 finished,
                 block.num_rows,
-                lambda: executor.busy_seconds,
+                lambda: longest_by_kind(executor.busy_seconds),
             )
             devices, lanes = [own.device for own in self._memories.of_devices], schedule.traffic.lanes
             executor = Executor(self._actions(schedule, state), devices, schedule.ahead, self._times_all, lanes)
@@ -341,7 +350,8 @@ class Engine:
                 measures.trace = executor.trace
                 if state.graphs is not None:
                     measures.replayed, measures.graphs_given_up = state.graphs.replayed, state.graphs.given_up
-                measures.lane_seconds, measures.moved_bytes = executor.lane_seconds, executor.moved_bytes
+                measures.lane_seconds = longest_by_kind(executor.lane_seconds)
+                measures.moved_bytes = sum_by_kind(executor.moved_bytes)
 
     def _give_back(self) -> None:
         gc.collect()
@@ -394,8 +404,9 @@ class Engine:
                 if state.guard is not None:
                     state.guard.look()
                 self._compute(task, state)
-                if state.listening.on_visit is not None and lanes.of(task) == lanes.of_head:  # in the caller's thread alone
-                    state.listening.on_visit(task, state.measures.tokens)
+                state.heard.append(task)
+                if lanes.of(task) == lanes.of_head:  # listeners are called in the caller's thread
+                    state.tell_of_visits()
             return 0
 
         return {

@@ -1,9 +1,9 @@
 """The executor: runs a schedule. Nowhere else in the running half does work happen beside other work.
 
-One FIFO worker per lane moves data; COMPUTE runs in the caller's thread. Where several devices compute, each has lanes of its
-own: COMPUTEs of the last one, which come to the tokens, run in the caller's thread, and those of the others in a lane's. Every task waits for the needs that it declares and
-for nothing else. An error in any lane is raised in the caller, with the task named; whatever happens, no thread outlives
-`run`.
+One FIFO worker per lane moves data; COMPUTE runs in the caller's thread. Where several devices compute, each has its own lanes:
+COMPUTEs of the last one, which come to the tokens, run in the caller's thread, and those of the others in a lane's. Every task
+waits for the needs that it declares and for nothing else. An error in any lane is raised in the caller, with the task named;
+whatever happens, no thread outlives `run`.
 """
 
 from __future__ import annotations
@@ -212,10 +212,8 @@ class Executor:
     def _work(self, lane: str, ended: Event) -> None:
         kind, device = self._lanes.there[lane]
         try:
-            with (
-                torch.inference_mode(),
-                self._devices[device].stream(kind),
-            ):  # a mode of the thread, which does not inherit the caller's
+            # a mode of the thread, which does not inherit the caller's
+            with torch.inference_mode(), self._devices[device].stream(kind):
                 while (task := self._queues[lane].get()) is not None:
                     self._perform(task)
         except BaseException as error:  # from the lane's stream; errors of tasks are caught below
@@ -253,7 +251,7 @@ class Executor:
         return not self._stopped
 
     def _wait_on_stream(self, task: Task, other: str, marker: Marker, number: int) -> None:
-        """Makes the stream of a task's lane wait for a marker, unless it is behind it anyway: a stream does its work in order."""
+        """Makes the stream of a task's lane wait for a marker, unless it is behind it anyway: a stream works in order."""
         lane = self._lane_of(task)
         if lane != other and number > self._waited.get((lane, other), 0):
             self._devices[self._device_of(task.layer)].wait(marker)

@@ -29,6 +29,11 @@ class Asked:
     latency_limit: float | None = None
     prefer: str = THROUGHPUT
 
+    def __post_init__(self) -> None:
+        if self.plan.pipeline > 1:
+            asked = f"a pipeline of {self.plan.pipeline} devices"
+            raise ValueError(f"{asked} is for a plan that is given, and none is searched for it; give six numbers as percent")
+
     @property
     def is_only_speed(self) -> bool:
         return not self.codecs and not self.computes and self.latency_limit is None and self.prefer == THROUGHPUT

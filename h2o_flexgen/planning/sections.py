@@ -1,4 +1,5 @@
-"""Sections: which layers each device of a pipeline computes. They are ranges that begin at an attention, about equally heavy."""
+"""Sections: which layers each device of a pipeline computes. They are ranges, about equally heavy,
+and begin at an attention."""
 
 from __future__ import annotations
 

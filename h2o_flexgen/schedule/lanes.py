@@ -56,6 +56,14 @@ def longest_by_kind(seconds: Mapping[str, float]) -> dict[str, float]:
     return longest
 
 
+def sum_by_kind(counts: Mapping[str, int]) -> dict[str, int]:
+    """What the lanes of each kind have together."""
+    total: dict[str, int] = {}
+    for lane, own in counts.items():
+        total[kind_of(lane)] = total.get(kind_of(lane), 0) + own
+    return total
+
+
 def place_of(lane: str) -> tuple[int, str]:
     """Where a lane stands among others: kind by kind, in the order in which data passes through them."""
     kind = kind_of(lane)

@@ -17,7 +17,6 @@ from h2o_flexgen.schedule.lanes import Lanes
 from h2o_flexgen.schedule.task import Key, Task
 from h2o_flexgen.schedule.trace import Span, Trace
 
-
 ONE_DEVICE = Lanes()
 
 

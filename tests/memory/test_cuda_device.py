@@ -146,7 +146,7 @@ def test_libraries_are_loaded_on_the_stream_that_computes(cuda: PretendedTorch, 
     monkeypatch.setattr(CudaDevice, "free_bytes", lambda self: 1)
     device = CudaDevice(0)
     assert cuda.stream_of_product == []
-    budgets.open_budgets(device, None, None)
+    budgets.open_budgets([device], None, None)
     assert cuda.stream_of_product == [device._streams[COMPUTE_LANE]] and weighed == [1]
 
 
