@@ -24,7 +24,8 @@ from tests.kernels.variants import used
 
 
 def open_clocked(name: str) -> Device:
-    return ClockedDevice() if name == NAME else open_device(name)
+    kind, _, number = name.partition(":")
+    return ClockedDevice(int(number or 0)) if kind == NAME else open_device(name)
 
 
 @contextmanager

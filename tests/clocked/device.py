@@ -41,16 +41,21 @@ class ClockedDevice(Device):
     captures = True
     kind = NAME
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
+        """`number`: of several, each of which has streams of its own."""
         registered()
         super().__init__()
+        self._number = number
         self.torch_device = torch.device(NAME, 0)
         self.handover = ClockedHandover()
 
     @contextmanager
     def stream(self, lane: str) -> Iterator[None]:  # type: ignore[override]
-        with current().on(lane):
+        with current().on(f"{lane} {self._number}" if self._number else lane):
             yield
+
+    def names_of(self, count: int) -> list[str]:
+        return [NAME, *(f"{NAME}:{number}" for number in range(1, count))]
 
     def mark(self, timed: bool = False, blocking: bool = False) -> ClockedMarker:
         checker = current()

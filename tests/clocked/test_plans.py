@@ -112,3 +112,20 @@ def test_conversations(values: dict[str, Any], by_twins: Checkpoints, offload: P
     if values["policy"] == talks.ROLLING:
         values = {**values, "kind": "llama-gqa", "prefill_tokens": 6}
     talks.hold_contract(Case(device=NAME, **values), by_twins, offload)
+
+
+PIPELINES = {
+    "kind": ("opt", "llama-gqa"),
+    "percent": MIXES,
+    "num_gpu_batches": (1, 2, 3),
+    "slots": (1, 2, 3),
+    "policy": (POLICIES[0], POLICIES[2]),
+    "prefill_tokens": (1024, 12),
+    ("weight_codec", "compute"): (WEIGHTS[0], WEIGHTS[1]),
+}
+
+
+@pytest.mark.parametrize("values", list(covering(PIPELINES))[:16])
+def test_pipelines(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    policy = (*values["policy"], ("pipeline", 2))
+    hold_contract(Case(lengths=FEW, gpu_batch_size=1, gen_len=3, device=NAME, **{**values, "policy": policy}), by_twins, offload)

@@ -79,6 +79,8 @@ def moves_of_all_kinds(
 
 def tasks_with(op: Op) -> list[Task]:
     """The tasks of a schedule in which the op occurs."""
+    if op is Op.PASS_H:  # lanes that are not told of several devices have nobody who passes on
+        pytest.skip("one device hands nothing on")
     return list(SCHEDULES["zigzag"](moves_of_all_kinds(True, 2, attends_on_host=op is Op.ATTEND)).tasks())
 
 
