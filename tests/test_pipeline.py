@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import active_count, get_ident
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE
 from h2o_flexgen.core.workload import Batch, Workload
+from h2o_flexgen.engine.executor import TaskFailed
 from h2o_flexgen.engine.parts_there import PartsThere
 from h2o_flexgen.engine.rows import Part
+from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.kv.step import KVStep
-from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import Device
-from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.footprint import footprint
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.planning.sections import device_of_layers, only_layers
-from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.planning.predict import predict
+from h2o_flexgen.planning.sections import device_of_layers, layers_of, only_layers
+from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.params import SamplingParams
-from h2o_flexgen.schedule.check import check
-from h2o_flexgen.schedule.ops import COMPUTE_LANE
+from h2o_flexgen.schedule.task import Visit
 from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints, generate_with, hold_contract
 from tests.pairwise import covering
 from tests.planning.test_cost import assert_moved_as_predicted
+from tests.planning.test_footprint import NOT_IN_ARENAS, PAGE
+from tests.planning.test_pricing import MACHINE
+from tests.planning.test_pricing import on as on_machine
 from tests.planning.worlds import tiny_spec
+from tests.pretended import pretend
 from tests.test_contract import EQUAL, MANY, MIXES, RAGGED
+from tests.tiny import BLOCKS
 
 CHOICES = {
     "kind": ("opt", "llama-gqa", "neox-parallel", "opt-350m"),
@@ -46,7 +52,6 @@ CHOICES = {
     ("weight_codec", "compute"): WEIGHTS,
     "kv_codec": (PLAIN, "group4", "group8"),
 }
-TWO = (("pipeline", 2),)
 
 
 def on(devices: int, **values: Any) -> Case:
@@ -128,10 +133,108 @@ def test_every_device_holds_what_its_footprint_says(
 ) -> None:
     case = on(2, kind="llama-gqa", percent=percent, num_gpu_batches=3, lengths=(6,) * 6, weight_codec="group4")
     with case.open(checkpoints, offload) as llm:
-        planned = llm.planned(Workload(case.lengths, case.gen_len)).blocks.first
+        parts = llm.planned(Workload(case.lengths, case.gen_len)).footprint
         generate_with(llm, case)
         assert llm._memories is not None
-        for section, memories in zip(planned.sections, llm._memories.of_devices, strict=True):
-            held = footprint(replace(planned, spec=section.spec, schedule=section.schedule), llm.site)
-            laid_out = {"weights", "weight slots", "KV", "KV slots", "KV notes", "activation slots", "decoded weights"}
-            assert memories.compute.meter.peak_bytes == held.parts[DEVICE]
+        for held, memories in zip(parts.devices, llm._memories.of_devices, strict=True):
+            predicted = sum(nbytes for name, nbytes in held.items() if name not in (*NOT_IN_ARENAS, "activations"))
+            peak = memories.compute.meter.peak_bytes
+            assert 0 < peak <= predicted <= 1.3 * peak + PAGE * 40, held
+        assert parts.total(DEVICE) == max(sum(held.values()) for held in parts.devices)
+
+
+def test_layers_are_cut_in_front_of_attentions_and_weigh_about_the_same() -> None:
+    spec = tiny_spec(blocks=6)
+    for devices in (2, 3, 6):
+        device_of = device_of_layers(spec, devices)
+        starts = [device_of.index(device) for device in range(devices)]
+        assert list(device_of) == sorted(device_of) and all(start in (0, *spec.kv_layers) for start in starts)
+        values = [0.0] * devices
+        for layer, device in zip(spec.layers, device_of, strict=True):
+            values[device] += layer.matmul_values
+        block = sum(layer.matmul_values for layer in spec.layers[1:3])
+        assert max(values) - min(values) <= block, devices
+    assert device_of_layers(spec, 1) == ()
+
+
+def test_sections_have_all_tensors_between_them_and_a_tied_one_twice() -> None:
+    spec = tiny_spec(blocks=3)
+    device_of = device_of_layers(spec, 3)
+    sections = [only_layers(spec, layers_of(device_of, device)) for device in range(3)]
+    names = [name for section in sections for name in section.tensors]
+    assert set(names) == set(spec.tensors) and sorted(names) == sorted([*spec.tensors, "embed"])
+    assert [layer for section in sections for layer in section.kv_layers] == list(spec.kv_layers)
+
+
+def test_two_devices_are_predicted_to_be_faster_than_one() -> None:
+    """With as many batches; and with one they are not."""
+    spec, machine = tiny_spec(blocks=8, width=256), on_machine(MACHINE, True)
+    for batches, least, most in ((4, 1.4, 2.1), (1, 0.8, 1.05)):
+        workload = Workload((16,) * 4 * batches, 12)
+        one, two = (
+            predict(WorkloadPlan(spec, Plan(4, batches, pipeline=devices), workload, Site(accelerator=True)), machine)
+            for devices in (1, 2)
+        )
+        assert least < one.total_seconds / two.total_seconds < most, batches
+
+
+# -- what another device has of a step -------------------------------------------------------------------------------------
+
+
+def test_what_a_step_has_is_brought_to_another_device_once() -> None:
+    now = KVStep.of(Plan().policy.occupancy(Batch((0, 1), (3, 2)), 4).at(1), 8, torch.device("cpu"))
+    part = Part(slice(None), now, torch.zeros(2, 1, dtype=torch.long))
+    parts = PartsThere(FarDevice())
+    brought = parts.of(0, part)
+    assert brought.tokens.device.type == brought.now.counts.device.type == "meta"
+    assert parts.of(0, part) is brought and parts.of(1, part) is not brought
+    assert parts.of(0, replace(part)) is not brought
+
+
+class FarDevice(Device):
+    """A device with memory of its own, where values are of no interest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch_device = torch.device("meta")
+
+    def upload(self, values: Tensor, device: torch.device) -> Tensor:
+        return values.to(device)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"schedule": "row_by_row"}, "order of its own"),
+        ({"attend_on": "host"}, "attends where it computes"),
+        ({"graphs": "on"}, "for a single GPU"),
+        ({"pipeline": 0}, "pipeline"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused_in_one_line(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        Plan.create(**{"pipeline": 2, **options})
+    assert "\n" not in str(caught.value)
+
+
+def test_more_devices_than_decoder_layers_are_refused(checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
+    with on(BLOCKS + 1).open(checkpoints, offload) as llm, pytest.raises(ValueError, match="has 3 decoder layers"):
+        llm.generate([[1, 2]])
+
+
+def test_rows_that_come_and_go_and_conversations_are_refused(checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
+    with on(2).open(checkpoints, offload) as llm:
+        with pytest.raises(ValueError, match="not for rows that come and go"):
+            list(llm.generate_stream([[1, 2]]))
+        with pytest.raises(ValueError, match="not for a text that goes on turn by turn"):
+            llm.converse()
+
+
+def test_a_machine_without_so_many_devices_refuses(checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
+    with pytest.raises(ValueError, match="a pipeline of 2 devices was asked for, and there is no GPU"):
+        replace(on(2), device="cpu").open(checkpoints, offload)
+    with pytest.raises(ValueError, match="none is searched for it"):
+        on(2, percent="auto").open(checkpoints, offload)

@@ -86,7 +86,7 @@ class PlanReport:
             "num_prompts": self.planned.workload.num_prompts,
             "placed_bytes": placed_bytes(self.first),
             "needed_bytes": {tier: self.budgets.needs(self.planned.footprint, tier) for tier in TIERS},
-            "device_bytes": list(self.planned.footprint.devices),
+            "device_bytes": [sum(parts.values()) for parts in self.planned.footprint.devices],
             "budget_bytes": {tier: self.budgets.of(tier) for tier in TIERS},
         }
 
@@ -117,9 +117,9 @@ class PlanReport:
     def _devices(self) -> Iterator[str]:
         """What each device of a pipeline computes, and what it needs at most."""
         device_of = self.first.schedule.traffic.device_of
-        for device, nbytes in enumerate(self.planned.footprint.devices):
+        for device, parts in enumerate(self.planned.footprint.devices):
             layers = layers_of(device_of, device)
-            yield f"GPU {device}     layers {layers[0]} to {layers[-1]}, needs at most {format_bytes(nbytes)}"
+            yield f"GPU {device}     layers {layers[0]} to {layers[-1]}, needs at most {format_bytes(sum(parts.values()))}"
 
     def _work(self) -> Iterator[str]:
         """What there is to do, and in which blocks."""

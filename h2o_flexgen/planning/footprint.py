@@ -40,7 +40,7 @@ class Footprint:
     """Bytes by tier and by what they hold."""
 
     parts: Mapping[str, Mapping[str, int]]
-    devices: tuple[int, ...] = ()  # bytes of each, where several compute
+    devices: tuple[Mapping[str, int], ...] = ()  # the parts of each, where several compute
 
     def total(self, tier: str) -> int:
         return sum(self.parts.get(tier, {}).values())
@@ -48,15 +48,13 @@ class Footprint:
     def __or__(self, other: Footprint) -> Footprint:
         """The larger of both: blocks of a workload run one after the other."""
         return Footprint(
-            {
-                tier: {
-                    name: max(self.parts.get(tier, {}).get(name, 0), other.parts.get(tier, {}).get(name, 0))
-                    for name in [*self.parts.get(tier, {}), *other.parts.get(tier, {})]
-                }
-                for tier in TIERS
-            },
-            tuple(map(max, zip(self.devices, other.devices))),
+            {tier: _larger(self.parts.get(tier, {}), other.parts.get(tier, {})) for tier in TIERS},
+            tuple(map(_larger, self.devices, other.devices)),
         )
+
+
+def _larger(one: Mapping[str, int], other: Mapping[str, int]) -> Mapping[str, int]:
+    return {name: max(one.get(name, 0), other.get(name, 0)) for name in [*one, *other]}
 
 
 def footprint(planned: BlockPlan, site: Site, scored_at_once: int = 0) -> Footprint:
@@ -69,7 +67,7 @@ def footprint(planned: BlockPlan, site: Site, scored_at_once: int = 0) -> Footpr
     for tier in (HOST, DISK):
         names = dict.fromkeys(name for parts in each for name in parts[tier])
         held[tier] = {name: _together(name, [parts[tier].get(name, 0) for parts in each]) for name in names}
-    return Footprint(held, tuple(sum(parts[DEVICE].values()) for parts in each))
+    return Footprint(held, tuple(parts[DEVICE] for parts in each))
 
 
 def _together(name: str, of_sections: Sequence[int]) -> int:

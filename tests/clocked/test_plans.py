@@ -128,4 +128,6 @@ PIPELINES = {
 @pytest.mark.parametrize("values", list(covering(PIPELINES))[:16])
 def test_pipelines(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     policy = (*values["policy"], ("pipeline", 2))
-    hold_contract(Case(lengths=FEW, gpu_batch_size=1, gen_len=3, device=NAME, **{**values, "policy": policy}), by_twins, offload)
+    hold_contract(
+        Case(lengths=FEW, gpu_batch_size=1, gen_len=3, device=NAME, **{**values, "policy": policy}), by_twins, offload
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
 
@@ -91,7 +91,9 @@ def test_hidden_states_that_nobody_hands_on_are_missed() -> None:
 
 def test_hidden_states_are_handed_on_where_the_device_changes_and_nowhere_else() -> None:
     passed = [task.key for task in Pipeline(RESIDENT).tasks() if task.op is Op.PASS_H]
-    assert sorted(passed, key=lambda key: key[1:]) == [Key(Op.PASS_H, step, 1, batch) for step in range(3) for batch in range(2)]
+    assert sorted(passed, key=lambda key: key[1:]) == [
+        Key(Op.PASS_H, step, 1, batch) for step in range(3) for batch in range(2)
+    ]
     alone = replace(RESIDENT, device_of=(0,) * 4)
     assert not [task for task in Pipeline(alone).tasks() if task.op is Op.PASS_H]
 
