@@ -82,10 +82,10 @@ def over_before(schedule: Pipeline, tasks: list[Task], at: int) -> set[Key]:
 def test_hidden_states_that_nobody_hands_on_are_missed() -> None:
     schedule = Pipeline(RESIDENT)
     tasks = [task for task in schedule.tasks() if task.op is not Op.PASS_H]
-    with pytest.raises(ScheduleError, match="needs PASS_H 0.1.0, which was not issued before it"):
+    with pytest.raises(ScheduleError, match=r"needs PASS_H 0.1.0, which was not issued before it"):
         check(with_tasks(schedule, tasks))
     without = [task._replace(needs=tuple(need for need in task.needs if need.op is not Op.PASS_H)) for task in tasks]
-    with pytest.raises(ScheduleError, match="PASS_H 0.1.0 is never issued"):
+    with pytest.raises(ScheduleError, match=r"PASS_H 0.1.0 is never issued"):
         check(with_tasks(schedule, without))
 
 
