@@ -112,3 +112,19 @@ def test_conversations(values: dict[str, Any], by_twins: Checkpoints, offload: P
     if values["policy"] == talks.ROLLING:
         values = {**values, "kind": "llama-gqa", "prefill_tokens": 6}
     talks.hold_contract(Case(device=NAME, **values), by_twins, offload)
+
+
+BESIDE_THE_KV = {
+    "kind": ("opt", "llama-gqa"),
+    "percent": ((0, 100, 0, 100, 0, 100), (100, 0, 0, 100, 100, 0), (30, 30, 20, 50, 40, 30)),
+    "num_gpu_batches": (1, 2),
+    "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
+    "policy": [(("attend_on", "host"), *policy) for policy in (POLICIES[0], POLICIES[1])],
+    "kv_codec": (PLAIN, "group4"),
+}
+
+
+@pytest.mark.parametrize("values", list(covering(BESIDE_THE_KV)))
+def test_attention_on_the_host(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    hold_contract(Case(lengths=FEW, gen_len=3, device=NAME, **values), by_twins, offload)
+    assert any(task.startswith("ATTEND") for task in checker.tasks)
