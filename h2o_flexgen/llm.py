@@ -112,10 +112,12 @@ class LLM(ModelUnderPlan):
         streamed: bool = False,
         on_stage: OnStage | None = None,
         planned: WorkloadPlan | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> Prepared:
         """Prepares what `generate` also takes in place of prompts: tokenized, under a plan and found to fit. `streamed`:
-        `on_token` will get their texts. `planned`: their workload, if `check` has planned it already."""
-        rows = self._row_maker.rows(read_prompts(prompts, self.tokenizer), sampling_params, streamed)
+        `on_token` will get their texts. `planned`: their workload, if `check` has planned it already. `numbers`: the numbers
+        of prompts that are some of an input's, which completions bear and random draws go by."""
+        rows = self._row_maker.rows(read_prompts(prompts, self.tokenizer), sampling_params, streamed, None, numbers)
         return self._prepared(rows, on_stage, planned)
 
     def generate(

@@ -23,9 +23,11 @@ from h2o_flexgen.engine.stage import OnStage, Stage, Stages
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.memory.host import give_back_freed, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.memory.shared import SharedWeights
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.memory.threads import refuse_forked, start_computing_threads
 from h2o_flexgen.models.derived import COPIES, Damaged, cache_folder
+from h2o_flexgen.models.handed import HandedSource
 from h2o_flexgen.models.leftovers import remove_leftovers
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.open import Mending, OpenedModel
@@ -64,6 +66,7 @@ class ModelUnderPlan:
         self._process = os.getpid()
         self._closed = False
         self._memories: Memories | None = None
+        self._shared: SharedWeights | None = None
         self._engine: Engine | None = None
         self._conversation: Conversation | None = None
         self.device = open_device(device)
@@ -178,6 +181,11 @@ class ModelUnderPlan:
         """The files that weights are read from in every step; none before they are loaded."""
         return self._engine.weight_files if self._engine is not None else ()
 
+    def load_shared(self, shared: SharedWeights, on_stage: OnStage | None = None) -> Engine:
+        """Loads the weights, those of host memory into what several processes share."""
+        self._shared = shared
+        return self._ready(on_stage)
+
     def _ready(self, on_stage: OnStage | None) -> Engine:
         """The engine, with nothing of earlier workloads in memory but the weights."""
         self._refuse_in_conversation()
@@ -203,9 +211,12 @@ class ModelUnderPlan:
 
     def _new_engine(self) -> Engine:
         """A new engine whose weights are loaded, and checked if they lie in a copy."""
-        self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight)
+        shared, source = self._shared, self.source
+        if shared is not None and shared.take is not None:
+            source = HandedSource(source, shared.take)
+        self._memories = Memories(self.device, self.offload_folder, self.plan.pin_weight, shared)
         try:
-            return Engine(self.model, self.source, self.plan, self._memories, self._times_all)
+            return Engine(self.model, source, self.plan, self._memories, self._times_all)
         except BaseException:  # the next attempt starts from nothing
             self.source.close()
             self._memories.close()

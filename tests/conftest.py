@@ -25,7 +25,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--plans", type=int, default=200, help="random plans that `pytest -m fuzz` draws")
 
 
-
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # tensors here are tiny: on a busy machine a second thread is mostly waited for
     hypothesis.settings.register_profile("patient", deadline=None)  # no outcome depends on a clock

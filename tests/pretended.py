@@ -21,6 +21,9 @@ class PretendedDevice(Device):
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         return repeated(work)
 
+    def names_of(self, count: int) -> list[str]:
+        return ["pretended"] * count
+
     def memory(self, host: HostTier) -> HostTier | DeviceTier:
         return DeviceTier(self.torch_device)
 

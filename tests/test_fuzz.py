@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -16,6 +17,9 @@ from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.schedule.table import SCHEDULES
 from tests import tiny
+from tests.clocked.backend import IS_POSSIBLE
+from tests.clocked.context import sound
+from tests.clocked.tensor import NAME as CLOCKED
 from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints, recorded_logits
 
 KINDS = [kind for kind in tiny.KINDS if kind != "mistral"] + ["mistral"]
@@ -26,7 +30,7 @@ def random_share(random: Random) -> tuple[int, int]:
     return device, random.choice([0, 100 - device, random.randint(0, 100 - device)])
 
 
-def random_case(random: Random) -> Case:
+def random_case(random: Random, devices: Sequence[str]) -> Case:
     weight_codec, compute = random.choice([*WEIGHTS, WEIGHTS[0]])
     return Case(
         kind=random.choice(KINDS),
@@ -39,7 +43,7 @@ def random_case(random: Random) -> Case:
         sep_layer=random.random() < 0.7,
         overlap=random.random() < 0.8,
         schedule=random.choice([*SCHEDULES, "zigzag", "zigzag"]),
-        device=random.choice(["cpu", "pretended"]),
+        device=random.choice(devices),
         stored=random.choice(["float32", "float32", "bfloat16"]),
         policy=random.choice(POLICIES),
         weight_codec=weight_codec,
@@ -84,10 +88,15 @@ def check_books(llm: LLM, completions: Sequence[Completion]) -> None:
     assert llm._memories.disk.meter.used_bytes == 0
 
 
-def hold(seed: int, checkpoints: Checkpoints, offload: Path) -> None:
+def hold(seed: int, checkpoints: Checkpoints, offload: Path, devices: Sequence[str] = ("cpu", "pretended")) -> None:
     """The tokens of a random plan are those of the plainest one: all resident, one row at a time."""
     random = Random(seed)
-    case = random_case(random)
+    case = random_case(random, devices)
+    with sound() if case.device == CLOCKED else nullcontext():
+        hold_case(case, random, seed, checkpoints, offload)
+
+
+def hold_case(case: Case, random: Random, seed: int, checkpoints: Checkpoints, offload: Path) -> None:
     params = [random_params(random, case.gen_len) for _ in case.lengths]
     plain = replace(
         case, percent=(0, 100, 0, 100, 0, 100), gpu_batch_size=1, num_gpu_batches=1, slots=1, schedule="zigzag", device="cpu"
@@ -132,4 +141,4 @@ def test_random_plans_generate_what_the_plainest_plan_generates(
 
 @pytest.mark.fuzz
 def test_many_more_random_plans(fuzz_seed: int, checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
-    hold(fuzz_seed, checkpoints, offload)
+    hold(fuzz_seed, checkpoints, offload, ("cpu", "pretended", CLOCKED) if IS_POSSIBLE else ("cpu", "pretended"))

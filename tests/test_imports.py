@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "h2o_flexgen"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ROOT = "h2o_flexgen"
 SPELL_CUDA = ("cli/flags.py", "memory/device.py", "memory/page_locks.py", "engine/executor.py", "planning/machine.py")
+RAW = ("kernels/raw_memory.py", "memory/host.py")  # the door to memory past torch, and where that is page-locked
 SPELL_CUDA_FOLDERS = ("kernels/",)
 
 # Each room may import from those in its line, and they stand above it: so there is no way back up.
@@ -173,6 +174,16 @@ def test_cuda_is_spelled_only_where_devices_are_handled(path: Path) -> None:
     if place not in SPELL_CUDA and not place.startswith(SPELL_CUDA_FOLDERS):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert [word for word in words(tree) if "cuda" in word] == []
+
+
+@pytest.mark.parametrize("path", files_in("kernels", "memory", "models", "kv", "engine"), ids=module_name)
+def test_values_are_read_and_written_past_torch_through_one_door(path: Path) -> None:
+    """Otherwise a device that checks the order of accesses would not hear of some. An address may be asked for as a number."""
+    if path.relative_to(PACKAGE).as_posix() not in RAW:
+        called = [node.func for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+        allowed = ("data_ptr",) if path.name == "disk.py" else ()  # whether a place in memory is aligned like one in a file
+        named = [one.attr for one in called if isinstance(one, ast.Attribute)]
+        assert [name for name in named if name in ("numpy", "data_ptr") and name not in allowed] == []
 
 
 def test_no_import_of_the_package_waits_but_those_that_have_to() -> None:

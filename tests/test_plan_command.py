@@ -361,3 +361,19 @@ def test_memory_that_is_free_now_is_not_held_against_a_plan_for_a_profile_that_i
     monkeypatch.setattr(kept, "profiled", lambda *asked, **how: find_machine("cpu-2core"))
     flags = ("--evaluate", "--percent", *("0", "100") * 3, "--prompt-len", "4", "--gen-len", "2", "--dtype", "float32")
     assert plan.main(["--model", str(opt), "--device", "cpu", *flags]) == 0, capfd.readouterr().err
+
+
+def test_several_gpus_are_planned_for_with_their_part_of_the_prompts_and_of_the_machine(
+    command: Any, opt: Path, machines: dict[str, Path]
+) -> None:
+    given = ("--model", opt, *WORK, "--evaluate", "--percent", 0, 50, 0, 100, 100, 0, "--gpu-batch-size", 2)
+    two = command(*given, "--machine", machines["accelerator"], "--gpus", 2)
+    half = command(*given, "--machine", machines["accelerator"], "--num-prompts", 6)
+    assert two.status == 0, two.err
+    assert two.json["num_prompts"] == 6 and two.json["predicted"]["gpus"] == 2
+    assert two.json["flags"][-2:] == ["--gpus", "2"] and run_request.parse(two.json["flags"]).gpus == 2
+    together = next(line for line in two.out if line.startswith("together  2 processes: "))
+    assert f"{2 * two.json['predicted']['tokens_per_second']:.2f}" in together
+    assert two.json["predicted"]["total_seconds"] > half.json["predicted"]["total_seconds"], "the disk is divided"
+    host, weights = two.json["needed_bytes"]["host"], two.json["placed_bytes"]["weights"]["host"]
+    assert weights + 2 * (half.json["needed_bytes"]["host"] - weights) < host < 3 * half.json["needed_bytes"]["host"]

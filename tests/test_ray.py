@@ -169,7 +169,7 @@ def tick(**counts: Any) -> Tick:
 
 
 def test_portions_are_counted_together() -> None:
-    from h2o_flexgen.cli.batch_ray import Ticks
+    from h2o_flexgen.cli.batch_watch import Ticks
 
     ticks = Ticks(
         {0: tick(number=3, alive=0, seats=4, computed_tokens=9), 1: tick(number=2, alive=3, seats=4, computed_tokens=5)}

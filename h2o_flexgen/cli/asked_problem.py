@@ -32,7 +32,7 @@ PROCESS_STEP = 64 << 20  # what a process holds varies a little; plans should no
 
 def machine_of(named: Machine | None, site: SiteRequest, dtype: str, progress: Progress) -> Machine:
     """The named machine; otherwise this one, from its kept profile or measured now."""
-    return named or this_machine(*_here(site), dtype, progress)
+    return (named or this_machine(*_here(site), dtype, progress)).shared_by(site.gpus)
 
 
 def machine_to_run_on(named: Machine | None, site: SiteRequest, dtype: str, device: str) -> Machine:
@@ -60,7 +60,8 @@ def _here(site: SiteRequest) -> tuple[Device, Path]:
 
 def problem_of(request: PlanRequest, machine: Machine) -> Problem:
     """The problem, from shapes alone: no weights are fetched or converted for it."""
-    number, asked, seen = request.num_prompts, request.plan, request.model.without_weights()
+    asked, seen, whole = request.plan, request.model.without_weights(), request.num_prompts
+    number = None if whole is None else -(-whole // request.site.gpus)  # of the process with most to do
     site = site_of(machine.device, machine.has_accelerator, request.model.dummy_weights)
     if request.machine is not None and machine.has_accelerator:  # another machine's, which is not to be asked
         site = replace(site, processor=replace(site.processor, instructions=machine.multiplies))
@@ -85,6 +86,7 @@ def _budgets(request: PlanRequest, machine: Machine) -> Budgets:
         host=_size(site.cpu_mem, machine.host_bytes - left.get(HOST, 0)),
         disk=_size(request.disk, machine.disk_bytes),
         host_base=process_bytes(),
+        processes=site.gpus,
     )
 
 

@@ -9,10 +9,9 @@ import pickle
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -23,12 +22,12 @@ import ray.data
 
 from h2o_flexgen.cli.batch_request import LOCAL, RAY, RESUME, WORKERS, BatchRequest, RayRequest
 from h2o_flexgen.cli.batch_run import Listening, OnBroken
+from h2o_flexgen.cli.batch_watch import Ticks
 from h2o_flexgen.cli.ray_worker import PORTION, SAID, Portion, Said, Share, Worker
 from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.hints import one_line
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.stage import Stage
-from h2o_flexgen.engine.tick import Tick
 from h2o_flexgen.jobs.job import FileJob
 from h2o_flexgen.jobs.manifest import Settings
 from h2o_flexgen.planning.plan import Plan
@@ -175,32 +174,6 @@ class RayJob:
             rows.sort(reverse=True)
             longest = [*map(max, longest, rows), *longest[len(rows) :], *rows[len(longest) :]]
         return Workload(tuple(longest), max(1, max(sizes.gen_lens)))
-
-
-@dataclass
-class Ticks:
-    """How far all portions are together."""
-
-    latest: dict[int, Tick] = field(default_factory=dict)  # by portion: that of one that is run again takes the old one's place
-
-    @property
-    def together(self) -> Tick:
-        ticks = self.latest.values()
-        busy = Counter[str]()
-        for tick in ticks:
-            busy.update(tick.busy_seconds)
-        return Tick(
-            number=sum(tick.number for tick in ticks),
-            requests_done=sum(tick.requests_done for tick in ticks),
-            alive=sum(tick.alive for tick in ticks),
-            seats=sum(tick.seats for tick in ticks if tick.alive),
-            prompt_tokens=sum(tick.prompt_tokens for tick in ticks),
-            generated_tokens=sum(tick.generated_tokens for tick in ticks),
-            computed_tokens=sum(tick.computed_tokens for tick in ticks),
-            prompt_seconds=sum(tick.prompt_seconds for tick in ticks),
-            decode_seconds=sum(tick.decode_seconds for tick in ticks),
-            busy_seconds=busy,
-        )
 
 
 # -- a cluster -------------------------------------------------------------------------------------------------------------

@@ -19,12 +19,14 @@ from h2o_flexgen.cli.flags import (
     Group,
     Parser,
     add_compute,
+    add_gpus,
     add_placement,
     add_sharing,
     add_sizes,
     whole,
 )
 from h2o_flexgen.cli.requests import (
+    GPUS,
     PACK,
     ModelRequest,
     SiteRequest,
@@ -174,6 +176,8 @@ def _ray(flags: Namespace, asked: Plan | Asked) -> RayRequest | None:
             if value is not None:
                 raise ValueError(f"{flag} {value} is for a job on workers; add {RAY} {LOCAL}, or the address of a cluster")
         return None
+    if flags.gpus > 1:
+        raise ValueError(f"{GPUS} {flags.gpus} is for this machine, and {RAY} has workers of its own; leave one of them out")
     if find_spec("ray") is None:
         raise ValueError(not_installed("Ray", "ray"))
     if "://" in flags.ray:
@@ -271,7 +275,9 @@ def make_parser(program: str = PROGRAM) -> Parser:
     _add_job(parser.group("job"))
     parser.add_model()
     parser.add_tokenizer()
-    _add_workers(parser.group("workers"))
+    workers = parser.group("workers")
+    add_gpus(workers)
+    _add_workers(workers)
     _add_plan(parser.group("plan"))
     parser.add_search(f"search, {WHERE_FOUND}", "what a search prices plans for")
     parser.add_kv()

@@ -97,7 +97,7 @@ class JobRun:
             if broken is None:
                 return
             self._record_broken(broken.row, str(broken), listening)
-            left = left.still(self.output.finished.is_open)
+            left = left.only(self.output.finished.is_open)
             listening.watch.begin_again()
 
     def _record_broken(self, number: int, reason: str, listening: Listening) -> None:

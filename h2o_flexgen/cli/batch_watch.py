@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import TextIOWrapper
 from pathlib import Path
 from types import TracebackType
@@ -95,6 +95,32 @@ def _together(before: Tick, now: Tick) -> Tick:
     """Counts from the beginning of all runs, and seats as they are now."""
     summed = {name: getattr(before, name) + getattr(now, name) for name in SUMMED}
     return replace(now, **summed, busy_seconds=dict(Counter(before.busy_seconds) + Counter(now.busy_seconds)))
+
+
+@dataclass
+class Ticks:
+    """How far all are together who run a job's parts."""
+
+    latest: dict[int, Tick] = field(default_factory=dict)  # by part: that of one that is run again takes the old one's place
+
+    @property
+    def together(self) -> Tick:
+        ticks = self.latest.values()
+        busy = Counter[str]()
+        for tick in ticks:
+            busy.update(tick.busy_seconds)
+        return Tick(
+            number=sum(tick.number for tick in ticks),
+            requests_done=sum(tick.requests_done for tick in ticks),
+            alive=sum(tick.alive for tick in ticks),
+            seats=sum(tick.seats for tick in ticks if tick.alive),
+            prompt_tokens=sum(tick.prompt_tokens for tick in ticks),
+            generated_tokens=sum(tick.generated_tokens for tick in ticks),
+            computed_tokens=sum(tick.computed_tokens for tick in ticks),
+            prompt_seconds=sum(tick.prompt_seconds for tick in ticks),
+            decode_seconds=sum(tick.decode_seconds for tick in ticks),
+            busy_seconds=busy,
+        )
 
 
 class Metrics:

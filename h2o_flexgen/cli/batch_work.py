@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 
 from h2o_flexgen.cli.asked_problem import machine_to_run_on
+from h2o_flexgen.cli.batch_apart import JobApart, dealt_requests
 from h2o_flexgen.cli.batch_request import LOCAL, RETRY, BatchRequest, RayRequest
-from h2o_flexgen.cli.batch_run import JobRun, Listening, OnBroken, end_lines
+from h2o_flexgen.cli.batch_run import Elsewhere, JobRun, Listening, OnBroken, end_lines
 from h2o_flexgen.cli.batch_settings import (
     model_settings,
     option_settings,
@@ -21,14 +22,13 @@ from h2o_flexgen.cli.batch_settings import (
     refuse_other_seed,
     versions,
 )
-from h2o_flexgen.cli.open_llm import open_llm
+from h2o_flexgen.cli.open_llm import open_together
 from h2o_flexgen.cli.page import say
-from h2o_flexgen.cli.plan_report import PlanReport
+from h2o_flexgen.cli.plan_report import PlanReport, together_lines
 from h2o_flexgen.cli.ray_environment import ray_environment
 from h2o_flexgen.cli.run_work import WITH_ROOM
 from h2o_flexgen.cli.slow import kernel_reasons, say_slow
 from h2o_flexgen.cli.watch import say_threads
-from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.job import prefix_finder, workload_of_job
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.requests import RowMaker
@@ -52,7 +52,7 @@ SOME_FAILED = 1  # exit status of a job that has come to its end with errors amo
 def work(request: BatchRequest) -> None:
     with ExitStack() as stack:
         stack.enter_context(closing(request.checked.index))
-        llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan))
+        llm = stack.enter_context(open_together(request.model, request.site, request.first_plan))
         refuse_other_seed(request)
         prepared = Prepared(request, llm)
         prepared.refuse_other()
@@ -151,14 +151,20 @@ class BatchJob:
     # -- the plan ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def workload(self) -> Workload:
-        return workload_of_job(self.left, self.llm.plan)
+    def parts(self) -> Sequence[FileJob]:
+        """The requests of each process."""
+        return dealt_requests(self.left, self.request.site.gpus)
+
+    @property
+    def _largest_part(self) -> FileJob:
+        return max(self.parts, key=lambda part: sum(part.sizes.prompt_lens) + sum(part.sizes.gen_lens))
 
     def find_plan(self) -> None:
         """Finds a plan if none was given. What the answers depend on must be as it was when the job began."""
         asked = self.request.plan
         if not isinstance(asked, Plan):
-            wish = Wish(asked, self.llm, self.workload, max(self.workload.prompt_lens), self.workload.gen_len)
+            workload = workload_of_job(self._largest_part, self.llm.plan)
+            wish = Wish(asked, self.llm, workload, max(workload.prompt_lens), workload.gen_len)
             wish.refuse_impossible()
             with_room = wish.plan_with_room() if self.request.machine is None else None
             if with_room is not None:
@@ -175,7 +181,8 @@ class BatchJob:
 
     @cached_property
     def plan_report(self) -> PlanReport:
-        return PlanReport.of(self.llm, self.request.model, self.llm.plan_job(self.left))
+        planned = {id(part): self.llm.plan_job(part) for part in self.parts}  # each has to fit
+        return PlanReport.of(self.llm, self.request.model, planned[id(self._largest_part)])
 
     def show_plan(self) -> None:
         """Tells of the plan, for a job that is not run."""
@@ -184,7 +191,7 @@ class BatchJob:
             print(json.dumps(counts))
             return
         self.find_plan()
-        self.tell(self.plan_report.lines())
+        self.tell(self.plan_lines())
         print(json.dumps({**self.plan_report.as_json(), **counts}))
 
     def tell(self, lines: Iterable[str]) -> None:
@@ -197,14 +204,15 @@ class BatchJob:
         """Runs what is left; returns how many requests of the whole job have failed."""
         if len(self.left.sizes) and self.request.ray is None:
             self.find_plan()
-            self.tell(self.plan_report.lines())
+            self.tell(self.plan_lines())
             say_slow(kernel_reasons(self.plan_report.arithmetic))
             say_threads(self.request.others, self.request.site.threads)
         manifest = self._manifest()
         manifest.write(self.request.files.manifest)
         records = RecordMaker(self.request.model.name, manifest.created, self.llm.tokenizer)
-        elsewhere = None if self.request.ray is None else partial(self._on_workers, self.request.ray, manifest.seed)
-        run = JobRun(self.llm, self.left, records, output, manifest.seed, self.request.files.metrics, elsewhere)
+        run = JobRun(
+            self.llm, self.left, records, output, manifest.seed, self.request.files.metrics, self._elsewhere(manifest.seed)
+        )
         run.record_refused()
         figures = run.to_the_end() if len(self.left.sizes) else None
         finished = output.finished
@@ -214,6 +222,18 @@ class BatchJob:
         self.tell(end_lines(finished, output.path, figures))
         print(json.dumps({**result, "output": str(output.path), "seed": manifest.seed}), flush=True)
         return finished.num_failed
+
+    def _elsewhere(self, seed: int) -> Elsewhere | None:
+        """Who runs requests, if not this process."""
+        if self.request.ray is not None:
+            return partial(self._on_workers, self.request.ray, seed)
+        if len(self.parts) > 1:
+            return JobApart(self.llm, self.request, seed).completions
+        return None
+
+    def plan_lines(self) -> Iterator[str]:
+        yield from self.plan_report.lines()
+        yield from together_lines(len(self.parts), len(self.left.sizes), self.llm.device.accelerator)
 
     def _on_workers(
         self, asked: RayRequest, seed: int, left: FileJob, listening: Listening, on_broken: OnBroken

@@ -41,6 +41,7 @@ TRACEBACK = 3  # the level of --verbose that shows where an error comes from
 MOST = 1e9  # upper bound of numbers that nothing else bounds
 REPEATABLE = "may be given several times"
 MOST_IDS = 2**31 - 1  # upper bound of token ids: no vocabulary is larger
+MOST_GPUS = 64  # of a machine
 MOST_SLOTS = 1000  # upper bound of a schedule's buffers
 Kind: TypeAlias = "Callable[[str], object] | None"  # reads the value of a flag; None: as it is written
 
@@ -305,6 +306,12 @@ def add_threads(group: Group) -> None:
 def add_device(group: Group) -> None:
     devices = f"auto, {' or '.join(DEVICES)}, or one of several with its number, like {DEVICES[-1]}:1"
     group.value("--device", "NAME", devices, default=AUTO)
+
+
+def add_gpus(group: Group) -> None:
+    """Adds by how many processes the work is done."""
+    shared = "a process with each of N GPUs, from the first on; rows are dealt to them, and all share the weights in CPU memory"
+    group.value("--gpus", "N", f"{shared}; a plan, --gpu-mem and --threads are those of each", whole(1, MOST_GPUS), 1)
 
 
 class Percent(argparse.Action):

@@ -96,6 +96,9 @@ class FoundReport:
             f"expected  prefill {prediction.prefill_seconds:.3f} s, {prediction.step_seconds:.4f} s a decode step, "
             f"{one.tokens_per_second:.3f} tokens/s, {one.block_seconds:.3f} s until a block is over"
         )
+        if (gpus := self.request.site.gpus) > 1:
+            each = "each of them, beside the others; weights in CPU memory are held once"
+            yield f"together  {gpus} processes: {gpus * one.tokens_per_second:.3f} tokens/s; all else is that of {each}"
         yield f"run       {RUN} {shlex.join(self.flags)}"
 
     def _others(self) -> Iterator[str]:
@@ -132,6 +135,7 @@ class FoundReport:
         return {
             **Predicted(one, self.problem.machine.name, self.problem.budgets).as_json(),
             "generated_tokens": one.generated_tokens,
+            "gpus": self.request.site.gpus,
             "step_seconds_median": round(one.step_seconds, 6),
             "block_seconds": round(self.found.best.block_seconds, 6),
             "lanes": {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from h2o_flexgen.cli.requests import ModelRequest, SiteRequest
+from dataclasses import replace
+
+from h2o_flexgen.cli.requests import GPUS, ModelRequest, SiteRequest, site_of_each
 from h2o_flexgen.cli.watch import Opening
+from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import OnStage
 from h2o_flexgen.llm import LLM
@@ -17,6 +20,24 @@ def open_llm(model: ModelRequest, site: SiteRequest, plan: Plan, trace: bool = F
         if llm.leftovers is not None:
             progress.note(str(llm.leftovers))
         return llm
+
+
+def open_together(model: ModelRequest, site: SiteRequest, plan: Plan, trace: bool = False) -> LLM:
+    """The LLM that plans for as many processes as are asked for: with the threads of each, and room for all of them."""
+    llm = open_llm(model, site_of_each(site), plan, trace)
+    try:
+        refuse_missing_devices(llm, site)
+    except BaseException:
+        llm.close()
+        raise
+    llm.budgets = replace(llm.budgets, processes=site.gpus)
+    return llm
+
+
+def refuse_missing_devices(llm: LLM, site: SiteRequest) -> None:
+    if site.gpus > 1 and site.device == AUTO and not llm.device.accelerator:
+        raise ValueError(f"{GPUS} {site.gpus} is for GPUs, and there is none; with --device cpu so many processes use the CPU")
+    llm.device.names_of(site.gpus)
 
 
 def make_llm(model: ModelRequest, site: SiteRequest, plan: Plan, on_stage: OnStage, trace: bool = False) -> LLM:

@@ -166,10 +166,16 @@ class PlanReport:
         return table(rows, page_width())
 
     def _parts(self, tier: str) -> str:
-        parts = {name: nbytes for name, nbytes in self.planned.footprint.parts.get(tier, {}).items() if nbytes}
-        if tier == HOST and self.budgets.host_base:
-            parts["process"] = self.budgets.host_base
-        return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items())
+        parts = self.budgets.held(self.planned.footprint, tier).items()
+        return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
+
+
+def together_lines(processes: int, requests: int, accelerator: bool) -> Iterator[str]:
+    """What a plan is for that several processes run, each its part of all requests."""
+    if processes > 1:
+        where = "with a GPU each" if accelerator else "on the CPU"
+        yield f"together  {processes} processes {where} share {requests} prompts, and one copy of the weights in host memory"
+        yield "          the plan is that of the process with most to do; bytes of CPU and disk are those of all"
 
 
 def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:

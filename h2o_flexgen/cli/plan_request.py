@@ -17,6 +17,7 @@ from h2o_flexgen.cli.flags import (
     Group,
     Parser,
     add_compute,
+    add_gpus,
     add_placement,
     add_sizes,
     memory_size,
@@ -50,7 +51,7 @@ The flags that it prints are those of `python -m h2o_flexgen.run`. Without --mac
   {PROGRAM} --model facebook/opt-6.7b --prompt-len 512 --gen-len 32 --cpu-mem 8GB
   {PROGRAM} --model facebook/opt-6.7b --cpu-mem 8GB --evaluate --percent 0 10 0 50 0 100 --gpu-batch-size 4
 """
-SITE_FLAGS = ("dtype", "device", "gpu_mem", "cpu_mem", "threads", "offload_dir")  # passed on if given
+SITE_FLAGS = ("dtype", "device", "gpu_mem", "cpu_mem", "threads", "offload_dir", "gpus")  # passed on if given
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def request_of(flags: Namespace) -> PlanRequest:
 
 def _typed(flags: Namespace, names: Sequence[str]) -> Iterator[str]:
     for name in names:
-        if (value := getattr(flags, name)) not in (None, AUTO):
+        if (value := getattr(flags, name)) not in (None, AUTO, 1 if name == "gpus" else None):
             yield from (f"--{name.replace('_', '-')}", str(value))
 
 
@@ -178,6 +179,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     description = "Find the plan that generates fastest within the memory of a machine, say why, and predict its seconds."
     parser = Parser(program, description, usage, EPILOG.replace(PROGRAM, program))
     parser.add_model()
+    add_gpus(parser.group("several GPUs"))
     _add_workload(parser.group("work"))
     _add_plan(parser)
     _add_search(parser)

@@ -10,6 +10,7 @@ from h2o_flexgen.cli.found_report import FoundReport
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.pictures import draw_front, draw_timelines, two_steps
 from h2o_flexgen.cli.plan_request import PlanRequest
+from h2o_flexgen.cli.requests import site_of_each
 from h2o_flexgen.cli.slow import int8_reason, kernel_reasons, say_slow
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.threads import set_threads
@@ -21,7 +22,7 @@ from h2o_flexgen.planning.search import Candidate, Found, Problem, refuse_what_n
 def work(request: PlanRequest) -> None:
     is_given = isinstance(request.plan, Plan)
     with Progress(0, f"planning for {request.model.name}", late=True) as progress:
-        set_threads(request.site.threads)  # measurements and the memory of kernels depend on their number
+        set_threads(site_of_each(request.site).threads)  # measurements and the memory of kernels depend on their number
         _refuse_before_profile(request)
         problem = problem_of(request, machine_of(request.machine, request.site, request.model.dtype, progress))
         progress.stage("pricing the plan" if is_given else "searching")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from h2o_flexgen.cli.flags import DUMMY_PATH
 from h2o_flexgen.core.allowed_values import AUTO
+from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.demo import demo_folder
 from h2o_flexgen.kernels.table import INT8
@@ -26,6 +27,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 DEMO_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 0}  # sampling of the package's own model by default
 SAFETENSORS = "*.safetensors"
 BITS = 4  # bits of the codec that --allow-4bit allows
+GPUS = "--gpus"
 PACK = "--compress-weight (4 bits) or --compress-weight 8"
 
 
@@ -89,12 +91,22 @@ class SiteRequest:
     gpu_mem: str | None = None  # None: what is free
     cpu_mem: str | None = None
     offload_dir: str | None = None  # None: a folder in the user's cache
+    gpus: int = 1  # so many processes, each with a GPU
 
 
 def site_of(flags: Namespace) -> SiteRequest:
     """The site that the flags ask for. A command without some flag leaves that open."""
     names = [one.name for one in fields(SiteRequest)]
+    if getattr(flags, "gpus", 1) > 1 and ":" in flags.device:
+        raise ValueError(
+            f"--device {flags.device} is one, and {GPUS} {flags.gpus} takes as many from the first on; leave one out"
+        )
     return SiteRequest(**{name: getattr(flags, name) for name in names if hasattr(flags, name)})
+
+
+def site_of_each(site: SiteRequest) -> SiteRequest:
+    """The site of each process: with a share of the threads, if nobody has said how many."""
+    return site if site.gpus == 1 else replace(site, threads=site.threads or max(1, cores() // site.gpus))
 
 
 def named_machine(flags: Namespace) -> Machine | None:

@@ -18,6 +18,7 @@ from h2o_flexgen.cli.flags import (
     Group,
     Parser,
     add_compute,
+    add_gpus,
     add_placement,
     add_sizes,
     number,
@@ -25,6 +26,7 @@ from h2o_flexgen.cli.flags import (
 )
 from h2o_flexgen.cli.requests import (
     DEMO_SAMPLING,
+    GPUS,
     ModelRequest,
     SiteRequest,
     asked_of,
@@ -193,6 +195,7 @@ def _refuse(flags: Namespace, plan: Plan) -> None:
     of_runs = (name for name in ("output", "trace", "timeline") if getattr(flags, name) is not None)
     if flags.dry_run and (flag := next(of_runs, None)):
         raise ValueError(f"--{flag} shows what was run, and --dry-run runs nothing; leave one of them out")
+    _refuse_of_one_process(flags)
     if flags.cut_gen_len is not None and flags.cut_gen_len < 2:
         raise ValueError(
             f"--cut-gen-len is {flags.cut_gen_len}; give 2 or more: a decode step must be measured to be projected"
@@ -215,6 +218,16 @@ def _refuse(flags: Namespace, plan: Plan) -> None:
         )
 
 
+def _refuse_of_one_process(flags: Namespace) -> None:
+    """Refuses what looks at the work of one process, where there are several."""
+    names = ("trace", "timeline", "log_file", "debug_mode", "cut_gen_len")
+    if flags.gpus > 1 and (name := next((name for name in names if getattr(flags, name) is not None), None)):
+        flag = f"--{name.replace('_', '-')}"
+        raise ValueError(
+            f"{flag} looks at the work of one process, and {GPUS} {flags.gpus} starts several; leave one of them out"
+        )
+
+
 # -- flags ------------------------------------------------------------------------------------------------------------------
 
 
@@ -224,6 +237,7 @@ def make_parser(program: str = PROGRAM) -> Parser:
     parser.set_defaults(demo=False)
     parser.add_model()
     parser.add_tokenizer()
+    add_gpus(parser.group("several GPUs"))
     _add_prompts(parser.group("prompts"))
     _add_plan(parser.group("plan"))
     parser.add_search(f"search, {WHERE_FOUND}", "a run with a plan of your own is predicted for it, too")

@@ -10,15 +10,17 @@ from functools import cached_property
 
 from h2o_flexgen.cli.asked_problem import machine_to_run_on
 from h2o_flexgen.cli.files import CompletionsFile
-from h2o_flexgen.cli.open_llm import open_llm
+from h2o_flexgen.cli.open_llm import open_together
 from h2o_flexgen.cli.page import say
-from h2o_flexgen.cli.plan_report import PlanReport, Predicted
+from h2o_flexgen.cli.plan_report import PlanReport, Predicted, together_lines
 from h2o_flexgen.cli.requests import check_device
+from h2o_flexgen.cli.run_apart import RunApart
 from h2o_flexgen.cli.run_report import Outcome
 from h2o_flexgen.cli.run_request import MadeUp, RunRequest
 from h2o_flexgen.cli.slow import int8_reason, kernel_reasons, say_slow
 from h2o_flexgen.cli.summary import after_first_layers
 from h2o_flexgen.cli.watch import Watch, say_threads
+from h2o_flexgen.core.dealing import longest_part
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.finding import Wish
@@ -40,7 +42,7 @@ def work(request: RunRequest) -> None:
     with ExitStack() as stack:
         completions = request.files.completions
         output = None if completions is None else stack.enter_context(CompletionsFile(completions))
-        llm = stack.enter_context(open_llm(request.model, request.site, request.first_plan, request.shows_trace))
+        llm = stack.enter_context(open_together(request.model, request.site, request.first_plan, request.shows_trace))
         request.sampling.check_vocabulary(llm.spec.vocab, llm.name)
         if not isinstance(request.prompts, MadeUp) and not llm.tokenizer.reads_texts:
             llm.tokenizer.encode("")  # reports a missing tokenizer before a machine is measured
@@ -49,7 +51,10 @@ def work(request: RunRequest) -> None:
         job.find_plan()
         job.announce()
         if request.dry_run:
-            print(json.dumps(job.plan_report.as_json()))
+            print(json.dumps(job.plan_as_json()))
+        elif job.processes > 1:
+            job.say_slow()
+            RunApart.of(job).run()
         else:
             say_threads(request.others, request.site.threads)
             job.say_slow()
@@ -93,7 +98,7 @@ class Job:
         request = self.request
         if isinstance(request.plan, Plan):
             return None
-        workload = self.workload if self._is_counted else None
+        workload = self.workload_of_each if self._is_counted else None
         length = request.prompts.length if isinstance(request.prompts, MadeUp) else max(self.workload.prompt_lens)
         return Wish(request.plan, self.llm, workload, length, request.gen_len)
 
@@ -122,7 +127,7 @@ class Job:
         return machine_to_run_on(request.machine, request.site, request.model.dtype, self.llm.device.kind)
 
     def _num_made_up(self, asked: MadeUp) -> int:
-        return self.llm.plan.block_size if asked.number is None else asked.number
+        return self.llm.plan.block_size * self.request.site.gpus if asked.number is None else asked.number
 
     @cached_property
     def _read(self) -> list[Prompt]:
@@ -150,12 +155,22 @@ class Job:
         return Workload(tuple(len(prompt.ids) for prompt in self._read), gen_len)
 
     @property
+    def processes(self) -> int:
+        """The processes that do the work: no more than there are prompts."""
+        return min(self.request.site.gpus, self.workload.num_prompts)
+
+    @property
+    def workload_of_each(self) -> Workload:
+        """The workload of the process that has most to do."""
+        return longest_part(self.workload, self.processes)
+
+    @property
     def stop_at(self) -> Callable[[Task], bool] | None:
         return after_first_layers if self.request.stops_after_layers else None
 
     @cached_property
     def planned(self) -> WorkloadPlan:
-        return self.llm.check(self.workload)
+        return self.llm.check(self.workload_of_each)
 
     @cached_property
     def planned_run(self) -> WorkloadPlan:
@@ -170,6 +185,10 @@ class Job:
     def plan_report(self) -> PlanReport:
         return PlanReport.of(self.llm, self.request.model, self.planned)
 
+    def plan_as_json(self) -> dict[str, object]:
+        """The plan, with the prompts of all processes."""
+        return {**self.plan_report.as_json(), "num_prompts": self.workload.num_prompts, "gpus": self.processes}
+
     @cached_property
     def predicted(self) -> Predicted | None:
         """The prediction for the steps that are run; None for a run that ends inside a step."""
@@ -180,6 +199,7 @@ class Job:
     def announce(self) -> None:
         say(self.plan_report.lines())
         say(self.request.notes)
+        say(together_lines(self.processes, self.workload.num_prompts, self.llm.device.accelerator))
         if self.predicted is not None:
             say(["", self.predicted.line()])
 

@@ -199,6 +199,10 @@ class Engine:
         self._memories.disk.meter.restart_peak()
         self._memories.device.restart_peak()
 
+    def hand_round(self, give: Callable[[Tensor], None]) -> None:
+        """Gives the weights that rest on the device to the processes that share those of host memory."""
+        self._weights.hand_round(give)
+
     @property
     def weight_files(self) -> tuple[Path, ...]:
         return self._weights.files

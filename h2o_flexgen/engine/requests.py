@@ -29,14 +29,23 @@ class RowMaker:
     plan: Plan
     tokenizer: Tokenizer
 
-    def rows(self, prompts: Sequence[Prompt], params: Params, streamed: bool = False, forced: Forced = None) -> list[RowState]:
-        """The rows of all prompts: one for each completion. `streamed`: their texts are followed token by token."""
+    def rows(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params,
+        streamed: bool = False,
+        forced: Forced = None,
+        numbers: Sequence[int] | None = None,
+    ) -> list[RowState]:
+        """The rows of all prompts: one for each completion. `streamed`: their texts are followed token by token. `numbers`:
+        those of the prompts in the input, by which rows draw (default: their places)."""
         each = for_each(params, len(prompts))
         forced = [()] * len(prompts) if forced is None else forced
         if len(forced) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts came with forced tokens for {len(forced)}; give some, or none, for each")
         rows: list[RowState] = []
-        for index, (prompt, asked, forced_ids) in enumerate(zip(prompts, each, forced)):
+        indices = range(len(prompts)) if numbers is None else numbers
+        for index, prompt, asked, forced_ids in zip(indices, prompts, each, forced, strict=True):
             rows += self._rows(index, prompt, asked, streamed, forced_ids, len(rows))
         return rows
 

@@ -88,6 +88,19 @@ class Sizes(Sequence[Size]):
 
 
 @dataclass(frozen=True)
+class Apart:
+    """A job on its way to another process, which reads its requests there."""
+
+    index: Index
+    sizes: Sizes
+    places: array[int]
+    prefixes: PrefixGroups | None
+
+    def read_with(self, reading: Reading) -> FileJob:
+        return FileJob(self.index, reading, None, self.sizes, self.places, known=self.prefixes)
+
+
+@dataclass(frozen=True)
 class FileJob:
     """Requests of an index. What they share is found among all that are read, be they run or not: so it is the same in a job
     that goes on."""
@@ -98,8 +111,10 @@ class FileJob:
     sizes: Sizes = field(default_factory=Sizes)
     places: array[int] = field(default_factory=lambda: array("q"))  # of the requests, in the index
     refused: array[int] = field(default_factory=lambda: array("q"))  # places of requests that the model cannot run
-    read: array[int] = field(default_factory=lambda: array("q"))  # places of all that were read and can be run
-    _among_read: array[int] = field(default_factory=lambda: array("q"))  # where the requests stand among these
+    _among_read: array[int] = field(
+        default_factory=lambda: array("q")
+    )  # where they stand among all that were read and can be run
+    known: PrefixGroups | None = None  # what the requests share, where that was found among more than these
 
     @classmethod
     def of(
@@ -107,6 +122,7 @@ class FileJob:
     ) -> FileJob:
         """Reads and tokenizes requests once; those that are left are the job."""
         job = cls(index, reading, reading.new_finder())
+        num_read = 0
         for count, place in enumerate(places, start=1):
             line = index.line(place)
             try:
@@ -115,26 +131,39 @@ class FileJob:
                 if is_left(place):
                     job.refused.append(place)
             else:
-                job._add(place, request, size, is_left(place))
+                job._add(place, request, size, num_read if is_left(place) else None)
+                num_read += 1
             if on_read is not None:
                 on_read(count)
         return job
 
-    def _add(self, place: int, request: Request, size: Size, is_left: bool) -> None:
+    def _add(self, place: int, request: Request, size: Size, among_read: int | None) -> None:
+        """Takes a request; `among_read` is its place among all that are read, None if it is not to be run."""
         if self.finder is not None:
             self.finder.add(prompt_of(request).ids, size.rows)
-        if is_left:
-            self._among_read.append(len(self.read))
+        if among_read is not None:
+            self._among_read.append(among_read)
             self.places.append(place)
             self.sizes.add(size)
-        self.read.append(place)
 
-    def still(self, is_left: IsLeft) -> FileJob:
-        """Those of the requests that are left, by their places in the index."""
-        return FileJob.of(self.index, self.read, self.reading, is_left)
+    def only(self, is_meant: IsLeft) -> FileJob:
+        """Some of the requests, by their places in the index. They share what they shared among all: nothing is read again."""
+        own = [number for number, place in enumerate(self.places) if is_meant(place)]
+        places = array("q", (self.places[number] for number in own))
+        sizes = Sizes()
+        for number in own:
+            sizes.add(self.sizes[number])
+        known = None if self.prefixes is None else self.prefixes.only(own, sizes.rows)
+        return FileJob(self.index, self.reading, None, sizes, places, known=known)
+
+    @property
+    def apart(self) -> Apart:
+        return Apart(replace(self.index, _lines=None), self.sizes, self.places, self.prefixes)
 
     @cached_property
     def prefixes(self) -> PrefixGroups | None:
+        if self.known is not None:
+            return self.known
         return None if self.finder is None else self.finder.groups().only(self._among_read, self.sizes.rows)
 
     @property

@@ -82,6 +82,10 @@ class Device:
     def memory(self, host: HostTier) -> HostTier | DeviceTier:
         return host
 
+    def names_of(self, count: int) -> list[str]:
+        """The names of so many devices of this kind, for a process each."""
+        return [self.kind] * count
+
     def warm_up(self, lane: str) -> None:
         """Makes libraries load what they keep for products on this lane, so that it is counted before a plan is held against a
         budget."""
@@ -195,6 +199,12 @@ class CudaDevice(Device):
 
     def memory(self, host: HostTier) -> DeviceTier:
         return DeviceTier(self.torch_device)
+
+    def names_of(self, count: int) -> list[str]:
+        there = torch.cuda.device_count()
+        if count > there:
+            raise ValueError(f"{count} devices were asked for, and there are {there}; ask for no more than that")
+        return [f"cuda:{index}" for index in range(count)]
 
     def page_lock(self, address: int, nbytes: int) -> None:
         with torch.cuda.device(self.torch_device):  # in any thread: the first call for another device would open that one

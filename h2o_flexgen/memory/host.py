@@ -40,7 +40,7 @@ class PageLocker(Protocol):
 
 
 class Pages(mmap.mmap):
-    """Pages of this process alone, which are unlocked before they go. Tensors over them keep them, so they go with the last."""
+    """Pages that are unlocked before they go. Tensors over them keep them, so they go with the last."""
 
     _unlock: Callable[[], None] | None = None
 
@@ -104,8 +104,8 @@ class HostTier:
 
     def _map(self, size: int) -> Tensor:
         try:
-            pages = Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError) as error:
+            pages = self._new_pages(size)
+        except OSError as error:
             raise MemoryError(f"host memory: {size / 1e9:.2f} GB could not be had ({error}); lower the CPU share") from error
         with suppress(OSError, AttributeError):  # if the system has huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -116,6 +116,13 @@ class HostTier:
         self._mapped.append(region)
         self.meter.add(size)
         return region
+
+    def _new_pages(self, size: int) -> Pages:
+        """Pages of zeros."""
+        try:
+            return Pages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except ValueError as error:  # more than there are addresses
+            raise OSError(str(error)) from error
 
 
 def available_bytes() -> int:

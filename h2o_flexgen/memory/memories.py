@@ -11,6 +11,7 @@ from torch import Tensor
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.disk import DiskTier, Files, OffloadFolder
 from h2o_flexgen.memory.host import HostTier
+from h2o_flexgen.memory.shared import SharedTier, SharedWeights
 
 
 class Memories:
@@ -19,10 +20,16 @@ class Memories:
     Weights of host memory have a tier of their own there: KV and hidden states are always page-locked, weights only if that is
     asked for, since they may be more than a system lets a process lock."""
 
-    def __init__(self, device: Device, offload_folder: Path, pin_weight: bool = True) -> None:
+    def __init__(
+        self, device: Device, offload_folder: Path, pin_weight: bool = True, shared: SharedWeights | None = None
+    ) -> None:
         self.device = device
         self.host = HostTier(device)
-        self.weights = HostTier(device if pin_weight else None)
+        locker = device if pin_weight else None
+        self.weights = HostTier(locker)
+        own = self.weights if device.accelerator else self.host
+        self.at_rest = own if shared is None else SharedTier(shared, locker)  # where weights of host memory lie all the time
+        self.finds_weights = shared is not None and not shared.reads  # another process brings those
         self.compute: HostTier | DeviceTier = device.memory(self.host)  # where things are computed with
         self.files = Files()  # first: its threads may find no room, and then nothing is left behind
         self._folder = self._opened(offload_folder)
@@ -37,7 +44,7 @@ class Memories:
 
     def close(self) -> None:
         with ExitStack() as closing:  # each of them, also when one fails
-            for tier in (self._folder, self.disk, self.files, self.host, self.weights):
+            for tier in (self._folder, self.disk, self.files, self.host, self.weights, self.at_rest):
                 closing.callback(tier.close)
             closing.callback(self.device.settle)  # the last is the first to be called
 

@@ -5,23 +5,40 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
-from h2o_flexgen.planning.footprint import Footprint
+from h2o_flexgen.planning.footprint import WEIGHTS, Footprint
 
 
 @dataclass(frozen=True)
 class Budgets:
-    """Bytes that may be held per tier; None is no limit. `host_base` is what the process holds before anything is loaded."""
+    """Bytes that may be held per tier; None is no limit. `host_base` is what the process holds before anything is loaded.
+    `processes`: how many of them run the plan on this machine, each with a device of its own, over weights of host memory that
+    they share; one more looks after them."""
 
     device: int | None = None
     host: int | None = None
     disk: int | None = None
     host_base: int = 0
+    processes: int = 1
 
     def of(self, tier: str) -> int | None:
         return {DEVICE: self.device, HOST: self.host, DISK: self.disk}[tier]
 
     def needs(self, footprint: Footprint, tier: str) -> int:
-        return footprint.total(tier) + (self.host_base if tier == HOST else 0)
+        return sum(self.held(footprint, tier).values())
+
+    def held(self, footprint: Footprint, tier: str) -> dict[str, int]:
+        """Bytes by what they hold on a tier, of all processes."""
+        parts = {name: nbytes * self.copies(tier, name) for name, nbytes in footprint.parts.get(tier, {}).items()}
+        return {**parts, "process": self.base(tier)}
+
+    def base(self, tier: str) -> int:
+        """Bytes that processes hold by themselves."""
+        return (self.host_base if tier == HOST else 0) * (self.processes + 1 if self.processes > 1 else 1)
+
+    def copies(self, tier: str, part: str) -> int:
+        """How many processes hold such bytes on a tier: each has a device of its own, and all of them one copy of weights in
+        host memory."""
+        return 1 if tier == DEVICE or (tier, part) == (HOST, WEIGHTS) else self.processes
 
     def first_exceeded(self, footprint: Footprint) -> str | None:
         for tier in TIERS:
@@ -32,5 +49,6 @@ class Budgets:
 
     def with_half_free(self) -> Budgets:
         """Budgets so much smaller that a plan leaves half of the memory beside the process free."""
-        host = None if self.host is None else self.host_base + max(0, self.host - self.host_base) // 2
+        base = self.base(HOST)
+        host = None if self.host is None else base + max(0, self.host - base) // 2
         return replace(self, device=None if self.device is None else self.device // 2, host=host)

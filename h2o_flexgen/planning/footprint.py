@@ -30,6 +30,7 @@ from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES, block_working_b
 from h2o_flexgen.schedule.ops import READ, WORKERS, WRITE
 from h2o_flexgen.schedule.schedule import Schedule
 
+WEIGHTS = "weights"  # the part that holds weights at rest
 Parts = dict[str, dict[str, int]]  # tier -> what it holds -> bytes
 
 
@@ -78,10 +79,10 @@ def _add_weights(parts: Parts, spec: ModelSpec, placement: Placement, schedule: 
     arenas: dict[tuple[str, ...], str] = {(DEVICE,): DEVICE, (HOST,): HOST} if compute == DEVICE else {(DEVICE, HOST): HOST}
     for tiers, holder in arenas.items():
         sizes = (tensor.nbytes for tensor in spec.tensors.values() if placement.weights[tensor.name] in tiers)
-        parts[holder]["weights"] += Arena.of(sizes).nbytes
+        parts[holder][WEIGHTS] += Arena.of(sizes).nbytes
     if written:
         on_disk = [tensor for tensor in spec.tensors.values() if placement.weights[tensor.name] == DISK]
-        parts[DISK]["weights"] += sum(aligned(tensor.stored_nbytes) for tensor in on_disk)
+        parts[DISK][WEIGHTS] += sum(aligned(tensor.stored_nbytes) for tensor in on_disk)
     if schedule.traffic.weights_on_disk:
         parts[HOST]["weight slots"] += schedule.weight_buffers * _largest_layer(spec, placement, DISK)
     if schedule.traffic.accelerator:

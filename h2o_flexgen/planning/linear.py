@@ -24,7 +24,7 @@ from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.budgets import Budgets
-from h2o_flexgen.planning.footprint import Footprint, footprint
+from h2o_flexgen.planning.footprint import WEIGHTS, Footprint, footprint
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import sampled_steps, sum_of_steps
@@ -32,7 +32,7 @@ from h2o_flexgen.planning.predict_running import typical_passes
 from h2o_flexgen.planning.pricing import SHARED_DISK, SHARED_MEMORY, Pricing
 from h2o_flexgen.planning.seating import Seating
 
-KINDS = ("weights", "kv", "hidden")
+KINDS = (WEIGHTS, "kv", "hidden")
 ROUNDS = 3  # rounds of solving, each anchored at the answers before
 LACKING = 1e6  # seconds per whole missing budget: far more than anything else can cost
 TIE = 1e-5  # share of the seconds that a kind of data costs a tier lower: among equal answers, the one that offloads least wins
@@ -163,11 +163,15 @@ class Case:
     def bytes_of(self) -> Mapping[str, int]:
         """Bytes of each kind of data: what a tier holds for a share of one."""
         compute = self.whole.parts[self.tiers[0]]
-        return {"weights": compute["weights"], "kv": compute.get("KV", 0), "hidden": compute["activations"]}
+        return {WEIGHTS: compute[WEIGHTS], "kv": compute.get("KV", 0), "hidden": compute["activations"]}
 
     def bytes_on(self, tier: str) -> Mapping[str, int]:
-        """The same bytes on this tier: weights that already lie on disk take no room there."""
-        return {**self.bytes_of, "weights": 0} if tier == DISK and not self.site.writes_weights else self.bytes_of
+        """The same bytes on this tier, of all processes: weights that already lie on disk take no room there."""
+        lies_there = tier == DISK and not self.site.writes_weights
+        return {
+            kind: 0 if lies_there and kind == WEIGHTS else nbytes * self.budgets.copies(tier, kind)
+            for kind, nbytes in self.bytes_of.items()
+        }
 
     def anchored(self, plan: Plan, exact: Footprint) -> dict[str, float]:
         """What each tier holds beside the shares of the data, exact under this plan and a good guess near it."""

@@ -146,6 +146,18 @@ class Machine:
             packed_flops_per_s=_changed(self.packed_flops_per_s, now.packed_flops_per_s),
         )
 
+    def shared_by(self, processes: int) -> Machine:
+        """The machine as each of several processes has it that are busy alike, with a device and a link of its own. Links are
+        as fast as they are, until all together take what the host's memory gives; the disk is divided."""
+        if processes == 1:
+            return self
+        # a copy reads and writes, a transfer does one of them
+        memory = (self.host_read_per_s if isfinite(self.host_read_per_s) else 2 * self.host_copy_per_s) / processes
+        capped = {name: min(getattr(self, name), memory) for name in _OF_LINKS}
+        divided = {name: getattr(self, name) / processes for name in _OF_ALL}
+        attended = {tier: min(rate, memory) if tier == HOST else rate for tier, rate in self.attention_bytes_per_s.items()}
+        return replace(self, **capped, **divided, attention_bytes_per_s=attended)
+
     @classmethod
     def load(cls, path: str | Path) -> Machine:
         try:
@@ -213,6 +225,11 @@ def _changed(curves: Mapping[str, Curve], measured: Mapping[str, Curve]) -> dict
     return changed
 
 
+# rates that processes have each of their own, up to a share of the host's memory; and those that they divide
+_OF_LINKS = ("host_to_device_per_s", "device_to_host_per_s", "unpinned_to_device_per_s", "unpinned_to_host_per_s")
+_OF_ALL = (
+    "disk_read_per_s", "disk_write_per_s", "kv_read_per_s", "kv_write_per_s", "host_copy_per_s", "host_read_per_s"
+)  # fmt: skip
 _DEFAULTS: Mapping[str, object] = {
     one.name: one.default if one.default_factory is MISSING else one.default_factory()
     for one in fields(Machine)

@@ -58,9 +58,8 @@ class WorkloadPlan:
             return
         budget = budgets.of(tier)
         assert budget is not None
-        held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in self.footprint.parts[tier].items() if nbytes)
-        if tier == HOST and budgets.host_base:
-            held += f", process {format_bytes(budgets.host_base)}"
+        parts = budgets.held(self.footprint, tier).items()
+        held = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
         raise DoesNotFit(
             f"plan needs {format_bytes(budgets.needs(self.footprint, tier))} on {tier} ({held}), "
             f"the budget is {format_bytes(budget)}; {what_would_fit(self, budgets)}"

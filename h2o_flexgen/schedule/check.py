@@ -1,8 +1,10 @@
 """check: proves that a schedule is sound, however long its tasks take.
 
-A task *happens before* another if the other needs it, or follows it in a lane with one worker, or over several such steps. So
-every promise of a schedule is a question about ancestors: does the data exist when it is used, and is a buffer free before its
-next user comes? The check suits schedules of some thousand tasks, as every task keeps one bit per possible ancestor.
+A task *happens before* another if the other needs it, or follows it in a lane with one worker, or over several such steps. That
+holds on a device too, where a stream does a lane's tasks: what the processor itself does for one of them, it does only when the
+stream has done all before (`Device.finish`). So every promise of a schedule is a question about ancestors: does the data exist
+when it is used, and is a buffer free before its next user comes? The check suits schedules of some thousand tasks, as every
+task keeps one bit per possible ancestor.
 """
 
 from __future__ import annotations

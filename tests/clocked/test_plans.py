@@ -24,17 +24,17 @@ from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints, hold_contract
 from tests.pairwise import covering
 from tests.test_contract import MIXES, TIERS
 
-FEW = (5, 9, 2, 7)
+FEW = (5, 9, 2)
 PLANS = {
-    "kind": ("opt", "llama-gqa", "neox-parallel", "opt-350m", "qwen3"),
+    "kind": ("opt", "llama-gqa", "neox-parallel", "qwen3"),
     "percent": MIXES[1:],
     "gpu_batch_size": (1, 2),
-    "num_gpu_batches": (1, 2, 4),
+    "num_gpu_batches": (1, 2),
     "slots": (1, 2, 3),
     "sep_layer": (True, False),
     "overlap": (True, False),
     "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
-    "policy": (POLICIES[0], POLICIES[2], POLICIES[3], POLICIES[6], POLICIES[9]),
+    "policy": (POLICIES[0], POLICIES[2], POLICIES[3], POLICIES[9]),
     "prefill_tokens": (1024, 12),
     ("weight_codec", "compute"): (WEIGHTS[0], WEIGHTS[1], WEIGHTS[4]),
     "kv_codec": (PLAIN, "group4"),
@@ -56,7 +56,7 @@ def test_every_tier_for_each_kind_of_data(
     offload: Path,
     checker: Checker,
 ) -> None:
-    hold_contract(Case("opt", (*weights, *kv, *hidden), FEW[:3], 3, policy=POLICIES[1], device=NAME), by_twins, offload)
+    hold_contract(Case("opt", (*weights, *kv, *hidden), FEW, 3, policy=POLICIES[1], device=NAME), by_twins, offload)
 
 
 RUNNING = {
@@ -74,12 +74,14 @@ RUNNING = {
 
 @pytest.mark.parametrize("values", list(covering(RUNNING)))
 def test_rows_that_come_and_go(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
-    case = Case(lengths=stream.LENGTHS[:6], device=NAME, **values)
+    case = Case(lengths=stream.LENGTHS[:5], device=NAME, **values)
     stream.hold_contract(case, by_twins, offload)
 
 
 SHARING = {
     **RUNNING,
+    "percent": MIXES[2:4],
+    "slots": (1, 2),
     "policy": [
         (("prefix_policy", PINNED),),
         (("prefix_policy", PINNED), *POLICIES[1]),

@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from h2o_flexgen.engine.executor import TaskFailed
+from h2o_flexgen.engine.stores import kv
 from h2o_flexgen.engine.stores.hidden import HiddenStore
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.kernels.table import TORCH
@@ -141,16 +142,15 @@ def rings_that_are_too_short() -> AbstractContextManager[object]:
     return patch.object(KVStore, "_working_region", lambda store, task: (store._device_ring or store._host_ring)[0])
 
 
-def staged_in_one_place_that_is_read_later() -> AbstractContextManager[object]:
-    """Copies to the staging place are issued on a stream of their own that nobody waits for."""
-    staged = KVStore._staged
+def gathered_on_a_stream_of_its_own() -> AbstractContextManager[object]:
+    """Nobody waits for the stream on which changed slots are gathered."""
+    gather = kv.gather_slots
 
-    def elsewhere(store: KVStore, like: Tensor, start: int) -> Tensor:
+    def elsewhere(image: Tensor, slots: Tensor, out: Tensor) -> None:
         with current().on("elsewhere"):
-            staged(store, like, start).copy_(like, non_blocking=True)
-        return staged(store, like, start)
+            gather(image, slots, out)
 
-    return patch.object(KVStore, "_staged", elsewhere)
+    return patch.object(kv, "gather_slots", elsewhere)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ FAULTS = [
     Planted("events are recorded before the work", events_before_the_work, MOST),
     Planted("hidden states are stored from their own memory", hidden_states_in_memory_of_their_own, MOST),
     Planted("KV has one buffer", rings_that_are_too_short, KV),
-    Planted("changed slots are staged by a stream that nobody waits for", staged_in_one_place_that_is_read_later, SINGLE_SLOTS),
+    Planted("changed slots are gathered on a stream that nobody waits for", gathered_on_a_stream_of_its_own, SINGLE_SLOTS),
     *(
         Planted(f"the host does not wait before {op}", no_wait_of_the_host_before(op), (*MOST, *KV))
         for op in (Op.READ_W, Op.READ_KV, Op.WRITE_KV)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +57,21 @@ def test_what_requests_share_does_not_depend_on_who_is_done(tmp_path: Path) -> N
     whole = FileJob.of(index, range(6), reading).prefixes
     assert whole is not None and [whole.of(request) for request in range(6)] == [SharedPrefix(0, 40)] * 4 + [None] * 2
     left = FileJob.of(index, range(6), reading, [2, 5].__contains__)
-    assert left.places.tolist() == [2, 5] and left.read.tolist() == [0, 1, 2, 3, 4, 5]
+    assert left.places.tolist() == [2, 5]
     assert left.prefixes is not None and [left.prefixes.of(request) for request in range(2)] == [SharedPrefix(0, 40), None]
     assert left.prefixes.rows == (2,), "nobody else is left to share it"
-    assert left.still([5].__contains__).prefixes == PrefixGroups((), (), array("i", [-1]))
+    assert left.only([5].__contains__).prefixes == PrefixGroups((), (), array("i", [-1]))
+
+
+def test_a_part_of_a_job_shares_what_all_of_it_shares_and_is_read_again_elsewhere(tmp_path: Path) -> None:
+    lines = [{"prompt": [*range(1, 41), 50 + n], "max_tokens": 2 + n} for n in range(4)]
+    index = checked(tmp_path, *lines, {"prompt": [91], "max_tokens": 2}).index
+    job = FileJob.of(index, range(5), replace(READING, new_finder=lambda: PrefixFinder(least=32)))
+    part = job.only([1, 4].__contains__)
+    assert part.places.tolist() == [1, 4] and [part.sizes[n].gen_len for n in range(2)] == [3, 2]
+    sent = pickle.loads(pickle.dumps(part.apart)).read_with(READING)
+    for one in (part, sent):
+        assert one.prefixes is not None and [one.prefixes.of(n) for n in range(2)] == [SharedPrefix(0, 40), None]
+        assert [one.request(n).index for n in range(2)] == [1, 4]
+        assert one.only([4].__contains__).request(0) == one.request(1)
+    sent.index.close()

@@ -184,3 +184,12 @@ def test_packed_slots_give_the_same_bits_in_any_company(variant: str, bits: int,
             apart = [tensor[one].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3) for tensor in kept]
             alone = decode_attention(q[one], *(Kept(each, coding.codec) for each in apart), held[one], mask[one])
             assert torch.equal(alone[0], together[0][one]) and torch.equal(alone[1], together[1][one])
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "torch"])
+def test_nobody_gets_sums_that_are_not_wanted(variant: str) -> None:
+    q, keys, values, held, mask = drawn((3, 2, 2, 17, 64), torch.float32)
+    with used(variant):
+        out, sums = decode_attention(q, Kept(keys), Kept(values), held, mask)
+        alone, nothing = decode_attention(q, Kept(keys), Kept(values), held, mask, wants_sums=False)
+    assert torch.equal(alone, out) and sums is not None and nothing is None

@@ -197,3 +197,16 @@ def test_a_file_that_is_no_machine_is_refused_in_one_line(tmp_path: Path, text: 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere\.yaml cannot be read: No such file"):
         Machine.load(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize("read", [inf, 30e9])
+def test_a_machine_that_several_processes_share_has_a_part_of_its_memory_and_its_disk_for_each(read: float) -> None:
+    machine = replace(SMALL, host_read_per_s=read)
+    memory = 40e9 if read == inf else 30e9  # a copy reads and writes
+    assert machine.shared_by(1) is machine
+    two, eight = machine.shared_by(2), machine.shared_by(8)
+    assert two.host_to_device_per_s == 12e9, "both links together are slower than the memory"
+    assert eight.host_to_device_per_s == eight.device_to_host_per_s == memory / 8
+    assert (two.disk_read_per_s, two.disk_write_per_s, eight.disk_read_per_s) == (1e9, 0.5e9, 0.25e9)
+    assert two.attention_bytes_per_s == {"device": 300e9, "host": min(20e9, memory / 2)}
+    assert two.flops_per_s == SMALL.flops_per_s and two.device_bytes == SMALL.device_bytes

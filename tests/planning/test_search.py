@@ -15,7 +15,7 @@ import pytest
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.planning import search as search_module
@@ -102,6 +102,15 @@ def test_few_prompts_are_not_divided_into_more_batches_than_there_are() -> None:
 def test_sizes_that_somebody_chose_are_kept() -> None:
     found = search(problem(batch_sizes=(5,), batches=(2,)))
     assert {(one.plan.gpu_batch_size, one.plan.num_gpu_batches) for one in (*found.all, *found.front)} == {(5, 2)}
+
+
+def test_the_host_attends_where_that_is_faster() -> None:
+    """Over a link that is a thousandth as fast as the host's memory, where the KV does not fit the device."""
+    slow = replace(on(SLOW, True), host_to_device_per_s=2e7, device_to_host_per_s=2e7)
+    crowded = scarce(True, 0.7, machine=slow, batch_sizes=(16,), batches=(4,))
+    fetched, best = (search(replace(crowded, attend_on=who)).best for who in ((DEVICE,), (DEVICE, HOST)))
+    assert best.plan.attend_on == HOST and best.plan.kv.device < 1
+    assert best.tokens_per_second > 2 * fetched.tokens_per_second
 
 
 def test_a_codec_is_taken_only_where_it_is_allowed() -> None:
@@ -244,3 +253,29 @@ def test_a_long_job_is_measured_by_a_part_of_its_rows_that_is_like_the_whole() -
     assert max(map(sum, zip(part.prompt_lens, part.gen_lens or ()))) == max(
         map(sum, zip(whole.prompt_lens, whole.gen_lens or ()))
     )
+
+
+# -- several processes -------------------------------------------------------------------------------------------------
+
+
+def test_processes_hold_weights_of_host_memory_once_and_all_else_each() -> None:
+    asked = problem(accelerator=True, workload=Workload.uniform(8, 20, 10))
+    planned = asked.largest(replace(Plan(gpu_batch_size=4, num_gpu_batches=2), weights=Shares(0.3, 0.4), kv=Shares(0.0, 0.5)))
+    parts = planned.footprint.parts
+    one, three = Budgets(host_base=1000), Budgets(host_base=1000, processes=3)
+    weights, others = parts[HOST]["weights"], planned.footprint.total(HOST) - parts[HOST]["weights"]
+    assert one.needs(planned.footprint, HOST) == weights + others + 1000
+    assert three.needs(planned.footprint, HOST) == weights + 3 * others + 4 * 1000, "one more looks after them"
+    assert three.needs(planned.footprint, DEVICE) == planned.footprint.total(DEVICE)
+    assert three.needs(planned.footprint, DISK) == 3 * planned.footprint.total(DISK) > 0
+
+
+def test_a_search_for_processes_fills_memory_that_they_share() -> None:
+    """The program knows what is held once: with weights counted for each process it would find a quarter of them room."""
+    asked = problem(workload=Workload.uniform(16, 20, 10), batch_sizes=(4,), batches=(2,))
+    half = replace(Plan(gpu_batch_size=4, num_gpu_batches=2), weights=Shares(0.0, 0.6), kv=Shares(0.0, 1.0)).at(Site())
+    parts = asked.largest(half).footprint.parts[HOST]
+    budgets = Budgets(host=parts["weights"] + 4 * (sum(parts.values()) - parts["weights"]), processes=4)
+    best = search(replace(asked, budgets=budgets)).best.plan
+    assert budgets.first_exceeded(asked.largest(best).footprint) is None
+    assert best.weights.host >= 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ import pytest
 import torch
 
 from h2o_flexgen import run
-from h2o_flexgen.cli import profile_request
 from h2o_flexgen.cli.run_request import parse
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
-from h2o_flexgen.planning.machines import SUFFIXES
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from tests.patience import PATIENCE_SECONDS
@@ -36,8 +36,12 @@ DOCUMENT: dict[str, Any] = {
 }
 
 
-def stage(name: str, code: str, stop_at: float = 60.0, **options: Any) -> Any:
-    return SCRIPT.Stage(name, (sys.executable, "-c", code), stop_at, **options)
+def stage(name: str, code: str, seconds: float = 60.0, **options: Any) -> Any:
+    return SCRIPT.Stage(name, (sys.executable, "-c", code), seconds, **options)
+
+
+def ran(one: Any, folder: Path, limit: float = 60.0) -> Any:
+    return SCRIPT.run_stage(one, folder, limit)
 
 
 def printing(document: object) -> str:
@@ -54,10 +58,12 @@ def wait_until_gone(pid: int) -> None:
 
 # -- the commands ------------------------------------------------------------------------------------------------------
 
+COMMANDS = [(model, way) for model in MODELS for way in SCRIPT.WAYS]
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_command_accepts_what_it_is_called_with(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = list(SCRIPT.run_command(model)[3:])
+
+@pytest.mark.parametrize(("model", "way"), COMMANDS)
+def test_the_command_accepts_what_it_is_called_with(model: str, way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = list(SCRIPT.run_command(model, way)[3:])
     if not torch.cuda.is_available():  # where a limit on its memory is refused
         place = flags.index("--gpu-mem")
         del flags[place : place + 2]
@@ -77,19 +83,39 @@ def test_its_plans_fit_a_gpu_that_is_held_to_16_gb(model: str) -> None:
     assert needed.total(DEVICE) > SCRIPT.GPU_BYTES / 2, "a smaller GPU would do: the check would show little"
 
 
-def test_the_whole_check_ends_within_ten_minutes_and_writes_eight_files_at_most(tmp_path: Path) -> None:
-    planned = SCRIPT.stages(tmp_path)
-    limits = [one.until_seconds for one in planned]
-    assert limits == sorted(limits) and limits[-1] + 2 * SCRIPT.KILL_SECONDS <= 570
-    files = [f"{one.name}.txt" for one in planned] + [f"{one.name}.json" for one in planned if one.is_run]
-    assert len([*files, "machine.yaml", "gpu_check.json"]) <= 8
+def test_the_plan_that_is_found_has_to_be_searched_for() -> None:
+    args = parse(SCRIPT.AUTO.split())
+    spec = create_model(known_config(args.model), "float16", name=args.model).spec
+    assert args.percent == "auto" and spec.weight_bytes > parse_bytes(args.gpu_mem)
+
+
+def test_the_whole_check_ends_within_ten_minutes(tmp_path: Path) -> None:
+    planned = SCRIPT.stages(tmp_path, tmp_path)
+    certain = sum(one.seconds for one in planned if not one.if_time)
+    assert certain <= SCRIPT.TOTAL_SECONDS and SCRIPT.TOTAL_SECONDS + 4 * SCRIPT.KILL_SECONDS <= 580
+    assert len({one.name for one in planned}) == len(planned)
+
+
+def test_its_tests_are_there_and_need_a_gpu(tmp_path: Path) -> None:
+    for one in SCRIPT.stages(tmp_path, tmp_path):
+        if one.ends_with == SCRIPT.TESTS:
+            places = [SCRIPT.ROOT / word for word in one.command if word.startswith("tests/")]
+            assert places and all(place.exists() for place in places), one.name
 
 
 def test_plan_only_prints_every_command_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "out"
     assert SCRIPT.main([str(folder), "--plan-only"]) == 0
     said = capsys.readouterr().out
-    assert "pytest -m 'cuda" in said and all(f"--model facebook/{model}" in said for model in MODELS)
+    assert "pytest -q -m 'cuda" in said and all(f"--model facebook/{model}" in said for model in MODELS)
+    assert SCRIPT.main([str(folder), "--plan-only", "--only", "opt-30b", "pins"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")] == [
+        "# pins: 45 s",
+        "# opt-30b: if 100 s are left",
+    ]
+    with pytest.raises(SystemExit):
+        SCRIPT.main([str(folder), "--plan-only", "--only", "opt-175b"])
+    assert "no stage is called 'opt-175b'; there are pins, contract" in capsys.readouterr().err
     assert not folder.exists()
 
 
@@ -97,27 +123,47 @@ def test_plan_only_prints_every_command_and_writes_nothing(tmp_path: Path, capsy
 
 
 def test_a_run_is_read_against_its_busiest_lane(tmp_path: Path) -> None:
-    outcome = SCRIPT.run_stage(stage("a", printing(DOCUMENT), is_run=True), tmp_path, time.monotonic())
-    assert outcome.passed and outcome.run == SCRIPT.Run(20.0, 50.0, "load", 15.0, 15_000_000_000)
-    assert json.loads((tmp_path / "a.json").read_text()) == DOCUMENT
+    outcome = ran(stage("a", printing(DOCUMENT), ends_with=SCRIPT.RUN), tmp_path)
+    assert outcome.result == SCRIPT.PASSED and outcome.run == SCRIPT.Run(20.0, 50.0, "load", 15.0, 15_000_000_000)
+    assert outcome.document == DOCUMENT and "progress" in (tmp_path / "gpu_check.txt").read_text()
     assert "75%" in SCRIPT.report({"a": outcome})[1]
 
 
 @pytest.mark.parametrize("held", [0, 17_000_000_000])
 def test_a_run_that_leaves_the_gpu_alone_or_takes_too_much_of_it_has_not_passed(tmp_path: Path, held: int) -> None:
     document = {**DOCUMENT, "peak_bytes": {"device": held}}
-    assert not SCRIPT.run_stage(stage("a", printing(document), is_run=True), tmp_path, time.monotonic()).passed
+    assert ran(stage("a", printing(document), ends_with=SCRIPT.RUN), tmp_path).result == SCRIPT.FAILED
 
 
-def test_a_stage_that_fails_says_its_last_line(tmp_path: Path) -> None:
-    failing = stage("a", "import sys; print('error: it is Monday'); sys.exit(2)")
-    outcome = SCRIPT.run_stage(failing, tmp_path, time.monotonic())
-    assert not outcome.passed and "error: it is Monday" in outcome.words
+@pytest.mark.parametrize(
+    ("last", "status", "result"),
+    [
+        ("60 passed in 9.00s", 0, "passed"),
+        ("60 skipped in 1.00s", 0, "FAILED"),
+        ("1 failed, 59 passed in 9.00s", 1, "FAILED"),
+        ("0 passed", 0, "FAILED"),
+    ],
+)
+def test_tests_that_were_all_skipped_have_not_passed(tmp_path: Path, last: str, status: int, result: str) -> None:
+    assert ran(stage("a", f"print({last!r}); raise SystemExit({status})"), tmp_path).result == result
+
+
+def test_kernels_below_their_shares_are_named(tmp_path: Path) -> None:
+    rows = [{"name": name, "share": 0.2, "expected_share": 0.3, "reaches": name == "fast"} for name in ("fast", "slow")]
+    code = printing({"rows": rows}) + "; raise SystemExit(1)"
+    outcome = ran(stage("a", code, ends_with=SCRIPT.DOCUMENT), tmp_path)
+    assert (outcome.result, outcome.words) == (SCRIPT.FAILED, "slow: 20% of 30%")
+
+
+@pytest.mark.parametrize("ends_with", [SCRIPT.TESTS, SCRIPT.RUN, SCRIPT.DOCUMENT])
+def test_a_stage_that_fails_says_its_last_line(tmp_path: Path, ends_with: str) -> None:
+    outcome = ran(stage("a", "import sys; print('error: it is Monday'); sys.exit(2)", ends_with=ends_with), tmp_path)
+    assert outcome.result == SCRIPT.FAILED and "error: it is Monday" in outcome.words
 
 
 def test_a_run_without_json_has_not_passed(tmp_path: Path) -> None:
-    outcome = SCRIPT.run_stage(stage("a", "print('done')", is_run=True), tmp_path, time.monotonic())
-    assert not outcome.passed and "JSON" in outcome.words
+    outcome = ran(stage("a", "print('done')", ends_with=SCRIPT.RUN), tmp_path)
+    assert outcome.result == SCRIPT.FAILED and "JSON" in outcome.words
 
 
 def test_a_stage_is_ended_when_its_time_is_over_with_all_that_it_started(tmp_path: Path) -> None:
@@ -126,13 +172,35 @@ def test_a_stage_is_ended_when_its_time_is_over_with_all_that_it_started(tmp_pat
         "import pathlib, subprocess, sys, time; "
         f"pathlib.Path({str(child)!r}).write_text(str(subprocess.Popen([sys.executable, '-c', {told!r}]).pid)); {told}"
     )
-    for stop_at in (1.0, 10.0, 100.0):  # on a busy machine it may not have begun when its time is over
+    for limit in (1.0, 10.0, 100.0):  # on a busy machine it may not have begun when its time is over
         began = time.monotonic()
-        outcome = SCRIPT.run_stage(stage("a", code, stop_at=stop_at), tmp_path, began)
-        assert not outcome.passed and time.monotonic() - began < PATIENCE_SECONDS
+        outcome = ran(stage("a", code), tmp_path, limit)
+        assert outcome.result == SCRIPT.FAILED and time.monotonic() - began < PATIENCE_SECONDS
         if child.exists() and child.read_text():
             break
     wait_until_gone(int(child.read_text()))
+
+
+def test_the_profile_of_the_first_run_serves_the_next_ones(tmp_path: Path) -> None:
+    """Without one they are run all the same."""
+    cache, machine = tmp_path / "cache", tmp_path / "machine.yaml"
+    profile = "import os, pathlib; f = pathlib.Path(os.environ['XDG_CACHE_HOME'], 'h2o_flexgen', 'machines', 'a.yaml')"
+    profile += "; f.parent.mkdir(parents=True); f.write_text('name: this')"
+    say = "import sys; print(len(sys.argv), 'passed')"
+    asks = SCRIPT.Stage("asks", (sys.executable, "-c", say, "x", "--machine", str(machine)), 60.0)
+    cache.mkdir()
+    planned = [replace(asks, name="before"), stage("auto", profile, environment={"XDG_CACHE_HOME": str(cache)}), asks]
+    outcomes = SCRIPT.run_all(planned, tmp_path, cache, time.monotonic())
+    assert machine.read_text() == "name: this"
+    assert [outcomes[name].words for name in ("before", "asks")] == ["2 passed", "4 passed"]
+
+
+def test_what_has_no_time_left_is_not_run_and_says_how_to_run_it(tmp_path: Path) -> None:
+    began = time.monotonic() - SCRIPT.TOTAL_SECONDS + 50
+    late, soon = stage("late", "", 60.0, if_time=True), stage("soon", "print('1 passed')", 10.0, if_time=True)
+    outcomes = SCRIPT.run_all([late, soon], tmp_path, tmp_path / "none", began)
+    assert outcomes["late"].result == SCRIPT.NOT_RUN and "--only late runs it" in outcomes["late"].words
+    assert outcomes["soon"].result == SCRIPT.PASSED
 
 
 def test_one_failure_does_not_stop_the_others(
@@ -141,19 +209,21 @@ def test_one_failure_does_not_stop_the_others(
     planned = [
         stage("tests", "raise SystemExit(1)"),
         stage("never", "", lacks="pytest is not installed"),
-        stage("opt-6.7b", printing(DOCUMENT), is_run=True),
+        stage("opt-6.7b", printing(DOCUMENT), ends_with=SCRIPT.RUN),
     ]
-    monkeypatch.setattr(SCRIPT, "stages", lambda folder: planned)
+    monkeypatch.setattr(SCRIPT, "stages", lambda folder, cache: planned)
     monkeypatch.setattr(SCRIPT, "probe", lambda: {"gpu": "a GPU", "torch": "2.13", "host_bytes": 128e9})
     assert SCRIPT.main([str(tmp_path)]) == 1
     said = capsys.readouterr().out
-    assert "pytest is not installed" in said and "75%" in said
-    monkeypatch.setattr(SCRIPT, "stages", lambda folder: planned[2:])
-    assert SCRIPT.main([str(tmp_path)]) == 0
+    table = said[said.index("stage") :].splitlines()
+    assert [line.split()[0] for line in table[1:]] == ["tests", "never", "opt-6.7b"]
+    assert "FAILED" in table[1] and "not run" in table[2] and "pytest is not installed" in table[2] and "75%" in table[3]
+    assert {file.name for file in tmp_path.iterdir()} == {"gpu_check.json", "gpu_check.txt"}
+    assert SCRIPT.main([str(tmp_path), "--only", "opt-6.7b"]) == 0
 
 
 def test_its_summary_can_go_into_the_documents(tmp_path: Path) -> None:
-    outcome = SCRIPT.Outcome(True, 21.0, "", SCRIPT.read_run(DOCUMENT))
+    outcome = SCRIPT.Outcome(SCRIPT.PASSED, 21.0, "", SCRIPT.read_run(DOCUMENT))
     summary = SCRIPT.summary({"gpu": "a GPU", "torch": "2.13", "host_bytes": 128e9}, {"opt-6.7b": outcome})
     file = tmp_path / "gpu_check.json"
     file.write_text(json.dumps(summary))
@@ -176,10 +246,3 @@ def test_without_a_gpu_or_torch_it_says_so_in_one_line_and_writes_nothing(
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
     assert not folder.exists()
-
-
-def test_runs_are_predicted_for_the_machine_that_was_profiled_before(tmp_path: Path) -> None:
-    planned = {stage.name: stage.command for stage in SCRIPT.stages(tmp_path)}
-    file = profile_request.parse(planned["machine"][3:]).output
-    assert Path(file).suffix in SUFFIXES
-    assert [parse(planned[model][3:]).machine for model in MODELS] == [file] * len(MODELS)

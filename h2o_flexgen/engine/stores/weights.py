@@ -46,8 +46,9 @@ class WeightStore:
         self._stays_in = (DEVICE,) if accelerator else (DEVICE, HOST)
         self._stored = source.locate(self._on(DISK))
         self._check_stored()
-        self._resident = self._fill(source, self._on(*self._stays_in), memories.compute)
-        self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.weights)
+        resident = memories.compute if accelerator else memories.at_rest
+        self._resident = self._fill(source, self._on(*self._stays_in), resident)
+        self._host = self._fill(source, self._on(HOST) if accelerator else [], memories.at_rest)
         self._host_ring = self._device_ring = Ring(memories.weights, buffers=0, nbytes=0)
         decoded = decoded_bytes(spec, site_of(memories.device.kind, accelerator))
         self._decoded = memories.compute.alloc(decoded) if decoded else None
@@ -73,9 +74,12 @@ class WeightStore:
         self._memories.files.check(checked)
 
     def _fill(self, source: WeightSource, tensors: list[TensorSpec], memory: HostTier | DeviceTier) -> Pack:
-        """Makes or reads the tensors into one arena; besides it, at most one tensor is held at a time."""
+        """Makes or reads the tensors into one arena; besides it, at most one tensor is held at a time. In memory that several
+        processes share, one of them does."""
         layout = self._layout(tensors)
         pack = Pack(memory.alloc(layout.nbytes) if tensors else torch.empty(0, dtype=torch.uint8), layout)
+        if self._memories.finds_weights and memory is self._memories.at_rest:
+            return pack
         located = cache(lambda: source.locate(tensors))
         for tensor in tensors:
             out = pack.bytes(tensor.name)
@@ -84,6 +88,11 @@ class WeightStore:
             if here is not out:
                 out.copy_(here)
         return pack
+
+    def hand_round(self, give: Callable[[Tensor], None]) -> None:
+        """Gives what rests on the device, tensor by tensor, to the processes that share the weights of host memory."""
+        for tensor in self._on(*self._stays_in) if self._memories.device.accelerator else ():
+            give(self._resident.bytes(tensor.name))
 
     def _bring(self, tensor: TensorSpec, out: Tensor, source: WeightSource, located: Located) -> None:
         """Brings the codec's bytes of one tensor to the host."""

@@ -132,7 +132,8 @@ def attend_chunk_kernel(
 ) -> None:  # fmt: skip
     of_head, chunk = tl.program_id(0), tl.program_id(1)
     row, head = (of_head // kv_heads).to(tl.int64), (of_head % kv_heads).to(tl.int64)
-    first, end = chunk * CHUNK, tl.load(held + row).to(tl.int32)
+    first = chunk * CHUNK
+    end = tl.minimum(first + CHUNK, tl.load(held + row).to(tl.int32))
     if first < end:
         query = tl.arange(0, QUERIES)
         number, is_query = of_head.to(tl.int64) * GROUP + query, query < GROUP
@@ -143,7 +144,7 @@ def attend_chunk_kernel(
         total = tl.zeros((QUERIES,), tl.float32)
         summed = tl.zeros((QUERIES, VALUE_WIDTH), tl.float32)
         key_start, value_start = row * key_row + head * key_head, row * value_row + head * value_head
-        for start in range(first, tl.minimum(first + CHUNK, end), TILE):
+        for start in range(first, end, TILE):
             slot = start + tl.arange(0, TILE)
             there = slot < end
             k = values_of_slots(keys, key_shared, key_start, slot, there, key_slot, KEY_STEP, KEY_BITS, DIM, KEY_WIDTH)

@@ -21,7 +21,8 @@ from h2o_flexgen.kernels.sizes import FLOAT_BYTES, SCORED_BYTES
 
 CHUNK = 512  # tokens of a program
 TILE_VALUES, LEAST_TILE, LARGEST_TILE = 4096, 16, 32  # values, and queries or tokens, that a program multiplies at once
-STAGES, WARPS = 2, 8  # tiles that are read ahead where a GPU can do so; with fewer warps, registers do not suffice
+STAGES = 2  # tiles that are read ahead where a GPU can do so
+WARPS = {2: 8, 4: 4}  # by the bytes of a value: so registers suffice
 
 
 def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
@@ -58,7 +59,7 @@ def _attend(
         TILE=tile,
         IS_OVER=is_over,
         num_stages=STAGES,
-        num_warps=WARPS,
+        num_warps=WARPS[q.itemsize],
     )
     if not is_over:
         width = triton.next_power_of_2(dim)
@@ -86,10 +87,10 @@ def attend_text_kernel(
     top = tl.full((TILE,), -float("inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
     summed = tl.zeros((TILE, VALUE_WIDTH), tl.float32)
-    first = chunk * CHUNK
-    for start in range(first, tl.minimum(first + CHUNK, length), TILE):
+    end = tl.minimum(chunk * CHUNK + CHUNK, length)
+    for start in range(chunk * CHUNK, end, TILE):
         slot = start + tl.arange(0, TILE)
-        there = slot < length
+        there = slot < end
         k = values_of_slots(keys, key_shared, head * key_head, slot, there, key_slot, KEY_STEP, KEY_BITS, DIM, KEY_WIDTH)
         v = values_of_slots(
             values, value_shared, head * value_head, slot, there, value_slot, VALUE_STEP, VALUE_BITS, DIM, VALUE_WIDTH

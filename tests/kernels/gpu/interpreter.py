@@ -1,17 +1,42 @@
-"""Triton's interpreter, mended: it multiplies the bits of bfloat16 as if they were whole numbers, knows one thread, and warns of
-each NaN."""
+"""Triton's interpreter, mended, so that outcomes are those of a GPU to the last bit: it multiplies the bits of bfloat16 as if
+they were whole numbers, cuts float32 off where a GPU rounds it to bfloat16, knows one thread, and warns of each NaN."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
 import numpy
+import torch
 from triton import language
+from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+
+
+@contextmanager
+def mended() -> Iterator[None]:
+    create_dot, convert = InterpreterBuilder.create_dot, interpreter._convert_float
+    launch, one_at_a_time = GridExecutor.__call__, Lock()
+
+    def widened_dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
+        return create_dot(self, widened(a), widened(b), *rest)
+
+    def converted(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        is_cut = (source, target) == (language.float32, language.bfloat16)
+        return rounded(values) if is_cut else convert(values, source, target, mode)
+
+    def launched_alone(self: GridExecutor, *given: Any, **options: Any) -> None:
+        with one_at_a_time, numpy.errstate(all="ignore"):
+            launch(self, *given, **options)
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(InterpreterBuilder, "create_dot", widened_dot))
+        patches.enter_context(patch.object(interpreter, "_convert_float", converted))
+        patches.enter_context(patch.object(GridExecutor, "__call__", launched_alone))
+        yield
 
 
 def widened(handle: TensorHandle) -> TensorHandle:
@@ -20,16 +45,7 @@ def widened(handle: TensorHandle) -> TensorHandle:
     return TensorHandle((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), language.float32)
 
 
-@contextmanager
-def mended() -> Iterator[None]:
-    create_dot, launch, one_at_a_time = InterpreterBuilder.create_dot, GridExecutor.__call__, Lock()
-
-    def widened_dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
-        return create_dot(self, widened(a), widened(b), *rest)
-
-    def launched_alone(self: GridExecutor, *given: Any, **options: Any) -> None:
-        with one_at_a_time, numpy.errstate(all="ignore"):
-            launch(self, *given, **options)
-
-    with patch.object(InterpreterBuilder, "create_dot", widened_dot), patch.object(GridExecutor, "__call__", launched_alone):
-        yield
+def rounded(values: Any) -> Any:
+    """float32, given as its bits or as values, in the bits of bfloat16."""
+    wide = torch.from_numpy(numpy.ascontiguousarray(values).view(numpy.float32).copy())
+    return wide.bfloat16().view(torch.int16).numpy().view(numpy.uint16).reshape(values.shape)

@@ -16,9 +16,9 @@ from h2o_flexgen.kernels.table import CUDA, INT8, TRITON, Processor
 from tests.contract import Case, Checkpoints, hold_contract
 
 SMALL = Case(lengths=(4,), gen_len=2, gpu_batch_size=1, num_gpu_batches=1, device="pretended")
-BOTH_PACKED = replace(SMALL, percent=(0, 100, 0, 100, 0, 100), weight_codec="group4", kv_codec="group8")
+BOTH_PACKED = replace(SMALL, percent=(0, 100, 0, 100, 0, 100), weight_codec="group8", kv_codec="group4")
 OTHERS = (
-    replace(SMALL, kind="llama-gqa", percent=(0, 0, 0, 100, 100, 0), weight_codec="group8", kv_codec="group4"),
+    replace(SMALL, kind="llama-gqa", percent=(0, 0, 0, 100, 100, 0), weight_codec="group4", kv_codec="group8"),
     replace(SMALL, percent=(50, 50, 100, 0, 100, 0), weight_codec="group4", compute=INT8),
 )
 

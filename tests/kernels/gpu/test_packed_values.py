@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import inf, nan
 
 import pytest
@@ -19,7 +20,7 @@ from h2o_flexgen.quant.tiled import TILE, Tiled
 from tests.kernels.test_group_encode import SPREADS
 
 SHAPES = [(1, 64), (3, 5), (37, 130), (18, 640), (2, 4160), (70, 63)]
-ENCODED = [(1, 64), (3, 1), (37, 130), (20, 192)]
+ENCODED = [(3, 1), (18, 130), (20, 192)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -64,9 +65,10 @@ def test_decoding_gives_the_bits_of_torch(gpu: torch.device, bits: int, dtype: t
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("spread", list(SPREADS))
-def test_encoding_gives_the_bytes_of_torch(gpu: torch.device, bits: int, dtype: torch.dtype, spread: str) -> None:
+@pytest.mark.parametrize(
+    ("spread", "dtype"), [*product(SPREADS, DTYPES[:1]), *product(["no numbers", "subnormal"], DTYPES[1:])]
+)
+def test_encoding_gives_the_bytes_of_torch(gpu: torch.device, bits: int, spread: str, dtype: torch.dtype) -> None:
     torch.manual_seed(len(spread))
     for shape in ENCODED:
         values = SPREADS[spread](shape).to(gpu, dtype)

@@ -38,10 +38,10 @@ def summed(x: Tensor, data: Tensor, bits: int, outputs: int) -> Tensor:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_row_comes_out_the_same_in_any_company(gpu: torch.device, bits: int) -> None:
-    data, x = packed(33, 640, bits).to(gpu), x_of(8, 640).to(gpu)
-    alone = [tile_product(Tiled(bits), Factor(row[None]), data, 33, None) for row in x]
-    for rows in range(1, 9):
-        assert torch.equal(tile_product(Tiled(bits), Factor(x[:rows]), data, 33, None), torch.cat(alone[:rows])), rows
+    data, x = packed(20, 320, bits).to(gpu), x_of(7, 320).to(gpu)
+    alone = [tile_product(Tiled(bits), Factor(row[None]), data, 20, None) for row in x]
+    for rows in (2, 3, 7):
+        assert torch.equal(tile_product(Tiled(bits), Factor(x[:rows]), data, 20, None), torch.cat(alone[:rows])), rows
 
 
 @pytest.mark.parametrize("bits", [4, 8])

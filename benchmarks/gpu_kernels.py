@@ -1,0 +1,203 @@
+"""The kernels that a GPU's decode steps consist of, beside what its memory gives in the same run.
+
+    python benchmarks/gpu_kernels.py
+    python benchmarks/gpu_kernels.py --device cpu --scale 0.01 --seconds 0.001      # a quick look without a GPU
+
+The ceiling is a copy within the GPU's memory, all bytes read and written, measured before and behind the kernels: the better
+one counts. Every kernel reads other bytes in each call than in the last ones, as a step does, so that no cache helps it. Each
+has a share of the ceiling that it is expected to reach; --strict ends with status 1 if one does not. The last line is one JSON
+document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.core.files import write_text
+from h2o_flexgen.engine.stores.kv import image_over
+from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.native import in_use
+from h2o_flexgen.kernels.operations import decode, decode_attention, encode, packed_product
+from h2o_flexgen.kernels.table import PRODUCT
+from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.memory.device import Device, open_device
+from h2o_flexgen.profiling.measure import describe_machine
+from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.quant.tiled import TILE, Tiled
+
+COPIED_BYTES, USED_IN_TURN = 1 << 30, 256 << 20  # more than caches hold
+WIDTH, FFN, HEADS, HEAD_DIM = 7168, 28672, 56, 128  # of OPT-30B
+ROWS, SLOTS = 8, 544
+CALLS = 10  # given to the device before it is awaited
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    measured: float  # bytes per second that have to be read and written
+    ceiling: float
+    expected_share: float  # of the ceiling: an aim, set before anything was measured
+
+    @property
+    def share(self) -> float:
+        return self.measured / self.ceiling
+
+    @property
+    def reaches(self) -> bool:
+        return self.share >= self.expected_share
+
+
+@dataclass(frozen=True)
+class Subject:
+    name: str
+    nbytes: int
+    expected_share: float
+    call: Callable[[], object]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(sys.argv[1:] if arguments is None else arguments)
+    device = open_device(args.device)
+    found = lines(device, args.seconds, args.scale)
+    for line in found:
+        told = "" if line.reaches else f"  below the {line.expected_share:.0%} that are expected"
+        print(f"{line.name:52}{line.measured / 1e9:9.1f} GB/s{line.share:7.0%}{told}")
+    result = as_json(device, found)
+    if args.output:
+        write_text(args.output, json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 1 if args.strict and not all(line.reaches for line in found) else 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each measurement")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the sizes: below 1 for a quick look")
+    parser.add_argument("--strict", action="store_true", help="status 1 if a kernel does not reach its share")
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args(argv)
+
+
+def as_json(device: Device, found: Sequence[Line]) -> dict[str, object]:
+    return {
+        "benchmark": "gpu_kernels",
+        "title": f"Kernels of decode steps at the sizes of OPT-30B ({in_use(device.kind)}), bytes per second",
+        "machine": describe_machine(device),
+        "ceiling": "a copy within the device's memory, read and written, in the same run",
+        "rows": [{**asdict(line), "share": line.share, "reaches": line.reaches} for line in found],
+    }
+
+
+@torch.inference_mode()
+def lines(device: Device, seconds: float, scale: float) -> list[Line]:
+    before = copied_per_s(device, seconds, scale)
+    rates = [(subject, subject.nbytes / seconds_of(device, subject.call, seconds)) for subject in subjects(device, scale)]
+    ceiling = max(before, copied_per_s(device, seconds, scale))
+    return [Line(subject.name, rate, ceiling, subject.expected_share) for subject, rate in rates]
+
+
+def copied_per_s(device: Device, seconds: float, scale: float) -> float:
+    source = torch.zeros(round(COPIED_BYTES * scale), dtype=torch.uint8, device=device.torch_device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_of(device, lambda: target.copy_(source), seconds)
+
+
+def seconds_of(device: Device, call: Callable[[], object], seconds: float) -> float:
+    """The seconds of one call, the best of groups."""
+    call()
+    device.settle()
+    best, ends = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < ends or best == float("inf"):
+        begun = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        device.settle()
+        best = min(best, (time.perf_counter() - begun) / CALLS)
+    return best
+
+
+# -- what is measured ----------------------------------------------------------------------------------------------------
+
+
+def subjects(device: Device, scale: float) -> Iterator[Subject]:
+    for codec, expected in ((PLAIN, 0.6), ("group8", 0.4), ("group4", 0.3)):
+        yield attention(device, codec, scale, expected)
+    for bits, rows, expected in ((4, 1, 0.4), (4, 8, 0.3), (8, 1, 0.5)):
+        yield product(device, bits, rows, scale, expected)
+    for bits in (4, 8):
+        yield decoding(device, bits, scale)
+
+
+def attention(device: Device, codec: str, scale: float, expected: float) -> Subject:
+    """One layer's attention in a step, over images as they lie on a device."""
+    coding, shape = Coding(codec, torch.float16, HEAD_DIM), (ROWS, max(1, round(HEADS * scale)), SLOTS)
+    rows, heads, slots = shape
+    region = torch.zeros(2 * rows * heads * slots * coding.width * coding.kept_dtype.itemsize, dtype=torch.uint8)
+    values = torch.randn(2, rows, heads, slots, HEAD_DIM).half()
+    image_over(region, shape, coding, True).copy_(coding.encode(values))
+    regions = in_turn(region.to(device.torch_device), scale)
+    q = torch.randn(rows, heads, 1, HEAD_DIM).half().to(device.torch_device)
+    held = torch.full((rows,), slots, device=device.torch_device)
+    mask = torch.zeros(rows, 1, 1, slots, device=device.torch_device)
+
+    def call() -> object:
+        keys, of_values = image_over(next(regions), shape, coding, True)
+        return decode_attention(q, Kept(keys, codec), Kept(of_values, codec), held, mask, wants_sums=False)
+
+    return Subject(f"decode attention, {codec} KV, {rows} rows of {slots}", region.nbytes, expected, call)
+
+
+def product(device: Device, bits: int, rows: int, scale: float, expected: float) -> Subject:
+    """A product of few rows with packed weights; of decoded ones where nothing here reads the bytes."""
+    inputs, outputs = WIDTH, max(TILE, round(FFN * scale))
+    codec, data = packed(bits, outputs, inputs)
+    tiles, x = in_turn(data.to(device.torch_device), scale), torch.randn(rows, inputs).half().to(device.torch_device)
+    decoded = torch.empty(outputs, inputs, dtype=torch.float16, device=device.torch_device)
+
+    def call() -> object:
+        chosen = next(tiles).view(-(-outputs // TILE), -1)
+        out = packed_product(PRODUCT, codec.name, Factor(x), chosen, outputs, None)
+        if out is None:
+            decode(codec.name, chosen, decoded)
+            out = x @ decoded.T
+        return out
+
+    return Subject(f"product of {rows} rows with {bits}-bit weights", data.nbytes, expected, call)
+
+
+def decoding(device: Device, bits: int, scale: float) -> Subject:
+    outputs = max(TILE, round(FFN * scale))
+    codec, data = packed(bits, outputs, WIDTH)
+    tiles = in_turn(data.to(device.torch_device), scale)
+    out = torch.empty(outputs, WIDTH, dtype=torch.float16, device=device.torch_device)
+    call = lambda: decode(codec.name, next(tiles).view(-(-outputs // TILE), -1), out)  # noqa: E731
+    return Subject(f"{bits}-bit weights to fp16", data.nbytes + out.nbytes, 0.6, call)
+
+
+def packed(bits: int, outputs: int, inputs: int) -> tuple[Tiled, Tensor]:
+    codec = Tiled(bits)
+    data = torch.empty(codec.nbytes((outputs, inputs), 2), dtype=torch.uint8)
+    encode(codec.name, torch.randn(outputs, inputs).mul_(0.02), data)
+    return codec, data
+
+
+def in_turn(data: Tensor, scale: float) -> Iterator[Tensor]:
+    """An endless series of copies, together more than caches hold."""
+    copies = max(2, -(-round(USED_IN_TURN * scale) // data.nbytes))
+    return itertools.cycle([data.clone() for _ in range(copies)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Weights in host memory that several processes share: a file in memory that has no name, so that nothing is left of it when
+the last of them has ended, however that is."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from h2o_flexgen.memory.host import HostTier, PageLocker, Pages
+
+NAME = "h2o_flexgen weights"  # seen in /proc alone
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """The weights that processes hold together. One of them reads them from disk, and the others find them there."""
+
+    descriptor: int  # of the file, which each process maps
+    take: Callable[[Tensor], None] | None = None  # brings bytes that rest on a device; None for the process that reads
+
+    @property
+    def reads(self) -> bool:
+        return self.take is None
+
+
+def file_in_memory() -> int:
+    """The descriptor of an empty file that only its holders know."""
+    if not hasattr(os, "memfd_create"):
+        raise ValueError("processes share their weights in a way that only Linux has; run one process here")
+    return os.memfd_create(NAME)
+
+
+class SharedTier(HostTier):
+    """Host memory for one region, the weights at rest, which is the same in every process."""
+
+    def __init__(self, shared: SharedWeights, locker: PageLocker | None = None) -> None:
+        super().__init__(locker)
+        self._shared = shared
+
+    def _new_pages(self, size: int) -> Pages:
+        descriptor = self._shared.descriptor
+        if self._shared.reads:
+            os.ftruncate(descriptor, size)
+        elif os.fstat(descriptor).st_size != size:
+            held = os.fstat(descriptor).st_size
+            raise ValueError(f"the weights that processes share have {held} bytes, but this one's plan has {size} in memory")
+        return Pages(descriptor, size, flags=mmap.MAP_SHARED)
