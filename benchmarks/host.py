@@ -1,6 +1,6 @@
 """The host's part of a decode step on a GPU: what Python and launches take beside the link, estimated without a GPU.
 
-    python benchmarks/host.py                       # about a minute on one core
+    python benchmarks/host.py                       # half a minute to two on one core
     python benchmarks/host.py --output host.json
 
 Measured here, on this machine's processor: the executor's time for a task whose action does nothing; the engine's time for each
