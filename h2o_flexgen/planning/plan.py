@@ -188,7 +188,8 @@ class Plan:
 
     def folded(self) -> Plan:
         weights, kv, hidden = self.weights.folded(), self.kv.folded(), self.hidden.folded()
-        return replace(self, weights=weights, kv=kv, hidden=hidden, attend_on=DEVICE, graphs=OFF)
+        graphs = AUTO if self.graphs == ON else self.graphs
+        return replace(self, weights=weights, kv=kv, hidden=hidden, attend_on=DEVICE, graphs=graphs)
 
     @property
     def percent(self) -> tuple[float, ...]:
