@@ -187,7 +187,8 @@ class CudaDevice(Device):
         return read
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        if not self._graphs:  # torch refuses memory whose last graph has gone
+        if not self._graphs:  # torch refuses memory whose last graph has gone, and cannot give it back during a capture
+            self.give_back_freed()
             self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")  # other threads go on

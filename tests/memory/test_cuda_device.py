@@ -197,6 +197,7 @@ def test_graphs_share_memory_while_there_is_one_of_them(cuda: PretendedTorch) ->
         device.capture(fails)
     device.capture(lambda: made.append(1))
     assert len(made) == 5
+    assert cuda.asked.count(("empty_cache", 0)) == 4, "before memory is taken anew: nothing is given back during a capture"
     assert dict(PretendedGraph.used) == {1: 3, 2: 3, 3: 1, 4: 1} and not any(PretendedGraph.left.values())
 
 
