@@ -138,7 +138,7 @@ def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
     function = chosen(SHARED_ATTENTION, keys.codec, q, width=q.shape[2])
     if function is None or keys.codec != values.codec:
         keys, values = (Kept(_plain(Kept(kept.data[None], kept.codec), q[None]).data[0]) for kept in (keys, values))
-        function = _required(SHARED_ATTENTION, PLAIN, q)
+        function = _required(SHARED_ATTENTION, PLAIN, q, width=q.shape[2])
     out: More = function(q, keys, values)
     return out
 
