@@ -175,8 +175,8 @@ class Here(threading.local):
 
 @contextmanager
 def kernels_counted(here: Here) -> Iterator[None]:
-    """A context in which calls of the table's kernels are counted by those who watch in their threads. They watch functions; how
-    these are chosen is time of the engine."""
+    """A context in which calls of the table's kernels are counted by those who watch in their threads. How kernels are chosen
+    is time of the engine."""
     function_of = operations.function_of
 
     @cache

@@ -70,7 +70,8 @@ class KVCache:
         """Views of the first rows; steps with as many rows have the same ones."""
         if self._living is None or self._living[0] != rows:
             image, scores = self.image[:, :rows], None if self._scores is None else self._scores.part(slice(rows))
-            self._living = rows, Living(image, *image, scores, None if scores is None else scores.notes)
+            keys, values = image
+            self._living = rows, Living(image, keys, values, scores, None if scores is None else scores.notes)
         return self._living[1]
 
     def part(self, rows: slice) -> KVCache:
