@@ -79,8 +79,7 @@ def _instructions(build: str) -> tuple[str, ...]:
 
 def in_use(device: str = CPU) -> str:
     """The name of what computes on a kind of device, for reports."""
-    name = processor(device).build
-    return f"C ({name})" if name in LIBRARIES else name
+    return processor(device).kernels
 
 
 def variants(device: str = CPU) -> list[str]:

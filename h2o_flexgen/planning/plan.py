@@ -171,6 +171,12 @@ class Plan:
         """Whether decode steps may be captured as graphs, which work on addresses that stay: where nothing is moved."""
         return self.graphs != OFF and self.is_resident
 
+    def refuse_graphs_where_data_move(self) -> None:
+        """Whoever insists on graphs is told where there can be none."""
+        if self.graphs == ON and not self.is_resident:
+            wanted = f"graphs {ON!r} is for plans whose data all stay on the GPU"
+            raise ValueError(f"{wanted}, and this one moves some; take {AUTO!r}")
+
     @property
     def has_own_slots(self) -> bool:
         """Whether the schedule has a fixed number of buffers that nobody can choose."""
