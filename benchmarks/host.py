@@ -348,8 +348,8 @@ def as_json(plans: Sequence[Mapping[str, Any]], host: GpuHost) -> dict[str, Any]
         "ceiling": f"the link's seconds at {host.link_bytes_per_s / 1e9:g} GB/s; the aim is a share of {AIM:.0%}",
         "simulated": True,
         "assumed": asdict(host),
-        "notes": f"Measured on the processor that is named: microseconds of a task with a tiny model, for the first plan {kinds}; "
-        f"executor us. Assumed: a host {host.slower:g} times as slow, {host.launch_us:g} us for a launch of torch and "
+        "notes": "Measured on the processor that is named: microseconds of a task with a tiny model, for the first plan "
+        f"{kinds}; executor us. Assumed: a host {host.slower:g} times as slow, {host.launch_us:g} us for a launch of torch and "
         f"{host.kernel_us:g} us for one of a kernel. Launches (of torch + of kernels) are counted. No GPU has run this.",
         "columns": ["plan", "percent", "executor us", "tasks", "launches", "link s", "host s", "launching s", "share"],
         "cells": [cells_of(one) for one in plans],

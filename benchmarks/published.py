@@ -349,7 +349,8 @@ def placed(row: Published, plan: Plan, percents: Sequence[tuple[int, ...]], mach
 def gpu_document(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "benchmark": "published on gpus",
-        "title": "ESTIMATED, nothing was run: plans that FlexGen published for a T4, on GPUs with this engine's kernels; tokens/s",
+        "title": "ESTIMATED, nothing was run: plans that FlexGen published for a T4, on GPUs with this engine's kernels; "
+        "tokens/s",
         "machine": "none; the files in configs/machines, from data sheets: " + ", ".join(GPUS),
         "command": "python benchmarks/published.py --gpus --output benchmarks/results/published-gpus.json",
         "date": date.today().isoformat(),

@@ -7,7 +7,6 @@ that `benchmarks/gpu_kernels.py` states as aims; a visit gets what its launches 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import log
