@@ -69,7 +69,7 @@ class Plan:
     weight_codec: str = PLAIN  # codec of matrices and token tables; positions, and what is small, stay plain
     kv_codec: str = PLAIN
     compute: str = EXACT  # or INT8: factors of packed weights are rounded to 8 bits
-    graphs: str = AUTO  # ON: decode steps are captured and replayed, or else it is an error; OFF: they never are
+    graphs: str = OFF  # AUTO: decode steps of resident plans are captured and replayed; ON: or else it is an error
     schedule: str = "zigzag"
     kv_policy: str = "full"
     kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and who is protected
@@ -188,7 +188,8 @@ class Plan:
 
     def folded(self) -> Plan:
         weights, kv, hidden = self.weights.folded(), self.kv.folded(), self.hidden.folded()
-        return replace(self, weights=weights, kv=kv, hidden=hidden, attend_on=DEVICE, graphs=OFF)
+        graphs = AUTO if self.graphs == ON else self.graphs
+        return replace(self, weights=weights, kv=kv, hidden=hidden, attend_on=DEVICE, graphs=graphs)
 
     @property
     def percent(self) -> tuple[float, ...]:
