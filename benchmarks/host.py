@@ -1,7 +1,7 @@
 """The host's part of a decode step on a GPU: what Python and launches take beside the link, estimated without a GPU.
 
     python benchmarks/host.py                       # half a minute to two on one core
-    python benchmarks/host.py --output host.json
+    python benchmarks/host.py --output benchmarks/results/host.json
 
 Measured here, on this machine's processor: the executor's time for a task whose action does nothing; the engine's time for each
 op, with a tiny model on a device that pretends to have memory of its own. Counted in the same runs: what a COMPUTE would launch
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import threading
 import time
@@ -22,6 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -31,6 +33,10 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
+
+from benchmarks.comparison.command import commit
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
@@ -249,8 +255,13 @@ class Counted(Measured):
 
 def of_engine(plan: Plan) -> dict[str, Visit]:
     """Each kind of task of a plan, with a tiny model under it."""
-    timed, counted = (_samples(engine, plan) for engine in (Measured, Counted))
-    return {kind: _visit(timed[kind], counted[kind]) for kind in timed}
+    timed, counted = _samples(Measured, plan), launches_of(plan)
+    return {kind: Visit(_middle(timed[kind], 0) * 1e6, *counted[kind]) for kind in timed}
+
+
+def launches_of(plan: Plan) -> dict[str, tuple[float, float]]:
+    """Launches of torch and of kernels in each kind of task of a plan."""
+    return {kind: (_middle(samples, 1), _middle(samples, 2)) for kind, samples in _samples(Counted, plan).items()}
 
 
 def _samples(engine: type[Measured], plan: Plan) -> Mapping[str, Sequence[tuple[float, float, float]]]:
@@ -269,11 +280,8 @@ def _samples(engine: type[Measured], plan: Plan) -> Mapping[str, Sequence[tuple[
     return made.samples
 
 
-def _visit(timed: Sequence[tuple[float, ...]], counted: Sequence[tuple[float, ...]]) -> Visit:
-    def middle(samples: Sequence[tuple[float, ...]], at: int) -> float:
-        return sorted(one[at] for one in samples)[len(samples) // 2]
-
-    return Visit(middle(timed, 0) * 1e6, middle(counted, 1), middle(counted, 2))
+def _middle(samples: Sequence[tuple[float, ...]], at: int) -> float:
+    return sorted(one[at] for one in samples)[len(samples) // 2]
 
 
 # -- estimating ------------------------------------------------------------------------------------------------------------
@@ -327,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             figures = estimate(planned, task_us, visits, host)
             of_kinds = {kind: asdict(visit) for kind, visit in visits.items()}
             result.append({"plan": name, "percent": percent, "executor_us": task_us, **figures, "kinds": of_kinds})
-    document = {"benchmark": "host", "machine": describe_machine(Pretended()), "assumed": asdict(host), "plans": result}
+    document = as_json(result, host)
     print_tables(document)
     if args.output:
         write_text(args.output, json.dumps(document, indent=1) + "\n")
@@ -335,20 +343,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def as_json(plans: Sequence[Mapping[str, Any]], host: GpuHost) -> dict[str, Any]:
+    kinds = ", ".join(f"{kind} {one['us']:.0f}" for kind, one in plans[0]["kinds"].items())
+    return {
+        "benchmark": "host",
+        "title": f"ESTIMATED: the host's part of a decode step of {MODEL}, {ROWS} rows x {BATCHES}, {PROMPT_LEN} + {GEN_LEN} "
+        f"tokens, beside the link of a {host.name}",
+        "command": "python benchmarks/host.py --output benchmarks/results/host.json",
+        "date": date.today().isoformat(),
+        "commit": commit(),
+        "machine": describe_machine(Pretended()),
+        "unit": "seconds per decode step",
+        "ceiling": f"the link's seconds at {host.link_bytes_per_s / 1e9:g} GB/s; the aim is a share of {AIM:.0%}",
+        "simulated": True,
+        "assumed": asdict(host),
+        "notes": "Measured on the processor that is named: microseconds of a task with a tiny model, for the first plan "
+        f"{kinds}; executor us. Assumed: a host {host.slower:g} times as slow, {host.launch_us:g} us for a launch of torch and "
+        f"{host.kernel_us:g} us for one of a kernel. Launches (of torch + of kernels) are counted. No GPU has run this.",
+        "columns": ["plan", "percent", "executor us", "tasks", "launches", "link s", "host s", "launching s", "share"],
+        "cells": [cells_of(one) for one in plans],
+        "plans": list(plans),
+    }
+
+
+def cells_of(one: Mapping[str, Any]) -> list[str]:
+    return [
+        str(one["plan"]),
+        " ".join(map(str, one["percent"])),
+        f"{one['executor_us']:.0f}",
+        f"{one['tasks']:.0f}",
+        f"{one['torch_launches']:.0f} + {one['kernel_launches']:.0f}",
+        f"{one['link_seconds']:.2f}",
+        f"{one['host_seconds']:.3f}",
+        f"{one['launch_seconds']:.3f}",
+        f"{one['share_of_link']:.0%}",
+    ]
+
+
 def print_tables(document: Mapping[str, Any]) -> None:
     print(f"measured on {document['machine']['cpu']}, one thread of torch; estimated for {document['assumed']}\n")
     print("| kind of task | host us | launches of torch | of kernels |\n|---|--:|--:|--:|")
     for kind, one in document["plans"][0]["kinds"].items():
         print(f"| {kind} | {one['us']:.0f} | {one['torch_launches']:.0f} | {one['kernel_launches']:.0f} |")
-    print(f"\n{MODEL}, {ROWS} rows x {BATCHES}, {PROMPT_LEN} + {GEN_LEN} tokens; a step, ESTIMATED; the aim is {AIM:.0%}")
-    print("| plan | percent | executor us | tasks | launches | link s | host s | launching s | share |\n|---|---|" + "--:|" * 7)
-    for one in document["plans"]:
-        launches = f"{one['torch_launches']:.0f} + {one['kernel_launches']:.0f}"
-        print(
-            f"| {one['plan']} | {' '.join(map(str, one['percent']))} | {one['executor_us']:.0f} | {one['tasks']:.0f} | "
-            f"{launches} | {one['link_seconds']:.2f} | {one['host_seconds']:.3f} | {one['launch_seconds']:.3f} | "
-            f"{one['share_of_link']:.0%} |"
-        )
+    print(f"\n{document['title']}; the aim is {AIM:.0%}")
+    print("| " + " | ".join(document["columns"]) + " |\n|---|---|" + "--:|" * 7)
+    for row in document["cells"]:
+        print("| " + " | ".join(row) + " |")
 
 
 if __name__ == "__main__":
