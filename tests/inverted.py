@@ -116,8 +116,8 @@ class InvertedCheckpoint:
 
 @contextmanager
 def opened_inverted(case: Case, checkpoints: Checkpoints, offload: Path, codec: Inverted | None = None) -> Iterator[LLM]:
-    """The case with its matrices inverted, in a packed file."""
-    with registered(codec or Inverted()) as chosen, case.open(checkpoints, offload) as llm:
+    """The case with its matrices inverted, in a packed file. Bytes are looked at as they are decoded, which no graph can do."""
+    with registered(codec or Inverted()) as chosen, case.open(checkpoints, offload, graphs="off") as llm:
         llm.model.spec = llm.spec.packed(chosen.name)
         llm.source = InvertedCheckpoint(case.kind, case.stored, case.dtype, llm.spec, checkpoints)
         yield llm

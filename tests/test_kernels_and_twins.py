@@ -146,7 +146,7 @@ def first_that_part(mine: Sequence[Decision], twins: Sequence[Decision]) -> tupl
 def hold(seed: int, checkpoints: Checkpoints, offload: Path) -> str | None:
     """Says what the two parted at, if they did."""
     random = Random(seed)
-    drawn = replace(random_case(random), device="cpu", stored="float32", policy=random.choice(H2O), kv_codec="group4")
+    drawn = replace(random_case(random, ["cpu"]), stored="float32", policy=random.choice(H2O), kv_codec="group4")
     case = replace(drawn, lengths=tuple(random.randint(2, 30) for _ in drawn.lengths), gen_len=random.randint(6, 16))
     mine, tokens = decisions_of(case, checkpoints, offload)
     with patch.object(native, "_loaded", lambda: (native.TORCH, None)):

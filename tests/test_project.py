@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN_COMMAND = "pip install -e . && python -m h2o_flexgen.run"
-TEST_COMMAND = "pip install -e '.[test]' && pytest -n auto"
+TEST_COMMAND = "pip install -e '.[test,test-gpu]' && pytest -n auto"
 LARGEST_BYTES = 12_000_000
 LONGEST_FUNCTION = 60
 PRIVATE = re.compile(r"(?<![\w.~/-])/(?:home|root|work|Users)/\w")

@@ -66,7 +66,9 @@ class _Batch:
         """Copies hidden states to where those of their shape stay."""
         if hidden.shape not in self.hidden:
             self.hidden[hidden.shape] = torch.empty_like(hidden)
-        return self.hidden[hidden.shape].copy_(hidden)
+        there = self.hidden[hidden.shape]
+        there.copy_(hidden)
+        return there
 
 
 class StepGraphs:
@@ -113,8 +115,7 @@ class StepGraphs:
         return self._batches[number]
 
     def _staying(self, batch: _Batch, hidden: Tensor) -> Tensor:
-        there = batch.hidden.get(hidden.shape)
-        return hidden if there is not None and there.data_ptr() == hidden.data_ptr() else batch.put(hidden)
+        return hidden if hidden is batch.hidden.get(hidden.shape) else batch.put(hidden)
 
     def _capture(self, batch: _Batch, layer: int, hidden: Tensor | None, compute: Compute) -> None:
         def work() -> None:

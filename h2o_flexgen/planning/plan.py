@@ -69,7 +69,7 @@ class Plan:
     weight_codec: str = PLAIN  # codec of matrices and token tables; positions, and what is small, stay plain
     kv_codec: str = PLAIN
     compute: str = EXACT  # or INT8: factors of packed weights are rounded to 8 bits
-    graphs: str = AUTO  # ON: decode steps are captured and replayed, or else it is an error; OFF: they never are
+    graphs: str = OFF  # AUTO: decode steps of resident plans are captured and replayed; ON: or else it is an error
     schedule: str = "zigzag"
     pipeline: int = 1  # devices, each of which computes a range of layers
     kv_policy: str = "full"
@@ -184,6 +184,12 @@ class Plan:
         """Whether decode steps may be captured as graphs, which work on addresses that stay: where nothing is moved."""
         return self.graphs != OFF and self.is_resident and self.pipeline == 1
 
+    def refuse_graphs_where_data_move(self) -> None:
+        """Whoever insists on graphs is told where there can be none."""
+        if self.graphs == ON and not self.is_resident:
+            wanted = f"graphs {ON!r} is for plans whose data all stay on the GPU"
+            raise ValueError(f"{wanted}, and this one moves some; take {AUTO!r}")
+
     @property
     def has_own_slots(self) -> bool:
         """Whether the schedule has a fixed number of buffers that nobody can choose."""
@@ -201,7 +207,8 @@ class Plan:
 
     def folded(self) -> Plan:
         weights, kv, hidden = self.weights.folded(), self.kv.folded(), self.hidden.folded()
-        return replace(self, weights=weights, kv=kv, hidden=hidden, attend_on=DEVICE, graphs=OFF)
+        graphs = AUTO if self.graphs == ON else self.graphs
+        return replace(self, weights=weights, kv=kv, hidden=hidden, attend_on=DEVICE, graphs=graphs)
 
     @property
     def percent(self) -> tuple[float, ...]:

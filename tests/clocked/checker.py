@@ -27,6 +27,7 @@ class Checker:
         self.lock = threading.RLock()
         self.is_over = False  # what is given back later is nobody's fault
         self.faults: list[str] = []
+        self.tasks: set[str] = set()  # that were done
         self.launched: Counter[tuple[str, str]] = Counter()  # by task and operation
         self.waited: Counter[tuple[str, str, str]] = Counter()  # the host for a stream, by task, operation and place
         self._streams: defaultdict[str, Clock] = defaultdict(Clock)
@@ -58,6 +59,7 @@ class Checker:
     @contextmanager
     def doing(self, task: str) -> Iterator[None]:
         before, self._own.task = self.task, task
+        self.tasks.add(task)
         try:
             yield
         finally:

@@ -127,7 +127,22 @@ PIPELINES = {
 
 @pytest.mark.parametrize("values", list(covering(PIPELINES))[:16])
 def test_pipelines(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
-    policy = (*values["policy"], ("pipeline", 2))
-    hold_contract(
-        Case(lengths=FEW, gpu_batch_size=1, gen_len=3, device=NAME, **{**values, "policy": policy}), by_twins, offload
-    )
+    values = {**values, "policy": (*values["policy"], ("pipeline", 2))}
+    hold_contract(Case(lengths=FEW, gpu_batch_size=1, gen_len=3, device=NAME, **values), by_twins, offload)
+    assert any(task.startswith("PASS_H") for task in checker.tasks) == (values["percent"][4] > 0)
+
+
+BESIDE_THE_KV = {
+    "kind": ("opt", "llama-gqa"),
+    "percent": ((0, 100, 0, 100, 0, 100), (100, 0, 0, 100, 100, 0), (30, 30, 20, 50, 40, 30)),
+    "num_gpu_batches": (1, 2),
+    "schedule": ("zigzag", "flexgen_barrier", "row_by_row"),
+    "policy": [(("attend_on", "host"), *policy) for policy in (POLICIES[0], POLICIES[1])],
+    "kv_codec": (PLAIN, "group4"),
+}
+
+
+@pytest.mark.parametrize("values", list(covering(BESIDE_THE_KV)))
+def test_attention_on_the_host(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
+    hold_contract(Case(lengths=FEW, gen_len=3, device=NAME, **values), by_twins, offload)
+    assert any(task.startswith("ATTEND") for task in checker.tasks)

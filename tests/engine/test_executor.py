@@ -467,11 +467,11 @@ def test_where_nobody_wants_a_trace_few_markers_are_timed_and_the_rest_counts_as
         assert seconds == pytest.approx(first + 40 * sum(spans) / len(spans))
 
 
-def test_markers_that_are_not_timed_are_one_for_each_task_and_only_transfers_are_slept_for() -> None:
+def test_markers_that_are_not_timed_are_one_for_each_task_and_whoever_waits_for_one_sleeps() -> None:
     device = MarkingDevice()
     run_on(device, of_steps(8), times_all=False)
     assert sum(not mark.timed for mark in device.marks) == 2 * 6, "steps 0 and 1 are timed"
-    assert sum(mark.blocking for mark in device.marks) == 8
+    assert sum(mark.blocking for mark in device.marks) == 16, "those behind tasks"
 
 
 def test_a_stream_waits_for_the_last_of_several_slices_and_not_for_itself() -> None:
