@@ -83,13 +83,8 @@ class ModelUnderPlan:
 
     def _take(self, plan: Plan) -> None:
         folded = plan.at(self.site)
-<<<<<<< HEAD
-        if folded.graphs == ON and not folded.is_resident:
-            raise ValueError("graphs 'on' is for plans whose data all stay on the GPU, and this one moves some; take 'auto'")
-        self.others = self._open_others(folded.pipeline)
-=======
         folded.refuse_graphs_where_data_move()
->>>>>>> main
+        self.others = self._open_others(folded.pipeline)
         self.requested, self.plan = plan, folded
 
     def _open_others(self, devices: int) -> list[Device]:

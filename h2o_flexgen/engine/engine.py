@@ -429,11 +429,7 @@ class Engine:
         if layer.makes_logits:
 
             def logits_of(hidden: Tensor) -> Tensor:
-<<<<<<< HEAD
-                return base.logits(self._model, layer, hidden, self._weights_for(task.visit).logit_parts(task.visit))
-=======
-                return base.logits(self._model, layer, hidden, self._weights.logit_parts(visit))
->>>>>>> main
+                return base.logits(self._model, layer, hidden, self._weights_for(visit).logit_parts(visit))
 
             state.at_the_head(rows, task, logits_of)
             return
@@ -441,7 +437,7 @@ class Engine:
         if hidden is not None and self._is_asking(Visit(task.step, task.layer - 1, task.batch), rows.parts[0], state):
             _, states = next(iter(rows.split(hidden)))
             state.asked.fill_in(task.batch, states)
-        cache = self._kv_for(task.visit, state).open(task, rows) if layer.has_kv else None
+        cache = self._kv_for(visit, state).open(task, rows) if layer.has_kv else None
         if state.graphs is not None and state.graphs.take(rows):
             state.hidden.put(task, state.graphs.compute(visit, rows, hidden, self._captured(visit, cache)))
             return

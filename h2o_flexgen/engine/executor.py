@@ -67,13 +67,8 @@ class Executor:
         self._lanes = lanes or Lanes()
         self._lane_of, self._device_of = self._lanes.of, self._lanes.device
         self._ahead = ahead  # COMPUTEs that may wait while their transfers are under way
-<<<<<<< HEAD
         self._pending: dict[Key, _Pending] = self._device.handover.unfinished()  # tasks
-        self._queues: dict[str, SimpleQueue[Task | None]] = {}
-=======
-        self._pending: dict[Key, _Pending] = device.handover.unfinished()  # tasks
         self._queues: dict[str, SimpleQueue[tuple[Task, _Pending] | None]] = {}
->>>>>>> main
         self._threads: list[tuple[threading.Thread, Event]] = []
         self._times_all = times_all
         self._marked: dict[str, int] = dict.fromkeys(self._lanes.there, 0)  # markers of each lane so far
@@ -140,33 +135,19 @@ class Executor:
 
     def _issue(self, tasks: Iterable[Task]) -> Iterator[None]:
         """Stops behind every COMPUTE."""
-<<<<<<< HEAD
-        computes: deque[Task] = deque()
+        computes: deque[tuple[Task, _Pending]] = deque()
         event, own = self._device.handover.event, self._lanes.of_head
         for task in tasks:
             self._raise_failure()
-            self._pending[task.key] = _Pending(event())
+            self._pending[task.key] = pending = _Pending(event())
             lane = self._lane_of(task)
             if lane == own:
-                computes.append(task)
-=======
-        computes: deque[tuple[Task, _Pending]] = deque()
-        event = self._device.handover.event
-        for task in tasks:
-            self._raise_failure()
-            self._pending[task.key] = pending = _Pending(event())
-            if task.op is Op.COMPUTE:
                 computes.append((task, pending))
->>>>>>> main
                 if len(computes) > self._ahead:
                     self._compute(*computes.popleft())
                     yield
             else:
-<<<<<<< HEAD
-                self._queues[lane].put(task)
-=======
-                self._queues[task.op.lane].put((task, pending))
->>>>>>> main
+                self._queues[lane].put((task, pending))
         while computes:
             self._compute(*computes.popleft())
             self._raise_failure()
@@ -231,16 +212,10 @@ class Executor:
     def _work(self, lane: str, ended: Event) -> None:
         kind, device = self._lanes.there[lane]
         try:
-<<<<<<< HEAD
             # a mode of the thread, which does not inherit the caller's
             with torch.inference_mode(), self._devices[device].stream(kind):
-                while (task := self._queues[lane].get()) is not None:
-                    self._perform(task)
-=======
-            with torch.inference_mode(), self._device.stream(lane):  # a mode of the thread, which does not inherit the caller's
                 while (issued := self._queues[lane].get()) is not None:
                     self._perform(*issued)
->>>>>>> main
         except BaseException as error:  # from the lane's stream; errors of tasks are caught below
             self._failure = self._failure or (f"lane {lane}", error)
             self._abandon()

@@ -33,12 +33,9 @@ class HiddenStore:
         self._shapes: dict[int, torch.Size] = {}
         self._on_host: dict[int, Tensor] = {}
         self._on_disk: dict[int, DiskRegion] = {}
-<<<<<<< HEAD
         self._left: dict[tuple[int, int], Tensor] = {}  # (layer, batch) -> where a device leaves what the next is to have
         self._found: dict[tuple[int, int], Tensor] = {}  # where that finds it
-=======
         self._views: dict[int, Tensor] = {}  # the last one of each region that stays as long as this store
->>>>>>> main
         sizes = {
             place: hidden_bytes(spec, batch)
             for place, batch in enumerate(block.batches)
@@ -84,13 +81,8 @@ class HiddenStore:
 
     def close(self) -> None:
         self._held.close()
-<<<<<<< HEAD
-        for kept in (self._now, self._left, self._found):
+        for kept in (self._now, self._left, self._found, self._views):
             kept.clear()
-=======
-        self._now.clear()
-        self._views.clear()
->>>>>>> main
 
     def take(self, batch: int) -> Tensor:
         return self._now[batch]
