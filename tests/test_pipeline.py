@@ -47,7 +47,7 @@ CHOICES = {
     "num_gpu_batches": (1, 2, 3),
     "slots": (1, 2, 3),
     "sep_layer": (True, False),
-    "policy": POLICIES,
+    "policy": POLICIES[::2],
     "prefill_tokens": (1024, 12),
     ("weight_codec", "compute"): WEIGHTS,
     "kv_codec": (PLAIN, "group4", "group8"),

@@ -395,7 +395,7 @@ class Engine:
         lanes = schedule.traffic.lanes
 
         def on_own(action_of: Callable[[int], Callable[[Task], int]]) -> Callable[[Task], int]:
-            """Does the action of the task's device."""
+            """Wraps the action of each device: a task gets that of its own."""
             return lambda task: action_of(lanes.device(task.layer))(task)
 
         def compute(task: Task) -> int:

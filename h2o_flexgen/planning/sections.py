@@ -50,7 +50,7 @@ def _emptied(layer: LayerSpec) -> LayerSpec:
 
 
 def _even_cuts(weights: list[float], parts: int) -> list[int]:
-    """Where parts begin, and the end of the last, so that the heaviest is as light as can be: for every number of items the
+    """The beginnings of parts, and the end of the last, chosen so that the heaviest is as light as can be: for every number of items the
     best cuts into one part, then into one more."""
     before = [0.0]
     for weight in weights:

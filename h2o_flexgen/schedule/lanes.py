@@ -65,7 +65,7 @@ def sum_by_kind(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def place_of(lane: str) -> tuple[int, str]:
-    """Where a lane stands among others: kind by kind, in the order in which data passes through them."""
+    """The place of a lane among others: kind by kind, in the order in which data passes through them."""
     kind = kind_of(lane)
     return LANES.index(kind) if kind in LANES else len(LANES), lane
 

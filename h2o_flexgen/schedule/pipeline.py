@@ -57,7 +57,7 @@ class Pipeline(Schedule):
     # -- numbering ---------------------------------------------------------------------------------------------------
 
     def _turns(self, number: int) -> Iterator[tuple[int, int, int]]:
-        """Who computes what in a round: devices, each with the step and the group."""
+        """The turns of a round: devices, each with the step and the group."""
         for device in range(len(self.ranges)):
             step, group = divmod(number - device, self._rounds_of_step)
             if 0 <= step < self.traffic.steps and group < len(self.groups):
@@ -145,7 +145,7 @@ class Pipeline(Schedule):
                 yield from self._turn(issue, *turn)
 
     def _turn(self, issue: Issuer, device: int, step: int, group: int) -> Iterator[Task]:
-        """What a device does in a round. Its hidden states come from those who have been issued before: not those of the next
+        """The tasks of a device in a round. Its hidden states come from those who have been issued before: not those of the next
         round."""
         visits = [self.number(*visit) for visit in self._visits(device, step, group)]
         ahead = min(self.traffic.slots, len(self.groups[group])) - 1

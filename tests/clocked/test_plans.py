@@ -125,7 +125,7 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("values", list(covering(PIPELINES))[:16])
+@pytest.mark.parametrize("values", list(covering(PIPELINES))[:12])
 def test_pipelines(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     values = {**values, "policy": (*values["policy"], ("pipeline", 2))}
     hold_contract(Case(lengths=FEW, gpu_batch_size=1, gen_len=3, device=NAME, **values), by_twins, offload)
