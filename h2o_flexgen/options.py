@@ -8,7 +8,7 @@ from inspect import Parameter, signature
 
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import shown
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import Asked, refuse_to_search_pipelines
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.elsewhere import OPTIONS, refuse_unknown
 
@@ -37,6 +37,7 @@ def arguments_of(function: Callable[..., object]) -> list[str]:
 
 def what_is_searched(plan: Plan, options: Mapping[str, object]) -> Asked:
     """The sizes that are searched: those that were given are kept."""
+    refuse_to_search_pipelines(plan)
     sizes, batches = ((getattr(plan, name),) if name in options else () for name in ("gpu_batch_size", "num_gpu_batches"))
     return Asked(plan, sizes, batches)
 

@@ -14,7 +14,7 @@ from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.demo import demo_folder
 from h2o_flexgen.kernels.table import INT8
-from h2o_flexgen.planning.asked import Asked
+from h2o_flexgen.planning.asked import Asked, refuse_to_search_pipelines
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan, can_compute
@@ -168,6 +168,7 @@ def _policy_name(flags: Namespace) -> str:
 
 def asked_of(flags: Namespace, plan: Plan) -> Asked:
     """What is asked of a search: given sizes are the only ones it may take; where none is given, it may take any."""
+    refuse_to_search_pipelines(plan)
     packed = BY_BITS[BITS]
     if flags.allow_int8 and plan.weight_codec == PLAIN and not flags.allow_4bit:
         raise ValueError(f"--allow-int8 is for packed weights, and these are not; add {PACK}, or --allow-4bit")

@@ -16,6 +16,12 @@ from h2o_flexgen.planning.positions import check_positions, check_rolling
 from h2o_flexgen.planning.search import THROUGHPUT, Problem
 
 
+def refuse_to_search_pipelines(plan: Plan) -> None:
+    if plan.pipeline > 1:
+        asked = f"a pipeline of {plan.pipeline} devices"
+        raise ValueError(f"{asked} is for a plan that is given, and none is searched for it; give six numbers as percent")
+
+
 @dataclass(frozen=True)
 class Asked:
     """The requirements of a plan, whatever the model, the prompts and the machine."""
@@ -28,11 +34,6 @@ class Asked:
     attend_on: tuple[str, ...] = (DEVICE, HOST)  # who may attend KV outside an accelerator in decode
     latency_limit: float | None = None
     prefer: str = THROUGHPUT
-
-    def __post_init__(self) -> None:
-        if self.plan.pipeline > 1:
-            asked = f"a pipeline of {self.plan.pipeline} devices"
-            raise ValueError(f"{asked} is for a plan that is given, and none is searched for it; give six numbers as percent")
 
     @property
     def is_only_speed(self) -> bool:

@@ -50,8 +50,8 @@ def _emptied(layer: LayerSpec) -> LayerSpec:
 
 
 def _even_cuts(weights: list[float], parts: int) -> list[int]:
-    """The beginnings of parts, and the end of the last, chosen so that the heaviest is as light as can be: for every number of items the
-    best cuts into one part, then into one more."""
+    """The beginnings of parts, and the end of the last, where the heaviest part is as light as can be. For every number of
+    items the best cuts into one part are found, then into one more."""
     before = [0.0]
     for weight in weights:
         before.append(before[-1] + weight)

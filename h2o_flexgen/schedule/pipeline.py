@@ -145,8 +145,8 @@ class Pipeline(Schedule):
                 yield from self._turn(issue, *turn)
 
     def _turn(self, issue: Issuer, device: int, step: int, group: int) -> Iterator[Task]:
-        """The tasks of a device in a round. Its hidden states come from those who have been issued before: not those of the next
-        round."""
+        """The tasks of a device in a round. Its hidden states come from devices whose tasks have been issued: nothing
+        is fetched for the next round."""
         visits = [self.number(*visit) for visit in self._visits(device, step, group)]
         ahead = min(self.traffic.slots, len(self.groups[group])) - 1
         yield from issue.fetched(Data.HIDDEN, *visits[:ahead])
