@@ -11,7 +11,7 @@ from functools import partial
 from itertools import count as count_from
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -30,8 +30,8 @@ from tests.profiling.profiles import TINY
 class PretendedGraph:
     """A graph in memory that is there as long as one of its graphs is, and that nobody can come back to."""
 
-    used: Counter[int] = Counter()  # graphs that were ever in each memory
-    left: Counter[int] = Counter()
+    used: ClassVar[Counter[int]] = Counter()  # graphs that were ever in each memory
+    left: ClassVar[Counter[int]] = Counter()
 
     def __init__(self) -> None:
         self._memory: int | None = None
