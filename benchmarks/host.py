@@ -22,7 +22,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +39,7 @@ from h2o_flexgen.engine.executor import Action, Executor
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.kernels import operations
-from h2o_flexgen.kernels.table import DECODE_ATTENTION
+from h2o_flexgen.kernels.table import DECODE_ATTENTION, Kernel
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
@@ -59,6 +61,7 @@ MODEL, PROMPT_LEN, GEN_LEN = "facebook/opt-30b", 512, 32
 ROWS, BATCHES = 8, 4
 TINY_WIDTH, TINY_BLOCKS, TINY_DTYPE = 64, 4, "bfloat16"
 STEPS = 12  # of runs of the tiny model
+RUNS = 3  # of an executor that does nothing
 LAUNCHES_OF: Mapping[str, int] = {DECODE_ATTENTION: 2}  # parts of the slots side by side, and their sum; other kernels: 1
 AIM = 0.2  # share of the link's time
 
@@ -116,7 +119,12 @@ class Marking(Pretended):
 
 
 def executor_us(schedule: Schedule) -> float:
-    """Processor time of all threads for a task whose action does nothing, its making included."""
+    """Processor time of all threads for a task whose action does nothing, its making included: the median of some runs, as the
+    first one makes things that stay, and threads get into each other's way in some."""
+    return median(_one_run_us(schedule) for _ in range(RUNS))
+
+
+def _one_run_us(schedule: Schedule) -> float:
     tasks = sum(1 for _ in schedule.tasks())
     executor = Executor(dict.fromkeys(Op, lambda task: 0), Marking(), schedule.ahead, times_all=False)
     begun = time.process_time()
@@ -167,20 +175,21 @@ class Here(threading.local):
 
 @contextmanager
 def kernels_counted(here: Here) -> Iterator[None]:
-    """A context in which calls of the table's kernels are counted by those who watch in their threads."""
-    chosen, known = operations.chosen, dict[Any, Any]()
+    """A context in which calls of the table's kernels are counted by those who watch in their threads. How kernels are chosen
+    is time of the engine."""
+    function_of = operations.function_of
 
-    def counted(op: str, *given: Any, **named: Any) -> Any:
-        function = chosen(op, *given, **named)
-        if function is None or here.watching is None:
-            return function
+    @cache
+    def watched(kernel: Kernel) -> Callable[..., Any]:
+        function, launches = function_of(kernel), LAUNCHES_OF.get(kernel.op, 1)
 
         def call(*values: Any) -> Any:
-            return function(*values) if here.watching is None else here.watching.call(function, LAUNCHES_OF.get(op, 1), values)
+            watching = here.watching
+            return function(*values) if watching is None else watching.call(function, launches, values)
 
-        return known.setdefault((op, function), call)
+        return call
 
-    with patch.object(operations, "chosen", counted):
+    with patch.object(operations, "function_of", watched):
         yield
 
 

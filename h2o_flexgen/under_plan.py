@@ -32,7 +32,7 @@ from h2o_flexgen.models.leftovers import remove_leftovers
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.open import Mending, OpenedModel
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import ON, Plan
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.positions import check_positions, check_rolling
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.profiling.kept import machine_before_profile
@@ -82,8 +82,7 @@ class ModelUnderPlan:
 
     def _take(self, plan: Plan) -> None:
         folded = plan.at(self.site)
-        if folded.graphs == ON and not folded.is_resident:
-            raise ValueError("graphs 'on' is for plans whose data all stay on the GPU, and this one moves some; take 'auto'")
+        folded.refuse_graphs_where_data_move()
         self.requested, self.plan = plan, folded
 
     def adopt(self, plan: Plan) -> None:

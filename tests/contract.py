@@ -86,7 +86,7 @@ class Case:
     def plan_options(self) -> dict[str, Any]:
         names = ("gpu_batch_size", "num_gpu_batches", "slots", "sep_layer", "schedule", "prefill_tokens")
         names += ("weight_codec", "kv_codec", "compute", "attend_on")
-        return {name: getattr(self, name) for name in names} | dict(self.policy)
+        return {name: getattr(self, name) for name in names} | {"graphs": "auto", **dict(self.policy)}
 
     @property
     def kv_policy(self) -> KVPolicy:

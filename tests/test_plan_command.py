@@ -18,6 +18,7 @@ import torch
 from h2o_flexgen import plan
 from h2o_flexgen.cli import asked_problem, plan_request, plan_work, run_request
 from h2o_flexgen.cli.pictures import draw_timelines, two_steps
+from h2o_flexgen.kernels import native
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
 from h2o_flexgen.planning.plan import Plan
@@ -121,6 +122,26 @@ def test_the_last_line_is_json_with_every_promised_key(command: Any) -> None:
     assert predicted["step_seconds_median"] > 0 and set(predicted["peak_bytes"]) == {"device", "host", "disk"}
     assert all(lane["busy_seconds"] >= 0 for lane in predicted["lanes"].values())
     assert document["machine"] == "slow-cpu" and document["cases"] > 0 and document["front"]
+
+
+def test_graphs_are_refused_where_a_run_would_refuse_them(command: Any, machines: dict[str, Path]) -> None:
+    flags = (*WORK, "--evaluate", "--cuda-graphs", "on", "--percent")
+    refused = command(*flags, 0, 100, 100, 0, 100, 0, machine=machines["accelerator"])
+    assert refused.status == 2 and "graphs 'on' is for plans whose data all stay on the GPU" in refused.err[-1]
+    taken = command(*flags, 100, 0, 100, 0, 100, 0, machine=machines["accelerator"])
+    assert taken.status == 0 and plan_in(taken.json).graphs == "on"
+
+
+def test_another_machine_has_kernels_for_its_gpu_whatever_is_installed_here(
+    command: Any, machines: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = (*WORK, "--evaluate", "--percent", 0, 100, 0, 100, 100, 0, "--compress-cache")
+    found = []
+    for is_here in (True, False):
+        monkeypatch.setattr(native, "_has_triton", lambda is_here=is_here: is_here)
+        document = command(*flags, machine=machines["accelerator"]).json
+        found.append((document["kernels"], document["needed_bytes"]["device"]))
+    assert found[0] == found[1] and found[0][0] == "triton"
 
 
 def test_what_fits_is_not_offloaded_and_it_says_so(command: Any) -> None:

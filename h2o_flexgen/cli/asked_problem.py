@@ -16,6 +16,7 @@ from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.kernels.table import TRITON, Processor
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.open import OpenedModel
@@ -63,8 +64,8 @@ def problem_of(request: PlanRequest, machine: Machine) -> Problem:
     asked, seen, whole = request.plan, request.model.without_weights(), request.num_prompts
     number = None if whole is None else -(-whole // request.site.gpus)  # of the process with most to do
     site = site_of(machine.device, machine.has_accelerator, request.model.dummy_weights)
-    if request.machine is not None and machine.has_accelerator:  # another machine's, which is not to be asked
-        site = replace(site, processor=replace(site.processor, instructions=machine.multiplies))
+    if request.machine is not None and machine.has_accelerator:  # another machine's, where torch brings Triton
+        site = replace(site, processor=Processor(machine.device, TRITON, machine.multiplies))
     return (Asked(asked, attend_on=(asked.attend_on,)) if isinstance(asked, Plan) else asked).problem(
         machine,
         model=OpenedModel.of(seen.source, seen.dummy_weights, seen.dtype, site).spec,

@@ -16,7 +16,7 @@ from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.budgets import Packing
 from h2o_flexgen.engine.stats import Stats
-from h2o_flexgen.kernels.native import in_use, processor
+from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.table import Processor
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.budgets import Budgets
@@ -80,7 +80,7 @@ class PlanReport:
             "placed_percent": [round(share, 2) for share in self.first.placed_percent],
             "arithmetic": self.arithmetic.as_json(),
             "kept": Kept(self.planned).as_json(),
-            "kernels": in_use(self.planned.site.processor.device),
+            "kernels": self.planned.site.processor.kernels,
             "bytes_to_pack": self.packing.nbytes if self.packing else 0,
             "num_prompts": self.planned.workload.num_prompts,
             "placed_bytes": placed_bytes(self.first),
@@ -102,7 +102,7 @@ class PlanReport:
         ]
         if self.tokenizer_note:
             lines.append(f"tokens    {self.tokenizer_note}")
-        lines.append(f"kernels   {in_use(self.planned.site.processor.device)}")
+        lines.append(f"kernels   {self.planned.site.processor.kernels}")
         if self.packing and self.packing.nbytes:
             lines.append(f"the weights are packed first, once: {self.packing}")
         if self.dummy_weights:

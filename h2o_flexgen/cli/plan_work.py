@@ -29,6 +29,7 @@ def work(request: PlanRequest) -> None:
         begun = time.perf_counter()
         found = _priced(problem) if is_given else search(problem)
         seconds = time.perf_counter() - begun
+        found.best.plan.refuse_graphs_where_data_move()  # a run would
         progress.stage("reporting")
         report = FoundReport(problem, found, request, round(seconds, 3))
         lines, document = report.lines(), report.as_json()

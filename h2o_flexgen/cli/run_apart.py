@@ -49,6 +49,7 @@ class RunApart:
             Progress(job.workload.num_prompts, "run") as progress,
             Processes(job.llm, job.request.model, job.request.site, parts) as processes,
         ):
+            progress.stage(f"starting {len(parts)} processes")
             for number, news in processes.said(nullcontext):
                 self._take(number, news, progress)
             self.names.update({number: processes.device(number) for number in range(len(parts))})

@@ -73,6 +73,11 @@ class Processor:
     build: str = TORCH
     instructions: tuple[str, ...] = ()  # the types of 16 bits that torch multiplies with instructions made for them
 
+    @property
+    def kernels(self) -> str:
+        """The name of what computes, for reports."""
+        return f"C ({self.build})" if self.build in LIBRARIES else self.build
+
     def runs(self, kernel: Kernel) -> bool:
         fits = kernel.device in (None, self.device) and kernel.instructions in ("", *self.instructions)
         return fits and (not kernel.libraries or self.build in kernel.libraries)

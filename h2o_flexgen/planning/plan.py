@@ -69,7 +69,7 @@ class Plan:
     weight_codec: str = PLAIN  # codec of matrices and token tables; positions, and what is small, stay plain
     kv_codec: str = PLAIN
     compute: str = EXACT  # or INT8: factors of packed weights are rounded to 8 bits
-    graphs: str = AUTO  # ON: decode steps are captured and replayed, or else it is an error; OFF: they never are
+    graphs: str = OFF  # AUTO: decode steps of resident plans are captured and replayed; ON: or else it is an error
     schedule: str = "zigzag"
     kv_policy: str = "full"
     kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and who is protected
@@ -170,6 +170,12 @@ class Plan:
     def may_capture(self) -> bool:
         """Whether decode steps may be captured as graphs, which work on addresses that stay: where nothing is moved."""
         return self.graphs != OFF and self.is_resident
+
+    def refuse_graphs_where_data_move(self) -> None:
+        """Whoever insists on graphs is told where there can be none."""
+        if self.graphs == ON and not self.is_resident:
+            wanted = f"graphs {ON!r} is for plans whose data all stay on the GPU"
+            raise ValueError(f"{wanted}, and this one moves some; take {AUTO!r}")
 
     @property
     def has_own_slots(self) -> bool:

@@ -9,7 +9,7 @@ from h2o_flexgen.core.hints import did_you_mean
 from h2o_flexgen.sampling.params import INSTEAD, SamplingParams
 
 _LEAVE_OUT = "leave it out"
-_ONE_DEVICE = f"one process computes on one device; {_LEAVE_OUT}"
+_ONE_DEVICE = f"an LLM computes on one device; {_LEAVE_OUT}, or start `h2o_flexgen run` or `batch` with --gpus N"
 _PACKED = 'write weight_codec="group4" or weight_codec="group8", and compute="int8" for products of 8 bits'
 _SHARES = "percent=(...) says how much of weights, KV and activations lies where, and cpu_mem= how much memory may be used"
 
@@ -24,7 +24,7 @@ OPTIONS: Mapping[str, str] = {
     "download_dir": "the environment's HF_HOME says where downloads lie",
     "enable_chunked_prefill": "prefill_tokens= says how many tokens of prompts are computed at once",
     "enable_prefix_caching": f"every prompt is computed by itself; {_LEAVE_OUT}",
-    "enforce_eager": f"no graphs are captured; {_LEAVE_OUT}",
+    "enforce_eager": 'write graphs="off"',
     "gpu_memory_utilization": 'write gpu_mem="14GB", a size and not a share',
     "hf_token": "log in with `hf auth login`",
     "kv_cache_dtype": 'write kv_codec="group4" or kv_codec="group8"',

@@ -47,8 +47,7 @@ def case_of(
     **options: object,
 ) -> Case:
     block: Block = block_of(lengths or UNIFORM, gen_len)
-    sizes = {"gpu_batch_size": 2, "num_gpu_batches": len(block.batches)}
-    plan = Plan.create(**{**sizes, "graphs": "off", **options})  # which would take more than all of so small a model
+    plan = Plan.create(**{"gpu_batch_size": 2, "num_gpu_batches": len(block.batches), **options})
     spec = spec or tiny_spec(blocks=5, width=32)
     return Case(
         replace(spec, kv_codec=plan.kv_codec), plan, block, on(machine, accelerator), budgets or Budgets(), Site(accelerator)

@@ -35,20 +35,9 @@ def sized(spec: ModelSpec = SPEC) -> Callable[[Plan], ModelSpec]:
     return lambda plan: spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute)
 
 
-WITHOUT_GRAPHS = Plan(graphs="off")  # which would take more than all of so small a model
-
-
 def problem(accelerator: bool = False, budgets: Budgets | None = None, **changes: object) -> Problem:
     asked = Problem(
-        sized(),
-        None,
-        20,
-        10,
-        WITHOUT_GRAPHS,
-        on(SLOW, accelerator),
-        budgets or Budgets(),
-        Site(accelerator),
-        batches=(1, 2, 3, 4),
+        sized(), None, 20, 10, Plan(), on(SLOW, accelerator), budgets or Budgets(), Site(accelerator), batches=(1, 2, 3, 4)
     )
     return replace(asked, **changes)  # type: ignore[arg-type]
 
@@ -57,7 +46,7 @@ def scarce(accelerator: bool, share: float, **changes: object) -> Problem:
     """With so large a share of what 64 rows need on the fastest tier, beside what one row needs with all of it offloaded."""
     asked = problem(accelerator, workload=Workload.uniform(64, 20, 10), **changes)
     tier = DEVICE if accelerator else HOST
-    whole = replace(WITHOUT_GRAPHS, gpu_batch_size=16, num_gpu_batches=4)
+    whole = Plan(gpu_batch_size=16, num_gpu_batches=4)
     least = replace(whole, gpu_batch_size=1, num_gpu_batches=1).with_percent((0,) * 6)
     most, few = (asked.largest(plan.at(Site(accelerator))).footprint.total(tier) for plan in (whole, least))
     budget = int(few + share * (most - few))

@@ -135,7 +135,7 @@ def test_a_script_of_a_whole_chat_is_what_its_turns_make() -> None:
 @pytest.mark.parametrize(
     ("given", "table", "message"),
     [
-        ("tensor_parallel_size", OPTIONS, "unknown option 'tensor_parallel_size': one process computes on one device"),
+        ("tensor_parallel_size", OPTIONS, "unknown option 'tensor_parallel_size': an LLM computes on one device"),
         ("quantization", OPTIONS, 'write weight_codec="group4"'),
         ("max_new_tokens", ARGUMENTS, "in SamplingParams: it is called max_tokens"),
         ("temperature", ARGUMENTS, r"write SamplingParams\(temperature=\.\.\.\)"),
