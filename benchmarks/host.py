@@ -1,7 +1,7 @@
 """The host's part of a decode step on a GPU: what Python and launches take beside the link, estimated without a GPU.
 
     python benchmarks/host.py                       # half a minute to two on one core
-    python benchmarks/host.py --output host.json
+    python benchmarks/host.py --output benchmarks/results/host.json
 
 Measured here, on this machine's processor: the executor's time for a task whose action does nothing; the engine's time for each
 op, with a tiny model on a device that pretends to have memory of its own. Counted in the same runs: what a COMPUTE would launch
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import threading
 import time
@@ -22,13 +23,20 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from datetime import date
+from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
+
+from benchmarks.comparison.command import commit
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
@@ -37,7 +45,7 @@ from h2o_flexgen.engine.executor import Action, Executor
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.kernels import operations
-from h2o_flexgen.kernels.table import DECODE_ATTENTION
+from h2o_flexgen.kernels.table import DECODE_ATTENTION, Kernel
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
@@ -59,6 +67,7 @@ MODEL, PROMPT_LEN, GEN_LEN = "facebook/opt-30b", 512, 32
 ROWS, BATCHES = 8, 4
 TINY_WIDTH, TINY_BLOCKS, TINY_DTYPE = 64, 4, "bfloat16"
 STEPS = 12  # of runs of the tiny model
+RUNS = 3  # of an executor that does nothing
 LAUNCHES_OF: Mapping[str, int] = {DECODE_ATTENTION: 2}  # parts of the slots side by side, and their sum; other kernels: 1
 AIM = 0.2  # share of the link's time
 
@@ -116,7 +125,12 @@ class Marking(Pretended):
 
 
 def executor_us(schedule: Schedule) -> float:
-    """Processor time of all threads for a task whose action does nothing, its making included."""
+    """Processor time of all threads for a task whose action does nothing, its making included: the median of some runs, as the
+    first one makes things that stay, and threads get into each other's way in some."""
+    return median(_one_run_us(schedule) for _ in range(RUNS))
+
+
+def _one_run_us(schedule: Schedule) -> float:
     tasks = sum(1 for _ in schedule.tasks())
     executor = Executor(dict.fromkeys(Op, lambda task: 0), Marking(), schedule.ahead, times_all=False)
     begun = time.process_time()
@@ -167,20 +181,21 @@ class Here(threading.local):
 
 @contextmanager
 def kernels_counted(here: Here) -> Iterator[None]:
-    """A context in which calls of the table's kernels are counted by those who watch in their threads."""
-    chosen, known = operations.chosen, dict[Any, Any]()
+    """A context in which calls of the table's kernels are counted by those who watch in their threads. How kernels are chosen
+    is time of the engine."""
+    function_of = operations.function_of
 
-    def counted(op: str, *given: Any, **named: Any) -> Any:
-        function = chosen(op, *given, **named)
-        if function is None or here.watching is None:
-            return function
+    @cache
+    def watched(kernel: Kernel) -> Callable[..., Any]:
+        function, launches = function_of(kernel), LAUNCHES_OF.get(kernel.op, 1)
 
         def call(*values: Any) -> Any:
-            return function(*values) if here.watching is None else here.watching.call(function, LAUNCHES_OF.get(op, 1), values)
+            watching = here.watching
+            return function(*values) if watching is None else watching.call(function, launches, values)
 
-        return known.setdefault((op, function), call)
+        return call
 
-    with patch.object(operations, "chosen", counted):
+    with patch.object(operations, "function_of", watched):
         yield
 
 
@@ -240,8 +255,13 @@ class Counted(Measured):
 
 def of_engine(plan: Plan) -> dict[str, Visit]:
     """Each kind of task of a plan, with a tiny model under it."""
-    timed, counted = (_samples(engine, plan) for engine in (Measured, Counted))
-    return {kind: _visit(timed[kind], counted[kind]) for kind in timed}
+    timed, counted = _samples(Measured, plan), launches_of(plan)
+    return {kind: Visit(_middle(timed[kind], 0) * 1e6, *counted[kind]) for kind in timed}
+
+
+def launches_of(plan: Plan) -> dict[str, tuple[float, float]]:
+    """Launches of torch and of kernels in each kind of task of a plan."""
+    return {kind: (_middle(samples, 1), _middle(samples, 2)) for kind, samples in _samples(Counted, plan).items()}
 
 
 def _samples(engine: type[Measured], plan: Plan) -> Mapping[str, Sequence[tuple[float, float, float]]]:
@@ -260,11 +280,8 @@ def _samples(engine: type[Measured], plan: Plan) -> Mapping[str, Sequence[tuple[
     return made.samples
 
 
-def _visit(timed: Sequence[tuple[float, ...]], counted: Sequence[tuple[float, ...]]) -> Visit:
-    def middle(samples: Sequence[tuple[float, ...]], at: int) -> float:
-        return sorted(one[at] for one in samples)[len(samples) // 2]
-
-    return Visit(middle(timed, 0) * 1e6, middle(counted, 1), middle(counted, 2))
+def _middle(samples: Sequence[tuple[float, ...]], at: int) -> float:
+    return sorted(one[at] for one in samples)[len(samples) // 2]
 
 
 # -- estimating ------------------------------------------------------------------------------------------------------------
@@ -318,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             figures = estimate(planned, task_us, visits, host)
             of_kinds = {kind: asdict(visit) for kind, visit in visits.items()}
             result.append({"plan": name, "percent": percent, "executor_us": task_us, **figures, "kinds": of_kinds})
-    document = {"benchmark": "host", "machine": describe_machine(Pretended()), "assumed": asdict(host), "plans": result}
+    document = as_json(result, host)
     print_tables(document)
     if args.output:
         write_text(args.output, json.dumps(document, indent=1) + "\n")
@@ -326,20 +343,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def as_json(plans: Sequence[Mapping[str, Any]], host: GpuHost) -> dict[str, Any]:
+    kinds = ", ".join(f"{kind} {one['us']:.0f}" for kind, one in plans[0]["kinds"].items())
+    return {
+        "benchmark": "host",
+        "title": f"ESTIMATED: the host's part of a decode step of {MODEL}, {ROWS} rows x {BATCHES}, {PROMPT_LEN} + {GEN_LEN} "
+        f"tokens, beside the link of a {host.name}",
+        "command": "python benchmarks/host.py --output benchmarks/results/host.json",
+        "date": date.today().isoformat(),
+        "commit": commit(),
+        "machine": describe_machine(Pretended()),
+        "unit": "seconds per decode step",
+        "ceiling": f"the link's seconds at {host.link_bytes_per_s / 1e9:g} GB/s; the aim is a share of {AIM:.0%}",
+        "simulated": True,
+        "assumed": asdict(host),
+        "notes": "Measured on the processor that is named: microseconds of a task with a tiny model, for the first plan "
+        f"{kinds}; executor us. Assumed: a host {host.slower:g} times as slow, {host.launch_us:g} us for a launch of torch and "
+        f"{host.kernel_us:g} us for one of a kernel. Launches (of torch + of kernels) are counted. No GPU has run this.",
+        "columns": ["plan", "percent", "executor us", "tasks", "launches", "link s", "host s", "launching s", "share"],
+        "cells": [cells_of(one) for one in plans],
+        "plans": list(plans),
+    }
+
+
+def cells_of(one: Mapping[str, Any]) -> list[str]:
+    return [
+        str(one["plan"]),
+        " ".join(map(str, one["percent"])),
+        f"{one['executor_us']:.0f}",
+        f"{one['tasks']:.0f}",
+        f"{one['torch_launches']:.0f} + {one['kernel_launches']:.0f}",
+        f"{one['link_seconds']:.2f}",
+        f"{one['host_seconds']:.3f}",
+        f"{one['launch_seconds']:.3f}",
+        f"{one['share_of_link']:.0%}",
+    ]
+
+
 def print_tables(document: Mapping[str, Any]) -> None:
     print(f"measured on {document['machine']['cpu']}, one thread of torch; estimated for {document['assumed']}\n")
     print("| kind of task | host us | launches of torch | of kernels |\n|---|--:|--:|--:|")
     for kind, one in document["plans"][0]["kinds"].items():
         print(f"| {kind} | {one['us']:.0f} | {one['torch_launches']:.0f} | {one['kernel_launches']:.0f} |")
-    print(f"\n{MODEL}, {ROWS} rows x {BATCHES}, {PROMPT_LEN} + {GEN_LEN} tokens; a step, ESTIMATED; the aim is {AIM:.0%}")
-    print("| plan | percent | executor us | tasks | launches | link s | host s | launching s | share |\n|---|---|" + "--:|" * 7)
-    for one in document["plans"]:
-        launches = f"{one['torch_launches']:.0f} + {one['kernel_launches']:.0f}"
-        print(
-            f"| {one['plan']} | {' '.join(map(str, one['percent']))} | {one['executor_us']:.0f} | {one['tasks']:.0f} | "
-            f"{launches} | {one['link_seconds']:.2f} | {one['host_seconds']:.3f} | {one['launch_seconds']:.3f} | "
-            f"{one['share_of_link']:.0%} |"
-        )
+    print(f"\n{document['title']}; the aim is {AIM:.0%}")
+    print("| " + " | ".join(document["columns"]) + " |\n|---|---|" + "--:|" * 7)
+    for row in document["cells"]:
+        print("| " + " | ".join(row) + " |")
 
 
 if __name__ == "__main__":

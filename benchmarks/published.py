@@ -2,33 +2,48 @@
 
     python benchmarks/published.py                         # the table
     python benchmarks/published.py --output benchmarks/results/published-t4.json
+    python benchmarks/published.py --gpus --output benchmarks/results/published-gpus.json
 
 Nothing is run, and no constant belongs to a single row: all rates are in configs/machines/t4-gcp.yaml, all plans are the flags
 that were published. Most of the published runs did not go to their end: they projected a decode from its first steps. What is
 compared is then the same projection, and the whole run stands beside it. Then the same plans in this engine's schedule.
+
+With --gpus: three of the plans on a T4 and on other GPUs, priced with this engine's kernels at their stated shares and with
+counted launches (benchmarks/stated.py). These are ESTIMATES, and their assumptions are printed with them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
+
+from benchmarks.comparison.command import commit
+from benchmarks.stated import LaunchCost, Launches, counted_launches, quick_host, slow_host, stated_shares, with_kernels
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.models import create_model, known_config
+from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.predict import Prediction, predict
+from h2o_flexgen.planning.reserve import left_to_system
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 
-MACHINE = Path(__file__).resolve().parents[1] / "configs" / "machines" / "t4-gcp.yaml"
+MACHINES = Path(__file__).resolve().parents[1] / "configs" / "machines"
+MACHINE = MACHINES / "t4-gcp.yaml"
 TOLERANCE = 0.2  # share of a published figure
 THEIRS, OURS = "flexgen_barrier", "zigzag"
 FIRST_STEP = 3  # tokens of a run whose first step counts; another step follows it
@@ -88,9 +103,12 @@ class Published:
         options = {**self.options, **whole, "schedule": schedule, **options}
         return Plan.create(gpu_batch_size=size, num_gpu_batches=count, **options).with_percent(self.percent)
 
-    def predict(self, machine: Machine, plan: Plan, gen_len: int | None = None) -> Prediction:
+    def planned(self, plan: Plan, gen_len: int | None = None) -> WorkloadPlan:
         workload = Workload.uniform(self.rows, self.lengths[0], gen_len or self.lengths[1])
-        return predict(WorkloadPlan(spec_of(self.model, plan), plan, workload, Site(accelerator=True)), machine)
+        return WorkloadPlan(spec_of(self.model, plan), plan, workload, Site(accelerator=True))
+
+    def predict(self, machine: Machine, plan: Plan, gen_len: int | None = None) -> Prediction:
+        return predict(self.planned(plan, gen_len), machine)
 
 
 def _h2o(ratio: float, attend_on: str | None = None) -> dict[str, Any]:
@@ -253,6 +271,145 @@ def is_compared(row: Published) -> bool:
     return row.name in ("FlexGen", "H2O") and row.source in (FLEXGEN, H2O) and row.model != "opt-6.7b"
 
 
+# -- on other machines, with this engine's kernels ---------------------------------------------------------------------------
+
+GPUS: Mapping[str, LaunchCost] = {"t4-gcp": slow_host()} | dict.fromkeys(
+    ("rtx-4090-pcie4", "a100-80gb", "h100", "h200"), quick_host()
+)
+SMALLER: Mapping[str, Any] = {**PACKED_WEIGHTS, **PACKED_KV, "kv_policy": "h2o", "kv_budget": 0.2}
+IN_16_BITS, PACKED_AND_KEPT = "16 bits", "4 bits, h2o 20 %"
+WAYS: Mapping[str, tuple[str, Mapping[str, Any], bool]] = {  # schedule, options, and whether all is on the GPU
+    f"FlexGen's loop, {IN_16_BITS}": (THEIRS, {}, False),
+    f"zig-zag, {IN_16_BITS}": (OURS, {}, False),
+    f"zig-zag, {PACKED_AND_KEPT}": (OURS, SMALLER, False),
+    f"zig-zag, {PACKED_AND_KEPT}, all on the GPU": (OURS, SMALLER, True),
+}
+
+
+def priced_on_gpus(rows: Sequence[Published]) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        for name, (schedule, options, resident) in WAYS.items():
+            if row.percent == ON_DEVICE and resident:
+                continue  # it is the way before
+            plan = row.plan(schedule, **{"prefill_tokens": Plan.prefill_tokens, **options})
+            for gpu, cost in GPUS.items():
+                found = priced_on(row, plan, gpu, cost, resident)
+                asked = {"model": row.model, "batches": row.batches, "lengths": row.lengths, "way": name}
+                yield {**asked, "machine": gpu, "launches_of_a_block": launches_of(plan).of_a_block, **found}
+
+
+def priced_on(row: Published, plan: Plan, gpu: str, cost: LaunchCost, resident: bool) -> dict[str, Any]:
+    """The price on a machine, attended where that is faster; or what the plan would need."""
+    plain = Machine.load(MACHINES / f"{gpu}.yaml")
+    machine = with_kernels(plain, launches_of(plan), cost)
+    tiers = (DEVICE,) if resident or row.percent[2] == 100 else (HOST, DEVICE)
+    percents = (ON_DEVICE,) if resident else tuple((share, *others) for share, *others in lowered(row.percent))
+    plans = [placed(row, replace(plan, attend_on=tier), percents, plain) for tier in tiers]
+    if not (fitting := [one for one in plans if isinstance(one, Plan)]):
+        return {"does_not_fit": plans[0]}
+    found, chosen = max(((row.predict(machine, one), one) for one in fitting), key=lambda both: both[0].tokens_per_second)
+    hidden = row.predict(replace(machine, visit_seconds={}), chosen)
+    return {
+        "percent": chosen.percent,
+        "attend_on": chosen.attend_on,
+        "step_seconds": found.step_seconds,
+        "step_seconds_hidden": hidden.step_seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "tokens_per_second_hidden": hidden.tokens_per_second,
+        "busiest_lane": found.busiest_lane,
+    }
+
+
+def launches_of(plan: Plan) -> Launches:
+    return counted_launches(plan.weight_codec, plan.kv_codec, plan.kv_policy)
+
+
+def lowered(percent: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The percents with less and less of the weights on the GPU, and more of them on the host."""
+    on_device, on_host, *others = percent
+    for share in range(on_device, -1, -2):
+        yield (share, on_host + on_device - share, *others)
+
+
+def placed(row: Published, plan: Plan, percents: Sequence[tuple[int, ...]], machine: Machine) -> Plan | str:
+    """The plan with the first of these percents that fits the machine, or else what the last one lacks."""
+    left = left_to_system(machine)
+    room = {DEVICE: machine.device_bytes, HOST: machine.host_bytes, DISK: machine.disk_bytes}
+    budgets = Budgets(**{tier: room[tier] - left.get(tier, 0) for tier in TIERS})
+    for percent in percents:
+        asked = row.planned(plan.with_percent(percent))
+        if (tier := budgets.first_exceeded(asked.footprint)) is None:
+            return asked.plan
+    assert tier is not None
+    return (
+        f"needs {format_bytes(asked.footprint.total(tier))} on {tier}, {format_bytes(room[tier] - left.get(tier, 0))} is free"
+    )
+
+
+def gpu_document(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "benchmark": "published on gpus",
+        "title": "ESTIMATED, nothing was run: plans that FlexGen published for a T4, on GPUs with this engine's kernels; "
+        "tokens/s",
+        "machine": "none; the files in configs/machines, from data sheets: " + ", ".join(GPUS),
+        "command": "python benchmarks/published.py --gpus --output benchmarks/results/published-gpus.json",
+        "date": date.today().isoformat(),
+        "commit": commit(),
+        "unit": "tokens/s",
+        "ceiling": "none was measured; the lane that is named bounds a step",
+        "simulated": True,
+        "assumed": {"shares": stated_shares(), "hosts": {gpu: asdict(cost) for gpu, cost in GPUS.items()}},
+        "columns": ["model, lengths, batches", "plan", "launches of a block", *GPUS],
+        "cells": gpu_cells(found),
+        "notes": gpu_notes(),
+        "rows": list(found),
+    }
+
+
+def gpu_notes() -> str:
+    shares = "; ".join(f"{name} {share:g}" for name, share in stated_shares().items())
+    hosts = "; ".join(
+        f"{cost.host}: {cost.torch_us:.3g} us for an operation of torch and {cost.kernel_us:.3g} us for a kernel"
+        for cost in dict.fromkeys(GPUS.values())
+    )
+    return (
+        "The lower figure has the launches of every visit in front of its work, the upper one hides them all, as launching "
+        f"ahead or a captured graph does at best. Assumed shares of memory bandwidth, which are aims: {shares}. Assumed for a "
+        f"launch: {hosts}. Launches (of torch + of kernels) are counted for an attention and an MLP of a decode step; the "
+        "embedding and the head, which have more, are priced as an MLP, a product in 16 bits as a kernel, and those of "
+        "transfers are in the seconds of a task. More than 8 rows are multiplied with decoded weights. The share of the "
+        "weights on the GPU is the published one, or the largest below it that fits; KV on the host is attended "
+        "where that is faster. In brackets: weights on the GPU, where KV is attended, and the busiest lane."
+    )
+
+
+def gpu_cells(found: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A line for each plan, with a column for each machine."""
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for one in found:
+        rows, count = one["batches"]
+        torch, kernels = one["launches_of_a_block"]
+        lengths = f"{one['lengths'][0]} + {one['lengths'][1]}"
+        named = f"{one['model']}, {lengths}, {rows} x {count}", one["way"], f"{torch:.0f} + {kernels:.0f}"
+        lines.setdefault(named, {})[one["machine"]] = gpu_cell(one)
+    return [[*named, *(cells[gpu] for gpu in GPUS)] for named, cells in lines.items()]
+
+
+def gpu_cell(one: Mapping[str, Any]) -> str:
+    if "does_not_fit" in one:
+        return str(one["does_not_fit"])
+    low, high = (f"{one[name]:.3g}" for name in ("tokens_per_second", "tokens_per_second_hidden"))
+    figures = low if low == high else f"{low} to {high}"
+    return f"{figures} ({one['percent'][0]:g} %, {one['attend_on']}, {one['busiest_lane']})"
+
+
+def print_gpus(document: Mapping[str, Any]) -> None:
+    print(f"{document['title']}\n\n{document['notes']}\n\n| " + " | ".join(document["columns"]) + " |")
+    print("|" + "---|" * len(document["columns"]))
+    for row in document["cells"]:
+        print("| " + " | ".join(row) + " |")
+
+
 # -- the table -------------------------------------------------------------------------------------------------------------
 
 
@@ -263,9 +420,22 @@ def described(row: Published) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", default=str(MACHINE), help="a machine file")
+    parser.add_argument("--gpus", action="store_true", help="price plans on several GPUs with this engine's kernels instead")
     parser.add_argument("--output", help="also write a JSON document here")
     args = parser.parse_args(argv)
-    machine = Machine.load(args.machine)
+    result = on_gpus() if args.gpus else on_machine(Machine.load(args.machine))
+    if args.output:
+        write_text(args.output, json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def on_gpus() -> dict[str, Any]:
+    document = gpu_document(list(priced_on_gpus(ROWS[:3])))
+    print_gpus(document)
+    return document
+
+
+def on_machine(machine: Machine) -> dict[str, Any]:
     rows = [described(row) | as_published(row, machine) | to_its_end(row, machine) for row in ROWS]
     shown = {(row.model, row.batches, row.lengths): row for row in ROWS if is_compared(row)}
     schedules = [
@@ -276,10 +446,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_rows(rows)
     print_parts(rows)
     print_schedules(schedules)
-    if args.output:
-        result = {"benchmark": "published", "machine": machine.name, "simulated": True, "rows": rows, "schedules": schedules}
-        write_text(args.output, json.dumps(result, indent=1) + "\n")
-    return 0
+    return {"benchmark": "published", "machine": machine.name, "simulated": True, "rows": rows, "schedules": schedules}
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -18,7 +18,7 @@ ceiling), or it is refused. What `benchmarks/overlap.py --output FILE` writes is
     }
 
 A row may have "predicted" besides: it gets a column of its own. "notes", a text, may stand below the table. What
-`benchmarks/compare.py`, `benchmarks/planner.py` and `benchmarks/products.py` write brings a table of its own.
+`compare.py`, `planner.py`, `products.py`, `host.py` and `published.py --gpus` in benchmarks write brings a table of its own.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _timeline(schedules: Mapping[str, Content]) -> str:
 
 
 def _table_of_its_own(file: File) -> Result:
-    """The result of benchmarks/compare.py, planner.py or products.py: rows with columns of their own."""
+    """The result of a benchmark whose rows have columns of their own."""
     head, cells = file.content.get("columns"), file.content.get("cells")
     if not isinstance(head, list) or not isinstance(cells, list) or any(len(row) != len(head) for row in cells):
         raise ValueError(f"{file.path} has no columns or no cells that fill them; run its benchmark again")
@@ -227,6 +227,8 @@ READERS: Mapping[str, Callable[[File], Result]] = {
     "compare by rows": _table_of_its_own,
     "products": _table_of_its_own,
     "planner": _table_of_its_own,
+    "host": _table_of_its_own,
+    "published on gpus": _table_of_its_own,
 }
 
 

@@ -390,25 +390,25 @@ class Engine:
 
     def _compute(self, task: Task, state: _Progress) -> None:
         """Computes one layer on one batch."""
-        rows, layer = state.rows[task.batch], self._spec.layers[task.layer]
+        rows, layer, visit = state.rows[task.batch], self._spec.layers[task.layer], task.visit
         if layer.makes_logits:
 
             def logits_of(hidden: Tensor) -> Tensor:
-                return base.logits(self._model, layer, hidden, self._weights.logit_parts(task.visit))
+                return base.logits(self._model, layer, hidden, self._weights.logit_parts(visit))
 
             state.at_the_head(rows, task, logits_of)
             return
         hidden = None if layer.takes_tokens else state.hidden.take(task.batch)
-        if hidden is not None and self._is_asking(task.visit._replace(layer=task.layer - 1), rows.parts[0], state):
+        if hidden is not None and self._is_asking(Visit(task.step, task.layer - 1, task.batch), rows.parts[0], state):
             _, states = next(iter(rows.split(hidden)))
             state.asked.fill_in(task.batch, states)
         cache = state.kv.open(task, rows) if layer.has_kv else None
         if state.graphs is not None and state.graphs.take(rows):
-            state.hidden.put(task, state.graphs.compute(task.visit, rows, hidden, self._captured(task.visit, cache)))
+            state.hidden.put(task, state.graphs.compute(visit, rows, hidden, self._captured(visit, cache)))
             return
         if cache is not None:
             cache.prefixes = state.prefixes.caches(task.layer, rows.prefixes)
-        state.hidden.put(task, self._layer(task.visit, rows, hidden, partial(self._attend_of, task, cache, state)))
+        state.hidden.put(task, self._layer(visit, rows, hidden, partial(self._attend_of, visit, cache, state)))
 
     def _captured(self, visit: Visit, cache: KVCache | None) -> Compute:
         """Computes a layer in a way that may be captured: whatever was done before, it does the same."""
@@ -433,13 +433,13 @@ class Engine:
         """Whether the host attends this part of a visit: the decode step, which comes first."""
         return not part.now.is_prefill and state.kv.is_attended_beside(visit)
 
-    def _attend_of(self, task: Task, cache: KVCache | None, state: _Progress, part: Part) -> base.Attend | None:
+    def _attend_of(self, visit: Visit, cache: KVCache | None, state: _Progress, part: Part) -> base.Attend | None:
         """What the layer of a COMPUTE is handed to attend with."""
         if cache is None:
             return None
-        if self._is_asking(task.visit, part, state):
-            return partial(state.asked.ask, task.batch, cache, part.now)
-        is_all = len(state.rows[task.batch].parts) == 1
+        if self._is_asking(visit, part, state):
+            return partial(state.asked.ask, visit.batch, cache, part.now)
+        is_all = len(state.rows[visit.batch].parts) == 1
         return partial((cache if is_all else _cache_of(part, cache)).attend, part.now)
 
     def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, attend_of: AttendOf) -> Tensor:

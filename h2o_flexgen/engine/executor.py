@@ -56,7 +56,7 @@ class Executor:
         self._device = device
         self._ahead = ahead  # COMPUTEs that may wait while their transfers are under way
         self._pending: dict[Key, _Pending] = device.handover.unfinished()  # tasks
-        self._queues: dict[str, SimpleQueue[Task | None]] = {}
+        self._queues: dict[str, SimpleQueue[tuple[Task, _Pending] | None]] = {}
         self._threads: list[tuple[threading.Thread, Event]] = []
         self._times_all = times_all
         self._marked: dict[str, int] = dict.fromkeys(LANES, 0)  # markers of each lane so far
@@ -114,25 +114,25 @@ class Executor:
 
     def _issue(self, tasks: Iterable[Task]) -> Iterator[None]:
         """Stops behind every COMPUTE."""
-        computes: deque[Task] = deque()
+        computes: deque[tuple[Task, _Pending]] = deque()
         event = self._device.handover.event
         for task in tasks:
             self._raise_failure()
-            self._pending[task.key] = _Pending(event())
+            self._pending[task.key] = pending = _Pending(event())
             if task.op is Op.COMPUTE:
-                computes.append(task)
+                computes.append((task, pending))
                 if len(computes) > self._ahead:
-                    self._compute(computes.popleft())
+                    self._compute(*computes.popleft())
                     yield
             else:
-                self._queues[task.lane].put(task)
+                self._queues[task.op.lane].put((task, pending))
         while computes:
-            self._compute(computes.popleft())
+            self._compute(*computes.popleft())
             self._raise_failure()
             yield
 
-    def _compute(self, task: Task) -> None:
-        self._perform(task)
+    def _compute(self, task: Task, pending: _Pending) -> None:
+        self._perform(task, pending)
         self._computed += 1
         if self._computed % COLLECTED_EVERY == 0:
             self._collect()
@@ -190,17 +190,16 @@ class Executor:
     def _work(self, lane: str, ended: Event) -> None:
         try:
             with torch.inference_mode(), self._device.stream(lane):  # a mode of the thread, which does not inherit the caller's
-                while (task := self._queues[lane].get()) is not None:
-                    self._perform(task)
+                while (issued := self._queues[lane].get()) is not None:
+                    self._perform(*issued)
         except BaseException as error:  # from the lane's stream; errors of tasks are caught below
             self._failure = self._failure or (f"lane {lane}", error)
             self._abandon()
         finally:
             ended.set()
 
-    def _perform(self, task: Task) -> None:
+    def _perform(self, task: Task, pending: _Pending) -> None:
         """Waits for the needs, acts, and releases those who wait, even after a failure, so that everything ends."""
-        pending = self._pending[task.key]
         try:
             if not self._stopped and self._wait(task):
                 self._act(task, pending)

@@ -104,6 +104,8 @@ class BatchRows:
     @property
     def changed(self) -> tuple[int, int]:
         """The range of slots that this step writes, over all rows."""
+        if len(self.parts) == 1:
+            return self.parts[0].now.slots.changed
         ranges = [part.now.slots.changed for part in self._own_parts]
         return min(first for first, _ in ranges), max(last for _, last in ranges)
 
@@ -116,7 +118,7 @@ class BatchRows:
     @property
     def changes_all(self) -> bool:
         """Whether new rows stand beside those that were there: then all slots of the batch are stored anew."""
-        return len({part.now.is_prefill for part in self._own_parts}) > 1
+        return len(self.parts) > 1 and len({part.now.is_prefill for part in self._own_parts}) > 1
 
     def split(self, hidden: Tensor) -> Iterator[tuple[Part, Tensor]]:
         """Each part with its hidden states, (rows, tokens, width). Several parts lie one behind the other, (tokens, width)."""

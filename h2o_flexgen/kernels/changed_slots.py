@@ -4,10 +4,39 @@ The numbers of these slots come first, then their keys, then their values."""
 
 from __future__ import annotations
 
+import numpy
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.raw_memory import numpy_of
+
 NUMBER = torch.int64
+
+
+class ChangedSlots:
+    """What the host does with the gathered bytes of some rows, where an image lies token by token: (slots, 2, rows, heads) runs
+    of bytes. Made once for all layers: it knows where the first slot of every row and head lies."""
+
+    def __init__(self, rows: int, shape: tuple[int, int, int], slot_bytes: int) -> None:
+        """`shape`: the rows, heads and slots of the image; `slot_bytes`: bytes of one slot of all its rows."""
+        all_rows, heads, slots = shape
+        runs = 2 * all_rows * heads
+        self._runs, self._image_bytes = runs, slots * slot_bytes
+        self._run = numpy.dtype((numpy.void, slot_bytes // runs))
+        self._slots = torch.Size((rows, heads))
+        self._first = numpy.arange(runs).reshape(2, all_rows * heads)[:, : rows * heads]
+        self._numbers_bytes = rows * heads * NUMBER.itemsize
+        self.value_bytes = rows * slot_bytes // all_rows
+        self.nbytes = self._numbers_bytes + self.value_bytes
+
+    def numbers(self, gathered: Tensor) -> Tensor:
+        return gathered[: self._numbers_bytes].view(NUMBER).view(self._slots)
+
+    def bring(self, gathered: Tensor, home: Tensor) -> None:
+        """Brings keys and values to the slots of the image, by numpy, as it is a matter of microseconds."""
+        there, runs = numpy_of(gathered), numpy_of(home[: self._image_bytes], writes=True).view(self._run)
+        numbers = there[: self._numbers_bytes].view(numpy.int64)
+        runs[numbers * self._runs + self._first] = there[self._numbers_bytes :].view(self._run).reshape(self._first.shape)
 
 
 def parts(gathered: Tensor, slots: torch.Size, width: int, kept: torch.dtype) -> tuple[Tensor, Tensor]:

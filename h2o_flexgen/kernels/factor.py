@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -16,7 +17,7 @@ class Factor:
     values: Tensor  # (..., inputs)
     _made: dict[Callable[[Tensor], Any], Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return self.values.shape[:-1].numel()
 

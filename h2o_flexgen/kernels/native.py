@@ -39,10 +39,18 @@ def native_library() -> ctypes.CDLL:
 
 def processor(device: str) -> Processor:
     """A kind of device, and the kernels for it; none where none were built or none can be loaded."""
-    if device != CPU:
-        build = next(iter(variants(device)), TORCH) if os.environ.get(SWITCH) != TORCH else TORCH
-        return Processor(device, build, _instructions_of_gpus() if device == CUDA else ())
-    return Processor(device, build := _loaded()[0], _instructions(build))
+    return _cpu(_loaded()[0]) if device == CPU else _accelerator(device)
+
+
+@cache
+def _cpu(build: str) -> Processor:
+    return Processor(CPU, build, _instructions(build))
+
+
+@cache
+def _accelerator(device: str) -> Processor:
+    build = next(iter(variants(device)), TORCH) if os.environ.get(SWITCH) != TORCH else TORCH
+    return Processor(device, build, _instructions_of_gpus() if device == CUDA else ())
 
 
 @cache

@@ -6,8 +6,9 @@ they differ.
 
 from __future__ import annotations
 
-from math import prod
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept
@@ -31,16 +32,25 @@ from h2o_flexgen.kernels.table import (
     ROTATE,
     SHARED_ATTENTION,
     TAKE_SLOTS,
+    Kernel,
+    Processor,
     choose,
 )
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
+SIZES_KNOWN = 1024  # prompts come with many numbers of rows
+
 
 def chosen(op: str, form: str, like: Tensor, rows: int = 1, width: int = 1) -> Function | None:
     """The function for values with the type and the device of `like`. No rows are worked on as one is."""
-    dtype = str(like.dtype).removeprefix("torch.")
-    kernel = choose(op, form, dtype, processor(like.device.type).runs, max(1, rows), width)
+    kernel = _kernel(op, form, like.dtype, processor(like.device.type), rows or 1, width)
     return None if kernel is None else function_of(kernel)
+
+
+@lru_cache(maxsize=SIZES_KNOWN)
+def _kernel(op: str, form: str, dtype: torch.dtype, there: Processor, rows: int, width: int) -> Kernel | None:
+    """Every layer asks the same, several times."""
+    return choose(op, form, str(dtype).removeprefix("torch."), there.runs, rows, width)
 
 
 def _required(op: str, form: str, like: Tensor, rows: int = 1, width: int = 1) -> Function:
@@ -54,13 +64,13 @@ def _required(op: str, form: str, like: Tensor, rows: int = 1, width: int = 1) -
 
 def encode(codec: str, values: Tensor, out: Tensor) -> None:
     """Encodes values into `out`, which has as many bytes as the codec's `nbytes` says."""
-    rows = prod(values.shape[:-1])
+    rows = values.shape[:-1].numel()
     _required(ENCODE, codec, values)(CODECS[codec], values.reshape(rows, -1), _in_units(codec, out, rows))
 
 
 def decode(codec: str, data: Tensor, out: Tensor) -> None:
     """Decodes the bytes of a codec into `out`, which has the shape of the values and the type that is computed with."""
-    rows = prod(out.shape[:-1])
+    rows = out.shape[:-1].numel()
     _required(DECODE, codec, out)(CODECS[codec], _in_units(codec, data, rows), out.view(rows, -1))
 
 
@@ -138,7 +148,7 @@ def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
     function = chosen(SHARED_ATTENTION, keys.codec, q, width=q.shape[2])
     if function is None or keys.codec != values.codec:
         keys, values = (Kept(_plain(Kept(kept.data[None], kept.codec), q[None]).data[0]) for kept in (keys, values))
-        function = _required(SHARED_ATTENTION, PLAIN, q)
+        function = _required(SHARED_ATTENTION, PLAIN, q, width=q.shape[2])
     out: More = function(q, keys, values)
     return out
 

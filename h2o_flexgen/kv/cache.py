@@ -15,6 +15,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept
 from h2o_flexgen.kernels.more_keys import More
+from h2o_flexgen.kernels.newest import Notes
 from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.scores import SlotScores
@@ -33,6 +34,16 @@ class Asked(NamedTuple):
     more: More | None = None
 
 
+class Living(NamedTuple):
+    """Views of the rows that are alive, which stand in front."""
+
+    image: Tensor  # (2, rows, kv_heads, slots, width)
+    keys: Tensor  # (rows, kv_heads, slots, width)
+    values: Tensor  # alike
+    scores: SlotScores | None
+    notes: Notes | None
+
+
 class KVCache:
     def __init__(
         self,
@@ -47,13 +58,21 @@ class KVCache:
         self._scores = scores
         self._coding = coding or Coding(PLAIN, image.dtype, image.shape[-1])
         self._rolls = scores is not None and scores.policy.rolls  # keys are stored unrotated
+        self._living: tuple[int, Living] | None = None  # of so many rows
 
     def attend(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Appends the new keys and values, and attends to them and to everything held. Shapes as in models.base.Attend."""
         if now.is_prefill:
-            scores = None if self._scores is None else self._scores.part(slice(len(q)))
-            return self._prefill(now, scores, q, k, v, rotation)
+            return self._prefill(now, self.living(len(q)).scores, q, k, v, rotation)
         return self._decode(now, q, k, v, rotation)
+
+    def living(self, rows: int) -> Living:
+        """Views of the first rows; steps with as many rows have the same ones."""
+        if self._living is None or self._living[0] != rows:
+            image, scores = self.image[:, :rows], None if self._scores is None else self._scores.part(slice(rows))
+            keys, values = image
+            self._living = rows, Living(image, keys, values, scores, None if scores is None else scores.notes)
+        return self._living[1]
 
     def part(self, rows: slice) -> KVCache:
         """The cache of some of the rows, for prompts that are computed one part after the other."""
@@ -173,10 +192,8 @@ class KVCache:
 
     def _attended(self, now: KVStep, q: Tensor, more: More | None, rotation: Rotation | None) -> Tensor:
         """Attends to all slots behind which the newest token was appended, with rotated queries; then evicts."""
-        scores = None if self._scores is None else self._scores.part(slice(len(q)))
         rows, _, heads, head_dim = q.shape
-        image = self.image[:, :rows]
-        keys, values = image  # (rows, kv_heads, slots, width)
+        image, keys, values, scores, _ = self.living(rows)
         kv_heads = keys.shape[1]
         if scores is not None and self._rolls and rotation is not None:
             order = now.before[:, :, None] + scores.order(now)
@@ -198,8 +215,8 @@ class KVCache:
         turn = None if rotation is None else now.turn(rotation, q.dtype)
         if turn is not None and not self._coding.is_plain:  # keys are rotated before they are encoded
             q, k, turn = rotate(q, turn), rotate(k, turn), None
-        image, notes = self.image[:, : len(q)], None if self._scores is None else self._scores.part(slice(len(q))).notes
-        return append(image, now.newest, q, self._coding.encode(k), self._coding.encode(v), turn, notes)
+        there = self.living(q.shape[0])
+        return append(there.image, now.newest, q, self._coding.encode(k), self._coding.encode(v), turn, there.notes)
 
 
 def _rolled(keys: Tensor, order: Tensor, rotation: Rotation) -> Tensor:

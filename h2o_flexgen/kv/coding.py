@@ -4,6 +4,7 @@ token are encoded separately, so a slot can be rewritten alone."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,15 +19,15 @@ class Coding:
     dtype: torch.dtype  # used in computation
     head_dim: int
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         return self.codec == PLAIN
 
-    @property
+    @cached_property
     def kept_dtype(self) -> torch.dtype:
         return self.dtype if self.is_plain else torch.uint8
 
-    @property
+    @cached_property
     def width(self) -> int:
         """The stored length of a head's values for one token, in elements of `kept_dtype`."""
         return CODECS[self.codec].nbytes((self.head_dim,), self.dtype.itemsize) // self.kept_dtype.itemsize

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -140,7 +141,8 @@ class CudaDevice(Device):
         self._events: dict[tuple[bool, bool], deque[torch.cuda.Event]] = {
             (timed, blocking): deque() for timed in (False, True) for blocking in (False, True)
         }  # those that nobody uses: making one is dear, and threads that make them wait for each other
-        self._graph_memory: Any = None  # what all graphs work in: they are replayed one after the other
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those that are left
+        self._graph_memory: Any = None  # what all of them work in: they are replayed one after the other
         self._locks = CudaPageLocks(torch.cuda.cudart(), torch.zeros(1, device=self.torch_device).cos)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
@@ -185,7 +187,9 @@ class CudaDevice(Device):
         return read
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        self._graph_memory = self._graph_memory or torch.cuda.graph_pool_handle()
+        if not self._graphs:  # torch refuses memory whose last graph has gone, and cannot give it back during a capture
+            self.give_back_freed()
+            self._graph_memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")  # other threads go on
         try:
@@ -195,6 +199,7 @@ class CudaDevice(Device):
                 graph.capture_end()
             raise
         graph.capture_end()
+        self._graphs.add(graph)
         return graph.replay
 
     def memory(self, host: HostTier) -> DeviceTier:

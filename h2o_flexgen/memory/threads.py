@@ -53,8 +53,8 @@ class Latch:
 
     def wait(self) -> None:
         if self._lock.locked():
-            self._lock.acquire()
-            self.set()  # for the next who waits
+            with suppress(RuntimeError), self._lock:  # a Ctrl-C finds no moment in which it would stay locked for others
+                pass
 
 
 class Handover:

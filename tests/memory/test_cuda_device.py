@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import count as count_from
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,6 +25,33 @@ from h2o_flexgen.schedule.ops import COMPUTE_LANE
 from tests.pretended import PretendedDevice
 from tests.pretended_cudart import PretendedCudart
 from tests.profiling.profiles import TINY
+
+
+class PretendedGraph:
+    """A graph in memory that is there as long as one of its graphs is, and that nobody can come back to."""
+
+    used: ClassVar[Counter[int]] = Counter()  # graphs that were ever in each memory
+    left: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self) -> None:
+        self._memory: int | None = None
+
+    def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+        if self.used[pool] and not self.left[pool]:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        self._memory = pool
+        self.used[pool] += 1
+        self.left[pool] += 1
+
+    def capture_end(self) -> None:
+        pass
+
+    def replay(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        if self._memory is not None:
+            self.left[self._memory] -= 1
 
 
 class PretendedTorch:
@@ -46,6 +76,8 @@ class PretendedTorch:
             ),
             Stream=lambda device: f"a stream of {device}",
             stream=self._in_stream,
+            CUDAGraph=PretendedGraph,
+            graph_pool_handle=partial(next, count_from(1)),
             **{name: self._noted(name, lambda *_: None) for name in names},
         )
 
@@ -148,6 +180,25 @@ def test_libraries_are_loaded_on_the_stream_that_computes(cuda: PretendedTorch, 
     assert cuda.stream_of_product == []
     budgets.open_budgets(device, None, None)
     assert cuda.stream_of_product == [device._streams[COMPUTE_LANE]] and weighed == [1]
+
+
+def test_graphs_share_memory_while_there_is_one_of_them(cuda: PretendedTorch) -> None:
+    device, made = CudaDevice(0), list[int]()
+
+    def fails() -> None:
+        raise ValueError("broken")
+
+    for _ in range(2):
+        graphs = [device.capture(lambda: made.append(1)) for _ in range(2)]
+        with pytest.raises(ValueError, match="broken"):
+            device.capture(fails)
+        graphs.clear()  # as when rows have left
+    with pytest.raises(ValueError, match="broken"):
+        device.capture(fails)
+    device.capture(lambda: made.append(1))
+    assert len(made) == 5
+    assert cuda.asked.count(("empty_cache", 0)) == 4, "before memory is taken anew: nothing is given back during a capture"
+    assert dict(PretendedGraph.used) == {1: 3, 2: 3, 3: 1, 4: 1} and not any(PretendedGraph.left.values())
 
 
 def test_memory_is_kept_in_segments_unless_somebody_says_otherwise(

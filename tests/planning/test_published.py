@@ -112,3 +112,51 @@ def test_rows_one_by_one_which_their_search_returns_for_175b_fit_but_are_bound_b
 
 def test_results_name_no_folder_of_a_person() -> None:
     assert str(Path.home()) not in json.dumps(RESULTS)
+
+
+# -- other machines, with this engine's kernels ----------------------------------------------------------------------------
+
+SMALL, LARGE, _ = published.ROWS[:3]
+GPU_RESULTS = json.loads((PROJECT / "benchmarks" / "results" / "published-gpus.json").read_text(encoding="utf-8"))
+
+
+def priced(row: Any, gpu: str, way: str) -> dict[str, Any]:
+    schedule, options, resident = published.WAYS[way]
+    plan = row.plan(schedule, **{"prefill_tokens": Plan.prefill_tokens, **options})
+    found: dict[str, Any] = published.priced_on(row, plan, gpu, published.GPUS[gpu], resident)
+    return found
+
+
+ZIGZAG, _, ALL_ON_GPU = list(published.WAYS)[1:]
+
+
+def test_launches_in_front_of_the_work_lengthen_a_step_by_what_they_take() -> None:
+    found = priced(SMALL, "h100", ZIGZAG)
+    seconds = published.launches_of(SMALL.plan(published.OURS)).seconds(published.GPUS["h100"])
+    in_front = found["step_seconds"] - found["step_seconds_hidden"]
+    blocks, like_mlps = 32, 2  # the embedding and the head
+    assert in_front == pytest.approx(blocks * seconds["attention"] + (blocks + like_mlps) * seconds["mlp"], rel=1e-3)
+    assert found["tokens_per_second"] < found["tokens_per_second_hidden"]
+
+
+def test_a_plan_that_does_not_fit_says_what_it_lacks_and_has_no_price() -> None:
+    found = priced(LARGE, "rtx-4090-pcie4", ALL_ON_GPU)
+    assert list(found) == ["does_not_fit"] and published.gpu_cell(found) == found["does_not_fit"]
+    assert "GB on device, 23.02 GB is free" in found["does_not_fit"]
+
+
+def test_as_much_of_the_weights_as_fits_stays_on_the_gpu() -> None:
+    assert list(published.lowered((3, 90, 0, 100))) == [(3, 90, 0, 100), (1, 92, 0, 100)]
+    plan = LARGE.plan(published.OURS, attend_on=HOST)
+    chosen = published.placed(LARGE, plan, list(published.lowered(LARGE.percent)), T4)
+    assert chosen.percent[0] < LARGE.percent[0] and sum(chosen.percent[:2]) == 100
+
+
+def test_the_estimates_that_are_kept_are_of_these_plans_and_say_what_they_assume() -> None:
+    rows = GPU_RESULTS["rows"]
+    assert {row["machine"] for row in rows} == set(published.GPUS) == set(GPU_RESULTS["assumed"]["hosts"])
+    assert GPU_RESULTS["columns"][3:] == list(published.GPUS) and published.gpu_cells(rows) == GPU_RESULTS["cells"]
+    assert GPU_RESULTS["title"].startswith("ESTIMATED") and GPU_RESULTS["notes"] == published.gpu_notes()
+    assert GPU_RESULTS["assumed"]["shares"] == published.stated_shares()
+    kept = next(row for row in rows if (row["model"], row["way"], row["machine"]) == ("opt-6.7b", ZIGZAG, "h200"))
+    assert priced(SMALL, "h200", ZIGZAG)["tokens_per_second"] == pytest.approx(kept["tokens_per_second"], rel=0.05)

@@ -29,6 +29,7 @@ class HiddenStore:
         self._shapes: dict[int, torch.Size] = {}
         self._on_host: dict[int, Tensor] = {}
         self._on_disk: dict[int, DiskRegion] = {}
+        self._views: dict[int, Tensor] = {}  # the last one of each region that stays as long as this store
         sizes = {
             place: hidden_bytes(spec, batch)
             for place, batch in enumerate(block.batches)
@@ -56,6 +57,7 @@ class HiddenStore:
     def close(self) -> None:
         self._held.close()
         self._now.clear()
+        self._views.clear()
 
     def take(self, batch: int) -> Tensor:
         return self._now[batch]
@@ -84,7 +86,8 @@ class HiddenStore:
             hidden = staged.copy_(hidden, non_blocking=True)
             self._memories.device.finish()  # the processor reads it now
         scratch = self._memories.disk.scratch(hidden.nbytes)
-        numpy.copyto(numpy_of(self._view(scratch, hidden.shape), writes=True), numpy_of(hidden))
+        there = scratch[: hidden.nbytes].view(self._dtype).view(hidden.shape)  # the calling thread's, for now
+        numpy.copyto(numpy_of(there, writes=True), numpy_of(hidden))
         self._memories.disk.write_from(self._on_disk[task.batch], 0, scratch)
 
     def load(self, task: Task) -> int:
@@ -101,4 +104,8 @@ class HiddenStore:
         return hidden.nbytes
 
     def _view(self, region: Tensor, shape: torch.Size) -> Tensor:
-        return region[: shape.numel() * self._dtype.itemsize].view(self._dtype).view(shape)
+        """Hidden states in a region of memory; steps of as many rows have the same view."""
+        known = self._views.get(id(region))
+        if known is None or known.shape != shape:
+            known = self._views[id(region)] = region[: shape.numel() * self._dtype.itemsize].view(self._dtype).view(shape)
+        return known

@@ -24,7 +24,7 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.engine.rows import BatchRows
-from h2o_flexgen.kernels.changed_slots import parts
+from h2o_flexgen.kernels.changed_slots import ChangedSlots
 from h2o_flexgen.kernels.operations import gather_slots
 from h2o_flexgen.kernels.raw_memory import numpy_of
 from h2o_flexgen.kv.cache import KVCache
@@ -82,6 +82,8 @@ class KVStore:
     def prepare(self, block: Block, schedule: Schedule) -> None:
         """Prepares the next block of texts that live on: rows, capacity and slots are those of the first."""
         self._block, self._schedule = block, schedule
+        self._caches: dict[tuple[int, int, int], KVCache] = {}  # by the region that they lie in, layer and batch
+        self._changed_of: dict[tuple[int, int], ChangedSlots] = {}  # by batch and its rows
         self._layouts = [self._occupancy(batch).layout(self._spec) for batch in block.batches]
         for place in schedule.traffic.kv:
             batch, before = block.batches[place[1]], self._units.get(place)
@@ -132,7 +134,7 @@ class KVStore:
 
     def close(self) -> None:
         self._held.close()
-        for places in (self._units, self._in_memory, self._on_disk, self._scores):
+        for places in (self._units, self._caches, self._in_memory, self._on_disk, self._scores):
             places.clear()  # a reference to the store then holds no memory
 
     def _occupancy(self, batch: Batch) -> Occupancy:
@@ -160,7 +162,7 @@ class KVStore:
         if rows.joining is not None:
             self._units[task.layer, task.batch].joined[task.step] = rows.joining
         if task.step:  # the host may still be reading what this needs, and opens it itself
-            return KVCache(self._image(region, task), noted, self._coding)
+            return self._cache(task, region, noted)
         return self._opened(task, rows, region, noted)
 
     def open_beside(self, task: Task, rows: BatchRows) -> KVCache:
@@ -178,13 +180,24 @@ class KVStore:
     def _opened(self, task: Task, rows: BatchRows, region: Tensor, scores: SlotScores | None) -> KVCache:
         """The cache over a region, in which living rows fill the places of those that have left."""
         unit = self._units[task.layer, task.batch]
-        cache = KVCache(self._image(region, task), scores, self._coding)
+        if unit.cache is not None:
+            unit.cache.replaced = None  # of another buffer, perhaps
+        cache = self._cache(task, region, scores)
         unit.changed, unit.cache = rows.changed, cache
         if unit.generation != rows.generation:
             cache.keep_rows(rows.places_before, unit.held)
         if unit.generation != rows.generation or rows.changes_all:
             unit.changed, unit.cache = (0, unit.changed[1]), None  # all is to be stored
         unit.rows, unit.held, unit.generation = rows.size, unit.changed[1], rows.generation
+        return cache
+
+    def _cache(self, task: Task, region: Tensor, scores: SlotScores | None) -> KVCache:
+        """The cache over a region, with its views of it: both stay as long as this store."""
+        place = id(region), task.layer, task.batch
+        if place not in self._caches:
+            self._caches[place] = KVCache(self._image(region, task), scores, self._coding)
+        cache = self._caches[place]
+        cache.replaced = None
         return cache
 
     def _working_region(self, task: Task) -> Tensor:
@@ -212,18 +225,23 @@ class KVStore:
         """Device -> host, where each row and head has changed a slot of its own: they come side by side to the staging place,
         and the processor brings them from there to where they belong. `replaced` is memory of the stream that computes: it is
         not dropped before this task ends, and so not before this stream has read it."""
-        assert self._staging is not None
-        host, device = (self._image(region, task) for region in self._both_regions(task))
-        nbytes = self._layouts[task.batch].of_rows(unit.rows).staged_bytes
-        gathered, staged = torch.empty(nbytes, dtype=torch.uint8, device=device.device), self._staging[:nbytes]
+        assert self._staging is not None and unit.cache is not None
+        device, changed = unit.cache.image, self._changed(task.batch, unit.rows)
+        gathered = torch.empty(changed.nbytes, dtype=torch.uint8, device=device.device)
+        staged = self._staging[: changed.nbytes]
         gather_slots(device, replaced, gathered)
         staged.copy_(gathered, non_blocking=True)
         self._memories.device.finish()
-        numbers, values = parts(staged, replaced.shape, self._coding.width, self._coding.kept_dtype)
-        unit.at_home = numbers.clone()
-        row, head = (torch.arange(count) for count in replaced.shape)
-        host[:, row[:, None], head, unit.at_home] = values
-        return values.nbytes
+        changed.bring(staged, self._on_host(task))
+        if (task.layer, task.batch) in self._on_disk:
+            unit.at_home = changed.numbers(staged).clone()
+        return changed.value_bytes
+
+    def _changed(self, batch: int, rows: int) -> ChangedSlots:
+        if (batch, rows) not in self._changed_of:
+            layout = self._layouts[batch]
+            self._changed_of[batch, rows] = ChangedSlots(rows, layout.shape, layout.slot_bytes)
+        return self._changed_of[batch, rows]
 
     def _both_regions(self, task: Task) -> tuple[Tensor, Tensor]:
         """The regions on the host and on the device."""

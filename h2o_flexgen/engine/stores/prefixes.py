@@ -7,7 +7,7 @@ move up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -112,8 +112,10 @@ class PrefixStore:
 
     # -- what is kept ----------------------------------------------------------------------------------------------------
 
-    def caches(self, layer: int, groups: Iterable[int]) -> Mapping[int, KVCache]:
+    def caches(self, layer: int, groups: Collection[int]) -> Mapping[int, KVCache]:
         """The caches of these groups' prefixes in a layer: of many that are kept, a batch needs few."""
+        if not groups:
+            return {}
         place = self._spec.kv_layers.index(layer)
         return {group: self._cache(self._kept[group], place) for group in groups}
 

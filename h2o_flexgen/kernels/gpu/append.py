@@ -22,8 +22,8 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
     cos, sin = (each.expand(rows, -1, -1, -1).contiguous() for each in turn)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        rotate_heads[(heads, tokens, rows)](
-            *(x, cos, sin, out, dim, cos.shape[-1], *x.stride()[:3]),
+        rotate_heads[(rows * tokens, heads)](  # the first dimension of a grid alone goes beyond 65535
+            *(x, cos, sin, out, tokens, dim, cos.shape[-1], *x.stride()[:3]),
             DIM=triton.next_power_of_2(dim),
             num_warps=WARPS,
             enable_fp_fusion=False,
@@ -70,12 +70,12 @@ def turned_head(head, cos, sin, out, dim, half, DIM: tl.constexpr):
     tl.store(out + at, tl.where(turns, turned, own), mask=at < dim)
 
 
-@triton.jit
-def rotate_heads(x, cos, sin, out, dim, half, row_stride, token_stride, head_stride, DIM: tl.constexpr):
-    head, token, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    place = row * tl.num_programs(1) + token
+@triton.jit(do_not_specialize=["tokens"])
+def rotate_heads(x, cos, sin, out, tokens, dim, half, row_stride, token_stride, head_stride, DIM: tl.constexpr):
+    place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, token = place // tokens, place % tokens
     here = x + row * row_stride + token * token_stride + head * head_stride
-    there = out + (place * tl.num_programs(0) + head) * dim
+    there = out + (place * tl.num_programs(1) + head) * dim
     turned_head(here, cos + place * half, sin + place * half, there, dim, half, DIM)
 
 

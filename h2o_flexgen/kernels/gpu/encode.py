@@ -79,7 +79,7 @@ def _loaded(rows, there, group, columns, stride, place, apart: tl.constexpr, BIT
 
 @triton.jit
 def _values(rows, there, column, columns, stride, WHOLE: tl.constexpr):
-    place = (column if WHOLE else tl.minimum(column, columns - 1)) * stride
+    place = (column if WHOLE else tl.minimum(column, columns - 1)).to(tl.int64) * stride
     return as_float32(rows[:, None, None] + place[None, :, :], there[:, None, None])
 
 

@@ -48,7 +48,7 @@ def _move(source: Tensor, index: Tensor, out: Tensor, numbers: Tensor | None = N
     )
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "index_row", "index_head"])
 def move_slots(
     source,
     index,

@@ -138,7 +138,7 @@ def attend_prompt(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block, head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     token, d = block * QUERIES + tl.arange(0, QUERIES), tl.arange(0, PADDED)
     there = (token < tokens)[:, None] & (d < DIM)[None, :]
     held, kv_head = keys - tokens, head // group
@@ -190,7 +190,7 @@ def sum_columns(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    block, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block, kv_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     at, d, lane = block * KEYS + tl.arange(0, KEYS), tl.arange(0, PADDED), tl.arange(0, QUERIES)
     held = keys - tokens
     exists = (at < keys) & ((at >= held) | (at < tl.load(before + row)))

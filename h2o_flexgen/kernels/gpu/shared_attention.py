@@ -66,7 +66,7 @@ def _attend(
         join_text_kernel[(queries * heads,)](tops, totals, made, scores, out, chunks, DIM=dim, WIDTH=width, TOGETHER=TOGETHER)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries"])
 def attend_text_kernel(
     q: tl.tensor,
     keys: tl.tensor, key_shared: tl.tensor, key_head: tl.tensor, key_slot: tl.tensor,
@@ -108,7 +108,7 @@ def attend_text_kernel(
         tl.store(made + number[:, None] * DIM + column[None, :], summed, mask=is_value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def join_text_kernel(
     tops: tl.tensor, totals: tl.tensor, made: tl.tensor, scores: tl.tensor, out: tl.tensor, chunks: tl.tensor,
     DIM: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,

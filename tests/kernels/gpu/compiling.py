@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tests.kernels.gpu.launch import CAPABILITIES, Compiled, Launch
+from tests.kernels.gpu.launch import CAPABILITIES, MOST_BEHIND, Compiled, Launch
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -51,6 +51,7 @@ def compiled_instead_of_launched(capability: int) -> Iterator[list[Any]]:
     run = JITFunction.run
 
     def collect(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        assert max(grid[1:], default=0) <= MOST_BEHIND, f"no GPU launches {kernel.__name__} over {grid}"
         found.append(run(kernel, *args, grid=grid, warmup=True, **options))
 
     driver.set_active(AbsentGPU(capability))

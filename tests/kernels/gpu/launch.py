@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 CAPABILITIES = 75, 80, 90, 100  # T4; A100; H100; B200
 SHARED_BYTES = 64 << 10  # per block on the smallest of them
+MOST_BEHIND = 65535  # programs in each dimension of a grid but the first
 LOADS = re.compile(r"\bld\.global\S*?(?:\.v(\d))?\.[bufs](\d+)\s")
 COPIES = re.compile(r"\bcp\.async\.c[ag]\.shared\.global\S*\s+\[[^\]]*\],\s*\[[^\]]*\],\s*(0x[0-9a-f]+|\d+)")
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.decode_attention import Kept
 from h2o_flexgen.kernels.gpu import shared_attention as module
 from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
 from h2o_flexgen.kernels.more_keys import More
+from h2o_flexgen.kernels.table import CUDA, HALVES, TRITON, WIDTH_OF_TILES, Kernel, Processor
 from h2o_flexgen.kv.coding import Coding
 from tests.kernels.test_shared_attention import drawn, exact
 
@@ -63,3 +65,25 @@ def test_what_is_no_number_stays_none_and_harms_no_other_head(gpu: torch.device,
     after = attended(gpu, q, Kept(keys), Kept(values))
     assert torch.equal(after.values.isfinite(), exact(q, keys, values)[1].isfinite())
     assert torch.equal(after.values[:, :, :2], before.values[:, :, :2]) and not after.values[:, :, 2:].isfinite().all()
+
+
+@pytest.mark.parametrize("codec", ["plain", "group4"])
+def test_heads_that_are_too_wide_for_tiles_are_left_to_torch(
+    gpu: torch.device, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, function_of = list[str](), operations.function_of
+
+    def noted(kernel: Kernel) -> object:
+        chosen.append(kernel.function)
+        return function_of(kernel)
+
+    monkeypatch.setattr(operations, "processor", lambda _: Processor(CUDA, TRITON, HALVES))
+    monkeypatch.setattr(operations, "function_of", noted)
+    shape = 2, 1, 1, 3, WIDTH_OF_TILES + 64
+    q, *text = drawn(shape, torch.float32)
+    coding = Coding(codec, torch.float32, shape[4])
+    halves = [coding.encode(half).to(gpu) for half in text]
+    found = operations.shared_attention(q.to(gpu), *(Kept(half, codec) for half in halves))
+    assert chosen[-1] == "shared_attention_twin"
+    expected = exact(q, *(coding.decode(half.cpu()) for half in halves))
+    torch.testing.assert_close(found.values.cpu().double(), expected[1], rtol=0, atol=1e-4)

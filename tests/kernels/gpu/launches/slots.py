@@ -14,6 +14,7 @@ from h2o_flexgen.kernels.rotate import Turn
 from tests.kernels.gpu.launch import Launch
 
 ROWS, HEADS, SLOTS, DIM, PACKED = 8, 56, 543, 128, 72
+MANY = 100_000
 
 
 def made(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -45,8 +46,8 @@ def appended_as_they_are() -> None:
     append(CODED, NEWEST, NEW, coded, coded, None, None)
 
 
-def rotated() -> None:
-    rotate(made(4, 512, HEADS, DIM), Turn(made(4, 512, 1, DIM // 2), made(4, 512, 1, DIM // 2)))
+def rotated(rows: int, tokens: int, heads: int) -> None:
+    rotate(made(rows, tokens, heads, DIM), Turn(*(made(rows, tokens, 1, DIM // 2) for _ in range(2))))
 
 
 def gathered(of: Tensor) -> None:
@@ -65,7 +66,8 @@ LAUNCHES = (
     Launch("evict by chance", lambda: evicted(CODED, None, by_chance=True), narrowest={"evict_one": 4}),
     Launch("append and rotate", appended, registers=64),
     Launch("append bytes of a codec", appended_as_they_are, registers=64, narrowest={"append_heads": 8}),
-    Launch("rotate", rotated, registers=64),
+    Launch("rotate a long text", lambda: rotated(4, MANY, HEADS), registers=64),
+    Launch("rotate what heads hold", lambda: rotated(MANY, 512, 1), registers=64),
     Launch("gather what changed", lambda: gathered(PLAIN), registers=64, narrowest={"move_slots": 8}),
     Launch("take slots", taken, registers=64, narrowest={"move_slots": 8}),
 )
