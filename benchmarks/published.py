@@ -376,10 +376,10 @@ def gpu_notes() -> str:
         "The lower figure has the launches of every visit in front of its work, the upper one hides them all, as launching "
         f"ahead or a captured graph does at best. Assumed shares of memory bandwidth, which are aims: {shares}. Assumed for a "
         f"launch: {hosts}. Launches (of torch + of kernels) are counted for an attention and an MLP of a decode step; the "
-        "embedding and the head, which have more, are priced as an MLP, a product in 16 bits as a kernel, and those of transfers "
-        "are in the seconds of a task. More than 8 rows are multiplied with decoded weights. The share of the weights on the GPU is the published one, or the largest "
-        "below it that fits; KV on the host is attended where that is faster. In brackets: weights on the GPU, where KV is "
-        "attended, and the busiest lane."
+        "embedding and the head, which have more, are priced as an MLP, a product in 16 bits as a kernel, and those of "
+        "transfers are in the seconds of a task. More than 8 rows are multiplied with decoded weights. The share of the "
+        "weights on the GPU is the published one, or the largest below it that fits; KV on the host is attended "
+        "where that is faster. In brackets: weights on the GPU, where KV is attended, and the busiest lane."
     )
 
 

@@ -24,7 +24,7 @@ OPTIONS: Mapping[str, str] = {
     "download_dir": "the environment's HF_HOME says where downloads lie",
     "enable_chunked_prefill": "prefill_tokens= says how many tokens of prompts are computed at once",
     "enable_prefix_caching": f"every prompt is computed by itself; {_LEAVE_OUT}",
-    "enforce_eager": 'write graphs="off"',
+    "enforce_eager": f"no graphs are captured unless graphs= asks for them; {_LEAVE_OUT}",
     "gpu_memory_utilization": 'write gpu_mem="14GB", a size and not a share',
     "hf_token": "log in with `hf auth login`",
     "kv_cache_dtype": 'write kv_codec="group4" or kv_codec="group8"',

@@ -30,10 +30,9 @@ from tests.profiling.profiles import TINY
 class PretendedGraph:
     """A graph in memory that is there as long as one of its graphs is, and that nobody can come back to."""
 
-    used: Counter[int] = Counter()  # graphs that were ever in each memory
-    left: Counter[int] = Counter()
-
-    def __init__(self) -> None:
+    def __init__(self, used: Counter[int], left: Counter[int]) -> None:
+        """Graphs of each memory: all that there were, and those that are left."""
+        self.used, self.left = used, left
         self._memory: int | None = None
 
     def capture_begin(self, pool: int, capture_error_mode: str) -> None:
@@ -61,6 +60,7 @@ class PretendedTorch:
         self._current = threading.local()
         self.asked: list[tuple[str, int]] = []  # what was asked, and which device was then the current one
         self.cudart = PretendedCudart()
+        self.graphs_used, self.graphs_left = Counter[int](), Counter[int]()  # by memory
         self.stream_of_product = list[str | None]()
         self._stream: str | None = None
         names = ("init", "reset_peak_memory_stats", "empty_cache")
@@ -76,7 +76,7 @@ class PretendedTorch:
             ),
             Stream=lambda device: f"a stream of {device}",
             stream=self._in_stream,
-            CUDAGraph=PretendedGraph,
+            CUDAGraph=lambda: PretendedGraph(self.graphs_used, self.graphs_left),
             graph_pool_handle=partial(next, count_from(1)),
             **{name: self._noted(name, lambda *_: None) for name in names},
         )
@@ -198,7 +198,7 @@ def test_graphs_share_memory_while_there_is_one_of_them(cuda: PretendedTorch) ->
     device.capture(lambda: made.append(1))
     assert len(made) == 5
     assert cuda.asked.count(("empty_cache", 0)) == 4, "before memory is taken anew: nothing is given back during a capture"
-    assert dict(PretendedGraph.used) == {1: 3, 2: 3, 3: 1, 4: 1} and not any(PretendedGraph.left.values())
+    assert dict(cuda.graphs_used) == {1: 3, 2: 3, 3: 1, 4: 1} and not any(cuda.graphs_left.values())
 
 
 def test_memory_is_kept_in_segments_unless_somebody_says_otherwise(

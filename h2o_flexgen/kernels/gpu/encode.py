@@ -16,6 +16,7 @@ ROWS = 16  # that a program encodes a group of
 
 def group_encode(codec: Grouped, values: Tensor, out: Tensor) -> None:
     """Encodes values (rows, columns) into out (rows, bytes of a row)."""
+    assert out.is_contiguous()
     rows, columns = values.shape
     if values.numel():
         grid, whole = (triton.cdiv(rows, ROWS), groups_of(columns)), columns % GROUP_VALUES == 0
@@ -24,6 +25,7 @@ def group_encode(codec: Grouped, values: Tensor, out: Tensor) -> None:
 
 def tile_encode(codec: Tiled, values: Tensor, out: Tensor) -> None:
     """Encodes values (outputs, columns) into out (tiles, bytes of a tile)."""
+    assert out.is_contiguous()
     outputs, columns = values.shape
     if values.numel():
         grid, whole = (len(out), groups_of(columns)), columns % GROUP_VALUES == 0

@@ -15,6 +15,7 @@ MOST_WORDS = 64  # of one row
 
 def group_decode(codec: Grouped, data: Tensor, out: Tensor) -> None:
     """Decodes data (rows, bytes of a row) into out (rows, columns)."""
+    assert data.is_contiguous() and out.is_contiguous()
     rows, columns = out.shape
     if not out.numel():
         return

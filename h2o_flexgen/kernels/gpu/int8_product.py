@@ -23,7 +23,7 @@ FEW, MANY = (16, TILE_OUTPUTS, 1), (32, 64, 8)  # rows, outputs and warps of a p
 
 def int8_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., columns), data (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
-    assert data.shape == (-(-outputs // TILE_OUTPUTS), codec.tile_bytes(x.values.shape[-1]))
+    assert data.shape == (-(-outputs // TILE_OUTPUTS), codec.tile_bytes(x.values.shape[-1])) and data.is_contiguous()
     out = x.values.new_empty(x.rows, outputs)
     if out.numel():
         _launch(codec, x.made(int8_rows), data, bias, out)

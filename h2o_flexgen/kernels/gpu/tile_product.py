@@ -27,7 +27,7 @@ def tile_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tens
     """x (..., inputs), data (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
     inputs = x.values.shape[-1]
     rows = x.values.reshape(-1, inputs).contiguous()
-    assert data.shape == (-(-outputs // TILE_OUTPUTS), codec.tile_bytes(inputs))
+    assert data.shape == (-(-outputs // TILE_OUTPUTS), codec.tile_bytes(inputs)) and data.is_contiguous()
     out = rows.new_empty(len(rows), outputs)
     if out.numel():
         _launch(codec, rows, data, bias, out)
