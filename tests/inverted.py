@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
-from h2o_flexgen.kernels import table
+from h2o_flexgen.kernels import operations, table
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.operations import encode
@@ -77,7 +77,9 @@ def registered(codec: Inverted) -> Iterator[Inverted]:
     known = table.kernels()
     rows = patch.object(table, "kernels", lambda: (*codec.kernels, *known))
     with patch.dict(CODECS, {codec.name: codec}), patch.dict(FUNCTIONS, KERNELS_OF_IT), rows:
+        operations._kernel.cache_clear()
         yield codec
+    operations._kernel.cache_clear()
 
 
 class InvertedCheckpoint:

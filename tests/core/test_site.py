@@ -58,11 +58,16 @@ def test_all_gpus_of_a_machine_count(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
-    native._instructions_of_gpus.cache_clear()
+    _forget_gpus()
     try:
         assert native.processor(CUDA).instructions == types
     finally:
-        native._instructions_of_gpus.cache_clear()
+        _forget_gpus()
+
+
+def _forget_gpus() -> None:
+    native._instructions_of_gpus.cache_clear()
+    native._accelerator.cache_clear()
 
 
 @pytest.mark.parametrize(("types", "dtype"), [(("float16",), "float16"), (("float16", "bfloat16"), "bfloat16")])
