@@ -1,7 +1,8 @@
-"""Tiny GGUF files of every supported kind, written by the `gguf` package as llama.cpp's converter lays them out, with the models
-that they hold: a model of transformers with the weights that the same package decodes.
+"""Tiny GGUF files of every supported kind, written by the `gguf` package as llama.cpp's converter lays them out, with the
+models that they hold: a model of transformers with the weights that the same package decodes.
 
-Matrices are made of random blocks, whose codes and scales are all different, so that no part of a form can be forgotten unnoticed.
+Matrices are made of random blocks, whose codes and scales are all different, so that no part of a form can be forgotten
+unnoticed.
 """
 
 from __future__ import annotations
