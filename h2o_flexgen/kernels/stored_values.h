@@ -293,6 +293,34 @@ static ALWAYS_INLINE void read_share(const stored_row *row, long first, int form
         *scale = is_block(form) ? load_half(block) : load_scale(row->scales, number, row->matrix->scale_kind);
 }
 
+/* Eight values of float16, so many bytes apart. */
+static ALWAYS_INLINE void read_eight_halves(const uint8_t *from, long step, float *to)
+{
+#ifdef __AVX2__
+    uint64_t four[2];
+    for (int at = 0; at < 2; at++, from += 4 * step)
+        four[at] = LOAD(uint16_t, from) | (uint64_t)LOAD(uint16_t, from + step) << 16 |
+                   (uint64_t)LOAD(uint16_t, from + 2 * step) << 32 | (uint64_t)LOAD(uint16_t, from + 3 * step) << 48;
+    _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_set_epi64x((long long)four[1], (long long)four[0])));
+#else
+    for (int at = 0; at < 8; at++)
+        to[at] = load_half(from + at * step);
+#endif
+}
+
+/* What a whole stretch shares, of blocks of 32 inputs with a scale in float16. */
+static ALWAYS_INLINE void read_shares_of_blocks(const uint8_t *blocks, int form, stored_shares *to)
+{
+    read_eight_halves(blocks, stored_block_bytes(form), to->scales);
+    if (has_minima(form))
+        read_eight_halves(blocks + 2, stored_block_bytes(form), to->minima);
+    for (int at = 0; at < STRETCH / PIECE; at++) {
+        if (!has_minima(form))
+            to->minima[at] = -0.0f;
+        to->zeros[at] = usual_zero(form);
+    }
+}
+
 /* What the inputs from `first` on share, a multiple of 256: those of a stretch, or all that are left. */
 static ALWAYS_INLINE void read_shares(const stored_row *row, long first, int form, stored_shares *to)
 {
@@ -303,6 +331,8 @@ static ALWAYS_INLINE void read_shares(const stored_row *row, long first, int for
             to->zeros[at] = usual_zero(form);
         }
         read_shares_of_256(block_of_row(row, first, form), form, to);
+    } else if (is_block(form) && form != MXFP4 && left >= STRETCH) {
+        read_shares_of_blocks(block_of_row(row, first, form), form, to);
     } else {
         for (long at = 0; at < pieces; at++)
             read_share(row, first + at * PIECE, form, to->scales + at, to->minima + at, to->zeros + at);
@@ -331,10 +361,9 @@ static ALWAYS_INLINE words words_of_bytes16(bytes16 from, int part) /* a registe
 #endif
 }
 
-/* The values of 32 inputs from `first` on, a multiple of 32, in so many registers, when the shares of their stretch are known. */
-static ALWAYS_INLINE void stored_floats_of(const stored_row *row, long first, int form, const stored_shares *shares, floats *out)
+/* The values of the codes of 32 inputs from `first` on, a multiple of 32, when the shares of their stretch are known. */
+static ALWAYS_INLINE void floats_of_codes(stored_codes codes, long first, int form, const stored_shares *shares, floats *out)
 {
-    const stored_codes codes = stored_codes_of(row, first, form);
     bytes16 half[2];
     memcpy(half, &codes, sizeof codes);
 #pragma GCC unroll 2
@@ -350,4 +379,9 @@ static ALWAYS_INLINE void stored_floats_of(const stored_row *row, long first, in
                 *to = __builtin_convertvector((integers)from - shares->zeros[at], floats) * shares->scales[at] + shares->minima[at];
         }
     }
+}
+
+static ALWAYS_INLINE void stored_floats_of(const stored_row *row, long first, int form, const stored_shares *shares, floats *out)
+{
+    floats_of_codes(stored_codes_of(row, first, form), first, form, shares, out);
 }
