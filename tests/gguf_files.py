@@ -1,5 +1,5 @@
-"""Tiny GGUF files of every supported kind, written by the `gguf` package as llama.cpp lays models out, with the models
-that they hold: models of transformers with the weights that the same package decodes.
+"""Tiny GGUF files of every supported kind, written by the `gguf` package as llama.cpp lays models out, with the models that
+they hold: models of transformers with the weights that the same package decodes.
 
 Where the package cannot encode, matrices are random blocks, in which all codes and scales differ.
 """
