@@ -12,7 +12,8 @@ from functools import cache
 from math import inf
 
 from h2o_flexgen.kernels.sizes import DTYPES, shared
-from h2o_flexgen.quant.codec import GROUPED, PLAIN, TILED
+from h2o_flexgen.quant.blocked import BLOCKED
+from h2o_flexgen.quant.codec import GROUPED, PLAIN, SECTIONED, TILED
 
 ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"
 PRODUCT, INT8_PRODUCT = "product", "int8 product"  # the second one rounds its factor to 8 bits
@@ -91,6 +92,11 @@ def choose(op: str, form: str, dtype: str, runs: Callable[[Kernel], bool], rows:
     return None
 
 
+def rounds(form: str) -> bool:
+    """Whether products with this form can do without exactness: their factor is rounded to 8 bits."""
+    return any(kernel.within == INT8 for kernel in kernels() if kernel.op == INT8_PRODUCT and kernel.form == form)
+
+
 def prices(*ops: str) -> tuple[str, ...]:
     """The names of the rates that packed forms can have in a profile."""
     return tuple(dict.fromkeys(kernel.price for kernel in kernels() if kernel.op in ops and kernel.form != PLAIN))
@@ -119,6 +125,11 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
     yield Kernel(INT8_PRODUCT, form, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {form}", within=INT8)
     yield Kernel(INT8_PRODUCT, form, "int8_product", CUDA, (TRITON,), DTYPES, priced_as=f"int8 {form}", within=INT8)
     yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}", within=INT8)
+
+
+def _of_stored(form: str, family: str) -> Iterator[Kernel]:
+    """A form of checkpoints, which nothing here writes."""
+    yield Kernel(DECODE, form, f"{family}_decode_twin")
 
 
 def _of_plain_products() -> Iterator[Kernel]:
@@ -164,4 +175,6 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel(RMS_NORM, PLAIN, "rms_norm_twin"),
         *(kernel for codec in GROUPED for kernel in _of_groups(codec.name)),
         *(kernel for codec in TILED for kernel in _of_tiles(codec.name)),
+        *(kernel for codec in BLOCKED for kernel in _of_stored(codec.name, "blocked")),
+        *(kernel for codec in SECTIONED for kernel in _of_stored(codec.name, "sectioned")),
     )
