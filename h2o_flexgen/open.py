@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from h2o_flexgen.core.allowed_values import AUTO
-from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.engine.stage import Stage, Stages
@@ -22,7 +22,6 @@ from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.models.layout import Config
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.planning.plan import Plan
-from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from h2o_flexgen.text.tokenizer import BYTES, Tokenizer
 
@@ -64,19 +63,24 @@ class OpenedModel:
         if plan.attend_on == HOST:
             model.spec = model.spec.cut_at_attention()
         if self.checkpoint is not None:
-            stored = self.checkpoint.stored_itemsize
-            model.spec = model.spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=stored(tensor.name)))
+            model.spec = model.spec.map_tensors(self._as_stored)
         model.spec = model.spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute)
         return model
+
+    def _as_stored(self, tensor: TensorSpec) -> TensorSpec:
+        assert self.checkpoint is not None
+        stored = self.checkpoint.stored_as(tensor.name)
+        return replace(tensor, stored_itemsize=stored.itemsize, codec=stored.codec)
 
     def source(self, plan: Plan, offload_folder: Path, stages: Stages) -> WeightSource:
         """The source of the weights. Random ones that are to lie on disk are written to `offload_folder`."""
         if self.checkpoint is None:
             return DummySource(DUMMY_SEED, self.dtype, offload_folder, stages.of(Stage.WRITING, Stage.LOADING))
-        if plan.weight_codec == PLAIN:
+        spec = self.spec(plan)
+        if not self.checkpoint.to_write(spec):
             return self.checkpoint
         packing, renewing = stages.of(Stage.PACKING, Stage.LOADING), partial(stages, Stage.RENEWING)
-        return PackedCheckpoint(self.checkpoint, self.spec(plan), progress=packing, renewing=renewing)
+        return PackedCheckpoint(self.checkpoint, spec, progress=packing, renewing=renewing)
 
     def tokenizer(self, asked: str, vocab: int) -> Tokenizer:
         place = asked if asked in (AUTO, BYTES) else resolve_model(asked, with_weights=False)

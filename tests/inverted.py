@@ -4,7 +4,7 @@ needs: its form, its kernels, and their rows in the table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -22,7 +22,8 @@ from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.kernels.table import DECODE, ENCODE, PRODUCT, Kernel
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.models.checkpoint import StoredTensor, open_checkpoint
+from h2o_flexgen.models.checkpoint import open_checkpoint
+from h2o_flexgen.models.stored import Located, StoredAs, StoredTensor
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from tests.contract import Case, Checkpoints
 
@@ -101,13 +102,13 @@ class InvertedCheckpoint:
                 content += data.numpy().tobytes()
         file.write_bytes(content)
 
-    def stored_itemsize(self, name: str) -> int:
-        return self._plain.stored_itemsize(name)
+    def stored_as(self, name: str) -> StoredAs:
+        return self._plain.stored_as(name)
 
-    def locate(self, tensors: Iterable[TensorSpec]) -> dict[str, StoredTensor]:
+    def locate(self, tensors: Iterable[TensorSpec]) -> Mapping[str, Located]:
         wanted = list(tensors)
         plain = self._plain.locate(tensor for tensor in wanted if tensor.codec == PLAIN)
-        return plain | {tensor.name: self._packed[tensor.name] for tensor in wanted if tensor.codec != PLAIN}
+        return {**plain, **{tensor.name: self._packed[tensor.name] for tensor in wanted if tensor.codec != PLAIN}}
 
     def fill(self, tensor: TensorSpec, out: Tensor) -> bool:
         return False

@@ -105,14 +105,14 @@ def test_a_codec_multiplies_few_rows_with_its_bytes_and_is_priced_so(
         completions, logits = generate_with(llm, case)
         decoded, multiplied = codec.decoded, codec.multiplied
         compare(replace(case, weight_codec=codec.name), checkpoints, completions, logits)
-        inner, head, batches = llm.spec.layers[1:-1], llm.spec.layers[-1], case.batches()
+        inner, parts, batches = llm.spec.layers[1:-1], len(llm.spec.layers[-1].logit_parts), case.batches()
         matrices, values = sum(len(one.matrices) for one in inner), sum(one.numel for layer in inner for one in layer.matrices)
         (block,) = llm.planned(Workload(case.lengths, case.gen_len)).blocks
         prompt, step = (Pricing(block, machine).compute_parts(Key(Op.COMPUTE, step, 1, 0)) for step in (0, 1))
         looked_up = llm.spec.width * sum(length + case.gen_len - 1 for length in padded(case))
         assert step["products"] == pytest.approx(2 * block.block.batches[0].size * inner[0].matmul_values / 7e9)
     steps = case.gen_len - 1
-    assert multiplied == len(batches) * (steps * matrices + case.gen_len * max(1, len(head.logit_parts)))
+    assert multiplied == len(batches) * (steps * matrices + case.gen_len * max(1, parts))
     assert decoded == values + looked_up
     assert prompt["decoding"] > 0 == step["decoding"]
 

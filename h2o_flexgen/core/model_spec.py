@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from h2o_flexgen.kernels.table import EXACT, PRODUCT, PRODUCTS, rounds
-from h2o_flexgen.quant.codec import CODECS, PLAIN, matrix_form
+from h2o_flexgen.quant.codec import CODECS, PLAIN, can_be_parted, matrix_form
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TABLE_PARTS, PART_ROWS = 16, 64  # a packed logit matrix has at most this many parts, each of a multiple of this many rows
@@ -89,14 +89,15 @@ class LayerSpec:
     @property
     def in_pieces(self) -> tuple[str, ...]:
         """The packed tensors that are decoded a few rows at a time."""
-        return tuple(name for name in (self.token_table, self.logit_matrix) if name is not None and self.packed_tensor(name))
+        tables = (name for name in (self.token_table, self.logit_matrix) if name is not None)
+        return tuple(name for name in tables if (packed := self.packed_tensor(name)) and can_be_parted(packed.codec))
 
     @property
     def logit_parts(self) -> tuple[slice, ...]:
         """The rows of a packed logit matrix that are decoded and multiplied at once, far fewer than a vocabulary has. The parts
         are the same under every plan, because the last bits of a product may depend on its rows."""
         packed = self.packed_tensor(self.logit_matrix)
-        if packed is None:
+        if packed is None or not can_be_parted(packed.codec):
             return ()
         rows = packed.shape[0]
         step = -(-rows // (TABLE_PARTS * PART_ROWS)) * PART_ROWS
@@ -108,7 +109,7 @@ class LayerSpec:
         part of a logit matrix. Rows of a token table are decoded as they are looked up."""
         whole = tuple(tensor for name, tensor in self.tensors if tensor.codec != PLAIN and name not in self.in_pieces)
         packed = self.packed_tensor(self.logit_matrix)
-        if packed is None:
+        if packed is None or not can_be_parted(packed.codec):
             return whole
         return (*whole, replace(packed, shape=(self.logit_parts[0].stop, *packed.shape[1:])))
 
@@ -258,12 +259,17 @@ class ModelSpec:
         return replace(self, layers=layers)
 
     def packed(self, codec: str) -> ModelSpec:
-        """The same model with its matrices and token tables in this codec. A table of positions stays as it is: it is small,
-        and its rounding would be in every hidden state."""
+        """The same model with its matrices and token tables in this codec, but those that the checkpoint has in as few bytes. A
+        table of positions stays as it is: it is small, and its rounding would be in every hidden state."""
         form = matrix_form(codec)
         tables = {tensor.name for layer in self.layers for name, tensor in layer.tensors if name == layer.token_table}
         packed = tables | {tensor.name for layer in self.layers for tensor in layer.matrices}
-        return self.map_tensors(lambda tensor: replace(tensor, codec=form) if tensor.name in packed else tensor)
+
+        def changed(tensor: TensorSpec) -> TensorSpec:
+            new = replace(tensor, codec=form)
+            return new if tensor.name in packed and (tensor.codec == PLAIN or new.nbytes < tensor.nbytes) else tensor
+
+        return self.map_tensors(changed)
 
     def written_as(self, weight_codec: str, kv_codec: str, compute: str) -> ModelSpec:
         """The same model with its weights and its KV in the codecs of a plan, and its products as a plan wants them."""

@@ -12,7 +12,8 @@ from functools import cache
 from math import inf
 
 from h2o_flexgen.kernels.sizes import DTYPES, shared
-from h2o_flexgen.quant.codec import GROUPED, PLAIN, TILED
+from h2o_flexgen.quant.blocked import BLOCKED
+from h2o_flexgen.quant.codec import GROUPED, PLAIN, SECTIONED, TILED
 
 ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"
 PRODUCT, INT8_PRODUCT = "product", "int8 product"  # the second one rounds its factor to 8 bits
@@ -126,6 +127,11 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
     yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}", within=INT8)
 
 
+def _of_stored(form: str, family: str) -> Iterator[Kernel]:
+    """A form of checkpoints, which nothing here writes."""
+    yield Kernel(DECODE, form, f"{family}_decode_twin")
+
+
 def _of_plain_products() -> Iterator[Kernel]:
     yield Kernel(PRODUCT, PLAIN, "pair_product", CPU, (PAIRS,), ("bfloat16",), most_rows=ROWS_OF_PAIRS)
     for dtype in HALVES:
@@ -169,4 +175,6 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel(RMS_NORM, PLAIN, "rms_norm_twin"),
         *(kernel for codec in GROUPED for kernel in _of_groups(codec.name)),
         *(kernel for codec in TILED for kernel in _of_tiles(codec.name)),
+        *(kernel for codec in BLOCKED for kernel in _of_stored(codec.name, "blocked")),
+        *(kernel for codec in SECTIONED for kernel in _of_stored(codec.name, "sectioned")),
     )

@@ -20,7 +20,8 @@ from pathlib import Path
 from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.models.leftovers import PARTIAL, nbytes_in, writer
-from h2o_flexgen.models.safetensors_format import StoredTensor, header_of, raw_header
+from h2o_flexgen.models.safetensors_format import header_of, raw_header
+from h2o_flexgen.models.stored import StoredTensor
 from h2o_flexgen.models.sums import Sums
 
 COPIES = CONVERTED, PACKED = ("converted", "packed")  # the kinds of folders

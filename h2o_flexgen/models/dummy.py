@@ -28,7 +28,8 @@ from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.models.derived import alone_in
 from h2o_flexgen.models.files import Progress, flush_to_disk, require_free_space
 from h2o_flexgen.models.leftovers import WEIGHTS_PREFIX, WEIGHTS_SUFFIX, writer
-from h2o_flexgen.models.safetensors_format import StoredTensor, tensor_bytes
+from h2o_flexgen.models.safetensors_format import tensor_bytes
+from h2o_flexgen.models.stored import StoredAs, StoredTensor
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 
 BLOCK_VALUES = 4_194_301  # at most 16 MiB of them are in memory
@@ -55,8 +56,8 @@ class DummySource:
         block = torch.empty(BLOCK_VALUES, dtype=torch.float32).normal_(0.0, SCALE, generator=generator)
         return block.to(getattr(torch, self.dtype))
 
-    def stored_itemsize(self, name: str) -> int:
-        return DTYPE_BYTES[self.dtype]
+    def stored_as(self, name: str) -> StoredAs:
+        return StoredAs(DTYPE_BYTES[self.dtype])
 
     def fill(self, tensor: TensorSpec, out: torch.Tensor) -> bool:
         if tensor.codec == PLAIN:

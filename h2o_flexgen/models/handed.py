@@ -3,14 +3,14 @@ tensor; what every step reads from disk is found where it lies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import TensorSpec
-from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
+from h2o_flexgen.models.checkpoint import WeightSource
+from h2o_flexgen.models.stored import Located, StoredAs, unchecked
 
 
 class HandedSource:
@@ -19,12 +19,12 @@ class HandedSource:
         self._source = source
         self._take = take
 
-    def stored_itemsize(self, name: str) -> int:
-        return self._source.stored_itemsize(name)
+    def stored_as(self, name: str) -> StoredAs:
+        return self._source.stored_as(name)
 
-    def locate(self, tensors: Iterable[TensorSpec]) -> dict[str, StoredTensor]:
+    def locate(self, tensors: Iterable[TensorSpec]) -> Mapping[str, Located]:
         """The places of tensors. Nobody checks what the process that reads has checked."""
-        return {name: replace(stored, check=None) for name, stored in self._source.locate(tensors).items()}
+        return {name: unchecked(stored) for name, stored in self._source.locate(tensors).items()}
 
     def fill(self, tensor: TensorSpec, out: Tensor) -> bool:
         self._take(out.view(-1).view(torch.uint8))

@@ -1,5 +1,6 @@
-"""PackedCheckpoint: a checkpoint whose matrices and tables are kept packed. They are encoded once, some rows at a time, into
-safetensors in a cache folder, and read from there ever after, in every step if they are placed on disk."""
+"""PackedCheckpoint: a checkpoint some of whose matrices and tables are kept in a form that its files do not have. They are
+encoded once, some rows at a time, into safetensors in a cache folder, and read from there ever after, in every step if they are
+placed on disk."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ from h2o_flexgen.kernels.raw_memory import bytes_of
 from h2o_flexgen.models.checkpoint import Checkpoint
 from h2o_flexgen.models.derived import PACKED, DerivedFolder
 from h2o_flexgen.models.files import Progress, advancing, require_free_space
-from h2o_flexgen.models.safetensors_format import StoredTensor, TensorForm, write_safetensors
+from h2o_flexgen.models.safetensors_format import TensorForm, write_safetensors
+from h2o_flexgen.models.stored import Located, StoredAs, StoredTensor
 from h2o_flexgen.models.sums import STRETCH_BYTES, Sums
-from h2o_flexgen.quant.codec import CODECS, PLAIN, chosen_codec
+from h2o_flexgen.quant.codec import CODECS, chosen_codec
 
 FILE_BYTES = 2 << 30  # of a packed file, approximately
 PART_BYTES = 16 << 20  # of a checkpoint's values, encoded at once
@@ -43,11 +45,11 @@ class PackedCheckpoint:
     ) -> None:
         self._checkpoint = checkpoint
         self._progress, self._renewing = progress, renewing
-        self._tensors = {tensor.name: tensor for tensor in spec.tensors.values() if tensor.codec != PLAIN}
+        self._tensors = checkpoint.to_write(spec)
         packed = ((tensor.name, tensor.shape, chosen_codec(tensor.codec)) for tensor in self._tensors.values())
         asked = json.dumps([NAMING, *packed])  # and not the form: a copy of an older one has this name too
-        purpose = f"pack the weights of {checkpoint.folder}"
-        self._folder = DerivedFolder.of(checkpoint.folder, checkpoint.origins, PACKED, purpose, asked, cache_dir)
+        purpose = f"pack the weights of {checkpoint.place}"
+        self._folder = DerivedFolder.of(checkpoint.place, checkpoint.origins, PACKED, purpose, asked, cache_dir)
 
     @property
     def folder(self) -> Path:
@@ -69,13 +71,13 @@ class PackedCheckpoint:
 
     # -- a source of weights -----------------------------------------------------------------------------------------------
 
-    def stored_itemsize(self, name: str) -> int:
-        return self._checkpoint.stored_itemsize(name)
+    def stored_as(self, name: str) -> StoredAs:
+        return self._checkpoint.stored_as(name)
 
-    def locate(self, tensors: Iterable[TensorSpec]) -> dict[str, StoredTensor]:
+    def locate(self, tensors: Iterable[TensorSpec]) -> Mapping[str, Located]:
         wanted = list(tensors)
-        plain = self._checkpoint.locate(tensor for tensor in wanted if tensor.codec == PLAIN)
-        return plain | {tensor.name: self._packed[tensor.name] for tensor in wanted if tensor.codec != PLAIN}
+        there = self._checkpoint.locate(tensor for tensor in wanted if tensor.name not in self._tensors)
+        return {**there, **{tensor.name: self._packed[tensor.name] for tensor in wanted if tensor.name in self._tensors}}
 
     def fill(self, tensor: TensorSpec, out: torch.Tensor) -> bool:
         return False
@@ -93,30 +95,37 @@ class PackedCheckpoint:
     def _build(self, folder: Path) -> dict[str, dict[str, Sums]]:
         sums = {}
         require_free_space(folder.parent, self._nbytes, "packing the weights")
-        located, advance = self._checkpoint.locate(self._tensors.values()), advancing(self._progress, self._nbytes)
+        advance = advancing(self._progress, self._nbytes)
         for number, tensors in enumerate(_in_files(self._tensors.values())):
             # as whole pages, so that each starts where direct reads can
             forms = [TensorForm(tensor.name, torch.uint8, (aligned(tensor.nbytes),)) for tensor in tensors]
-            value = partial(self._encoded, located, advance)
+            value = partial(self._encoded, advance)
             name = f"packed-{number:05d}.safetensors"
             sums[name] = write_safetensors(folder / name, forms, value)
         return sums
 
-    def _encoded(self, located: Mapping[str, StoredTensor], advance: Callable[[int], None], name: str) -> torch.Tensor:
-        tensor, stored = self._tensors[name], located[name]
-        codec, columns = CODECS[tensor.codec], tensor.shape[-1]
-        out = torch.zeros(aligned(tensor.nbytes), dtype=torch.uint8)
-        start = 0
+    def _encoded(self, advance: Callable[[int], None], name: str) -> torch.Tensor:
+        tensor, out = self._tensors[name], torch.zeros(aligned(self._tensors[name].nbytes), dtype=torch.uint8)
+        stored = self._checkpoint.located(tensor)
+        if isinstance(stored, StoredTensor):
+            self._encode(tensor, stored, out)
+        elif stored.make is not None and stored.codec == tensor.codec:
+            stored.make(out[: tensor.nbytes])
+        else:
+            raise NotImplementedError(tensor)
+        advance(len(out))
+        return out
+
+    def _encode(self, tensor: TensorSpec, stored: StoredTensor, out: torch.Tensor) -> None:
+        codec, columns, start = CODECS[tensor.codec], tensor.shape[-1], 0
         for values in _parts(stored, columns, codec.rows_together):
             end = start + codec.nbytes(tuple(values.shape), values.itemsize)
             values = values.float() if values.dtype == torch.float16 else values  # exact, and readable from C
             if not float(values.abs().amax()) < LARGEST:  # false for NaN too
                 problem = "holds NaN, infinity or a value beyond 1e38, which cannot be packed; give another checkpoint"
-                raise ValueError(f"tensor {name} in {stored.file} {problem}")
+                raise ValueError(f"tensor {tensor.name} in {stored.file} {problem}")
             encode(tensor.codec, values, out[start:end])
             start = end
-        advance(len(out))
-        return out
 
 
 def _in_files(tensors: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import BinaryIO, TypeGuard
 
 import torch
 
-from h2o_flexgen.core.byte_check import Check
 from h2o_flexgen.core.documents import NotADocument, parse_json
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.core.layout import aligned
 from h2o_flexgen.kernels.raw_memory import bytes_of
 from h2o_flexgen.models.files import flush_to_disk, refuse_pointer
+from h2o_flexgen.models.stored import StoredTensor
 from h2o_flexgen.models.sums import Sums
 
 LENGTH_BYTES = 8
@@ -49,19 +49,6 @@ CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """The place of one tensor's bytes."""
-
-    name: str
-    file: Path
-    offset: int  # from the start of the file
-    nbytes: int
-    dtype: str  # "float32", "float16" or "bfloat16"; any other type keeps the code of the format ("I8")
-    shape: tuple[int, ...]
-    check: Check | None = field(default=None, compare=False)  # None if nobody knows what was written
 
 
 def read_header(path: Path) -> tuple[StoredTensor, ...]:

@@ -1,6 +1,7 @@
 """Codec: the form in which a tensor's values are stored and moved: as they are, or packed into fewer bits.
 
-A form is names and sizes. Encoding, decoding and multiplication are in kernels/.
+A form is names and sizes. Encoding, decoding and multiplication are in kernels/. People choose some forms (plain values, groups
+of 4 or 8 bits); others are those in which checkpoints are published, and are kept as they were found.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from h2o_flexgen.quant.blocked import BLOCKED
 from h2o_flexgen.quant.grouped import Grouped
 from h2o_flexgen.quant.plain import Plain
+from h2o_flexgen.quant.sectioned import FP4, FP8, INT4, WHOLE, Sectioned
 from h2o_flexgen.quant.tiled import Tiled
 
 
@@ -29,7 +32,10 @@ class Codec(Protocol):
 
 
 GROUPED, TILED = (Grouped(4), Grouped(8)), (Tiled(4), Tiled(8))
-CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (Plain(), *GROUPED, *TILED)}
+SECTIONED: tuple[Sectioned, ...] = (*FP8, *FP4, *INT4)
+STORED: tuple[Codec, ...] = (*BLOCKED, *SECTIONED)  # forms of checkpoints
+CHOSEN: tuple[Codec, ...] = (Plain(), *GROUPED, *TILED)  # forms that people choose, and what becomes of them in matrices
+CODECS: Mapping[str, Codec] = {codec.name: codec for codec in (*CHOSEN, *STORED)}
 PLAIN = Plain().name  # its bytes are the values, and are computed with where they lie
 ROW_FORMS, MATRIX_FORMS = (tuple(codec.name for codec in codecs) for codecs in (GROUPED, TILED))
 BY_BITS = {codec.bits: codec.name for codec in GROUPED}  # the codecs that people choose by their bits
@@ -38,7 +44,7 @@ OF_MATRICES = {codec.as_rows.name: codec.name for codec in TILED}  # the form th
 
 def of_rows() -> list[str]:
     """The codecs that people choose: each row has bytes of its own."""
-    return [name for name, codec in CODECS.items() if codec.rows_together == 1]
+    return [name for name, codec in CODECS.items() if codec.rows_together == 1 and codec not in STORED]
 
 
 def chosen_codec(form: str) -> str:
@@ -49,3 +55,8 @@ def chosen_codec(form: str) -> str:
 def matrix_form(codec: str) -> str:
     """The form of matrices in a codec that people choose: the same values, in an order that suits products."""
     return OF_MATRICES.get(codec, codec)
+
+
+def can_be_parted(form: str) -> bool:
+    """Whether some rows of a matrix can be decoded without the others."""
+    return CODECS[form].rows_together < WHOLE

@@ -58,7 +58,7 @@ def opened_store(
     folder = checkpoints.folder(kind, stored)
     checkpoint = open_checkpoint(folder)
     spec = create_model(load_config(str(folder)), dtype).spec.packed(codec)
-    spec = spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=checkpoint.stored_itemsize(tensor.name)))
+    spec = spec.map_tensors(lambda tensor: replace(tensor, stored_itemsize=checkpoint.stored_as(tensor.name).itemsize))
     source = checkpoint if codec == PLAIN else PackedCheckpoint(checkpoint, spec)
     plan, block = Plan(num_gpu_batches=batches, slots=slots, schedule=schedule).with_percent(percent), block_of_batches(batches)
     with opened_memories(device, offload) as memories:

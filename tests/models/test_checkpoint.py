@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import OPTConfig, OPTForCausalLM
 
 from h2o_flexgen.core.model_spec import TensorSpec
-from h2o_flexgen.models.checkpoint import Checkpoint, StoredTensor, open_checkpoint
+from h2o_flexgen.models.checkpoint import folder_checkpoint, open_checkpoint
 from h2o_flexgen.models.safetensors_format import TensorForm, read_header, write_safetensors
+from h2o_flexgen.models.stored import StoredTensor
 from tests.refusals import one_line
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -61,13 +62,13 @@ def test_every_tensor_is_found_where_it_lies(folder: Path, tensors: dict[str, to
     located = checkpoint.locate([spec(name, *value.shape) for name, value in tensors.items()])
     assert set(located) == set(tensors)
     for name, value in tensors.items():
-        assert checkpoint.stored_itemsize(name) == value.itemsize
+        assert checkpoint.stored_as(name).itemsize == value.itemsize
         assert read(located[name]).dtype == value.dtype and torch.equal(read(located[name]), value)
 
 
 def test_a_checkpoint_leaves_filling_to_the_reader(folder: Path) -> None:
     out = torch.zeros(6)
-    assert Checkpoint(folder).fill(spec(NORM, 6), out) is False
+    assert folder_checkpoint(folder).fill(spec(NORM, 6), out) is False
     assert not out.any()
 
 
@@ -79,7 +80,7 @@ def test_a_model_saved_by_transformers_in_shards_is_found_whole(tmp_path: Path) 
     model.save_pretrained(tmp_path, max_shard_size="8KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     values = dict(model.named_parameters())
-    located = Checkpoint(tmp_path).locate([spec(name, *value.shape) for name, value in values.items()])
+    located = folder_checkpoint(tmp_path).locate([spec(name, *value.shape) for name, value in values.items()])
     assert len({stored.file for stored in located.values()}) > 1
     for name, value in values.items():
         assert torch.equal(read(located[name]), value)
@@ -98,13 +99,13 @@ def test_a_model_saved_by_transformers_in_shards_is_found_whole(tmp_path: Path) 
 def test_a_prefix_of_the_base_model_may_lack_or_be_added(tmp_path: Path, in_file: str, asked_for: str) -> None:
     value = torch.randn(3, 4)
     save_file({in_file: value, "model.layers.1.other.weight": torch.zeros(3, 4)}, tmp_path / "model.safetensors")
-    located = Checkpoint(tmp_path).locate([spec(asked_for, 3, 4)])
+    located = folder_checkpoint(tmp_path).locate([spec(asked_for, 3, 4)])
     assert torch.equal(read(located[asked_for]), value)
 
 
 def test_the_exact_name_goes_before_a_similar_one(tmp_path: Path) -> None:
     save_file({"norm.weight": torch.zeros(3), "model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = folder_checkpoint(tmp_path)
     assert read(checkpoint.locate([spec("model.norm.weight", 3)])["model.norm.weight"]).sum() == 3
     assert read(checkpoint.locate([spec("norm.weight", 3)])["norm.weight"]).sum() == 0
     message = one_line(lambda: checkpoint.locate([spec("decoder.norm.weight", 3)]))
@@ -112,30 +113,30 @@ def test_the_exact_name_goes_before_a_similar_one(tmp_path: Path) -> None:
 
 
 def test_dtype_is_that_of_most_values(folder: Path) -> None:
-    assert Checkpoint(folder).dtype == "float32"
+    assert folder_checkpoint(folder).dtype == "float32"
 
 
 def test_dtype_of_a_folder_without_floats_is_an_error(tmp_path: Path) -> None:
     save_file({"codes": torch.zeros(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    assert "F32, F16, BF16" in one_line(lambda: Checkpoint(tmp_path).dtype)
+    assert "F32, F16, BF16" in one_line(lambda: folder_checkpoint(tmp_path).dtype)
 
 
 def test_a_missing_tensor_is_named_with_its_folder(folder: Path) -> None:
-    message = one_line(lambda: Checkpoint(folder).locate([spec("model.embed_tokens.weight", 9, 6)]))
+    message = one_line(lambda: folder_checkpoint(folder).locate([spec("model.embed_tokens.weight", 9, 6)]))
     assert "model.embed_tokens.weight" in message and str(folder) in message
 
 
 def test_a_wrong_shape_is_named_with_both_shapes(folder: Path) -> None:
-    message = one_line(lambda: Checkpoint(folder).locate([spec(NORM, 7)]))
+    message = one_line(lambda: folder_checkpoint(folder).locate([spec(NORM, 7)]))
     assert NORM in message and "(6,)" in message and "(7,)" in message
 
 
 def test_another_dtype_is_refused_only_where_it_is_asked_for(tmp_path: Path) -> None:
     mask = torch.ones(2, 2, dtype=torch.bool)
     save_file({NORM: torch.ones(6), "attention.bias": mask, "q.weight": mask.to(torch.int8)}, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = folder_checkpoint(tmp_path)
     assert checkpoint.locate([spec(NORM, 6)])
-    for ask in (lambda: checkpoint.locate([spec("q.weight", 2, 2)]), lambda: checkpoint.stored_itemsize("q.weight")):
+    for ask in (lambda: checkpoint.locate([spec("q.weight", 2, 2)]), lambda: checkpoint.stored_as("q.weight").itemsize):
         message = one_line(ask)
         assert "q.weight" in message and "I8" in message
 
@@ -145,7 +146,7 @@ def test_a_truncated_file_is_named_with_what_it_should_be(folder: Path, length: 
     path = folder / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:length])
-    message = one_line(lambda: Checkpoint(folder))
+    message = one_line(lambda: folder_checkpoint(folder))
     assert str(path) in message and "truncated" in message
     assert f" {len(whole[:length])}" in message
     if length == -1:
@@ -155,7 +156,7 @@ def test_a_truncated_file_is_named_with_what_it_should_be(folder: Path, length: 
 def test_a_file_that_is_too_long_is_refused(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes() + b"\0")
-    assert "too long" in one_line(lambda: Checkpoint(folder))
+    assert "too long" in one_line(lambda: folder_checkpoint(folder))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_a_file_that_is_too_long_is_refused(folder: Path) -> None:
 )
 def test_a_corrupt_header_is_refused(tmp_path: Path, header: bytes) -> None:
     write_raw(tmp_path / "model.safetensors", header, bytes(8))
-    message = one_line(lambda: Checkpoint(tmp_path))
+    message = one_line(lambda: folder_checkpoint(tmp_path))
     assert str(tmp_path / "model.safetensors") in message and "corrupt header" in message
 
 
@@ -191,18 +192,18 @@ def test_a_corrupt_header_is_refused(tmp_path: Path, header: bytes) -> None:
 )
 def test_offsets_that_do_not_add_up_are_refused(tmp_path: Path, table: dict[str, object]) -> None:
     write_raw(tmp_path / "model.safetensors", json.dumps(table).encode(), bytes(20))
-    message = one_line(lambda: Checkpoint(tmp_path))
+    message = one_line(lambda: folder_checkpoint(tmp_path))
     assert str(tmp_path / "model.safetensors") in message and ("tensor a" in message or "tensor b" in message)
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"PK\x03\x04" + bytes(range(200)))
-    assert "no safetensors file" in one_line(lambda: Checkpoint(tmp_path))
+    assert "no safetensors file" in one_line(lambda: folder_checkpoint(tmp_path))
 
 
 def test_a_git_lfs_pointer_is_called_one(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
-    assert "git lfs pull" in one_line(lambda: Checkpoint(tmp_path))
+    assert "git lfs pull" in one_line(lambda: folder_checkpoint(tmp_path))
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_a_truncated_shard_is_found_before_any_tensor_is_asked_for(tmp_path: Pat
     save_sharded(tmp_path, [{"a.weight": torch.ones(2)}, {"b.weight": torch.ones(2)}])
     shard = tmp_path / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-3])
-    assert str(shard) in one_line(lambda: Checkpoint(tmp_path))
+    assert str(shard) in one_line(lambda: folder_checkpoint(tmp_path))
 
 
 def test_of_two_shards_with_the_same_name_the_index_decides(tmp_path: Path) -> None:
@@ -225,7 +226,7 @@ def test_of_two_shards_with_the_same_name_the_index_decides(tmp_path: Path) -> N
         owner = {"b.weight": f"model-{number:05d}-of-00002.safetensors", "a": "model-00001-of-00002.safetensors"}
         owner["c"] = "model-00002-of-00002.safetensors"
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owner}))
-        located = Checkpoint(tmp_path).locate([spec("b.weight", 2)])["b.weight"]
+        located = folder_checkpoint(tmp_path).locate([spec("b.weight", 2)])["b.weight"]
         assert located.file.name == owner["b.weight"] and read(located).sum() == 2 * (number - 1)
 
 
@@ -249,7 +250,7 @@ def test_a_corrupt_index_is_named(tmp_path: Path, index: str) -> None:
 def test_a_folder_without_weights_or_no_folder_is_an_error(tmp_path: Path) -> None:
     assert "pytorch_model.bin" in one_line(lambda: open_checkpoint(tmp_path))
     assert "does not exist" in one_line(lambda: open_checkpoint(tmp_path / "no"))
-    assert "has no weights" in one_line(lambda: Checkpoint(tmp_path))
+    assert "has no weights" in one_line(lambda: folder_checkpoint(tmp_path))
 
 
 def test_a_written_file_is_read_by_us_and_by_safetensors_and_its_data_are_aligned(tmp_path: Path) -> None:

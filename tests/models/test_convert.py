@@ -74,9 +74,9 @@ def model(tmp_path: Path) -> Path:
 
 def test_a_single_file_becomes_a_checkpoint_with_the_same_values(tmp_path: Path, model: Path) -> None:
     checkpoint = open_checkpoint(model, tmp_path / "cache")
-    assert checkpoint.folder.parent == tmp_path / "cache" and checkpoint.folder.name.startswith("opt-tiny-")
-    assert_same(loaded(checkpoint.folder), torch.load(model / "pytorch_model.bin", weights_only=True))
-    assert checkpoint.stored_itemsize("model.decoder.embed.weight") == 2
+    assert checkpoint.place.parent == tmp_path / "cache" and checkpoint.place.name.startswith("opt-tiny-")
+    assert_same(loaded(checkpoint.place), torch.load(model / "pytorch_model.bin", weights_only=True))
+    assert checkpoint.stored_as("model.decoder.embed.weight").itemsize == 2
 
 
 def test_shards_become_shards_with_an_index(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_shards_become_shards_with_an_index(tmp_path: Path) -> None:
     assert_same(loaded(target), wanted)
     owner = json.loads((target / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(owner) == set(wanted) and len(set(owner.values())) == 3
-    assert open_checkpoint(tmp_path / "model", tmp_path / "cache").stored_itemsize("b.norm.weight") == 4
+    assert open_checkpoint(tmp_path / "model", tmp_path / "cache").stored_as("b.norm.weight").itemsize == 4
 
 
 def test_of_two_bins_with_the_same_name_the_index_decides(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_old_files_that_are_no_zip_archives_are_converted_too(tmp_path: Path, mo
 
 def test_safetensors_go_before_bins(tmp_path: Path, model: Path) -> None:
     write_safetensors(model / "model.safetensors", [TensorForm("a", torch.float32, (2,))], lambda name: torch.ones(2))
-    assert open_checkpoint(model, tmp_path / "cache").folder == model
+    assert open_checkpoint(model, tmp_path / "cache").place == model
     assert not (tmp_path / "cache").exists()
 
 

@@ -22,7 +22,8 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import derived as derived_module
 from h2o_flexgen.models.checkpoint import open_checkpoint
 from h2o_flexgen.models.derived import FORMATS, MANIFEST, Copy, Damaged
-from h2o_flexgen.models.safetensors_format import StoredTensor, raw_header
+from h2o_flexgen.models.safetensors_format import raw_header
+from h2o_flexgen.models.stored import StoredTensor
 from h2o_flexgen.sampling.params import SamplingParams
 from tests.tiny import save_tiny
 

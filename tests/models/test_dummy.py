@@ -76,7 +76,7 @@ def test_what_is_on_disk_is_what_fill_makes(tmp_path: Path, dtype: str) -> None:
     for tensor in tensors:
         stored = located[tensor.name]
         assert stored.offset % 4096 == 0 and stored.shape == tensor.shape and stored.dtype == dtype
-        assert stored.nbytes == tensor.numel * weights.stored_itemsize(tensor.name)
+        assert stored.nbytes == tensor.numel * weights.stored_as(tensor.name).itemsize
         raw = stored.file.read_bytes()[stored.offset : stored.offset + stored.nbytes]
         value = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).view(tensor.shape)
         assert torch.equal(value, filled(weights, tensor, dtype))

@@ -27,7 +27,7 @@ from h2o_flexgen.models.checkpoint import open_checkpoint
 from h2o_flexgen.models.derived import PACKED, DerivedFolder, cache_folder
 from h2o_flexgen.models.leftovers import nbytes_in, remove_leftovers
 from h2o_flexgen.models.packed import PackedCheckpoint
-from h2o_flexgen.models.safetensors_format import StoredTensor
+from h2o_flexgen.models.stored import StoredTensor
 from h2o_flexgen.models.sums import STRETCH_BYTES
 from h2o_flexgen.quant.codec import PLAIN, matrix_form
 from h2o_flexgen.quant.tiled import TILE
@@ -258,7 +258,7 @@ def made_older(model: Path, cache: Path, codec: str = CODEC) -> Path:
     rows = [tensor for tensor in spec.tensors.values() if tensor.codec != PLAIN]
     asked = json.dumps([1, *((tensor.name, tensor.shape, codec) for tensor in rows)])
     checkpoint = open_checkpoint(model)
-    older = replace(DerivedFolder.of(checkpoint.folder, checkpoint.origins, PACKED, "pack", asked, cache), format=2)
+    older = replace(DerivedFolder.of(checkpoint.place, checkpoint.origins, PACKED, "pack", asked, cache), format=2)
     of_rows = spec.map_tensors(lambda tensor: replace(tensor, codec=codec) if tensor in rows else tensor)
     older.made(PackedCheckpoint(checkpoint, of_rows, cache)._build)
     return older.path

@@ -28,12 +28,13 @@ from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES, Entry, Layout, Pack, Range, copies_between, slices
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.checkpoint import StoredTensor, WeightSource
+from h2o_flexgen.models.checkpoint import WeightSource
+from h2o_flexgen.models.stored import Located, Segment
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Task, Visit
 
-Located = Callable[[], Mapping[str, StoredTensor]]  # called only when something has to be read
+Places = Callable[[], Mapping[str, Located]]  # called only when something has to be read
 
 
 class WeightStore:
@@ -56,7 +57,7 @@ class WeightStore:
     @property
     def files(self) -> tuple[Path, ...]:
         """The files that are read from in every step."""
-        return tuple(dict.fromkeys(stored.file for stored in self._stored.values()))
+        return tuple(dict.fromkeys(stored.file for one in self._stored.values() for _, stored in one.segments))
 
     # -- once ----------------------------------------------------------------------------------------------------------
 
@@ -69,7 +70,7 @@ class WeightStore:
     def _check_stored(self) -> None:
         """Checks what every step reads, once and before anything is computed: a step reads parts of tensors, and if damage were
         found there, tokens would have been handed out already."""
-        stored = self._stored.values()
+        stored = [segment.stored for located in self._stored.values() for segment in located.segments]
         checked = [Checked(one.file, one.offset, one.nbytes, one.check) for one in stored if one.check is not None]
         self._memories.files.check(checked)
 
@@ -94,20 +95,26 @@ class WeightStore:
         for tensor in self._on(*self._stays_in) if self._memories.device.accelerator else ():
             give(self._resident.bytes(tensor.name))
 
-    def _bring(self, tensor: TensorSpec, out: Tensor, source: WeightSource, located: Located) -> None:
+    def _bring(self, tensor: TensorSpec, out: Tensor, source: WeightSource, located: Places) -> None:
         """Brings the codec's bytes of one tensor to the host."""
         is_there = source.fill(tensor, out.view(self._dtype).view(tensor.shape) if tensor.codec == PLAIN else out)
         if not is_there:
-            stored = located()[tensor.name]
-            self._memories.files.read([replace(self._piece(tensor, stored, out), check=stored.check)])
+            segments = located()[tensor.name].segments
+            pieces = ((segment, self._piece(tensor, segment, out, 0)) for segment in segments)
+            self._memories.files.read(replace(piece, check=one.stored.check) for one, piece in pieces if piece is not None)
 
-    def _piece(self, tensor: TensorSpec, stored: StoredTensor, out: Tensor, start: int = 0) -> Piece:
-        """Bytes of a tensor from `start` on, and where they lie in its file. Plain values may have another type there."""
-        if tensor.codec != PLAIN:
-            return Piece(stored.file, stored.offset + start, out, torch.uint8)
-        dtype = DTYPES[stored.dtype]
-        before = start // self._dtype.itemsize * dtype.itemsize
-        return Piece(stored.file, stored.offset + before, out.view(self._dtype), dtype)
+    def _piece(self, tensor: TensorSpec, segment: Segment, out: Tensor, start: int) -> Piece | None:
+        """Those of a tensor's bytes from `start` on that belong to the segment, and where they lie in its file. Plain values
+        may have another type there."""
+        stored = segment.stored
+        if tensor.codec == PLAIN:
+            dtype = DTYPES[stored.dtype]
+            before = start // self._dtype.itemsize * dtype.itemsize
+            return Piece(stored.file, stored.offset + before, out.view(self._dtype), dtype)
+        first, behind = max(start, segment.start), min(start + len(out), segment.start + stored.nbytes)
+        if first >= behind:
+            return None
+        return Piece(stored.file, stored.offset + first - segment.start, out[first - start : behind - start], torch.uint8)
 
     # -- for a block ---------------------------------------------------------------------------------------------------
 
@@ -148,10 +155,12 @@ class WeightStore:
         if place not in self._pieces:
             target = self._read_pack(place)
             wanted = (
-                self._piece(self._spec.tensors[cut.name], self._stored[cut.name], target.range(cut), cut.start)
+                self._piece(self._spec.tensors[cut.name], segment, target.range(cut), cut.start)
                 for cut in self._slice(place, DISK)
+                for segment in self._stored[cut.name].segments
             )
-            self._pieces[place] = [chunk for piece in wanted for chunk in piece.cut()]  # as reading would cut them every time
+            pieces = (piece for piece in wanted if piece is not None)
+            self._pieces[place] = [chunk for piece in pieces for chunk in piece.cut()]  # as reading would cut them every time
         return self._memories.files.read(self._pieces[place])
 
     def load(self, task: Task) -> int:

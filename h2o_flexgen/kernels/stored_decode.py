@@ -1,0 +1,39 @@
+"""Values of matrices in a checkpoint's own form, decoded."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from h2o_flexgen.kernels.sizes import twin_values
+from h2o_flexgen.kernels.stored_parts import blocked_parts, fp8_parts, sectioned_parts
+from h2o_flexgen.quant.blocked import Blocked
+from h2o_flexgen.quant.sectioned import Fp4, Fp8, Int4
+
+
+def blocked_decode_twin(codec: Blocked, data: Tensor, out: Tensor) -> None:
+    """Decodes data (rows, bytes of a row) into out (rows, columns), some rows at a time."""
+    step = max(1, twin_values(out.device.type) // max(1, out.shape[1]))
+    for row in range(0, len(out), step):
+        part = slice(row, row + step)
+        out[part] = blocked_parts(codec, data[part]).values
+
+
+def sectioned_decode_twin(codec: Fp8 | Fp4 | Int4, data: Tensor, out: Tensor) -> None:
+    """Decodes data (1, bytes) into out (outputs, inputs)."""
+    if isinstance(codec, Fp8):
+        _fp8_decode(codec, data, out)
+    else:
+        out.copy_(sectioned_parts(codec, data, *out.shape).values)
+
+
+def _fp8_decode(codec: Fp8, data: Tensor, out: Tensor) -> None:
+    """Decodes block row by block row, with scales that are widened to one for each value."""
+    rows, columns = out.shape
+    codes, scales = fp8_parts(codec, data, rows, columns)
+    height, width = codec.block_rows or rows, codec.block_columns or columns
+    if height == 1:
+        out.copy_(codes.float().mul_(scales.repeat_interleave(width, dim=1)[:, :columns]))
+        return
+    for number, own in enumerate(scales):
+        part = slice(number * height, (number + 1) * height)
+        out[part] = codes[part].float() * own.repeat_interleave(width)[:columns]

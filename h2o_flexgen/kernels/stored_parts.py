@@ -1,0 +1,198 @@
+"""What the bytes of a checkpoint's own form mean, in torch: codes, and the numbers that some of them share.
+
+Every form of whole numbers is w = (code - zero) * scale + minimum, with unsigned codes; zero, scale and minimum belong to a
+group of 16 to 128 inputs of an output. In float32 that gives the bits of the form's own definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.quant.blocked import Blocked
+from h2o_flexgen.quant.sectioned import MIDDLE, Fp4, Fp8, Int4, Sectioned, section_starts
+
+FP4_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the value of each code
+FP4_ZERO = 12  # is added, so that codes of FP4 are unsigned
+SCALES = 12  # bytes of the scales and minima of 8 groups, of 6 bits each
+
+
+class IntegerParts(NamedTuple):
+    """A matrix (outputs, inputs) in whole numbers."""
+
+    codes: Tensor  # (outputs, inputs), uint8
+    zeros: Tensor  # (outputs or 1, groups or 1), float32
+    scales: Tensor  # (outputs, groups), float32
+    minima: Tensor | None  # (outputs, groups), float32
+    order: Tensor | None = None  # (inputs,): column j of codes is input order[j]
+
+    @property
+    def values(self) -> Tensor:
+        """The values in float32."""
+        groups = self.scales.shape[1]
+        from_zero = self.codes.unflatten(1, (groups, -1)).float() - self.zeros.unsqueeze(-1)
+        found = from_zero.mul_(self.scales.unsqueeze(-1))
+        if self.minima is not None:
+            found.add_(self.minima.unsqueeze(-1))
+        values: Tensor = found.flatten(1)
+        if self.order is None:
+            return values
+        natural = torch.empty_like(values)
+        natural[:, self.order] = values
+        return natural
+
+
+def blocked_parts(codec: Blocked, data: Tensor) -> IntegerParts:
+    """data (rows, bytes of a row)"""
+    return _PARTS[codec.name](data.reshape(-1, codec.block_bytes), len(data))
+
+
+def sectioned_parts(codec: Int4 | Fp4, data: Tensor, outputs: int, inputs: int) -> IntegerParts:
+    """data (1, bytes)"""
+    sections = sections_of(codec, data, outputs, inputs)
+    codes = _neighbours(sections[0].view(outputs, -1))
+    if isinstance(codec, Fp4):
+        return IntegerParts(_fp4(codes), _same(FP4_ZERO, codes), _halved(sections[1].view(outputs, -1)), None)
+    scales = sections[1].view(getattr(torch, codec.scale)).view(outputs, -1).float()
+    zeros = sections[2].view(outputs, -1).float() if codec.zeros else _same(MIDDLE, codes)
+    order = sections[-1].view(torch.int32).long() if codec.ordered else None
+    return IntegerParts(codes, zeros, scales, None, order)
+
+
+def fp8_parts(codec: Fp8, data: Tensor, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    """data (1, bytes) -> codes (outputs, inputs) as float8, and scales in float32 by blocks of outputs and inputs"""
+    codes, scales = sections_of(codec, data, outputs, inputs)
+    shape = codec.scales_shape((outputs, inputs))
+    wide = _powers(scales) if codec.scale == "e8m0" else scales.view(getattr(torch, codec.scale)).float()
+    return codes.view(torch.float8_e4m3fn).view(outputs, inputs), wide.view(shape)
+
+
+def sections_of(codec: Sectioned, data: Tensor, outputs: int, inputs: int) -> list[Tensor]:
+    """The bytes of each section of data (1, bytes)."""
+    starts, sizes = section_starts(codec, (outputs, inputs)), codec.sections((outputs, inputs))
+    return [data[0, start : start + size] for start, size in zip(starts, sizes)]
+
+
+# -- the pieces of which blocks consist --------------------------------------------------------------------------------------
+
+
+def _neighbours(codes: Tensor) -> Tensor:
+    """Two codes of each byte, one behind the other: (rows, bytes) -> (rows, 2 * bytes)"""
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+
+
+def _apart(codes: Tensor) -> Tensor:
+    """Two codes of each byte, all lower ones first: (..., bytes) -> (..., 2 * bytes)"""
+    return torch.cat((codes & 15, codes >> 4), dim=-1)
+
+
+def _fp4(codes: Tensor) -> Tensor:
+    return torch.tensor(FP4_TWICE, device=codes.device).add(FP4_ZERO).to(torch.uint8)[codes.long()]
+
+
+def _same(number: int, like: Tensor) -> Tensor:
+    return torch.full((1, 1), float(number), device=like.device)
+
+
+def _powers(exponents: Tensor) -> Tensor:
+    """2 ** (byte - 127), made of bits: the least is too small for a float's usual form, and 255 is infinity."""
+    bits = exponents.int()
+    return torch.where(bits == 0, 1 << 22, bits << 23).view(torch.float32)
+
+
+def _halved(exponents: Tensor) -> Tensor:
+    """2 ** (byte - 128): codes of FP4 are twice their values."""
+    bits = exponents.int()
+    return torch.where(bits < 2, 1 << 21 + bits, bits - 1 << 23).view(torch.float32)
+
+
+def _float16(blocks: Tensor, at: int) -> Tensor:
+    """A number of each block (blocks, bytes), as float32 (blocks, 1)"""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _fifth_bits(blocks: Tensor, at: int) -> Tensor:
+    """Bit i of 4 bytes belongs to value i: (blocks, 32), shifted to its place in a code."""
+    places = torch.arange(8, device=blocks.device, dtype=torch.uint8)
+    return (blocks[:, at : at + 4, None] >> places & 1).flatten(1) << 4
+
+
+def _shared_of_eight(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales and the minima of 8 groups, 6 bits each, of (blocks, 12) -> (blocks, 8) each"""
+    low, high, rest = packed.split(4, dim=1)
+    scales = torch.cat((low & 63, rest & 15 | low >> 6 << 4), dim=1)
+    minima = torch.cat((high & 63, rest >> 4 | high >> 6 << 4), dim=1)
+    return scales.float(), minima.float()
+
+
+# -- forms -------------------------------------------------------------------------------------------------------------------
+
+
+def _rows(rows: int, codes: Tensor, scales: Tensor, minima: Tensor | None = None, zero: int = 0) -> IntegerParts:
+    """Parts of blocks, row by row."""
+    shared = None if minima is None else minima.reshape(rows, -1)
+    return IntegerParts(codes.reshape(rows, -1), _same(zero, codes), scales.reshape(rows, -1), shared)
+
+
+def _q4_0(blocks: Tensor, rows: int) -> IntegerParts:
+    return _rows(rows, _apart(blocks[:, 2:]), _float16(blocks, 0), zero=8)
+
+
+def _q4_1(blocks: Tensor, rows: int) -> IntegerParts:
+    return _rows(rows, _apart(blocks[:, 4:]), _float16(blocks, 0), _float16(blocks, 2))
+
+
+def _q5_0(blocks: Tensor, rows: int) -> IntegerParts:
+    return _rows(rows, _apart(blocks[:, 6:]) | _fifth_bits(blocks, 2), _float16(blocks, 0), zero=16)
+
+
+def _q5_1(blocks: Tensor, rows: int) -> IntegerParts:
+    return _rows(rows, _apart(blocks[:, 8:]) | _fifth_bits(blocks, 4), _float16(blocks, 0), _float16(blocks, 2))
+
+
+def _q8_0(blocks: Tensor, rows: int) -> IntegerParts:
+    return _rows(rows, blocks[:, 2:] ^ 128, _float16(blocks, 0), zero=128)  # the sign becomes 128
+
+
+def _q4_k(blocks: Tensor, rows: int) -> IntegerParts:
+    return _of_eight_groups(blocks, rows, _apart(blocks[:, 16:].unflatten(1, (4, 32))).flatten(1))
+
+
+def _q5_k(blocks: Tensor, rows: int) -> IntegerParts:
+    fifth, lower = blocks[:, None, 16:48], _apart(blocks[:, 48:].unflatten(1, (4, 32))).unflatten(2, (2, 32)).flatten(1, 2)
+    places = torch.arange(8, device=blocks.device, dtype=torch.uint8)[:, None]
+    return _of_eight_groups(blocks, rows, lower | (fifth >> places & 1) << 4)
+
+
+def _of_eight_groups(blocks: Tensor, rows: int, codes: Tensor) -> IntegerParts:
+    scales, minima = _shared_of_eight(blocks[:, 4 : 4 + SCALES])
+    return _rows(rows, codes, _float16(blocks, 0) * scales, -(_float16(blocks, 2) * minima))
+
+
+def _q6_k(blocks: Tensor, rows: int) -> IntegerParts:
+    """Each half of a block has 64 bytes of lower halves and 32 of upper pairs of bits."""
+    lower = _apart(blocks[:, :128].unflatten(1, (2, 64)))  # of the first 64 values of a half, then of the last 64
+    places = torch.arange(0, 8, 2, device=blocks.device, dtype=torch.uint8)[:, None]
+    upper = (blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> places & 3).flatten(2) << 4
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).float() * _float16(blocks, 208)
+    return _rows(rows, lower | upper, scales, zero=32)
+
+
+def _mxfp4(blocks: Tensor, rows: int) -> IntegerParts:
+    return _rows(rows, _fp4(_apart(blocks[:, 1:])), _halved(blocks[:, :1]), zero=FP4_ZERO)
+
+
+_PARTS: Mapping[str, Callable[[Tensor, int], IntegerParts]] = {
+    "q4_0": _q4_0,
+    "q4_1": _q4_1,
+    "q5_0": _q5_0,
+    "q5_1": _q5_1,
+    "q8_0": _q8_0,
+    "q4_K": _q4_k,
+    "q5_K": _q5_k,
+    "q6_K": _q6_k,
+    "mxfp4": _mxfp4,
+}

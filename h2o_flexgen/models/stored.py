@@ -1,0 +1,90 @@
+"""What a checkpoint's headers say of its tensors: where their bytes lie, and in which form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from h2o_flexgen.core.byte_check import Check
+from h2o_flexgen.quant.blocked import Blocked
+from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.quant.sectioned import Sectioned, section_starts
+
+
+class StoredAs(NamedTuple):
+    """The form of a tensor's values in its file."""
+
+    itemsize: int  # bytes of a value, where the form is plain
+    codec: str = PLAIN
+
+
+class Segment(NamedTuple):
+    """Bytes of a tensor that lie together in a file."""
+
+    start: int  # the place of the first of them in the tensor
+    stored: StoredTensor
+
+
+class Located(Protocol):
+    """A tensor whose bytes lie in files, in the form that its spec names."""
+
+    @property
+    def segments(self) -> tuple[Segment, ...]: ...
+
+
+@dataclass(frozen=True)
+class InSegments:
+    segments: tuple[Segment, ...]
+
+
+def unchecked(located: Located) -> Located:
+    """The same places, without the checks of what is read there."""
+    return InSegments(tuple(Segment(start, replace(stored, check=None)) for start, stored in located.segments))
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """The place of one tensor's bytes."""
+
+    name: str
+    file: Path
+    offset: int  # from the start of the file
+    nbytes: int
+    dtype: str  # "float32", "float16" or "bfloat16"; any other type keeps the code of its format ("I8")
+    shape: tuple[int, ...]
+    check: Check | None = field(default=None, compare=False)  # None if nobody knows what was written
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return (Segment(0, self),)
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix in a form of its checkpoint's own."""
+
+    name: str
+    codec: str
+    shape: tuple[int, int]
+    sections: tuple[
+        StoredTensor, ...
+    ]  # its bytes, in the order of the codec's sections; what they are made of, if `make` is there
+    make: Callable[[Tensor], None] | None = field(default=None, compare=False)  # fills the codec's bytes, which no file has so
+
+    @property
+    def is_in_place(self) -> bool:
+        return self.make is None
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        assert self.is_in_place, self
+        codec = CODECS[self.codec]
+        if isinstance(codec, Blocked):
+            (whole,) = self.sections
+            return (Segment(0, whole),)
+        sectioned: Sectioned = codec  # type: ignore[assignment]
+        return tuple(map(Segment, section_starts(sectioned, self.shape), self.sections))
