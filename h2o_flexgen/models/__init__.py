@@ -13,6 +13,8 @@ from h2o_flexgen.core.hints import one_line, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.models.config_values import check_config
 from h2o_flexgen.models.files import read_object
+from h2o_flexgen.models.gguf_config import config_values
+from h2o_flexgen.models.gguf_format import is_gguf, read_gguf
 from h2o_flexgen.models.hub import resolve_model
 
 if TYPE_CHECKING:
@@ -45,14 +47,15 @@ def create_model(config: Config, dtype: str, sep_layer: bool = True, name: str =
 
 
 def load_config(name_or_path: str) -> Config:
-    """The config in a local folder, or by its name from the hub."""
+    """The config in a local folder or GGUF file, or by its name from the hub."""
     name = name_or_path if Path(name_or_path).is_dir() else hub_name(name_or_path) or name_or_path
     try:
-        folder = resolve_model(name, with_weights=False)
+        place = resolve_model(name, with_weights=False)
     except ValueError as error:
         hint = "" if hub_name(name_or_path) else _nearest(name_or_path)
         raise ValueError(f"{error}{hint}") from error
-    return _config_of(_read_folder(folder), name_or_path)
+    values = config_values(read_gguf(place)) if is_gguf(place) else _read_folder(place)
+    return _config_of(values, name_or_path)
 
 
 def known_config(name: str, **changes: object) -> Config | None:

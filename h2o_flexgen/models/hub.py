@@ -1,5 +1,5 @@
-"""Finds a model: a local folder itself, a demo model in the package, a fetched one in the cache, a hub name in the hub's own
-cache."""
+"""Finds a model: a local folder or GGUF file itself, a demo model in the package, a fetched one in the cache, a hub name in the
+hub's own cache."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from h2o_flexgen.core.hints import did_you_mean
 from h2o_flexgen.demo import DEMO_MODELS, demo_folder
 from h2o_flexgen.demo.fetched import FETCHED_MODELS
 from h2o_flexgen.models.files import SAFETENSORS, TORCH
+from h2o_flexgen.models.gguf_format import SUFFIX, first_part, is_gguf
 
 TEXTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
 VOCABULARIES = ("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "chat_template*")
@@ -20,7 +21,8 @@ ADVICE = "give a local folder, or dummy weights (--dummy-weights)"
 
 
 def resolve_model(name_or_path: str, with_weights: bool = True) -> Path:
-    """The folder with config, tokenizer and, if wanted, weights. Code from the repository is never downloaded."""
+    """The folder with config, tokenizer and, if wanted, weights, or the GGUF file that has all of them. Code from the
+    repository is never downloaded."""
     if not name_or_path:
         raise ValueError(f"model {name_or_path!r} is empty; {ADVICE}")
     folder = Path(os.path.expanduser(name_or_path))  # Path's own raises for an unknown user
@@ -30,8 +32,10 @@ def resolve_model(name_or_path: str, with_weights: bool = True) -> Path:
         return fetched.found()
     if folder.is_dir():
         return folder
+    if is_gguf(folder):
+        return first_part(folder)
     if folder.exists():
-        raise ValueError(f"model {name_or_path!r} is a file; give the folder that it lies in")
+        raise ValueError(f"model {name_or_path!r} is a file; give the folder that it lies in, or a {SUFFIX} file")
     if name_or_path.count("/") > 1 or name_or_path[0] in "./~":
         raise ValueError(f"model {name_or_path!r} is neither an existing folder nor a name on the hub; {ADVICE}")
     return _from_hub(name_or_path, with_weights)

@@ -40,6 +40,7 @@ class Llama(InHalves):
         self._activation = ops.activation(config.hidden_act)
         self._eps = config.rms_norm_eps
         self._rotary = Rope.of(config).rotary(self.spec.head_dim)
+        self._interleaved = bool(getattr(config, "rope_interleave", False))
 
     def embed(self, tokens: Tensor, weights: Weights, given: Given) -> Tensor:
         return ops.embedding(tokens, weights, "embed_tokens")
@@ -48,6 +49,8 @@ class Llama(InHalves):
         x = ops.rms_norm(hidden, weights, "input_layernorm", self._eps)
         products = ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))
         q, k, v = (ops.split_heads(each, self.spec.head_dim) for each in products)
+        if self._interleaved:
+            q, k = ops.halves_apart(q), ops.halves_apart(k)
         if "self_attn.q_norm.weight" in weights:
             q = ops.rms_norm(q, weights, "self_attn.q_norm", self._eps)
             k = ops.rms_norm(k, weights, "self_attn.k_norm", self._eps)

@@ -57,6 +57,11 @@ def split_heads(x: Tensor, head_dim: int) -> Tensor:
     return x.view(*x.shape[:-1], -1, head_dim)  # (rows, tokens, heads, head_dim)
 
 
+def halves_apart(x: Tensor) -> Tensor:
+    """Values (..., width) of which neighbours are rotated together, with those behind one another half a width apart."""
+    return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).reshape(x.shape)
+
+
 def _quick_gelu(x: Tensor) -> Tensor:
     return torch.sigmoid(1.702 * x).mul_(x)
 

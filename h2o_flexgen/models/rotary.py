@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -57,7 +57,9 @@ class Rope:
 
         kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
         theta = read("rope_theta", "rotary_emb_base", default=10000.0)
-        return cls(kind, theta, read("partial_rotary_factor", "rotary_pct", default=1.0), scaling)
+        share = read("partial_rotary_factor", "rotary_pct", default=1.0)
+        divisors = getattr(config, "rope_divisors", None)  # of a GGUF file: transformers has no such kind
+        return cls(kind, theta, share, scaling) if divisors is None else cls(DIVIDED, theta, share, {"divisors": divisors})
 
     def rotary(self, width: int) -> Rotary:
         """The rotation for heads of which the first `width` values are rotated."""
@@ -71,9 +73,13 @@ def _unscaled(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     return frequencies
 
 
+def _is_positive(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
 def _positive(scaling: Mapping[str, Any], name: str) -> float:
     value = scaling.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if not _is_positive(value):
         raise ValueError(f"{name} of the rope scaling is {shown(value)}, which is no number above 0; download the model again")
     return float(value)
 
@@ -90,8 +96,18 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     return frequencies * (kept + (1.0 - kept) / _positive(scaling, "factor"))
 
 
+def _divided(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Each frequency has a divisor of its own."""
+    divisors, count = scaling["divisors"], len(frequencies)
+    if not isinstance(divisors, list) or len(divisors) != count or not all(map(_is_positive, divisors)):
+        raise ValueError(f"rope_divisors is {shown(divisors)} instead of {count} numbers above 0; download the model again")
+    return frequencies / torch.tensor(divisors, dtype=torch.float32)
+
+
+DIVIDED = "divided"
 SCALINGS: Mapping[str, Callable[[Tensor, Mapping[str, Any]], Tensor]] = {
     "default": _unscaled,
     "linear": _linear,
     "llama3": _llama3,
+    DIVIDED: _divided,
 }

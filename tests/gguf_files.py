@@ -1,0 +1,169 @@
+"""Tiny GGUF files of every supported kind, written by the `gguf` package as llama.cpp's converter lays them out, with the models
+that they hold: a model of transformers with the weights that the same package decodes.
+
+Matrices are made of random blocks, whose codes and scales are all different, so that no part of a form can be forgotten unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFWriter, RopeScalingType
+from gguf.quants import dequantize, quantize
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from tests.tiny import checkpoint_tensors, tiny_hf_model
+
+Bytes = NDArray[np.uint8]
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # by model_type
+FORMS = {"float32": Type.F32, "float16": Type.F16, "bfloat16": Type.BF16} | {
+    name.lower().replace("_k", "_K"): Type[name]
+    for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+}
+# where the halves of a block lie, and how large they are for values of a spread of about 1
+SCALES: Mapping[Type, Mapping[int, float]] = {
+    Type.Q4_K: {0: 0.005, 2: 0.0375},
+    Type.Q5_K: {0: 0.0024, 2: 0.0375},
+    Type.Q6_K: {208: 0.0008},
+}
+SIZES_OF_LARGE_BLOCKS = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+}  # the least in which rows are whole blocks
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+
+
+def sizes_for(form: str) -> dict[str, int]:
+    """Sizes of a tiny model whose rows are whole blocks of this form."""
+    return SIZES_OF_LARGE_BLOCKS if FORMS[form] in SCALES else SIZES
+
+
+def save_gguf(
+    kind: str,
+    file: Path,
+    form: str = "q4_0",
+    table_form: str | None = None,
+    seed: int = 0,
+    tensors_per_part: int = 0,
+    metadata: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> PreTrainedModel:
+    """Writes a file, or parts with so many tensors each, with matrices in one form and tables of tokens perhaps in another.
+    Returns the model that it holds."""
+    model = tiny_hf_model(kind, seed, **{**sizes_for(form), **changes})
+    writer = GGUFWriter(file, ARCHITECTURES[model.config.model_type], split_max_tensors=tensors_per_part)
+    _add_metadata(writer, model.config)
+    for key, value in (metadata or {}).items():
+        _add_value(writer, key, value)
+    generator = np.random.default_rng(seed)
+    for name, parameter in checkpoint_tensors(model).items():
+        is_table = name in ("model.embed_tokens.weight", "lm_head.weight")
+        own = form if not is_table else table_form or form
+        _add_tensor(writer, model.config, name, parameter, FORMS[own] if parameter.ndim == 2 else Type.F32, generator)
+    _add_divisors(writer, model)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def _add_metadata(writer: GGUFWriter, config: PretrainedConfig) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if config.rope_parameters["rope_type"] == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+    if config.model_type == "mistral" and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+
+
+def _add_value(writer: GGUFWriter, key: str, value: Any) -> None:
+    kind = gguf.GGUFValueType.get_type(value)
+    writer.add_key_value(key, value, kind)
+
+
+def _add_divisors(writer: GGUFWriter, model: PreTrainedModel) -> None:
+    """The scaling of LLaMA 3, as what each frequency is divided by."""
+    rope = model.config.rope_parameters
+    if rope["rope_type"] == "llama3":
+        scaled: Tensor = model.model.rotary_emb.inv_freq
+        plain = rope["rope_theta"] ** -(torch.arange(0, 2 * len(scaled), 2) / (2 * len(scaled)))
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).float().numpy())
+
+
+def _add_tensor(
+    writer: GGUFWriter, config: PretrainedConfig, name: str, parameter: Tensor, kind: Type, generator: np.random.Generator
+) -> None:
+    """Writes what the parameter becomes in this form, and puts what comes of that into the parameter."""
+    order = _rows_in_file(config, name, len(parameter))
+    written = _in_blocks(parameter[order].numpy(), kind, generator)
+    parameter[order] = torch.from_numpy(dequantize(written, kind).astype(np.float32)).view(parameter.shape)
+    writer.add_tensor(name_in_file(name), written, raw_dtype=kind)
+
+
+def _in_blocks(values: NDArray[np.float32], kind: Type, generator: np.random.Generator) -> NDArray[Any]:
+    """Values that the package can encode, or else random blocks with values of the same spread."""
+    if kind not in SCALES:
+        return quantize(values, kind)
+    size, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = generator.integers(256, size=(values.size // size, nbytes), dtype=np.uint8)
+    for place, scale in SCALES[kind].items():
+        halves = generator.uniform(0.7, 1.3, len(blocks)) * scale * values.std()
+        blocks[:, place : place + 2] = halves.astype(np.float16)[:, None].view(np.uint8)
+    return blocks.reshape(len(values), -1)
+
+
+def _rows_in_file(config: PretrainedConfig, name: str, rows: int) -> Tensor:
+    """The row of a tensor in transformers that is each row in the file: of llama, values rotated together are neighbours."""
+    is_moved = ARCHITECTURES[config.model_type] == "llama" and ("q_proj" in name or "k_proj" in name)
+    heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+    order = torch.arange(rows)
+    return order.view(heads, 2, -1).transpose(1, 2).flatten() if is_moved else order
+
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def name_in_file(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if not stem.startswith("model.layers."):
+        return f"{NAMES[stem]}.{kind}"
+    block, _, part = stem.removeprefix("model.layers.").partition(".")
+    return f"blk.{block}.{NAMES[part]}.{kind}"
