@@ -146,7 +146,7 @@ static ALWAYS_INLINE void ask_for_next(const stored_row *row, long stretch, int 
 }
 
 /* Behind the last output it is repeated: what comes of that is not stored. */
-static ALWAYS_INLINE void multiply(const stored_product *p, long first_output, long first_row, int outputs, int rows, int form)
+static ALWAYS_INLINE void multiply(const product_of_stored *p, long first_output, long first_row, int outputs, int rows, int form)
 {
     const stored_matrix *m = &p->matrix;
     const float *x = p->given.x + first_row * p->given.columns;
@@ -173,7 +173,7 @@ static ALWAYS_INLINE void multiply(const stored_product *p, long first_output, l
         }
 }
 
-typedef void (*dots_action)(const stored_product *p, long first_output, long first_row);
+typedef void (*dots_action)(const product_of_stored *p, long first_output, long first_row);
 
 #if FEW_ROWS == 6
 #define EACH_FEW(DO, FORM) DO(1, FORM) DO(2, FORM) DO(3, FORM) DO(4, FORM) DO(5, FORM) DO(6, FORM)
@@ -183,7 +183,7 @@ typedef void (*dots_action)(const stored_product *p, long first_output, long fir
 #define EACH_FEW(DO, FORM) DO(1, FORM) DO(2, FORM)
 #endif
 #define DEFINED(ROWS, FORM)                                                                                                      \
-    static void multiply_##ROWS##_by_##FORM(const stored_product *p, long first_output, long first_row)                          \
+    static void multiply_##ROWS##_by_##FORM(const product_of_stored *p, long first_output, long first_row)                          \
     {                                                                                                                            \
         multiply(p, first_output, first_row, OUTPUTS_OF(ROWS), ROWS, FORM);                                                      \
     }
@@ -196,7 +196,7 @@ static ALWAYS_INLINE long outputs_of(long rows)
     return OUTPUTS_OF(rows);
 }
 
-void stored_dots(const stored_product *p, int form, int threads)
+void stored_dots(const product_of_stored *p, int form, int threads)
 {
 #define NAMES(FORM) {EACH_FEW(NAMED, FORM)},
     static const dots_action actions[][FEW_ROWS] = {EACH_FORM(NAMES)};
