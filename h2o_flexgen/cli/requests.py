@@ -13,6 +13,7 @@ from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.demo import demo_folder
+from h2o_flexgen.demo.fetched import FETCHED_MODELS
 from h2o_flexgen.kernels.table import INT8
 from h2o_flexgen.planning.asked import Asked, refuse_to_search_pipelines
 from h2o_flexgen.planning.machine import Machine
@@ -51,8 +52,9 @@ class ModelRequest:
 
     @property
     def folder(self) -> Path:
-        """The model's folder; None for a name on the hub."""
-        return demo_folder(self.source) or Path(self.source).expanduser()
+        """The place of the model, if it is no name on the hub."""
+        fetched = FETCHED_MODELS.get(self.source)
+        return demo_folder(self.source) or (fetched.path if fetched else Path(self.source).expanduser())
 
 
 def model_of(flags: Namespace) -> ModelRequest:
