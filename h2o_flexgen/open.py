@@ -44,6 +44,7 @@ class OpenedModel:
         if dummy_weights:
             folder, checkpoint, stored = None, None, None
             config = known_config(name) or load_config(name)
+            _refuse_quantised(config)
         else:
             folder = resolve_model(name)
             config = load_config(str(folder))
@@ -85,6 +86,14 @@ class OpenedModel:
     def tokenizer(self, asked: str, vocab: int) -> Tokenizer:
         place = asked if asked in (AUTO, BYTES) else resolve_model(asked, with_weights=False)
         return load_tokenizer(self.folder, self.config, vocab, place)
+
+
+def _refuse_quantised(config: Config) -> None:
+    """Random weights have none of the forms of checkpoints, and figures of others would mislead."""
+    if method := getattr(config, "quantization_config", None):
+        by = method.get("quant_method", "unknown") if isinstance(method, dict) else type(method).__name__
+        advice = "give its weights, or a config without quantization_config"
+        raise ValueError(f"the model is quantised ({by}), and random weights are not; {advice}")
 
 
 class Mending:

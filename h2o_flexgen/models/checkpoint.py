@@ -16,6 +16,8 @@ from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.models.convert import convert
 from h2o_flexgen.models.derived import Copy
 from h2o_flexgen.models.files import SAFETENSORS, TORCH, Progress, Shards, find_shards
+from h2o_flexgen.models.quantisation import Quantisation, folder_quantisation
+from h2o_flexgen.models.quantised import find_matrices
 from h2o_flexgen.models.safetensors_format import FLOATS, read_header
 from h2o_flexgen.models.stored import Located, StoredAs, StoredMatrix, StoredTensor
 from h2o_flexgen.quant.codec import PLAIN
@@ -140,7 +142,7 @@ def _bare_name(name: str) -> str:
     return name
 
 
-def folder_checkpoint(folder: Path, copy: Copy | None = None) -> Checkpoint:
+def folder_checkpoint(folder: Path, copy: Copy | None = None, quantisation: Quantisation | None = None) -> Checkpoint:
     """Reads and checks every header in a folder of safetensors."""
     shards = find_shards(folder, SAFETENSORS) if copy is None else Shards(tuple(copy.files), {})  # named by its manifest
     if not shards.files:
@@ -149,18 +151,20 @@ def folder_checkpoint(folder: Path, copy: Copy | None = None) -> Checkpoint:
     held = {file: {tensor.name: tensor for tensor in read(file)} for file in shards.files}
     shards.check(held)
     tensors = {name: tensor for file, own in held.items() for name, tensor in own.items() if shards.owns(file, name)}
-    return Checkpoint(folder, tensors, copy=copy)
+    found = find_matrices(quantisation, tensors)
+    return Checkpoint(folder, found.tensors, found.matrices, copy)
 
 
 def open_checkpoint(folder: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Checkpoint:
     """Opens safetensors directly, and .bin files through a converted copy in `cache_dir`, which is made once."""
     if not folder.is_dir():
         raise ValueError(f"model folder {folder} does not exist")
+    quantisation = folder_quantisation(folder)
     if any((folder / name).exists() for name in (SAFETENSORS.single, SAFETENSORS.index)):
-        return folder_checkpoint(folder)
+        return folder_checkpoint(folder, quantisation=quantisation)
     if any((folder / name).exists() for name in (TORCH.single, TORCH.index)):
         copy = convert(folder, cache_dir, progress)
-        return folder_checkpoint(copy.path, copy)
+        return folder_checkpoint(copy.path, copy, quantisation)
     looked_for = ", ".join((SAFETENSORS.single, SAFETENSORS.index, TORCH.single, TORCH.index))
     advice = "give another folder, or dummy weights (--dummy-weights)"
     raise ValueError(f"{folder} has no weights: none of {looked_for} is there; {advice}")
