@@ -258,10 +258,6 @@ def test_a_study_is_of_one_budget_and_one_number_of_bits(command: Any) -> None:
         (("--tasks", "perplexty"), "did you mean perplexity?"),
         (("--kv-bits", "3"), "--kv-bits has '3', which is unknown; known: plain, 4, 8"),
         (("--compute", "exact,int9"), "--compute has 'int9', which is unknown; known: exact, int8"),
-        (
-            ("--compute", "exact,int8"),
-            "--compute has int8, which is for packed weights, and these are not; add --weight-bits 4 or 8",
-        ),
         (("--compress-cache",), "--compress-cache is a part of the grid here; say --kv-bits"),
         (("--policies", "local", "--sinks", "2"), "--sinks is taken by none of the policies local"),
         (("--sinks", "-1"), "--sinks: '-1' is not allowed"),
@@ -300,6 +296,7 @@ def test_bad_input_is_one_line_before_anything_is_opened(
         ),
         (("--policies", "h2o", "--budgets", 1), "has a budget of 0 slots for a prompt of 12"),
         (("--tasks", "recall", "--lengths", 4000), "--lengths has 4000, but"),
+        (("--compute", "exact,int8"), "compute 'int8' is for weights that are packed into whole numbers, and those of"),
         (("--tasks", "recall", "--lengths", 40), "tokens, but its length is 40; ask for longer texts"),
     ],
 )

@@ -688,7 +688,7 @@ def test_bad_flags_get_one_line(command: Any, opt: Path, flags: tuple[object, ..
         ((*DISK_HEAVY, "--latency-limit", 3), ("--latency-limit is for a search", "--percent auto")),
         ((*DISK_HEAVY, "--allow-4bit"), ("--allow-4bit is for a search", "--percent auto")),
         ((*DISK_HEAVY, "--allow-int8"), ("--allow-int8 is for a search", "--percent auto")),
-        ((*DISK_HEAVY, "--compute", "int8"), ("--compute int8 is for packed weights", "add --compress-weight")),
+        ((*DISK_HEAVY, "--compute", "int8"), ("compute 'int8' is for weights that are packed", "--compress-weight")),
         ((*DISK_HEAVY, "--prefer", "latency"), ("--prefer is for a search", "--percent auto")),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) and str(value[0]).startswith("--") else "",

@@ -1,6 +1,6 @@
 """The programs of llama.cpp: found, or compiled once from its sources into the user's cache.
 
-python -m benchmarks.baselines.llama_build SOURCES [native | avx2]
+python -m benchmarks.baselines.llama_build SOURCES [native | avx2] [PROGRAM ...]
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from h2o_flexgen.core.cores import cores
 from h2o_flexgen.profiling.measure import cpu_name
 
 BENCH, QUANTIZE = "llama-batched-bench", "llama-quantize"
+COMPLETION, PERPLEXITY, TOKENIZE = "llama-completion", "llama-perplexity", "llama-tokenize"
+COMPARED = (BENCH, QUANTIZE)  # the programs that compare.py runs
+Programs = Sequence[str]
 NATIVE, AVX2 = "native", "avx2"
 INSTRUCTIONS: Mapping[str, Sequence[str]] = {  # what is compiled for: this processor, or any with AVX2 and without AVX-512
     NATIVE: ("GGML_NATIVE=ON",),
@@ -33,52 +36,53 @@ SOURCES = (
     "*/vendor/llama.cpp",
 )  # of sources in a folder: the last two in the sdist of llama-cpp-python
 HOW = (
-    f"put {BENCH} and {QUANTIZE} on PATH, or name a folder of them or of sources with --llama-cpp "
+    "put {} on PATH, or name a folder of them or of sources with --llama-cpp "
     "(pip download --no-deps --no-binary :all: llama-cpp-python, unpacked, has sources)"
 )
 
 
-def missing_programs(folder: str | None, instructions: str) -> str | None:
+def missing_programs(folder: str | None, instructions: str, wanted: Programs = COMPARED) -> str | None:
     """Why there are no programs and none can be compiled, in a line."""
-    if programs_in(folder, instructions) is not None:
+    if programs_in(folder, instructions, wanted) is not None:
         return None
     if folder is None:
-        return f"llama.cpp is not installed: {HOW}"
+        return f"llama.cpp is not installed: {HOW.format(_listed(wanted))}"
     if sources_in(Path(folder)) is None:
-        return f"{folder} has neither {BENCH} nor sources of llama.cpp: {HOW}"
+        return f"{folder} lacks {_listed(wanted)}, and has no sources of llama.cpp: {HOW.format(_listed(wanted))}"
     lacking = next((tool for tool in ("cmake", "g++") if shutil.which(tool) is None), None)
     return None if lacking is None else f"{lacking} is not installed, with which llama.cpp is compiled"
 
 
-def programs_in(folder: str | None, instructions: str) -> Path | None:
+def programs_in(folder: str | None, instructions: str, wanted: Programs = COMPARED) -> Path | None:
     """The folder with the programs: in the one that is named, among what was compiled of it, or on PATH."""
     if folder is None:
-        found = shutil.which(BENCH)
+        found = shutil.which(wanted[0])
         return Path(found).parent if found and instructions == NATIVE else None
     sources = sources_in(Path(folder))
     compiled = () if sources is None else (cache_of(sources) / instructions,)
-    return next(filter(_has_programs, (*compiled, *(Path(folder) / place for place in PLACES))), None)
+    places = (*compiled, *(Path(folder) / place for place in PLACES))
+    return next((place for place in places if all((place / program).is_file() for program in wanted)), None)
 
 
-def compiled_programs(folder: str | None, instructions: str) -> Path:
+def compiled_programs(folder: str | None, instructions: str, wanted: Programs = COMPARED) -> Path:
     """The folder with the programs, which are compiled if they are not there yet."""
-    if (found := programs_in(folder, instructions)) is not None:
+    if (found := programs_in(folder, instructions, wanted)) is not None:
         return found
     sources = None if folder is None else sources_in(Path(folder))
     if sources is None:
-        raise ValueError(missing_programs(folder, instructions))
-    return _compiled(sources, instructions)
+        raise ValueError(missing_programs(folder, instructions, wanted))
+    return _compiled(sources, instructions, wanted)
 
 
-def _compiled(sources: Path, instructions: str) -> Path:
+def _compiled(sources: Path, instructions: str, wanted: Programs) -> Path:
     """Both kinds are compiled in one folder, one after the other, because most of the code is the same for both."""
     target, build = cache_of(sources) / instructions, cache_of(sources) / "build"
-    print(f"compiling {BENCH} and {QUANTIZE} for {instructions} from {sources} into {target}: minutes", file=sys.stderr)
+    print(f"compiling {_listed(wanted)} for {instructions} from {sources} into {target}: minutes", file=sys.stderr)
     options = [f"-D{option}" for option in (*OPTIONS, *INSTRUCTIONS[instructions])]
     _run(["cmake", "-S", str(sources), "-B", str(build), *options])
-    _run(["cmake", "--build", str(build), "--target", BENCH, QUANTIZE, "-j", str(cores())])
+    _run(["cmake", "--build", str(build), "--target", *wanted, "-j", str(cores())])
     target.mkdir(parents=True, exist_ok=True)
-    for program in (QUANTIZE, BENCH):  # the last one says that all are there
+    for program in wanted:
         shutil.copy2(build / "bin" / program, target / f".{program}")
         os.replace(target / f".{program}", target / program)
     return target
@@ -109,9 +113,9 @@ def cache_of(sources: Path) -> Path:
     return cache / f"llama.cpp-{told[:12]}"
 
 
-def _has_programs(folder: Path) -> bool:
-    return all((folder / program).is_file() for program in (BENCH, QUANTIZE))
+def _listed(programs: Programs) -> str:
+    return " and ".join(part for part in (", ".join(programs[:-1]), programs[-1]) if part)
 
 
 if __name__ == "__main__":
-    print(compiled_programs(*sys.argv[1:2], *(sys.argv[2:3] or [NATIVE])))
+    print(compiled_programs(*sys.argv[1:2], *(sys.argv[2:3] or [NATIVE]), sys.argv[3:] or COMPARED))

@@ -42,7 +42,7 @@ from h2o_flexgen.evaluation.tasks.tasks import TASKS
 from h2o_flexgen.evaluation.tasks.xsum import XSum
 from h2o_flexgen.evaluation.texts import Text
 from h2o_flexgen.kernels.table import PRODUCTS
-from h2o_flexgen.planning.plan import Plan, can_compute
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.policies.table import POLICIES
@@ -191,7 +191,8 @@ def _grid(flags: Namespace, tasks: Collection[str]) -> Grid:
             raise ValueError(f"--{name.replace('_', '-')} is taken by none of the policies {', '.join(policies)}; leave it out")
     KVOptions(**dict(beside))  # refuses wrong values
     kv_codecs, weight_codecs = _codecs("--kv-bits", flags.kv_bits), _codecs("--weight-bits", flags.weight_bits)
-    return Grid(policies, _amounts(flags, tasks), kv_codecs, weight_codecs, _computes(flags.compute, weight_codecs), beside)
+    computes = _names("--compute", flags.compute, PRODUCTS)
+    return Grid(policies, _amounts(flags, tasks), kv_codecs, weight_codecs, computes, beside)
 
 
 def _amounts(flags: Namespace, tasks: Collection[str]) -> tuple[Amount, ...]:
@@ -209,15 +210,6 @@ def _size(word: str) -> Size:
 def _codecs(flag: str, text: str) -> tuple[str, ...]:
     known = {AS_IT_IS: PLAIN} | {str(bits): codec for bits, codec in BY_BITS.items()}
     return tuple(known[word] for word in _names(flag, text, known))
-
-
-def _computes(text: str, weight_codecs: Sequence[str]) -> tuple[str, ...]:
-    computes = _names("--compute", text, PRODUCTS)
-    for one in computes:
-        if not any(can_compute(one, codec) for codec in weight_codecs):
-            bits = " or ".join(map(str, BY_BITS))
-            raise ValueError(f"--compute has {one}, which is for packed weights, and these are not; add --weight-bits {bits}")
-    return computes
 
 
 # -- a study ---------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -65,7 +65,8 @@ def _bound(request: EvaluateRequest, asked: Quality) -> tuple[Evaluation, dict[s
     with open_llm(request.model, request.site, request.plan) as llm:
         bound = {name: task.bind(llm) for name, task in asked.tasks.items()}
         cells = Cells(request.output)
-        evaluation = Evaluation(model_identity(llm), asked.grid.settings, bound, request.plan, cells)
+        settings = asked.grid.settings(lambda codec: llm.spec_under(replace(request.plan, weight_codec=codec)))
+        evaluation = Evaluation(model_identity(llm), settings, bound, request.plan, cells)
         return evaluation, describe_machine(llm.device), llm.offload_folder
 
 

@@ -4,7 +4,7 @@ the flags, and nothing is set afterwards. Nothing here imports torch."""
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -13,15 +13,16 @@ from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.demo import demo_folder
+from h2o_flexgen.demo.fetched import FETCHED_MODELS
 from h2o_flexgen.kernels.table import INT8
 from h2o_flexgen.planning.asked import Asked, refuse_to_search_pipelines
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
-from h2o_flexgen.planning.plan import Plan, can_compute
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.search import THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.options import KVOptions
-from h2o_flexgen.quant.codec import BY_BITS, PLAIN
+from h2o_flexgen.quant.codec import BY_BITS
 from h2o_flexgen.sampling.params import SamplingParams
 
 DEMO_SAMPLING = {"temperature": 0.7, "top_p": 0.9, "seed": 0}  # sampling of the package's own model by default
@@ -51,8 +52,9 @@ class ModelRequest:
 
     @property
     def folder(self) -> Path:
-        """The model's folder; None for a name on the hub."""
-        return demo_folder(self.source) or Path(self.source).expanduser()
+        """The place of the model, if it is no name on the hub."""
+        fetched = FETCHED_MODELS.get(self.source)
+        return demo_folder(self.source) or (fetched.path if fetched else Path(self.source).expanduser())
 
 
 def model_of(flags: Namespace) -> ModelRequest:
@@ -140,22 +142,11 @@ def plan_of(flags: Namespace, without: Collection[str] = ()) -> Plan:
         raise ValueError("--hh-all evicts generated tokens and --hh-prompt-only keeps them; give one of them")
     names = [name for name in Plan.option_names() if name not in without]
     given = {name: value for name in names if (value := getattr(flags, name, None)) is not None}
-    plan = Plan.create(**{**given, **_packed_for(given, flags), "kv_policy": _policy_name(flags)})
+    plan = Plan.create(**{**given, "kv_policy": _policy_name(flags)})
     plan = plan if flags.percent in (None, AUTO) else plan.with_percent(flags.percent)
     if plan.has_own_slots and flags.slots != Plan.slots:
         raise ValueError(f"--slots {flags.slots} changes nothing: schedule {plan.schedule} has slots of its own; leave it out")
     return plan if flags.overlap else plan.without_overlap()
-
-
-def _packed_for(given: Mapping[str, object], flags: Namespace) -> dict[str, object]:
-    """The codec of weights for products that need packed ones, if only a search may pack them: then none of its plans can do
-    without."""
-    compute, codec = str(given.get("compute", Plan.compute)), str(given.get("weight_codec", Plan.weight_codec))
-    if can_compute(compute, codec):
-        return {}
-    if getattr(flags, "allow_4bit", False):
-        return {"weight_codec": BY_BITS[BITS]}
-    raise ValueError(f"--compute {compute} is for packed weights, and these are not; add {PACK}")
 
 
 def _policy_name(flags: Namespace) -> str:
@@ -170,8 +161,6 @@ def asked_of(flags: Namespace, plan: Plan) -> Asked:
     """What is asked of a search: given sizes are the only ones it may take; where none is given, it may take any."""
     refuse_to_search_pipelines(plan)
     packed = BY_BITS[BITS]
-    if flags.allow_int8 and plan.weight_codec == PLAIN and not flags.allow_4bit:
-        raise ValueError(f"--allow-int8 is for packed weights, and these are not; add {PACK}, or --allow-4bit")
     four_bits = (packed, plan.kv_codec), (plan.weight_codec, packed), (packed, packed)
     return Asked(
         plan=plan,

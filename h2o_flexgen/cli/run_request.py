@@ -130,7 +130,7 @@ class RunRequest:
     @property
     def first_plan(self) -> Plan:
         """The plan that the model is opened under."""
-        return self.plan.plan if isinstance(self.plan, Asked) else self.plan
+        return self.plan.first_plan if isinstance(self.plan, Asked) else self.plan
 
 
 def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:

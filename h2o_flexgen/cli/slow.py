@@ -14,7 +14,6 @@ from h2o_flexgen.kernels.native import BF16, FP16, SWITCH, variants
 from h2o_flexgen.kernels.table import CPU, EXACT, INT8, PRODUCTS, TORCH
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import can_compute
 from h2o_flexgen.planning.predict import BlockPrediction
 
 SLOW = "slow"  # the first word of each line
@@ -51,7 +50,7 @@ def kernel_reasons(arithmetic: Arithmetic, libraries: Callable[[str], Sequence[s
 def int8_reason(first: BlockPlan, machine: Machine) -> Iterator[str]:
     """The reason that products are exact, if the machine's profile says that rounded ones would be much faster."""
     plan = first.plan
-    if plan.compute != EXACT or not can_compute(INT8, plan.weight_codec):
+    if plan.compute != EXACT or not first.spec.can_compute(INT8):
         return
     rounded = replace(first, plan=replace(plan, compute=INT8), spec=replace(first.spec, product=PRODUCTS[INT8]))
     exact, other = (_seconds(one, machine) for one in (first, rounded))

@@ -6,9 +6,14 @@ import os
 from pathlib import Path
 
 
+def cache_folder(kind: str) -> Path:
+    """The folder in the user's cache for one kind of things."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "h2o_flexgen" / kind
+
+
 def default_offload_folder() -> Path:
     """The folder for offloaded data. It is not the system's folder for temporary files, which is often memory."""
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "h2o_flexgen" / "offload"
+    return cache_folder("offload")
 
 
 def existing_folder(folder: Path) -> Path:

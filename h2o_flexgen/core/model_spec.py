@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from h2o_flexgen.kernels.table import PRODUCT, PRODUCTS
+from h2o_flexgen.kernels.table import EXACT, PRODUCT, PRODUCTS, rounds
 from h2o_flexgen.quant.codec import CODECS, PLAIN, can_be_parted, matrix_form
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -273,8 +273,20 @@ class ModelSpec:
 
     def written_as(self, weight_codec: str, kv_codec: str, compute: str) -> ModelSpec:
         """The same model with its weights and its KV in the codecs of a plan, and its products as a plan wants them."""
-        spec = replace(self, kv_codec=kv_codec, product=PRODUCTS[compute])
-        return spec if weight_codec == PLAIN else spec.packed(weight_codec)
+        spec = self if weight_codec == PLAIN else self.packed(weight_codec)
+        spec.refuse_to_compute(compute)
+        return replace(spec, kv_codec=kv_codec, product=PRODUCTS[compute])
+
+    def can_compute(self, compute: str) -> bool:
+        """Whether any of its products can be made so. All can be exact, and those with matrices of whole numbers rounded."""
+        return compute == EXACT or any(rounds(codec) for layer in self.layers for codec, _ in layer.multiplied_values)
+
+    def refuse_to_compute(self, compute: str) -> None:
+        if not self.can_compute(compute):
+            raise ValueError(
+                f"compute {compute!r} is for weights that are packed into whole numbers, and those of {self.name} are not; "
+                "pack them: --compress-weight (in an evaluation --weight-bits, in Python weight_codec)"
+            )
 
 
 def _cut(layer: LayerSpec, width: int) -> tuple[LayerSpec, LayerSpec]:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
+from h2o_flexgen.core.folders import cache_folder
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import OnToken
 from h2o_flexgen.engine.stage import MADE_AGAIN, OnStage, Stage, how_far, made_again
-from h2o_flexgen.models.derived import cache_folder
 from h2o_flexgen.sampling.output import Completion
 
 OnCompletion: TypeAlias = Callable[[Completion], object]

@@ -3,15 +3,16 @@ multiplied."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import inf
 from typing import TypeAlias
 
+from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.table import EXACT
-from h2o_flexgen.planning.plan import Plan, can_compute
+from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.policies.table import POLICIES
@@ -117,7 +118,7 @@ class Setting:
 
     @property
     def is_reference(self) -> bool:
-        return self.policy == Full.name and {self.kv_codec, self.weight_codec} == {PLAIN}
+        return self.policy == Full.name and {self.kv_codec, self.weight_codec} == {PLAIN} and self.compute == EXACT
 
     def plan(self, base: Plan) -> Plan:
         forms = replace(base, kv_codec=self.kv_codec, weight_codec=self.weight_codec, compute=self.compute)
@@ -159,15 +160,19 @@ class Grid:
     amounts: tuple[Amount, ...]
     kv_codecs: tuple[str, ...] = (PLAIN,)
     weight_codecs: tuple[str, ...] = (PLAIN,)
-    computes: tuple[str, ...] = (EXACT,)  # of packed weights; products with others are always exact
+    computes: tuple[str, ...] = (EXACT,)  # where the model's weights allow them; products with others are always exact
     beside: Beside = ()
 
-    @property
-    def settings(self) -> tuple[Setting, ...]:
-        """All policies are the full cache when they keep everything, so that one is run once, and first."""
+    def settings(self, spec: Callable[[str], ModelSpec]) -> tuple[Setting, ...]:
+        """The settings for a model whose sizes are asked for by the codec of its weights. All policies are the full cache when
+        they keep everything, so that one is run once, and first."""
+        specs = {codec: spec(codec) for codec in self.weight_codecs}
+        for compute in self.computes:
+            if not any(one.can_compute(compute) for one in specs.values()):
+                specs[self.weight_codecs[0]].refuse_to_compute(compute)
         found: dict[Setting, None] = {}
         for weight_codec, compute, kv_codec in product(self.weight_codecs, self.computes, self.kv_codecs):
-            known = compute if can_compute(compute, weight_codec) else EXACT
+            known = compute if specs[weight_codec].can_compute(compute) else EXACT
             found |= dict.fromkeys(self._settings(kv_codec, weight_codec, known))
         return tuple(found)
 

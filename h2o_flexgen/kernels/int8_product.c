@@ -6,34 +6,15 @@
    come next are fetched. Codes are taken apart anew for every few rows, which costs little beside dot products of dwords; where
    those are slower, and rows many, they are taken apart once. */
 
-#include "int8_dots.h"
+#include "int8_sums.h"
 
-/* Rows and tiles at once: the dot products of a group fill the registers. */
-#if LANES == 16
-#define MOST_ROWS 6
-#define TILES 2
-#elif WHOLE_DWORDS
-#define MOST_ROWS 6
-#define TILES 1
-#else
-#define MOST_ROWS 4
-#define TILES 1
-#endif
-#define REGISTERS (TILES * PARTS)
 #define GROUPS_AT_ONCE (16 / TILES)
-#define ROWS_AT_ONCE 256 /* whose sums are kept between groups */
 #define PREPARED_ROWS 24 /* fewer do not pay for preparing blocks */
-#define LINE 64          /* bytes of the cache that are fetched at once */
 
 typedef struct {
+    factors of;
     const uint8_t *data; /* (tiles, bytes of a tile) */
-    const int8_t *codes; /* (rows, groups * 64) */
-    const float *scales; /* (rows, groups) */
     const float *sums;   /* (rows, groups) */
-    const float *bias;   /* (outputs), or NULL */
-    char *out;           /* (rows, outputs) */
-    long rows, groups, outputs;
-    int kind; /* type of the outcome */
 } product;
 
 /* Blocks of some groups of some tiles, and what is to be fetched from memory meanwhile. */
@@ -42,72 +23,15 @@ typedef struct {
     long first_group, groups, lines; /* lines of the cache, with each group and of each tile */
 } blocks;
 
-static ALWAYS_INLINE void add_dots(const uint8_t *const *block, const int8_t *x, long x_row, int rows, int bits, int prepared,
-                                   integers (*dots)[REGISTERS])
-{
-    const int8_t *x_at[MOST_ROWS];
-#pragma GCC unroll 8
-    for (int row = 0; row < rows; row++) {
-        x_at[row] = x + row * x_row;
-        __asm__("" : "+r"(x_at[row])); /* or compilers work out every address anew */
-    }
-#if WHOLE_DWORDS
-#pragma GCC unroll 16
-    for (int dword = 0; dword < X_DWORDS; dword++) {
-        words codes[REGISTERS];
-#pragma GCC unroll 8
-        for (int at = 0; at < REGISTERS; at++)
-            codes[at] = codes_at(block[at / PARTS], dword, at % PARTS, 0, bits, prepared);
-#pragma GCC unroll 8
-        for (int row = 0; row < rows; row++) {
-            const words with = same_word(x_at[row] + 4 * dword);
-#pragma GCC unroll 8
-            for (int at = 0; at < REGISTERS; at++)
-                dots[row][at] = dots_added(dots[row][at], codes[at], with);
-        }
-    }
-#else
-#pragma GCC unroll 2
-    for (int plane = 0; plane < planes_of(bits); plane++)
-#pragma GCC unroll 2
-        for (int first = 0; first < X_DWORDS; first += 8) {
-            shorts pairs[MOST_ROWS][REGISTERS];
-            __asm__("" ::: "memory"); /* or compilers keep what is loaded here for the next turn */
-#pragma GCC unroll 8
-            for (int dword = first; dword < first + 8; dword++) {
-                words codes[REGISTERS];
-#pragma GCC unroll 8
-                for (int at = 0; at < REGISTERS; at++)
-                    codes[at] = codes_at(block[at / PARTS], dword, at % PARTS, plane, bits, prepared);
-#pragma GCC unroll 8
-                for (int row = 0; row < rows; row++) {
-                    const words with = same_word(x_at[row] + 4 * dword);
-#pragma GCC unroll 8
-                    for (int at = 0; at < REGISTERS; at++) {
-                        const shorts next = pair_dots(codes[at], with);
-                        pairs[row][at] = dword == first ? next : pairs[row][at] + next;
-                        IN_A_REGISTER(pairs[row][at]); /* or compilers put sums off and run out of registers */
-                    }
-                }
-            }
-#pragma GCC unroll 8
-            for (int row = 0; row < rows; row++)
-#pragma GCC unroll 8
-                for (int at = 0; at < REGISTERS; at++)
-                    dots[row][at] += pairs_added(pairs[row][at]) << (4 * plane);
-        }
-#endif
-}
-
 /* Adds some groups to the sums of some rows. */
 static ALWAYS_INLINE void multiply(const product *p, const blocks *from, long row, floats (*sums)[REGISTERS], int rows, int bits,
                                    int prepared)
 {
-    const long x_row = p->groups * GROUP, size = prepared ? prepared_bytes(bits) : block_bytes(bits);
+    const long x_row = p->of.groups * GROUP, size = prepared ? prepared_bytes(bits) : block_bytes(bits);
     floats held[MOST_ROWS][REGISTERS];
     memcpy(held, sums, rows * sizeof *held);
     for (long group = 0; group < from->groups; group++) {
-        const long at_group = row * p->groups + from->first_group + group;
+        const long at_group = row * p->of.groups + from->first_group + group;
         const uint8_t *block[TILES];
         integers dots[MOST_ROWS][REGISTERS] = {0};
 #pragma GCC unroll 4
@@ -117,48 +41,21 @@ static ALWAYS_INLINE void multiply(const product *p, const blocks *from, long ro
 #pragma GCC unroll 4
             for (int tile = 0; tile < TILES; tile++)
                 __builtin_prefetch(from->next[tile] + (group * from->lines + line) * LINE);
-        add_dots(block, p->codes + at_group * GROUP, x_row, rows, bits, prepared, dots);
+        add_dots(block, p->of.codes + at_group * GROUP, x_row, rows, 0, X_DWORDS, bits, prepared, dots);
 #pragma GCC unroll 8
         for (int at = 0; at < REGISTERS; at++) {
             const floats scale = shared_at(block[at / PARTS], 0, at % PARTS, bits, prepared);
             const floats minimum = shared_at(block[at / PARTS], 1, at % PARTS, bits, prepared);
 #pragma GCC unroll 8
             for (int next = 0; next < rows; next++) {
-                const long place = at_group + next * p->groups;
-                const floats of_codes = __builtin_convertvector(dots[next][at], floats) * p->scales[place] * scale;
+                const long place = at_group + next * p->of.groups;
+                const floats of_codes = __builtin_convertvector(dots[next][at], floats) * p->of.scales[place] * scale;
                 held[next][at] += rounded(of_codes) + rounded(p->sums[place] * minimum);
             }
         }
     }
     memcpy(sums, held, rows * sizeof *held);
 }
-
-static ALWAYS_INLINE void finish_as(const product *p, long row, long rows, long first_tile, floats (*sums)[REGISTERS], int kind)
-{
-    const long first = first_tile * TILE, left = p->outputs - first, outputs = left < TILES * TILE ? left : TILES * TILE;
-    for (long next = 0; next < rows; next++) {
-        float values[TILES * TILE];
-        char *out = p->out + ((row + next) * p->outputs + first) * itemsize_of(kind);
-        memcpy(values, sums[next], sizeof values);
-        for (long output = 0; p->bias && output < outputs; output++)
-            values[output] += p->bias[first + output];
-        for (long output = 0; output < outputs; output++)
-            store_value(out + output * itemsize_of(kind), values[output], kind);
-    }
-}
-
-static void finish(const product *p, long row, long rows, long first_tile, floats (*sums)[REGISTERS])
-{
-    if (p->kind == BF16)
-        finish_as(p, row, rows, first_tile, sums, BF16);
-    else if (p->kind == FLOAT)
-        finish_as(p, row, rows, first_tile, sums, FLOAT);
-    else
-        finish_as(p, row, rows, first_tile, sums, HALF);
-}
-
-/* Parallel regions call through a pointer: a region is compiled by itself, and would know nothing of what is constant outside of
-   it. */
 
 typedef void (*action)(const product *p, const blocks *from, long row, floats (*sums)[REGISTERS]);
 
@@ -168,12 +65,6 @@ typedef void (*action)(const product *p, const blocks *from, long row, floats (*
         multiply(p, from, row, sums, ROWS, BITS, PREPARED);                                                                      \
     }
 #define NAMED(ROWS, BITS, PREPARED) multiply_##ROWS##_##BITS##_##PREPARED,
-#define FOUR_ROWS(OF, ...) OF(1, __VA_ARGS__) OF(2, __VA_ARGS__) OF(3, __VA_ARGS__) OF(4, __VA_ARGS__)
-#if MOST_ROWS == 6
-#define ALL_ROWS(OF, ...) FOUR_ROWS(OF, __VA_ARGS__) OF(5, __VA_ARGS__) OF(6, __VA_ARGS__)
-#else
-#define ALL_ROWS FOUR_ROWS
-#endif
 
 ALL_ROWS(DEFINED, 4, 0)
 ALL_ROWS(DEFINED, 8, 0)
@@ -193,8 +84,8 @@ static const action actions[][2][MOST_ROWS] = {
 /* The block of this group and tile; behind the last tile the last one is repeated, behind the last group come the next tiles. */
 static ALWAYS_INLINE const uint8_t *block_at(const product *p, long tile, long group, int bits)
 {
-    const long last = (p->outputs - 1) / TILE, later = group < p->groups ? tile : tile + TILES;
-    return p->data + ((later < last ? later : last) * p->groups + (group < p->groups ? group : 0)) * block_bytes(bits);
+    const long last = (p->of.outputs - 1) / TILE, later = group < p->of.groups ? tile : tile + TILES;
+    return p->data + ((later < last ? later : last) * p->of.groups + (group < p->of.groups ? group : 0)) * block_bytes(bits);
 }
 
 static ALWAYS_INLINE void prepare_blocks(blocks *from, uint8_t *room, int bits)
@@ -209,15 +100,15 @@ static ALWAYS_INLINE void prepare_blocks(blocks *from, uint8_t *room, int bits)
 
 static ALWAYS_INLINE void multiply_tiles(const product *p, long first_tile, long first_row, int bits)
 {
-    const long left = p->rows - first_row, rows = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
+    const long left = p->of.rows - first_row, rows = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
     const long parts = (rows + MOST_ROWS - 1) / MOST_ROWS, lines = (block_bytes(bits) / LINE + parts - 1) / parts;
     const int prepared = !WHOLE_DWORDS && rows >= PREPARED_ROWS;
     floats sums[ROWS_AT_ONCE][REGISTERS];
     uint8_t room[TILES * GROUPS_AT_ONCE * PREPARED_BYTES] __attribute__((aligned(LINE)));
     memset(sums, 0, rows * sizeof *sums);
-    const long turns = (p->groups + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
+    const long turns = (p->of.groups + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
     for (long turn = 0; turn < turns; turn++) {
-        const long group = p->groups * turn / turns, after = p->groups * (turn + 1) / turns, groups = after - group;
+        const long group = p->of.groups * turn / turns, after = p->of.groups * (turn + 1) / turns, groups = after - group;
         blocks from = {{0}, {0}, group, groups, lines};
         for (int tile = 0; tile < TILES; tile++) {
             from.tiles[tile] = block_at(p, first_tile + tile, group, bits);
@@ -235,14 +126,14 @@ static ALWAYS_INLINE void multiply_tiles(const product *p, long first_tile, long
                 from.lines = 0;
         }
     }
-    finish(p, first_row, rows, first_tile, sums);
+    finish(&p->of, first_row, rows, first_tile, sums);
 }
 
 void int8_product(const product *p, int bits, int threads)
 {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (long tile = 0; tile < (p->outputs + TILE - 1) / TILE; tile += TILES)
-        for (long row = 0; row < p->rows; row += ROWS_AT_ONCE)
+    for (long tile = 0; tile < (p->of.outputs + TILE - 1) / TILE; tile += TILES)
+        for (long row = 0; row < p->of.rows; row += ROWS_AT_ONCE)
             if (bits == 4)
                 multiply_tiles(p, tile, row, 4);
             else

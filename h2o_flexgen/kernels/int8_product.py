@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.int8_rows import Int8Rows, int8_rows, int8_rows_twin
-from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.int8_rows import Factors, Int8Rows, int8_rows, int8_rows_twin
+from h2o_flexgen.kernels.native import native_library, pointer
 from h2o_flexgen.kernels.sizes import twin_values
 from h2o_flexgen.quant.grouped import GROUP, groups_of
 from h2o_flexgen.quant.tiled import TILE, Tiled
@@ -24,8 +24,7 @@ def int8_product(codec: Tiled, x: Factor, data: Tensor, outputs: int, bias: Tens
     assert bias is None or bias.shape == (outputs,)
     out = torch.empty(*x.values.shape[:-1], outputs, dtype=x.values.dtype)
     added = None if bias is None else bias.float().contiguous()
-    places = (None if place is None else pointer(place) for place in (data, *rows, added, out))
-    given = _Product(*places, *rows.scales.shape, outputs, KINDS[out.dtype])
+    given = _Product(Factors.of(rows, added, out), pointer(data), pointer(rows.sums))
     native_library().int8_product(ctypes.byref(given), ctypes.c_int(codec.bits), ctypes.c_int(torch.get_num_threads()))
     return out
 
@@ -63,8 +62,4 @@ def _block(codec: Tiled, tiles: Tensor, group: int) -> tuple[Tensor, Tensor, Ten
 
 
 class _Product(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "codes", "scales", "sums", "bias", "out")),
-        *((name, ctypes.c_long) for name in ("rows", "groups", "outputs")),
-        ("kind", ctypes.c_int),
-    )
+    _fields_ = (("of", Factors), ("data", ctypes.c_void_p), ("sums", ctypes.c_void_p))

@@ -7,7 +7,8 @@ typedef struct {
     const char *x;        /* (rows, columns) */
     int8_t *codes;        /* (rows, groups * 64) */
     float *scales, *sums; /* (rows, groups): sums are those of the codes, times the scale */
-    long columns;
+    int32_t *wholes;      /* (rows, parts): sums of the codes of each part of a group, or NULL */
+    long columns, part;   /* values of a part */
 } rows_of_x;
 
 #define REGISTERS (GROUP / LANES)
@@ -75,6 +76,16 @@ static ALWAYS_INLINE int32_t encode(const floats *values, float inverse, int8_t 
     return sum;
 }
 
+static ALWAYS_INLINE void sum_parts(const int8_t *codes, int32_t *wholes, long part)
+{
+    for (long at = 0; at < GROUP; at += part) {
+        int32_t sum = 0;
+        for (long next = at; next < at + part; next++)
+            sum += codes[next];
+        wholes[at / part] = sum;
+    }
+}
+
 static ALWAYS_INLINE void encode_row(const rows_of_x *p, long row, int kind)
 {
     const long groups = groups_of(p->columns);
@@ -96,12 +107,15 @@ static ALWAYS_INLINE void encode_row(const rows_of_x *p, long row, int kind)
         }
         p->scales[row * groups + group] = scale;
         p->sums[row * groups + group] = scale * (float)sum;
+        if (p->wholes)
+            sum_parts(codes, p->wholes + (row * groups + group) * (GROUP / p->part), p->part);
     }
 }
 
-void int8_rows(const char *x, int8_t *codes, float *scales, float *sums, long rows, long columns, int kind, int threads)
+void int8_rows(const char *x, int8_t *codes, float *scales, float *sums, int32_t *wholes, long rows, long columns, long part,
+               int kind, int threads)
 {
-    const rows_of_x given = {x, codes, scales, sums, columns};
+    const rows_of_x given = {x, codes, scales, sums, wholes, columns, part};
     if (!rows)
         return;
 #pragma omp parallel for num_threads(threads < rows ? threads : (int)rows) schedule(static)

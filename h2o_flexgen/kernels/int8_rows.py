@@ -4,6 +4,8 @@ bits. A group with NaN or infinity has NaN as its scale, so that no outcome of i
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import cache, partial
 from math import inf, nan
 from typing import NamedTuple
 
@@ -25,14 +27,53 @@ class Int8Rows(NamedTuple):
     sums: Tensor  # (rows, groups), float32: of the codes, times the scale
 
 
+class Int8Parts(NamedTuple):
+    """The same with the sums of smaller groups, for matrices whose scales and minima are those of fewer inputs."""
+
+    rows: Int8Rows
+    wholes: Tensor  # (rows, parts), int32: the sum of the codes of each part
+
+
+class Factors(ctypes.Structure):
+    """What every product with rows of int8 is told in C."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("codes", "scales", "bias", "out")),
+        *((name, ctypes.c_long) for name in ("rows", "groups", "outputs")),
+        ("kind", ctypes.c_int),
+    )
+
+    @classmethod
+    def of(cls, rows: Int8Rows, bias: Tensor | None, out: Tensor) -> Factors:
+        """`bias` (outputs,) in float32, out (..., outputs)"""
+        places = (None if place is None else pointer(place) for place in (rows.codes, rows.scales, bias, out))
+        return cls(*places, *rows.scales.shape, out.shape[-1], KINDS[out.dtype])
+
+
 def int8_rows(values: Tensor) -> Int8Rows:
     """values (..., columns)"""
     x = values.reshape(-1, values.shape[-1]).contiguous()
-    made = _room(x)
-    places = map(pointer, (x, *made))
-    sizes = (*map(ctypes.c_long, x.shape), ctypes.c_int(KINDS[x.dtype]), ctypes.c_int(torch.get_num_threads()))
-    native_library().int8_rows(*places, *sizes)
+    _round(x, made := _room(x), None, GROUP)
     return made
+
+
+@cache
+def int8_parts(part: int) -> Callable[[Tensor], Int8Parts]:
+    """Rounds rows to int8, with sums of so many codes each: 16, 32 or 64."""
+    return partial(_parts, part)
+
+
+def _parts(part: int, values: Tensor) -> Int8Parts:
+    x = values.reshape(-1, values.shape[-1]).contiguous()
+    rows = _room(x)
+    _round(x, rows, wholes := torch.empty(len(x), rows.codes.shape[1] // part, dtype=torch.int32), part)
+    return Int8Parts(rows, wholes)
+
+
+def _round(x: Tensor, made: Int8Rows, wholes: Tensor | None, part: int) -> None:
+    places = (*map(pointer, (x, *made)), None if wholes is None else pointer(wholes))
+    sizes = (*map(ctypes.c_long, (*x.shape, part)), ctypes.c_int(KINDS[x.dtype]), ctypes.c_int(torch.get_num_threads()))
+    native_library().int8_rows(*places, *sizes)
 
 
 def int8_rows_twin(values: Tensor) -> Int8Rows:

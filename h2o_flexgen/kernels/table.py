@@ -92,6 +92,11 @@ def choose(op: str, form: str, dtype: str, runs: Callable[[Kernel], bool], rows:
     return None
 
 
+def rounds(form: str) -> bool:
+    """Whether products with this form can do without exactness: their factor is rounded to 8 bits."""
+    return any(kernel.within == INT8 for kernel in kernels() if kernel.op == INT8_PRODUCT and kernel.form == form)
+
+
 def prices(*ops: str) -> tuple[str, ...]:
     """The names of the rates that packed forms can have in a profile."""
     return tuple(dict.fromkeys(kernel.price for kernel in kernels() if kernel.op in ops and kernel.form != PLAIN))

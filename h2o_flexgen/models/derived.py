@@ -18,6 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from h2o_flexgen.core.documents import parse_json
+from h2o_flexgen.core.folders import cache_folder
 from h2o_flexgen.core.hints import reason
 from h2o_flexgen.models.leftovers import PARTIAL, nbytes_in, writer
 from h2o_flexgen.models.safetensors_format import header_of, raw_header
@@ -29,11 +30,6 @@ TAIL_BYTES = 1 << 16
 MANIFEST = "copy.json"
 FORMATS = {CONVERTED: 2, PACKED: 3}  # of what lies in a folder, its manifest included; a copy of an older one is made again
 WEIGHTS = ".safetensors"
-
-
-def cache_folder(kind: str) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "h2o_flexgen" / kind
 
 
 def model_name(folder: Path) -> str:

@@ -1,4 +1,5 @@
-"""Finds a model: a local folder or GGUF file itself, a demo model in the package, a hub name in the hub's own cache."""
+"""Finds a model: a local folder or GGUF file itself, a demo model in the package, a fetched one in the cache, a hub name in the
+hub's own cache."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 
 from h2o_flexgen.core.hints import did_you_mean
 from h2o_flexgen.demo import DEMO_MODELS, demo_folder
+from h2o_flexgen.demo.fetched import FETCHED_MODELS
 from h2o_flexgen.models.files import SAFETENSORS, TORCH
 from h2o_flexgen.models.gguf_format import SUFFIX, first_part, is_gguf
 
@@ -26,6 +28,8 @@ def resolve_model(name_or_path: str, with_weights: bool = True) -> Path:
     folder = Path(os.path.expanduser(name_or_path))  # Path's own raises for an unknown user
     if demo := demo_folder(name_or_path):  # first, so that the demo runs even beside a folder ./demo
         return demo
+    if fetched := FETCHED_MODELS.get(name_or_path):
+        return fetched.found()
     if folder.is_dir():
         return folder
     if is_gguf(folder):
@@ -63,7 +67,7 @@ def _unreachable(name: str, error: Exception) -> ValueError:
         why = "there is no such model, or it is private"
     else:
         why = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
-    hint = did_you_mean(name, DEMO_MODELS)
+    hint = did_you_mean(name, (*DEMO_MODELS, *FETCHED_MODELS))
     return ValueError(f"model {name!r} is neither a local folder nor to be had from the hub{hint} ({why}); {ADVICE}")
 
 

@@ -109,7 +109,8 @@ def _imported(
 ) -> StoredMatrix:
     """A matrix of AWQ or GPTQ: zero points lie like scales, eight outputs to a word."""
     zeros = parts.required("qzeros", (WORD,))
-    _check_words(zeros, (count, shape[0]), along=1)
+    if zeros.shape != (count, shape[0] // PER_WORD):
+        raise _wrong(zeros, f"has the shape {zeros.shape} beside {count} x {shape[0]} scales")
     return _integers(parts, method, shape, words, scales, zeros, groups)
 
 

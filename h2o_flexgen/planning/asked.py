@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.kernels.table import EXACT
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -39,6 +40,11 @@ class Asked:
     def is_only_speed(self) -> bool:
         return not self.codecs and not self.computes and self.latency_limit is None and self.prefer == THROUGHPUT
 
+    @property
+    def first_plan(self) -> Plan:
+        """The plan that a model is opened under until one is found. Of its products only some codecs may be capable."""
+        return replace(self.plan, compute=EXACT) if self.codecs else self.plan
+
     def problem(
         self,
         machine: Machine,
@@ -51,7 +57,7 @@ class Asked:
     ) -> Problem:
         """The problem to search. What is visibly wrong without a search is refused here."""
         plan = self.plan.at(site)
-        spec = model(plan)
+        spec = self._checked(plan, model)
         machine.flop_rate(spec.dtype, 1)  # refuses a type that was not measured there
         check_rolling(spec, plan)
         if workload is not None and workload.gen_lens is not None:
@@ -77,3 +83,12 @@ class Asked:
             latency_limit=self.latency_limit,
             prefer=self.prefer,
         )
+
+    def _checked(self, plan: Plan, model: Callable[[Plan], ModelSpec]) -> ModelSpec:
+        """The model's sizes under the plan. Products that none of the allowed codecs can have are refused."""
+        codecs = dict.fromkeys((plan.weight_codec, *(weights for weights, _ in self.codecs)))
+        specs = [model(replace(plan, weight_codec=codec, compute=EXACT)) for codec in codecs]
+        for compute in (plan.compute, *self.computes):
+            if not any(spec.can_compute(compute) for spec in specs):
+                specs[0].refuse_to_compute(compute)
+        return specs[0]

@@ -17,7 +17,7 @@ from h2o_flexgen.kernels.table import EXACT, PRODUCTS
 from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.table import POLICIES
-from h2o_flexgen.quant.codec import OF_MATRICES, PLAIN, of_rows
+from h2o_flexgen.quant.codec import PLAIN, of_rows
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.traffic import Traffic
@@ -66,9 +66,9 @@ class Plan:
     attend_on: str = DEVICE  # or HOST: in decode, KV in host memory is attended there and does not cross the link
     sep_layer: bool = True  # attention and mlp are two layers of the schedule instead of one
     pin_weight: bool = True  # host weights in page-locked memory (CUDA)
-    weight_codec: str = PLAIN  # codec of matrices and token tables; positions, and what is small, stay plain
+    weight_codec: str = PLAIN  # codec of matrices and token tables; PLAIN: as they are stored
     kv_codec: str = PLAIN
-    compute: str = EXACT  # or INT8: factors of packed weights are rounded to 8 bits
+    compute: str = EXACT  # or INT8: factors of packed weights are rounded to 8 bits; a model without any refuses it
     graphs: str = OFF  # AUTO: decode steps of resident plans are captured and replayed; ON: or else it is an error
     schedule: str = "zigzag"
     pipeline: int = 1  # devices, each of which computes a range of layers
@@ -89,9 +89,6 @@ class Plan:
         _require_known("weight_codec", self.weight_codec, of_rows())
         _require_known("kv_codec", self.kv_codec, of_rows())
         _require_known("compute", self.compute, PRODUCTS)
-        if not can_compute(self.compute, self.weight_codec):
-            codecs = " or ".join(map(repr, OF_MATRICES))
-            raise ValueError(f"compute {self.compute!r} needs packed weights; add weight_codec={codecs}")
         _require_known("graphs", self.graphs, GRAPHS)
         _require_known("kv_policy", self.kv_policy, POLICIES)
         _require_known("prefix_policy", self.prefix_policy, PREFIX_POLICIES)
@@ -215,11 +212,6 @@ class Plan:
         return tuple(
             round(100 * value, 4) for share in (self.weights, self.kv, self.hidden) for value in (share.device, share.host)
         )
-
-
-def can_compute(compute: str, weight_codec: str) -> bool:
-    """Whether weights in this codec can be multiplied so: only products with packed weights can do without exactness."""
-    return compute == EXACT or weight_codec != PLAIN
 
 
 def _require_known(name: str, value: str, known: Iterable[str]) -> None:

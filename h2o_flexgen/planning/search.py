@@ -20,10 +20,11 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.core.workload import Workload
+from h2o_flexgen.kernels.table import EXACT
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.linear import Answer, Case, solve, solve_thoroughly
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares, can_compute
+from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import Prediction, predict
 from h2o_flexgen.planning.workload_plan import DoesNotFit, WorkloadPlan
 
@@ -84,6 +85,10 @@ class Problem:
 
     def planned(self, plan: Plan, workload: Workload) -> WorkloadPlan:
         return WorkloadPlan(self.model(plan), plan, workload, self.site)
+
+    def can_compute(self, compute: str, weight_codec: str) -> bool:
+        """Whether the model's weights in this codec can be multiplied so."""
+        return self.model(replace(self.plan, compute=EXACT, weight_codec=weight_codec)).can_compute(compute)
 
     def largest(self, plan: Plan) -> WorkloadPlan:
         """The block that needs most."""
@@ -268,7 +273,7 @@ def _bases(problem: Problem) -> Iterator[Plan]:
     computes = dict.fromkeys((problem.plan.compute, *problem.computes))  # of equally fast ones the plan's own wins
     attended = problem.attend_on if problem.accelerator else (DEVICE,)
     for (weights, kv), compute, attend_on in product(codecs, computes, attended):
-        if can_compute(compute, weights):
+        if problem.can_compute(compute, weights):
             yield replace(problem.plan, weight_codec=weights, kv_codec=kv, compute=compute, attend_on=attend_on)
 
 

@@ -119,7 +119,7 @@ def test_what_is_missing_is_said_with_how_to_get_it(tmp_path: Path, monkeypatch:
     for folder in (None, str(tmp_path)):
         told = missing_programs(folder, NATIVE)
         assert told and "pip download --no-deps --no-binary :all: llama-cpp-python" in told and "\n" not in told
-    with pytest.raises(ValueError, match="has neither llama-batched-bench nor sources"):
+    with pytest.raises(ValueError, match="lacks llama-batched-bench and llama-quantize, and has no sources"):
         compiled_programs(str(tmp_path), NATIVE)
 
 

@@ -62,37 +62,25 @@ def test_fewer_bits_are_asked_for_as_flexgen_does_or_by_number(words: tuple[str,
     ("words", "weights", "computes"),
     [
         ("--compute int8 --compress-weight 8", "group8", ()),
-        ("--compute int8 --allow-4bit", "group4", ()),  # a search that must find packed weights
+        ("--compute int8 --allow-4bit", "plain", ()),  # a search that must find packed weights
+        ("--compute int8", "plain", ()),  # as they are stored, they may be packed
+        ("--allow-int8", "plain", ("int8",)),
         ("--compute int8 --compress-weight 8 --allow-4bit", "group8", ()),
         ("--allow-int8 --compress-weight", "group4", ("int8",)),
         ("--allow-int8 --allow-4bit", "plain", ("int8",)),
     ],
 )
-def test_products_of_8_bits_come_with_packed_weights(words: str, weights: str, computes: tuple[str, ...]) -> None:
+def test_products_of_8_bits_are_asked_for_whatever_the_weights(words: str, weights: str, computes: tuple[str, ...]) -> None:
     search = asked("--model", "m", *words.split()).plan
     assert isinstance(search, Asked)
     assert (search.plan.weight_codec, search.computes) == (weights, computes)
     assert search.plan.compute == ("int8" if "--compute" in words else "exact")
 
 
-def test_a_search_for_products_of_8_bits_takes_no_plain_weights() -> None:
-    search = asked("--model", "m", "--compute", "int8", "--allow-4bit").plan
-    assert isinstance(search, Asked)
-    assert {search.plan.weight_codec, *(weights for weights, _ in search.codecs)} == {"group4"}
-    assert {kv for _, kv in search.codecs} == {"plain", "group4"}
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--compute int8", "^--compute int8 is for packed weights, and these are not; add --compress-weight "),
-        ("--compute int8 --compress-cache", "^--compute int8 is for packed weights"),
-        ("--allow-int8", "^--allow-int8 is for packed weights, and these are not; .* or --allow-4bit$"),
-    ],
-)
-def test_products_of_8_bits_with_other_weights_say_what_to_add(words: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        asked("--model", "m", *words.split())
+def test_a_model_is_opened_with_exact_products_where_a_search_may_pack_its_weights() -> None:
+    request = asked("--model", "m", "--compute", "int8", "--allow-4bit")
+    assert isinstance(request.plan, Asked) and request.first_plan == replace(request.plan.plan, compute="exact")
+    assert asked("--model", "m", "--compute", "int8").first_plan.compute == "int8"
 
 
 @pytest.mark.parametrize("flag", ["--compress-weight", "--compress-cache"])

@@ -6,16 +6,28 @@ from dataclasses import replace
 
 import pytest
 
+from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.evaluation.grid import Grid, Setting, Share, Size
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.table import POLICIES
+from tests.planning.worlds import tiny_spec
 
 EVICTING = sorted(name for name in POLICIES if name != "full")
 
 
+def sized(weight_codec: str) -> ModelSpec:
+    """A model with plain weights."""
+    return tiny_spec().written_as(weight_codec, "plain", "exact")
+
+
+def sized_packed(weight_codec: str) -> ModelSpec:
+    """A model whose own weights are packed."""
+    return tiny_spec().packed("group8" if weight_codec == "plain" else weight_codec)
+
+
 def labels(grid: Grid) -> list[str]:
-    return [f"{setting.label} {setting.amount.label}" for setting in grid.settings]
+    return [f"{setting.label} {setting.amount.label}" for setting in grid.settings(sized)]
 
 
 def test_where_all_is_kept_the_full_cache_is_run_once_for_all_policies() -> None:
@@ -41,17 +53,30 @@ def test_every_number_of_bits_has_settings_of_its_own() -> None:
         "full, KV 4 bits, weights 8 bits 100 %",
         "h2o, KV 4 bits, weights 8 bits 20 %",
     ]
-    plan = grid.settings[-1].plan(Plan(gpu_batch_size=7))
+    plan = grid.settings(sized)[-1].plan(Plan(gpu_batch_size=7))
     assert (plan.kv_codec, plan.weight_codec, plan.kv_policy, plan.gpu_batch_size) == ("group4", "group8", "h2o", 7)
 
 
 def test_packed_weights_are_multiplied_in_every_way_and_others_exactly() -> None:
     grid = Grid(("full",), (Share(100),), weight_codecs=("plain", "group4"), computes=("exact", "int8"))
     assert labels(grid) == ["full 100 %", "full, weights 4 bits 100 %", "full, weights 4 bits, products int8 100 %"]
-    exact, rounded = grid.settings[1:]
+    exact, rounded = grid.settings(sized)[1:]
     assert rounded.plan(Plan()) == replace(exact.plan(Plan()), compute="int8")
     assert rounded.identity() != exact.identity() and rounded.as_json()["compute"] == "int8"
     assert labels(replace(grid, computes=("int8",))) == [labels(grid)[0], labels(grid)[2]]
+
+
+def test_weights_that_are_stored_packed_are_multiplied_in_every_way_as_they_are() -> None:
+    """Others are compared with exact products of what is stored."""
+    settings = Grid(("full",), (Share(100),), computes=("exact", "int8")).settings(sized_packed)
+    assert [(one.compute, one.is_reference) for one in settings] == [("exact", True), ("int8", False)]
+
+
+def test_products_that_none_of_the_weights_allow_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="compute 'int8' is for weights that are packed into whole numbers, and those of tiny "
+    ):
+        Grid(("full",), (Share(100),), computes=("exact", "int8")).settings(sized)
 
 
 @pytest.mark.parametrize("policy", EVICTING)
@@ -75,13 +100,14 @@ def test_half_of_a_size_is_heavy_and_half_recent() -> None:
 
 def test_an_option_goes_to_the_policies_that_take_it_and_shows_in_their_rows() -> None:
     grid = Grid(("full", "h2o", "local", "streaming"), (Size(12),), beside=(("sinks", 2), ("hh_prompt_only", True)))
-    assert [setting.label for setting in grid.settings] == [
+    settings = grid.settings(sized)
+    assert [setting.label for setting in settings] == [
         "full",
         "h2o, sinks 2, hh-prompt-only",
         "local, hh-prompt-only",
         "streaming, sinks 2, hh-prompt-only",
     ]
-    for setting in grid.settings[1:]:
+    for setting in settings[1:]:
         assert setting.plan(Plan()).policy.occupancy(Batch((0,), (100,)), 50).counts(1) == (12,)
 
 

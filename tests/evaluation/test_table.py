@@ -16,6 +16,7 @@ from h2o_flexgen.evaluation.tasks.perplexity import BoundPerplexity, Perplexity
 from h2o_flexgen.evaluation.tasks.recall import RecallTask
 from h2o_flexgen.evaluation.tasks.task import Shown
 from h2o_flexgen.text.tokenizer import ByteTokenizer
+from tests.evaluation.test_grid import sized
 
 GRID = Grid(("full", "h2o", "local"), (Share(100), Share(5), Share(20)))
 BOUND = BoundPerplexity(((1, 2, 3, 4),), 1, 9, ByteTokenizer(300))
@@ -24,7 +25,7 @@ KINDS = ("visible questions", "hidden questions")
 
 def results() -> tuple[Results, ...]:
     losses = {("full", 100): (1.0, 1.2), ("h2o", 20): (1.1, 1.3), ("h2o", 5): (1.5, 1.7), ("local", 20): (2.0, 2.2)}
-    settings = {(one.policy, -one.amount.order): one for one in GRID.settings}
+    settings = {(one.policy, -one.amount.order): one for one in GRID.settings(sized)}
     perplexity, recall = {}, {}
     for place, values in losses.items():
         figure = Figure("perplexity", sum(values), 0.25, 2, examples=values)
@@ -57,7 +58,7 @@ def test_a_table_has_a_row_per_policy_a_column_per_budget_and_relations_to_the_f
 
 
 def test_fewer_bits_are_compared_with_kv_as_it_is_in_whatever_order_they_were_asked_for() -> None:
-    settings = Grid(("full",), (Share(100),), kv_codecs=("group4", "plain")).settings
+    settings = Grid(("full",), (Share(100),), kv_codecs=("group4", "plain")).settings(sized)
     cells = {
         one: Cell({}, (Figure("perplexity", 2.0, None, 1, examples=(loss,)),), 1.0) for one, loss in zip(settings, (0.5, 0.25))
     }

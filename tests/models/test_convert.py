@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from h2o_flexgen.core.folders import cache_folder
 from h2o_flexgen.models import convert as convert_module
 from h2o_flexgen.models import derived
 from h2o_flexgen.models.checkpoint import open_checkpoint
 from h2o_flexgen.models.convert import load_shard
-from h2o_flexgen.models.derived import CONVERTED, cache_folder
+from h2o_flexgen.models.derived import CONVERTED
 from h2o_flexgen.models.files import Progress
 from h2o_flexgen.models.leftovers import writer
 from h2o_flexgen.models.safetensors_format import TensorForm, write_safetensors

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from h2o_flexgen import LLM
+from h2o_flexgen.core.folders import cache_folder
 from h2o_flexgen.models import leftovers
-from h2o_flexgen.models.derived import MANIFEST, DerivedFolder, cache_folder
+from h2o_flexgen.models.derived import MANIFEST, DerivedFolder
 from h2o_flexgen.models.leftovers import Leftovers, is_on_disk_of_one_host, remove_leftovers, writer
 
 

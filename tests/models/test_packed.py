@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from h2o_flexgen.core.folders import cache_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.stage import Stage
@@ -25,7 +26,7 @@ from h2o_flexgen.models import derived as derived_module
 from h2o_flexgen.models import packed as packed_module
 from h2o_flexgen.models import reading as reading_module
 from h2o_flexgen.models.checkpoint import open_checkpoint
-from h2o_flexgen.models.derived import PACKED, DerivedFolder, cache_folder
+from h2o_flexgen.models.derived import PACKED, DerivedFolder
 from h2o_flexgen.models.leftovers import nbytes_in, remove_leftovers
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.models.stored import StoredTensor

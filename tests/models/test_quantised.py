@@ -127,7 +127,9 @@ def test_a_model_computes_with_what_its_checkpoint_means(
 # -- other forms -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("form", "codec"), [("fp8", "group8"), ("fp8", "group4"), ("mxfp8", "group4"), ("awq", "group4")])
+@pytest.mark.parametrize(
+    ("form", "codec"), [("fp8", "group8"), ("fp8", "group4"), ("mxfp8", "group4"), ("gptq-ordered", "group4")]
+)
 def test_what_takes_fewer_bytes_in_groups_is_packed_from_its_values(
     form: str, codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +138,7 @@ def test_what_takes_fewer_bytes_in_groups_is_packed_from_its_values(
     monkeypatch.setattr(stored_values_module, "PART_BYTES", 1)
     spec, data = everything(tmp_path / "model", tmp_path / "cache", codec)
     changed = {name for name in made.values if spec.tensors[name].codec == matrix_form(codec)}
-    assert bool(changed) == (form in ("fp8", "mxfp8") and codec == "group4")
+    assert bool(changed) == (codec == "group4")
     for name, values in made.values.items():
         expected, decoded = torch.empty(spec.tensors[name].nbytes, dtype=torch.uint8), torch.empty(values.shape)
         if name in changed:
@@ -264,7 +266,7 @@ def narrow(tensor: Tensor) -> Tensor:
         ("awq", put("scales", lambda one: one.float()), "scales .* has the dtype float32 where bfloat16 or float16 is read"),
         ("awq", put("qweight", lambda one: torch.cat((one, one), 1)), "codes of 8 bits; those of 4 bits are read"),
         ("awq", put("qweight", lambda one: one[:, 0]), "has the shape .* where 2 sizes are to stand"),
-        ("awq", put("scales", lambda one: one[:1]), "has 1 scales for 64 inputs: groups of 32 do not divide them so"),
+        ("compressed", put("weight_scale", lambda one: one[:, :1]), "has 1 scales for 64 inputs: groups of 32 do not divide"),
         ("gptq", put("qweight", lambda one: torch.cat((one, one))), "codes of 8 bits"),
         ("gptq", put("g_idx", lambda one: one + 1), "g_idx .* names a group that is not one of 2"),
         ("gptq-ordered", put("g_idx", lambda one: one * 0 + one[0].clamp(1)), "does not put 32 inputs into every group"),
@@ -290,7 +292,7 @@ def test_tensors_that_contradict_each_other_are_refused_by_name(
 def test_blocks_that_would_fit_otherwise_than_they_are_meant_are_refused(tmp_path: Path) -> None:
     save_quantised(KIND, tmp_path, Form(fp8_config(100, 100), fp8(100, 100)), **{**WIDE, "head_dim": 16})
     with pytest.raises(
-        ValueError, match="beside a weight of 160 x 64; scales are read for blocks of 128 x 128, 1 x 32, 1 x all"
+        ValueError, match="beside a weight of 64 x 160; scales are read for blocks of 128 x 128, 1 x 32, 1 x all"
     ):
         open_checkpoint(tmp_path)
 

@@ -91,11 +91,9 @@ def test_budgets_in_slots(options: dict[str, object], slots: tuple[int, int]) ->
     assert tuple(budget.slots for budget in budgets) == slots
 
 
-def test_products_of_8_bits_are_refused_without_packed_weights_and_without_a_word_of_flags() -> None:
-    assert Plan.create(compute="int8", weight_codec="group8").compute == "int8"
-    message = "^compute 'int8' needs packed weights; add weight_codec='group4' or 'group8'$"
-    with pytest.raises(ValueError, match=message):
-        Plan(compute="int8", kv_codec="group4")
+def test_products_of_8_bits_are_no_matter_of_the_plan_alone() -> None:
+    """A checkpoint's own weights may be packed; the model says so."""
+    assert Plan.create(compute="int8", weight_codec="group8").compute == Plan(compute="int8").compute == "int8"
     with pytest.raises(ValueError, match="compute 'int4' is unknown; known: exact, int8; did you mean int8"):
         Plan(compute="int4", weight_codec="group4")
 

@@ -35,6 +35,11 @@ def sized(spec: ModelSpec = SPEC) -> Callable[[Plan], ModelSpec]:
     return lambda plan: spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute)
 
 
+def stored_packed(plan: Plan) -> ModelSpec:
+    """A model whose own weights are packed."""
+    return SPEC.packed("group8").written_as(plan.weight_codec, plan.kv_codec, plan.compute)
+
+
 def problem(accelerator: bool = False, budgets: Budgets | None = None, **changes: object) -> Problem:
     asked = Problem(
         sized(), None, 20, 10, Plan(), on(SLOW, accelerator), budgets or Budgets(), Site(accelerator), batches=(1, 2, 3, 4)
@@ -128,12 +133,14 @@ def test_a_codec_is_taken_only_where_it_is_allowed() -> None:
         ("plain", {"computes": ("int8",)}, {("plain", "exact")}),
         ("group4", {"computes": ("int8",)}, {("group4", "exact"), ("group4", "int8")}),
         ("plain", {"codecs": CODECS, "computes": ("int8",)}, {("plain", "exact"), ("group4", "exact"), ("group4", "int8")}),
+        ("plain", {"model": stored_packed, "computes": ("int8",)}, {("plain", "exact"), ("plain", "int8")}),
+        ("plain", {"codecs": CODECS, "plan": Plan(compute="int8")}, {("group4", "int8")}),
     ],
 )
 def test_products_that_are_not_exact_are_tried_where_they_are_allowed_and_weights_are_packed(
     own: str, changes: dict[str, Any], expected: set[tuple[str, str]]
 ) -> None:
-    tried = search_module._bases(problem(plan=Plan(weight_codec=own), **changes))
+    tried = search_module._bases(problem(**{"plan": Plan(weight_codec=own), **changes}))
     assert {(plan.weight_codec, plan.compute) for plan in tried} == expected
 
 

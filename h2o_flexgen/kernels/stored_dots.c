@@ -1,0 +1,211 @@
+/* The product of few rows with a transposed matrix in a stored form, exact: dot products of float32 values, which are made in
+   registers from the bytes as they lie. A few outputs are multiplied at once, so that what is loaded of x serves all of them.
+
+   A row and an output have one chain of operations: sixteen sums of every sixteenth product, in the order of the inputs as their
+   codes lie, which are then added up in a fixed order. So an outcome does not depend on the rows beside it, nor on the width of
+   registers where there is FMA. */
+
+#include "stored_product.h"
+
+#define SUMS 16 /* of a row and an output */
+#define PARTS (SUMS / LANES)
+#if LANES == 16
+#define FEW_ROWS 6 /* most rows at once */
+#define OUTPUTS_OF(ROWS) 4
+#elif LANES == 8
+#define FEW_ROWS 4
+#define OUTPUTS_OF(ROWS) ((ROWS) == 1 ? 4 : (ROWS) == 2 ? 2 : 1)
+#else
+#define FEW_ROWS 2
+#define OUTPUTS_OF(ROWS) 1
+#endif
+#define MOST_OUTPUTS 4
+#define AT_ONCE 8 /* groups of outputs that a thread takes at once */
+
+/* -- rows -------------------------------------------------------------------------------------------------------------------- */
+
+/* Whether codes lie in pairs: then even inputs are multiplied before odd ones, for each 32 of them. */
+static ALWAYS_INLINE int lies_in_turn(int form)
+{
+    return form == FP4 || form == INT4;
+}
+
+/* Arranges x (rows, inputs) for a form, as float32, with zeros behind the last input of a row. */
+void arrange_dots(const char *x, float *out, long rows, long inputs, int kind, int form, int threads)
+{
+    const long columns = parts_of(inputs, PIECE) * PIECE, size = itemsize_of(kind);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long row = 0; row < rows; row++)
+        for (long at = 0; at < columns; at++) {
+            const long within = at % PIECE, input = lies_in_turn(form) ? at - within + within % 16 * 2 + within / 16 : at;
+            out[row * columns + at] = input < inputs ? load_value(x + (row * inputs + input) * size, kind) : 0.0f;
+        }
+}
+
+/* -- 32 inputs of an output -------------------------------------------------------------------------------------------------- */
+
+static ALWAYS_INLINE const uint8_t *bytes_of_piece(const stored_row *row, long first, int form)
+{
+    return is_block(form) ? block_of_row(row, first, form) : row->codes + first / (form == FP8 ? 1 : 2);
+}
+
+#if LANES == 16
+
+static ALWAYS_INLINE words words_of_16(const uint8_t *from)
+{
+    return (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+}
+
+/* Codes of four bits are looked up in a table of their values. */
+static ALWAYS_INLINE void look_up(words low, words high, floats table, floats *out)
+{
+    out[0] = (floats)_mm512_permutexvar_ps((__m512i)low, (__m512)table);
+    out[1] = (floats)_mm512_permutexvar_ps((__m512i)high, (__m512)table);
+}
+
+static ALWAYS_INLINE void floats_of_signed(__m512i low, __m512i high, int at, int form, const stored_shares *shares, floats *out)
+{
+    out[0] = __builtin_convertvector((integers)low, floats) * shares->scales[at];
+    out[1] = __builtin_convertvector((integers)high, floats) * shares->scales[form == Q6_K ? at + 1 : at];
+    for (int half = 0; half < 2 && has_minima(form); half++)
+        out[half] += shares->minima[at];
+}
+
+static ALWAYS_INLINE void floats_for_dots(const stored_row *row, long first, int form, const stored_shares *shares, floats *out)
+{
+    static const float whole[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    static const float of_fp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    const uint8_t *bytes = bytes_of_piece(row, first, form);
+    const int at = first % STRETCH / sharing_inputs(form), piece = first / PIECE % 8;
+    if (form == Q4_0 || form == Q4_1 || form == MXFP4 || form == FP4 || form == INT4) {
+        const words both = words_of_16(bytes + (form == Q4_0 ? 2 : form == Q4_1 ? 4 : form == MXFP4));
+        const floats codes = form == MXFP4 || form == FP4 ? LOAD(floats, of_fp4)
+                             : form == INT4               ? LOAD(floats, whole) - (float)shares->zeros[at]
+                                                          : LOAD(floats, whole) - (float)usual_zero(form);
+        const floats table = codes * shares->scales[at];
+        look_up(both, both >> 4, has_minima(form) ? table + shares->minima[at] : table, out);
+    } else if (form == Q4_K) {
+        const uint8_t *from = bytes + 16 + piece / 2 * 32;
+        const words low = words_of_16(from) >> piece % 2 * 4, high = words_of_16(from + 16) >> piece % 2 * 4;
+        look_up(low, high, LOAD(floats, whole) * shares->scales[at] + shares->minima[at], out);
+    } else if (form == Q8_0) {
+        const __m128i *from = (const __m128i *)(bytes + 2);
+        floats_of_signed(_mm512_cvtepi8_epi32(_mm_loadu_si128(from)), _mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)), at, form, shares, out);
+    } else if (form == FP8) {
+        stored_floats_of(row, first, form, shares, out);
+    } else {
+        const __m256i codes = (__m256i)(stored_codes_of(row, first, form) - (uint8_t)usual_zero(form));
+        floats_of_signed(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)), _mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)),
+                         at, form, shares, out);
+    }
+}
+
+#else
+
+static ALWAYS_INLINE void floats_for_dots(const stored_row *row, long first, int form, const stored_shares *shares, floats *out)
+{
+    if (lies_in_turn(form)) {
+        const stored_codes codes = nibbles_by_half(row->codes + first / 2);
+        floats_of_codes(form == FP4 ? codes_of_fp4(codes) : codes, first, form, shares, out);
+    } else {
+        stored_floats_of(row, first, form, shares, out);
+    }
+}
+
+#endif
+
+/* -- some outputs and some rows ---------------------------------------------------------------------------------------------- */
+
+typedef floats dot_sums[FEW_ROWS][PARTS];
+
+static ALWAYS_INLINE void add_piece(dot_sums *sums, const stored_row *rows_of_matrix, const stored_shares *shares, long first,
+                                    const float *x, long columns, int outputs, int rows, int form)
+{
+#pragma GCC unroll 4
+    for (int output = 0; output < outputs; output++) {
+        floats values[PIECE / LANES];
+        floats_for_dots(rows_of_matrix + output, first, form, shares + output, values);
+#pragma GCC unroll 6
+        for (int row = 0; row < rows; row++)
+#pragma GCC unroll 8
+            for (int at = 0; at < PIECE / LANES; at++)
+                sums[output][row][at % PARTS] += values[at] * LOAD(floats, x + row * columns + first + at * LANES);
+    }
+}
+
+static ALWAYS_INLINE float added_up(const floats *parts)
+{
+    floats sum = parts[0];
+#if PARTS == 2
+    sum += parts[1];
+#elif PARTS == 4
+    sum = (parts[0] + parts[2]) + (parts[1] + parts[3]);
+#endif
+    return sum_of(sum);
+}
+
+/* Behind the last output it is repeated: what comes of that is not stored. */
+static ALWAYS_INLINE void multiply(const stored_product *p, long first_output, long first_row, int outputs, int rows, int form)
+{
+    const stored_matrix *m = &p->matrix;
+    const float *x = p->given.x + first_row * p->given.columns;
+    stored_row rows_of_matrix[MOST_OUTPUTS];
+    stored_shares shares[MOST_OUTPUTS];
+    dot_sums sums[MOST_OUTPUTS];
+    memset(sums, 0, outputs * sizeof *sums);
+    for (int output = 0; output < outputs; output++)
+        rows_of_matrix[output] = stored_row_of(m, first_output + output < m->outputs ? first_output + output : m->outputs - 1);
+    for (long stretch = 0; stretch < m->inputs; stretch += STRETCH) {
+        const long end = m->inputs - stretch < STRETCH ? m->inputs : stretch + STRETCH;
+        for (int output = 0; output < outputs; output++)
+            read_shares(rows_of_matrix + output, stretch, form, shares + output);
+        for (long first = stretch; first < end; first += PIECE)
+            add_piece(sums, rows_of_matrix, shares, first, x, p->given.columns, outputs, rows, form);
+    }
+    for (int row = 0; row < rows; row++)
+        for (int output = 0; output < outputs && first_output + output < m->outputs; output++) {
+            const long at = first_output + output, size = itemsize_of(p->given.kind);
+            const float bias = p->given.bias ? p->given.bias[at] : 0.0f;
+            store_value(p->given.out + ((first_row + row) * m->outputs + at) * size, added_up(sums[output][row]) + bias, p->given.kind);
+        }
+}
+
+typedef void (*dots_action)(const stored_product *p, long first_output, long first_row);
+
+#if FEW_ROWS == 6
+#define EACH_FEW(DO, FORM) DO(1, FORM) DO(2, FORM) DO(3, FORM) DO(4, FORM) DO(5, FORM) DO(6, FORM)
+#elif FEW_ROWS == 4
+#define EACH_FEW(DO, FORM) DO(1, FORM) DO(2, FORM) DO(3, FORM) DO(4, FORM)
+#else
+#define EACH_FEW(DO, FORM) DO(1, FORM) DO(2, FORM)
+#endif
+#define DEFINED(ROWS, FORM)                                                                                                      \
+    static void multiply_##ROWS##_by_##FORM(const stored_product *p, long first_output, long first_row)                          \
+    {                                                                                                                            \
+        multiply(p, first_output, first_row, OUTPUTS_OF(ROWS), ROWS, FORM);                                                      \
+    }
+#define NAMED(ROWS, FORM) multiply_##ROWS##_by_##FORM,
+#define OF_FORM(FORM) EACH_FEW(DEFINED, FORM)
+EACH_FORM(OF_FORM)
+
+static ALWAYS_INLINE long outputs_of(long rows)
+{
+    return OUTPUTS_OF(rows);
+}
+
+void stored_dots(const stored_product *p, int form, int threads)
+{
+#define NAMES(FORM) {EACH_FEW(NAMED, FORM)},
+    static const dots_action actions[][FEW_ROWS] = {EACH_FORM(NAMES)};
+#undef NAMES
+    const long blocks = parts_of(p->given.rows, FEW_ROWS), outputs = p->matrix.outputs;
+    if (!blocks)
+        return;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, AT_ONCE)
+    for (long group = 0; group < parts_of(outputs, MOST_OUTPUTS); group++)
+        for (long block = 0; block < blocks; block++) {
+            const long first = block * p->given.rows / blocks, count = (block + 1) * p->given.rows / blocks - first;
+            for (long output = group * MOST_OUTPUTS; output < (group + 1) * MOST_OUTPUTS && output < outputs; output += outputs_of(count))
+                actions[form][count - 1](p, output, first);
+        }
+}

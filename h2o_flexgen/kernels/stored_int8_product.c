@@ -1,0 +1,263 @@
+/* The product of rows of int8 and a transposed matrix in a stored form of whole numbers. Inputs that share a scale are a part of a
+   group of 64; the dot product of a part is a whole number, and so is the sum of its codes of x. Then, part behind part,
+   value = value + (dot * scale of the output + sum of codes * minimum of the output), where there are minima, and group behind group
+   sum = sum + value * scale of x, every operation rounded by itself. So an outcome has the same bits in every library and in torch,
+   whatever lies beside its row.
+
+   Some groups of some tiles of outputs are prepared at a time: turned round, so that neighbours are the same inputs of neighbouring
+   outputs, which registers of dot products want. They stay in the cache for all rows. */
+
+#include "int8_sums.h"
+#include "squares.h"
+#include "stored_values.h"
+
+#define GROUPS_OF_STRETCH (STRETCH / GROUP)
+#define GROUPS_AT_ONCE (2 * GROUPS_OF_STRETCH)
+
+typedef struct {
+    factors of;
+    const int32_t *wholes; /* (rows, parts of all groups): the sums of the codes of x */
+    stored_matrix matrix;
+    int form;
+} product;
+
+/* What a loop over prepared blocks depends on. A block has a byte for each code, planes one behind the other, then the scales of each
+   part and the minima of each part as float32. */
+typedef struct {
+    int bits, parts, minima;
+} block_kind;
+
+static ALWAYS_INLINE int bits_of(int form)
+{
+    const int most = largest_code(form);
+    return most < 16 ? 4 : most < 32 ? 5 : most < 64 ? 6 : 8;
+}
+
+/* INT4 with zeros of its own has minima: a zero times its scale is exact. */
+static ALWAYS_INLINE block_kind kind_of(const stored_matrix *matrix, int form)
+{
+    const long together = form == INT4 || form == FP4 ? matrix->scale_inputs : sharing_inputs(form);
+    const block_kind found = {bits_of(form), together < GROUP ? GROUP / (int)together : 1, has_minima(form) || matrix->zeros};
+    return found;
+}
+
+static ALWAYS_INLINE long shares_at(block_kind kind, int number, int part) /* scales (number 0) or minima (number 1) */
+{
+    return TILE * (GROUP * planes_of(kind.bits) + 4 * (kind.parts * number + part));
+}
+
+static ALWAYS_INLINE long bytes_of(block_kind kind)
+{
+    return shares_at(kind, 1 + kind.minima, 0);
+}
+
+#define MOST_BYTES (TILE * (GROUP * (WHOLE_DWORDS ? 1 : 2) + 4 * 4)) /* Q8_0 has two planes and two scales, Q6_K four scales */
+
+/* -- preparing ---------------------------------------------------------------------------------------------------------------- */
+
+static ALWAYS_INLINE void prepare_codes(const stored_row *rows, long first, int form, uint8_t *out)
+{
+    uint8_t codes[TILE][GROUP] __attribute__((aligned(LINE)));
+    const int has_both = first + PIECE < rows->matrix->inputs;
+#pragma GCC unroll 4
+    for (int output = 0; output < TILE; output++) {
+        const stored_codes one = stored_codes_of(rows + output, first, form);
+        const stored_codes other = has_both ? stored_codes_of(rows + output, first + PIECE, form) : (stored_codes){0};
+        memcpy(codes[output], &one, sizeof one);
+        memcpy(codes[output] + PIECE, &other, sizeof other);
+    }
+    for (int part = 0; part < PARTS; part++)
+        for (int dword = 0; dword < X_DWORDS; dword += LANES) {
+            words square[LANES];
+#pragma GCC unroll 16
+            for (int at = 0; at < LANES; at++)
+                square[at] = LOAD(words, codes[LANES * part + at] + 4 * dword);
+            turn(square);
+#pragma GCC unroll 16
+            for (int at = 0; at < LANES; at++)
+                for (int plane = 0, planes = planes_of(bits_of(form)); plane < planes; plane++) {
+                    const words of_plane = planes == 1 ? square[at] : square[at] >> (4 * plane) & 0x0f0f0f0f;
+                    memcpy(out + 4 * (TILE * (X_DWORDS * plane + dword + at) + LANES * part), &of_plane, sizeof of_plane);
+                }
+        }
+}
+
+/* The scales and minima of a row, in the blocks of a stretch; zeros where it has ended. */
+static ALWAYS_INLINE void prepare_shares(const stored_row *row, long first, int form, block_kind kind, int output, uint8_t *out)
+{
+    stored_shares shares;
+    const long left = row->matrix->inputs - first, together = GROUP / kind.parts, step = together / sharing_inputs(form);
+    read_shares(row, first, form, &shares);
+    for (int at = 0; at < GROUPS_OF_STRETCH * kind.parts; at++) {
+        const int is_there = at * together < left;
+        const float scale = is_there ? shares.scales[at * step] : 0.0f;
+        uint8_t *block = out + at / kind.parts * bytes_of(kind) + 4 * output;
+        memcpy(block + shares_at(kind, 0, at % kind.parts), &scale, sizeof scale);
+        if (kind.minima) {
+            const float own = form == INT4 ? (float)-shares.zeros[at * step] * shares.scales[at * step] : shares.minima[at * step];
+            const float minimum = is_there ? own : 0.0f;
+            memcpy(block + shares_at(kind, 1, at % kind.parts), &minimum, sizeof minimum);
+        }
+    }
+}
+
+/* Some groups of a tile, from the beginning of a stretch on; behind the last output it is repeated. */
+static ALWAYS_INLINE void prepare_tile(const stored_matrix *matrix, int form, long tile, long group, long groups, uint8_t *out)
+{
+    const block_kind kind = kind_of(matrix, form);
+    stored_row rows[TILE];
+    for (long output = 0, last = matrix->outputs - 1; output < TILE; output++)
+        rows[output] = stored_row_of(matrix, tile * TILE + output < last ? tile * TILE + output : last);
+    for (long at = 0; at < groups; at++)
+        prepare_codes(rows, (group + at) * GROUP, form, out + at * bytes_of(kind));
+    for (long at = 0; at < groups; at += GROUPS_OF_STRETCH)
+        for (int output = 0; output < TILE; output++)
+            prepare_shares(rows + output, (group + at) * GROUP, form, kind, output, out + at * bytes_of(kind));
+}
+
+typedef void (*prepare_action)(const stored_matrix *matrix, long tile, long group, long groups, uint8_t *out);
+
+#define PREPARE(FORM)                                                                                                            \
+    static void prepare_##FORM(const stored_matrix *matrix, long tile, long group, long groups, uint8_t *out)                    \
+    {                                                                                                                            \
+        prepare_tile(matrix, FORM, tile, group, groups, out);                                                                    \
+    }
+#define PREPARES(FORM) prepare_##FORM,
+
+EACH_FORM(PREPARE)
+
+static const prepare_action prepare_actions[] = {EACH_FORM(PREPARES)};
+
+/* -- multiplying -------------------------------------------------------------------------------------------------------------- */
+
+static ALWAYS_INLINE floats share_at(const uint8_t *block, block_kind kind, int number, int part, int place)
+{
+    return LOAD(floats, block + shares_at(kind, number, part) + 4 * LANES * place);
+}
+
+/* Adds some groups to the sums of some rows. `zero` is that of all codes. */
+static ALWAYS_INLINE void multiply(const product *p, const uint8_t *blocks, long first, long groups, long row, int zero,
+                                   floats (*sums)[REGISTERS], int rows, block_kind kind)
+{
+    const long x_row = p->of.groups * GROUP, dwords = X_DWORDS / kind.parts;
+    floats held[MOST_ROWS][REGISTERS];
+    memcpy(held, sums, rows * sizeof *held);
+    for (long group = 0; group < groups; group++) {
+        const long at_group = row * p->of.groups + first + group;
+        const uint8_t *block[TILES];
+        floats values[MOST_ROWS][REGISTERS];
+#pragma GCC unroll 4
+        for (int tile = 0; tile < TILES; tile++)
+            block[tile] = blocks + (tile * GROUPS_AT_ONCE + group) * bytes_of(kind);
+#pragma GCC unroll 4
+        for (int part = 0; part < kind.parts; part++) {
+            integers dots[MOST_ROWS][REGISTERS] = {0};
+            int32_t wholes[MOST_ROWS];
+#pragma GCC unroll 8
+            for (int next = 0; next < rows; next++)
+                wholes[next] = p->wholes[(at_group + next * p->of.groups) * kind.parts + part];
+#pragma GCC unroll 8
+            for (int next = 0; next < rows && !kind.minima; next++)
+#pragma GCC unroll 8
+                for (int at = 0; at < REGISTERS; at++)
+                    dots[next][at] = -zero * wholes[next] - (integers){0};
+            add_dots(block, p->of.codes + at_group * GROUP, x_row, rows, dwords * part, dwords, kind.bits, 1, dots);
+#pragma GCC unroll 8
+            for (int at = 0; at < REGISTERS; at++) {
+                const floats scale = share_at(block[at / PARTS], kind, 0, part, at % PARTS);
+                const floats minimum = kind.minima ? share_at(block[at / PARTS], kind, 1, part, at % PARTS) : scale;
+#pragma GCC unroll 8
+                for (int next = 0; next < rows; next++) {
+                    floats value = rounded(__builtin_convertvector(dots[next][at], floats) * scale);
+                    if (kind.minima)
+                        value += rounded((float)wholes[next] * minimum);
+                    values[next][at] = part ? values[next][at] + value : value;
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int next = 0; next < rows; next++)
+#pragma GCC unroll 8
+            for (int at = 0; at < REGISTERS; at++)
+                held[next][at] += rounded(values[next][at] * p->of.scales[at_group + next * p->of.groups]);
+    }
+    memcpy(sums, held, rows * sizeof *held);
+}
+
+typedef void (*action)(const product *p, const uint8_t *blocks, long first, long groups, long row, int zero,
+                       floats (*sums)[REGISTERS]);
+
+#define DEFINED(ROWS, BITS, PARTED, MINIMA)                                                                                      \
+    static void multiply_##ROWS##_##BITS##_##PARTED##_##MINIMA(const product *p, const uint8_t *blocks, long first, long groups, \
+                                                               long row, int zero, floats (*sums)[REGISTERS])                    \
+    {                                                                                                                            \
+        multiply(p, blocks, first, groups, row, zero, sums, ROWS, (block_kind){BITS, PARTED, MINIMA});                           \
+    }
+#define NAMED(ROWS, BITS, PARTED, MINIMA) multiply_##ROWS##_##BITS##_##PARTED##_##MINIMA,
+
+#if WHOLE_DWORDS /* bits of codes make no difference */
+#define EACH_KIND(DO) DO(8, 1, 0) DO(8, 1, 1) DO(8, 2, 0) DO(8, 2, 1) DO(8, 4, 0)
+#else
+#define EACH_KIND(DO) DO(4, 1, 0) DO(4, 1, 1) DO(4, 2, 0) DO(4, 2, 1) DO(5, 2, 0) DO(5, 2, 1) DO(8, 2, 0) DO(6, 4, 0)
+#endif
+#define EACH_DEFINED(...) ALL_ROWS(DEFINED, __VA_ARGS__)
+#define EACH_LISTED(...) {{__VA_ARGS__}, {ALL_ROWS(NAMED, __VA_ARGS__)}},
+
+EACH_KIND(EACH_DEFINED)
+
+static const struct {
+    block_kind kind;
+    action actions[MOST_ROWS];
+} kinds[] = {EACH_KIND(EACH_LISTED)};
+
+static const action *actions_of(block_kind kind)
+{
+    for (unsigned at = 0; at < sizeof kinds / sizeof *kinds; at++)
+        if (kinds[at].kind.parts == kind.parts && kinds[at].kind.minima == kind.minima &&
+            (WHOLE_DWORDS || kinds[at].kind.bits == kind.bits))
+            return kinds[at].actions;
+    return kinds->actions; /* there is no such form */
+}
+
+/* -- the order of the work ---------------------------------------------------------------------------------------------------- */
+
+/* Asks for a share of the rows behind some tiles, which come next. */
+static ALWAYS_INLINE void fetch_next(const stored_matrix *matrix, long first_tile, long turn, long turns)
+{
+    const long nbytes = TILES * TILE * matrix->code_row, first = (first_tile + TILES) * TILE;
+    const uint8_t *from = matrix->codes + first * matrix->code_row;
+    for (long at = nbytes * turn / turns; first < matrix->outputs && at < nbytes * (turn + 1) / turns; at += LINE)
+        __builtin_prefetch(from + at, 0, 2);
+}
+
+static ALWAYS_INLINE void multiply_tiles(const product *p, const action *actions, long first_tile, long first_row)
+{
+    const long left = p->of.rows - first_row, rows = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
+    const long parts = (rows + MOST_ROWS - 1) / MOST_ROWS, turns = (p->of.groups + GROUPS_AT_ONCE - 1) / GROUPS_AT_ONCE;
+    floats sums[ROWS_AT_ONCE][REGISTERS];
+    uint8_t room[TILES * GROUPS_AT_ONCE * MOST_BYTES] __attribute__((aligned(LINE)));
+    const long size = bytes_of(kind_of(&p->matrix, p->form));
+    memset(sums, 0, rows * sizeof *sums);
+    for (long turn = 0; turn < turns; turn++) {
+        const long group = turn * GROUPS_AT_ONCE, behind = p->of.groups - group;
+        const long groups = behind < GROUPS_AT_ONCE ? behind : GROUPS_AT_ONCE;
+        fetch_next(&p->matrix, first_tile, turn, turns);
+        for (int tile = 0; tile < TILES; tile++)
+            prepare_actions[p->form](&p->matrix, first_tile + tile, group, groups, room + tile * GROUPS_AT_ONCE * size);
+        for (long part = 0, row = 0; part < parts; part++) {
+            const long count = (rows - row + parts - part - 1) / (parts - part); /* about the same in each part */
+            actions[count - 1](p, room, group, groups, first_row + row, usual_zero(p->form), sums + row);
+            row += count;
+        }
+    }
+    finish(&p->of, first_row, rows, first_tile, sums);
+}
+
+void stored_int8_product(const product *p, int threads)
+{
+    const action *actions = actions_of(kind_of(&p->matrix, p->form));
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long tile = 0; tile < (p->of.outputs + TILE - 1) / TILE; tile += TILES)
+        for (long row = 0; row < p->of.rows; row += ROWS_AT_ONCE)
+            multiply_tiles(p, actions, tile, row);
+}

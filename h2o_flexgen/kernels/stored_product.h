@@ -1,0 +1,11 @@
+/* What the products of rows with matrices in stored forms are told. */
+
+#pragma once
+
+#include "panels.h"
+#include "stored_values.h"
+
+typedef struct {
+    product given; /* without `data` */
+    stored_matrix matrix;
+} stored_product;

@@ -1,0 +1,387 @@
+/* Matrices in the forms in which checkpoints store them: where codes, scales and zeros of a row lie, and 32 of its inputs as codes or
+   as float32. Every form of whole numbers is seen in one way: a value is (code - zero) * scale + minimum, whose codes are unsigned
+   bytes in the order of the inputs, and 16 or 32 inputs share the rest. Products of a code and a scale are exact in float32, so it
+   does not matter whether a compiler fuses them with a sum. A minimum of -0 changes nothing, not even the sign of a zero.
+
+   `form` is a constant wherever it is an argument: what a form does not need is not compiled. */
+
+#pragma once
+
+#include "vectors.h"
+
+#pragma GCC diagnostic ignored "-Wpsabi" /* vectors wider than registers are never handed to a function that is called */
+
+#define PIECE 32    /* inputs that are read at once */
+#define STRETCH 256 /* inputs whose scales are read at once: a block of the forms with the longest ones */
+
+/* Blocks are those of GGUF, the others lie in sections. Python numbers them in the same order (stored_matrix.py). */
+enum form { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, FP8, FP4, INT4 };
+#define EACH_FORM(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K) DO(MXFP4) DO(FP8) DO(FP4) DO(INT4)
+
+enum { E8M0 = HALF + 1 }; /* a scale that is a power of two: its exponent, which 127 is added to, as a byte */
+
+typedef struct {
+    const uint8_t *codes;               /* or blocks */
+    const uint8_t *scales, *zeros;      /* sections; zeros may be NULL: all are 8 */
+    long code_row, scale_row, zero_row; /* bytes from one row (of scales: from some rows that share them) to the next */
+    long scale_rows, scale_inputs;      /* rows and inputs that share a scale of a section; inputs are a multiple of 32 */
+    long outputs, inputs;               /* inputs are a multiple of 32, or of a whole block, but with FP8 */
+    int scale_kind;                     /* of sections */
+} stored_matrix;
+
+typedef struct {
+    const uint8_t *codes, *scales, *zeros;
+    const stored_matrix *matrix;
+} stored_row;
+
+/* What the inputs of a stretch share, 16 or 32 of them in turn. */
+typedef struct {
+    float scales[STRETCH / 16], minima[STRETCH / 16];
+    int32_t zeros[STRETCH / 16];
+} stored_shares;
+
+typedef uint8_t stored_codes __attribute__((vector_size(PIECE)));
+
+/* -- what forms are --------------------------------------------------------------------------------------------------------- */
+
+static ALWAYS_INLINE int is_block(int form)
+{
+    return form <= MXFP4;
+}
+
+static ALWAYS_INLINE long block_values(int form)
+{
+    return form == Q4_K || form == Q5_K || form == Q6_K ? 256 : 32;
+}
+
+static ALWAYS_INLINE long stored_block_bytes(int form)
+{
+    switch (form) {
+    case Q4_0: return 18;
+    case Q4_1: return 20;
+    case Q5_0: return 22;
+    case Q5_1: return 24;
+    case Q8_0: return 34;
+    case Q4_K: return 144;
+    case Q5_K: return 176;
+    case Q6_K: return 210;
+    default: return 17;
+    }
+}
+
+static ALWAYS_INLINE int sharing_inputs(int form) /* of a piece: 16 of them or all 32 share a scale */
+{
+    return form == Q6_K ? 16 : 32;
+}
+
+static ALWAYS_INLINE int has_minima(int form)
+{
+    return form == Q4_1 || form == Q5_1 || form == Q4_K || form == Q5_K;
+}
+
+/* The zero that all codes of a form have, but for those of INT4 with zeros of their own. */
+static ALWAYS_INLINE int usual_zero(int form)
+{
+    switch (form) {
+    case Q4_0:
+    case INT4: return 8;
+    case Q5_0: return 16;
+    case Q8_0: return 128;
+    case Q6_K: return 32;
+    case MXFP4:
+    case FP4: return 12;
+    default: return 0;
+    }
+}
+
+static ALWAYS_INLINE int largest_code(int form) /* of forms of whole numbers */
+{
+    switch (form) {
+    case Q8_0: return 255;
+    case Q6_K: return 63;
+    case Q5_0:
+    case Q5_1:
+    case Q5_K: return 31;
+    case MXFP4:
+    case FP4: return 24; /* twice the value, and 12 */
+    default: return 15;
+    }
+}
+
+static ALWAYS_INLINE stored_row stored_row_of(const stored_matrix *m, long output)
+{
+    const stored_row found = {m->codes + output * m->code_row, m->scales + output / m->scale_rows * m->scale_row,
+                              m->zeros ? m->zeros + output * m->zero_row : m->zeros, m};
+    return found;
+}
+
+/* -- codes ------------------------------------------------------------------------------------------------------------------- */
+
+typedef uint8_t bytes16 __attribute__((vector_size(16)));
+
+static ALWAYS_INLINE stored_codes joined(bytes16 first, bytes16 second)
+{
+#ifdef __AVX2__
+    return (stored_codes)_mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)first), (__m128i)second, 1);
+#else
+    stored_codes both;
+    memcpy(&both, &first, sizeof first);
+    memcpy((char *)&both + sizeof first, &second, sizeof second);
+    return both;
+#endif
+}
+
+static ALWAYS_INLINE stored_codes nibbles_by_half(const uint8_t *from) /* low ones first, then high ones */
+{
+    const bytes16 both = LOAD(bytes16, from);
+    return joined(both & 15, both >> 4);
+}
+
+static ALWAYS_INLINE stored_codes nibbles_in_turn(const uint8_t *from) /* low and high ones of each byte */
+{
+    const bytes16 both = LOAD(bytes16, from), low = both & 15, high = both >> 4;
+#ifdef __AVX2__
+    return joined((bytes16)_mm_unpacklo_epi8((__m128i)low, (__m128i)high), (bytes16)_mm_unpackhi_epi8((__m128i)low, (__m128i)high));
+#else
+    return joined(__builtin_shuffle(low, high, (bytes16){0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}),
+                  __builtin_shuffle(low, high, (bytes16){8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31}));
+#endif
+}
+
+/* Sixteen where a bit of a code is set, which lies by itself. */
+static ALWAYS_INLINE stored_codes fifth_bits(const uint8_t *from)
+{
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+    return (stored_codes)_mm256_maskz_set1_epi8(LOAD(uint32_t, from), 16);
+#elif defined(__AVX2__)
+    const __m256i places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201ull);
+    const __m256i found = _mm256_shuffle_epi8(_mm256_set1_epi32((int)LOAD(uint32_t, from)), places);
+    return (stored_codes)_mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(found, bit), bit), _mm256_set1_epi8(16));
+#else
+    uint8_t found[PIECE];
+    for (int at = 0; at < PIECE; at++)
+        found[at] = (uint8_t)((from[at / 8] >> at % 8 & 1) << 4);
+    return LOAD(stored_codes, found);
+#endif
+}
+
+static ALWAYS_INLINE stored_codes codes_of_fp4(stored_codes from) /* twice the value of float4 e2m1, and 12 */
+{
+#define CODES_OF_FP4 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
+#ifdef __AVX2__
+    const __m256i table = _mm256_setr_epi8(CODES_OF_FP4, CODES_OF_FP4);
+    return (stored_codes)_mm256_shuffle_epi8(table, (__m256i)from);
+#else
+    static const uint8_t table[16] = {CODES_OF_FP4};
+    uint8_t found[PIECE];
+    for (int at = 0; at < PIECE; at++)
+        found[at] = table[from[at]];
+    return LOAD(stored_codes, found);
+#endif
+}
+
+static ALWAYS_INLINE const uint8_t *block_of_row(const stored_row *row, long first, int form)
+{
+    return row->codes + first / block_values(form) * stored_block_bytes(form);
+}
+
+/* The bytes of FP8, and zeros behind the last input of a row. */
+static ALWAYS_INLINE stored_codes codes_of_fp8(const stored_row *row, long first)
+{
+    const long left = row->matrix->inputs - first;
+    uint8_t filled[PIECE] = {0};
+    if (left >= PIECE)
+        return LOAD(stored_codes, row->codes + first);
+    memcpy(filled, row->codes + first, left);
+    return LOAD(stored_codes, filled);
+}
+
+/* The codes of 32 inputs from `first` on, a multiple of 32. */
+static ALWAYS_INLINE stored_codes stored_codes_of(const stored_row *row, long first, int form)
+{
+    const uint8_t *block = is_block(form) ? block_of_row(row, first, form) : row->codes + first / 2;
+    const int piece = first / PIECE % 8;
+    switch (form) {
+    case Q4_0: return nibbles_by_half(block + 2);
+    case Q4_1: return nibbles_by_half(block + 4);
+    case Q5_0: return nibbles_by_half(block + 6) | fifth_bits(block + 2);
+    case Q5_1: return nibbles_by_half(block + 8) | fifth_bits(block + 4);
+    case Q8_0: return LOAD(stored_codes, block + 2) ^ 0x80;
+    case Q4_K: return LOAD(stored_codes, block + 16 + piece / 2 * 32) >> piece % 2 * 4 & 15;
+    case Q5_K:
+        return (LOAD(stored_codes, block + 48 + piece / 2 * 32) >> piece % 2 * 4 & 15) | (LOAD(stored_codes, block + 16) >> piece & 1) << 4;
+    case Q6_K:
+        return (LOAD(stored_codes, block + piece / 4 * 64 + piece % 2 * 32) >> piece % 4 / 2 * 4 & 15) |
+               (LOAD(stored_codes, block + 128 + piece / 4 * 32) >> piece % 4 * 2 & 3) << 4;
+    case MXFP4: return codes_of_fp4(nibbles_by_half(block + 1));
+    case FP4: return codes_of_fp4(nibbles_in_turn(block));
+    case INT4: return nibbles_in_turn(block);
+    default: return codes_of_fp8(row, first);
+    }
+}
+
+/* -- what inputs share -------------------------------------------------------------------------------------------------------- */
+
+static ALWAYS_INLINE float load_half(const uint8_t *from)
+{
+#ifdef __F16C__
+    return _cvtsh_ss(LOAD(uint16_t, from));
+#else
+    return half_to_float(LOAD(uint16_t, from));
+#endif
+}
+
+/* A power of two, or half of it, whose exponent is a byte: small ones are subnormal. */
+static ALWAYS_INLINE float float_of_e8m0(uint8_t exponent)
+{
+    return float_of_bits(exponent == 255 ? 0x7fc00000u : exponent ? (uint32_t)exponent << 23 : 0x00400000u);
+}
+
+static ALWAYS_INLINE float half_of_e8m0(uint8_t exponent)
+{
+    return float_of_bits(exponent < 2 ? 0x00200000u << exponent : (uint32_t)(exponent - 1) << 23);
+}
+
+static ALWAYS_INLINE float load_scale(const uint8_t *scales, long number, int kind)
+{
+    return kind == E8M0 ? float_of_e8m0(scales[number])
+                        : kind == HALF ? load_half(scales + 2 * number) : load_value((const char *)scales + number * itemsize_of(kind), kind);
+}
+
+/* Scales and minima of six bits each. */
+static ALWAYS_INLINE void read_six_bits(const uint8_t *from, uint8_t *scales, uint8_t *minima)
+{
+    const uint32_t a = LOAD(uint32_t, from), b = LOAD(uint32_t, from + 4), c = LOAD(uint32_t, from + 8);
+    const uint32_t lower[2] = {a & 0x3f3f3f3f, (c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)};
+    const uint32_t upper[2] = {b & 0x3f3f3f3f, (c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)};
+    memcpy(scales, lower, sizeof lower);
+    memcpy(minima, upper, sizeof upper);
+}
+
+static ALWAYS_INLINE void read_shares_of_256(const uint8_t *block, int form, stored_shares *to)
+{
+    const float scale = load_half(block + (form == Q6_K ? 208 : 0));
+    if (form == Q6_K) {
+#pragma omp simd
+        for (int at = 0; at < 16; at++)
+            to->scales[at] = scale * (float)(int8_t)block[192 + at];
+    } else {
+        const float minimum = load_half(block + 2);
+        uint8_t scales[8], minima[8];
+        read_six_bits(block + 4, scales, minima);
+#pragma omp simd
+        for (int at = 0; at < 8; at++) {
+            to->scales[at] = scale * (float)scales[at];
+            to->minima[at] = -(minimum * (float)minima[at]);
+        }
+    }
+}
+
+/* What the 32 inputs from `first` on share, of forms with one scale for them. */
+static ALWAYS_INLINE void read_share(const stored_row *row, long first, int form, float *scale, float *minimum, int32_t *zero)
+{
+    const uint8_t *block = is_block(form) ? block_of_row(row, first, form) : row->codes;
+    const long number = is_block(form) ? 0 : first / row->matrix->scale_inputs;
+    *zero = form == INT4 && row->zeros ? row->zeros[number] : usual_zero(form);
+    *minimum = has_minima(form) ? load_half(block + 2) : -0.0f;
+    if (form == MXFP4)
+        *scale = half_of_e8m0(block[0]);
+    else if (form == FP4)
+        *scale = row->scales[number] == 255 ? float_of_e8m0(255) : half_of_e8m0(row->scales[number]);
+    else
+        *scale = is_block(form) ? load_half(block) : load_scale(row->scales, number, row->matrix->scale_kind);
+}
+
+/* Eight values of float16, so many bytes apart. */
+static ALWAYS_INLINE void read_eight_halves(const uint8_t *from, long step, float *to)
+{
+#ifdef __AVX2__
+    uint64_t four[2];
+    for (int at = 0; at < 2; at++, from += 4 * step)
+        four[at] = LOAD(uint16_t, from) | (uint64_t)LOAD(uint16_t, from + step) << 16 |
+                   (uint64_t)LOAD(uint16_t, from + 2 * step) << 32 | (uint64_t)LOAD(uint16_t, from + 3 * step) << 48;
+    _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_set_epi64x((long long)four[1], (long long)four[0])));
+#else
+    for (int at = 0; at < 8; at++)
+        to[at] = load_half(from + at * step);
+#endif
+}
+
+/* What a whole stretch shares, of blocks of 32 inputs with a scale in float16. */
+static ALWAYS_INLINE void read_shares_of_blocks(const uint8_t *blocks, int form, stored_shares *to)
+{
+    read_eight_halves(blocks, stored_block_bytes(form), to->scales);
+    if (has_minima(form))
+        read_eight_halves(blocks + 2, stored_block_bytes(form), to->minima);
+    for (int at = 0; at < STRETCH / PIECE; at++) {
+        if (!has_minima(form))
+            to->minima[at] = -0.0f;
+        to->zeros[at] = usual_zero(form);
+    }
+}
+
+/* What the inputs from `first` on share, a multiple of 256: those of a stretch, or all that are left. */
+static ALWAYS_INLINE void read_shares(const stored_row *row, long first, int form, stored_shares *to)
+{
+    const long left = row->matrix->inputs - first, pieces = ((left < STRETCH ? left : STRETCH) + PIECE - 1) / PIECE;
+    if (block_values(form) == STRETCH) {
+        for (int at = 0; at < STRETCH / sharing_inputs(form); at++) {
+            to->minima[at] = -0.0f;
+            to->zeros[at] = usual_zero(form);
+        }
+        read_shares_of_256(block_of_row(row, first, form), form, to);
+    } else if (is_block(form) && form != MXFP4 && left >= STRETCH) {
+        read_shares_of_blocks(block_of_row(row, first, form), form, to);
+    } else {
+        for (long at = 0; at < pieces; at++)
+            read_share(row, first + at * PIECE, form, to->scales + at, to->minima + at, to->zeros + at);
+    }
+}
+
+/* -- values ------------------------------------------------------------------------------------------------------------------ */
+
+/* Values of float8 e4m3fn in the lowest byte of each word: the exponent is 120 lower than that of a float. */
+static ALWAYS_INLINE floats floats_of_fp8(words from)
+{
+    const words magnitude = from & 0x7f, sign = (from & 0x80) << 24, is_nan = (words)(magnitude == 0x7f) & 0x7fc00000;
+    return (floats)(sign | (words)((floats)(magnitude << 20) * float_of_bits((127u + 120u) << 23)) | is_nan);
+}
+
+static ALWAYS_INLINE words words_of_bytes16(bytes16 from, int part) /* a register of the lowest of them, or of those behind */
+{
+#if LANES == 16
+    return (words)_mm512_cvtepu8_epi32((__m128i)from);
+#elif LANES == 8
+    return (words)_mm256_cvtepu8_epi32(part ? _mm_srli_si128((__m128i)from, 8) : (__m128i)from);
+#else
+    bytes some;
+    memcpy(&some, (const char *)&from + part * LANES, sizeof some);
+    return __builtin_convertvector(some, words);
+#endif
+}
+
+/* The values of the codes of 32 inputs from `first` on, a multiple of 32, when the shares of their stretch are known. */
+static ALWAYS_INLINE void floats_of_codes(stored_codes codes, long first, int form, const stored_shares *shares, floats *out)
+{
+    bytes16 half[2];
+    memcpy(half, &codes, sizeof codes);
+#pragma GCC unroll 2
+    for (int next = 0; next < 2; next++) {
+        const int at = (first % STRETCH + 16 * next) / sharing_inputs(form);
+#pragma GCC unroll 4
+        for (int part = 0; part < 16 / LANES; part++) {
+            const words from = words_of_bytes16(half[next], part);
+            floats *to = out + (16 / LANES) * next + part;
+            if (form == FP8)
+                *to = floats_of_fp8(from) * shares->scales[at];
+            else
+                *to = __builtin_convertvector((integers)from - shares->zeros[at], floats) * shares->scales[at] + shares->minima[at];
+        }
+    }
+}
+
+static ALWAYS_INLINE void stored_floats_of(const stored_row *row, long first, int form, const stored_shares *shares, floats *out)
+{
+    floats_of_codes(stored_codes_of(row, first, form), first, form, shares, out);
+}
