@@ -56,8 +56,8 @@ class Importing:
         sections = sections_of(self.codec, out.view(1, -1), outputs, inputs)
         codes = sections[0].view(outputs, -1)
         _CODES[self.method](self.words, codes)
-        scales = self._for_each_group(self._by_outputs(self.scales)).contiguous()
-        sections[1].copy_(scales.view(torch.uint8).flatten())
+        scales = self._for_each_group(self._by_outputs(self.scales))
+        sections[1].copy_(scales.flatten().view(torch.uint8))
         if self.codec.zeros:
             sections[2].copy_(self._for_each_group(self._zeros(outputs)).flatten())
         if self.codec.ordered:
