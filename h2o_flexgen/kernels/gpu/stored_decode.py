@@ -47,25 +47,40 @@ def decode_kernel(
     WORDS: tl.constexpr,
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    own = tl.minimum(row, rows - 1)
+    own, is_row = tl.minimum(row, rows - 1), (row < rows)[:, :, None]
     word = (tl.program_id(1) * WORDS + tl.arange(0, WORDS))[None, :]
-    there = word * (32 // FORM.bits) < columns
     block = block_at(data, own, word, row_bytes, FORM)
     words = words_of(block, word, columns, FORM, AT_ONCE)
-    upper = upper_of(block, word, there, FORM, AT_ONCE) if FORM.upper != "" else words
-    byte = tl.arange(0, 4)[None, None, :]
-    for half in tl.static_range(8 // FORM.bits):
-        scale, minimum, zero = shared_by(block, scales, zeros, own, word, columns, there, half, FORM, AT_ONCE)
-        codes = codes_of(words, upper, half, FORM)
-        values = as_float((codes[:, :, None] >> (byte * 8).to(tl.uint32)) & 0xFF, FORM)
-        if FORM.has_zeros:
-            values -= zero[:, :, None]
-        values *= scale[:, :, None]
-        if FORM.has_minimum:
-            values += minimum[:, :, None]
-        column = first_input(word, half, FORM)[:, :, None] + byte * FORM.step
-        is_column = column < columns
+    upper = upper_of(block, word, columns, FORM, AT_ONCE) if FORM.upper != "" else words
+    beginning = out + row[:, :, None] * columns
+    if FORM.takes_turns:
+        low = _values(words, upper, block, scales, zeros, own, word, columns, 0, FORM, AT_ONCE)
+        high = _values(words, upper, block, scales, zeros, own, word, columns, 1, FORM, AT_ONCE)
+        column = word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+        there = column < columns
         if FORM.is_ordered:
-            column = tl.load(order + column, mask=is_column, other=0)
-        place = out + row[:, :, None] * columns + column
-        tl.store(place, values.to(out.dtype.element_ty), mask=(row < rows)[:, :, None] & is_column)
+            column = tl.load(order + column, mask=there, other=0)
+        values = tl.reshape(tl.join(low, high), [ROWS, WORDS, 8])
+        tl.store(beginning + column, values.to(out.dtype.element_ty), mask=is_row & there)
+    else:
+        for half in tl.static_range(8 // FORM.bits):
+            values = _values(words, upper, block, scales, zeros, own, word, columns, half, FORM, AT_ONCE)
+            column = first_input(word, half, FORM)[:, :, None] + tl.arange(0, 4)[None, None, :]
+            tl.store(beginning + column, values.to(out.dtype.element_ty), mask=is_row & (column < columns))
+
+
+@triton.jit
+def _values(
+    words, upper, block, scales, zeros, row, word, columns, HALF: tl.constexpr, FORM: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """The values of the four codes of a half: (rows, words, 4)"""
+    scale, minimum, zero = shared_by(block, scales, zeros, row, word, columns, HALF, FORM, AT_ONCE)
+    byte = tl.arange(0, 4)[None, None, :]
+    codes = codes_of(words, upper, HALF, FORM)
+    values = as_float((codes[:, :, None] >> (byte * 8).to(tl.uint32)) & 0xFF, FORM)
+    if FORM.has_zeros:
+        values -= zero[:, :, None]
+    values *= scale[:, :, None]
+    if FORM.has_minimum:
+        values += minimum[:, :, None]
+    return values

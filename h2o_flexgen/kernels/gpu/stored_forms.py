@@ -40,7 +40,7 @@ class Form:
     bits: int = 4  # of a code in its word
     zero: int = 0  # is taken off each code, where it is the same for all
     is_signed: bool = False  # with its uppermost bit turned a code has no sign
-    span: int = 0  # the lower codes of so many bytes come before their upper ones; 0: lower and upper ones take turns
+    span: int = 0  # the lower codes of so many bytes come before their upper ones; 0: they take turns
     block_words: int = 1
     block_bytes: int = WORD_BYTES
     codes_at: int = 0  # in a block
@@ -54,9 +54,9 @@ class Form:
     is_ordered: bool = False  # column j belongs to input order[j]
 
     @property
-    def step(self) -> int:
-        """How far apart the inputs are that neighbouring codes of a half belong to."""
-        return 2 if self.bits == 4 and not self.span else 1
+    def takes_turns(self) -> bool:
+        """Whether the lower and the upper code of a byte belong to neighbours."""
+        return self.bits == 4 and self.span == 0
 
     def row_bytes(self, inputs: int) -> int:
         """The bytes of the codes, or blocks, of a row."""

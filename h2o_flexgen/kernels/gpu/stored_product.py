@@ -89,14 +89,13 @@ def product_kernel(
     for first in range(0, tl.cdiv(inputs * FORM.bits, 32), LANES * FORM.words_together):
         word = (first + of_lane)[None, :]
         block = block_at(data, own, word, row_bytes, FORM)
-        there = word * (32 // FORM.bits) < inputs
         if FORM.has_halves:
             for half in tl.static_range(2):
-                shared = shared_by(block, scales, zeros, own, word, inputs, there, half, FORM, AT_ONCE)
+                shared = shared_by(block, scales, zeros, own, word, inputs, half, FORM, AT_ONCE)
                 dots, of_x = _products(total, block, of_rows, word, inputs, half, half + 1, FORM, AT_ONCE)
                 total = _scaled(total, dots, of_x, shared, FORM)
         else:
-            shared = shared_by(block, scales, zeros, own, word, inputs, there, 0, FORM, AT_ONCE)
+            shared = shared_by(block, scales, zeros, own, word, inputs, 0, FORM, AT_ONCE)
             dots, of_x = _products(total, block, of_rows, word, inputs, 0, 8 // FORM.bits, FORM, AT_ONCE)
             total = _scaled(total, dots, of_x, shared, FORM)
     sums = tl.sum(total, 2)
@@ -117,10 +116,10 @@ def _products(
     for step in tl.static_range(together):
         own = word + step * FORM.apart
         words = words_of(block, own, inputs, FORM, AT_ONCE)
-        upper = upper_of(block, own, own * (32 // FORM.bits) < inputs, FORM, AT_ONCE) if FORM.upper != "" else words
+        upper = upper_of(block, own, inputs, FORM, AT_ONCE) if FORM.upper != "" else words
         for half in tl.static_range(FIRST, END):
             codes = codes_of(words, upper, half, FORM)
-            x_0, x_1, x_2, x_3 = _four(x, first_input(own, half, FORM), inputs, FORM)
+            x_0, x_1, x_2, x_3 = _four(x, own, inputs, half, FORM)
             dots = tl.fma(x_0[:, None, :], as_float(codes & 0xFF, FORM)[None, :, :], dots)
             dots = tl.fma(x_1[:, None, :], as_float((codes >> 8) & 0xFF, FORM)[None, :, :], dots)
             dots = tl.fma(x_2[:, None, :], as_float((codes >> 16) & 0xFF, FORM)[None, :, :], dots)
@@ -143,11 +142,22 @@ def _scaled(total, dots, of_x, shared, FORM: tl.constexpr):
 
 
 @triton.jit
-def _four(x, first, inputs, FORM: tl.constexpr):
-    """The values of x that the four codes of a half are multiplied with, each (rows, lanes): x (rows, 1), first (1, lanes)."""
-    at = first[:, :, None] + tl.arange(0, 4)[None, None, :] * FORM.step
-    values = as_float32(x[:, :, None] + at, at < inputs)
-    even, odd = tl.split(tl.reshape(values, [values.shape[0], values.shape[1], 2, 2]))
+def _four(x, word, inputs, HALF: tl.constexpr, FORM: tl.constexpr):
+    """The values of x that the four codes of a half are multiplied with, each (rows, lanes): x (rows, 1), word (1, lanes)."""
+    if FORM.takes_turns:
+        lower, upper = tl.split(_neighbours(x, word * 8, inputs, 4, 2))
+        four = lower if HALF == 0 else upper
+    else:
+        four = _neighbours(x, first_input(word, HALF, FORM), inputs, 1, 4)
+    even, odd = tl.split(tl.reshape(four, [four.shape[0], four.shape[1], 2, 2]))
     x_0, x_2 = tl.split(even)
     x_1, x_3 = tl.split(odd)
     return x_0, x_1, x_2, x_3
+
+
+@triton.jit
+def _neighbours(x, first, inputs, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """Values of x from `first` on, as groups of some size."""
+    at = first[:, :, None] + tl.arange(0, GROUPS * SIZE)[None, None, :]
+    values = as_float32(x[:, :, None] + at, at < inputs)
+    return tl.reshape(values, [values.shape[0], values.shape[1], GROUPS, SIZE])

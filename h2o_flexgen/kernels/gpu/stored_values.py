@@ -27,11 +27,9 @@ from h2o_flexgen.kernels.gpu.stored_forms import (
 
 @triton.jit
 def first_input(word, HALF: tl.constexpr, FORM: tl.constexpr):
-    """The input of the first of the four codes of a half. The others follow it, each behind the other or leaving one out."""
+    """The input of the first of the four codes of a half, where the others follow it."""
     if FORM.bits == 8:
         found = word * 4
-    elif FORM.span == 0:
-        found = word * 8 + HALF
     else:
         of_span: tl.constexpr = FORM.span // 4
         found = word // of_span * (2 * FORM.span) + word % of_span * 4 + HALF * FORM.span
@@ -48,9 +46,15 @@ def block_at(data, row, word, row_bytes, FORM: tl.constexpr):
 
 
 @triton.jit
+def is_there(word, inputs, FORM: tl.constexpr):
+    """Whether a row has this word."""
+    return word * (32 // FORM.bits) < inputs
+
+
+@triton.jit
 def words_of(block, word, inputs, FORM: tl.constexpr, AT_ONCE: tl.constexpr):
     """The words; zeros behind the last input."""
-    there = word * (32 // FORM.bits) < inputs
+    there = is_there(word, inputs, FORM)
     found = _word(block + FORM.codes_at + word % FORM.block_words * 4, there, AT_ONCE)
     if FORM.codes == FP8 and AT_ONCE < 4:  # rows may end within a word
         left = tl.minimum(tl.maximum(inputs - word * 4, 1), 4)
@@ -91,9 +95,9 @@ def _half(bits):
 
 
 @triton.jit
-def upper_of(block, word, there, FORM: tl.constexpr, AT_ONCE: tl.constexpr):
+def upper_of(block, word, inputs, FORM: tl.constexpr, AT_ONCE: tl.constexpr):
     """What has the bits above the fourth of the codes of a word, moved down to the first that is theirs."""
-    place, own = block + FORM.upper_at, word % FORM.block_words
+    there, place, own = is_there(word, inputs, FORM), block + FORM.upper_at, word % FORM.block_words
     if FORM.upper == FIFTH_BITS:
         found = _word(place, there, AT_ONCE) >> (own * 4).to(tl.uint32)
     elif FORM.upper == PLANES_OF_ONE:
@@ -137,9 +141,9 @@ def as_float(code, FORM: tl.constexpr):
 
 
 @triton.jit
-def shared_by(block, scales, zeros, row, word, inputs, there, HALF: tl.constexpr, FORM: tl.constexpr, AT_ONCE: tl.constexpr):
+def shared_by(block, scales, zeros, row, word, inputs, HALF: tl.constexpr, FORM: tl.constexpr, AT_ONCE: tl.constexpr):
     """What the codes of a half share: scale, minimum and zero. The last two mean something where the form has them."""
-    place, own = block + FORM.shared_at, word % FORM.block_words
+    there, place, own = is_there(word, inputs, FORM), block + FORM.shared_at, word % FORM.block_words
     minimum, zero = 0.0, 0.0
     if FORM.shared == SECTIONS:
         at = _share(row, word, inputs, FORM)
