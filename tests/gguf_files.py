@@ -1,8 +1,7 @@
-"""Tiny GGUF files of every supported kind, written by the `gguf` package as llama.cpp's converter lays them out, with the
-models that they hold: a model of transformers with the weights that the same package decodes.
+"""Tiny GGUF files of every supported kind, written by the `gguf` package as llama.cpp lays models out, with the models that
+they hold: models of transformers with the weights that the same package decodes.
 
-Matrices are made of random blocks, whose codes and scales are all different, so that no part of a form can be forgotten
-unnoticed.
+Where the package cannot encode, matrices are random blocks, in which all codes and scales differ.
 """
 
 from __future__ import annotations
@@ -36,11 +35,12 @@ SCALES: Mapping[Type, Mapping[int, float]] = {
     Type.Q5_K: {0: 0.0024, 2: 0.0375},
     Type.Q6_K: {208: 0.0008},
 }
+# the least sizes in which rows are whole blocks
 SIZES_OF_LARGE_BLOCKS = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "head_dim": 64,
-}  # the least in which rows are whole blocks
+}
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
 

@@ -16,6 +16,8 @@ from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.models.convert import convert
 from h2o_flexgen.models.derived import Copy
 from h2o_flexgen.models.files import SAFETENSORS, TORCH, Progress, Shards, find_shards
+from h2o_flexgen.models.gguf_format import is_gguf
+from h2o_flexgen.models.gguf_model import stored_in
 from h2o_flexgen.models.safetensors_format import FLOATS, read_header
 from h2o_flexgen.models.stored import Located, StoredAs, StoredMatrix, StoredTensor
 from h2o_flexgen.quant.codec import PLAIN
@@ -152,15 +154,17 @@ def folder_checkpoint(folder: Path, copy: Copy | None = None) -> Checkpoint:
     return Checkpoint(folder, tensors, copy=copy)
 
 
-def open_checkpoint(folder: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Checkpoint:
-    """Opens safetensors directly, and .bin files through a converted copy in `cache_dir`, which is made once."""
-    if not folder.is_dir():
-        raise ValueError(f"model folder {folder} does not exist")
-    if any((folder / name).exists() for name in (SAFETENSORS.single, SAFETENSORS.index)):
-        return folder_checkpoint(folder)
-    if any((folder / name).exists() for name in (TORCH.single, TORCH.index)):
-        copy = convert(folder, cache_dir, progress)
+def open_checkpoint(place: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Checkpoint:
+    """Opens safetensors and GGUF files directly, and .bin files through a converted copy in `cache_dir`, which is made once."""
+    if is_gguf(place):
+        return Checkpoint(place, *stored_in(place))
+    if not place.is_dir():
+        raise ValueError(f"model folder {place} does not exist")
+    if any((place / name).exists() for name in (SAFETENSORS.single, SAFETENSORS.index)):
+        return folder_checkpoint(place)
+    if any((place / name).exists() for name in (TORCH.single, TORCH.index)):
+        copy = convert(place, cache_dir, progress)
         return folder_checkpoint(copy.path, copy)
     looked_for = ", ".join((SAFETENSORS.single, SAFETENSORS.index, TORCH.single, TORCH.index))
     advice = "give another folder, or dummy weights (--dummy-weights)"
-    raise ValueError(f"{folder} has no weights: none of {looked_for} is there; {advice}")
+    raise ValueError(f"{place} has no weights: none of {looked_for} is there; {advice}")

@@ -16,8 +16,10 @@ from pathlib import Path
 
 from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.core.layout import aligned
+from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.models.files import AGAIN, refuse_pointer
 from h2o_flexgen.models.gguf_metadata import HeaderBytes, Metadata, read_values
+from h2o_flexgen.quant.blocked import BLOCKED, Blocked
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
@@ -40,21 +42,8 @@ TYPES: Mapping[int, str] = {
     40: "nvfp4",
     41: "q1_0",
 }
-# name -> values and bytes of a block
-READ: Mapping[str, tuple[int, int]] = {
-    "float32": (1, 4),
-    "float16": (1, 2),
-    "bfloat16": (1, 2),
-    "q4_0": (32, 18),
-    "q4_1": (32, 20),
-    "q5_0": (32, 22),
-    "q5_1": (32, 24),
-    "q8_0": (32, 34),
-    "q4_K": (256, 144),
-    "q5_K": (256, 176),
-    "q6_K": (256, 210),
-    "mxfp4": (32, 17),
-}
+BLOCKS: Mapping[str, Blocked] = {form.name: form for form in BLOCKED}
+READ = (*DTYPE_BYTES, *BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -65,7 +54,7 @@ class GgufTensor:
     file: Path
     offset: int  # from the start of the file
     nbytes: int
-    kind: str  # a name in TYPES
+    kind: str  # one of READ
     shape: tuple[int, ...]  # the values of a row come last, as in torch
 
 
@@ -160,12 +149,13 @@ def _tensor(header: HeaderBytes, alignment: int) -> GgufTensor:
     kind = TYPES.get(number, f"number {number}")
     if kind not in READ:
         raise ValueError(f"{header.path} has the tensor {shown(name)} of the type {kind}; {', '.join(READ)} are read")
-    values, block_bytes = READ[kind]
-    if values > 1 and (not shape or shape[-1] % values):
-        raise header.corrupt(f"tensor {shown(name)} of shape {list(shape)} has no rows of whole blocks of {values} ({kind})")
+    if kind in BLOCKS and (not shape or shape[-1] % BLOCKS[kind].values):
+        what = f"no rows of whole blocks of {BLOCKS[kind].values} ({kind})"
+        raise header.corrupt(f"tensor {shown(name)} of shape {list(shape)} has {what}")
     if offset % alignment:
         raise header.corrupt(f"tensor {shown(name)} lies at {offset}, which is no multiple of {alignment}")
-    return GgufTensor(name, header.path, offset, prod(shape) // values * block_bytes, kind, shape)
+    nbytes = BLOCKS[kind].nbytes(shape, 1) if kind in BLOCKS else prod(shape) * DTYPE_BYTES[kind]
+    return GgufTensor(name, header.path, offset, nbytes, kind, shape)
 
 
 def _check_places(header: HeaderBytes, tensors: list[GgufTensor], size: int) -> None:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from h2o_flexgen.core.hints import shown
+from h2o_flexgen.models.files import AGAIN
 from h2o_flexgen.models.gguf_config import EMBEDDING, HEAD, ROPE_DIVISORS, Said
-from h2o_flexgen.models.gguf_format import Gguf, GgufTensor
+from h2o_flexgen.models.gguf_format import BLOCKS, Gguf, GgufTensor, read_gguf
+from h2o_flexgen.models.stored import StoredMatrix, StoredTensor
 
 IN_BLOCK = re.compile(r"blk\.(?P<block>0|[1-9]\d*)\.(?P<part>\w+\.(weight|bias))")
 
@@ -34,6 +37,20 @@ IN_BLOCKS: Mapping[str, Mapping[str, str]] = {  # by model_type
     "qwen2": {**WEIGHTS, **_of("bias", QKV)},
     "qwen3": {**WEIGHTS, **_of("weight", HEAD_NORMS), **_of("bias", ATTENTION)},
 }
+
+
+def stored_in(file: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredMatrix]]:
+    """The tensors of plain values and the packed matrices of a model, by its own names for them."""
+    plain, packed = {}, {}
+    for name, tensor in named_in_model(read_gguf(file)).items():
+        stored = StoredTensor(tensor.name, tensor.file, tensor.offset, tensor.nbytes, tensor.kind, tensor.shape)
+        if tensor.kind not in BLOCKS:
+            plain[name] = stored
+        elif len(tensor.shape) == 2:
+            packed[name] = StoredMatrix(name, tensor.kind, tensor.shape, (stored,))
+        else:
+            raise ValueError(f"{tensor.file} has the tensor {shown(tensor.name)}, no matrix, as {tensor.kind}; {AGAIN}")
+    return plain, packed
 
 
 def named_in_model(gguf: Gguf) -> dict[str, GgufTensor]:
