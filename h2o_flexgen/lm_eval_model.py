@@ -32,7 +32,6 @@ except ModuleNotFoundError as error:
 
 from jinja2.exceptions import TemplateError
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -85,8 +84,7 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
             )
         self.tokenizer = self.llm.tokenizer.of_transformers
         if add_bos_token is not None:  # passed only if given: it changes how a tokenizer is made
-            folder, local = self.tokenizer.name_or_path, {"trust_remote_code": False, "local_files_only": True}
-            self.tokenizer = AutoTokenizer.from_pretrained(folder, add_bos_token=add_bos_token, **local)
+            self.tokenizer = self.llm.tokenizer.made_again(adds_start=add_bos_token)
         self._add_bos = add_bos_token
         self._prefix = prefix_token_id
         self.max_length = _length(max_length, self.llm)

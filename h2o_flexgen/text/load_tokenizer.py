@@ -1,4 +1,4 @@
-"""Opening a tokenizer: the one in a model's folder, another one, bytes, or the place of one that is not there."""
+"""Opening a tokenizer: the one of a model's folder or GGUF file, another one, bytes, or the stand-in for a missing one."""
 
 from __future__ import annotations
 
@@ -10,34 +10,43 @@ from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.hints import shown
 from h2o_flexgen.models.config_values import EOS, eos_ids_of
 from h2o_flexgen.models.files import read_object
+from h2o_flexgen.models.gguf_format import is_gguf, read_metadata
 from h2o_flexgen.text.chat_template import render
-from h2o_flexgen.text.tokenizer import BYTES, TOKENIZER_FILES, ByteTokenizer, Message, NoTokenizer, Tokenizer
+from h2o_flexgen.text.gguf_tokenizer import library_tokenizer
+from h2o_flexgen.text.gguf_vocabulary import KIND, PIECES, RULE, GgufVocabulary, has_tokens
+from h2o_flexgen.text.tokenizer import BYTES, LACKS_FILES, TOKENIZER_FILES, ByteTokenizer, Message, NoTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 class HfTokenizer:
-    """The tokenizer of a model folder. Code in the folder is never run, and nothing is downloaded."""
+    """The tokenizer of a model folder or of a GGUF file, as transformers has it. Code in a folder is never run, and nothing is
+    downloaded."""
 
     reads_texts = True
-    note = ""
 
-    def __init__(self, folder: Path, config: object = None, model_folder: Path | None = None) -> None:
-        """`model_folder` is the model's if `folder` is another one; its files say which tokens end texts."""
-        from transformers import AutoTokenizer  # takes seconds to import
-
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # whatever a broken file makes the library raise
-            reason = str(error).strip().partition("\n")[0]
-            raise ValueError(f"the tokenizer in {folder} cannot be read ({reason}); mend or remove its files") from error
-        self.eos_ids = _eos_ids(model_folder or folder, config, self._tokenizer.eos_token_id)
+    def __init__(self, place: Path, config: object = None, model: Path | None = None) -> None:
+        """`model` is the model's place if `place` is another one; its files say which tokens end texts."""
+        self._place = place
+        vocabulary = GgufVocabulary.of(read_metadata(place)) if is_gguf(place) else None
+        self._tokenizer = _of_folder(place) if vocabulary is None else library_tokenizer(vocabulary)
+        self.note = "" if vocabulary is None else _note(vocabulary)
+        if vocabulary is not None and model in (None, place):
+            self.eos_ids = vocabulary.end_ids
+        else:
+            self.eos_ids = _eos_ids(model or place, config, self._tokenizer.eos_token_id)
 
     @property
     def of_transformers(self) -> PreTrainedTokenizerBase:
         """The tokenizer as the library's own class, for users of that library."""
         return self._tokenizer
+
+    def made_again(self, adds_start: bool) -> PreTrainedTokenizerBase:
+        """Another of the library's class, which puts the start token before a text or does not, whatever its files say."""
+        if is_gguf(self._place):
+            return library_tokenizer(GgufVocabulary.of(read_metadata(self._place)), adds_start)
+        return _of_folder(self._place, add_bos_token=adds_start)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, verbose=False)["input_ids"])  # the engine checks the length
@@ -62,32 +71,58 @@ class HfTokenizer:
             raise ValueError(f"the model's chat template refuses this turn ({shown(reason)}); try another --style") from error
 
 
-def load_tokenizer(folder: Path | None, config: object, vocab: int, asked: str | Path = AUTO) -> Tokenizer:
-    """Loads the tokenizer `asked` for: AUTO, BYTES or another tokenizer's folder. `folder` is the model's, or None for random
-    weights, whose tokens never end a text. `config`, an object or a mapping, may name the model's end of sequence."""
-    if asked == BYTES or (folder is None and asked == AUTO):
-        return ByteTokenizer(vocab, frozenset() if folder is None else _eos_ids(folder, config, None))
+def load_tokenizer(model: Path | None, config: object, vocab: int, asked: str | Path = AUTO) -> Tokenizer:
+    """Loads the tokenizer `asked` for: AUTO, BYTES or that of another folder or GGUF file. `model` is the model's folder or
+    GGUF file, or None for random weights, whose tokens never end a text. `config`, an object or a mapping, may name the model's
+    end of sequence."""
+    if asked == BYTES or (model is None and asked == AUTO):
+        return ByteTokenizer(vocab, frozenset() if model is None else _eos_ids(model, config, None))
     if isinstance(asked, Path):
         if not _has_tokenizer(asked):
-            raise ValueError(f"tokenizer {asked} has none of {', '.join(TOKENIZER_FILES)}; give a folder that has, or {BYTES}")
-        other = HfTokenizer(asked, config, folder)
-        other.eos_ids = frozenset() if folder is None else other.eos_ids
+            raise ValueError(f"{asked} has no tokenizer ({_lacks(asked)}); give a folder or a GGUF file that has, or {BYTES}")
+        other = HfTokenizer(asked, config, model)
+        other.eos_ids = frozenset() if model is None else other.eos_ids
         other.note = f"those of the tokenizer in {asked}"
         return other
-    assert folder is not None
-    return HfTokenizer(folder, config) if _has_tokenizer(folder) else NoTokenizer(folder, _eos_ids(folder, config, None))
+    assert model is not None
+    if _has_tokenizer(model):
+        return HfTokenizer(model, config)
+    return NoTokenizer(model, _eos_ids(model, config, None), _lacks(model))
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+def _of_folder(folder: Path, **changes: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer  # takes seconds to import
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True, **changes)
+    except Exception as error:  # whatever a broken file makes the library raise
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"the tokenizer in {folder} cannot be read ({reason}); mend or remove its files") from error
 
 
-def _eos_ids(folder: Path, config: object, of_tokenizer: int | None) -> frozenset[int]:
-    """The ids that the first of these files gives: generation_config.json, the model's config, the tokenizer."""
+def _note(vocabulary: GgufVocabulary) -> str:
+    if vocabulary.kind == PIECES or vocabulary.rule_name is not None:
+        return ""
+    return f"{vocabulary.path} does not say how texts are cut into words ({RULE}), so llama.cpp's default is taken"
+
+
+def _has_tokenizer(place: Path) -> bool:
+    return has_tokens(read_metadata(place)) if is_gguf(place) else any((place / name).is_file() for name in TOKENIZER_FILES)
+
+
+def _lacks(place: Path) -> str:
+    return f"it does not say {KIND}" if is_gguf(place) else LACKS_FILES
+
+
+def _eos_ids(model: Path, config: object, of_tokenizer: int | None) -> frozenset[int]:
+    """The ids that a GGUF file names, or else the first of generation_config.json, the model's config, the tokenizer."""
+    if is_gguf(model):
+        metadata = read_metadata(model)
+        return GgufVocabulary.of(metadata).end_ids if has_tokens(metadata) else frozenset()
     of_config = config.get(EOS) if isinstance(config, Mapping) else getattr(config, EOS, None)
-    path = folder / "generation_config.json"
+    path = model / "generation_config.json"
     of_generation = read_object(path, "mend or remove it").get(EOS) if path.is_file() else None
-    for where, given in ((path, of_generation), (folder / "config.json", of_config), (folder, of_tokenizer)):
+    for where, given in ((path, of_generation), (model / "config.json", of_config), (model, of_tokenizer)):
         if given is not None:
             try:
                 return eos_ids_of(given)

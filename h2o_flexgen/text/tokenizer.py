@@ -8,6 +8,7 @@ from typing import Protocol
 
 BYTES = "bytes"  # a token per byte; AUTO is the model's own tokenizer
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+LACKS_FILES = f"it has none of {', '.join(TOKENIZER_FILES)}: put them there"
 Message = Mapping[str, str]  # role ("system", "user", "assistant") and content
 
 
@@ -79,12 +80,13 @@ class NoTokenizer:
     has_chat_template = False
     reads_texts = False
 
-    def __init__(self, folder: Path, eos_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(self, place: Path, eos_ids: frozenset[int] = frozenset(), lacks: str = LACKS_FILES) -> None:
+        """`place` is the model's folder or its GGUF file."""
         self.eos_ids = eos_ids
-        self.note = f"none: {folder} has no tokenizer, so prompts and outputs are token ids"
+        self.note = f"none: {place} has no tokenizer, so prompts and outputs are token ids"
         self.missing = (
-            f"{folder} has no tokenizer (looked for {', '.join(TOKENIZER_FILES)}); put its files there, or give token ids, "
-            f"or choose a tokenizer (--tokenizer, in Python tokenizer=): {BYTES}, or the folder of another"
+            f"{place} has no tokenizer ({lacks}); give token ids, or choose a tokenizer (--tokenizer, in Python tokenizer=): "
+            f"{BYTES}, or the folder or GGUF file of another"
         )
 
     def encode(self, text: str) -> list[int]:

@@ -1,0 +1,172 @@
+"""The tokens of a GGUF file: what its metadata say of them, checked before a tokenizer is built from it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from h2o_flexgen.core.hints import shown
+from h2o_flexgen.models.gguf_metadata import Metadata
+from h2o_flexgen.text.gguf_words import WordRule, word_rule
+from h2o_flexgen.text.tokenizer import BYTES as TOKENS_ARE_BYTES
+
+OURS = "tokenizer.ggml."
+KIND, RULE, TOKENS, TYPES, SCORES, MERGES = (
+    OURS + name for name in ("model", "pre", "tokens", "token_type", "scores", "merges")
+)
+ADDS_START, ADDS_END, ADDS_SPACE = (OURS + name for name in ("add_bos_token", "add_eos_token", "add_space_prefix"))
+TEMPLATE = "tokenizer.chat_template"
+START, END, END_OF_TURN, END_OF_MESSAGE, UNKNOWN, PADDING = "bos", "eos", "eot", "eom", "unknown", "padding"
+HAVE_TO_BE = (START, END, END_OF_TURN, END_OF_MESSAGE)  # tokens; files name paddings that are none, and nobody uses those
+USUAL_IDS: Mapping[str, int] = {START: 1, END: 2, UNKNOWN: 0}  # of the kind PIECES, where the file does not say
+BYTES, PIECES = "gpt2", "llama"  # kinds: BPE over bytes, and SentencePiece's BPE over characters
+NO_KINDS = ("none", "no_vocab")  # names that say that there are no tokens
+# Most files name one token that ends a text, though their models were taught several.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<EOT>")
+ADVICE = f"choose another tokenizer (--tokenizer, in Python tokenizer=): {TOKENS_ARE_BYTES}, or the folder or GGUF file of one"
+
+
+class TokenType(IntEnum):
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class GgufVocabulary:
+    path: Path
+    kind: str  # BYTES or PIECES
+    rule_name: str | None  # of the rule that cuts texts into words; None: the file does not say
+    tokens: Sequence[str]
+    types: Sequence[int]
+    scores: Sequence[float]  # of the kind PIECES: pieces with higher ones are put together first
+    merges: Sequence[tuple[str, str]]
+    ids: Mapping[str, int]  # START, END, ... -> the token
+    says_start: bool | None  # whether the start token stands before each text; None: the file does not say
+    adds_end: bool
+    adds_space: bool  # a space stands before each text, and goes again where tokens become text
+    template: str | None
+
+    @classmethod
+    def of(cls, metadata: Metadata) -> GgufVocabulary:
+        kind = metadata.text(KIND)
+        if kind not in (BYTES, PIECES):
+            raise _unreadable(
+                metadata.path, f"it is of the kind {shown(kind)}, which is not known; known are {BYTES}, {PIECES}"
+            )
+        tokens, has_pieces = _tokens(metadata), kind == PIECES
+        merges = tuple(_merges(metadata)) if MERGES in metadata or not has_pieces else ()
+        made = cls(
+            metadata.path,
+            kind,
+            rule_name=metadata.text(RULE) if RULE in metadata else None,
+            tokens=tokens,
+            types=_types(tokens, metadata),
+            scores=_scores(tokens, metadata) if has_pieces and not merges else (),
+            merges=merges,
+            ids={name: token for name in (*HAVE_TO_BE, UNKNOWN, PADDING) for token in _id(name, tokens, metadata)},
+            says_start=metadata.flag(ADDS_START) if ADDS_START in metadata else None,
+            adds_end=metadata.flag(ADDS_END, False),
+            adds_space=has_pieces and metadata.flag(ADDS_SPACE, True),
+            template=metadata.text(TEMPLATE) if TEMPLATE in metadata else None,
+        )
+        for adds, key, name in ((made.says_start, ADDS_START, START), (made.adds_end, ADDS_END, END)):
+            if adds and name not in made.ids:
+                raise _unreadable(metadata.path, f"it says {key}, but not {_id_key(name)}")
+        return made
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """All tokens that end a text: those that the file names, and control tokens by whose text it is known."""
+        named = {self.ids[name] for name in (END, END_OF_TURN, END_OF_MESSAGE) if name in self.ids}
+        return frozenset(named.union(token for token, text in self.of_types(TokenType.CONTROL) if text in ENDS))
+
+    @property
+    def word_rule(self) -> WordRule:
+        """How texts are cut into words, if tokens are bytes."""
+        try:
+            return word_rule(self.rule_name)
+        except ValueError as error:
+            raise self.unreadable(str(error)) from error
+
+    @property
+    def adds_start(self) -> bool:
+        if self.says_start is not None:
+            return self.says_start
+        return START in self.ids and (self.kind == PIECES or self.word_rule.adds_start)
+
+    def of_types(self, *types: TokenType) -> Iterator[tuple[int, str]]:
+        return ((token, text) for token, (text, kind) in enumerate(zip(self.tokens, self.types)) if kind in types)
+
+    def token_of(self, name: str) -> str | None:
+        return self.tokens[self.ids[name]] if name in self.ids else None
+
+    def unreadable(self, what: str) -> ValueError:
+        return _unreadable(self.path, what)
+
+
+def has_tokens(metadata: Metadata) -> bool:
+    return KIND in metadata and metadata.text(KIND) not in NO_KINDS
+
+
+def _unreadable(path: Path, what: str) -> ValueError:
+    return ValueError(f"the tokenizer in {path} cannot be read: {what}; {ADVICE}")
+
+
+def _tokens(metadata: Metadata) -> tuple[str, ...]:
+    """Every token's text. Those without one get a name, as each text stands for one token."""
+    tokens = tuple(text or f"[EMPTY_{token}]" for token, text in enumerate(metadata.texts(TOKENS)))
+    if not tokens:
+        raise _unreadable(metadata.path, f"{TOKENS} is empty")
+    if len(set(tokens)) < len(tokens):
+        text, times = Counter(tokens).most_common(1)[0]
+        raise _unreadable(metadata.path, f"{shown(text)} stands {times} times in {TOKENS}, where each token stands once")
+    return tokens
+
+
+def _types(tokens: Sequence[str], metadata: Metadata) -> Sequence[int]:
+    types = metadata.wholes(TYPES) if TYPES in metadata else [TokenType.NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise _unreadable(metadata.path, f"{TYPES} has {len(types)} entries for {len(tokens)} tokens")
+    return types
+
+
+def _scores(tokens: Sequence[str], metadata: Metadata) -> Sequence[float]:
+    scores = metadata.numbers(SCORES)
+    if len(scores) != len(tokens):
+        raise _unreadable(metadata.path, f"{SCORES} has {len(scores)} entries for {len(tokens)} tokens")
+    if any(map(math.isnan, scores)):
+        raise _unreadable(metadata.path, f"{SCORES} has entries that are no numbers")
+    return scores
+
+
+def _merges(metadata: Metadata) -> Iterator[tuple[str, str]]:
+    """The pairs of pieces, the first to be put together first. A piece may begin with a space, but has none further on."""
+    for merge in metadata.texts(MERGES):
+        space = merge.find(" ", 1)
+        if space < 0 or space == len(merge) - 1:
+            raise _unreadable(metadata.path, f"{MERGES} has the entry {shown(merge)}, which is no pair of pieces")
+        yield merge[:space], merge[space + 1 :]
+
+
+def _id(name: str, tokens: Sequence[str], metadata: Metadata) -> Iterator[int]:
+    """The token with this name, if there is one."""
+    key, usual = _id_key(name), USUAL_IDS.get(name) if metadata.text(KIND) == PIECES else None
+    if key not in metadata and (usual is None or usual >= len(tokens)):
+        return
+    token = metadata.whole(key, usual)
+    if 0 <= token < len(tokens):
+        yield token
+    elif name in HAVE_TO_BE:
+        raise _unreadable(metadata.path, f"{key} is {token}, and there are {len(tokens)} tokens")
+
+
+def _id_key(name: str) -> str:
+    return f"{OURS}{name}_token_id"
