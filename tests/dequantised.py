@@ -47,7 +47,7 @@ def _said(reader: GGUFReader, key: str) -> Any:
 def _values(reader: GGUFReader, config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
     heads = {"self_attn.q_proj.weight": config.num_attention_heads, "self_attn.k_proj.weight": config.num_key_value_heads}
     for tensor in reader.tensors:
-        name, value = name_in_model(tensor.name), torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+        name, value = name_in_model(tensor.name), torch.tensor(dequantize(tensor.data, tensor.tensor_type))
         turned = next((number for end, number in heads.items() if name.endswith(end)), None)
         yield name, value if turned is None else _halves_apart(value, turned)
 
