@@ -41,8 +41,9 @@ def _tokenizer_identity(llm: LLM) -> dict[str, object]:
         return {}
     if llm.tokenizer_name == BYTES:
         return {"tokenizer": BYTES}
-    folder = resolve_model(llm.tokenizer_name, with_weights=False)
-    return {"tokenizer": _digest(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())}
+    place = resolve_model(llm.tokenizer_name, with_weights=False)
+    files = [place] if place.is_file() else [place / name for name in TOKENIZER_FILES if (place / name).is_file()]
+    return {"tokenizer": _digest(files)}
 
 
 def folder_digest(folder: Path) -> str:
