@@ -59,7 +59,8 @@ def decode_kernel(
         column = word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
         there = column < columns
         if FORM.is_ordered:
-            column = tl.load(order + column, mask=there, other=0)
+            column = tl.load(order + column, mask=there, other=-1)
+            there = (column >= 0) & (column < columns)  # what names no input is written nowhere
         values = tl.reshape(tl.join(low, high), [ROWS, WORDS, 8])
         tl.store(beginning + column, values.to(out.dtype.element_ty), mask=is_row & there)
     else:
