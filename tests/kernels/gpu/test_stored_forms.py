@@ -80,10 +80,8 @@ def test_columns_that_name_no_input_are_written_nowhere(gpu: torch.device) -> No
 def test_products_are_those_of_the_values(gpu: torch.device, codec: Codec) -> None:
     for outputs, least, rows, dtype in ((1, 1, 2, torch.float16), (13, 600, 1, torch.float32), (9, 1500, 7, torch.bfloat16)):
         shape = outputs, inputs_of(codec, least)
-        data, x, bias = (
-            given.to(gpu) for given in (random_matrix(codec, *shape), x_of(rows, shape[1], dtype), x_of(1, outputs))
-        )
-        added = bias[0].to(dtype) if rows == 7 else None
+        data, x = random_matrix(codec, *shape).to(gpu), x_of(rows, shape[1], dtype).to(gpu)
+        added = x_of(1, outputs, dtype)[0].to(gpu) if rows == 7 else None
         found = stored_product(codec, Factor(x.view(rows, 1, -1)), data, outputs, added)
         values, wide = twin(codec, data, shape).double(), x.double()
         expected = wide @ values.T + (0 if added is None else added.double())
