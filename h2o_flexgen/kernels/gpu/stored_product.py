@@ -15,7 +15,7 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import as_float32
 from h2o_flexgen.kernels.gpu.stored_forms import form_of, load_bytes, parts_of
 from h2o_flexgen.kernels.gpu.stored_values import as_float, block_at, codes_of, first_input, shared_by, upper_of, words_of
-from h2o_flexgen.quant.codec import Codec
+from h2o_flexgen.kernels.stored_matrix import Stored
 
 ROWS_AT_ONCE = 4  # that meet a code while it is in a register
 OUTPUTS_AT_ONCE, WITH_HALVES = 8, 4  # outputs that meet what was loaded of the rows
@@ -23,7 +23,7 @@ MOST_WARPS, FEWEST_WARPS = 8, 4
 PROGRAMS_THAT_FILL = 1024  # so many keep any GPU busy with few warps each
 
 
-def stored_product(codec: Codec, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def stored_product(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (rows, bytes of a row) or (1, bytes) of a form in sections, bias (outputs,) -> (..., outputs)"""
     inputs = x.values.shape[-1]
     rows = x.values.reshape(-1, inputs).contiguous()
@@ -33,7 +33,7 @@ def stored_product(codec: Codec, x: Factor, data: Tensor, outputs: int, bias: Te
     return out.view(*x.values.shape[:-1], outputs)
 
 
-def _launch(codec: Codec, rows: Tensor, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _launch(codec: Stored, rows: Tensor, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
     (count, inputs), outputs, form = rows.shape, out.shape[1], form_of(codec)
     parts, row_bytes = parts_of(codec, data, outputs, inputs), form.row_bytes(inputs)
     given = rows.index_select(1, parts.order) if form.is_ordered else rows

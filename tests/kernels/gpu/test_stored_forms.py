@@ -12,8 +12,9 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.stored_decode import stored_decode
 from h2o_flexgen.kernels.gpu.stored_product import stored_product
 from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_decode_twin
+from h2o_flexgen.kernels.stored_matrix import Stored
 from h2o_flexgen.quant.blocked import BLOCKED
-from h2o_flexgen.quant.codec import CODECS, STORED, Codec
+from h2o_flexgen.quant.codec import CODECS, STORED
 from h2o_flexgen.quant.sectioned import Fp8, Int4
 from tests.kernels.stored import SOME, inputs_of, random_matrix
 
@@ -22,11 +23,11 @@ ORDERED = Int4(128, "bfloat16", False, True)
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}  # of the sum of what is added up: one rounding
 
 
-def name_of(codec: Codec) -> str:
+def name_of(codec: Stored) -> str:
     return codec.name
 
 
-def twin(codec: Codec, data: Tensor, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
+def twin(codec: Stored, data: Tensor, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
     out = torch.empty(shape, dtype=dtype, device=data.device)
     (blocked_decode_twin if codec in BLOCKED else sectioned_decode_twin)(codec, data, out)  # type: ignore[operator]
     return out
@@ -46,7 +47,7 @@ def x_of(rows: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("codec", SOME, ids=name_of)
-def test_decoding_gives_the_bits_of_torch(gpu: torch.device, codec: Codec) -> None:
+def test_decoding_gives_the_bits_of_torch(gpu: torch.device, codec: Stored) -> None:
     for outputs, least, dtype in ((1, 1, torch.bfloat16), (5, 1100, torch.float32), (37, 300, torch.float16)):
         shape = outputs, inputs_of(codec, least)
         data, room = random_matrix(codec, *shape).to(gpu), torch.full((outputs + 1, shape[1]), 7.0, dtype=dtype, device=gpu)
@@ -55,7 +56,7 @@ def test_decoding_gives_the_bits_of_torch(gpu: torch.device, codec: Codec) -> No
 
 
 @pytest.mark.parametrize("codec", STORED, ids=name_of)
-def test_all_bytes_mean_what_they_mean_in_torch(gpu: torch.device, codec: Codec) -> None:
+def test_all_bytes_mean_what_they_mean_in_torch(gpu: torch.device, codec: Stored) -> None:
     """Scales that are infinite, no numbers, subnormal or negative too."""
     shape = 3, inputs_of(codec, 200)
     data = torch.randint(0, 256, (codec.nbytes(shape, 0),), generator=torch.Generator().manual_seed(5), dtype=torch.uint8)
@@ -77,7 +78,7 @@ def test_columns_that_name_no_input_are_written_nowhere(gpu: torch.device) -> No
 
 
 @pytest.mark.parametrize("codec", SOME, ids=name_of)
-def test_products_are_those_of_the_values(gpu: torch.device, codec: Codec) -> None:
+def test_products_are_those_of_the_values(gpu: torch.device, codec: Stored) -> None:
     for outputs, least, rows, dtype in ((1, 1, 2, torch.float16), (13, 600, 1, torch.float32), (9, 1500, 7, torch.bfloat16)):
         shape = outputs, inputs_of(codec, least)
         data, x = random_matrix(codec, *shape).to(gpu), x_of(rows, shape[1], dtype).to(gpu)
