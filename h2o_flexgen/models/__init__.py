@@ -39,9 +39,6 @@ def create_model(config: Config, dtype: str, sep_layer: bool = True, name: str =
     module, kind = MODELS[_checked_architecture(getattr(config, "model_type", None))]
     if dtype not in DTYPE_BYTES:
         raise ValueError(f"dtype {dtype!r} is not supported; known are {', '.join(DTYPE_BYTES)}")
-    if method := getattr(config, "quantization_config", None):
-        by = method.get("quant_method", "unknown") if isinstance(method, dict) else type(method).__name__
-        raise ValueError(f"the checkpoint is quantised ({by}); give one in float32, float16 or bfloat16")
     model: Model = getattr(import_module(f"{__name__}.{module}"), kind)(config, dtype, sep_layer, name)
     return model
 
