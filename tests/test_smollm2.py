@@ -5,6 +5,7 @@ What scripts/fetch_smollm2 fetches is needed."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from functools import cache
