@@ -112,11 +112,18 @@ class HeaderBytes:
         return found
 
     def text(self) -> str:
-        found = self.take(int.from_bytes(self.take(LENGTH_BYTES), "little"))
+        """A text behind its length. There are hundreds of thousands of them, so nothing is cut out but the text itself."""
+        begin = self.position + LENGTH_BYTES
+        if begin > len(self._data):
+            self._read_on(begin)
+        end = begin + int.from_bytes(self._data[self.position : begin], "little")
+        if end > len(self._data):
+            self._read_on(end)
+        self.position = end
         try:
-            return found.decode("utf-8")
+            return self._data[begin:end].decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.corrupt(f"{shown(found)} is no text in UTF-8") from error
+            raise self.corrupt(f"{shown(self._data[begin:end])} is no text in UTF-8") from error
 
     def value(self, kind: int) -> Value:
         if kind == TEXT:
