@@ -20,18 +20,7 @@ def stored_decode(codec, data: Tensor, out: Tensor) -> None:
     of_row = min(MOST_WORDS, triton.next_power_of_2(words))
     at_once = WORDS // of_row
     grid = triton.cdiv(rows, at_once), triton.cdiv(words, of_row)
-    decode_kernel[grid](
-        data,
-        out,
-        rows,
-        columns,
-        data.shape[1],
-        form,
-        4 if form.block_bytes % 4 == 0 else 2 if form.block_bytes % 2 == 0 else 1,
-        at_once,
-        of_row,
-        enable_fp_fusion=False,
-    )
+    decode_kernel[grid](data, out, rows, columns, data.shape[1], form, 4 if form.block_bytes % 4 == 0 else 2 if form.block_bytes % 2 == 0 else 1, at_once, of_row, enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -53,8 +42,4 @@ def decode_kernel(
         if FORM.has_minimum:
             values += minimum[:, :, None]
         column = first_input(word, half, FORM)[:, :, None] + byte
-        tl.store(
-            out + row[:, :, None] * columns + column,
-            values.to(out.dtype.element_ty),
-            mask=there[:, :, None] & (column < columns),
-        )
+        tl.store(out + row[:, :, None] * columns + column, values.to(out.dtype.element_ty), mask=there[:, :, None] & (column < columns))
