@@ -22,6 +22,7 @@ from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.models.layout import Config
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.quant.codec import can_be_parted
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from h2o_flexgen.text.tokenizer import BYTES, Tokenizer
 
@@ -44,6 +45,7 @@ class OpenedModel:
         if dummy_weights:
             folder, checkpoint, stored = None, None, None
             config = known_config(name) or load_config(name)
+            _refuse_quantised(config)
         else:
             folder = resolve_model(name)
             config = load_config(str(folder))
@@ -64,6 +66,7 @@ class OpenedModel:
             model.spec = model.spec.cut_at_attention()
         if self.checkpoint is not None:
             model.spec = model.spec.map_tensors(self._as_stored)
+            _refuse_tables(model.spec, self.checkpoint)
         model.spec = model.spec.written_as(plan.weight_codec, plan.kv_codec, plan.compute)
         return model
 
@@ -85,6 +88,23 @@ class OpenedModel:
     def tokenizer(self, asked: str, vocab: int) -> Tokenizer:
         place = asked if asked in (AUTO, BYTES) else resolve_model(asked, with_weights=False)
         return load_tokenizer(self.folder, self.config, vocab, place)
+
+
+def _refuse_quantised(config: Config) -> None:
+    """Random weights have none of the forms of checkpoints, and figures of others would mislead."""
+    if method := getattr(config, "quantization_config", None):
+        by = method.get("quant_method", "unknown") if isinstance(method, dict) else type(method).__name__
+        advice = "give its weights, or a config without quantization_config"
+        raise ValueError(f"the model is quantised ({by}), and random weights are not; {advice}")
+
+
+def _refuse_tables(spec: ModelSpec, checkpoint: Checkpoint) -> None:
+    """Refuses tables of tokens in forms that have no rows of their own to look up."""
+    for layer in spec.layers:
+        table = layer.packed_tensor(layer.token_table)
+        if table is not None and not can_be_parted(table.codec):
+            problem = f"the table of tokens {table.name} in {checkpoint.place} is quantised ({table.codec})"
+            raise ValueError(f"{problem}, and rows of such a form cannot be looked up; give a checkpoint whose table is plain")
 
 
 class Mending:

@@ -178,7 +178,7 @@ def _scales(wanted: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 # -- all of them -----------------------------------------------------------------------------------------------------------
 
 
-def _compressed_config(form: str, **weights: Any) -> dict[str, Any]:
+def compressed_config(form: str, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"dynamic": False, "observer": "minmax", **weights}, "input_activations": None}
     return {
         "quant_method": "compressed-tensors",
@@ -189,51 +189,51 @@ def _compressed_config(form: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-def _int4_config(group: int, symmetric: bool, actorder: str | None = None) -> dict[str, Any]:
+def int4_config(group: int, symmetric: bool, actorder: str | None = None) -> dict[str, Any]:
     size = {"group_size": group, "strategy": "group"} if group > 0 else {"group_size": None, "strategy": "channel"}
-    return _compressed_config("pack-quantized", num_bits=4, type="int", symmetric=symmetric, actorder=actorder, **size)
+    return compressed_config("pack-quantized", num_bits=4, type="int", symmetric=symmetric, actorder=actorder, **size)
 
 
-def _awq_config(group: int) -> dict[str, Any]:
+def awq_config(group: int) -> dict[str, Any]:
     return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
 
 
-def _gptq_config(group: int, form: str = "gptq", **more: Any) -> dict[str, Any]:
+def gptq_config(group: int, form: str = "gptq", **more: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "checkpoint_format": form, **more}
 
 
-def _fp8_config(*block: int) -> dict[str, Any]:
+def fp8_config(*block: int) -> dict[str, Any]:
     return {"quant_method": "fp8", "weight_block_size": list(block) or None, "activation_scheme": "dynamic"}
 
 
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FORMS: Mapping[str, Form] = {
-    "awq": Form(_awq_config(32), awq(), 32, 8),
-    "awq-64": Form(_awq_config(64), awq(64), 64, 8),
-    "awq-columns": Form(_awq_config(-1), awq(-1), 32, 8),
-    "gptq": Form(_gptq_config(32), gptq(), 32, 8),
-    "gptq-v2": Form(_gptq_config(32, "gptq_v2"), gptq(one_less=False), 32, 8),
-    "gptq-symmetric": Form(_gptq_config(32, sym=True), gptq(symmetric=True), 32, 8),
-    "gptq-ordered": Form({**_gptq_config(32), "desc_act": True}, gptq(shuffled=True), 32, 8),
-    "compressed": Form(_int4_config(32, True), compressed(), 32),
-    "compressed-columns": Form(_int4_config(-1, True), compressed(-1), 32),
-    "compressed-asymmetric": Form(_int4_config(32, False), compressed(symmetric=False), 32),
-    "compressed-ordered": Form(_int4_config(32, True, "group"), compressed(shuffled=True), 32),
-    "fp8": Form(_fp8_config(128, 128), fp8(128, 128), bits=8),
-    "fp8-bfloat16": Form(_fp8_config(128, 128), fp8(128, 128, "bfloat16"), bits=8),
-    "fp8-tensor": Form(_fp8_config(), fp8(0, 0, name="weight_scale"), bits=8),
-    "mxfp8": Form(_fp8_config(1, 32), fp8(1, 32, "e8m0"), 32, bits=8),
+    "awq": Form(awq_config(32), awq(), 32, 8),
+    "awq-64": Form(awq_config(64), awq(64), 64, 8),
+    "awq-columns": Form(awq_config(-1), awq(-1), 32, 8),
+    "gptq": Form(gptq_config(32), gptq(), 32, 8),
+    "gptq-v2": Form(gptq_config(32, "gptq_v2"), gptq(one_less=False), 32, 8),
+    "gptq-symmetric": Form(gptq_config(32, sym=True), gptq(symmetric=True), 32, 8),
+    "gptq-ordered": Form({**gptq_config(32), "desc_act": True}, gptq(shuffled=True), 32, 8),
+    "compressed": Form(int4_config(32, True), compressed(), 32),
+    "compressed-columns": Form(int4_config(-1, True), compressed(-1), 32),
+    "compressed-asymmetric": Form(int4_config(32, False), compressed(symmetric=False), 32),
+    "compressed-ordered": Form(int4_config(32, True, "group"), compressed(shuffled=True), 32),
+    "fp8": Form(fp8_config(128, 128), fp8(128, 128), bits=8),
+    "fp8-bfloat16": Form(fp8_config(128, 128), fp8(128, 128, "bfloat16"), bits=8),
+    "fp8-tensor": Form(fp8_config(), fp8(0, 0, name="weight_scale"), bits=8),
+    "mxfp8": Form(fp8_config(1, 32), fp8(1, 32, "e8m0"), 32, bits=8),
     "compressed-fp8": Form(
-        _compressed_config("float-quantized", strategy="channel", **_FP8), fp8(1, 0, "bfloat16", "weight_scale"), bits=8
+        compressed_config("float-quantized", strategy="channel", **_FP8), fp8(1, 0, "bfloat16", "weight_scale"), bits=8
     ),
     "compressed-fp8-block": Form(
-        _compressed_config("float-quantized", strategy="block", block_structure=[128, 128], **_FP8),
+        compressed_config("float-quantized", strategy="block", block_structure=[128, 128], **_FP8),
         fp8(128, 128, "bfloat16", "weight_scale"),
         bits=8,
     ),
     "mxfp4": Form({"quant_method": "mxfp4"}, mxfp4(), 32),
     "compressed-mxfp4": Form(
-        _compressed_config("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, symmetric=True),
+        compressed_config("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, symmetric=True),
         mxfp4("weight_packed", "weight_scale"),
         32,
     ),

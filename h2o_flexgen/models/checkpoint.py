@@ -18,6 +18,8 @@ from h2o_flexgen.models.derived import Copy
 from h2o_flexgen.models.files import SAFETENSORS, TORCH, Progress, Shards, find_shards
 from h2o_flexgen.models.gguf_format import is_gguf
 from h2o_flexgen.models.gguf_model import stored_in
+from h2o_flexgen.models.quantisation import Quantisation, folder_quantisation
+from h2o_flexgen.models.quantised import find_matrices
 from h2o_flexgen.models.safetensors_format import FLOATS, read_header
 from h2o_flexgen.models.stored import Located, StoredAs, StoredMatrix, StoredTensor
 from h2o_flexgen.quant.codec import PLAIN
@@ -142,7 +144,7 @@ def _bare_name(name: str) -> str:
     return name
 
 
-def folder_checkpoint(folder: Path, copy: Copy | None = None) -> Checkpoint:
+def folder_checkpoint(folder: Path, copy: Copy | None = None, quantisation: Quantisation | None = None) -> Checkpoint:
     """Reads and checks every header in a folder of safetensors."""
     shards = find_shards(folder, SAFETENSORS) if copy is None else Shards(tuple(copy.files), {})  # named by its manifest
     if not shards.files:
@@ -151,7 +153,8 @@ def folder_checkpoint(folder: Path, copy: Copy | None = None) -> Checkpoint:
     held = {file: {tensor.name: tensor for tensor in read(file)} for file in shards.files}
     shards.check(held)
     tensors = {name: tensor for file, own in held.items() for name, tensor in own.items() if shards.owns(file, name)}
-    return Checkpoint(folder, tensors, copy=copy)
+    found = find_matrices(quantisation, tensors)
+    return Checkpoint(folder, found.tensors, found.matrices, copy)
 
 
 def open_checkpoint(place: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Checkpoint:
@@ -160,11 +163,12 @@ def open_checkpoint(place: Path, cache_dir: Path | None = None, progress: Progre
         return Checkpoint(place, *stored_in(place))
     if not place.is_dir():
         raise ValueError(f"model folder {place} does not exist")
+    quantisation = folder_quantisation(place)
     if any((place / name).exists() for name in (SAFETENSORS.single, SAFETENSORS.index)):
-        return folder_checkpoint(place)
+        return folder_checkpoint(place, quantisation=quantisation)
     if any((place / name).exists() for name in (TORCH.single, TORCH.index)):
         copy = convert(place, cache_dir, progress)
-        return folder_checkpoint(copy.path, copy)
+        return folder_checkpoint(copy.path, copy, quantisation)
     looked_for = ", ".join((SAFETENSORS.single, SAFETENSORS.index, TORCH.single, TORCH.index))
     advice = "give another folder, or dummy weights (--dummy-weights)"
     raise ValueError(f"{place} has no weights: none of {looked_for} is there; {advice}")

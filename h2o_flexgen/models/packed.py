@@ -5,29 +5,25 @@ placed on disk."""
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
-from io import FileIO
 from pathlib import Path
 
 import torch
 
-from h2o_flexgen.core.hints import reason
 from h2o_flexgen.core.layout import aligned
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.kernels.raw_memory import bytes_of
 from h2o_flexgen.models.checkpoint import Checkpoint
 from h2o_flexgen.models.derived import PACKED, DerivedFolder
 from h2o_flexgen.models.files import Progress, advancing, require_free_space
 from h2o_flexgen.models.safetensors_format import TensorForm, write_safetensors
-from h2o_flexgen.models.stored import Located, StoredAs, StoredTensor
-from h2o_flexgen.models.sums import STRETCH_BYTES, Sums
+from h2o_flexgen.models.stored import Located, StoredAs, StoredMatrix, StoredTensor
+from h2o_flexgen.models.stored_values import stored_values
+from h2o_flexgen.models.sums import Sums
 from h2o_flexgen.quant.codec import CODECS, chosen_codec
 
 FILE_BYTES = 2 << 30  # of a packed file, approximately
-PART_BYTES = 16 << 20  # of a checkpoint's values, encoded at once
 LARGEST = 1e38  # so that the difference of two values is still a float32
 NAMING = 1  # in the names of folders: with another number nobody would find those of before
 
@@ -46,10 +42,15 @@ class PackedCheckpoint:
         self._checkpoint = checkpoint
         self._progress, self._renewing = progress, renewing
         self._tensors = checkpoint.to_write(spec)
-        packed = ((tensor.name, tensor.shape, chosen_codec(tensor.codec)) for tensor in self._tensors.values())
-        asked = json.dumps([NAMING, *packed])  # and not the form: a copy of an older one has this name too
+        asked = json.dumps([NAMING, *map(self._asked, self._tensors.values())])
         purpose = f"pack the weights of {checkpoint.place}"
         self._folder = DerivedFolder.of(checkpoint.place, checkpoint.origins, PACKED, purpose, asked, cache_dir)
+
+    def _asked(self, tensor: TensorSpec) -> tuple[object, ...]:
+        """Not the form, but what people choose: a copy of an older form has this name too."""
+        stored = self._checkpoint.located(tensor)
+        origin = stored.description if isinstance(stored, StoredMatrix) else ()
+        return tensor.name, tensor.shape, chosen_codec(tensor.codec), *origin
 
     @property
     def folder(self) -> Path:
@@ -107,25 +108,23 @@ class PackedCheckpoint:
     def _encoded(self, advance: Callable[[int], None], name: str) -> torch.Tensor:
         tensor, out = self._tensors[name], torch.zeros(aligned(self._tensors[name].nbytes), dtype=torch.uint8)
         stored = self._checkpoint.located(tensor)
-        if isinstance(stored, StoredTensor):
-            self._encode(tensor, stored, out)
-        elif stored.make is not None and stored.codec == tensor.codec:
+        if isinstance(stored, StoredMatrix) and stored.make is not None and stored.codec == tensor.codec:
             stored.make(out[: tensor.nbytes])
         else:
-            raise NotImplementedError(tensor)
+            _encode(tensor, stored, out)
         advance(len(out))
         return out
 
-    def _encode(self, tensor: TensorSpec, stored: StoredTensor, out: torch.Tensor) -> None:
-        codec, columns, start = CODECS[tensor.codec], tensor.shape[-1], 0
-        for values in _parts(stored, columns, codec.rows_together):
-            end = start + codec.nbytes(tuple(values.shape), values.itemsize)
-            values = values.float() if values.dtype == torch.float16 else values  # exact, and readable from C
-            if not float(values.abs().amax()) < LARGEST:  # false for NaN too
-                problem = "holds NaN, infinity or a value beyond 1e38, which cannot be packed; give another checkpoint"
-                raise ValueError(f"tensor {tensor.name} in {stored.file} {problem}")
-            encode(tensor.codec, values, out[start:end])
-            start = end
+
+def _encode(tensor: TensorSpec, stored: StoredTensor | StoredMatrix, out: torch.Tensor) -> None:
+    codec, start = CODECS[tensor.codec], 0
+    for values in stored_values(stored, codec.rows_together):
+        end = start + codec.nbytes(tuple(values.shape), values.itemsize)
+        if not float(values.abs().amax()) < LARGEST:  # false for NaN too
+            problem = "holds NaN, infinity or a value beyond 1e38, which cannot be packed; give another checkpoint"
+            raise ValueError(f"tensor {tensor.name} in {stored.file} {problem}")
+        encode(tensor.codec, values, out[start:end])
+        start = end
 
 
 def _in_files(tensors: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
@@ -136,49 +135,3 @@ def _in_files(tensors: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
             own = []
         own.append(tensor)
     yield own
-
-
-def _parts(stored: StoredTensor, columns: int, together: int) -> Iterator[torch.Tensor]:
-    """The values of a matrix, some times `together` rows at a time but for the last ones. Those of a copy are cut from the very
-    bytes that were checked."""
-    dtype: torch.dtype = getattr(torch, stored.dtype)
-    row_bytes = columns * dtype.itemsize
-    rest = torch.empty(0, dtype=torch.uint8)  # the beginning of rows that are not complete yet
-    for start, part in _read(stored, PART_BYTES if stored.check is None else _whole_stretches(PART_BYTES)):
-        if stored.check is not None:
-            stored.check(stored.offset + start, bytes_of(part))
-        both = torch.cat((rest, part)) if len(rest) else part
-        is_last = start + len(part) == stored.nbytes
-        whole = len(both) // row_bytes * row_bytes if is_last else len(both) // (together * row_bytes) * together * row_bytes
-        rest = both[whole:].clone()  # a view would keep the whole part alive
-        if whole:
-            yield both[:whole].view(dtype).view(-1, columns)
-
-
-def _whole_stretches(nbytes: int) -> int:
-    return max(1, nbytes // STRETCH_BYTES) * STRETCH_BYTES
-
-
-def _read(stored: StoredTensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """A tensor's bytes in parts, with their places. Read pages leave the page cache, where they would displace others."""
-    try:
-        with stored.file.open("rb", buffering=0) as file:
-            for start in range(0, stored.nbytes, step):
-                part = torch.empty(min(step, stored.nbytes - start), dtype=torch.uint8)
-                file.seek(stored.offset + start)
-                if _read_fully(file, part) < len(part):
-                    raise OSError(f"the file ends before its tensor {stored.name} does; is it truncated?")
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(file.fileno(), stored.offset + start, len(part), os.POSIX_FADV_DONTNEED)
-                yield start, part
-    except OSError as error:
-        if stored.check is not None:
-            raise stored.check.unreadable(error) from error
-        raise ValueError(f"tensor {stored.name} in {stored.file} cannot be read: {reason(error)}") from error
-
-
-def _read_fully(file: FileIO, out: torch.Tensor) -> int:
-    room, done = bytes_of(out, writes=True), 0
-    while done < len(room) and (count := file.readinto(room[done:])):
-        done += count
-    return done

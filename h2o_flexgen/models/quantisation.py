@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.core.hints import shown
+from h2o_flexgen.models.files import AGAIN, read_object
 
 KEYS = ("quantization_config", "compression_config")  # the second one in older checkpoints
 AWQ, GPTQ, COMPRESSED, FP8, MXFP4 = "awq", "gptq", "compressed-tensors", "fp8", "mxfp4"
@@ -46,13 +48,19 @@ def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
     if stored is None:
         return None
     if not isinstance(stored, Mapping):
-        raise ValueError(f"the config's {KEYS[0]} is {shown(stored)}, which is no object; download the model again")
+        raise ValueError(f"the config's {KEYS[0]} is {shown(stored)}, which is no object; {AGAIN}")
     method = stored.get("quant_method")
     reader = METHODS.get(method) if isinstance(method, str) else None
     if reader is None:
         detail = next((f" ({shown(stored[key])})" for key in DETAILS if stored.get(key)), "")
         raise _refused(f"{shown(method) if method is not None else 'nobody says what'}{detail}")
     return reader(stored)
+
+
+def folder_quantisation(folder: Path) -> Quantisation | None:
+    """That of the checkpoint in a folder; None also where no config lies beside the weights."""
+    file = folder / "config.json"
+    return quantisation_of(read_object(file, AGAIN)) if file.is_file() else None
 
 
 def _awq(stored: Mapping[str, Any]) -> Quantisation:
@@ -127,7 +135,7 @@ def _group(stored: Mapping[str, Any], default: int = 128) -> int:
     size = stored.get("group_size", stored.get("q_group_size", default))
     size = default if size is None else size
     if type(size) is not int or (size < 1 and size != WHOLE):
-        raise ValueError(f"the config's group_size is {shown(size)}, which is no number of inputs; download the model again")
+        raise ValueError(f"the config's group_size is {shown(size)}, which is no number of inputs; {AGAIN}")
     return size
 
 
@@ -136,7 +144,7 @@ def _blocks(found: Any) -> Iterator[tuple[int, int]]:
         if block is None:
             continue
         if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-            raise ValueError(f"the config's block of weights is {shown(block)}, and not two sizes; download the model again")
+            raise ValueError(f"the config's block of weights is {shown(block)}, and not two sizes; {AGAIN}")
         yield block[0], block[1]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -63,6 +62,16 @@ class StoredTensor:
         return (Segment(0, self),)
 
 
+class Make(Protocol):
+    """Makes the bytes of a codec that no file has so."""
+
+    @property
+    def description(self) -> str:
+        """All that they depend on beside the files and the codec."""
+
+    def __call__(self, out: Tensor) -> None: ...
+
+
 @dataclass(frozen=True)
 class StoredMatrix:
     """A matrix in a form of its checkpoint's own."""
@@ -70,10 +79,18 @@ class StoredMatrix:
     name: str
     codec: str
     shape: tuple[int, int]
-    sections: tuple[
-        StoredTensor, ...
-    ]  # its bytes, in the order of the codec's sections; what they are made of, if `make` is there
-    make: Callable[[Tensor], None] | None = field(default=None, compare=False)  # fills the codec's bytes, which no file has so
+    sections: tuple[StoredTensor, ...]  # its bytes, in the order of the codec's; or what they are made of, if `make` is there
+    make: Make | None = field(default=None, compare=False)
+
+    @property
+    def description(self) -> tuple[str, ...]:
+        """The form of its values in the file."""
+        return (self.codec,) if self.make is None else (self.codec, self.make.description)
+
+    @property
+    def file(self) -> Path:
+        """The file of its codes."""
+        return self.sections[0].file
 
     @property
     def is_in_place(self) -> bool:

@@ -29,7 +29,7 @@ def awq_codes(words: Tensor) -> Tensor:
 
 def gptq_codes(words: Tensor) -> Tensor:
     """(inputs / 8, outputs) words along the inputs -> (outputs, inputs / 2) bytes."""
-    return _bytes(words.T.contiguous())
+    return _bytes(words.T)
 
 
 def in_order(codes: Tensor, order: Tensor) -> Tensor:
@@ -85,7 +85,8 @@ def halves(data: Tensor) -> Tensor:
 
 
 def _bytes(words: Tensor) -> Tensor:
-    return words.contiguous().view(torch.uint8)
+    """The bytes of words (..., count) -> (..., 4 * count). Of one column, the strides would not do."""
+    return words.flatten().view(torch.uint8).view(*words.shape[:-1], -1)
 
 
 def _awq_order(codes: Tensor) -> Tensor:

@@ -28,10 +28,24 @@ class Sectioned(Protocol):
     def sections(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The bytes of each section of a matrix (outputs, inputs)."""
 
+    def outputs_together(self) -> tuple[int, ...]:
+        """The outputs that each section has bytes for, together; 0 where they are for all."""
+
 
 def section_starts(codec: Sectioned, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The places at which sections begin."""
     return tuple(accumulate(map(_filled, codec.sections(shape)[:-1]), initial=0))
+
+
+def parts_of_sections(codec: Sectioned, shape: tuple[int, ...], first: int, last: int) -> tuple[tuple[int, int], ...]:
+    """The ranges of bytes of each section that make the matrix of the outputs from `first` to `last` alone, which begin where
+    every section can be cut."""
+    ranges = []
+    for nbytes, together in zip(codec.sections(shape), codec.outputs_together()):
+        unit = nbytes // -(-shape[0] // together) if together else nbytes
+        assert not together or first % together == 0, (codec, first)
+        ranges.append((first // together * unit, -(-last // together) * unit) if together else (0, nbytes))
+    return tuple(ranges)
 
 
 def _nbytes(sections: Iterable[int]) -> int:
@@ -63,6 +77,9 @@ class Fp8:
         rows, columns = self.scales_shape(shape)
         return shape[0] * shape[1], rows * columns * SCALE_BYTES[self.scale]
 
+    def outputs_together(self) -> tuple[int, ...]:
+        return 1, self.block_rows
+
     def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         return _nbytes(self.sections(shape))
 
@@ -83,6 +100,9 @@ class Fp4:
         rows, columns = shape
         assert columns % self.group == 0, (self, shape)
         return rows * columns // 2, rows * columns // self.group
+
+    def outputs_together(self) -> tuple[int, ...]:
+        return 1, 1
 
     def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         return _nbytes(self.sections(shape))
@@ -109,6 +129,9 @@ class Int4:
         groups = rows * columns // self.group
         zeros, order = (groups,) if self.zeros else (), (4 * columns,) if self.ordered else ()
         return rows * columns // 2, groups * SCALE_BYTES[self.scale], *zeros, *order
+
+    def outputs_together(self) -> tuple[int, ...]:
+        return 1, 1, *[1] * self.zeros, *[0] * self.ordered
 
     def nbytes(self, shape: tuple[int, ...], itemsize: int) -> int:
         return _nbytes(self.sections(shape))

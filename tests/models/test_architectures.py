@@ -287,7 +287,6 @@ def test_an_unknown_architecture_is_named_beside_the_known_ones(architecture: st
     [
         ("llama-mha", {"hidden_act": "tanh"}, ["'tanh'", "silu", "gelu"]),
         ("opt", {"activation_function": "mish"}, ["'mish'", "relu"]),
-        ("llama-mha", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["gptq", "bfloat16"]),
         (
             "llama-mha",
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}},

@@ -24,11 +24,13 @@ from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models import derived as derived_module
 from h2o_flexgen.models import packed as packed_module
+from h2o_flexgen.models import reading as reading_module
 from h2o_flexgen.models.checkpoint import open_checkpoint
 from h2o_flexgen.models.derived import PACKED, DerivedFolder
 from h2o_flexgen.models.leftovers import nbytes_in, remove_leftovers
 from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.models.stored import StoredTensor
+from h2o_flexgen.models.stored_values import stored_values
 from h2o_flexgen.models.sums import STRETCH_BYTES
 from h2o_flexgen.quant.codec import PLAIN, matrix_form
 from h2o_flexgen.quant.tiled import TILE
@@ -57,13 +59,13 @@ def locate_all(source: PackedCheckpoint, folder: Path, codec: str = CODEC) -> di
     return dict(source.locate(spec_of(folder, codec).tensors.values()))
 
 
-def stored_values(folder: Path) -> dict[str, torch.Tensor]:
+def values_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
 @pytest.mark.parametrize("codec", ["group4", "group8"])
 def test_what_is_packed_is_what_the_codec_makes_of_the_stored_values(codec: str, model: Path, tmp_path: Path) -> None:
-    values, spec = stored_values(model), spec_of(model, codec)
+    values, spec = values_in(model), spec_of(model, codec)
     located = opened(model, tmp_path / "cache", codec).locate(spec.tensors.values())
     packed = [tensor for tensor in spec.tensors.values() if tensor.codec != PLAIN]
     assert len(packed) >= 10
@@ -102,7 +104,7 @@ def test_every_matrix_is_packed_and_every_table_of_tokens_tied_or_not(
     ]
     assert all(table is not None and table.shape[0] == spec.vocab for table in tables)
     assert len(set(tables)) == TABLES[kind]
-    source, values = opened(folder, tmp_path / "cache"), stored_values(folder)
+    source, values = opened(folder, tmp_path / "cache"), values_in(folder)
     for table in filter(None, tables):
         expected = torch.empty(table.nbytes, dtype=torch.uint8)
         encode(matrix_form(CODEC), values[table.name], expected)
@@ -137,7 +139,7 @@ def test_they_are_packed_once_and_read_from_then_on(model: Path, tmp_path: Path,
 
 def test_parts_and_files_do_not_change_what_is_packed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = contents(opened(model, tmp_path / "cache"), model)
-    monkeypatch.setattr(packed_module, "PART_BYTES", 300)
+    monkeypatch.setattr(reading_module, "PART_BYTES", 300)
     monkeypatch.setattr(packed_module, "FILE_BYTES", 9000)
     cut = opened(model, tmp_path / "other")
     assert contents(cut, model) == whole
@@ -167,10 +169,10 @@ def test_what_is_packed_are_the_bytes_that_were_checked(
     """In parts that end within rows, too."""
     file, values = tmp_path / "copy.bin", torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
     file.write_bytes(values.numpy().tobytes())
-    monkeypatch.setattr(packed_module, "PART_BYTES", STRETCH_BYTES)
+    monkeypatch.setattr(reading_module, "PART_BYTES", STRETCH_BYTES)
     check = HarmsWhatItChecked(file)
     stored = StoredTensor("matrix", file, 0, values.nbytes, "float32", (rows, columns), check)
-    parts = list(packed_module._parts(stored, columns, together))
+    parts = list(stored_values(stored, together))
     assert b"".join(part.numpy().tobytes() for part in parts) == check.seen
     assert torch.equal(parts[0], values[: len(parts[0])])
 
@@ -180,11 +182,11 @@ def test_what_is_packed_are_the_bytes_that_were_checked(
 def test_rows_are_put_together_from_parts(
     part_bytes: int, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_module, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(reading_module, "PART_BYTES", part_bytes)
     file, values = tmp_path / "matrix.bin", torch.arange(70, dtype=torch.float32).view(10, 7)
     file.write_bytes(b"before" + values.numpy().tobytes())
     stored = StoredTensor("matrix", file, 6, values.nbytes, "float32", (10, 7))
-    parts = list(packed_module._parts(stored, 7, together))
+    parts = list(stored_values(stored, together))
     assert torch.equal(torch.cat(parts), values) and all(len(part) % together == 0 for part in parts[:-1])
 
 

@@ -232,7 +232,7 @@ class WeightStore:
         with a place of their own are decoded once for all batches of a pass; the others take turns in the last place."""
         layer, place = self._spec.layers[visit.layer], (visit.layer, self._schedule.weight_buffer(visit))
         local, matrix = layer.logit_matrix, layer.packed_tensor(layer.logit_matrix)
-        if local is None or matrix is None:
+        if local is None or matrix is None or not layer.logit_parts:
             yield self.views(visit)
             return
         if place not in self._parts:
