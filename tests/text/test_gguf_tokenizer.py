@@ -342,7 +342,7 @@ def test_what_no_tokenizer_is_made_from_is_named_and_bytes_serve_instead(
         ("pieces", "scores", None, "scores"),
         ("pieces", "scores", [1.0], "1 entries"),
         ("pieces", "scores", [1, 2], "scores"),
-        ("pieces", "merges", ["h q"], "'q'"),
+        ("pieces", "merges", ["h q"], "`q`"),
     ],
 )
 def test_what_contradicts_itself_is_named_in_one_line(
