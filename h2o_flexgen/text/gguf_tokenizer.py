@@ -25,7 +25,9 @@ def library_tokenizer(vocabulary: GgufVocabulary, adds_start: bool | None = None
     fast = tokenizer_of(vocabulary, adds_start)
     roles = {role: vocabulary.token_of(name) for role, name in ROLES.items() if _has_role(vocabulary, name)}
     template = {} if vocabulary.template is None else {"chat_template": vocabulary.template}
-    return PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False, **roles, **template)
+    made = PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False, **roles, **template)
+    made.name_or_path = str(vocabulary.path)  # not earlier: the library would ask the hub about it
+    return made
 
 
 def tokenizer_of(vocabulary: GgufVocabulary, adds_start: bool | None = None) -> Tokenizer:

@@ -3,6 +3,7 @@ SentencePiece; and files that contradict themselves."""
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from h2o_flexgen.demo import demo_folder
+from h2o_flexgen.demo.fetched import SMOLLM2
 from h2o_flexgen.models.gguf_format import read_metadata
 from h2o_flexgen.models.gguf_metadata import Metadata
 from h2o_flexgen.text.gguf_tokenizer import tokenizer_of
@@ -95,7 +97,16 @@ def test_a_models_own_tokenizer_makes_the_same_tokens_from_a_gguf_file_as_from_i
         assert ours.encode(text) == own.encode(text), text
         assert ours.encode_more(text) == own.encode_more(text), text
         assert ours.decode(ours.encode(text)) == own.decode(own.encode(text)), text
-    assert (ours.eos_ids, ours.note) == (own.eos_ids, "")
+    assert (ours.eos_ids, ours.note, ours.of_transformers.name_or_path) == (own.eos_ids, "", str(file))
+
+
+@pytest.mark.smollm2
+def test_texts_become_the_tokens_that_llama_cpp_makes_of_them() -> None:
+    """Written down were those that llama.cpp (in llama-cpp-python 0.3.36) makes of the same file, with special tokens read in texts."""
+    tokenizer = load_tokenizer(SMOLLM2.path, None, 0)
+    recorded = json.loads((Path(__file__).parent / "smollm2_tokens.json").read_text(encoding="utf-8"))
+    assert {text: tokenizer.encode(text) for text in recorded} == recorded
+    assert all(tokenizer.decode(ids) == text for text, ids in recorded.items() if "<|" not in text)
 
 
 def words(rule: str, text: str) -> list[str]:
