@@ -102,7 +102,7 @@ def test_a_models_own_tokenizer_makes_the_same_tokens_from_a_gguf_file_as_from_i
 
 @pytest.mark.smollm2
 def test_texts_become_the_tokens_that_llama_cpp_makes_of_them() -> None:
-    """Written down were those that llama.cpp (in llama-cpp-python 0.3.36) makes of the same file, with special tokens read in texts."""
+    """Written down were those that llama.cpp 0c1e570 makes with the same file, where special tokens are read in texts."""
     tokenizer = load_tokenizer(SMOLLM2.path, None, 0)
     recorded = json.loads((Path(__file__).parent / "smollm2_tokens.json").read_text(encoding="utf-8"))
     assert {text: tokenizer.encode(text) for text in recorded} == recorded
@@ -373,6 +373,10 @@ def test_a_list_without_tokens_is_refused(byte_level: dict[str, Any], file: Path
 def test_scores_that_are_no_numbers_are_refused(pieces: dict[str, Any], file: Path) -> None:
     scores = [*pieces[PREFIX + "scores"][1:], float("nan")]
     assert "no numbers" in one_line(lambda: opened(file, {**pieces, PREFIX + "scores": scores}))
+
+
+def test_a_piece_of_endless_length_is_refused(pieces: dict[str, Any], file: Path) -> None:
+    assert "longer than" in one_line(lambda: opened(file, with_tokens(pieces, {"a" * 1_000_000: TokenType.NORMAL})))
 
 
 def test_tokens_without_text_get_a_name_each(byte_level: dict[str, Any], file: Path) -> None:
