@@ -18,7 +18,7 @@ ceiling), or it is refused. What `benchmarks/overlap.py --output FILE` writes is
     }
 
 A row may have "predicted" besides: it gets a column of its own. "notes", a text, may stand below the table. What
-`compare.py`, `planner.py`, `products.py`, `host.py` and `published.py --gpus` in benchmarks write brings a table of its own.
+`compare.py`, `checkpoints.py`, `planner.py`, `products.py`, `host.py` and `published.py --gpus` in benchmarks write brings a table of its own.
 """
 
 from __future__ import annotations
@@ -226,6 +226,7 @@ READERS: Mapping[str, Callable[[File], Result]] = {
     "compare": _table_of_its_own,
     "compare by rows": _table_of_its_own,
     "products": _table_of_its_own,
+    "checkpoints": _table_of_its_own,
     "planner": _table_of_its_own,
     "host": _table_of_its_own,
     "published on gpus": _table_of_its_own,

@@ -12,6 +12,8 @@ import hypothesis
 import pytest
 import torch
 
+from h2o_flexgen.demo.fetched import SMOLLM2
+
 if TYPE_CHECKING:  # tests without an engine do not import torch
     from h2o_flexgen.text.tokenizer import Tokenizer
     from tests.contract import Checkpoints
@@ -55,15 +57,21 @@ def what_was_imported_is_not_searched() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache for the tests, instead of the user's own."""
+    """A cache for the tests, instead of the user's own. What was fetched into that is found in it, too."""
+    fetched = SMOLLM2.path
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        if fetched.is_file():
+            SMOLLM2.path.parent.mkdir(parents=True)
+            SMOLLM2.path.symlink_to(fetched)
         yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if item.get_closest_marker(SMOLLM2.name) and not SMOLLM2.path.is_file():
+        pytest.skip(f"needs the model that {SMOLLM2.script} fetches")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

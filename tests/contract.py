@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from random import Random
@@ -12,19 +12,21 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Model, Weights
+from h2o_flexgen.models.checkpoint import Checkpoint
+from h2o_flexgen.models.stored import StoredMatrix, StoredTensor
+from h2o_flexgen.open import OpenedModel
 from h2o_flexgen.planning import placement
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.policy import KVPolicy
@@ -33,14 +35,32 @@ from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from tests import tiny
+from tests.gguf_files import save_gguf
+from tests.quantised import FORMS, WIDE, save_quantised
 from tests.reference import weights_by_layer
 from tests.resident import resident_generate
 
 Logits = dict[tuple[int, int], Tensor]  # (step, row of the workload) -> (vocab,)
 
+GGUF, WITH_HEAD = "gguf-", " with its head"  # forms of checkpoints that are GGUF files; and whose head is in that form, too
+
 # what weights are written in and how products are made: of plain ones there is one kind
 WEIGHTS = (PLAIN, EXACT), ("group4", EXACT), ("group8", EXACT), ("group4", INT8), ("group8", INT8)
 
+
+# models in forms of checkpoints: what is kept as it is stored, and what becomes of it in fewer bits
+STORED = (
+    ("llama-gqa", "gguf-q4_0", PLAIN, EXACT),
+    ("qwen3", "gguf-q4_1", PLAIN, EXACT),
+    ("mistral", "gguf-q5_0", PLAIN, EXACT),
+    ("llama31", "gguf-q5_1", PLAIN, EXACT),
+    ("qwen2", "gguf-q8_0", PLAIN, EXACT),
+    ("llama-gqa", "gguf-q4_K", PLAIN, EXACT),
+    ("qwen3", "gguf-q5_K", PLAIN, EXACT),
+    ("qwen2", "gguf-q6_K", PLAIN, EXACT),
+    ("mistral", "gguf-mxfp4", PLAIN, EXACT),
+    ("qwen2", "gguf-bfloat16", "group4", EXACT),
+)
 
 # plan options, one policy each, with budgets that tiny texts outgrow
 POLICIES: tuple[tuple[tuple[str, Any], ...], ...] = (
@@ -141,15 +161,27 @@ class Checkpoints:
     resident: dict[tuple[object, ...], list[Tensor]] = field(default_factory=dict)
 
     def folder(self, kind: str, stored: str = "float32") -> Path:
-        folder = self.root / f"{kind}-{stored}"
-        if (kind, stored) not in self.hf_models:
-            self.hf_models[kind, stored] = tiny.save_tiny(kind, folder, getattr(torch, stored), max_shard_size="40KB")
-        return folder
+        """The folder of a checkpoint, or its GGUF file."""
+        is_gguf, head = stored.startswith(GGUF), stored.endswith(WITH_HEAD)
+        place = self.root / f"{kind}-{stored}{'.gguf' * is_gguf}"
+        if (kind, stored) in self.hf_models:
+            return place
+        if is_gguf:
+            made = save_gguf(kind, place, stored.removeprefix(GGUF))
+        elif stored in DTYPE_BYTES:
+            made = tiny.save_tiny(kind, place, getattr(torch, stored), max_shard_size="40KB")
+        else:
+            form = FORMS[stored.removesuffix(WITH_HEAD)]
+            made = save_quantised(kind, place, form, torch.float32, files=2, head=head, **WIDE).model
+        self.hf_models[kind, stored] = made
+        return place
+
+    def opened(self, kind: str, stored: str, dtype: str) -> OpenedModel:
+        return OpenedModel.of(str(self.folder(kind, stored)), False, dtype, Site())
 
     def spec(self, case: Case) -> ModelSpec:
         """The shapes of a case's model as it is kept under its plan."""
-        spec = create_model(load_config(str(self.folder(case.kind, case.stored))), case.dtype).spec
-        return spec.written_as(case.weight_codec, case.kv_codec, case.compute)
+        return self.opened(case.kind, case.stored, case.dtype).spec(Plan.create(**case.plan_options))
 
     def hf_model(self, kind: str, stored: str = "float32") -> PreTrainedModel:
         self.folder(kind, stored)
@@ -180,23 +212,24 @@ class Checkpoints:
     ) -> tuple[Model, list[Weights]]:
         """The model's weights. A codec's weights are computed with as decoded; where it is said how to `compute`, they are
         matrices in its bytes, except a table that rows are looked up in."""
-        folder = self.folder(kind, stored)
+        opened = self.opened(kind, stored, dtype)
+        assert opened.checkpoint is not None
+        model = opened.model(Plan(weight_codec=codec, compute=compute or EXACT))
         tensors: dict[str, Tensor] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            tensors |= {name: tensor.clone() for name, tensor in load_file(file).items()}
-        model = create_model(load_config(str(folder)), dtype)
-        model.spec = model.spec.packed(codec)
-        forms = {name: one.codec for name, one in model.spec.tensors.items() if one.codec != PLAIN}
-        encoded = {name: encoded_with(form, tensors[name]) for name, form in forms.items()}
-        for name, data in encoded.items():
-            tensors[name] = decoded_with(forms[name], data, tensors[name].shape, getattr(torch, dtype))
+        packed: dict[str, Tensor] = {}
+        for name, tensor in model.spec.tensors.items():
+            data, tensors[name] = as_stored(opened.checkpoint, tensor)
+            if tensor.codec != PLAIN:
+                is_kept = tensor.codec == opened.checkpoint.stored_as(name).codec
+                packed[name] = data if is_kept else encoded_with(tensor.codec, tensors[name])
+                tensors[name] = decoded_with(tensor.codec, packed[name], tensor.shape, getattr(torch, dtype))
         weights = [{name: one.to(device) for name, one in layer.items()} for layer in weights_by_layer(model, tensors)]
         if compute is not None:
             for layer, own in zip(model.spec.layers, weights):
                 for name, tensor in layer.tensors:
                     if tensor.codec != PLAIN and name != layer.token_table:
                         units = -(-tensor.shape[0] // CODECS[tensor.codec].rows_together)
-                        data = encoded[tensor.name].view(units, -1).to(device)
+                        data = packed[tensor.name].view(units, -1).to(device)
                         room = DecodeBuffer(torch.empty_like(own[name]))
                         own[name] = PackedMatrix(data, tensor.codec, tensor.shape[0], room, PRODUCTS[compute])
         return model, weights
@@ -236,6 +269,23 @@ class Checkpoints:
             )
             self.resident[key] = [step.cpu() for step in made]
         return self.resident[key]
+
+
+def as_stored(checkpoint: Checkpoint, tensor: TensorSpec) -> tuple[Tensor, Tensor]:
+    """The bytes of a tensor in the form of its checkpoint, and its values."""
+    found, stored = checkpoint.located(tensor), checkpoint.stored_as(tensor.name)
+    own = replace(tensor, codec=stored.codec, itemsize=stored.itemsize)
+    data = torch.zeros(own.nbytes, dtype=torch.uint8)
+    if isinstance(found, StoredMatrix) and found.make is not None:
+        found.make(data)
+    else:
+        for start, place in found.segments:
+            with place.file.open("rb") as file:
+                file.seek(place.offset)
+                data[start : start + place.nbytes] = torch.frombuffer(bytearray(file.read(place.nbytes)), dtype=torch.uint8)
+    if isinstance(found, StoredTensor):
+        return data, data.view(getattr(torch, found.dtype)).view(tensor.shape)
+    return data, decoded_with(stored.codec, data, tensor.shape, torch.float32)
 
 
 def encoded_with(codec: str, values: Tensor) -> Tensor:

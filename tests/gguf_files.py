@@ -56,6 +56,7 @@ def save_gguf(
     table_form: str | None = None,
     seed: int = 0,
     tensors_per_part: int = 0,
+    alignment: int = 0,
     metadata: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> PreTrainedModel:
@@ -64,6 +65,8 @@ def save_gguf(
     model = tiny_hf_model(kind, seed, **{**sizes_for(form), **changes})
     writer = GGUFWriter(file, ARCHITECTURES[model.config.model_type], split_max_tensors=tensors_per_part)
     _add_metadata(writer, model.config)
+    if alignment:
+        writer.add_custom_alignment(alignment)
     for key, value in (metadata or {}).items():
         _add_value(writer, key, value)
     generator = np.random.default_rng(seed)

@@ -22,7 +22,7 @@ from h2o_flexgen.kernels.table import BASELINE, EXACT, INT8, TORCH
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.quant.codec import PLAIN
-from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints, compare, generate_with, hold_contract
+from tests.contract import POLICIES, STORED, WEIGHTS, Case, Checkpoints, compare, generate_with, hold_contract
 from tests.kernels.variants import used
 from tests.pairwise import in_turn, on_devices
 from tests.reference import reference_generate
@@ -98,6 +98,20 @@ def test_every_stored_and_computed_type(
     hold_contract(Case("neox-parallel", num_gpu_batches=3, **values), checkpoints, offload)
 
 
+FORMS = {
+    ("kind", "stored", "weight_codec", "compute"): STORED,
+    "percent": (MIXES[0], MIXES[2], MIXES[3], MIXES[7]),
+    "attend_on": (DEVICE, HOST),
+    "kv_codec": (PLAIN, "group4"),
+    "dtype": ("float32", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("values", on_devices(FORMS))
+def test_every_form_of_checkpoints(values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None) -> None:
+    hold_contract(Case(num_gpu_batches=3, **values), checkpoints, offload)
+
+
 def test_a_single_prompt_of_a_single_token(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:
     hold_contract(Case(percent=MIXES[2], lengths=(1,), gen_len=3, device=any_device), checkpoints, offload)
 
@@ -138,9 +152,13 @@ def test_one_engine_generates_again_with_other_shapes(checkpoints: Checkpoints, 
 # -- what the resident loop is held to -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", CHOICES["kind"])
-def test_the_resident_loop_equals_the_greedy_generate_of_transformers(kind: str, checkpoints: Checkpoints) -> None:
-    case = Case(kind, lengths=RAGGED, gen_len=8)
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [*((kind, "float32") for kind in CHOICES["kind"]), *dict.fromkeys((kind, stored) for kind, stored, *_ in STORED)],
+)
+def test_the_resident_loop_equals_the_greedy_generate_of_transformers(kind: str, stored: str, checkpoints: Checkpoints) -> None:
+    """Transformers computes with what the writer of a form says that its bytes mean."""
+    case = Case(kind, lengths=RAGGED, gen_len=8, stored=stored)
     resident = checkpoints.resident_logits(case, range(len(RAGGED)))
     for row in range(len(RAGGED)):
         tokens, logits = checkpoints.greedy(case, row, 8)

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 
 from h2o_flexgen.core.tiers import DEVICE, HOST
+from h2o_flexgen.kernels.table import EXACT
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.sampling.output import Completion
@@ -20,7 +21,7 @@ from tests import tiny
 from tests.clocked.backend import IS_POSSIBLE
 from tests.clocked.context import sound
 from tests.clocked.tensor import NAME as CLOCKED
-from tests.contract import POLICIES, WEIGHTS, Case, Checkpoints, recorded_logits
+from tests.contract import POLICIES, STORED, WEIGHTS, Case, Checkpoints, recorded_logits
 
 KINDS = [kind for kind in tiny.KINDS if kind != "mistral"] + ["mistral"]
 
@@ -30,10 +31,16 @@ def random_share(random: Random) -> tuple[int, int]:
     return device, random.choice([0, 100 - device, random.randint(0, 100 - device)])
 
 
-def random_case(random: Random, devices: Sequence[str]) -> Case:
+def random_weights(random: Random) -> tuple[str, str, str, str]:
+    """A kind of model whose weights are stored as values, how they are, and what becomes of them."""
     weight_codec, compute = random.choice([*WEIGHTS, WEIGHTS[0]])
+    return random.choice(KINDS), random.choice(["float32", "float32", "bfloat16"]), weight_codec, compute
+
+
+def random_case(random: Random, devices: Sequence[str]) -> Case:
+    kind, stored, weight_codec, compute = random.choice(STORED) if random.random() < 0.25 else random_weights(random)
     return Case(
-        kind=random.choice(KINDS),
+        kind=kind,
         percent=(*random_share(random), *random_share(random), *random_share(random)),
         lengths=tuple(random.choice([1, 2, random.randint(1, 30)]) for _ in range(random.randint(1, 12))),
         gen_len=random.choice([1, 2, random.randint(1, 12)]),
@@ -44,7 +51,7 @@ def random_case(random: Random, devices: Sequence[str]) -> Case:
         overlap=random.random() < 0.8,
         schedule=random.choice([*SCHEDULES, "zigzag", "zigzag"]),
         device=random.choice(devices),
-        stored=random.choice(["float32", "float32", "bfloat16"]),
+        stored=stored,
         policy=random.choice(POLICIES),
         weight_codec=weight_codec,
         compute=compute,
@@ -107,7 +114,7 @@ def hold_case(case: Case, random: Random, seed: int, checkpoints: Checkpoints, o
         for got, wanted in zip(completions, expected, strict=True):
             assert (got.token_ids, got.finish_reason, got.text) == (wanted.token_ids, wanted.finish_reason, wanted.text)
             check_logprobs(got, wanted)
-        if case.kv_policy.keeps_all and case.weight_codec == case.kv_codec == PLAIN:
+        if case.kv_policy.keeps_all and (case.weight_codec, case.kv_codec, case.compute) == (PLAIN, PLAIN, EXACT):
             greedy_rows_equal_transformers(case, params, completions, checkpoints)
     except BaseException as error:
         raise AssertionError(f"seed {seed}: Case({case})\nparams {params}") from error

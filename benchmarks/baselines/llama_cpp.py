@@ -1,4 +1,5 @@
-"""llama.cpp's own benchmark of batches, with the weights mapped from a GGUF file of 16 or of 4 bits (Q4_0).
+"""llama.cpp's own benchmark of batches, with the weights mapped from a GGUF file: the checkpoint itself, or one of 16 or of 4
+bits (Q4_0) that is written of a folder.
 
 It makes up its tokens, so a row is neither picked from logits nor ended. Of the steps it tells the sum alone: each counts as
 their mean. A shortened run computes prompts as long as half the text for its steps, as this engine does.
@@ -24,6 +25,7 @@ from benchmarks.baselines.installed import missing_package
 from benchmarks.baselines.llama_build import BENCH, NATIVE, QUANTIZE, compiled_programs, missing_programs, programs_in
 from benchmarks.baselines.request import Answer, Ready, Request
 from benchmarks.baselines.sizes import config_of
+from h2o_flexgen.models.gguf_format import SUFFIX
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # model_type -> its own name
 PLAIN = {"bfloat16": "bf16", "float16": "f16"}  # as files are named here
@@ -35,6 +37,8 @@ class System:
     loads_within_cap = True
 
     def missing(self, request: Request) -> str | None:
+        if _is_file(request):
+            return missing_programs(*_where(request))
         model_type = config_of(request)["model_type"]
         if model_type not in ARCHITECTURES:
             return f"no GGUF is written of {model_type}: only of {', '.join(ARCHITECTURES)}"
@@ -43,7 +47,10 @@ class System:
         return missing_package("gguf") or missing_programs(*_where(request))
 
     def prepare(self, request: Request) -> None:
-        programs, plain = compiled_programs(*_where(request)), _file(request, PLAIN[request.dtype])
+        programs = compiled_programs(*_where(request))
+        if _is_file(request):
+            return
+        plain = _file(request, PLAIN[request.dtype])
         if not plain.is_file():
             from benchmarks.baselines.gguf_file import write_gguf
 
@@ -70,7 +77,7 @@ class System:
             notes.append(f"steps behind prompts of {request.middle} tokens")
         return Answer(
             versions={"llama.cpp": version_of(programs / BENCH)},
-            placement=f"weights in {_stored(request)}, mapped; KV in memory; {programs}",
+            placement=f"weights of {_file(request, _stored(request)).name}, mapped; KV in memory; {programs}",
             load_seconds=seconds - computed,
             prefill_seconds=lines[0]["t_pp"],
             step_seconds=(lines[-1]["t_tg"] / steps,) * steps,
@@ -123,8 +130,12 @@ def _stored(request: Request) -> str:
 
 
 def _file(request: Request, stored: str) -> Path:
-    """The file lies beside the checkpoint, so that it goes with it, and out of the page cache with it."""
-    return Path(request.checkpoint) / "gguf" / f"{stored}.gguf"
+    """The checkpoint itself, or a file in it, which goes with it, and out of the page cache with it."""
+    return Path(request.checkpoint) if _is_file(request) else Path(request.checkpoint) / "gguf" / f"{stored}.gguf"
+
+
+def _is_file(request: Request) -> bool:
+    return Path(request.checkpoint).suffix == SUFFIX
 
 
 def _where(request: Request) -> tuple[str | None, str]:

@@ -162,11 +162,11 @@ def reason_in(lines: Sequence[str]) -> str:
     return (errors or told or [""])[-1][:200]
 
 
-def forget_pages(folder: Path) -> None:
-    """Drops what earlier readers left in the page cache, where it would be free to read."""
+def forget_pages(place: Path) -> None:
+    """Drops what earlier readers of a folder or a file left in the page cache, where it would be free to read."""
     if not hasattr(os, "posix_fadvise"):
         return
-    for path in folder.rglob("*"):
+    for path in (place, *place.rglob("*")):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
             try:

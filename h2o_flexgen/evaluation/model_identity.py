@@ -11,6 +11,7 @@ from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.checkpoint import open_checkpoint
+from h2o_flexgen.models.gguf_format import is_gguf
 from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.open import DUMMY_SEED
 from h2o_flexgen.profiling.measure import describe_machine
@@ -41,8 +42,9 @@ def _tokenizer_identity(llm: LLM) -> dict[str, object]:
         return {}
     if llm.tokenizer_name == BYTES:
         return {"tokenizer": BYTES}
-    folder = resolve_model(llm.tokenizer_name, with_weights=False)
-    return {"tokenizer": _digest(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())}
+    place = resolve_model(llm.tokenizer_name, with_weights=False)
+    files = [place] if is_gguf(place) else [place / name for name in TOKENIZER_FILES]
+    return {"tokenizer": _digest(file for file in files if file.is_file())}
 
 
 def folder_digest(folder: Path) -> str:

@@ -20,7 +20,7 @@ from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attent
 from h2o_flexgen.kernels.rms_norm import rms_norm_twin
 from h2o_flexgen.kernels.rotate import rotate_twin
 from h2o_flexgen.kernels.shared_attention import shared_attention, shared_attention_twin
-from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_decode_twin
+from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_decode_twin, stored_decode
 from h2o_flexgen.kernels.table import TRITON, Kernel
 from h2o_flexgen.kernels.take_slots import take_slots, take_slots_twin
 from h2o_flexgen.kernels.tile_product import tile_product
@@ -43,7 +43,7 @@ FUNCTIONS: Mapping[str, Function] = {
         *(group_encode, group_encode_twin, group_decode, group_decode_twin),
         *(int8_product, int8_product_twin, tile_product, wide_product, wide_product_twin, pair_product),
         *(tile_encode, tile_encode_twin, tile_decode, tile_decode_twin, tile_decode_rows, tile_decode_rows_twin),
-        *(blocked_decode_twin, sectioned_decode_twin),
+        *(stored_decode, blocked_decode_twin, sectioned_decode_twin),
         *(decode_attention, decode_attention_twin, prompt_attention, prompt_attention_twin),
         *(shared_attention, shared_attention_twin),
         *(rotate_twin, append_twin, evict, evict_twin, rms_norm_twin),

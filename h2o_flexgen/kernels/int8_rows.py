@@ -85,6 +85,16 @@ def int8_rows_twin(values: Tensor) -> Int8Rows:
     return made
 
 
+@cache
+def int8_parts_twin(part: int) -> Callable[[Tensor], Int8Parts]:
+    return partial(_parts_twin, part)
+
+
+def _parts_twin(part: int, values: Tensor) -> Int8Parts:
+    rows = int8_rows_twin(values)
+    return Int8Parts(rows, rows.codes.unflatten(1, (-1, part)).sum(-1, dtype=torch.int32))
+
+
 def _encoded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x = functional.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     most = x.abs().amax(-1)

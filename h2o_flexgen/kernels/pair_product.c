@@ -4,25 +4,13 @@
 
 #ifdef __AVX512BF16__
 
+#include "pair_sums.h"
 #include "plain_rows.h"
 #include "tile_codes.h"
 
 enum { PLAIN_PAIRS = 0 };
 
-#define PAIR_PANELS 2 /* their sums are in memory twice as often as those of float32 */
-
 /* -- panels of pairs --------------------------------------------------------------------------------------------------------- */
-
-/* The places of one input's and the next one's values behind each other, so that they alternate. */
-static ALWAYS_INLINE __m512i alternating(void)
-{
-    uint16_t places[2 * LANES];
-    for (int lane = 0; lane < LANES; lane++) {
-        places[2 * lane] = (uint16_t)lane;
-        places[2 * lane + 1] = (uint16_t)(lane + LANES);
-    }
-    return _mm512_loadu_si512(places);
-}
 
 /* The codes of a word are decoded where they lie: with a scale that is smaller by a power of two. */
 static ALWAYS_INLINE void write_pairs(words codes, floats scale, floats minimum, float *to, int bits)
@@ -34,8 +22,7 @@ static ALWAYS_INLINE void write_pairs(words codes, floats scale, floats minimum,
 #pragma GCC unroll 2
         for (int next = 0; next < 2; next++)
             values[next] = codes_of(codes, code + next, bits) * (scale * place_factor(code + next, bits)) + minimum;
-        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)values[1], (__m512)values[0]);
-        _mm512_storeu_si512(to + code / 2 * PANEL, _mm512_permutexvar_epi16(order, both));
+        store_pair(values[0], values[1], order, to + code / 2 * PANEL);
     }
 }
 
@@ -61,49 +48,7 @@ static void fill_plain(const product *p, long output, long pair, long pairs, pan
     fill_from_rows(p, output, 2 * pair, 2 * pairs, to, BF16, 0);
 }
 
-/* -- products ---------------------------------------------------------------------------------------------------------------- */
-
-static ALWAYS_INLINE void add_pairs(const float *x, long pairs, const panel_values *panel, floats (*total)[2], int rows)
-{
-    row_sums sums;
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++) {
-        sums[row][0] = total[row][0];
-        sums[row][1] = total[row][1];
-    }
-    for (long pair = 0; pair < pairs; pair++) {
-        const __m512bh one = (__m512bh)_mm512_loadu_ps(panel->values[pair]), other = (__m512bh)_mm512_loadu_ps(panel->values[pair] + LANES);
-#pragma GCC unroll 12
-        for (int row = 0; row < rows; row++) {
-            const __m512bh with = (__m512bh)_mm512_set1_ps(x[pair * rows + row]);
-            sums[row][0] = (floats)_mm512_dpbf16_ps((__m512)sums[row][0], one, with);
-            sums[row][1] = (floats)_mm512_dpbf16_ps((__m512)sums[row][1], other, with);
-        }
-    }
-#pragma GCC unroll 12
-    for (int row = 0; row < rows; row++) {
-        total[row][0] = sums[row][0];
-        total[row][1] = sums[row][1];
-    }
-}
-
-typedef void (*pairs_action)(const float *x, long pairs, const panel_values *panel, floats (*total)[2]);
-
-#define PAIRS(ROWS)                                                                                                              \
-    static void add_pairs_##ROWS(const float *x, long pairs, const panel_values *panel, floats (*total)[2])                      \
-    {                                                                                                                            \
-        add_pairs(x, pairs, panel, total, ROWS);                                                                                 \
-    }
-EACH_NUMBER_OF_ROWS(PAIRS)
-
-static void add(const product *p, long block, long pair, long pairs, const panel_values *panel, floats (*total)[2])
-{
-#define OF(ROWS) add_pairs_##ROWS,
-    static const pairs_action actions[MOST_ROWS] = {EACH_NUMBER_OF_ROWS(OF)};
-#undef OF
-    const long rows = first_row(block + 1, p->rows) - first_row(block, p->rows);
-    actions[rows - 1](block_of_x(p, block) + pair * rows, pairs, panel, total);
-}
+/* -- the product ------------------------------------------------------------------------------------------------------------- */
 
 /* Codes of 4 or 8 bits in tiles, or plain values (0). */
 void pair_product(const product *p, int bits, int threads)
@@ -112,11 +57,11 @@ void pair_product(const product *p, int bits, int threads)
         return;
 #pragma omp parallel num_threads(threads)
     if (bits == PLAIN_PAIRS)
-        multiply_panels(p, threads, PAIR_PANELS, fill_plain, add);
+        multiply_panels(p, threads, PAIR_PANELS, fill_plain, add_pair_panel);
     else if (bits == 4)
-        multiply_panels(p, threads, PAIR_PANELS, fill_4, add);
+        multiply_panels(p, threads, PAIR_PANELS, fill_4, add_pair_panel);
     else
-        multiply_panels(p, threads, PAIR_PANELS, fill_8, add);
+        multiply_panels(p, threads, PAIR_PANELS, fill_8, add_pair_panel);
 }
 
 #endif

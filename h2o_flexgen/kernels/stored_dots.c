@@ -19,6 +19,7 @@
 #define FEW_ROWS 2
 #define OUTPUTS_OF(ROWS) 1
 #endif
+#define LINE 64 /* bytes that come from memory together */
 #define MOST_OUTPUTS 4
 #define AT_ONCE 8 /* groups of outputs that a thread takes at once */
 
@@ -63,20 +64,12 @@ static ALWAYS_INLINE void look_up(words low, words high, floats table, floats *o
     out[1] = (floats)_mm512_permutexvar_ps((__m512i)high, (__m512)table);
 }
 
-static ALWAYS_INLINE void floats_of_signed(__m512i low, __m512i high, int at, int form, const stored_shares *shares, floats *out)
-{
-    out[0] = __builtin_convertvector((integers)low, floats) * shares->scales[at];
-    out[1] = __builtin_convertvector((integers)high, floats) * shares->scales[form == Q6_K ? at + 1 : at];
-    for (int half = 0; half < 2 && has_minima(form); half++)
-        out[half] += shares->minima[at];
-}
-
 static ALWAYS_INLINE void floats_for_dots(const stored_row *row, long first, int form, const stored_shares *shares, floats *out)
 {
     static const float whole[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     static const float of_fp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     const uint8_t *bytes = bytes_of_piece(row, first, form);
-    const int at = first % STRETCH / sharing_inputs(form), piece = first / PIECE % 8;
+    const unsigned long within = (unsigned long)first % STRETCH, at = within / sharing_inputs(form), piece = within / PIECE;
     if (form == Q4_0 || form == Q4_1 || form == MXFP4 || form == FP4 || form == INT4) {
         const words both = words_of_16(bytes + (form == Q4_0 ? 2 : form == Q4_1 ? 4 : form == MXFP4));
         const floats codes = form == MXFP4 || form == FP4 ? LOAD(floats, of_fp4)
@@ -88,15 +81,13 @@ static ALWAYS_INLINE void floats_for_dots(const stored_row *row, long first, int
         const uint8_t *from = bytes + 16 + piece / 2 * 32;
         const words low = words_of_16(from) >> piece % 2 * 4, high = words_of_16(from + 16) >> piece % 2 * 4;
         look_up(low, high, LOAD(floats, whole) * shares->scales[at] + shares->minima[at], out);
-    } else if (form == Q8_0) {
-        const __m128i *from = (const __m128i *)(bytes + 2);
-        floats_of_signed(_mm512_cvtepi8_epi32(_mm_loadu_si128(from)), _mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)), at, form, shares, out);
     } else if (form == FP8) {
-        stored_floats_of(row, first, form, shares, out);
+        const floats scale = all(shares->scales[at]) * 256.0f;
+        halves_of_fp8(codes_of_fp8(row, first), out);
+        out[0] *= scale;
+        out[1] *= scale;
     } else {
-        const __m256i codes = (__m256i)(stored_codes_of(row, first, form) - (uint8_t)usual_zero(form));
-        floats_of_signed(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)), _mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)),
-                         at, form, shares, out);
+        stored_floats_of(row, first, form, shares, out);
     }
 }
 
@@ -144,8 +135,18 @@ static ALWAYS_INLINE float added_up(const floats *parts)
     return sum_of(sum);
 }
 
+/* Asks for the same stretch of the outputs that come next: rows are too short for a processor to notice them as streams. */
+static ALWAYS_INLINE void ask_for_next(const stored_row *row, long stretch, int outputs, int form)
+{
+    const uint8_t *from = bytes_of_piece(row, stretch, form) + outputs * row->matrix->code_row;
+    const long size = is_block(form) ? STRETCH / block_values(form) * stored_block_bytes(form) : STRETCH / (form == FP8 ? 1 : 2);
+#pragma GCC unroll 8
+    for (long at = 0; at < size; at += LINE)
+        __builtin_prefetch(from + at);
+}
+
 /* Behind the last output it is repeated: what comes of that is not stored. */
-static ALWAYS_INLINE void multiply(const stored_product *p, long first_output, long first_row, int outputs, int rows, int form)
+static ALWAYS_INLINE void multiply(const product_of_stored *p, long first_output, long first_row, int outputs, int rows, int form)
 {
     const stored_matrix *m = &p->matrix;
     const float *x = p->given.x + first_row * p->given.columns;
@@ -157,6 +158,8 @@ static ALWAYS_INLINE void multiply(const stored_product *p, long first_output, l
         rows_of_matrix[output] = stored_row_of(m, first_output + output < m->outputs ? first_output + output : m->outputs - 1);
     for (long stretch = 0; stretch < m->inputs; stretch += STRETCH) {
         const long end = m->inputs - stretch < STRETCH ? m->inputs : stretch + STRETCH;
+        for (int output = 0; output < outputs; output++)
+            ask_for_next(rows_of_matrix + output, stretch, outputs, form);
         for (int output = 0; output < outputs; output++)
             read_shares(rows_of_matrix + output, stretch, form, shares + output);
         for (long first = stretch; first < end; first += PIECE)
@@ -170,7 +173,7 @@ static ALWAYS_INLINE void multiply(const stored_product *p, long first_output, l
         }
 }
 
-typedef void (*dots_action)(const stored_product *p, long first_output, long first_row);
+typedef void (*dots_action)(const product_of_stored *p, long first_output, long first_row);
 
 #if FEW_ROWS == 6
 #define EACH_FEW(DO, FORM) DO(1, FORM) DO(2, FORM) DO(3, FORM) DO(4, FORM) DO(5, FORM) DO(6, FORM)
@@ -180,7 +183,7 @@ typedef void (*dots_action)(const stored_product *p, long first_output, long fir
 #define EACH_FEW(DO, FORM) DO(1, FORM) DO(2, FORM)
 #endif
 #define DEFINED(ROWS, FORM)                                                                                                      \
-    static void multiply_##ROWS##_by_##FORM(const stored_product *p, long first_output, long first_row)                          \
+    static void multiply_##ROWS##_by_##FORM(const product_of_stored *p, long first_output, long first_row)                          \
     {                                                                                                                            \
         multiply(p, first_output, first_row, OUTPUTS_OF(ROWS), ROWS, FORM);                                                      \
     }
@@ -193,7 +196,7 @@ static ALWAYS_INLINE long outputs_of(long rows)
     return OUTPUTS_OF(rows);
 }
 
-void stored_dots(const stored_product *p, int form, int threads)
+void stored_dots(const product_of_stored *p, int form, int threads)
 {
 #define NAMES(FORM) {EACH_FEW(NAMED, FORM)},
     static const dots_action actions[][FEW_ROWS] = {EACH_FORM(NAMES)};

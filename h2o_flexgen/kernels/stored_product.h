@@ -8,4 +8,4 @@
 typedef struct {
     product given; /* without `data` */
     stored_matrix matrix;
-} stored_product;
+} product_of_stored;

@@ -24,8 +24,9 @@ typedef struct {
     const uint8_t *codes;               /* or blocks */
     const uint8_t *scales, *zeros;      /* sections; zeros may be NULL: all are 8 */
     long code_row, scale_row, zero_row; /* bytes from one row (of scales: from some rows that share them) to the next */
-    long scale_rows, scale_inputs;      /* rows and inputs that share a scale of a section; inputs are a multiple of 32 */
+    long scale_rows;                    /* rows that share the scales of a section */
     long outputs, inputs;               /* inputs are a multiple of 32, or of a whole block, but with FP8 */
+    int scale_shift;                    /* so many inputs share a scale of a section, as a power of two: 32 or more */
     int scale_kind;                     /* of sections */
 } stored_matrix;
 
@@ -131,15 +132,34 @@ static ALWAYS_INLINE stored_codes joined(bytes16 first, bytes16 second)
 #endif
 }
 
+/* Bytes shifted down together: compilers shift bytes one by one if they may be shifted by any number. */
+static ALWAYS_INLINE bytes16 upper_nibbles(bytes16 from)
+{
+    typedef uint32_t words16 __attribute__((vector_size(16)));
+    return (bytes16)((words16)from >> 4) & 15;
+}
+
+static ALWAYS_INLINE stored_codes bits_of(stored_codes from, int shift, uint8_t mask)
+{
+    typedef uint32_t words32 __attribute__((vector_size(PIECE)));
+    return (stored_codes)((words32)from >> shift) & mask;
+}
+
+static ALWAYS_INLINE stored_codes raised(stored_codes from) /* by four bits: of codes below 16 */
+{
+    typedef uint32_t words32 __attribute__((vector_size(PIECE)));
+    return (stored_codes)((words32)from << 4);
+}
+
 static ALWAYS_INLINE stored_codes nibbles_by_half(const uint8_t *from) /* low ones first, then high ones */
 {
     const bytes16 both = LOAD(bytes16, from);
-    return joined(both & 15, both >> 4);
+    return joined(both & 15, upper_nibbles(both));
 }
 
 static ALWAYS_INLINE stored_codes nibbles_in_turn(const uint8_t *from) /* low and high ones of each byte */
 {
-    const bytes16 both = LOAD(bytes16, from), low = both & 15, high = both >> 4;
+    const bytes16 both = LOAD(bytes16, from), low = both & 15, high = upper_nibbles(both);
 #ifdef __AVX2__
     return joined((bytes16)_mm_unpacklo_epi8((__m128i)low, (__m128i)high), (bytes16)_mm_unpackhi_epi8((__m128i)low, (__m128i)high));
 #else
@@ -201,19 +221,20 @@ static ALWAYS_INLINE stored_codes codes_of_fp8(const stored_row *row, long first
 static ALWAYS_INLINE stored_codes stored_codes_of(const stored_row *row, long first, int form)
 {
     const uint8_t *block = is_block(form) ? block_of_row(row, first, form) : row->codes + first / 2;
-    const int piece = first / PIECE % 8;
+    const unsigned piece = (unsigned long)first / PIECE % 8;
     switch (form) {
     case Q4_0: return nibbles_by_half(block + 2);
     case Q4_1: return nibbles_by_half(block + 4);
     case Q5_0: return nibbles_by_half(block + 6) | fifth_bits(block + 2);
     case Q5_1: return nibbles_by_half(block + 8) | fifth_bits(block + 4);
     case Q8_0: return LOAD(stored_codes, block + 2) ^ 0x80;
-    case Q4_K: return LOAD(stored_codes, block + 16 + piece / 2 * 32) >> piece % 2 * 4 & 15;
+    case Q4_K: return bits_of(LOAD(stored_codes, block + 16 + piece / 2 * 32), piece % 2 * 4, 15);
     case Q5_K:
-        return (LOAD(stored_codes, block + 48 + piece / 2 * 32) >> piece % 2 * 4 & 15) | (LOAD(stored_codes, block + 16) >> piece & 1) << 4;
+        return bits_of(LOAD(stored_codes, block + 48 + piece / 2 * 32), piece % 2 * 4, 15) |
+               raised(bits_of(LOAD(stored_codes, block + 16), piece, 1));
     case Q6_K:
-        return (LOAD(stored_codes, block + piece / 4 * 64 + piece % 2 * 32) >> piece % 4 / 2 * 4 & 15) |
-               (LOAD(stored_codes, block + 128 + piece / 4 * 32) >> piece % 4 * 2 & 3) << 4;
+        return bits_of(LOAD(stored_codes, block + piece / 4 * 64 + piece % 2 * 32), piece % 4 / 2 * 4, 15) |
+               raised(bits_of(LOAD(stored_codes, block + 128 + piece / 4 * 32), piece % 4 * 2, 3));
     case MXFP4: return codes_of_fp4(nibbles_by_half(block + 1));
     case FP4: return codes_of_fp4(nibbles_in_turn(block));
     case INT4: return nibbles_in_turn(block);
@@ -232,10 +253,10 @@ static ALWAYS_INLINE float load_half(const uint8_t *from)
 #endif
 }
 
-/* A power of two, or half of it, whose exponent is a byte: small ones are subnormal. */
+/* A power of two, or half of it, whose exponent is a byte: small ones are subnormal, and the largest byte is infinity. */
 static ALWAYS_INLINE float float_of_e8m0(uint8_t exponent)
 {
-    return float_of_bits(exponent == 255 ? 0x7fc00000u : exponent ? (uint32_t)exponent << 23 : 0x00400000u);
+    return float_of_bits(exponent ? (uint32_t)exponent << 23 : 0x00400000u);
 }
 
 static ALWAYS_INLINE float half_of_e8m0(uint8_t exponent)
@@ -282,13 +303,11 @@ static ALWAYS_INLINE void read_shares_of_256(const uint8_t *block, int form, sto
 static ALWAYS_INLINE void read_share(const stored_row *row, long first, int form, float *scale, float *minimum, int32_t *zero)
 {
     const uint8_t *block = is_block(form) ? block_of_row(row, first, form) : row->codes;
-    const long number = is_block(form) ? 0 : first / row->matrix->scale_inputs;
+    const long number = is_block(form) ? 0 : first >> row->matrix->scale_shift;
     *zero = form == INT4 && row->zeros ? row->zeros[number] : usual_zero(form);
     *minimum = has_minima(form) ? load_half(block + 2) : -0.0f;
-    if (form == MXFP4)
-        *scale = half_of_e8m0(block[0]);
-    else if (form == FP4)
-        *scale = row->scales[number] == 255 ? float_of_e8m0(255) : half_of_e8m0(row->scales[number]);
+    if (form == MXFP4 || form == FP4)
+        *scale = half_of_e8m0(form == MXFP4 ? block[0] : row->scales[number]);
     else
         *scale = is_block(form) ? load_half(block) : load_scale(row->scales, number, row->matrix->scale_kind);
 }
@@ -334,8 +353,12 @@ static ALWAYS_INLINE void read_shares(const stored_row *row, long first, int for
     } else if (is_block(form) && form != MXFP4 && left >= STRETCH) {
         read_shares_of_blocks(block_of_row(row, first, form), form, to);
     } else {
+        const long same = is_block(form) ? 0 : (1l << row->matrix->scale_shift) / PIECE - 1; /* pieces behind one that has a scale */
         for (long at = 0; at < pieces; at++)
-            read_share(row, first + at * PIECE, form, to->scales + at, to->minima + at, to->zeros + at);
+            if (at & same)
+                to->scales[at] = to->scales[at - 1], to->minima[at] = to->minima[at - 1], to->zeros[at] = to->zeros[at - 1];
+            else
+                read_share(row, first + at * PIECE, form, to->scales + at, to->minima + at, to->zeros + at);
     }
 }
 
@@ -348,35 +371,74 @@ static ALWAYS_INLINE floats floats_of_fp8(words from)
     return (floats)(sign | (words)((floats)(magnitude << 20) * float_of_bits((127u + 120u) << 23)) | is_nan);
 }
 
-static ALWAYS_INLINE words words_of_bytes16(bytes16 from, int part) /* a register of the lowest of them, or of those behind */
+#ifdef __AVX2__
+
+/* The same of bytes one by one, by way of float16, whose exponent is 8 higher: the outcome is smaller by a power of two. */
+static ALWAYS_INLINE void halves_of_fp8(stored_codes codes, floats *out)
 {
 #if LANES == 16
-    return (words)_mm512_cvtepu8_epi32((__m128i)from);
-#elif LANES == 8
-    return (words)_mm256_cvtepu8_epi32(part ? _mm_srli_si128((__m128i)from, 8) : (__m128i)from);
+    const __m512i found = _mm512_and_si512(_mm512_slli_epi16(_mm512_cvtepi8_epi16((__m256i)codes), 7), _mm512_set1_epi16((short)0xbf80));
+    const __mmask32 is_nan = _mm512_testn_epi16_mask(_mm512_xor_si512(found, _mm512_set1_epi16(0x3f80)), _mm512_set1_epi16(0x3f80));
+    const __m512i values = _mm512_mask_mov_epi16(found, is_nan, _mm512_set1_epi16(0x7e00));
+    out[0] = (floats)_mm512_cvtph_ps(_mm512_castsi512_si256(values));
+    out[1] = (floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(values, 1));
 #else
-    bytes some;
-    memcpy(&some, (const char *)&from + part * LANES, sizeof some);
-    return __builtin_convertvector(some, words);
+    const __m256i most = _mm256_set1_epi16(0x3f80);
+    for (int half = 0; half < 2; half++) {
+        const __m128i own = half ? _mm256_extracti128_si256((__m256i)codes, 1) : _mm256_castsi256_si128((__m256i)codes);
+        const __m256i found = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(own), 7), _mm256_set1_epi16((short)0xbf80));
+        const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_and_si256(found, most), most);
+        const __m256i values = _mm256_or_si256(found, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7e00)));
+        out[2 * half] = (floats)_mm256_cvtph_ps(_mm256_castsi256_si128(values));
+        out[2 * half + 1] = (floats)_mm256_cvtph_ps(_mm256_extracti128_si256(values, 1));
+    }
 #endif
 }
 
-/* The values of the codes of 32 inputs from `first` on, a multiple of 32, when the shares of their stretch are known. */
+#endif
+
+/* A register of the lowest of sixteen bytes, or of those behind. */
+static ALWAYS_INLINE integers integers_of_bytes(bytes16 from, int part, int are_signed)
+{
+#if LANES == 16
+    return (integers)(are_signed ? _mm512_cvtepi8_epi32((__m128i)from) : _mm512_cvtepu8_epi32((__m128i)from));
+#elif LANES == 8
+    const __m128i own = part ? _mm_srli_si128((__m128i)from, 8) : (__m128i)from;
+    return (integers)(are_signed ? _mm256_cvtepi8_epi32(own) : _mm256_cvtepu8_epi32(own));
+#else
+    typedef int8_t small __attribute__((vector_size(LANES)));
+    bytes some;
+    memcpy(&some, (const char *)&from + part * LANES, sizeof some);
+    return are_signed ? __builtin_convertvector((small)some, integers) : (integers)__builtin_convertvector(some, words);
+#endif
+}
+
+/* The values of the codes of 32 inputs from `first` on, a multiple of 32, when the shares of their stretch are known. A code and a
+   zero that all codes have are subtracted as bytes, which hold their difference. */
 static ALWAYS_INLINE void floats_of_codes(stored_codes codes, long first, int form, const stored_shares *shares, floats *out)
 {
+    const int are_signed = form != INT4 && form != FP8;
+    const stored_codes from_zero = are_signed ? codes - (uint8_t)usual_zero(form) : codes;
     bytes16 half[2];
-    memcpy(half, &codes, sizeof codes);
+    memcpy(half, &from_zero, sizeof half);
+#ifdef __AVX2__
+    if (form == FP8) {
+        halves_of_fp8(codes, out);
+        for (int at = 0; at < PIECE / LANES; at++)
+            out[at] = out[at] * 256.0f * shares->scales[first % STRETCH / PIECE];
+        return;
+    }
+#endif
 #pragma GCC unroll 2
     for (int next = 0; next < 2; next++) {
-        const int at = (first % STRETCH + 16 * next) / sharing_inputs(form);
+        const unsigned long at = ((unsigned long)first % STRETCH + 16 * next) / sharing_inputs(form);
 #pragma GCC unroll 4
         for (int part = 0; part < 16 / LANES; part++) {
-            const words from = words_of_bytes16(half[next], part);
+            const integers from = integers_of_bytes(half[next], part, are_signed) - (form == INT4 ? shares->zeros[at] : 0);
             floats *to = out + (16 / LANES) * next + part;
-            if (form == FP8)
-                *to = floats_of_fp8(from) * shares->scales[at];
-            else
-                *to = __builtin_convertvector((integers)from - shares->zeros[at], floats) * shares->scales[at] + shares->minima[at];
+            *to = (form == FP8 ? floats_of_fp8((words)from) : __builtin_convertvector(from, floats)) * shares->scales[at];
+            if (has_minima(form))
+                *to += shares->minima[at];
         }
     }
 }

@@ -129,6 +129,7 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
 
 def _of_stored(form: str, family: str) -> Iterator[Kernel]:
     """A form of checkpoints, which nothing here writes."""
+    yield Kernel(DECODE, form, "stored_decode", CPU, LIBRARIES, DTYPES)
     yield Kernel(DECODE, form, f"{family}_decode_twin")
 
 

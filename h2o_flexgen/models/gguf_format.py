@@ -67,7 +67,7 @@ class Gguf:
 
 
 def is_gguf(path: Path) -> bool:
-    return path.suffix == SUFFIX
+    return path.suffix == SUFFIX and not path.is_dir()
 
 
 def first_part(path: Path) -> Path:
@@ -120,7 +120,7 @@ def _start(header: HeaderBytes) -> tuple[int, int]:
     header.take(len(MAGIC))
     version: int = header.number("I")
     if version not in VERSIONS:
-        of_other_order = version & 0xFFFF == 0
+        of_other_order = version > 0 and version & 0xFFFF == 0
         what = "is written for processors of the other byte order" if of_other_order else f"has version {version} of GGUF"
         raise ValueError(f"{header.path} {what}; give a little-endian one of version {' or '.join(map(str, VERSIONS))}")
     return header.number("Q"), header.number("Q")

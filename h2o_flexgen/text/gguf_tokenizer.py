@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from h2o_flexgen.core.hints import one_line
-from h2o_flexgen.text.gguf_vocabulary import BYTES, END, PADDING, START, UNKNOWN, GgufVocabulary, TokenType
+from h2o_flexgen.core.hints import one_line, shown
+from h2o_flexgen.text.gguf_vocabulary import BYTES, END, PADDING, PIECES, START, UNKNOWN, GgufVocabulary, TokenType
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,6 +29,8 @@ def library_tokenizer(vocabulary: GgufVocabulary, adds_start: bool | None = None
 
 
 def tokenizer_of(vocabulary: GgufVocabulary, adds_start: bool | None = None) -> Tokenizer:
+    if vocabulary.kind not in (BYTES, PIECES):
+        raise vocabulary.unreadable(f"its kind {shown(vocabulary.kind)} is not known; known are {BYTES}, {PIECES}")
     made = _of_bytes(vocabulary) if vocabulary.kind == BYTES else _of_pieces(vocabulary)
     made.add_special_tokens(list(_added(vocabulary, TokenType.CONTROL, TokenType.UNKNOWN)))
     made.add_tokens(list(_added(vocabulary, TokenType.USER_DEFINED)))

@@ -10,8 +10,9 @@ from enum import IntEnum
 from pathlib import Path
 
 from h2o_flexgen.core.hints import shown
+from h2o_flexgen.models.files import AGAIN
 from h2o_flexgen.models.gguf_metadata import Metadata
-from h2o_flexgen.text.gguf_words import WordRule, word_rule
+from h2o_flexgen.text.gguf_words import DEFAULT, WORD_RULES, WordRule
 from h2o_flexgen.text.tokenizer import BYTES as TOKENS_ARE_BYTES
 
 OURS = "tokenizer.ggml."
@@ -42,7 +43,7 @@ class TokenType(IntEnum):
 @dataclass(frozen=True)
 class GgufVocabulary:
     path: Path
-    kind: str  # BYTES or PIECES
+    kind: str  # BYTES, PIECES, or one that no tokenizer is made from
     rule_name: str | None  # of the rule that cuts texts into words; None: the file does not say
     tokens: Sequence[str]
     types: Sequence[int]
@@ -56,30 +57,26 @@ class GgufVocabulary:
 
     @classmethod
     def of(cls, metadata: Metadata) -> GgufVocabulary:
-        kind = metadata.text(KIND)
-        if kind not in (BYTES, PIECES):
-            raise _unreadable(
-                metadata.path, f"it is of the kind {shown(kind)}, which is not known; known are {BYTES}, {PIECES}"
-            )
-        tokens, has_pieces = _tokens(metadata), kind == PIECES
-        merges = tuple(_merges(metadata)) if MERGES in metadata or not has_pieces else ()
+        """Unknown kinds and rules are refused later, where a tokenizer is made: what ends a text is known without one."""
+        kind, tokens = metadata.text(KIND), _tokens(metadata)
+        merges = tuple(_merges(metadata)) if MERGES in metadata or kind == BYTES else ()
         made = cls(
             metadata.path,
             kind,
             rule_name=metadata.text(RULE) if RULE in metadata else None,
             tokens=tokens,
             types=_types(tokens, metadata),
-            scores=_scores(tokens, metadata) if has_pieces and not merges else (),
+            scores=_scores(tokens, metadata) if kind == PIECES and not merges else (),
             merges=merges,
             ids={name: token for name in (*HAVE_TO_BE, UNKNOWN, PADDING) for token in _id(name, tokens, metadata)},
             says_start=metadata.flag(ADDS_START) if ADDS_START in metadata else None,
             adds_end=metadata.flag(ADDS_END, False),
-            adds_space=has_pieces and metadata.flag(ADDS_SPACE, True),
+            adds_space=kind == PIECES and metadata.flag(ADDS_SPACE, True),
             template=metadata.text(TEMPLATE) if TEMPLATE in metadata else None,
         )
         for adds, key, name in ((made.says_start, ADDS_START, START), (made.adds_end, ADDS_END, END)):
             if adds and name not in made.ids:
-                raise _unreadable(metadata.path, f"it says {key}, but not {_id_key(name)}")
+                raise _corrupt(metadata, f"it says {key}, but not {_id_key(name)}")
         return made
 
     @property
@@ -91,10 +88,11 @@ class GgufVocabulary:
     @property
     def word_rule(self) -> WordRule:
         """How texts are cut into words, if tokens are bytes."""
-        try:
-            return word_rule(self.rule_name)
-        except ValueError as error:
-            raise self.unreadable(str(error)) from error
+        name = self.rule_name or DEFAULT
+        if name not in WORD_RULES:
+            known = ", ".join(sorted(WORD_RULES))
+            raise self.unreadable(f"it cuts texts into words by the rule {shown(name)}, which is not known; known are {known}")
+        return WORD_RULES[name]
 
     @property
     def adds_start(self) -> bool:
@@ -109,41 +107,41 @@ class GgufVocabulary:
         return self.tokens[self.ids[name]] if name in self.ids else None
 
     def unreadable(self, what: str) -> ValueError:
-        return _unreadable(self.path, what)
+        return ValueError(f"the tokenizer in {self.path} cannot be read: {what}; {ADVICE}")
 
 
 def has_tokens(metadata: Metadata) -> bool:
     return KIND in metadata and metadata.text(KIND) not in NO_KINDS
 
 
-def _unreadable(path: Path, what: str) -> ValueError:
-    return ValueError(f"the tokenizer in {path} cannot be read: {what}; {ADVICE}")
+def _corrupt(metadata: Metadata, what: str) -> ValueError:
+    return ValueError(f"the tokenizer in {metadata.path} is corrupt: {what}; {AGAIN}")
 
 
 def _tokens(metadata: Metadata) -> tuple[str, ...]:
     """Every token's text. Those without one get a name, as each text stands for one token."""
     tokens = tuple(text or f"[EMPTY_{token}]" for token, text in enumerate(metadata.texts(TOKENS)))
     if not tokens:
-        raise _unreadable(metadata.path, f"{TOKENS} is empty")
+        raise _corrupt(metadata, f"{TOKENS} is empty")
     if len(set(tokens)) < len(tokens):
         text, times = Counter(tokens).most_common(1)[0]
-        raise _unreadable(metadata.path, f"{shown(text)} stands {times} times in {TOKENS}, where each token stands once")
+        raise _corrupt(metadata, f"{shown(text)} stands {times} times in {TOKENS}, where each token stands once")
     return tokens
 
 
 def _types(tokens: Sequence[str], metadata: Metadata) -> Sequence[int]:
     types = metadata.wholes(TYPES) if TYPES in metadata else [TokenType.NORMAL] * len(tokens)
     if len(types) != len(tokens):
-        raise _unreadable(metadata.path, f"{TYPES} has {len(types)} entries for {len(tokens)} tokens")
+        raise _corrupt(metadata, f"{TYPES} has {len(types)} entries for {len(tokens)} tokens")
     return types
 
 
 def _scores(tokens: Sequence[str], metadata: Metadata) -> Sequence[float]:
     scores = metadata.numbers(SCORES)
     if len(scores) != len(tokens):
-        raise _unreadable(metadata.path, f"{SCORES} has {len(scores)} entries for {len(tokens)} tokens")
+        raise _corrupt(metadata, f"{SCORES} has {len(scores)} entries for {len(tokens)} tokens")
     if any(map(math.isnan, scores)):
-        raise _unreadable(metadata.path, f"{SCORES} has entries that are no numbers")
+        raise _corrupt(metadata, f"{SCORES} has entries that are no numbers")
     return scores
 
 
@@ -152,7 +150,7 @@ def _merges(metadata: Metadata) -> Iterator[tuple[str, str]]:
     for merge in metadata.texts(MERGES):
         space = merge.find(" ", 1)
         if space < 0 or space == len(merge) - 1:
-            raise _unreadable(metadata.path, f"{MERGES} has the entry {shown(merge)}, which is no pair of pieces")
+            raise _corrupt(metadata, f"{MERGES} has the entry {shown(merge)}, which is no pair of pieces")
         yield merge[:space], merge[space + 1 :]
 
 
@@ -165,7 +163,7 @@ def _id(name: str, tokens: Sequence[str], metadata: Metadata) -> Iterator[int]:
     if 0 <= token < len(tokens):
         yield token
     elif name in HAVE_TO_BE:
-        raise _unreadable(metadata.path, f"{key} is {token}, and there are {len(tokens)} tokens")
+        raise _corrupt(metadata, f"{key} is {token}, and there are {len(tokens)} tokens")
 
 
 def _id_key(name: str) -> str:

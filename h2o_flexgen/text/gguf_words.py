@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from h2o_flexgen.core.hints import shown
-
-DEFAULT = "default"
+DEFAULT = "default"  # llama.cpp's own, which it takes where a file names none
 
 
 @dataclass(frozen=True)
@@ -71,11 +69,3 @@ WORD_RULES: Mapping[str, WordRule] = {
     **_same("deepseek-coder", WordRule((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", CHINESE, DIGIT))),
     **_same("deepseek-v3 hunyuan-dense joyai-llm", WordRule((THREE_DIGITS, CHINESE_OR_KANA, DEEPSEEK3))),
 }
-
-
-def word_rule(name: str | None) -> WordRule:
-    """The rule of this name, or an error that names all of them. Without a name it is the one that llama.cpp takes then."""
-    if (chosen := DEFAULT if name is None else name) not in WORD_RULES:
-        known = ", ".join(sorted(WORD_RULES))
-        raise ValueError(f"it cuts texts into words by the rule {shown(chosen)}, which is not known; known are {known}")
-    return WORD_RULES[chosen]

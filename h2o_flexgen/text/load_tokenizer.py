@@ -26,10 +26,12 @@ class HfTokenizer:
 
     reads_texts = True
 
-    def __init__(self, place: Path, config: object = None, model: Path | None = None) -> None:
-        """`model` is the model's place if `place` is another one; its files say which tokens end texts."""
+    def __init__(
+        self, place: Path, config: object = None, model: Path | None = None, vocabulary: GgufVocabulary | None = None
+    ) -> None:
+        """`vocabulary` is what a GGUF file has, and None for a folder. `model` is the model's place if `place` is another one;
+        its files say which tokens end texts."""
         self._place = place
-        vocabulary = GgufVocabulary.of(read_metadata(place)) if is_gguf(place) else None
         self._tokenizer = _of_folder(place) if vocabulary is None else library_tokenizer(vocabulary)
         self.note = "" if vocabulary is None else _note(vocabulary)
         if vocabulary is not None and model in (None, place):
@@ -44,9 +46,10 @@ class HfTokenizer:
 
     def made_again(self, adds_start: bool) -> PreTrainedTokenizerBase:
         """Another of the library's class, which puts the start token before a text or does not, whatever its files say."""
-        if is_gguf(self._place):
-            return library_tokenizer(GgufVocabulary.of(read_metadata(self._place)), adds_start)
-        return _of_folder(self._place, add_bos_token=adds_start)
+        vocabulary = _vocabulary(self._place)
+        if vocabulary is None:
+            return _of_folder(self._place, add_bos_token=adds_start)
+        return library_tokenizer(vocabulary, adds_start)
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, verbose=False)["input_ids"])  # the engine checks the length
@@ -78,16 +81,31 @@ def load_tokenizer(model: Path | None, config: object, vocab: int, asked: str | 
     if asked == BYTES or (model is None and asked == AUTO):
         return ByteTokenizer(vocab, frozenset() if model is None else _eos_ids(model, config, None))
     if isinstance(asked, Path):
-        if not _has_tokenizer(asked):
-            raise ValueError(f"{asked} has no tokenizer ({_lacks(asked)}); give a folder or a GGUF file that has, or {BYTES}")
-        other = HfTokenizer(asked, config, model)
-        other.eos_ids = frozenset() if model is None else other.eos_ids
-        other.note = f"those of the tokenizer in {asked}"
-        return other
+        return _other(asked, model, config)
     assert model is not None
-    if _has_tokenizer(model):
-        return HfTokenizer(model, config)
-    return NoTokenizer(model, _eos_ids(model, config, None), _lacks(model))
+    vocabulary = _vocabulary(model)
+    if vocabulary is None and not _has_files(model):
+        return NoTokenizer(model, _eos_ids(model, config, None), _lacks(model))
+    return HfTokenizer(model, config, vocabulary=vocabulary)
+
+
+def _other(place: Path, model: Path | None, config: object) -> HfTokenizer:
+    """The tokenizer of another folder or file than the model's."""
+    vocabulary = _vocabulary(place)
+    if vocabulary is None and not _has_files(place):
+        raise ValueError(f"{place} has no tokenizer ({_lacks(place)}); give a folder or a GGUF file that has, or {BYTES}")
+    other = HfTokenizer(place, config, model, vocabulary)
+    other.eos_ids = frozenset() if model is None else other.eos_ids
+    other.note = f"those of the tokenizer in {place}"
+    return other
+
+
+def _has_files(place: Path) -> bool:
+    return any((place / name).is_file() for name in TOKENIZER_FILES)
+
+
+def _lacks(place: Path) -> str:
+    return f"it does not say {KIND}" if is_gguf(place) else LACKS_FILES
 
 
 def _of_folder(folder: Path, **changes: bool) -> PreTrainedTokenizerBase:
@@ -101,24 +119,22 @@ def _of_folder(folder: Path, **changes: bool) -> PreTrainedTokenizerBase:
 
 
 def _note(vocabulary: GgufVocabulary) -> str:
-    if vocabulary.kind == PIECES or vocabulary.rule_name is not None:
+    if vocabulary.kind == PIECES or vocabulary.rule_name:
         return ""
     return f"{vocabulary.path} does not say how texts are cut into words ({RULE}), so llama.cpp's default is taken"
 
 
-def _has_tokenizer(place: Path) -> bool:
-    return has_tokens(read_metadata(place)) if is_gguf(place) else any((place / name).is_file() for name in TOKENIZER_FILES)
-
-
-def _lacks(place: Path) -> str:
-    return f"it does not say {KIND}" if is_gguf(place) else LACKS_FILES
+def _vocabulary(place: Path) -> GgufVocabulary | None:
+    """The tokens of a GGUF file; None if it has none, or if it is a folder."""
+    metadata = read_metadata(place) if is_gguf(place) else None
+    return None if metadata is None or not has_tokens(metadata) else GgufVocabulary.of(metadata)
 
 
 def _eos_ids(model: Path, config: object, of_tokenizer: int | None) -> frozenset[int]:
     """The ids that a GGUF file names, or else the first of generation_config.json, the model's config, the tokenizer."""
     if is_gguf(model):
-        metadata = read_metadata(model)
-        return GgufVocabulary.of(metadata).end_ids if has_tokens(metadata) else frozenset()
+        vocabulary = _vocabulary(model)
+        return frozenset() if vocabulary is None else vocabulary.end_ids
     of_config = config.get(EOS) if isinstance(config, Mapping) else getattr(config, EOS, None)
     path = model / "generation_config.json"
     of_generation = read_object(path, "mend or remove it").get(EOS) if path.is_file() else None

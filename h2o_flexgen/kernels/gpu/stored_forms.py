@@ -1,81 +1,137 @@
 """Where the bytes of a checkpoint's own forms have what, as kernels in Triton are told while they are compiled.
 
 A matrix is seen as words of 32 bits of codes, row by row. A word has eight codes of 4 bits or four of 8; `span` says which
-inputs they belong to. What codes share (a scale, a minimum, a zero) lies in the block of the word, or in a section of its own.
+inputs they belong to. What codes share (a scale, a minimum, a zero) lies in the block of the word, or in sections of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from math import gcd
+from typing import NamedTuple
 
+import torch
 import triton.language as tl
+from torch import Tensor
+
+from h2o_flexgen.kernels.stored_parts import sections_of
+from h2o_flexgen.quant.blocked import Blocked
+from h2o_flexgen.quant.codec import Codec
+from h2o_flexgen.quant.sectioned import MIDDLE, Fp4, Fp8, Int4
 
 INTEGER, FP4, FP8 = tl.constexpr("integer"), tl.constexpr("fp4"), tl.constexpr("fp8")  # kinds of codes
-ONE_SCALE, WITH_MINIMUM = tl.constexpr("scale"), tl.constexpr("scale and minimum")  # what a block shares, as float16
-SIX_BITS = tl.constexpr("six bits")  # scales and minima of 32 values in 6 bits, times those of the block
-SIXTEENS = tl.constexpr("sixteens")  # scales of 16 values in 8 bits, times that of the block
-EXPONENT = tl.constexpr("exponent")  # half a power of two
+SCALE, SCALE_AND_MINIMUM = tl.constexpr("scale"), tl.constexpr("scale and minimum")  # of a block, as float16
+SIX_BITS = tl.constexpr("six bits")  # scales and minima of 32 values in 6 bits, times those of their block
+SIXTEENS = tl.constexpr("sixteens")  # scales of 16 values in 8 bits, times that of their block
+EXPONENT = tl.constexpr("exponent")  # of a block: half a power of two
 SECTIONS = tl.constexpr("sections")
-ONE_WORD, PLANES_OF_ONE, PLANES_OF_TWO = tl.constexpr("one word"), tl.constexpr("planes of 1"), tl.constexpr("planes of 2")
+FIFTH_BITS = tl.constexpr("fifth bits")  # in one word for 32 values
+PLANES_OF_ONE, PLANES_OF_TWO = tl.constexpr("planes of one bit"), tl.constexpr("planes of two bits")
+WORD_BYTES = 4
+E8M0 = "e8m0"
+Stored = Fp8 | Fp4 | Int4
 
 
 @dataclass(frozen=True)
 class Form:
     codes: str = INTEGER.value
     bits: int = 4  # of a code in its word
-    zero: int = 0  # taken off a code; behind `flipped`
-    flipped: bool = False  # codes are signed: with the upper bit turned they are not
-    span: int = 0  # the lower codes of so many bytes come before their upper ones; 0: lower and upper ones in turn
+    zero: int = 0  # is taken off each code, where it is the same for all
+    is_signed: bool = False  # with its uppermost bit turned a code has no sign
+    span: int = 0  # the lower codes of so many bytes come before their upper ones; 0: they take turns
     block_words: int = 1
-    block_bytes: int = 4
+    block_bytes: int = WORD_BYTES
     codes_at: int = 0  # in a block
     upper: str = ""  # how bits above the fourth lie
     upper_at: int = 0
     shared: str = SECTIONS.value
     shared_at: int = 0
-    shared_rows: int = 1  # of a section: a share is that of so many rows and columns, 0 of all
-    shared_columns: int = 0
-    has_zeros: bool = False
-    is_ordered: bool = False
+    shared_rows: int = 1  # rows and inputs that share a scale of a section; 0: all
+    shared_inputs: int = 0
+    has_zeros: bool = False  # in a section
+    is_ordered: bool = False  # column j belongs to input order[j]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the lower and the upper code of a byte belong to neighbours."""
+        return self.bits == 4 and self.span == 0
+
+    def row_bytes(self, inputs: int) -> int:
+        """The bytes of the codes, or blocks, of a row."""
+        if self.shared == SECTIONS.value:
+            return inputs * self.bits // 8
+        return inputs * self.bits // 32 // self.block_words * self.block_bytes
 
     @property
     def has_minimum(self) -> bool:
-        return self.shared in (WITH_MINIMUM.value, SIX_BITS.value)
+        return self.shared in (SCALE_AND_MINIMUM.value, SIX_BITS.value)
 
     @property
     def has_halves(self) -> bool:
-        """Whether the lower and the upper codes of a word have scales of their own."""
+        """Whether the lower and the upper codes of a word have scales of their own, which are costly to find."""
         return self.shared in (SIX_BITS.value, SIXTEENS.value)
 
     @property
-    def at_once(self) -> int:
-        """Words apart from each other that one thread takes because they share what is costly to read."""
+    def words_together(self) -> int:
+        """Words that a thread takes because they share their scales."""
         return 2 if self.has_halves else 1
 
     @property
     def apart(self) -> int:
-        """How far they are apart."""
+        """How far these are apart."""
         return 4 if self.shared == SIX_BITS.value else 2
 
 
-FORMS: Mapping[str, Form] = {
-    "q4_0": Form(zero=8, span=16, block_words=4, block_bytes=18, codes_at=2, shared=ONE_SCALE.value),
-    "q4_1": Form(span=16, block_words=4, block_bytes=20, codes_at=4, shared=WITH_MINIMUM.value),
-    "q5_0": Form(
-        zero=16, span=16, block_words=4, block_bytes=22, codes_at=6, upper=ONE_WORD.value, upper_at=2, shared=ONE_SCALE.value
-    ),
-    "q5_1": Form(
-        span=16, block_words=4, block_bytes=24, codes_at=8, upper=ONE_WORD.value, upper_at=4, shared=WITH_MINIMUM.value
-    ),
-    "q8_0": Form(bits=8, zero=128, flipped=True, block_words=8, block_bytes=34, codes_at=2, shared=ONE_SCALE.value),
-    "q4_K": Form(span=32, block_words=32, block_bytes=144, codes_at=16, shared=SIX_BITS.value),
-    "q5_K": Form(
-        span=32, block_words=32, block_bytes=176, codes_at=48, upper=PLANES_OF_ONE.value, upper_at=16, shared=SIX_BITS.value
-    ),
-    "q6_K": Form(
-        zero=32, span=64, block_words=32, block_bytes=210, upper=PLANES_OF_TWO.value, upper_at=128,
-        shared=SIXTEENS.value, shared_at=192,
-    ),
-    "mxfp4": Form(codes=FP4.value, span=16, block_words=4, block_bytes=17, codes_at=1, shared=EXPONENT.value),
-}  # fmt: skip
+BLOCKS: Mapping[str, Form] = {
+    "q4_0": Form(span=16, codes_at=2, zero=8, shared=SCALE.value),
+    "q4_1": Form(span=16, codes_at=4, shared=SCALE_AND_MINIMUM.value),
+    "q5_0": Form(span=16, codes_at=6, zero=16, upper=FIFTH_BITS.value, upper_at=2, shared=SCALE.value),
+    "q5_1": Form(span=16, codes_at=8, upper=FIFTH_BITS.value, upper_at=4, shared=SCALE_AND_MINIMUM.value),
+    "q8_0": Form(bits=8, codes_at=2, zero=128, is_signed=True, shared=SCALE.value),
+    "q4_K": Form(span=32, codes_at=16, shared=SIX_BITS.value),
+    "q5_K": Form(span=32, codes_at=48, upper=PLANES_OF_ONE.value, upper_at=16, shared=SIX_BITS.value),
+    "q6_K": Form(span=64, zero=32, upper=PLANES_OF_TWO.value, upper_at=128, shared=SIXTEENS.value, shared_at=192),
+    "mxfp4": Form(FP4.value, span=16, codes_at=1, shared=EXPONENT.value),
+}
+
+
+@cache
+def form_of(codec: Codec) -> Form:
+    if isinstance(codec, Blocked):
+        form = BLOCKS[codec.name]
+        return replace(form, block_words=codec.values * form.bits // 32, block_bytes=codec.block_bytes)
+    if isinstance(codec, Fp8):
+        return Form(FP8.value, bits=8, shared_rows=codec.block_rows, shared_inputs=codec.block_columns)
+    if isinstance(codec, Fp4):
+        return Form(FP4.value, shared_inputs=codec.group)
+    assert isinstance(codec, Int4)
+    zero = 0 if codec.zeros else MIDDLE
+    return Form(zero=zero, shared_inputs=codec.group, has_zeros=codec.zeros, is_ordered=codec.ordered)
+
+
+class Parts(NamedTuple):
+    """The tensors of a matrix that kernels are handed. What its form has no section for is the first of them once more."""
+
+    codes: Tensor  # or blocks, uint8
+    scales: Tensor
+    zeros: Tensor
+    order: Tensor
+
+
+def parts_of(codec: Codec, data: Tensor, outputs: int, inputs: int) -> Parts:
+    """data (rows, bytes of a row), or (1, bytes) of a form in sections"""
+    assert data.is_contiguous() and data.numel() == codec.nbytes((outputs, inputs), 1)
+    if isinstance(codec, Blocked):
+        return Parts(data, data, data, data)
+    assert isinstance(codec, Stored)
+    codes, scales, *more = sections_of(codec, data, outputs, inputs)
+    typed = scales if isinstance(codec, Fp4) or codec.scale == E8M0 else scales.view(getattr(torch, codec.scale))
+    form = form_of(codec)
+    return Parts(codes, typed, more[0] if form.has_zeros else codes, more[-1].view(torch.int32) if form.is_ordered else codes)
+
+
+def load_bytes(form: Form, parts: Parts, row_bytes: int) -> int:
+    """The bytes of a word that can be loaded at once, wherever it lies."""
+    return gcd(WORD_BYTES, form.block_bytes, form.codes_at, form.upper_at, row_bytes, parts.codes.data_ptr())

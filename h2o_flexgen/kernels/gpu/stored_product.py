@@ -1,4 +1,9 @@
-"""The product of few rows and a transposed matrix in a form of a checkpoint's own, which is read once and never decoded to memory."""
+"""The product of few rows and a transposed matrix in a checkpoint's own form, which is read once and never decoded to memory.
+
+A program has some outputs of up to four rows and all inputs. Each thread takes words of all these outputs, and multiplies their
+codes with the rows in float32; the sums are multiplied with what the codes share. Sums are added in an order that depends on
+shapes alone, and a row's outcome on nothing but row and matrix: all that is fused is written as such.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,18 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import as_float32
-from h2o_flexgen.kernels.gpu.stored_forms import FORMS
-from h2o_flexgen.kernels.gpu.stored_values import as_float, block_of, codes_of, first_input, shared_of, upper_of, word_at
+from h2o_flexgen.kernels.gpu.stored_forms import Form, form_of, load_bytes, parts_of
+from h2o_flexgen.kernels.gpu.stored_values import as_float, block_at, codes_of, first_input, shared_by, upper_of, words_of
+from h2o_flexgen.quant.codec import Codec
 
-ROWS_AT_ONCE = 4
-OUTPUTS = 8
-MOST_WARPS = 4
+ROWS_AT_ONCE = 4  # that meet a code while it is in a register
+OUTPUTS_AT_ONCE, WITH_HALVES = 8, 4  # outputs that meet what was loaded of the rows
+MOST_WARPS, FEWEST_WARPS = 8, 4
+PROGRAMS_THAT_FILL = 1024  # so many keep any GPU busy with few warps each
 
 
-def stored_product(codec, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def stored_product(codec: Codec, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), data (rows, bytes of a row) or (1, bytes) of a form in sections, bias (outputs,) -> (..., outputs)"""
     inputs = x.values.shape[-1]
     rows = x.values.reshape(-1, inputs).contiguous()
     out = rows.new_empty(len(rows), outputs)
@@ -25,27 +33,39 @@ def stored_product(codec, x: Factor, data: Tensor, outputs: int, bias: Tensor | 
     return out.view(*x.values.shape[:-1], outputs)
 
 
-def _launch(codec, rows, data, bias, out) -> None:
-    form = FORMS[codec.name]
-    threads = -(-rows.shape[1] * form.bits // 32) // form.at_once
-    warps = triton.next_power_of_2(max(1, min(MOST_WARPS, threads // 32)))
-    at_once = min(ROWS_AT_ONCE, triton.next_power_of_2(len(rows)))
-    product_kernel[triton.cdiv(out.shape[1], OUTPUTS), triton.cdiv(len(rows), at_once)](
-        *(data, rows, out if bias is None else bias, out),
-        *(len(rows), out.shape[1], rows.shape[1], data.shape[1]),
+def _launch(codec: Codec, rows: Tensor, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    (count, inputs), outputs, form = rows.shape, out.shape[1], form_of(codec)
+    parts, row_bytes = parts_of(codec, data, outputs, inputs), form.row_bytes(inputs)
+    given = rows.index_select(1, parts.order) if form.is_ordered else rows
+    outputs_at_once = WITH_HALVES if form.has_halves else OUTPUTS_AT_ONCE
+    rows_at_once = min(ROWS_AT_ONCE, triton.next_power_of_2(count))
+    programs = triton.cdiv(outputs, outputs_at_once)
+    warps = _warps(programs, triton.cdiv(inputs * form.bits, 32 * 32 * form.words_together))
+    product_kernel[programs, triton.cdiv(count, rows_at_once)](
+        *(*parts[:3], given, out if bias is None else bias, out),
+        *(count, outputs, inputs, row_bytes),
         HAS_BIAS=bias is not None,
         FORM=form,
-        WORD=4 if form.block_bytes % 4 == 0 else 2 if form.block_bytes % 2 == 0 else 1,
-        ROWS=at_once,
-        OUTPUTS=OUTPUTS,
+        AT_ONCE=load_bytes(form, parts, row_bytes),
+        ROWS=rows_at_once,
+        OUTPUTS=outputs_at_once,
         LANES=warps * 32,
         num_warps=warps,
+        enable_fp_fusion=False,
     )
+
+
+def _warps(programs: int, parts: int) -> int:
+    """Warps of a program: more where there are few programs, but none without work."""
+    wanted = MOST_WARPS if programs < PROGRAMS_THAT_FILL else FEWEST_WARPS
+    return int(triton.next_power_of_2(max(1, min(wanted, parts))))
 
 
 @triton.jit(do_not_specialize=["rows", "outputs"])
 def product_kernel(
     data,
+    scales,
+    zeros,
     x,
     bias,
     out,
@@ -55,83 +75,89 @@ def product_kernel(
     row_bytes,
     HAS_BIAS: tl.constexpr,
     FORM: tl.constexpr,
-    WORD: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    words = tl.cdiv(inputs * FORM.bits, 32)
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    own = tl.minimum(output, outputs - 1)[:, None]
+    output, row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    own = tl.minimum(output, outputs - 1)[:, None]  # behind the last one it is repeated, and nothing of it is stored
     of_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * inputs
+    lane = tl.arange(0, LANES)
+    of_lane = lane // FORM.apart * (FORM.apart * FORM.words_together) + lane % FORM.apart
     total = tl.zeros([ROWS, OUTPUTS, LANES], tl.float32)
-    for first in range(0, words, LANES * FORM.at_once):
-        lane = tl.arange(0, LANES)
-        word = (first + lane // FORM.apart * (FORM.apart * FORM.at_once) + lane % FORM.apart)[None, :]
-        block = block_of(data, own, word, row_bytes, FORM)
+    for first in range(0, tl.cdiv(inputs * FORM.bits, 32), LANES * FORM.words_together):
+        word = (first + of_lane)[None, :]
+        block = block_at(data, own, word, row_bytes, FORM)
         if FORM.has_halves:
-            total = _with_half(total, of_rows, block, word, words, inputs, 0, FORM, WORD)
-            total = _with_half(total, of_rows, block, word, words, inputs, 1, FORM, WORD)
+            for half in tl.static_range(2):
+                shared = shared_by(block, scales, zeros, own, word, inputs, half, FORM, AT_ONCE)
+                dots, of_x = _products(total, block, of_rows, word, inputs, half, half + 1, FORM, AT_ONCE)
+                total = _scaled(total, dots, of_x, shared, FORM)
         else:
-            total = _with_both(total, of_rows, block, word, words, inputs, FORM, WORD)
-    there = (row < rows)[:, None] & (output < outputs)[None, :]
+            shared = shared_by(block, scales, zeros, own, word, inputs, 0, FORM, AT_ONCE)
+            dots, of_x = _products(total, block, of_rows, word, inputs, 0, 8 // FORM.bits, FORM, AT_ONCE)
+            total = _scaled(total, dots, of_x, shared, FORM)
     sums = tl.sum(total, 2)
     if HAS_BIAS:
         sums += as_float32(bias + output, output < outputs)[None, :]
+    there = (row < rows)[:, None] & (output < outputs)[None, :]
     tl.store(out + row.to(tl.int64)[:, None] * outputs + output[None, :], sums.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def _with_half(total, x, block, word, words, inputs, HALF: tl.constexpr, FORM: tl.constexpr, WORD: tl.constexpr):
-    """Adds what one half of each word gives."""
-    there = word < words
-    scale, minimum = shared_of(block, word, there, HALF, FORM)
-    dots, of_x = tl.zeros_like(total), 0.0
-    at_once: tl.constexpr = FORM.at_once
-    for step in tl.static_range(at_once):
-        dots, of_x = _dots(dots, of_x, x, block, word + step * FORM.apart, words, inputs, HALF, FORM, WORD)
-    total += dots * scale[None, :, :]
+def _products(
+    total, block, x, word, inputs, FIRST: tl.constexpr, END: tl.constexpr, FORM: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """The sums of the products of the codes of these halves of words (rows, outputs, lanes), and of the values of x (rows,
+    lanes), for all words that share their scales."""
+    dots, of_x = tl.zeros_like(total), tl.zeros([total.shape[0], total.shape[2]], tl.float32)
+    together: tl.constexpr = FORM.words_together
+    for step in tl.static_range(together):
+        own = word + step * FORM.apart
+        words = words_of(block, own, inputs, FORM, AT_ONCE)
+        upper = upper_of(block, own, inputs, FORM, AT_ONCE) if FORM.upper != "" else words
+        for half in tl.static_range(FIRST, END):
+            codes = codes_of(words, upper, half, FORM)
+            x_0, x_1, x_2, x_3 = _four(x, own, inputs, half, FORM)
+            dots = tl.fma(x_0[:, None, :], as_float(codes & 0xFF, FORM)[None, :, :], dots)
+            dots = tl.fma(x_1[:, None, :], as_float((codes >> 8) & 0xFF, FORM)[None, :, :], dots)
+            dots = tl.fma(x_2[:, None, :], as_float((codes >> 16) & 0xFF, FORM)[None, :, :], dots)
+            dots = tl.fma(x_3[:, None, :], as_float(codes >> 24, FORM)[None, :, :], dots)
+            if FORM.has_minimum or FORM.has_zeros:
+                of_x += x_0 + x_1 + x_2 + x_3
+    return dots, of_x
+
+
+@triton.jit
+def _scaled(total, dots, of_x, shared, FORM: tl.constexpr):
+    """Adds products of codes, with what the codes share."""
+    scale, minimum, zero = shared
+    if FORM.has_zeros:
+        dots = tl.fma(of_x[:, None, :], -zero[None, :, :], dots)
+    total = tl.fma(dots, scale[None, :, :], total)
     if FORM.has_minimum:
-        total += of_x[:, None, :] * minimum[None, :, :]
+        total = tl.fma(of_x[:, None, :], minimum[None, :, :], total)
     return total
 
 
 @triton.jit
-def _with_both(total, x, block, word, words, inputs, FORM: tl.constexpr, WORD: tl.constexpr):
-    """Adds what each word gives, whose halves share one scale."""
-    there = word < words
-    scale, minimum = shared_of(block, word, there, 0, FORM)
-    dots, of_x = tl.zeros_like(total), 0.0
-    for half in tl.static_range(8 // FORM.bits):
-        dots, of_x = _dots(dots, of_x, x, block, word, words, inputs, half, FORM, WORD)
-    total += dots * scale[None, :, :]
-    if FORM.has_minimum:
-        total += of_x[:, None, :] * minimum[None, :, :]
-    return total
-
-
-@triton.jit
-def _dots(dots, of_x, x, block, word, words, inputs, HALF: tl.constexpr, FORM: tl.constexpr, WORD: tl.constexpr):
-    there = word < words
-    read = word_at(block + FORM.codes_at + word % FORM.block_words * 4, there, WORD)
-    upper = upper_of(block, word, there, WORD, FORM) if FORM.upper != "" else read
-    codes = codes_of(read, upper, HALF, FORM)
-    x_0, x_1, x_2, x_3 = _four(x, first_input(word, HALF, FORM), inputs)
-    dots += x_0[:, None, :] * as_float(codes & 0xFF, FORM)[None, :, :]
-    dots += x_1[:, None, :] * as_float((codes >> 8) & 0xFF, FORM)[None, :, :]
-    dots += x_2[:, None, :] * as_float((codes >> 16) & 0xFF, FORM)[None, :, :]
-    dots += x_3[:, None, :] * as_float(codes >> 24, FORM)[None, :, :]
-    return dots, of_x + (x_0 + x_1 + x_2 + x_3)
-
-
-@triton.jit
-def _four(x, first, inputs):
-    """x (rows, 1), first (1, lanes): four neighbours from there on, each (rows, lanes)"""
-    at = first[:, :, None] + tl.arange(0, 4)[None, None, :]
-    values = as_float32(x[:, :, None] + at, at < inputs)
-    pairs = tl.reshape(values, [values.shape[0], values.shape[1], 2, 2])
-    even, odd = tl.split(pairs)
+def _four(x, word, inputs, HALF: tl.constexpr, FORM: tl.constexpr):
+    """The values of x that the four codes of a half are multiplied with, each (rows, lanes): x (rows, 1), word (1, lanes)."""
+    if FORM.takes_turns:
+        lower, upper = tl.split(_neighbours(x, word * 8, inputs, 4, 2))
+        four = lower if HALF == 0 else upper
+    else:
+        four = _neighbours(x, first_input(word, HALF, FORM), inputs, 1, 4)
+    even, odd = tl.split(tl.reshape(four, [four.shape[0], four.shape[1], 2, 2]))
     x_0, x_2 = tl.split(even)
     x_1, x_3 = tl.split(odd)
     return x_0, x_1, x_2, x_3
+
+
+@triton.jit
+def _neighbours(x, first, inputs, GROUPS: tl.constexpr, SIZE: tl.constexpr):
+    """Values of x from `first` on, as groups of some size."""
+    at = first[:, :, None] + tl.arange(0, GROUPS * SIZE)[None, None, :]
+    values = as_float32(x[:, :, None] + at, at < inputs)
+    return tl.reshape(values, [values.shape[0], values.shape[1], GROUPS, SIZE])

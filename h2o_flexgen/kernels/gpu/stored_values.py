@@ -1,7 +1,7 @@
 """What kernels on a checkpoint's own forms share: words of codes, what codes share, and codes as floats.
 
-Everything is said for words: `row` (rows, 1) and `word` (1, words) -> (rows, words). The four codes of each half of a word are
-first made four bytes of a word; a form of 8 bits has one half. Loads are as wide as blocks are aligned.
+All is said for words: `row` (rows, 1) and `word` (1, words) -> (rows, words). The four codes of each half of a word are first
+made the four bytes of one; a form of 8 bits has one half. Nothing here is fused, so that values have the bits of torch.
 """
 
 from __future__ import annotations
@@ -12,26 +12,24 @@ import triton.language as tl
 from h2o_flexgen.kernels.gpu.codes import widened
 from h2o_flexgen.kernels.gpu.stored_forms import (
     EXPONENT,
+    FIFTH_BITS,
     FP4,
     FP8,
-    ONE_SCALE,
-    ONE_WORD,
     PLANES_OF_ONE,
     PLANES_OF_TWO,
+    SCALE,
+    SCALE_AND_MINIMUM,
     SECTIONS,
     SIX_BITS,
     SIXTEENS,
-    WITH_MINIMUM,
 )
 
 
 @triton.jit
 def first_input(word, HALF: tl.constexpr, FORM: tl.constexpr):
-    """The input of the first of the four codes of a half."""
+    """The input of the first of the four codes of a half, where the others follow it."""
     if FORM.bits == 8:
         found = word * 4
-    elif FORM.span == 0:
-        found = word * 8 + HALF
     else:
         of_span: tl.constexpr = FORM.span // 4
         found = word // of_span * (2 * FORM.span) + word % of_span * 4 + HALF * FORM.span
@@ -39,20 +37,38 @@ def first_input(word, HALF: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def block_of(data, row, word, row_bytes, FORM: tl.constexpr):
+def block_at(data, row, word, row_bytes, FORM: tl.constexpr):
     """Where the block of a word begins."""
     return data + row.to(tl.int64) * row_bytes + word // FORM.block_words * FORM.block_bytes
 
 
+# -- words and bytes -------------------------------------------------------------------------------------------------------
+
+
 @triton.jit
-def word_at(place, there, WORD: tl.constexpr):
-    """The 4 bytes that begin here, of which WORD are loaded at once."""
-    if WORD == 4:
+def is_there(word, inputs, FORM: tl.constexpr):
+    """Whether a row has this word."""
+    return word * (32 // FORM.bits) < inputs
+
+
+@triton.jit
+def words_of(block, word, inputs, FORM: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The words; zeros behind the last input."""
+    there = is_there(word, inputs, FORM)
+    found = _word(block + FORM.codes_at + word % FORM.block_words * 4, there, AT_ONCE)
+    if FORM.codes == FP8 and AT_ONCE < 4:  # rows may end within a word
+        left = tl.minimum(tl.maximum(inputs - word * 4, 1), 4)
+        found = found & (0xFFFFFFFF >> ((4 - left) * 8).to(tl.uint32))
+    return found
+
+
+@triton.jit
+def _word(place, there, AT_ONCE: tl.constexpr):
+    """The 4 bytes that begin here, AT_ONCE of which are loaded at once."""
+    if AT_ONCE == 4:
         found = tl.load(place.to(tl.pointer_type(tl.uint32)), mask=there, other=0)
-    elif WORD == 2:
-        halves = place.to(tl.pointer_type(tl.uint16))
-        low = tl.load(halves, mask=there, other=0).to(tl.uint32)
-        found = low | (tl.load(halves + 1, mask=there, other=0).to(tl.uint32) << 16)
+    elif AT_ONCE == 2:
+        found = _two_bytes(place, there) | (_two_bytes(place + 2, there) << 16)
     else:
         found = _byte(place, there) | (_byte(place + 1, there) << 8)
         found = found | (_byte(place + 2, there) << 16) | (_byte(place + 3, there) << 24)
@@ -79,26 +95,27 @@ def _half(bits):
 
 
 @triton.jit
-def upper_of(block, word, there, WORD: tl.constexpr, FORM: tl.constexpr):
-    """The word that has bits above the fourth of the codes of a word."""
-    place, own = block + FORM.upper_at, word % FORM.block_words
-    if FORM.upper == ONE_WORD:
-        found = word_at(place, there, WORD) >> (own * 4).to(tl.uint32)
+def upper_of(block, word, inputs, FORM: tl.constexpr, AT_ONCE: tl.constexpr):
+    """What has the bits above the fourth of the codes of a word, moved down to the first that is theirs."""
+    there, place, own = is_there(word, inputs, FORM), block + FORM.upper_at, word % FORM.block_words
+    if FORM.upper == FIFTH_BITS:
+        found = _word(place, there, AT_ONCE) >> (own * 4).to(tl.uint32)
     elif FORM.upper == PLANES_OF_ONE:
-        found = word_at(place + own % 8 * 4, there, WORD) >> (own // 8 * 2).to(tl.uint32)
+        found = _word(place + own % 8 * 4, there, AT_ONCE) >> (own // 8 * 2).to(tl.uint32)
     else:
-        found = word_at(place + own // 16 * 32 + own % 8 * 4, there, WORD) >> (own % 16 // 8 * 2).to(tl.uint32)
+        tl.static_assert(FORM.upper == PLANES_OF_TWO)
+        found = _word(place + own // 16 * 32 + own % 8 * 4, there, AT_ONCE) >> (own % 16 // 8 * 2).to(tl.uint32)
     return found
 
 
 @triton.jit
 def codes_of(words, upper, HALF: tl.constexpr, FORM: tl.constexpr):
-    """The codes of a half, four bytes of a word."""
+    """The codes of a half, in the four bytes of a word."""
     if FORM.bits == 8:
-        found = words ^ 0x80808080 if FORM.flipped else words
+        found = words ^ 0x80808080 if FORM.is_signed else words
     else:
         found = (words >> 4 * HALF) & 0x0F0F0F0F
-        if FORM.upper == ONE_WORD:
+        if FORM.upper == FIFTH_BITS:  # four neighbours, of which each goes to a byte of its own
             found = found | ((((upper >> 16 * HALF) & 15) * 0x00204081 & 0x01010101) << 4)
         elif FORM.upper == PLANES_OF_ONE:
             found = found | (((upper >> HALF) & 0x01010101) << 4)
@@ -109,14 +126,13 @@ def codes_of(words, upper, HALF: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def as_float(code, FORM: tl.constexpr):
-    """What codes of one byte stand for, before anything that they share."""
-    if FORM.codes == FP4:  # a float16 but for its exponent
-        bits = ((code & 8) << 12) | ((code & 7) << 9)
-        found = _half(bits) * 32768.0 + 0.0 if FORM.shared == EXPONENT else _half(bits) * 16384.0  # no zero is negative there
+    """What codes mean, before anything that they share."""
+    if FORM.codes == FP4:  # twice the value, as a float16 but for its exponent; no zero is negative
+        found = _half(((code & 8) << 12) | ((code & 7) << 9)) * 32768.0 + 0.0
     elif FORM.codes == FP8:
-        bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
-        found = tl.where((code & 0x7F) == 0x7F, float("nan"), _half(bits) * 256.0)
-    else:  # the bits of a large number
+        found = _half(((code & 0x80) << 8) | ((code & 0x7F) << 7)) * 256.0
+        found = tl.where((code & 0x7F) == 0x7F, float("nan"), found)
+    else:  # the last bits of a large number
         found = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + FORM.zero)
     return found
 
@@ -125,32 +141,39 @@ def as_float(code, FORM: tl.constexpr):
 
 
 @triton.jit
-def shared_of(block, word, there, HALF: tl.constexpr, FORM: tl.constexpr):
-    """The scale and the minimum of the codes of a half, where they lie in its block."""
-    place, own = block + FORM.shared_at, word % FORM.block_words
-    if FORM.shared == ONE_SCALE:
-        scale, minimum = _half(_two_bytes(place, there)), 0.0
-    elif FORM.shared == WITH_MINIMUM:
-        scale, minimum = _half(_two_bytes(place, there)), _half(_two_bytes(place + 2, there))
+def shared_by(block, scales, zeros, row, word, inputs, HALF: tl.constexpr, FORM: tl.constexpr, AT_ONCE: tl.constexpr):
+    """What the codes of a half share: scale, minimum and zero. The last two mean something where the form has them."""
+    there, place, own = is_there(word, inputs, FORM), block + FORM.shared_at, word % FORM.block_words
+    minimum, zero = 0.0, 0.0
+    if FORM.shared == SECTIONS:
+        at = _share(row, word, inputs, FORM)
+        scale = _of_section(scales + at, there, FORM)
+        if FORM.has_zeros:
+            zero = tl.load(zeros + at, mask=there, other=0).to(tl.float32)
     elif FORM.shared == SIX_BITS:
-        scale, minimum = _of_six_bits(place, own // 8, there, HALF)
+        scale, minimum = _of_six_bits(place, own // 8, there, HALF, AT_ONCE)
     elif FORM.shared == SIXTEENS:
         code = tl.load((place + own // 16 * 8 + own % 16 // 4 + 4 * HALF).to(tl.pointer_type(tl.int8)), mask=there, other=0)
-        scale, minimum = _half(_two_bytes(place + 16, there)) * code.to(tl.float32), 0.0
+        scale = _half(_two_bytes(place + 16, there)) * code.to(tl.float32)
+    elif FORM.shared == EXPONENT:
+        scale = _half_of_power(_byte(place, there))
     else:
-        scale, minimum = _half_of_power(_byte(place, there)), 0.0
-    return scale, minimum
+        tl.static_assert(FORM.shared == SCALE or FORM.shared == SCALE_AND_MINIMUM)
+        scale = _half(_two_bytes(place, there))
+        if FORM.has_minimum:
+            minimum = _half(_two_bytes(place + 2, there))
+    return scale, minimum, zero
 
 
 @triton.jit
-def _of_six_bits(place, chunk, there, HALF: tl.constexpr):
+def _of_six_bits(place, chunk, there, HALF: tl.constexpr, AT_ONCE: tl.constexpr):
     """Scale and minimum of 32 values: a chunk of 64 has two of each, of which the last chunks' upper 2 bits lie apart."""
     of_chunk = place + 4 + chunk % 2 * 2
-    first, second, third = (_two_bytes(of_chunk + 0, there), _two_bytes(of_chunk + 4, there), _two_bytes(of_chunk + 8, there))
-    late = chunk >= 2
-    scales = tl.where(late, (third & 0x0F0F) | ((first >> 2) & 0x3030), first & 0x3F3F)
-    minima = tl.where(late, ((third >> 4) & 0x0F0F) | ((second >> 2) & 0x3030), second & 0x3F3F)
-    both = word_at(place, there, 4)
+    first, second, third = _two_bytes(of_chunk, there), _two_bytes(of_chunk + 4, there), _two_bytes(of_chunk + 8, there)
+    is_late = chunk >= 2
+    scales = tl.where(is_late, (third & 0x0F0F) | ((first >> 2) & 0x3030), first & 0x3F3F)
+    minima = tl.where(is_late, ((third >> 4) & 0x0F0F) | ((second >> 2) & 0x3030), second & 0x3F3F)
+    both = _word(place, there, AT_ONCE)
     scale = _half(both & 0xFFFF) * ((scales >> 8 * HALF) & 0xFF).to(tl.float32)
     return scale, -(_half(both >> 16) * ((minima >> 8 * HALF) & 0xFF).to(tl.float32))
 
@@ -160,3 +183,30 @@ def _half_of_power(exponent):
     """2 ** (exponent - 128)"""
     bits = tl.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
     return bits.to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _share(row, word, inputs, FORM: tl.constexpr):
+    """The number of a word's share in a section: shares of the first rows come first."""
+    rows: tl.constexpr = FORM.shared_rows
+    columns: tl.constexpr = FORM.shared_inputs
+    of_rows = row.to(tl.int64) // rows if rows > 0 else row.to(tl.int64) * 0
+    found = of_rows + word * 0
+    if columns > 0:
+        found = of_rows * tl.cdiv(inputs, columns) + word * (32 // FORM.bits) // columns
+    return found
+
+
+@triton.jit
+def _of_section(places, there, FORM: tl.constexpr):
+    """The scales that lie here. Those of FP4 are half powers of two, as its codes are twice their values."""
+    if FORM.codes == FP4:
+        found = _half_of_power(_byte(places, there))
+    elif places.dtype.element_ty == tl.uint8:
+        exponent = _byte(places, there)
+        found = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.uint32).to(tl.float32, bitcast=True)
+    elif places.dtype.element_ty == tl.bfloat16:
+        found = widened(tl.load(places.to(tl.pointer_type(tl.uint16)), mask=there, other=0))
+    else:
+        found = tl.load(places, mask=there, other=0.0).to(tl.float32)
+    return found

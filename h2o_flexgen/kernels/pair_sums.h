@@ -1,0 +1,67 @@
+/* Pairs of bfloat16 in panels, and their sums, for processors with instructions that multiply and add pairs. */
+
+#pragma once
+
+#include "panels.h"
+
+#define PAIR_PANELS 2 /* of outputs together: their sums are in memory twice as often as those of float32 */
+
+/* The places of one input's and the next one's values behind each other, so that they alternate. */
+static ALWAYS_INLINE __m512i alternating(void)
+{
+    uint16_t places[2 * LANES];
+    for (int lane = 0; lane < LANES; lane++) {
+        places[2 * lane] = (uint16_t)lane;
+        places[2 * lane + 1] = (uint16_t)(lane + LANES);
+    }
+    return _mm512_loadu_si512(places);
+}
+
+/* An input and the next one of a register of outputs, rounded to bfloat16. */
+static ALWAYS_INLINE void store_pair(floats first, floats second, __m512i order, float *to)
+{
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, both));
+}
+
+static ALWAYS_INLINE void add_pairs(const float *x, long pairs, const panel_values *panel, floats (*total)[2], int rows)
+{
+    row_sums sums;
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++) {
+        sums[row][0] = total[row][0];
+        sums[row][1] = total[row][1];
+    }
+    for (long pair = 0; pair < pairs; pair++) {
+        const __m512bh one = (__m512bh)_mm512_loadu_ps(panel->values[pair]), other = (__m512bh)_mm512_loadu_ps(panel->values[pair] + LANES);
+#pragma GCC unroll 12
+        for (int row = 0; row < rows; row++) {
+            const __m512bh with = (__m512bh)_mm512_set1_ps(x[pair * rows + row]);
+            sums[row][0] = (floats)_mm512_dpbf16_ps((__m512)sums[row][0], one, with);
+            sums[row][1] = (floats)_mm512_dpbf16_ps((__m512)sums[row][1], other, with);
+        }
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++) {
+        total[row][0] = sums[row][0];
+        total[row][1] = sums[row][1];
+    }
+}
+
+typedef void (*pairs_action)(const float *x, long pairs, const panel_values *panel, floats (*total)[2]);
+
+#define PAIRS(ROWS)                                                                                                              \
+    static void add_pairs_##ROWS(const float *x, long pairs, const panel_values *panel, floats (*total)[2])                      \
+    {                                                                                                                            \
+        add_pairs(x, pairs, panel, total, ROWS);                                                                                 \
+    }
+EACH_NUMBER_OF_ROWS(PAIRS)
+
+static void add_pair_panel(const product *p, long block, long pair, long pairs, const panel_values *panel, floats (*total)[2])
+{
+#define OF(ROWS) add_pairs_##ROWS,
+    static const pairs_action actions[MOST_ROWS] = {EACH_NUMBER_OF_ROWS(OF)};
+#undef OF
+    const long rows = first_row(block + 1, p->rows) - first_row(block, p->rows);
+    actions[rows - 1](block_of_x(p, block) + pair * rows, pairs, panel, total);
+}

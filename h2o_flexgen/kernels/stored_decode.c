@@ -1,0 +1,65 @@
+/* Decodes rows of stored forms to values of a type. */
+
+#include "stored_values.h"
+
+static ALWAYS_INLINE void store_piece(const floats *values, char *out, int kind)
+{
+#pragma GCC unroll 8
+    for (int at = 0; at < PIECE / LANES; at++)
+        store_floats(out + at * LANES * itemsize_of(kind), values[at], kind);
+}
+
+/* Columns of an ordered matrix go to their inputs; what names no input goes nowhere. */
+static ALWAYS_INLINE void store_ordered(const floats *values, const int32_t *order, long inputs, char *row, int kind)
+{
+    float own[PIECE];
+    memcpy(own, values, sizeof own);
+    for (int at = 0; at < PIECE; at++)
+        if (order[at] >= 0 && order[at] < inputs)
+            store_value(row + order[at] * itemsize_of(kind), own[at], kind);
+}
+
+static ALWAYS_INLINE void decode_row(const stored_matrix *m, long output, const int32_t *order, char *out, int form, int kind)
+{
+    const stored_row row = stored_row_of(m, output);
+    stored_shares shares;
+    for (long first = 0; first < m->inputs; first += PIECE) {
+        floats values[PIECE / LANES];
+        char last[PIECE * 4], *to = out + first * itemsize_of(kind);
+        if (first % STRETCH == 0)
+            read_shares(&row, first, form, &shares);
+        stored_floats_of(&row, first, form, &shares, values);
+        if (form == INT4 && order) {
+            store_ordered(values, order + first, m->inputs, out, kind);
+        } else if (m->inputs - first >= PIECE) {
+            store_piece(values, to, kind);
+        } else {
+            store_piece(values, last, kind);
+            memcpy(to, last, (m->inputs - first) * itemsize_of(kind));
+        }
+    }
+}
+
+/* Parallel regions call through a pointer: a region is compiled by itself, and would know nothing of what is constant outside of
+   it. */
+
+typedef void (*row_action)(const stored_matrix *m, long output, const int32_t *order, char *out);
+
+#define OF_KIND(FORM, KIND)                                                                                                      \
+    static void decode_##FORM##_##KIND(const stored_matrix *m, long output, const int32_t *order, char *out)                     \
+    {                                                                                                                            \
+        decode_row(m, output, order, out, FORM, KIND);                                                                           \
+    }
+#define OF_FORM(FORM) OF_KIND(FORM, BF16) OF_KIND(FORM, FLOAT) OF_KIND(FORM, HALF)
+EACH_FORM(OF_FORM)
+
+/* Decodes all rows to `out` (outputs, inputs). `order` says where the columns of a matrix go, or is NULL. */
+void stored_decode(const stored_matrix *m, const int32_t *order, char *out, int form, int kind, int threads)
+{
+#define ACTIONS(FORM) {decode_##FORM##_BF16, decode_##FORM##_FLOAT, decode_##FORM##_HALF},
+    static const row_action actions[][3] = {EACH_FORM(ACTIONS)};
+    const row_action action = actions[form][kind];
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long output = 0; output < m->outputs; output++)
+        action(m, output, order, out + output * m->inputs * itemsize_of(kind));
+}

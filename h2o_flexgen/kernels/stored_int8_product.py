@@ -1,0 +1,98 @@
+"""The product of rows of int8 and a transposed matrix in a checkpoint's own form, if that is one of whole numbers. C and torch give
+the same bits, and what becomes of a row depends on nothing but the row and the matrix: stored_int8_product.c says how."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.int8_rows import Factors, Int8Parts, int8_parts, int8_parts_twin
+from h2o_flexgen.kernels.native import native_library, pointer
+from h2o_flexgen.kernels.sizes import twin_values
+from h2o_flexgen.kernels.stored_matrix import StoredMatrix, form_of
+from h2o_flexgen.kernels.stored_parts import IntegerParts, blocked_parts, sectioned_parts, sections_of
+from h2o_flexgen.quant.blocked import Blocked
+from h2o_flexgen.quant.grouped import GROUP
+from h2o_flexgen.quant.sectioned import Fp4, Int4
+
+Whole = Blocked | Fp4 | Int4  # forms of whole numbers
+SIXTEENS = "q6_K"  # the form of which 16 inputs share a scale; of other blocks it is 32
+
+
+def stored_int8_product(codec: Whole, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), data (rows, bytes of a row) or (1, bytes), bias (outputs,) -> (..., outputs)"""
+    inputs, part = x.values.shape[-1], part_of(codec)
+    order = order_of(codec, data, outputs, inputs)
+    made = x.made(int8_parts(part)) if order is None else int8_parts(part)(x.values[..., order])
+    out = torch.empty(*x.values.shape[:-1], outputs, dtype=x.values.dtype)
+    factors = Factors.of(made.rows, None if bias is None else (added := bias.float().contiguous()), out)
+    given = _Product(factors, pointer(made.wholes), StoredMatrix.of(codec, data, outputs, inputs), form_of(codec))
+    native_library().stored_int8_product(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
+    return out
+
+
+def part_of(codec: Whole) -> int:
+    """The inputs of a part, whose dot product meets one scale: those that share one, of a group of x at most."""
+    return min(GROUP, codec.group) if isinstance(codec, (Fp4, Int4)) else 16 if codec.name == SIXTEENS else 32
+
+
+def order_of(codec: Whole, data: Tensor, outputs: int, inputs: int) -> Tensor | None:
+    """The input that each column of codes belongs to, where that is not its own."""
+    if isinstance(codec, Int4) and codec.ordered:
+        return sections_of(codec, data, outputs, inputs)[-1].view(torch.int32)
+    return None
+
+
+# -- the twin ----------------------------------------------------------------------------------------------------------------
+
+
+def stored_int8_product_twin(codec: Whole, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    inputs, part = x.values.shape[-1], part_of(codec)
+    order = order_of(codec, data, outputs, inputs)
+    made = x.made(int8_parts_twin(part)) if order is None else int8_parts_twin(part)(x.values[..., order])
+    if isinstance(codec, Blocked):
+        step = max(1, twin_values(data.device.type) // max(inputs, x.rows))
+        pieces = (blocked_parts(codec, data[start : start + step]) for start in range(0, outputs, step))
+        out = torch.cat([_product_of(made, piece, part) for piece in pieces], dim=1)
+    else:
+        out = _product_of(made, sectioned_parts(codec, data, outputs, inputs), part)
+    added = out if bias is None else out + bias.float()
+    return added.to(x.values.dtype).reshape(*x.values.shape[:-1], outputs)
+
+
+def _product_of(x: Int8Parts, matrix: IntegerParts, part: int) -> Tensor:
+    """The sums of some outputs (rows, outputs), group behind group. Dot products are whole numbers below 2 ** 24, which float32
+    holds, in any order of their sums."""
+    codes, scales, minima = _by_part(matrix, part)
+    sums = torch.zeros(len(x.rows.codes), len(codes), device=codes.device)
+    for group in range(-(-codes.shape[1] // GROUP)):
+        value = torch.zeros_like(sums)
+        for at in range(group * GROUP // part, min((group + 1) * GROUP, codes.shape[1]) // part):
+            own = slice(at * part, (at + 1) * part)
+            product = functional.linear(x.rows.codes[:, own].float(), codes[:, own]) * scales[:, at]
+            value += product if minima is None else product + x.wholes[:, at : at + 1].float() * minima[:, at]
+        sums += value * x.rows.scales[:, group : group + 1]
+    return sums
+
+
+def _by_part(matrix: IntegerParts, part: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes (outputs, inputs) from their zero on, scales and minima (outputs, parts) in float32. Zeros of single groups become
+    minima, which are exact."""
+    again = matrix.codes.shape[1] // matrix.scales.shape[1] // part  # parts that share a scale
+    codes, scales, minima = matrix.codes.float(), matrix.scales, matrix.minima
+    if matrix.zeros.numel() > 1:
+        minima = -(matrix.zeros * scales)
+    else:
+        codes = codes.sub_(matrix.zeros)
+    shared = (None if one is None else one.repeat_interleave(again, dim=1) for one in (scales, minima))
+    wide_scales, wide_minima = shared
+    assert wide_scales is not None
+    return codes, wide_scales, wide_minima
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (("of", Factors), ("wholes", ctypes.c_void_p), ("matrix", StoredMatrix), ("form", ctypes.c_int))

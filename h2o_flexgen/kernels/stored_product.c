@@ -1,0 +1,28 @@
+/* The product of rows with a transposed matrix in a stored form, exact: panels of it are written as float32, once for all rows. */
+
+#include "plain_sums.h"
+#include "stored_panels.h"
+
+static ALWAYS_INLINE void store_both(floats first, floats second, long input, float *half)
+{
+    memcpy(half + input * PANEL, &first, sizeof first);
+    memcpy(half + (input + 1) * PANEL, &second, sizeof second);
+}
+
+#define FILL(FORM)                                                                                                               \
+    static void fill_##FORM(const product *p, long output, long input, long inputs, panel_values *to)                            \
+    {                                                                                                                            \
+        fill_from_stored(p, output, input, inputs, to, FORM, store_both);                                                        \
+    }
+EACH_FORM(FILL)
+
+void stored_product(const product_of_stored *p, int form, int threads)
+{
+#define NAMED(FORM) fill_##FORM,
+    static fill_panel *const fills[] = {EACH_FORM(NAMED)};
+#undef NAMED
+    if (!p->given.rows)
+        return;
+#pragma omp parallel num_threads(threads)
+    multiply_panels(&p->given, threads, GROUP_PANELS, fills[form], add_plain_panel);
+}

@@ -1,0 +1,58 @@
+"""Random matrices in the forms of checkpoints: bytes of all kinds, with scales that are finite and not too far apart."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.stored_matrix import Stored
+from h2o_flexgen.quant.blocked import BLOCKED, Blocked
+from h2o_flexgen.quant.sectioned import FP4, Fp8, Int4, section_starts
+
+SOME = (
+    *BLOCKED,
+    *FP4,
+    *(Fp8(128, 128, "float32"), Fp8(1, 32, "e8m0"), Fp8(1, 0, "bfloat16"), Fp8(0, 0, "float16")),
+    *(Int4(32, "float16", True, False), Int4(128, "bfloat16", False, True), Int4(64, "float16", False, False)),
+)  # every layout once, and every type of scales
+FLOATS_OF_BLOCKS = {"q4_1": (0, 2), "q5_1": (0, 2), "q4_K": (0, 2), "q5_K": (0, 2), "q6_K": (208,)}  # bytes at which they lie
+NAN_CODE = 0x7F  # of float8, but for its sign
+
+
+def inputs_of(codec: Stored, least: int) -> int:
+    """So many inputs or a few more, as the form can have them."""
+    unit = codec.values if isinstance(codec, Blocked) else 1 if isinstance(codec, Fp8) else codec.group
+    return -(-least // unit) * unit
+
+
+def random_matrix(codec: Stored, outputs: int, inputs: int, seed: int = 0) -> Tensor:
+    """(rows, bytes of a row), or (1, bytes) of a form in sections"""
+    draw = torch.Generator().manual_seed(seed + outputs + inputs)
+    data = torch.randint(0, 256, (codec.nbytes((outputs, inputs), 0),), generator=draw, dtype=torch.uint8)
+    if isinstance(codec, Blocked):
+        return _blocks(codec, data.view(-1, codec.block_bytes), draw).view(outputs, -1)
+    starts, sizes = section_starts(codec, (outputs, inputs)), codec.sections((outputs, inputs))
+    parts = [data[start : start + size] for start, size in zip(starts, sizes)]
+    parts[1].copy_(_scales("e8m0" if codec in FP4 else codec.scale, parts[1].numel(), draw))  # type: ignore[union-attr]
+    if isinstance(codec, Fp8):
+        parts[0][parts[0] & NAN_CODE == NAN_CODE] = 0
+    if isinstance(codec, Int4) and codec.ordered:
+        parts[-1].copy_(torch.randperm(inputs, generator=draw).int().view(torch.uint8))
+    return data.view(1, -1)
+
+
+def _blocks(codec: Blocked, blocks: Tensor, draw: torch.Generator) -> Tensor:
+    if codec.name == "mxfp4":
+        blocks[:, 0] = _scales("e8m0", len(blocks), draw)
+    else:
+        for at in FLOATS_OF_BLOCKS.get(codec.name, (0,)):
+            blocks[:, at : at + 2] = _scales("float16", 2 * len(blocks), draw).view(-1, 2)
+    return blocks
+
+
+def _scales(kind: str, nbytes: int, draw: torch.Generator) -> Tensor:
+    """Around 1/100, of either sign where the type has one."""
+    if kind == "e8m0":
+        return torch.randint(116, 124, (nbytes,), generator=draw, dtype=torch.uint8)
+    dtype: torch.dtype = getattr(torch, kind)
+    return torch.randn(nbytes // dtype.itemsize, generator=draw).mul_(0.01).to(dtype).view(torch.uint8)

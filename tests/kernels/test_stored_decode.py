@@ -1,0 +1,75 @@
+"""Decoding the forms of checkpoints in C gives the bits that torch gives, whatever the bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.operations import decode
+from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_decode_twin
+from h2o_flexgen.kernels.stored_matrix import Stored
+from h2o_flexgen.quant.blocked import Blocked
+from h2o_flexgen.quant.codec import STORED
+from tests.kernels.stored import SOME, inputs_of, random_matrix
+from tests.kernels.variants import VARIANTS, used, without
+
+SHAPES = [(1, 32), (37, 300), (5, 1), (130, 700)]  # outputs, and inputs that are filled up to those of a form
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def twin(codec: Stored, data: Tensor, out: Tensor) -> Tensor:
+    (blocked_decode_twin if isinstance(codec, Blocked) else sectioned_decode_twin)(codec, data, out)  # type: ignore[operator]
+    return out
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """NaN has many bits."""
+    integers = {2: torch.int16, 4: torch.int32}[one.itemsize]
+    return bool(((one.view(integers) == other.view(integers)) | (one.isnan() & other.isnan())).all())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("codec", SOME, ids=lambda codec: codec.name)
+def test_c_gives_the_bits_of_torch(variant: str, codec: Stored) -> None:
+    for outputs, least in SHAPES:
+        shape = outputs, inputs_of(codec, least)
+        data = random_matrix(codec, *shape)
+        for dtype in DTYPES:
+            ours = torch.full(shape, 7.0, dtype=dtype)
+            with used(variant), without("blocked_decode_twin"), without("sectioned_decode_twin"):
+                decode(codec.name, data, ours)
+            assert same_bits(ours, twin(codec, data, torch.full(shape, 7.0, dtype=dtype))), (shape, dtype)
+
+
+@pytest.mark.parametrize("codec", STORED, ids=lambda codec: codec.name)
+def test_all_bytes_mean_the_same_in_c(codec: Stored) -> None:
+    """Scales that are infinite, no numbers, subnormal or negative too."""
+    shape = 9, inputs_of(codec, 500)
+    data = torch.randint(0, 256, (1, codec.nbytes(shape, 0)), generator=torch.Generator().manual_seed(5), dtype=torch.uint8)
+    if getattr(codec, "ordered", False):
+        data[0, -(-shape[1] * 4 // 64) * -64 :][: shape[1] * 4] = torch.randperm(shape[1]).int().view(torch.uint8)
+    data = data.view(9, -1) if isinstance(codec, Blocked) else data
+    ours = torch.empty(shape)
+    decode(codec.name, data, ours)
+    assert same_bits(ours, twin(codec, data, torch.empty(shape)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("codec", SOME, ids=lambda codec: codec.name)
+def test_nothing_is_written_behind_the_last_value(variant: str, codec: Stored) -> None:
+    inputs = inputs_of(codec, 70)
+    room = torch.full((3 * inputs + 64,), 7.0)
+    with used(variant):
+        decode(codec.name, random_matrix(codec, 3, inputs), room[: 3 * inputs].view(3, inputs))
+    assert (room[3 * inputs :] == 7.0).all() and (room[: 3 * inputs] != 7.0).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_columns_that_name_no_input_are_written_nowhere(variant: str) -> None:
+    codec = next(codec for codec in SOME if getattr(codec, "ordered", False))
+    data, room = random_matrix(codec, 2, 128), torch.full((6, 128), 7.0)
+    data[0, -512:].view(torch.int32)[:2] = torch.tensor([-1, 128])
+    with used(variant):
+        decode(codec.name, data, room[2:4])
+    assert (room[:2] == 7.0).all() and (room[4:] == 7.0).all() and (room[2:4] == 7.0).sum() == 4

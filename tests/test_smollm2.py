@@ -1,0 +1,140 @@
+"""SmolLM2-135M-Instruct, read in place from its GGUF file: what the engine says on every tier is what transformers says with
+the same values, and its perplexity is llama.cpp's.
+
+What scripts/fetch_smollm2 fetches is needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.cli.main import main
+from h2o_flexgen.demo import held_out_prose
+from h2o_flexgen.demo.fetched import SMOLLM2
+from tests.dequantised import dequantised_model
+
+pytestmark = pytest.mark.smollm2
+
+TIERS = {  # percent of weights, KV and hidden states; batches
+    "memory": ((100, 0, 100, 0, 100, 0), 1),
+    "host": ((0, 100, 0, 100, 0, 100), 1),
+    "disk": ((0, 0, 0, 0, 0, 0), 2),
+    "all of them": ((30, 40, 30, 40, 0, 100), 2),
+}
+NEAR = 1e-4  # of logits, whose largest are about 30
+# `llama-perplexity -m FILE -f h2o_flexgen/demo/held_out.txt -c 512`, of llama.cpp 0c1e57098, behind four chunks
+LLAMA_CPP_PERPLEXITY, CHUNKS, CHUNK = 28.4228, 4, 512
+ALIKE = 0.005  # of the perplexity: llama.cpp rounds what it multiplies matrices with to 8 bits
+
+
+class Said(NamedTuple):
+    prompts: list[tuple[int, ...]]
+    tokens: list[tuple[int, ...]]
+    logits: list[Tensor]  # of each row: (tokens, vocabulary)
+
+
+@cache
+def reference() -> LlamaForCausalLM:
+    return dequantised_model(SMOLLM2.path)
+
+
+def beginnings(count: int) -> list[str]:
+    """Beginnings of paragraphs, of 6 to 35 words."""
+    paragraphs = [words for line in held_out_prose().splitlines() if len(words := line.split()) > 40]
+    return [" ".join(words[: 6 + number % 30]) for number, words in enumerate(paragraphs[:count])]
+
+
+def said_on(tier: str, count: int, tokens: int, folder: Path) -> Said:
+    percent, batches = TIERS[tier]
+    size = -(-count // batches)
+    logits: list[list[Tensor]] = [[] for _ in range(count)]
+
+    def told(row: int, number: int, of_token: Tensor) -> None:
+        assert number == len(logits[row])
+        logits[row].append(of_token.clone())
+
+    options = {"gpu_batch_size": size, "num_gpu_batches": batches, "dtype": "float32", "offload_dir": folder}
+    with LLM(SMOLLM2.name, percent=percent, **options) as llm:
+        greedy = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        done = llm.generate(beginnings(count), greedy, on_logits=told)
+    return Said([one.prompt_token_ids for one in done], [one.token_ids for one in done], list(map(torch.stack, logits)))
+
+
+@cache
+def expected_logits(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> Tensor:
+    """The logits of transformers for these tokens, each behind those before it."""
+    with torch.inference_mode():
+        logits: Tensor = reference()(torch.tensor([prompt + tokens])).logits[0]
+    return logits[len(prompt) - 1 : -1]
+
+
+def check(said: Said) -> None:
+    """Tokens that are the likeliest behind those before them, all along, are transformers' own greedy tokens."""
+    for prompt, tokens, logits in zip(*said):
+        expected = expected_logits(prompt, tokens)
+        assert tuple(expected.argmax(-1).tolist()) == tokens
+        torch.testing.assert_close(logits, expected, atol=NEAR, rtol=0)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_on_every_tier_it_says_what_transformers_says(tier: str, tmp_path: Path) -> None:
+    check(said_on(tier, 4, 12, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", TIERS)
+def test_on_every_tier_fifty_texts_are_those_of_transformers(tier: str, tmp_path: Path) -> None:
+    check(said_on(tier, 50, 200, tmp_path))
+
+
+@pytest.mark.slow
+def test_transformers_reads_the_same_values_and_tokens() -> None:
+    place = {"pretrained_model_name_or_path": str(SMOLLM2.path.parent), "gguf_file": SMOLLM2.file}
+    theirs = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32).state_dict()
+    ours = reference().state_dict()
+    assert theirs.keys() == ours.keys()
+    assert [name for name, value in ours.items() if not torch.equal(value, theirs[name])] == []
+    with LLM(SMOLLM2.name) as llm:
+        text = held_out_prose()
+        assert llm.tokenizer.encode(text) == AutoTokenizer.from_pretrained(**place)(text)["input_ids"]
+
+
+def test_its_perplexity_is_that_of_llama_cpp() -> None:
+    with LLM(SMOLLM2.name, gpu_batch_size=CHUNKS) as llm:
+        ids = llm.tokenizer.encode(held_out_prose())[: CHUNKS * CHUNK]
+        losses = _losses(llm, [ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK)])
+    assert math.exp(sum(losses) / len(losses)) == pytest.approx(LLAMA_CPP_PERPLEXITY, rel=ALIKE)
+
+
+def _losses(llm: LLM, chunks: Sequence[Sequence[int]]) -> list[float]:
+    """The losses as llama.cpp takes them: those of a chunk's second half, but for its first token."""
+    pairs = [(chunk[: CHUNK // 2 + 1], chunk[CHUNK // 2 + 1 :]) for chunk in chunks]
+    return [-logprob for scored in llm.score(pairs) for logprob in scored.logprobs]
+
+
+def test_it_answers_with_nothing_but_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--model", SMOLLM2.name, "--prompt", "The capital of France is", "--gen-len", "4"]) == 0
+    assert "Paris" in capsys.readouterr().out
+
+
+def test_a_chat_follows_the_template_of_its_file() -> None:
+    with LLM(SMOLLM2.name, gpu_batch_size=1) as llm:
+        asked = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+        (answer,) = llm.chat([asked], SamplingParams(max_tokens=16))
+    assert "<|im_start|>user\nWhat is the capital" in str(answer.prompt)
+    assert "Paris" in answer.text and answer.finish_reason == "stop"
+
+
+def test_it_is_evaluated(tmp_path: Path) -> None:
+    asked = ["--tasks", "perplexity", "--policies", "full,h2o", "--budgets", "50", "--examples", "2", "--window", "64"]
+    assert main(["evaluate", "--model", SMOLLM2.name, *asked, "--output", str(tmp_path)]) == 0
+    print(list(tmp_path.rglob("*")))
