@@ -11,6 +11,7 @@ from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.checkpoint import open_checkpoint
+from h2o_flexgen.models.gguf_format import is_gguf
 from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.open import DUMMY_SEED
 from h2o_flexgen.profiling.measure import describe_machine
@@ -23,7 +24,7 @@ PLACES = 64  # samples of a larger file
 
 
 def model_identity(llm: LLM) -> dict[str, object]:
-    weights = f"random, seed {DUMMY_SEED}: {llm.name}" if llm.dummy_weights else folder_digest(resolve_model(llm.name))
+    weights = f"random, seed {DUMMY_SEED}: {llm.name}" if llm.dummy_weights else model_digest(resolve_model(llm.name))
     machine = describe_machine(llm.device)
     return {
         "weights": weights,
@@ -41,15 +42,18 @@ def _tokenizer_identity(llm: LLM) -> dict[str, object]:
         return {}
     if llm.tokenizer_name == BYTES:
         return {"tokenizer": BYTES}
-    folder = resolve_model(llm.tokenizer_name, with_weights=False)
-    return {"tokenizer": _digest(folder / name for name in TOKENIZER_FILES if (folder / name).is_file())}
+    place = resolve_model(llm.tokenizer_name, with_weights=False)
+    return {"tokenizer": _digest([place] if is_gguf(place) else _files_of(place, TOKENIZER_FILES))}
 
 
-def folder_digest(folder: Path) -> str:
-    """A digest of config, tokenizer and weights."""
-    beside = [folder / name for name in (CONFIG, *TOKENIZER_FILES) if (folder / name).is_file()]
-    with closing(open_checkpoint(folder)) as checkpoint:
-        return _digest([*beside, *checkpoint.files])
+def model_digest(place: Path) -> str:
+    """A digest of config, tokenizer and weights, which a GGUF file has all in itself."""
+    with closing(open_checkpoint(place)) as checkpoint:
+        return _digest([*_files_of(place, (CONFIG, *TOKENIZER_FILES)), *checkpoint.files])
+
+
+def _files_of(folder: Path, names: Iterable[str]) -> list[Path]:
+    return [folder / name for name in names if (folder / name).is_file()]
 
 
 def _digest(files: Iterable[Path]) -> str:
