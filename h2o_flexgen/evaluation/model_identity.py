@@ -24,7 +24,7 @@ PLACES = 64  # samples of a larger file
 
 
 def model_identity(llm: LLM) -> dict[str, object]:
-    weights = f"random, seed {DUMMY_SEED}: {llm.name}" if llm.dummy_weights else model_digest(resolve_model(llm.name))
+    weights = f"random, seed {DUMMY_SEED}: {llm.name}" if llm.dummy_weights else folder_digest(resolve_model(llm.name))
     machine = describe_machine(llm.device)
     return {
         "weights": weights,
@@ -43,17 +43,15 @@ def _tokenizer_identity(llm: LLM) -> dict[str, object]:
     if llm.tokenizer_name == BYTES:
         return {"tokenizer": BYTES}
     place = resolve_model(llm.tokenizer_name, with_weights=False)
-    return {"tokenizer": _digest([place] if is_gguf(place) else _files_of(place, TOKENIZER_FILES))}
+    files = [place] if is_gguf(place) else [place / name for name in TOKENIZER_FILES]
+    return {"tokenizer": _digest(file for file in files if file.is_file())}
 
 
-def model_digest(place: Path) -> str:
-    """A digest of config, tokenizer and weights, which a GGUF file has all in itself."""
-    with closing(open_checkpoint(place)) as checkpoint:
-        return _digest([*_files_of(place, (CONFIG, *TOKENIZER_FILES)), *checkpoint.files])
-
-
-def _files_of(folder: Path, names: Iterable[str]) -> list[Path]:
-    return [folder / name for name in names if (folder / name).is_file()]
+def folder_digest(folder: Path) -> str:
+    """A digest of config, tokenizer and weights."""
+    beside = [folder / name for name in (CONFIG, *TOKENIZER_FILES) if (folder / name).is_file()]
+    with closing(open_checkpoint(folder)) as checkpoint:
+        return _digest([*beside, *checkpoint.files])
 
 
 def _digest(files: Iterable[Path]) -> str:

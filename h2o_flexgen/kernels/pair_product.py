@@ -22,7 +22,7 @@ def pair_product(codec: Plain | Tiled, x: Factor, data: Tensor, outputs: int, bi
     """x (..., inputs), data (outputs, inputs) or (tiles, bytes of a tile), bias (outputs,) -> (..., outputs)"""
     bits = codec.bits if isinstance(codec, Tiled) else PLAIN_BITS
     assert x.values.dtype == torch.bfloat16 and (bits or data.dtype == torch.bfloat16)
-    return panel_product("pair_product", x, x.made(_paired), Matrix(data.contiguous(), outputs, told=bits), bias)
+    return panel_product("pair_product", x, x.made(paired), Matrix(data.contiguous(), outputs, told=bits), bias)
 
 
 def pair_product_twin(codec: Plain | Tiled, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
@@ -34,7 +34,7 @@ def pair_product_twin(codec: Plain | Tiled, x: Factor, data: Tensor, outputs: in
     return functional.linear(x.values.float(), values, None if bias is None else bias.float()).to(x.values.dtype)
 
 
-def _paired(values: Tensor) -> Arranged:
+def paired(values: Tensor) -> Arranged:
     """Rows (..., inputs) block by block, in pairs of inputs: panels.c says how."""
     inputs, native = values.shape[-1], native_library()
     rows, pairs = values.reshape(-1, inputs).contiguous(), groups_of(inputs) * GROUP // 2

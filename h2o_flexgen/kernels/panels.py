@@ -30,15 +30,20 @@ class Matrix(NamedTuple):
 
 def panel_product(function: str, x: Factor, arranged: Arranged, matrix: Matrix, bias: Tensor | None) -> Tensor:
     """x (..., inputs), arranged, times a transposed matrix, by a function of the library -> (..., outputs)"""
-    inputs, outputs = x.values.shape[-1], matrix.outputs
-    out = torch.empty(*x.values.shape[:-1], outputs, dtype=x.values.dtype)
-    added = None if bias is None else bias.float().contiguous()
-    assert added is None or added.shape == (outputs,)
-    places = (None if place is None else pointer(place) for place in (matrix.data, arranged.values, added, out))
-    given = _Product(*places, x.rows, outputs, inputs, arranged.columns, KINDS[out.dtype])
+    given, out, _kept = asked(x, arranged, matrix.outputs, bias)
+    given.data = pointer(matrix.data)
     numbers = (ctypes.c_int(matrix.told), ctypes.c_int(torch.get_num_threads()))
     getattr(native_library(), function)(ctypes.byref(given), *numbers)
     return out
+
+
+def asked(x: Factor, arranged: Arranged, outputs: int, bias: Tensor | None) -> tuple[Product, Tensor, Tensor | None]:
+    """What C is told of a product but for its matrix, its outcome (..., outputs), and what must be kept until it is there."""
+    out = torch.empty(*x.values.shape[:-1], outputs, dtype=x.values.dtype)
+    added = None if bias is None else bias.float().contiguous()
+    assert added is None or added.shape == (outputs,)
+    places = (None if place is None else pointer(place) for place in (arranged.values, added, out))
+    return Product(None, *places, x.rows, outputs, x.values.shape[-1], arranged.columns, KINDS[out.dtype]), out, added
 
 
 def _arranged(values: Tensor, bits: int) -> Arranged:
@@ -55,7 +60,7 @@ def _arranged(values: Tensor, bits: int) -> Arranged:
 ARRANGED: Mapping[int, Callable[[Tensor], Arranged]] = {bits: partial(_arranged, bits=bits) for bits in (PLAIN_BITS, 4, 8)}
 
 
-class _Product(ctypes.Structure):
+class Product(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("data", "x", "bias", "out")),
         *((name, ctypes.c_long) for name in ("rows", "outputs", "inputs", "columns")),

@@ -31,14 +31,14 @@ static ALWAYS_INLINE int lies_in_turn(int form)
     return form == FP4 || form == INT4;
 }
 
-/* Arranges x (rows, inputs) for a form, as float32, with zeros behind the last input of a row. */
-void arrange_dots(const char *x, float *out, long rows, long inputs, int kind, int form, int threads)
+/* Arranges x (rows, inputs) as float32, with zeros behind the last input of a row; `in_pairs`: for codes that lie in pairs. */
+void arrange_dots(const char *x, float *out, long rows, long inputs, int kind, int in_pairs, int threads)
 {
     const long columns = parts_of(inputs, PIECE) * PIECE, size = itemsize_of(kind);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long row = 0; row < rows; row++)
         for (long at = 0; at < columns; at++) {
-            const long within = at % PIECE, input = lies_in_turn(form) ? at - within + within % 16 * 2 + within / 16 : at;
+            const long within = at % PIECE, input = in_pairs ? at - within + within % 16 * 2 + within / 16 : at;
             out[row * columns + at] = input < inputs ? load_value(x + (row * inputs + input) * size, kind) : 0.0f;
         }
 }

@@ -36,7 +36,7 @@ static ALWAYS_INLINE int bits_of(int form)
 /* INT4 with zeros of its own has minima: a zero times its scale is exact. */
 static ALWAYS_INLINE block_kind kind_of(const stored_matrix *matrix, int form)
 {
-    const long together = form == INT4 || form == FP4 ? matrix->scale_inputs : sharing_inputs(form);
+    const long together = form == INT4 || form == FP4 ? 1l << matrix->scale_shift : sharing_inputs(form);
     const block_kind found = {bits_of(form), together < GROUP ? GROUP / (int)together : 1, has_minima(form) || matrix->zeros};
     return found;
 }

@@ -13,8 +13,8 @@ from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.int8_rows import Factors, Int8Parts, int8_parts, int8_parts_twin
 from h2o_flexgen.kernels.native import native_library, pointer
 from h2o_flexgen.kernels.sizes import twin_values
-from h2o_flexgen.kernels.stored_matrix import StoredMatrix, form_of
-from h2o_flexgen.kernels.stored_parts import IntegerParts, blocked_parts, sectioned_parts, sections_of
+from h2o_flexgen.kernels.stored_matrix import StoredMatrix, form_of, order_of
+from h2o_flexgen.kernels.stored_parts import IntegerParts, blocked_parts, sectioned_parts
 from h2o_flexgen.quant.blocked import Blocked
 from h2o_flexgen.quant.grouped import GROUP
 from h2o_flexgen.quant.sectioned import Fp4, Int4
@@ -38,13 +38,6 @@ def stored_int8_product(codec: Whole, x: Factor, data: Tensor, outputs: int, bia
 def part_of(codec: Whole) -> int:
     """The inputs of a part, whose dot product meets one scale: those that share one, of a group of x at most."""
     return min(GROUP, codec.group) if isinstance(codec, (Fp4, Int4)) else 16 if codec.name == SIXTEENS else 32
-
-
-def order_of(codec: Whole, data: Tensor, outputs: int, inputs: int) -> Tensor | None:
-    """The input that each column of codes belongs to, where that is not its own."""
-    if isinstance(codec, Int4) and codec.ordered:
-        return sections_of(codec, data, outputs, inputs)[-1].view(torch.int32)
-    return None
 
 
 # -- the twin ----------------------------------------------------------------------------------------------------------------

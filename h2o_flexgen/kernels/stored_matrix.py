@@ -1,49 +1,59 @@
-"""A matrix in a checkpoint's own form, as C is told of it."""
+"""A matrix in a checkpoint's own form, as C is told of it: stored_values.h has the same fields."""
 
 from __future__ import annotations
 
 import ctypes
 
+import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.native import KINDS, pointer
+from h2o_flexgen.kernels.native import pointer
 from h2o_flexgen.kernels.sizes import DTYPES
+from h2o_flexgen.kernels.stored_parts import sections_of
 from h2o_flexgen.quant.blocked import BLOCKED, Blocked
 from h2o_flexgen.quant.sectioned import SCALE_BYTES, Fp4, Fp8, Int4, section_starts
 
 E8M0 = "e8m0"  # of Fp4
+EVERY_INPUT = 40  # more inputs, as a power of two, than any matrix has
+Stored = Blocked | Fp8 | Fp4 | Int4
 FORMS = (*(codec.name for codec in BLOCKED), Fp8, Fp4, Int4)  # as C numbers them
 
 
 class StoredMatrix(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("codes", "scales", "zeros")),
-        *((name, ctypes.c_long) for name in ("code_row", "scale_row", "zero_row", "scale_rows", "scale_inputs")),
+        *((name, ctypes.c_long) for name in ("code_row", "scale_row", "zero_row", "scale_rows")),
         *((name, ctypes.c_long) for name in ("outputs", "inputs")),
-        ("scale_kind", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("scale_shift", "scale_kind")),
     )
 
     @classmethod
-    def of(cls, codec: Blocked | Fp8 | Fp4 | Int4, data: Tensor, outputs: int, inputs: int) -> StoredMatrix:
+    def of(cls, codec: Stored, data: Tensor, outputs: int, inputs: int) -> StoredMatrix:
         """data (rows, bytes of a row), or (1, bytes) of sections"""
+        assert data.numel() == codec.nbytes((outputs, inputs), 0), (codec, data.shape, outputs, inputs)
         at = pointer(data).value or 0
         if isinstance(codec, Blocked):
-            return cls(at, None, None, data.shape[1], 0, 0, 1, inputs, outputs, inputs, 0)
-        starts = section_starts(codec, (outputs, inputs))
+            return cls(at, None, None, codec.nbytes((1, inputs), 0), 0, 0, 1, outputs, inputs)
+        starts, (rows, columns) = section_starts(codec, (outputs, inputs)), _sharing(codec, outputs)
         kind = codec.scale if isinstance(codec, (Fp8, Int4)) else E8M0
-        code_row, (rows, columns) = inputs if isinstance(codec, Fp8) else inputs // 2, _sharing(codec, outputs, inputs)
-        groups = -(-inputs // columns)
+        code_row, groups = inputs if isinstance(codec, Fp8) else inputs // 2, -(-inputs // (columns or inputs))
         zeros = at + starts[2] if isinstance(codec, Int4) and codec.zeros else None
-        sizes = (code_row, groups * SCALE_BYTES[kind], groups, rows, columns, outputs, inputs)
-        return cls(at, at + starts[1], zeros, *sizes, (*DTYPES, E8M0).index(kind))
+        sizes = (code_row, groups * SCALE_BYTES[kind], groups, rows, outputs, inputs)
+        shift = columns.bit_length() - 1 if columns else EVERY_INPUT
+        return cls(at, at + starts[1], zeros, *sizes, shift, (*DTYPES, E8M0).index(kind))
 
 
-def form_of(codec: Blocked | Fp8 | Fp4 | Int4) -> int:
+def form_of(codec: Stored) -> int:
     return FORMS.index(codec.name if isinstance(codec, Blocked) else type(codec))
 
 
-def _sharing(codec: Fp8 | Fp4 | Int4, outputs: int, inputs: int) -> tuple[int, int]:
-    """The outputs and inputs that share a scale."""
-    if isinstance(codec, Fp8):
-        return codec.block_rows or outputs, codec.block_columns or inputs
-    return 1, codec.group
+def order_of(codec: Stored, data: Tensor, outputs: int, inputs: int) -> Tensor | None:
+    """The input that each column of codes belongs to, int32 (inputs,), where that is not its own."""
+    if isinstance(codec, Int4) and codec.ordered:
+        return sections_of(codec, data, outputs, inputs)[-1].view(torch.int32)
+    return None
+
+
+def _sharing(codec: Fp8 | Fp4 | Int4, outputs: int) -> tuple[int, int]:
+    """The outputs that share scales, and the inputs that share one, a power of two; 0 means all."""
+    return (codec.block_rows or outputs, codec.block_columns) if isinstance(codec, Fp8) else (1, codec.group)

@@ -11,10 +11,17 @@ static ALWAYS_INLINE void store_rounded(floats first, floats second, long input,
     store_pair(first, second, alternating(), half + input / 2 * PANEL);
 }
 
+/* A panel has a span of pairs: twice as many inputs. */
+static ALWAYS_INLINE void fill_pairs(const product *p, long output, long input, long inputs, panel_values *to, int form)
+{
+    for (long at = 0; at < inputs; at += SPAN)
+        fill_from_stored(p, output, input + at, inputs - at < SPAN ? inputs - at : SPAN, to->values[at / 2], form, store_rounded);
+}
+
 #define FILL(FORM)                                                                                                               \
     static void fill_##FORM(const product *p, long output, long pair, long pairs, panel_values *to)                              \
     {                                                                                                                            \
-        fill_from_stored(p, output, 2 * pair, 2 * pairs, to, FORM, store_rounded);                                               \
+        fill_pairs(p, output, 2 * pair, 2 * pairs, to, FORM);                                                                    \
     }
 EACH_FORM(FILL)
 

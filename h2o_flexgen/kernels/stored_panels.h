@@ -6,7 +6,7 @@
 #include "squares.h"
 #include "stored_product.h"
 
-/* Some inputs of as many outputs as a register holds. */
+/* Some inputs, up to a span, of as many outputs as a register holds. */
 typedef struct {
     uint8_t codes[LANES][SPAN];
     float scales[SPAN / 16][LANES], minima[SPAN / 16][LANES];
@@ -46,7 +46,7 @@ static ALWAYS_INLINE floats values_of_input(words from, int byte, long share, in
 /* Stores an input, and the next one, of each output in a half of a panel. */
 typedef void store_inputs(floats first, floats second, long input, float *half);
 
-static ALWAYS_INLINE void fill_from_stored(const product *p, long output, long input, long inputs, panel_values *panel, int form,
+static ALWAYS_INLINE void fill_from_stored(const product *p, long output, long input, long inputs, float *panel, int form,
                                            store_inputs store)
 {
     const stored_matrix *m = &((const product_of_stored *)p)->matrix;
@@ -65,8 +65,8 @@ static ALWAYS_INLINE void fill_from_stored(const product *p, long output, long i
 #pragma GCC unroll 4
                 for (int byte = 0; byte < 4; byte++)
                     values[byte] = values_of_input(square[word], byte, share, form, &outputs);
-                store(values[0], values[1], first, panel->values[0] + half * LANES);
-                store(values[2], values[3], first + 2, panel->values[0] + half * LANES);
+                store(values[0], values[1], first, panel + half * LANES);
+                store(values[2], values[3], first + 2, panel + half * LANES);
             }
         }
     }

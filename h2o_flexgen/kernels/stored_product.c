@@ -12,7 +12,7 @@ static ALWAYS_INLINE void store_both(floats first, floats second, long input, fl
 #define FILL(FORM)                                                                                                               \
     static void fill_##FORM(const product *p, long output, long input, long inputs, panel_values *to)                            \
     {                                                                                                                            \
-        fill_from_stored(p, output, input, inputs, to, FORM, store_both);                                                        \
+        fill_from_stored(p, output, input, inputs, to->values[0], FORM, store_both);                                                        \
     }
 EACH_FORM(FILL)
 

@@ -139,7 +139,7 @@ static ALWAYS_INLINE bytes16 upper_nibbles(bytes16 from)
     return (bytes16)((words16)from >> 4) & 15;
 }
 
-static ALWAYS_INLINE stored_codes bits_of(stored_codes from, int shift, uint8_t mask)
+static ALWAYS_INLINE stored_codes some_bits(stored_codes from, int shift, uint8_t mask)
 {
     typedef uint32_t words32 __attribute__((vector_size(PIECE)));
     return (stored_codes)((words32)from >> shift) & mask;
@@ -228,13 +228,13 @@ static ALWAYS_INLINE stored_codes stored_codes_of(const stored_row *row, long fi
     case Q5_0: return nibbles_by_half(block + 6) | fifth_bits(block + 2);
     case Q5_1: return nibbles_by_half(block + 8) | fifth_bits(block + 4);
     case Q8_0: return LOAD(stored_codes, block + 2) ^ 0x80;
-    case Q4_K: return bits_of(LOAD(stored_codes, block + 16 + piece / 2 * 32), piece % 2 * 4, 15);
+    case Q4_K: return some_bits(LOAD(stored_codes, block + 16 + piece / 2 * 32), piece % 2 * 4, 15);
     case Q5_K:
-        return bits_of(LOAD(stored_codes, block + 48 + piece / 2 * 32), piece % 2 * 4, 15) |
-               raised(bits_of(LOAD(stored_codes, block + 16), piece, 1));
+        return some_bits(LOAD(stored_codes, block + 48 + piece / 2 * 32), piece % 2 * 4, 15) |
+               raised(some_bits(LOAD(stored_codes, block + 16), piece, 1));
     case Q6_K:
-        return bits_of(LOAD(stored_codes, block + piece / 4 * 64 + piece % 2 * 32), piece % 4 / 2 * 4, 15) |
-               raised(bits_of(LOAD(stored_codes, block + 128 + piece / 4 * 32), piece % 4 * 2, 3));
+        return some_bits(LOAD(stored_codes, block + piece / 4 * 64 + piece % 2 * 32), piece % 4 / 2 * 4, 15) |
+               raised(some_bits(LOAD(stored_codes, block + 128 + piece / 4 * 32), piece % 4 * 2, 3));
     case MXFP4: return codes_of_fp4(nibbles_by_half(block + 1));
     case FP4: return codes_of_fp4(nibbles_in_turn(block));
     case INT4: return nibbles_in_turn(block);

@@ -35,7 +35,7 @@ WIDE = (PAIRS, "avx512vnni", "avx512")  # registers of 512 bits
 LIBRARIES = (*WIDE, "avxvnni", "avx2", BASELINE)  # libraries of C kernels, by the instructions they were built for, best first
 FUSED = LIBRARIES[:-1]  # libraries that multiply and add with one rounding
 ROWS_OF_CODES = 6  # up to here products with codes were measured to be faster than with pairs of bfloat16 made of them
-ROWS_OF_TILES = 8  # up to here a GPU is done with products on tiles before their values could be written and read (arithmetic)
+ROWS_OF_TILES = 8  # up to here a GPU is done with products on packed bytes before values could be written and read (arithmetic)
 ROWS_OF_TORCH = 1  # up to here torch reads float32 and bfloat16 faster than panels do: its products of one row are special
 WIDTH_OF_TILES = 256  # values of a head up to which kernels for GPUs find room for tiles of slots
 ROWS_OF_PAIRS = 32  # up to here products with pairs of bfloat16 were measured to be faster than torch's
@@ -130,7 +130,9 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
 def _of_stored(form: str, family: str) -> Iterator[Kernel]:
     """A form of checkpoints, which nothing here writes."""
     yield Kernel(DECODE, form, "stored_decode", CPU, LIBRARIES, DTYPES)
+    yield Kernel(DECODE, form, "stored_decode", CUDA, (TRITON,), DTYPES)
     yield Kernel(DECODE, form, f"{family}_decode_twin")
+    yield Kernel(PRODUCT, form, "stored_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
 
 
 def _of_plain_products() -> Iterator[Kernel]:

@@ -14,7 +14,7 @@ from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.models.config_values import check_config
 from h2o_flexgen.models.files import read_object
 from h2o_flexgen.models.gguf_config import config_values
-from h2o_flexgen.models.gguf_format import is_gguf, read_gguf
+from h2o_flexgen.models.gguf_format import SUFFIX, is_gguf, read_gguf
 from h2o_flexgen.models.hub import resolve_model
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ def _config_of(values: Mapping[str, Any], name: str) -> Config:
 def _read_folder(folder: Path) -> Mapping[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
-        raise ValueError(f"folder {str(folder)!r} has no config.json; give the folder of a Hugging Face checkpoint")
+        found = sorted(file.name for file in folder.glob(f"*{SUFFIX}"))
+        advice = f"give {folder / found[0]}" if found else "give the folder of a Hugging Face checkpoint"
+        raise ValueError(f"folder {str(folder)!r} has no config.json; {advice}")
     return read_object(file, "give the folder of a Hugging Face checkpoint")
 
 

@@ -67,7 +67,7 @@ class Gguf:
 
 
 def is_gguf(path: Path) -> bool:
-    return path.suffix == SUFFIX
+    return path.suffix == SUFFIX and not path.is_dir()
 
 
 def first_part(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What a GGUF file says is read as its writer wrote it; a file that contradicts itself, or lacks a part, is told so in one line."""
+"""What a GGUF file says is read as it was written; a file that contradicts itself, or lacks a part, is told so in one line."""
 
 from __future__ import annotations
 

@@ -1,0 +1,39 @@
+"""The product of few rows and a transposed matrix in a checkpoint's own form, without rounding anything but the outcome to the type
+of the rows: dot products, straight from the bytes. What becomes of a row depends on nothing but the row and the matrix."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.factor import Factor
+from h2o_flexgen.kernels.native import KINDS, native_library, pointer
+from h2o_flexgen.kernels.panels import Arranged
+from h2o_flexgen.kernels.stored_matrix import Stored
+from h2o_flexgen.kernels.stored_product import product_of_stored
+from h2o_flexgen.quant.sectioned import Fp4, Int4
+
+PIECE = 32  # inputs that C reads at once
+
+
+def stored_dots(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+    """x (..., inputs), data (rows, bytes of a row) or (1, bytes), bias (outputs,) -> (..., outputs)"""
+    arrange = _in_pairs if isinstance(codec, (Fp4, Int4)) else _in_order
+    return product_of_stored("stored_dots", codec, x, arrange, data, outputs, bias)
+
+
+def _arranged(values: Tensor, in_pairs: bool) -> Arranged:
+    """Rows (..., inputs) as float32, filled up. `in_pairs`: of each 32 inputs even ones come first, as their codes do."""
+    inputs = values.shape[-1]
+    rows = values.reshape(-1, inputs).contiguous()
+    columns = -(-inputs // PIECE) * PIECE
+    out = torch.empty(len(rows), columns)
+    numbers = map(ctypes.c_int, (KINDS[rows.dtype], in_pairs, torch.get_num_threads()))
+    native_library().arrange_dots(pointer(rows), pointer(out), *map(ctypes.c_long, rows.shape), *numbers)
+    return Arranged(out, columns)
+
+
+_in_order, _in_pairs = partial(_arranged, in_pairs=False), partial(_arranged, in_pairs=True)
