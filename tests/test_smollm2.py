@@ -73,25 +73,27 @@ def said_on(tier: str, count: int, tokens: int, folder: Path, heard: int) -> Sai
     return Said([one.prompt_token_ids for one in done], [one.token_ids for one in done], list(map(torch.stack, logits)))
 
 
-@cache
-def expected_logits(prompt: tuple[int, ...], tokens: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def logits_of(dtype: torch.dtype, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> Tensor:
     """The logits of transformers for these tokens, each behind those before it."""
     with torch.inference_mode():
         logits: Tensor = reference(dtype)(torch.tensor([prompt + tokens])).logits[0]
     return logits[len(prompt) - 1 : -1]
 
 
+kept_logits = cache(logits_of)
+
+
 @cache
 def are_greedy(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
     """True if each token is what transformers finds likeliest behind those before it: then they are its own greedy tokens."""
-    return tuple(expected_logits.__wrapped__(prompt, tokens).argmax(-1).tolist()) == tokens
+    return tuple(logits_of(torch.float32, prompt, tokens).argmax(-1).tolist()) == tokens
 
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_on_every_tier_it_says_what_transformers_says(tier: str, tmp_path: Path) -> None:
     said = said_on(tier, 4, 12, tmp_path, heard=4)
     for prompt, tokens, logits in zip(*said):
-        torch.testing.assert_close(logits, expected_logits(prompt, tokens), atol=NEAR, rtol=0)
+        torch.testing.assert_close(logits, kept_logits(torch.float32, prompt, tokens), atol=NEAR, rtol=0)
         assert are_greedy(prompt, tokens)
 
 
@@ -104,9 +106,9 @@ def test_on_every_tier_fifty_long_texts_are_those_of_transformers(tier: str, tmp
     assert [row for row, text in enumerate(zip(said.prompts, said.tokens)) if not are_greedy(*text)] == []
     strays, theirs = 0.0, 0.0
     for prompt, tokens, logits in zip(*said):
-        exact = expected_logits(prompt, tokens, torch.float64)
+        exact = kept_logits(torch.float64, prompt, tokens)
         strays = max(strays, _furthest(logits, exact))
-        theirs = max(theirs, _furthest(expected_logits(prompt, tokens), exact))
+        theirs = max(theirs, _furthest(kept_logits(torch.float32, prompt, tokens), exact))
     assert strays <= LITTLE * theirs
 
 
