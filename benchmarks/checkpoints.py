@@ -161,23 +161,22 @@ def measured(args: argparse.Namespace) -> list[Measured]:
     launcher = Launcher(args.timeout, {"PYTHONPATH": python_path()})
     for turn in range(args.repeats):
         for one in found:
-            one.started.append(started(args, one.contender))
-            seconds = one.started[-1]
-            say(f"{turn}: {one.contender.name}: first token {seconds.cold:.2f} s, {seconds.warm:.2f} s, {seconds.bare:.2f} s")
-            for rows in args.rows:
-                add_point(args, launcher, one, rows)
-    return found
+            try:
+                add_turn(args, launcher, one)
+            except Failed as error:
+                say(f"{turn}: {one.contender.name}: {error}")
+    return [one for one in found if one.points]
 
 
-def add_point(args: argparse.Namespace, launcher: Launcher, one: Measured, rows: int) -> None:
-    try:
+def add_turn(args: argparse.Namespace, launcher: Launcher, one: Measured) -> None:
+    one.started.append(started(args, one.contender))
+    seconds = one.started[-1]
+    say(f"{one.contender.name}: first token {seconds.cold:.2f} s, {seconds.warm:.2f} s, {seconds.bare:.2f} s")
+    for rows in args.rows:
         answer = launcher.run(request(args, one.contender, rows), loads_within_cap=True)
-    except Failed as error:
-        say(f"{one.contender.name}, {rows} rows: {error}")
-        return
-    one.points[rows] = one.points.get(rows, Point(rows, args.load, ())).with_answer(answer)
-    point = one.points[rows]
-    say(f"{one.contender.name}, {rows} rows: prompts {prompt_rate(point):.1f}, steps {step_rate(point):.1f} tokens/s")
+        point = one.points.get(rows, Point(rows, args.load, ())).with_answer(answer)
+        one.points[rows] = point
+        say(f"{one.contender.name}, {rows} rows: prompts {prompt_rate(point):.1f}, steps {step_rate(point):.1f} tokens/s")
 
 
 def request(args: argparse.Namespace, contender: Contender, rows: int) -> Request:
@@ -248,7 +247,7 @@ def seconds_of(args: argparse.Namespace, command: Sequence[str]) -> float:
         cap.close()
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise SystemExit(f"error: {command[0]} ended with status {done.returncode}: {(said or ['without a word'])[-1]}")
+        raise Failed(f"{command[0]} ended with status {done.returncode}: {(said or ['without a word'])[-1]}")
     return seconds
 
 
@@ -278,8 +277,8 @@ def document(args: argparse.Namespace, found: Sequence[Measured]) -> dict[str, A
         "date": date.today().isoformat(),
         "commit": commit(),
         "command": "python benchmarks/checkpoints.py " + " ".join(sys.argv[1:]),
-        "ceiling": f"a step: {format_bytes(ceiling.nbytes)} of weights at {ceiling.read_per_s / 1e9:.1f} GB/s, or the operations "
-        "of all rows at the peak of the arithmetic, both measured; attention and KV are not counted",
+        "ceiling": f"a step: {format_bytes(ceiling.nbytes)} of weights at {ceiling.read_per_s / 1e9:.1f} GB/s, or the "
+        "operations of all rows at the peak of the arithmetic, both measured; attention and KV are not counted",
         "unit": "tokens/s",
         "columns": list(COLUMNS),
         "cells": [cells for one in found for cells in lines(one, ceiling, theirs)],

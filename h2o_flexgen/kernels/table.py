@@ -37,7 +37,7 @@ FUSED = LIBRARIES[:-1]  # libraries that multiply and add with one rounding
 ROWS_OF_CODES = 6  # up to here products with codes were measured to be faster than with pairs of bfloat16 made of them
 ROWS_OF_DOTS = 16  # up to here dot products of stored forms were measured to be faster than panels made of them
 ROWS_BEFORE_PAIRS = 8  # and up to here than panels of pairs of bfloat16
-ROWS_OF_TILES = 8  # up to here a GPU is done with products on tiles before their values could be written and read (arithmetic)
+ROWS_OF_TILES = 8  # up to here a GPU is done with products on packed bytes before values could be written and read (arithmetic)
 ROWS_OF_TORCH = 1  # up to here torch reads float32 and bfloat16 faster than panels do: its products of one row are special
 WIDTH_OF_TILES = 256  # values of a head up to which kernels for GPUs find room for tiles of slots
 ROWS_OF_PAIRS = 32  # up to here products with pairs of bfloat16 were measured to be faster than torch's
@@ -132,12 +132,14 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
 def _of_stored(form: str, family: str) -> Iterator[Kernel]:
     """A form of checkpoints, which nothing here writes."""
     yield Kernel(DECODE, form, "stored_decode", CPU, LIBRARIES, DTYPES)
+    yield Kernel(DECODE, form, "stored_decode", CUDA, (TRITON,), DTYPES)
     yield Kernel(DECODE, form, f"{family}_decode_twin")
     few = Kernel(PRODUCT, form, "stored_dots", CPU, LIBRARIES, DTYPES, most_rows=ROWS_OF_DOTS, within=FLOAT32)
     yield replace(few, libraries=(PAIRS,), dtypes=("bfloat16",), most_rows=ROWS_BEFORE_PAIRS)
     yield Kernel(PRODUCT, form, "stored_pairs", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {form}")
     yield few
     yield Kernel(PRODUCT, form, "stored_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
+    yield Kernel(PRODUCT, form, "stored_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
 
 
 def _of_plain_products() -> Iterator[Kernel]:

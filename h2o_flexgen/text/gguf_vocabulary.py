@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.models.files import AGAIN
 from h2o_flexgen.models.gguf_metadata import Metadata
-from h2o_flexgen.text.gguf_words import DEFAULT, WORD_RULES, WordRule
+from h2o_flexgen.text.gguf_words import DEFAULT, USUAL, WORD_RULES, WordRule
 from h2o_flexgen.text.tokenizer import BYTES as TOKENS_ARE_BYTES
 
 OURS = "tokenizer.ggml."
@@ -90,8 +90,8 @@ class GgufVocabulary:
         """How texts are cut into words, if tokens are bytes."""
         name = self.rule_name or DEFAULT
         if name not in WORD_RULES:
-            known = ", ".join(sorted(WORD_RULES))
-            raise self.unreadable(f"it cuts texts into words by the rule {shown(name)}, which is not known; known are {known}")
+            some = f"{len(WORD_RULES)} are, such as {', '.join(USUAL)}{did_you_mean(name, WORD_RULES)}"
+            raise self.unreadable(f"it cuts texts into words by the rule {shown(name)}, which is not known ({some})")
         return WORD_RULES[name]
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 DEFAULT = "default"  # llama.cpp's own, which it takes where a file names none
+USUAL = ("llama-bpe", "qwen2", "tekken", "smollm", "gpt-2")  # rules of the models that are run most
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,14 @@ from h2o_flexgen.kernels.gpu.move_slots import gather_slots, take_slots
 from h2o_flexgen.kernels.gpu.prompt_attention import prompt_attention
 from h2o_flexgen.kernels.gpu.rms_norm import rms_norm
 from h2o_flexgen.kernels.gpu.shared_attention import shared_attention
+from h2o_flexgen.kernels.gpu.stored_decode import stored_decode
+from h2o_flexgen.kernels.gpu.stored_product import stored_product
 from h2o_flexgen.kernels.gpu.tile_product import tile_product
 from h2o_flexgen.kernels.gpu.tile_rows import tile_decode, tile_decode_rows
 
 KERNELS: Sequence[Callable[..., Any]] = (
     *(group_encode, group_decode, tile_encode, tile_decode, tile_decode_rows),
-    *(tile_product, int8_product),
+    *(stored_decode, stored_product, tile_product, int8_product),
     *(append, rotate, evict, gather_slots, take_slots),
     *(decode_attention, prompt_attention, shared_attention, rms_norm),
 )

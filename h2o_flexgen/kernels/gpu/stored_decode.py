@@ -8,13 +8,13 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.gpu.stored_forms import form_of, load_bytes, parts_of
 from h2o_flexgen.kernels.gpu.stored_values import as_float, block_at, codes_of, first_input, shared_by, upper_of, words_of
-from h2o_flexgen.quant.codec import Codec
+from h2o_flexgen.kernels.stored_matrix import Stored
 
 WORDS = 512  # that a program reads
 MOST_WORDS = 128  # of one row
 
 
-def stored_decode(codec: Codec, data: Tensor, out: Tensor) -> None:
+def stored_decode(codec: Stored, data: Tensor, out: Tensor) -> None:
     """Decodes data (rows, bytes of a row), or (1, bytes) of a form in sections, into out (rows, columns)."""
     assert out.is_contiguous()
     if not out.numel():
@@ -59,7 +59,8 @@ def decode_kernel(
         column = word[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
         there = column < columns
         if FORM.is_ordered:
-            column = tl.load(order + column, mask=there, other=0)
+            column = tl.load(order + column, mask=there, other=-1)
+            there = (column >= 0) & (column < columns)  # what names no input is written nowhere
         values = tl.reshape(tl.join(low, high), [ROWS, WORDS, 8])
         tl.store(beginning + column, values.to(out.dtype.element_ty), mask=is_row & there)
     else:

@@ -1,4 +1,4 @@
-"""Where the bytes of a checkpoint's own forms have what, as kernels in Triton are told while they are compiled.
+"""The bytes of a checkpoint's own forms, as kernels in Triton are told of them when they are compiled: what lies where.
 
 A matrix is seen as words of 32 bits of codes, row by row. A word has eight codes of 4 bits or four of 8; `span` says which
 inputs they belong to. What codes share (a scale, a minimum, a zero) lies in the block of the word, or in sections of its own.
@@ -16,10 +16,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.kernels.stored_matrix import E8M0, Stored
 from h2o_flexgen.kernels.stored_parts import sections_of
 from h2o_flexgen.quant.blocked import Blocked
-from h2o_flexgen.quant.codec import Codec
-from h2o_flexgen.quant.sectioned import MIDDLE, Fp4, Fp8, Int4
+from h2o_flexgen.quant.sectioned import MIDDLE, Fp4, Fp8
 
 INTEGER, FP4, FP8 = tl.constexpr("integer"), tl.constexpr("fp4"), tl.constexpr("fp8")  # kinds of codes
 SCALE, SCALE_AND_MINIMUM = tl.constexpr("scale"), tl.constexpr("scale and minimum")  # of a block, as float16
@@ -30,8 +30,6 @@ SECTIONS = tl.constexpr("sections")
 FIFTH_BITS = tl.constexpr("fifth bits")  # in one word for 32 values
 PLANES_OF_ONE, PLANES_OF_TWO = tl.constexpr("planes of one bit"), tl.constexpr("planes of two bits")
 WORD_BYTES = 4
-E8M0 = "e8m0"
-Stored = Fp8 | Fp4 | Int4
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ BLOCKS: Mapping[str, Form] = {
 
 
 @cache
-def form_of(codec: Codec) -> Form:
+def form_of(codec: Stored) -> Form:
     if isinstance(codec, Blocked):
         form = BLOCKS[codec.name]
         return replace(form, block_words=codec.values * form.bits // 32, block_bytes=codec.block_bytes)
@@ -106,7 +104,6 @@ def form_of(codec: Codec) -> Form:
         return Form(FP8.value, bits=8, shared_rows=codec.block_rows, shared_inputs=codec.block_columns)
     if isinstance(codec, Fp4):
         return Form(FP4.value, shared_inputs=codec.group)
-    assert isinstance(codec, Int4)
     zero = 0 if codec.zeros else MIDDLE
     return Form(zero=zero, shared_inputs=codec.group, has_zeros=codec.zeros, is_ordered=codec.ordered)
 
@@ -120,12 +117,11 @@ class Parts(NamedTuple):
     order: Tensor
 
 
-def parts_of(codec: Codec, data: Tensor, outputs: int, inputs: int) -> Parts:
+def parts_of(codec: Stored, data: Tensor, outputs: int, inputs: int) -> Parts:
     """data (rows, bytes of a row), or (1, bytes) of a form in sections"""
     assert data.is_contiguous() and data.numel() == codec.nbytes((outputs, inputs), 1)
     if isinstance(codec, Blocked):
         return Parts(data, data, data, data)
-    assert isinstance(codec, Stored)
     codes, scales, *more = sections_of(codec, data, outputs, inputs)
     typed = scales if isinstance(codec, Fp4) or codec.scale == E8M0 else scales.view(getattr(torch, codec.scale))
     form = form_of(codec)
@@ -133,5 +129,5 @@ def parts_of(codec: Codec, data: Tensor, outputs: int, inputs: int) -> Parts:
 
 
 def load_bytes(form: Form, parts: Parts, row_bytes: int) -> int:
-    """The bytes of a word that can be loaded at once, wherever it lies."""
-    return gcd(WORD_BYTES, form.block_bytes, form.codes_at, form.upper_at, row_bytes, parts.codes.data_ptr())
+    """The bytes of a word that can be loaded at once, wherever it lies. Memory begins at a multiple of any word."""
+    return gcd(WORD_BYTES, form.block_bytes, form.codes_at, form.upper_at, row_bytes, parts.codes.storage_offset())

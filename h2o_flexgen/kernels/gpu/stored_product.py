@@ -13,9 +13,9 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.codes import as_float32
-from h2o_flexgen.kernels.gpu.stored_forms import Form, form_of, load_bytes, parts_of
+from h2o_flexgen.kernels.gpu.stored_forms import form_of, load_bytes, parts_of
 from h2o_flexgen.kernels.gpu.stored_values import as_float, block_at, codes_of, first_input, shared_by, upper_of, words_of
-from h2o_flexgen.quant.codec import Codec
+from h2o_flexgen.kernels.stored_matrix import Stored
 
 ROWS_AT_ONCE = 4  # that meet a code while it is in a register
 OUTPUTS_AT_ONCE, WITH_HALVES = 8, 4  # outputs that meet what was loaded of the rows
@@ -23,7 +23,7 @@ MOST_WARPS, FEWEST_WARPS = 8, 4
 PROGRAMS_THAT_FILL = 1024  # so many keep any GPU busy with few warps each
 
 
-def stored_product(codec: Codec, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
+def stored_product(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     """x (..., inputs), data (rows, bytes of a row) or (1, bytes) of a form in sections, bias (outputs,) -> (..., outputs)"""
     inputs = x.values.shape[-1]
     rows = x.values.reshape(-1, inputs).contiguous()
@@ -33,7 +33,7 @@ def stored_product(codec: Codec, x: Factor, data: Tensor, outputs: int, bias: Te
     return out.view(*x.values.shape[:-1], outputs)
 
 
-def _launch(codec: Codec, rows: Tensor, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _launch(codec: Stored, rows: Tensor, data: Tensor, bias: Tensor | None, out: Tensor) -> None:
     (count, inputs), outputs, form = rows.shape, out.shape[1], form_of(codec)
     parts, row_bytes = parts_of(codec, data, outputs, inputs), form.row_bytes(inputs)
     given = rows.index_select(1, parts.order) if form.is_ordered else rows
@@ -106,9 +106,7 @@ def product_kernel(
 
 
 @triton.jit
-def _products(
-    total, block, x, word, inputs, FIRST: tl.constexpr, END: tl.constexpr, FORM: tl.constexpr, AT_ONCE: tl.constexpr
-):
+def _products(total, block, x, word, inputs, FIRST: tl.constexpr, END: tl.constexpr, FORM: tl.constexpr, AT_ONCE: tl.constexpr):
     """The sums of the products of the codes of these halves of words (rows, outputs, lanes), and of the values of x (rows,
     lanes), for all words that share their scales."""
     dots, of_x = tl.zeros_like(total), tl.zeros([total.shape[0], total.shape[2]], tl.float32)
@@ -145,19 +143,25 @@ def _scaled(total, dots, of_x, shared, FORM: tl.constexpr):
 def _four(x, word, inputs, HALF: tl.constexpr, FORM: tl.constexpr):
     """The values of x that the four codes of a half are multiplied with, each (rows, lanes): x (rows, 1), word (1, lanes)."""
     if FORM.takes_turns:
-        lower, upper = tl.split(_neighbours(x, word * 8, inputs, 4, 2))
-        four = lower if HALF == 0 else upper
+        x_0, x_1 = tl.split(_of_turn(_neighbours(x, word * 8, inputs), HALF))
+        x_2, x_3 = tl.split(_of_turn(_neighbours(x, word * 8 + 4, inputs), HALF))
     else:
-        four = _neighbours(x, first_input(word, HALF, FORM), inputs, 1, 4)
-    even, odd = tl.split(tl.reshape(four, [four.shape[0], four.shape[1], 2, 2]))
-    x_0, x_2 = tl.split(even)
-    x_1, x_3 = tl.split(odd)
+        even, odd = tl.split(_neighbours(x, first_input(word, HALF, FORM), inputs))
+        x_0, x_2 = tl.split(even)
+        x_1, x_3 = tl.split(odd)
     return x_0, x_1, x_2, x_3
 
 
 @triton.jit
-def _neighbours(x, first, inputs, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """Values of x from `first` on, as groups of some size."""
-    at = first[:, :, None] + tl.arange(0, GROUPS * SIZE)[None, None, :]
+def _neighbours(x, first, inputs):
+    """Four values of x from `first` on: (rows, lanes, 2, 2)"""
+    at = first[:, :, None] + tl.arange(0, 4)[None, None, :]
     values = as_float32(x[:, :, None] + at, at < inputs)
-    return tl.reshape(values, [values.shape[0], values.shape[1], GROUPS, SIZE])
+    return tl.reshape(values, [values.shape[0], values.shape[1], 2, 2])
+
+
+@triton.jit
+def _of_turn(four, HALF: tl.constexpr):
+    """The first and the third of four, or the second and the last."""
+    even, odd = tl.split(four)
+    return even if HALF == 0 else odd

@@ -1,10 +1,14 @@
-"""Every kernel compiles for every GPU without spilling, loads widely and fits: held by compilers, with no GPU at hand."""
+"""Every kernel compiles for every GPU without spilling, loads widely and fits: held by compilers, with no GPU at hand.
+
+A default run compiles for the oldest kind and for the most common one; the others are marked slow.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from h2o_flexgen.kernels.gpu import functions
 from tests.kernels.gpu.launch import Compiled, Launch
 
 ROOT = Path(__file__).parents[3]
+OFTEN, SELDOM = ("75", "90"), ("80", "100")
 LAUNCHES = sorted(file.stem for file in Path(__file__).with_name("launches").glob("[!_]*.py"))
 
 
@@ -23,9 +28,10 @@ def compiled(module: str, cache: Path, *capabilities: str) -> subprocess.Complet
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=surroundings, check=False)
 
 
+@pytest.mark.parametrize("capabilities", [OFTEN, pytest.param(SELDOM, marks=pytest.mark.slow)], ids=" and ".join)
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_kernels_keep_to_their_limits_on_every_gpu(name: str, tmp_path: Path) -> None:
-    run = compiled(f"tests.kernels.gpu.launches.{name}", tmp_path)
+def test_kernels_keep_to_their_limits_on_every_gpu(name: str, capabilities: Sequence[str], tmp_path: Path) -> None:
+    run = compiled(f"tests.kernels.gpu.launches.{name}", tmp_path, *capabilities)
     assert run.returncode == 0, run.stdout + run.stderr[-4000:]
 
 
