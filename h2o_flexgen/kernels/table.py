@@ -7,7 +7,7 @@ name in kernels/functions.py; its price is named here and measured by a profile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 
@@ -36,6 +36,8 @@ WIDE = (PAIRS, "avx512vnni", "avx512")  # registers of 512 bits
 LIBRARIES = (*WIDE, "avxvnni", "avx2", BASELINE)  # libraries of C kernels, by the instructions they were built for, best first
 FUSED = LIBRARIES[:-1]  # libraries that multiply and add with one rounding
 ROWS_OF_CODES = 6  # up to here products with codes were measured to be faster than with pairs of bfloat16 made of them
+ROWS_OF_DOTS = 16  # up to here dot products of stored forms were measured to be faster than panels made of them
+ROWS_BEFORE_PAIRS = 8  # and up to here than panels of pairs of bfloat16
 ROWS_OF_TILES = 8  # up to here a GPU is done with products on packed bytes before values could be written and read (arithmetic)
 ROWS_OF_TORCH = 1  # up to here torch reads float32 and bfloat16 faster than panels do: its products of one row are special
 WIDE_SIDE = 4096  # of a matrix beside whose values all else that a form stores is small
@@ -147,9 +149,12 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
     yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}", within=INT8)
 
 
-def _rounded_products(codec: Blocked | Sectioned) -> Iterator[Kernel]:
-    """Products of a form of checkpoints with rows of 8 bits, if its codes are whole numbers."""
-    if not isinstance(codec, Fp8):
+def _rounded_products(codec: Blocked | Sectioned, family: str) -> Iterator[Kernel]:
+    """Products of a form of checkpoints where rows may be rounded to 8 bits: they are if its codes are whole numbers."""
+    if isinstance(codec, Fp8):
+        exact = (kernel for kernel in _of_stored(codec.name, family) if kernel.op == PRODUCT)
+        yield from (replace(kernel, op=INT8_PRODUCT) for kernel in exact)
+    else:
         price = f"int8 {measured_as(codec.name)}"
         yield Kernel(INT8_PRODUCT, codec.name, "stored_int8_product", CPU, LIBRARIES, DTYPES, priced_as=price, within=INT8)
         yield Kernel(INT8_PRODUCT, codec.name, "stored_int8_product_twin", priced_as=price, within=INT8)
@@ -160,6 +165,11 @@ def _of_stored(form: str, family: str) -> Iterator[Kernel]:
     yield Kernel(DECODE, form, "stored_decode", CPU, LIBRARIES, DTYPES)
     yield Kernel(DECODE, form, "stored_decode", CUDA, (TRITON,), DTYPES)
     yield Kernel(DECODE, form, f"{family}_decode_twin")
+    few = Kernel(PRODUCT, form, "stored_dots", CPU, LIBRARIES, DTYPES, most_rows=ROWS_OF_DOTS, within=FLOAT32)
+    yield replace(few, libraries=(PAIRS,), dtypes=("bfloat16",), most_rows=ROWS_BEFORE_PAIRS)
+    yield Kernel(PRODUCT, form, "stored_pairs", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {measured_as(form)}")
+    yield few
+    yield Kernel(PRODUCT, form, "stored_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
     yield Kernel(PRODUCT, form, "stored_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
 
 
@@ -208,5 +218,6 @@ def kernels() -> tuple[Kernel, ...]:
         *(kernel for codec in TILED for kernel in _of_tiles(codec.name)),
         *(kernel for codec in BLOCKED for kernel in _of_stored(codec.name, "blocked")),
         *(kernel for codec in SECTIONED for kernel in _of_stored(codec.name, "sectioned")),
-        *(kernel for codec in (*BLOCKED, *SECTIONED) for kernel in _rounded_products(codec)),
+        *(kernel for codec in BLOCKED for kernel in _rounded_products(codec, "blocked")),
+        *(kernel for codec in SECTIONED for kernel in _rounded_products(codec, "sectioned")),
     )
