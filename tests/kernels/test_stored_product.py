@@ -24,7 +24,9 @@ TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}  #
 SHAPES = [(1, 32), (3, 100), (97, 300), (33, 1024)]  # outputs, and inputs that are filled up to those of a form
 ROWS = (*range(1, 9), 13, 40)
 PRODUCTS = [stored_dots, stored_product]
-WITH_PAIRS = [variant for variant in VARIANTS if variant == PAIRS] or [pytest.param(PAIRS, marks=pytest.mark.skip(f"no {PAIRS}"))]
+WITH_PAIRS = [variant for variant in VARIANTS if variant == PAIRS] or [
+    pytest.param(PAIRS, marks=pytest.mark.skip(f"no {PAIRS}"))
+]
 Product = Callable[[Stored, Factor, Tensor, int, Tensor | None], Tensor]
 forms = pytest.mark.parametrize("codec", SOME, ids=lambda codec: codec.name)
 products = pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.__name__)
@@ -52,7 +54,10 @@ def test_c_and_torch_agree(variant: str, product: Product, codec: Stored) -> Non
         bias = x_of(1, outputs, dtype)[0] if rows % 2 else None
         with used(variant):
             found = product(codec, Factor(x), data, outputs, bias)
-        assert near(found, stored_product_twin(codec, Factor(x), data, outputs, bias), codec, x, data, outputs), (outputs, inputs)
+        assert near(found, stored_product_twin(codec, Factor(x), data, outputs, bias), codec, x, data, outputs), (
+            outputs,
+            inputs,
+        )
 
 
 @pytest.mark.parametrize("variant", WITH_PAIRS)
@@ -60,7 +65,11 @@ def test_c_and_torch_agree(variant: str, product: Product, codec: Stored) -> Non
 def test_pairs_and_torch_agree(variant: str, codec: Stored) -> None:
     for (outputs, least), rows in zip(SHAPES, (1, 7, 30, 5)):
         inputs = inputs_of(codec, least)
-        data, x, bias = random_matrix(codec, outputs, inputs), x_of(rows, inputs, torch.bfloat16), x_of(1, outputs, torch.bfloat16)[0]
+        data, x, bias = (
+            random_matrix(codec, outputs, inputs),
+            x_of(rows, inputs, torch.bfloat16),
+            x_of(1, outputs, torch.bfloat16)[0],
+        )
         with used(variant):
             found = stored_pairs(codec, Factor(x), data, outputs, bias)
             in_company = [stored_pairs(codec, Factor(x[-some:]), data, outputs, bias) for some in range(1, rows)]
