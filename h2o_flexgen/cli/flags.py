@@ -178,7 +178,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_model(self) -> None:
         group = self.group("model")
-        named = "hub name (facebook/opt-30b), local folder of a checkpoint, or demo: the one of the package"
+        named = "hub name (facebook/opt-30b), local folder of a checkpoint, GGUF file, or demo: the one of the package"
         group.value("--model", "NAME", named)
         folder = f"folder that has the checkpoint, or {DUMMY_PATH} for random weights, as in FlexGen"
         group.value("--path", "FOLDER", folder)
@@ -196,7 +196,7 @@ class Parser(argparse.ArgumentParser):
     def add_tokenizer(self) -> None:
         """Adds --tokenizer, for commands that read and write texts."""
         own = f"{AUTO}: that of the model, or {BYTES} for random weights"
-        other = f"a hub name or a folder with a tokenizer, or {BYTES}: every byte is a token"
+        other = f"a hub name, or a folder or GGUF file with a tokenizer, or {BYTES}: every byte is a token"
         self.group("texts").value("--tokenizer", "NAME", f"{other}; {own}", default=AUTO)
 
     def add_search(self, title: str, machine: str) -> Group:
