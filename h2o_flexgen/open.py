@@ -53,6 +53,11 @@ class OpenedModel:
             stored = checkpoint.dtype if dtype == AUTO else None
         return cls(name, config, site.usual_dtype(stored) if dtype == AUTO else dtype, folder, checkpoint)
 
+    @property
+    def quantisation(self) -> str:
+        """The method of quantisation that the config names; nothing if it names none."""
+        return _method(self.config)
+
     def spec(self, plan: Plan) -> ModelSpec:
         kind = plan.sep_layer, plan.weight_codec, plan.kv_codec, plan.compute, plan.attend_on
         if kind not in self._specs:
@@ -92,10 +97,17 @@ class OpenedModel:
 
 def _refuse_quantised(config: Config) -> None:
     """Random weights have none of the forms of checkpoints, and figures of others would mislead."""
-    if method := getattr(config, "quantization_config", None):
-        by = method.get("quant_method", "unknown") if isinstance(method, dict) else type(method).__name__
+    if by := _method(config):
         advice = "give its weights, or a config without quantization_config"
         raise ValueError(f"the model is quantised ({by}), and random weights are not; {advice}")
+
+
+def _method(config: Config) -> str:
+    """The method by which a config says that its checkpoint is quantised; nothing if it says none."""
+    method = getattr(config, "quantization_config", None)
+    if not method:
+        return ""
+    return str(method.get("quant_method", "unknown")) if isinstance(method, dict) else type(method).__name__
 
 
 def _refuse_tables(spec: ModelSpec, checkpoint: Checkpoint) -> None:

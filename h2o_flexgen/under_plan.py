@@ -180,6 +180,11 @@ class ModelUnderPlan:
         return self.model.spec
 
     @property
+    def opened(self) -> OpenedModel:
+        """What the model's config and files say."""
+        return self._opened
+
+    @property
     def packing(self) -> Packing | None:
         """The folder of packed weights, and the bytes still to be written there. Random weights are not kept."""
         if not isinstance(self.source, PackedCheckpoint):

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from h2o_flexgen.kernels.table import INT8, PRODUCT, PRODUCTS, Processor, choose
+from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCT, PRODUCTS, Processor, choose, rounds
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.quant.codec import BY_BITS, PLAIN, matrix_form
+from h2o_flexgen.quant.codec import BY_BITS, PLAIN, chosen_codec
 
 BITS = {codec: f"{bits} bits" for bits, codec in BY_BITS.items()}
 
@@ -22,13 +22,14 @@ class Arithmetic:
     processor: Processor | None  # None: that of another machine, whose instructions are not known
     decode_rows: int = 1  # rows of products in decode
     prompt_rows: int = 1  # rows of products while prompts are computed
+    forms: tuple[str, ...] = (PLAIN,)  # codecs of the matrices, that of most values first
 
     @classmethod
     def of(cls, planned: WorkloadPlan, processor: Processor | None) -> Arithmetic:
         """The arithmetic of the largest block."""
         batch = planned.blocks.first.block.batches[0]
-        parts = batch.parts(planned.plan.prefill_tokens)
-        return cls(planned.plan, planned.spec.dtype, processor, batch.size, max(one.size * one.prompt_len for one in parts))
+        most = max(one.size * one.prompt_len for one in batch.parts(planned.plan.prefill_tokens))
+        return cls(planned.plan, planned.spec.dtype, processor, batch.size, most, planned.spec.forms)
 
     # -- what products are made in ---------------------------------------------------------------------------------------
 
@@ -37,24 +38,42 @@ class Arithmetic:
         """The types in which decode and prompts are multiplied; one if they are the same, none if the processor is unknown."""
         if self.processor is None:
             return ()
-        return tuple(dict.fromkeys(self._multiplied_in(rows, self.processor) for rows in (self.decode_rows, self.prompt_rows)))
+        first = self.rounded[0] if self.rounded else self.forms[0]
+        return tuple(
+            dict.fromkeys(self._multiplied_in(first, rows, self.processor) for rows in (self.decode_rows, self.prompt_rows))
+        )
 
-    def _multiplied_in(self, rows: int, processor: Processor) -> str:
+    @property
+    def rounded(self) -> tuple[str, ...]:
+        """The forms whose factors are rounded to 8 bits."""
+        return tuple(form for form in self.forms if self.plan.compute == INT8 and rounds(form))
+
+    def _multiplied_in(self, form: str, rows: int, processor: Processor) -> str:
         """The type that so many rows are multiplied in, with packed weights as they are or as decoded."""
-        form, op = matrix_form(self.plan.weight_codec), PRODUCTS[self.plan.compute]
+        op = PRODUCTS[self.plan.compute]
         kernel = choose(op, form, self.dtype, processor.runs, rows) or choose(PRODUCT, PLAIN, self.dtype, processor.runs, rows)
         return self.dtype if kernel is None else kernel.within or self.dtype
 
     # -- in words ----------------------------------------------------------------------------------------------------------
 
     def line(self) -> str:
-        weights, kv = (BITS.get(codec, self.dtype) for codec in (self.plan.weight_codec, self.plan.kv_codec))
+        weights, kv = " and ".join(self.kept_in), BITS.get(self.plan.kv_codec, self.dtype)
         kept = f"activations and KV in {kv}" if kv == self.dtype else f"activations in {self.dtype}, KV in {kv}"
         return f"weights in {weights}, products {self._products()}; {kept}"
 
+    @property
+    def kept_in(self) -> tuple[str, ...]:
+        """What matrices are kept in, in words."""
+        return tuple(self._named(form) for form in self.forms)
+
+    def _named(self, form: str) -> str:
+        return self.dtype if form == PLAIN else BITS.get(chosen_codec(form), form)
+
     def _products(self) -> str:
-        if self.plan.compute == INT8:
-            return f"in {INT8}, of activations rounded to 8 bits"
+        if self.rounded:
+            others = [self._named(form) for form in self.forms if form not in self.rounded]
+            beside = f" ({EXACT} with {' and '.join(others)})" if others else ""
+            return f"in {INT8}, of activations rounded to 8 bits{beside}"
         decode, *prompts = self.products or ("",)
         exact = f"{self.plan.compute} in {decode}" if decode else self.plan.compute
         return f"{exact} (of prompts in {prompts[0]})" if prompts else exact
@@ -62,6 +81,7 @@ class Arithmetic:
     def as_json(self) -> dict[str, object]:
         return {
             "weights": self.plan.weight_codec,
+            "matrices": [chosen_codec(form) for form in self.forms],
             "kv": self.plan.kv_codec,
             "activations": self.dtype,
             "compute": self.plan.compute,

@@ -12,6 +12,7 @@ from h2o_flexgen.cli.plan_request import PlanRequest
 from h2o_flexgen.cli.requests import SiteRequest, check_device
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.folders import default_offload_folder
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.core.units import parse_bytes
 from h2o_flexgen.core.workload import Workload
@@ -59,21 +60,30 @@ def _here(site: SiteRequest) -> tuple[Device, Path]:
     return open_device(site.device), Path(site.offload_dir or default_offload_folder()).expanduser()
 
 
-def problem_of(request: PlanRequest, machine: Machine) -> Problem:
-    """The problem, from shapes alone: no weights are fetched or converted for it."""
-    asked, seen, whole = request.plan, request.model.without_weights(), request.num_prompts
-    number = None if whole is None else -(-whole // request.site.gpus)  # of the process with most to do
+def opened_for(request: PlanRequest, machine: Machine) -> OpenedModel:
+    """The model from shapes alone: no weights are fetched or converted for it."""
+    seen = request.model.without_weights()
+    return OpenedModel.of(seen.source, seen.dummy_weights, seen.dtype, _site(request, machine))
+
+
+def _site(request: PlanRequest, machine: Machine) -> Site:
     site = site_of(machine.device, machine.has_accelerator, request.model.dummy_weights)
     if request.machine is not None and machine.has_accelerator:  # another machine's, where torch brings Triton
         site = replace(site, processor=Processor(machine.device, TRITON, machine.multiplies))
+    return site
+
+
+def problem_of(request: PlanRequest, machine: Machine, opened: OpenedModel) -> Problem:
+    asked, whole = request.plan, request.num_prompts
+    number = None if whole is None else -(-whole // request.site.gpus)  # of the process with most to do
     return (Asked(asked, attend_on=(asked.attend_on,)) if isinstance(asked, Plan) else asked).problem(
         machine,
-        model=OpenedModel.of(seen.source, seen.dummy_weights, seen.dtype, site).spec,
+        model=opened.spec,
         workload=None if number is None else Workload.uniform(number, request.prompt_len, request.gen_len),
         prompt_len=request.prompt_len,
         gen_len=request.gen_len,
         budgets=_budgets(request, machine),
-        site=site,
+        site=_site(request, machine),
     )
 
 

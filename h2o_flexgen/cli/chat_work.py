@@ -16,6 +16,7 @@ from h2o_flexgen.cli.errors import Ended, line_of
 from h2o_flexgen.cli.open_llm import open_llm
 from h2o_flexgen.cli.page import printable, say
 from h2o_flexgen.cli.slow import kernel_reasons, say_slow
+from h2o_flexgen.cli.stored import StoredWeights
 from h2o_flexgen.cli.watch import Opening, say_threads
 from h2o_flexgen.core.hints import did_you_mean
 from h2o_flexgen.core.units import format_bytes
@@ -179,6 +180,9 @@ class Chat:
         talk, policy = self.talk, llm.plan.policy
         ends = "no limit" if talk.extent.is_endless else f"up to {talk.extent.context} tokens of text"
         yield f"{llm.name}: KV policy {policy.name}, {talk.extent.slots} slots a head, {ends}; weights {_placed(llm)}"
+        stored = StoredWeights.of(llm.opened)
+        if stored is not None:
+            yield f"found: {stored.line()}"
         yield f"numbers: {_arithmetic(llm).line()}"
         if llm.tokenizer.note:
             yield f"tokens: {llm.tokenizer.note}"
@@ -188,6 +192,7 @@ class Chat:
     def as_json(self, llm: LLM) -> dict[str, object]:
         return {
             "model": llm.name,
+            "stored": stored.as_json() if (stored := StoredWeights.of(llm.opened)) else None,
             "percent": list(llm.plan.percent),
             "arithmetic": _arithmetic(llm).as_json(),
             "kept": {"policy": llm.plan.policy.name, "slots": self.talk.extent.slots, "context": self.talk.extent.context},
@@ -202,7 +207,8 @@ class Chat:
 
 def _arithmetic(llm: LLM) -> Arithmetic:
     """The arithmetic of one row; a turn is read in pieces."""
-    return Arithmetic(llm.plan, llm.spec.dtype, processor(llm.device.kind), prompt_rows=llm.plan.prefill_tokens)
+    own, rows = processor(llm.device.kind), llm.plan.prefill_tokens
+    return Arithmetic(llm.plan, llm.spec.dtype, own, prompt_rows=rows, forms=llm.spec.forms)
 
 
 def _placed(llm: LLM) -> str:

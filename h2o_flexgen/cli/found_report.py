@@ -11,6 +11,7 @@ from h2o_flexgen.cli.asked_problem import system_share
 from h2o_flexgen.cli.page import page_width, table
 from h2o_flexgen.cli.plan_report import NAMES, PlanReport, Predicted
 from h2o_flexgen.cli.plan_request import PlanRequest
+from h2o_flexgen.cli.stored import StoredWeights
 from h2o_flexgen.core.tiers import DEVICE, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.kernels.native import processor
@@ -39,6 +40,7 @@ class FoundReport:
     found: Found
     request: PlanRequest
     search_seconds: float
+    stored: StoredWeights | None = None  # None: nothing was found but shapes
 
     @property
     def title(self) -> str:
@@ -69,6 +71,7 @@ class FoundReport:
             planned=self.planned,
             budgets=self.problem.budgets,
             processor=processor(self.problem.machine.device) if request.machine is None else None,
+            stored=self.stored,
         )
 
     @cached_property

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.page import page_width, table
 from h2o_flexgen.cli.requests import ModelRequest
+from h2o_flexgen.cli.stored import StoredWeights
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.budgets import Packing
@@ -27,7 +28,7 @@ from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.quant.codec import PLAIN, chosen_codec, matrix_form
 from h2o_flexgen.schedule.schedule import Schedule
 
 if TYPE_CHECKING:  # whoever plans for other machines opens no model
@@ -47,6 +48,7 @@ class PlanReport:
     processor: Processor | None  # what computes; None for another machine, of which only its profile is known
     packing: Packing | None = None
     tokenizer_note: str = ""
+    stored: StoredWeights | None = None  # what was found in the checkpoint
 
     @classmethod
     def of(cls, llm: ModelUnderPlan, model: ModelRequest, planned: WorkloadPlan) -> PlanReport:
@@ -60,6 +62,7 @@ class PlanReport:
             processor=processor(llm.device.kind),
             packing=llm.packing,
             tokenizer_note=llm.tokenizer.note,
+            stored=StoredWeights.of(llm.opened),
         )
 
     @property
@@ -76,6 +79,7 @@ class PlanReport:
     def as_json(self) -> dict[str, object]:
         return {
             "model": self.model,
+            "stored": self.stored.as_json() if self.stored else None,
             "plan": asdict(self.planned.plan),
             "requested_percent": list(self.requested.percent),
             "placed_percent": [round(share, 2) for share in self.first.placed_percent],
@@ -96,6 +100,7 @@ class PlanReport:
         beside = "; outside the GPU it is attended by the CPU" if plan.attend_on == HOST else ""
         lines = [
             f"model     {self.model}: {spec.architecture}, {format_bytes(spec.weight_bytes)} of weights {self._written_down()}",
+            *self._found(),
             *self._work(),
             f"schedule  {self.first.schedule.name}, {_buffers(self.first.schedule)}, "
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
@@ -139,9 +144,17 @@ class PlanReport:
             prompts = f"{saved} of {sum(workload.prompt_lens)} tokens of prompts need not be computed"
             yield f"prefixes  {len(shared)} that prompts share, {plan.prefix_policy}: {prompts}"
 
+    def _found(self) -> Iterator[str]:
+        if self.stored is not None:
+            yield f"found     {self.stored.line()}"
+        codec = self.planned.plan.weight_codec
+        if codec != PLAIN and not any(tensor.codec == matrix_form(codec) for tensor in self.planned.spec.tensors.values()):
+            yield f"packed    nothing: as {codec} no matrix would be smaller than it is stored"
+
     def _written_down(self) -> str:
-        dtype, codec = self.planned.spec.dtype, self.planned.plan.weight_codec
-        return f"in {dtype}" if codec == PLAIN else f"with matrices as {codec}"
+        spec = self.planned.spec
+        forms = [spec.dtype if form == PLAIN else chosen_codec(form) for form in spec.forms]
+        return f"in {spec.dtype}" if spec.forms == (PLAIN,) else f"with matrices as {' and '.join(forms)}"
 
     def _shares(self) -> list[str]:
         tiers = TIERS if self.planned.site.accelerator else (HOST, DISK)

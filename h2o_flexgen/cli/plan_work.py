@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 
-from h2o_flexgen.cli.asked_problem import has_profile, machine_before_measuring, machine_of, problem_of
+from h2o_flexgen.cli.asked_problem import has_profile, machine_before_measuring, machine_of, opened_for, problem_of
 from h2o_flexgen.cli.found_report import FoundReport
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.pictures import draw_front, draw_timelines, two_steps
 from h2o_flexgen.cli.plan_request import PlanRequest
 from h2o_flexgen.cli.requests import site_of_each
 from h2o_flexgen.cli.slow import int8_reason, kernel_reasons, say_slow
+from h2o_flexgen.cli.stored import StoredWeights
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.threads import set_threads
 from h2o_flexgen.planning.plan import Plan
@@ -24,14 +25,16 @@ def work(request: PlanRequest) -> None:
     with Progress(0, f"planning for {request.model.name}", late=True) as progress:
         set_threads(site_of_each(request.site).threads)  # measurements and the memory of kernels depend on their number
         _refuse_before_profile(request)
-        problem = problem_of(request, machine_of(request.machine, request.site, request.model.dtype, progress))
+        machine = machine_of(request.machine, request.site, request.model.dtype, progress)
+        opened = opened_for(request, machine)
+        problem = problem_of(request, machine, opened)
         progress.stage("pricing the plan" if is_given else "searching")
         begun = time.perf_counter()
         found = _priced(problem) if is_given else search(problem)
         seconds = time.perf_counter() - begun
         found.best.plan.refuse_graphs_where_data_move()  # a run would
         progress.stage("reporting")
-        report = FoundReport(problem, found, request, round(seconds, 3))
+        report = FoundReport(problem, found, request, round(seconds, 3), StoredWeights.of(opened))
         lines, document = report.lines(), report.as_json()
         _draw(report)
     say(lines)
@@ -43,7 +46,8 @@ def work(request: PlanRequest) -> None:
 def _refuse_before_profile(request: PlanRequest) -> None:
     """Refuses what cannot be done, before anybody waits for a profile."""
     if request.machine is None and not has_profile(request.site, request.model.dtype):
-        before = problem_of(request, machine_before_measuring(request.site))
+        machine = machine_before_measuring(request.site)
+        before = problem_of(request, machine, opened_for(request, machine))
         if isinstance(request.plan, Plan):
             before.largest(before.plan).refuse_what_does_not_fit(before.budgets)
         else:

@@ -15,6 +15,7 @@ from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.demo import demo_folder
 from h2o_flexgen.demo.fetched import FETCHED_MODELS
 from h2o_flexgen.kernels.table import INT8
+from h2o_flexgen.models.gguf_format import is_gguf
 from h2o_flexgen.planning.asked import Asked, refuse_to_search_pipelines
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
@@ -37,17 +38,17 @@ PACK = "--compress-weight (4 bits) or --compress-weight 8"
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """The model: a hub name, a local folder, FlexGen's --path with the model in it, or random weights."""
+    """The model: a hub name, a local folder or GGUF file, FlexGen's --path with the model in it, or random weights."""
 
     name: str  # as the user says it, for reports
-    source: str  # hub name or folder, as LLM takes it
+    source: str  # hub name, folder or file, as LLM takes it
     dummy_weights: bool
     dtype: str = AUTO
     tokenizer: str = AUTO
 
     def without_weights(self) -> ModelRequest:
-        """The request for a look at the plan: it reads headers of local safetensors, but downloads and converts nothing."""
-        has_headers = self.folder.is_dir() and any(self.folder.glob(SAFETENSORS))
+        """The request for a look at the plan: it reads headers of local files, but downloads and converts nothing."""
+        has_headers = is_gguf(self.folder) or (self.folder.is_dir() and any(self.folder.glob(SAFETENSORS)))
         return self if has_headers else replace(self, dummy_weights=True)
 
     @property
@@ -72,7 +73,9 @@ def choose_model(model: str | None, path: str | None, dummy_weights: bool) -> Mo
 
 
 def _folder_in(path: Path, model: str | None) -> Path:
-    """`<path>/<name>`, the same without the owner's name, or `<path>` itself."""
+    """`<path>/<name>`, the same without the owner's name, or `<path>` itself, which may also be a GGUF file."""
+    if is_gguf(path):
+        return path
     inside = [path / model, path / model.rpartition("/")[2]] if model else []
     for folder in (*inside, path):
         if (folder / "config.json").is_file():

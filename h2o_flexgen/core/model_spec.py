@@ -277,9 +277,18 @@ class ModelSpec:
         spec.refuse_to_compute(compute)
         return replace(spec, kv_codec=kv_codec, product=PRODUCTS[compute])
 
+    @cached_property
+    def forms(self) -> tuple[str, ...]:
+        """The codecs of the matrices of its products, that of most values first."""
+        values: Counter[str] = Counter()
+        for layer in self.layers:
+            for (codec, _), count in layer.multiplied_values.items():
+                values[codec] += count
+        return tuple(codec for codec, _ in values.most_common())
+
     def can_compute(self, compute: str) -> bool:
         """Whether any of its products can be made so. All can be exact, and those with matrices of whole numbers rounded."""
-        return compute == EXACT or any(rounds(codec) for layer in self.layers for codec, _ in layer.multiplied_values)
+        return compute == EXACT or any(map(rounds, self.forms))
 
     def refuse_to_compute(self, compute: str) -> None:
         if not self.can_compute(compute):

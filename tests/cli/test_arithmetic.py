@@ -13,7 +13,7 @@ from h2o_flexgen.kernels import table as kernels_table
 from h2o_flexgen.kernels.table import CPU, INT8_PRODUCT, LIBRARIES, PRODUCT, Kernel, Processor
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.quant.codec import PLAIN, matrix_form
 from tests.planning.worlds import tiny_spec
 
 BF16, OURS = "bfloat16", "ours"
@@ -38,7 +38,8 @@ def pretended_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arithmetic(processor: Processor | None = OLD, dtype: str = "bfloat16", **options: object) -> Arithmetic:
-    return Arithmetic(Plan.create(**options), dtype, processor)
+    plan = Plan.create(**options)
+    return Arithmetic(plan, dtype, processor, forms=(matrix_form(plan.weight_codec),))
 
 
 @pytest.mark.parametrize(
@@ -62,14 +63,14 @@ def test_one_line_says_what_is_kept_in_what_and_multiplied_in_what(own: Arithmet
 
 def test_its_document_has_the_same_facts() -> None:
     own = arithmetic(NEW, weight_codec="group4", compute="int8")
-    kept = {"weights": "group4", "kv": "plain", "activations": "bfloat16"}
+    kept = {"weights": "group4", "matrices": ["group4"], "kv": "plain", "activations": "bfloat16"}
     assert own.as_json() == {**kept, "compute": "int8", "products": ["int8"]}
     assert arithmetic(None).as_json()["products"] == []
 
 
 def test_prompts_may_be_multiplied_otherwise() -> None:
     """Packed weights may be decoded first where there are many rows."""
-    own = Arithmetic(Plan(weight_codec="group4"), BF16, NEW, decode_rows=4, prompt_rows=90)
+    own = Arithmetic(Plan(weight_codec="group4"), BF16, NEW, decode_rows=4, prompt_rows=90, forms=("tiles4",))
     assert own.products == ("float32", BF16)
     assert own.line() == f"weights in 4 bits, products exact in float32 (of prompts in bfloat16); {KEPT}"
     assert replace(own, processor=OLD).products == ("float32",)
@@ -78,7 +79,18 @@ def test_prompts_may_be_multiplied_otherwise() -> None:
 def test_rows_are_those_of_the_largest_block() -> None:
     planned = WorkloadPlan(tiny_spec(), Plan(gpu_batch_size=3, prefill_tokens=20), Workload((7, 9, 2, 9), 4), Site())
     own = Arithmetic.of(planned, OLD)
-    assert (own.dtype, own.decode_rows, own.prompt_rows) == ("float32", 3, 18)
+    assert (own.dtype, own.decode_rows, own.prompt_rows, own.forms) == ("float32", 3, 18, (PLAIN,))
+
+
+def test_forms_of_a_checkpoint_are_named_and_those_that_stay_exact() -> None:
+    exact = Arithmetic(Plan(), BF16, OLD, forms=("q4_K", "q6_K"))
+    assert exact.line() == f"weights in q4_K and q6_K, products exact in float32; {KEPT}"
+    mixed = replace(exact, plan=Plan(compute="int8"), forms=("tiles4", "fp8-128x128-float32", PLAIN))
+    assert mixed.line() == (
+        "weights in 4 bits and fp8-128x128-float32 and bfloat16, products in int8, of activations rounded to 8 bits "
+        f"(exact with fp8-128x128-float32 and bfloat16); {KEPT}"
+    )
+    assert mixed.products == ("int8",) and replace(mixed, forms=("fp8-128x128-float32",)).products == ("float32",)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +109,7 @@ def test_the_kernels_of_the_package_say_what_they_multiply_in(
 ) -> None:
     monkeypatch.undo()
     as_they_are, in_4_bits, rounded = (
-        Arithmetic(Plan.create(**options), BF16, own, 1, 1000)
-        for options in ({}, {"weight_codec": "group4"}, {"weight_codec": "group4", "compute": "int8"})
+        Arithmetic(Plan.create(**options), BF16, own, 1, 1000, (form,))
+        for form, options in ((PLAIN, {}), ("tiles4", {}), ("tiles4", {"compute": "int8"}))
     )
     assert (as_they_are.products, in_4_bits.products, rounded.products) == (plain, packed, ("int8",))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from h2o_flexgen.cli.asked_problem import problem_of
+from h2o_flexgen.cli.asked_problem import opened_for, problem_of
 from h2o_flexgen.cli.plan_request import parse, request_of
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.kernels import native
@@ -88,5 +88,6 @@ def test_a_plan_for_another_machine_asks_what_that_one_multiplies(types: tuple[s
         "100",
         "0",
     )
-    problem = problem_of(replace(request_of(parse(flags)), machine=machine), machine)
+    request = replace(request_of(parse(flags)), machine=machine)
+    problem = problem_of(request, machine, opened_for(request, machine))
     assert problem.site.usual_dtype("bfloat16") == dtype and problem.site.usual_dtype("float16") == "float16"

@@ -103,3 +103,31 @@ def test_offline_mode_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert "offline mode" in failing("nobody/has-this-model")
+
+
+# -- GGUF files ------------------------------------------------------------------------------------------------------------
+
+PARTED = ["big-00001-of-00002.gguf", "big-00002-of-00002.gguf"]
+
+
+def test_a_gguf_file_of_a_repository_is_fetched_alone_and_with_all_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub(["config.json", "small.gguf", *PARTED]).install(monkeypatch)
+    assert resolve_model("owner/name/small.gguf") == Path("/downloaded/small.gguf") and hub.patterns == ["small.gguf"]
+    assert resolve_model(f"owner/name/{PARTED[1]}") == Path("/downloaded", PARTED[0])
+    assert hub.patterns == ["big-*-of-00002.gguf"]
+
+
+def test_a_repository_of_gguf_files_asks_for_the_name_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    Hub(["README.md", "small.gguf", *PARTED]).install(monkeypatch)
+    message = failing("owner/name")
+    assert message.endswith("name one of them: owner/name/big-00001-of-00002.gguf, owner/name/small.gguf")
+    assert "no file 'smal.gguf'; GGUF files there: owner/name/big-" in failing("owner/name/smal.gguf")
+
+
+def test_without_a_network_a_gguf_file_of_an_earlier_download_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Hub([], cached=tmp_path, error=ConnectionError("offline")).install(monkeypatch)
+    assert "offline" in failing("owner/name/small.gguf")
+    (tmp_path / "small.gguf").touch()
+    assert resolve_model("owner/name/small.gguf") == tmp_path / "small.gguf"
+    with pytest.raises(ValueError, match="offline"):
+        resolve_model("owner/name/other.gguf")
