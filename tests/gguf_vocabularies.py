@@ -10,8 +10,6 @@ from typing import Any
 from gguf import GGUFValueType, GGUFWriter, TokenType
 from transformers import AutoTokenizer
 
-from tests.real_tokenizers import SENTENCES
-
 PREFIX = "tokenizer.ggml."
 BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
 SPACE = "▁"

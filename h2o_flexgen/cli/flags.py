@@ -196,7 +196,7 @@ class Parser(argparse.ArgumentParser):
     def add_tokenizer(self) -> None:
         """Adds --tokenizer, for commands that read and write texts."""
         own = f"{AUTO}: that of the model, or {BYTES} for random weights"
-        other = f"a hub name or a folder with a tokenizer, or {BYTES}: every byte is a token"
+        other = f"a hub name, or a folder or GGUF file with a tokenizer, or {BYTES}: every byte is a token"
         self.group("texts").value("--tokenizer", "NAME", f"{other}; {own}", default=AUTO)
 
     def add_search(self, title: str, machine: str) -> Group:

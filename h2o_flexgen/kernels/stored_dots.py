@@ -1,5 +1,5 @@
-"""The product of few rows and a transposed matrix in a checkpoint's own form, without rounding anything but the outcome to the type
-of the rows: dot products, straight from the bytes. What becomes of a row depends on nothing but the row and the matrix."""
+"""The product of few rows and a transposed matrix in a checkpoint's own form: dot products, straight from the bytes. Nothing is
+rounded but the outcome to the type of the rows. What becomes of a row depends on nothing but the row and the matrix."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The product of rows and a transposed matrix in a checkpoint's own form, without rounding anything but the outcome to the type of
-the rows. C and torch sum in different orders. With C what becomes of a row depends on nothing but the row and the matrix."""
+"""The product of rows and a transposed matrix in a checkpoint's own form. Nothing is rounded but the outcome to the type of the
+rows. C and torch sum in different orders. With C what becomes of a row depends on nothing but the row and the matrix."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ name in kernels/functions.py; its price is named here and measured by a profile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 
@@ -35,6 +35,8 @@ WIDE = (PAIRS, "avx512vnni", "avx512")  # registers of 512 bits
 LIBRARIES = (*WIDE, "avxvnni", "avx2", BASELINE)  # libraries of C kernels, by the instructions they were built for, best first
 FUSED = LIBRARIES[:-1]  # libraries that multiply and add with one rounding
 ROWS_OF_CODES = 6  # up to here products with codes were measured to be faster than with pairs of bfloat16 made of them
+ROWS_OF_DOTS = 16  # up to here dot products of stored forms were measured to be faster than panels made of them
+ROWS_BEFORE_PAIRS = 8  # and up to here than panels of pairs of bfloat16
 ROWS_OF_TILES = 8  # up to here a GPU is done with products on packed bytes before values could be written and read (arithmetic)
 ROWS_OF_TORCH = 1  # up to here torch reads float32 and bfloat16 faster than panels do: its products of one row are special
 WIDTH_OF_TILES = 256  # values of a head up to which kernels for GPUs find room for tiles of slots
@@ -132,6 +134,11 @@ def _of_stored(form: str, family: str) -> Iterator[Kernel]:
     yield Kernel(DECODE, form, "stored_decode", CPU, LIBRARIES, DTYPES)
     yield Kernel(DECODE, form, "stored_decode", CUDA, (TRITON,), DTYPES)
     yield Kernel(DECODE, form, f"{family}_decode_twin")
+    few = Kernel(PRODUCT, form, "stored_dots", CPU, LIBRARIES, DTYPES, most_rows=ROWS_OF_DOTS, within=FLOAT32)
+    yield replace(few, libraries=(PAIRS,), dtypes=("bfloat16",), most_rows=ROWS_BEFORE_PAIRS)
+    yield Kernel(PRODUCT, form, "stored_pairs", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {form}")
+    yield few
+    yield Kernel(PRODUCT, form, "stored_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
     yield Kernel(PRODUCT, form, "stored_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
 
 

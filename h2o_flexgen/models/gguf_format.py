@@ -18,7 +18,7 @@ from h2o_flexgen.core.hints import reason, shown
 from h2o_flexgen.core.layout import aligned
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.models.files import AGAIN, refuse_pointer
-from h2o_flexgen.models.gguf_metadata import HeaderBytes, Metadata, read_values
+from h2o_flexgen.models.gguf_metadata import MOST_ENTRIES, HeaderBytes, Metadata, read_values
 from h2o_flexgen.quant.blocked import BLOCKED, Blocked
 
 SUFFIX = ".gguf"
@@ -98,9 +98,9 @@ def read_gguf(path: Path) -> Gguf:
 
 
 def _read(path: Path, with_tensors: bool = True) -> tuple[Metadata, list[GgufTensor]]:
-    if not path.is_file():
-        raise ValueError(f"{path} is no file" if path.exists() else f"{path} is missing; give a file that is there")
     try:
+        if not path.is_file():
+            raise ValueError(f"{path} is no file" if path.exists() else f"{path} is missing; give a file that is there")
         size = path.stat().st_size
         with path.open("rb") as file:
             header = HeaderBytes(path, file, size)
@@ -130,6 +130,7 @@ def _read_tensors(header: HeaderBytes, count: int, metadata: Metadata, size: int
     alignment = metadata.whole(ALIGNMENT_KEY, USUAL_ALIGNMENT)
     if not 0 < alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
         raise metadata.wrong(ALIGNMENT_KEY, f"power of two up to {MOST_ALIGNMENT}")
+    header.limit(count, MOST_ENTRIES, "tensors")
     tensors = []
     for _ in range(count):
         tensors.append(_tensor(header, alignment))

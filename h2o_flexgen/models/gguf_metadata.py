@@ -24,7 +24,9 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 TEXT, LIST = 8, 9
 LENGTH_BYTES = 8
 FIRST_BYTES = 1 << 20
-MAX_HEADER_BYTES = 1 << 28  # ten times that of the largest vocabularies
+
+# far more than any model has, yet what is made of so many is held without harm
+MAX_HEADER_BYTES, MOST_ENTRIES, MOST_TEXTS = 1 << 27, 1 << 16, 1 << 22
 
 
 @dataclass(frozen=True)
@@ -112,11 +114,18 @@ class HeaderBytes:
         return found
 
     def text(self) -> str:
-        found = self.take(int.from_bytes(self.take(LENGTH_BYTES), "little"))
+        """A text behind its length. There are hundreds of thousands of them, so nothing is cut out but the text itself."""
+        begin = self.position + LENGTH_BYTES
+        if begin > len(self._data):
+            self._read_on(begin)
+        end = begin + int.from_bytes(self._data[self.position : begin], "little")
+        if end > len(self._data):
+            self._read_on(end)
+        self.position = end
         try:
-            return found.decode("utf-8")
+            return self._data[begin:end].decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.corrupt(f"{shown(found)} is no text in UTF-8") from error
+            raise self.corrupt(f"{shown(self._data[begin:end])} is no text in UTF-8") from error
 
     def value(self, kind: int) -> Value:
         if kind == TEXT:
@@ -134,6 +143,10 @@ class HeaderBytes:
             need = self.position + length
             raise ValueError(f"{self.path} is truncated: its header needs at least {need} bytes, it has {self._size}; {AGAIN}")
 
+    def limit(self, count: int, most: int, what: str) -> None:
+        if count > most:
+            raise self.corrupt(f"{count} {what} are more than the {most} that are read")
+
     def corrupt(self, what: str) -> ValueError:
         return ValueError(f"{self.path} has a corrupt header: {what}; {AGAIN}")
 
@@ -141,6 +154,7 @@ class HeaderBytes:
         kind, count = self.number("I"), self.number("Q")
         if kind == TEXT:
             self.require(count * LENGTH_BYTES)
+            self.limit(count, MOST_TEXTS, "texts in a list")
             return tuple([self.text() for _ in range(count)])
         if kind not in NUMBERS:
             raise self.corrupt(f"a list holds values of the type {kind}, of which there are no lists")
@@ -162,6 +176,7 @@ class HeaderBytes:
 
 def read_values(header: HeaderBytes, count: int) -> Metadata:
     """The keys and values that come next in a header."""
+    header.limit(count, MOST_ENTRIES, "keys")
     values: dict[str, Value] = {}
     for _ in range(count):
         key = header.text()

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 SPACE_MARK = "▁"
 TEXTS = (TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)  # types of tokens that pieces of text become
+LONGEST_PIECE = 512  # characters; every place where a piece could be parted is looked at
 ROLES = {"bos_token": START, "eos_token": END, "unk_token": UNKNOWN, "pad_token": PADDING}  # as the library names them
 
 
@@ -25,7 +26,9 @@ def library_tokenizer(vocabulary: GgufVocabulary, adds_start: bool | None = None
     fast = tokenizer_of(vocabulary, adds_start)
     roles = {role: vocabulary.token_of(name) for role, name in ROLES.items() if _has_role(vocabulary, name)}
     template = {} if vocabulary.template is None else {"chat_template": vocabulary.template}
-    return PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False, **roles, **template)
+    made = PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False, **roles, **template)
+    made.name_or_path = str(vocabulary.path)  # not earlier: the library would ask the hub about it
+    return made
 
 
 def tokenizer_of(vocabulary: GgufVocabulary, adds_start: bool | None = None) -> Tokenizer:
@@ -74,6 +77,8 @@ def scored_merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     """The pairs of pieces that make a piece, the one with the highest score first. Pieces of one score follow each other as in
     the vocabulary, which some files have in the order of merges beside scores that are all the same."""
     pieces = {text: token for token, text in vocabulary.of_types(*TEXTS)}
+    if len(longest := max(pieces, key=len, default="")) > LONGEST_PIECE:
+        raise vocabulary.unreadable(f"the piece {shown(longest)} is longer than {LONGEST_PIECE} characters")
     ordered = sorted(pieces, key=lambda text: (-vocabulary.scores[pieces[text]], pieces[text]))
     return [pair for text in ordered for pair in _halves(text) if pair[0] in pieces and pair[1] in pieces]
 

@@ -18,7 +18,14 @@ from tests.kernels.variants import VARIANTS, used
 FORMS: tuple[Whole, ...] = (*BLOCKED, *FP4, *INT4)
 # one of each kind of loop, with every number of rows; the others are held to the twin with some
 KINDS = [Int4(64, "float16", False, False), Int4(128, "bfloat16", True, True), *BLOCKED]
-HALVES = {"q4_1": (0, 2), "q5_1": (0, 2), "q4_K": (0, 2), "q5_K": (0, 2), "q6_K": (208,), "mxfp4": ()}  # of a block; others: (0,)
+HALVES = {
+    "q4_1": (0, 2),
+    "q5_1": (0, 2),
+    "q4_K": (0, 2),
+    "q5_K": (0, 2),
+    "q6_K": (208,),
+    "mxfp4": (),
+}  # of a block; others: (0,)
 ROWS = (*range(1, 8), 13, 64, 258)
 
 

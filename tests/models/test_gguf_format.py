@@ -247,9 +247,19 @@ def test_tensors_that_cannot_be_are_refused(path: Path, tensors: list[bytes], wo
         assert "q4_K" in message and "bfloat16" in message  # those that are read
 
 
-@pytest.mark.parametrize("counts", [(1 << 63, 0), (0, 1 << 63), (2, 0), (1, 1)])
+@pytest.mark.parametrize("counts", [(1 << 63, 0), (0, 1 << 63), (2, 0), (1, 1), (1 << 17, 0)])
 def test_counts_are_not_believed(path: Path, counts: tuple[int, int]) -> None:
     refused(file_of(path, (), [tensor()], 256, counts=counts))
+
+
+def test_more_than_any_model_has_is_not_made_into_objects(path: Path) -> None:
+    texts = pair(b"tokens", 9, struct.pack("<IQ", 8, (1 << 22) + 1) + bytes(8))
+    os.truncate(file_of(path, [texts]), 1 << 26)  # the file has room for as many, and they would all be empty
+    assert "4194304" in refused(path)
+    os.truncate(file_of(path, (), [tensor()], counts=((1 << 16) + 1, 0)), 1 << 26)
+    assert "65536" in refused(path)
+    os.truncate(file_of(path, [pair(b"text", 8, struct.pack("<Q", 1 << 27))]), 1 << 28)
+    assert "corrupt header" in refused(path)
 
 
 def test_files_of_other_kinds_are_refused(path: Path, tmp_path: Path) -> None:

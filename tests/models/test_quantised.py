@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.core.model_spec import ModelSpec
@@ -25,7 +27,7 @@ from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.models.stored import Located
 from h2o_flexgen.models.stored_values import stored_values
 from h2o_flexgen.quant.codec import PLAIN, matrix_form
-from tests.quantised import FORMS, WIDE, Form, Quantised, awq, awq_config, fp8, fp8_config, save_quantised
+from tests.quantised import FORMS, WIDE, Form, Quantised, awq, awq_config, fp8, fp8_config, mxfp4, save_quantised
 
 KIND = "llama-gqa"
 PROJECTIONS = 7  # matrices of a block
@@ -99,6 +101,18 @@ def test_matrices_mean_what_their_form_says(form: str, tmp_path: Path) -> None:
         values = torch.empty(expected.shape)
         decode(spec.tensors[name].codec, data[name], values)
         assert torch.equal(values, expected), name
+
+
+def test_floats_mean_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    """Its own dequantisers, which know the forms from their authors."""
+    weight = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
+    for written in (fp8(128, 128), fp8(128, 128, "bfloat16"), fp8(1, 32, "e8m0"), fp8(1, 0)):
+        tensors, values = written(weight)
+        codes, scales = tensors["weight"], tensors["weight_scale_inv"]
+        assert torch.equal(Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32), values)
+    tensors, values = mxfp4()(weight)
+    blocks, exponents = tensors["weight_blocks"][None], tensors["weight_scales"][None]
+    assert torch.equal(convert_moe_packed_tensors(blocks, exponents, dtype=torch.float32)[0].T, values)
 
 
 ON_DISK, IN_MEMORY = (0, 0, 0, 100, 0, 100), (0, 100, 0, 100, 0, 100)

@@ -1,4 +1,4 @@
-"""Where the bytes of a checkpoint's own forms have what, as kernels in Triton are told while they are compiled.
+"""The bytes of a checkpoint's own forms, as kernels in Triton are told of them when they are compiled: what lies where.
 
 A matrix is seen as words of 32 bits of codes, row by row. A word has eight codes of 4 bits or four of 8; `span` says which
 inputs they belong to. What codes share (a scale, a minimum, a zero) lies in the block of the word, or in sections of its own.
@@ -129,5 +129,5 @@ def parts_of(codec: Stored, data: Tensor, outputs: int, inputs: int) -> Parts:
 
 
 def load_bytes(form: Form, parts: Parts, row_bytes: int) -> int:
-    """The bytes of a word that can be loaded at once, wherever it lies."""
-    return gcd(WORD_BYTES, form.block_bytes, form.codes_at, form.upper_at, row_bytes, parts.codes.data_ptr())
+    """The bytes of a word that can be loaded at once, wherever it lies. Memory begins at a multiple of any word."""
+    return gcd(WORD_BYTES, form.block_bytes, form.codes_at, form.upper_at, row_bytes, parts.codes.storage_offset())

@@ -38,7 +38,7 @@ def first_input(word, HALF: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def block_at(data, row, word, row_bytes, FORM: tl.constexpr):
-    """Where the block of a word begins."""
+    """The beginning of the block of a word."""
     return data + row.to(tl.int64) * row_bytes + word // FORM.block_words * FORM.block_bytes
 
 
