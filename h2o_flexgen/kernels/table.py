@@ -215,5 +215,6 @@ def kernels() -> tuple[Kernel, ...]:
         *(kernel for codec in TILED for kernel in _of_tiles(codec.name)),
         *(kernel for codec in BLOCKED for kernel in _of_stored(codec.name, "blocked")),
         *(kernel for codec in SECTIONED for kernel in _of_stored(codec.name, "sectioned")),
-        *(kernel for codec in (*BLOCKED, *SECTIONED) for kernel in _rounded_products(codec)),
+        *(kernel for codec in BLOCKED for kernel in _rounded_products(codec)),
+        *(kernel for codec in SECTIONED for kernel in _rounded_products(codec)),
     )
