@@ -1,1 +1,1 @@
-"""Where weights come from: files and folders of every kind, what is made of them once, and random ones."""
+"""The sources of weights: files and folders of every kind, what is made of them once, and random weights."""
