@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.core.folders import cache_folder
 from h2o_flexgen.demo.fetched import FETCHED_MODELS, KIND, SMOLLM2
-from h2o_flexgen.models.hub import resolve_model
 from tests.scripts.loading import load_script
 
 CONTENTS = b"GGUF" + bytes(range(256)) * 40
