@@ -70,6 +70,17 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == SUFFIX and not path.is_dir()
 
 
+def has_magic(path: Path) -> bool:
+    """Whether a file begins as GGUF files do, whatever its name is."""
+    if not path.is_file():  # reading a pipe would wait
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:  # whoever reads it will say why
+        return False
+
+
 def first_part(path: Path) -> Path:
     """The file with the metadata, for any part of a model."""
     found = NAME_OF_PART.fullmatch(path.name)
@@ -116,7 +127,8 @@ def _start(header: HeaderBytes) -> tuple[int, int]:
     start = header.first(64)
     refuse_pointer(header.path, start)
     if not start.startswith(MAGIC):
-        raise ValueError(f"{header.path} is no GGUF file: it begins with {shown(start[: len(MAGIC)])}; {AGAIN}")
+        why = f"it begins with {shown(start[: len(MAGIC)])}" if start else "it is empty"
+        raise ValueError(f"{header.path} is no GGUF file: {why}; {AGAIN}")
     header.take(len(MAGIC))
     version: int = header.number("I")
     if version not in VERSIONS:

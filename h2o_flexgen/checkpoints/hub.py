@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from h2o_flexgen.checkpoints.files import SAFETENSORS, TORCH
-from h2o_flexgen.checkpoints.gguf_format import SUFFIX, first_part, is_gguf
+from h2o_flexgen.checkpoints.gguf_format import SUFFIX, first_part, has_magic, is_gguf
 from h2o_flexgen.core.hints import did_you_mean
 from h2o_flexgen.demo import DEMO_MODELS, demo_folder
 from h2o_flexgen.demo.fetched import FETCHED_MODELS
@@ -23,7 +23,7 @@ ON_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*/.+\.gguf")  # owner, repository,
 WHOLE_MODELS = (SAFETENSORS.single, SAFETENSORS.index, TORCH.single, TORCH.index)
 MOST_NAMED = 5  # files in a message
 PART = re.compile(r"-\d{5}-of-")  # in the name of a part of a file
-ADVICE = "give a local folder, or dummy weights (--dummy-weights)"
+ADVICE = f"give a local folder or {SUFFIX} file, or dummy weights (--dummy-weights)"
 
 
 def resolve_model(name_or_path: str, with_weights: bool = True) -> Path:
@@ -42,10 +42,17 @@ def resolve_model(name_or_path: str, with_weights: bool = True) -> Path:
         is_elsewhere = ON_HUB.fullmatch(name_or_path) and not folder.exists()
         return first_part(_gguf_from_hub(name_or_path) if is_elsewhere else folder)
     if folder.exists():
-        raise ValueError(f"model {name_or_path!r} is a file; give the folder that it lies in, or a {SUFFIX} file")
+        raise ValueError(f"model {name_or_path!r} is a file; {_what_instead(folder)}")
     if name_or_path.count("/") > 1 or name_or_path[0] in "./~":
         raise ValueError(f"model {name_or_path!r} is neither an existing folder nor a name on the hub; {ADVICE}")
     return _from_hub(name_or_path, with_weights)
+
+
+def _what_instead(file: Path) -> str:
+    """What to do about a file of another kind. Some programs keep their GGUF files under names without a suffix."""
+    if has_magic(file):
+        return f"it is a GGUF file, but its name does not end in {SUFFIX}; rename it, or give a link whose name does"
+    return f"give the folder that it lies in, or a {SUFFIX} file"
 
 
 def _from_hub(name: str, with_weights: bool) -> Path:

@@ -51,9 +51,11 @@ def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
         raise ValueError(f"the config's {KEYS[0]} is {shown(stored)}, which is no object; {AGAIN}")
     method = stored.get("quant_method")
     reader = METHODS.get(method) if isinstance(method, str) else None
+    if method is None:
+        raise ValueError(f"the config's {KEYS[0]} names no quant_method, which says how the weights are written; {AGAIN}")
     if reader is None:
         detail = next((f" ({shown(stored[key])})" for key in DETAILS if stored.get(key)), "")
-        raise _refused(f"{shown(method) if method is not None else 'nobody says what'}{detail}")
+        raise _refused(f"{shown(method)}{detail}")
     return reader(stored)
 
 
