@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -40,6 +41,8 @@ from benchmarks.comparison.point import Point
 from benchmarks.comparison.suites import Contender, Load
 from benchmarks.instructions import instructions, processor_slug
 from benchmarks.peaks import Peaks
+from h2o_flexgen.checkpoints.gguf_format import read_gguf
+from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.folders import default_offload_folder
 from h2o_flexgen.core.units import format_bytes, parse_bytes
@@ -47,8 +50,6 @@ from h2o_flexgen.demo import held_out_prose
 from h2o_flexgen.demo.fetched import SMOLLM2
 from h2o_flexgen.kernels.table import EXACT, INT8
 from h2o_flexgen.memory.device import open_device
-from h2o_flexgen.models.gguf_format import read_gguf
-from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.profiling.measure import describe_machine, memory_read_rate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,6 +106,7 @@ class Ceiling:
 
 def main() -> int:
     args = parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that systems under way are ended too
     result = document(args, measured(args))
     print_table(result)
     if args.output:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from h2o_flexgen.checkpoints.checkpoint import Checkpoint
+from h2o_flexgen.checkpoints.stored import StoredMatrix, StoredTensor
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
@@ -24,8 +26,6 @@ from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.base import Model, Weights
-from h2o_flexgen.models.checkpoint import Checkpoint
-from h2o_flexgen.models.stored import StoredMatrix, StoredTensor
 from h2o_flexgen.open import OpenedModel
 from h2o_flexgen.planning import placement
 from h2o_flexgen.planning.plan import Plan
@@ -61,16 +61,16 @@ STORED = (
     ("mistral", "gguf-mxfp4", PLAIN, EXACT),
     ("qwen2", "gguf-bfloat16", "group4", EXACT),
     ("qwen3", "gguf-q8_0", "group4", EXACT),
-    ("llama-gqa", "gguf-q4_0", PLAIN, INT8),
-    ("llama31", "gguf-q6_K", PLAIN, INT8),
+    ("llama-gqa", "gguf-q4_0", PLAIN, EXACT),
+    ("llama31", "gguf-q6_K", PLAIN, EXACT),
     ("qwen2", "awq", PLAIN, EXACT),
-    ("llama-gqa", "gptq-ordered", PLAIN, INT8),
-    ("qwen3", "compressed", PLAIN, INT8),
+    ("llama-gqa", "gptq-ordered", PLAIN, EXACT),
+    ("qwen3", "compressed", PLAIN, EXACT),
     ("mistral", "compressed-asymmetric" + WITH_HEAD, PLAIN, EXACT),
     ("llama-gqa", "fp8", PLAIN, EXACT),
     ("qwen3", "mxfp8", "group4", EXACT),
     ("opt", "compressed-fp8", PLAIN, EXACT),
-    ("mistral", "mxfp4" + WITH_HEAD, PLAIN, INT8),
+    ("mistral", "mxfp4" + WITH_HEAD, PLAIN, EXACT),
 )
 
 # plan options, one policy each, with budgets that tiny texts outgrow

@@ -945,3 +945,39 @@ def test_a_limit_that_was_missed_is_said(command: Any, opt: Path, monkeypatch: p
     result = command("--model", opt, *flags)
     assert result.status == 0, result.err
     assert any(re.search(r"a block took .* s, longer than --latency-limit 0.001", line) for line in result.out)
+
+
+# -- forms of checkpoints --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stored_models(checkpoints: Any) -> Any:
+    """Checkpoints that are written before any test begins: writing them leaves a thread that shows progress."""
+    for kind, stored in (("qwen2", "gguf-q4_0"), ("qwen2", "awq"), ("llama-gqa", "fp8")):
+        checkpoints.folder(kind, stored)
+    return checkpoints
+
+
+def test_a_dry_run_says_what_was_found_and_what_will_be_written(
+    command: Any, stored_models: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where nothing was written yet
+    flags = (*SMALL, *DISK_HEAVY, "--dry-run")
+    in_place, copied = (command("--model", stored_models.folder("qwen2", form), *flags) for form in ("gguf-q4_0", "awq"))
+    assert "found     gguf: q4_0 (4.5 bits, blocks of 32)\n" in in_place.out and in_place.json["bytes_to_pack"] == 0
+    assert in_place.json["stored"]["forms"][0]["form"] == in_place.json["arithmetic"]["matrices"][0] == "q4_0"
+    assert copied.json["stored"]["method"] == "awq" and copied.json["bytes_to_pack"] > 0
+    assert any(line.startswith("the weights are packed first, once: ") for line in copied.out)
+
+
+def test_what_would_not_become_smaller_stays_as_it_is_stored(command: Any, stored_models: Any) -> None:
+    model, flags = stored_models.folder("qwen2", "gguf-q4_0"), (*SMALL, *DISK_HEAVY, "--dry-run", "--compress-weight")
+    for bits in (4, 8):
+        result = command("--model", model, *flags, bits)
+        line = f"packed    nothing: as group{bits} no matrix would be smaller than it is stored"
+        assert line in result.out and result.json["bytes_to_pack"] == 0
+
+
+def test_products_of_8_bits_are_refused_for_floats_of_8_bits(command: Any, stored_models: Any) -> None:
+    error = command("--model", stored_models.folder("llama-gqa", "fp8"), *SMALL, *DISK_HEAVY, "--compute", "int8").error
+    assert "compute 'int8' is for weights that are packed into whole numbers" in error

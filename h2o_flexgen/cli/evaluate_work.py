@@ -17,6 +17,7 @@ from pathlib import Path
 from h2o_flexgen.cli.evaluate_request import EvaluateRequest, Quality, Study
 from h2o_flexgen.cli.open_llm import make_llm, open_llm
 from h2o_flexgen.cli.page import say
+from h2o_flexgen.cli.stored import StoredWeights
 from h2o_flexgen.cli.watch import EvaluationWatch
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.evaluation.cells import Cell, Cells
@@ -47,30 +48,32 @@ def work(request: EvaluateRequest) -> None:
 
 
 def _measure(request: EvaluateRequest, asked: Quality) -> None:
-    evaluation, machine, offload_folder = _bound(request, asked)
+    evaluation, stored, machine, offload_folder = _bound(request, asked)
     evaluation.check()
     if asked.fresh:  # not earlier: a refused command deletes no cells
         evaluation.cells.forget()
-    _announce(evaluation, request.output)
+    _announce(evaluation, stored, request.output)
     _fill(request, evaluation, offload_folder)
-    report = Report(request.model.name, request.command, machine, evaluation, asked.tasks)
+    report = Report(request.model.name, request.command, stored, machine, evaluation, asked.tasks)
     say(report.lines())
     if request.output is not None:
         write_report(report, request.output)
     print(json.dumps(report.as_json()), flush=True)
 
 
-def _bound(request: EvaluateRequest, asked: Quality) -> tuple[Evaluation, dict[str, object], Path]:
+def _bound(request: EvaluateRequest, asked: Quality) -> tuple[Evaluation, StoredWeights | None, dict[str, object], Path]:
     """The tasks in the model's tokens, which needs no weights."""
     with open_llm(request.model, request.site, request.plan) as llm:
         bound = {name: task.bind(llm) for name, task in asked.tasks.items()}
         cells = Cells(request.output)
         settings = asked.grid.settings(lambda codec: llm.spec_under(replace(request.plan, weight_codec=codec)))
         evaluation = Evaluation(model_identity(llm), settings, bound, request.plan, cells)
-        return evaluation, describe_machine(llm.device), llm.offload_folder
+        return evaluation, StoredWeights.of(llm.opened), describe_machine(llm.device), llm.offload_folder
 
 
-def _announce(evaluation: Evaluation, output: Path | None) -> None:
+def _announce(evaluation: Evaluation, stored: StoredWeights | None, output: Path | None) -> None:
+    if stored is not None:
+        print(f"found {stored.line()}", file=sys.stderr)
     there, total = evaluation.num_cells - evaluation.num_missing, evaluation.num_cells
     words = ["1 cell" if total == 1 else f"{total} cells"]
     if there:
@@ -134,6 +137,7 @@ class Report:
 
     model: str
     command: tuple[str, ...]
+    stored: StoredWeights | None  # what was found in the checkpoint
     machine: Mapping[str, object]
     evaluation: Evaluation
     tasks: Mapping[str, Task]
@@ -165,6 +169,7 @@ class Report:
             "model": self.model,
             "command": list(self.command),
             "identity": dict(self.evaluation.model),
+            "stored": self.stored.as_json() if self.stored else None,
             "machine": dict(self.machine),
             "versions": _versions(),
             "tasks": {one.name: self._task(one, everything) for one in self.results},

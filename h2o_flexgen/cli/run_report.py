@@ -175,9 +175,9 @@ class Outcome:
         try:
             needs = Needs(
                 dtype=llm.spec.dtype,
-                weight_shape=usual.shape[-2:],
+                weight_shape=(usual.shape[-2], usual.shape[-1]),
                 rows=tuple(self.watch.flops),
-                form=llm.spec.usual_matrix.codec,
+                form=usual.codec,
                 product=llm.spec.product,
                 read_files=files,
                 offload_folder=llm.offload_folder,
