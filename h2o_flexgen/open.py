@@ -21,6 +21,7 @@ from h2o_flexgen.models.dummy import DummySource
 from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.models.layout import Config
 from h2o_flexgen.models.packed import PackedCheckpoint
+from h2o_flexgen.models.quantisation import KEYS
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.quant.codec import can_be_parted
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
@@ -104,7 +105,7 @@ def _refuse_quantised(config: Config) -> None:
 
 def _method(config: Config) -> str:
     """The method by which a config says that its checkpoint is quantised; nothing if it says none."""
-    method = getattr(config, "quantization_config", None)
+    method = next(filter(None, (getattr(config, key, None) for key in KEYS)), None)
     if not method:
         return ""
     return str(method.get("quant_method", "unknown")) if isinstance(method, dict) else type(method).__name__
