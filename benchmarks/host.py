@@ -37,6 +37,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # else transformers takes kernels.py for a package
 
 from benchmarks.comparison.command import commit
+from h2o_flexgen.checkpoints.dummy import DummySource
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
@@ -50,7 +51,6 @@ from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.models import create_model, known_config
-from h2o_flexgen.models.dummy import DummySource
 from h2o_flexgen.planning.block_plan import BlockPlan, BlockPlans
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.planning.plan import Plan

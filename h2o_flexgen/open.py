@@ -8,6 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from h2o_flexgen.checkpoints.checkpoint import Checkpoint, WeightSource, open_checkpoint
+from h2o_flexgen.checkpoints.derived import Damaged
+from h2o_flexgen.checkpoints.dummy import DummySource
+from h2o_flexgen.checkpoints.hub import resolve_model
+from h2o_flexgen.checkpoints.packed import PackedCheckpoint
+from h2o_flexgen.checkpoints.quantisation import KEYS
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
@@ -15,13 +21,7 @@ from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.engine.stage import Stage, Stages
 from h2o_flexgen.models import create_model, known_config, load_config
 from h2o_flexgen.models.base import Model
-from h2o_flexgen.models.checkpoint import Checkpoint, WeightSource, open_checkpoint
-from h2o_flexgen.models.derived import Damaged
-from h2o_flexgen.models.dummy import DummySource
-from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.models.layout import Config
-from h2o_flexgen.models.packed import PackedCheckpoint
-from h2o_flexgen.models.quantisation import KEYS
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.quant.codec import can_be_parted
 from h2o_flexgen.text.load_tokenizer import load_tokenizer

@@ -11,6 +11,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from h2o_flexgen.checkpoints.derived import COPIES, Damaged
+from h2o_flexgen.checkpoints.handed import HandedSource
+from h2o_flexgen.checkpoints.leftovers import remove_leftovers
+from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.core.folders import cache_folder, default_offload_folder
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
@@ -26,10 +30,6 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.shared import SharedWeights
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.memory.threads import refuse_forked, start_computing_threads
-from h2o_flexgen.models.derived import COPIES, Damaged
-from h2o_flexgen.models.handed import HandedSource
-from h2o_flexgen.models.leftovers import remove_leftovers
-from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.open import Mending, OpenedModel
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan

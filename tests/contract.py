@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from h2o_flexgen.checkpoints.checkpoint import Checkpoint
+from h2o_flexgen.checkpoints.stored import StoredMatrix, StoredTensor
 from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
@@ -24,8 +26,6 @@ from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.kernels.table import EXACT, INT8, PRODUCTS
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models.base import Model, Weights
-from h2o_flexgen.models.checkpoint import Checkpoint
-from h2o_flexgen.models.stored import StoredMatrix, StoredTensor
 from h2o_flexgen.open import OpenedModel
 from h2o_flexgen.planning import placement
 from h2o_flexgen.planning.plan import Plan

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
+from h2o_flexgen.checkpoints.stored import Located, StoredAs, StoredTensor
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.kernels import operations, table
 from h2o_flexgen.kernels.factor import Factor
@@ -22,8 +24,6 @@ from h2o_flexgen.kernels.functions import FUNCTIONS
 from h2o_flexgen.kernels.operations import encode
 from h2o_flexgen.kernels.table import DECODE, ENCODE, PRODUCT, Kernel
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.models.checkpoint import open_checkpoint
-from h2o_flexgen.models.stored import Located, StoredAs, StoredTensor
 from h2o_flexgen.quant.codec import CODECS, PLAIN
 from tests.contract import Case, Checkpoints
 

@@ -21,6 +21,7 @@ import pytest
 from torch import Tensor
 
 from h2o_flexgen import SamplingParams, batch, run
+from h2o_flexgen.checkpoints.handed import HandedSource
 from h2o_flexgen.cli import processes
 from h2o_flexgen.cli.errors import Mendable
 from h2o_flexgen.cli.exchange import Exchange
@@ -33,7 +34,6 @@ from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.memory.device import CudaDevice
 from h2o_flexgen.memory.shared import file_in_memory
-from h2o_flexgen.models.handed import HandedSource
 from h2o_flexgen.sampling.output import Completion
 from tests.commands import Result, called
 from tests.contract import Case, Checkpoints

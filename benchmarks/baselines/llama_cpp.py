@@ -25,7 +25,7 @@ from benchmarks.baselines.installed import missing_package
 from benchmarks.baselines.llama_build import BENCH, NATIVE, QUANTIZE, compiled_programs, missing_programs, programs_in
 from benchmarks.baselines.request import Answer, Ready, Request
 from benchmarks.baselines.sizes import config_of
-from h2o_flexgen.models.gguf_format import SUFFIX
+from h2o_flexgen.checkpoints.gguf_format import SUFFIX
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # model_type -> its own name
 PLAIN = {"bfloat16": "bf16", "float16": "f16"}  # as files are named here

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
+from h2o_flexgen.checkpoints.dummy import DummySource
+from h2o_flexgen.checkpoints.files import require_free_space
+from h2o_flexgen.checkpoints.safetensors_format import TensorForm, write_safetensors
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.models import create_model, known_config
-from h2o_flexgen.models.dummy import DummySource
-from h2o_flexgen.models.files import require_free_space
-from h2o_flexgen.models.safetensors_format import TensorForm, write_safetensors
 
 SHARD_BYTES = 2 << 30
 DONE = "model.safetensors.index.json"  # written last

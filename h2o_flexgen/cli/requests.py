@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from h2o_flexgen.checkpoints.gguf_format import is_gguf
 from h2o_flexgen.cli.flags import DUMMY_PATH
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.cores import cores
@@ -15,7 +16,6 @@ from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.demo import demo_folder
 from h2o_flexgen.demo.fetched import FETCHED_MODELS
 from h2o_flexgen.kernels.table import INT8
-from h2o_flexgen.models.gguf_format import is_gguf
 from h2o_flexgen.planning.asked import Asked, refuse_to_search_pipelines
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine

@@ -27,7 +27,7 @@ class Form:
 
     def __str__(self) -> str:
         bits = f"{self.bits:.{SHOWN_DIGITS}g} bits"
-        return f"{self.name} ({', '.join(filter(None, (bits, self.group)))}) {100 * self.share:.0f} %"
+        return f"{self.name} ({', '.join(filter(None, (bits, self.group)))})"
 
     def as_json(self) -> dict[str, object]:
         return {"form": self.name, "bits": round(self.bits, 3), "group": self.group or None, "share": round(self.share, 4)}
@@ -50,7 +50,10 @@ class StoredWeights:
 
     def line(self) -> str:
         found = f"{self.kind}, {self.method}" if self.method else self.kind
-        return f"{found}: {', '.join(map(str, self.forms))}"
+        if len(self.forms) == 1:
+            return f"{found}: {self.forms[0]}"
+        shares = [f"{100 * form.share:.0f} % in {form}" for form in self.forms]
+        return f"{found}: of the values {', '.join(shares)}"
 
     def as_json(self) -> dict[str, object]:
         return {"files": self.kind, "method": self.method or None, "forms": [form.as_json() for form in self.forms]}

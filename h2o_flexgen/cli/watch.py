@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+from h2o_flexgen.checkpoints.derived import CONVERTED, PACKED
 from h2o_flexgen.cli.page import say
 from h2o_flexgen.cli.slow import say_slow
 from h2o_flexgen.core.cores import cores
@@ -14,7 +15,6 @@ from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.engine.stage import MADE_AGAIN, Stage, how_far, made_again
 from h2o_flexgen.engine.threads import crowding, get_num_threads, make_room_for_others
-from h2o_flexgen.models.derived import CONVERTED, PACKED
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.cost import Cost
 from h2o_flexgen.profiling.others import Others

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Check(Protocol):
-    """A check of stored bytes: of whole stretches of a tensor, or up to its end (models/sums.py)."""
+    """A check of stored bytes: of whole stretches of a tensor, or up to its end (checkpoints/sums.py)."""
 
     def __call__(self, offset: int, data: memoryview) -> None:
         """Raises an error if these bytes, which begin at this place of the file, differ from those that were written."""

@@ -17,6 +17,7 @@ from h2o_flexgen.kernels.table import EXACT, PRODUCT, PRODUCTS, rounds
 from h2o_flexgen.quant.codec import CODECS, PLAIN, can_be_parted, matrix_form
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MOST_WIDTH, MOST_HEAD_DIM = 1 << 22, 1 << 14  # far more than any model has, yet tables of that length are made in a moment
 TABLE_PARTS, PART_ROWS = 16, 64  # a packed logit matrix has at most this many parts, each of a multiple of this many rows
 ATTENTION_VISIT, MLP_VISIT = "attention", "mlp"  # prices of a visit beside its work
 WHOLE_ATTENTION = "attention"  # the function that is both halves
@@ -216,6 +217,16 @@ class ModelSpec:
             return replace(self, layers=kept)
 
         return cut(1), cut(2)
+
+    @cached_property
+    def usual_matrix(self) -> TensorSpec:
+        """A matrix like most of those that it multiplies: in shape and in how it is written, by their values."""
+        values, found = Counter[tuple[str, tuple[int, ...]]](), dict[tuple[str, tuple[int, ...]], TensorSpec]()
+        for matrix in (matrix for layer in self.layers for matrix in layer.matrices):
+            kind = matrix.codec, matrix.shape[-2:]
+            values[kind] += matrix.numel
+            found[kind] = matrix
+        return found[values.most_common(1)[0][0]]
 
     @property
     def weight_bytes(self) -> int:

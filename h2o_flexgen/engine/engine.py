@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from h2o_flexgen.checkpoints.checkpoint import WeightSource
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.engine.executor import Executor, shortage_in
 from h2o_flexgen.engine.graphs import Compute, StepGraphs
@@ -40,7 +41,6 @@ from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.shortage import HostGuard, Shortage
 from h2o_flexgen.memory.threads import refuse_forked
 from h2o_flexgen.models import base
-from h2o_flexgen.models.checkpoint import WeightSource
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.placement import place_weights
 from h2o_flexgen.planning.plan import Plan

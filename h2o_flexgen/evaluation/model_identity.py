@@ -7,12 +7,12 @@ from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 
+from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
+from h2o_flexgen.checkpoints.gguf_format import is_gguf
+from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.kernels.native import in_use
 from h2o_flexgen.llm import LLM
-from h2o_flexgen.models.checkpoint import open_checkpoint
-from h2o_flexgen.models.gguf_format import is_gguf
-from h2o_flexgen.models.hub import resolve_model
 from h2o_flexgen.open import DUMMY_SEED
 from h2o_flexgen.profiling.measure import describe_machine
 from h2o_flexgen.text.tokenizer import BYTES, TOKENIZER_FILES

@@ -8,14 +8,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from h2o_flexgen.checkpoints.files import read_object
+from h2o_flexgen.checkpoints.gguf_config import config_in
+from h2o_flexgen.checkpoints.gguf_format import SUFFIX, is_gguf, read_gguf
+from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.core.documents import parse_json
 from h2o_flexgen.core.hints import one_line, shown
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.models.config_values import check_config
-from h2o_flexgen.models.files import read_object
-from h2o_flexgen.models.gguf_config import config_values
-from h2o_flexgen.models.gguf_format import SUFFIX, is_gguf, read_gguf
-from h2o_flexgen.models.hub import resolve_model
 
 if TYPE_CHECKING:
     from h2o_flexgen.models.base import Model
@@ -51,7 +51,7 @@ def load_config(name_or_path: str) -> Config:
     except ValueError as error:
         hint = "" if hub_name(name_or_path) else _nearest(name_or_path)
         raise ValueError(f"{error}{hint}") from error
-    values = config_values(read_gguf(place)) if is_gguf(place) else _read_folder(place)
+    values = config_in(read_gguf(place)) if is_gguf(place) else _read_folder(place)
     return _config_of(values, name_or_path)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from h2o_flexgen.checkpoints.dummy import DummySource
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, MLP_VISIT, ModelSpec
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.engine import Engine, OnVisit
@@ -23,7 +24,6 @@ from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models.base import Model
-from h2o_flexgen.models.dummy import DummySource
 from h2o_flexgen.planning.block_plan import BlockPlans
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.profiling.sizes import Sizes

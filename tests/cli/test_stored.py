@@ -10,12 +10,13 @@ from h2o_flexgen.open import OpenedModel
 from tests.contract import Checkpoints
 
 LINES = {
-    "gguf-q8_0": "gguf: q8_0 (8.5 bits, blocks of 32) 100 %",
-    "gguf-q4_K": "gguf: q4_K (4.5 bits, blocks of 256) 100 %",
-    "awq": "safetensors, awq: int4-32-float16-zeros (4.78 bits, groups of 32) 82 %, float32 (32 bits) 18 %",
-    "compressed": "safetensors, compressed-tensors: int4-32-bfloat16 (4.51 bits, groups of 32) 82 %, float32 (32 bits) 18 %",
-    "mxfp4": "safetensors, mxfp4: fp4-32 (4.26 bits, groups of 32) 82 %, float32 (32 bits) 18 %",
-    "bfloat16": "safetensors: bfloat16 (16 bits) 100 %",
+    "gguf-q8_0": "gguf: q8_0 (8.5 bits, blocks of 32)",
+    "gguf-q4_K": "gguf: q4_K (4.5 bits, blocks of 256)",
+    "awq": "safetensors, awq: of the values 82 % in int4-32-float16-zeros (4.78 bits, groups of 32), 18 % in float32 (32 bits)",
+    "compressed": "safetensors, compressed-tensors: of the values 82 % in int4-32-bfloat16 (4.51 bits, groups of 32), "
+    "18 % in float32 (32 bits)",
+    "mxfp4": "safetensors, mxfp4: of the values 82 % in fp4-32 (4.26 bits, groups of 32), 18 % in float32 (32 bits)",
+    "bfloat16": "safetensors: bfloat16 (16 bits)",
 }
 
 

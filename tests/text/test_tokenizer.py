@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from h2o_flexgen.models import hub
+from h2o_flexgen.checkpoints import hub
 from h2o_flexgen.text.load_tokenizer import load_tokenizer
 from h2o_flexgen.text.tokenizer import BYTES, TOKENIZER_FILES, ByteTokenizer, Tokenizer
 from tests.real_tokenizers import TEXTS, save_byte_level

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2o_flexgen.checkpoints.checkpoint import WeightSource
+from h2o_flexgen.checkpoints.stored import Located, Segment
 from h2o_flexgen.core.layout import decoded_bytes, part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, TensorSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
@@ -28,8 +30,6 @@ from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES, Entry, Layout, Pack, Range, copies_between, slices
 from h2o_flexgen.memory.site import site_of
 from h2o_flexgen.models.base import Weights
-from h2o_flexgen.models.checkpoint import WeightSource
-from h2o_flexgen.models.stored import Located, Segment
 from h2o_flexgen.quant.codec import PLAIN
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Task, Visit

@@ -11,8 +11,8 @@ from tempfile import TemporaryFile
 import torch
 from torch import Tensor
 
+from h2o_flexgen.checkpoints.files import require_free_space
 from h2o_flexgen.memory.disk import OffloadFolder
-from h2o_flexgen.models.files import require_free_space
 
 VALUE_BYTES = 4  # a log-probability in fp32
 

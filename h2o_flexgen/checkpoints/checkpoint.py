@@ -1,0 +1,174 @@
+"""WeightSource: what the engine asks of weights. Checkpoint: a model folder's weights, straight from its safetensors files.
+
+Only headers are read here. A source says where a tensor lies, or makes it; moving the bytes is the disk tier's work.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from h2o_flexgen.checkpoints.convert import convert
+from h2o_flexgen.checkpoints.derived import Copy
+from h2o_flexgen.checkpoints.files import SAFETENSORS, TORCH, Progress, Shards, find_shards
+from h2o_flexgen.checkpoints.gguf_format import is_gguf
+from h2o_flexgen.checkpoints.gguf_model import stored_in
+from h2o_flexgen.checkpoints.quantisation import Quantisation, folder_quantisation
+from h2o_flexgen.checkpoints.quantised import find_matrices
+from h2o_flexgen.checkpoints.safetensors_format import FLOATS, read_header
+from h2o_flexgen.checkpoints.stored import Located, StoredAs, StoredMatrix, StoredTensor
+from h2o_flexgen.core.model_spec import DTYPE_BYTES, ModelSpec, TensorSpec
+from h2o_flexgen.quant.codec import PLAIN
+
+BASE_PREFIXES = ("model.", "transformer.", "gpt_neox.", "decoder.")  # missing in base models' files, added with a head
+
+
+class WeightSource(Protocol):
+    def stored_as(self, name: str) -> StoredAs:
+        """The form in which a tensor's values lie on disk, needed before anything is placed."""
+
+    def locate(self, tensors: Iterable[TensorSpec]) -> Mapping[str, Located]:
+        """The places of these tensors on disk, by their names in the spec. It is called once."""
+
+    def fill(self, tensor: TensorSpec, out: torch.Tensor) -> bool:
+        """Makes the tensor in `out`: its values, or the codec's bytes if it is not plain. Returns False if the source's tensors
+        lie in files, which `locate` finds."""
+
+    def close(self) -> None: ...
+
+
+class Checkpoint:
+    """The tensors of a folder or a file, and those matrices among them that have a form of their own, whoever read the headers.
+    If `copy` is there, the files were made here, and weights are also checked when they are read."""
+
+    def __init__(
+        self,
+        place: Path,
+        tensors: Mapping[str, StoredTensor],
+        matrices: Mapping[str, StoredMatrix] | None = None,
+        copy: Copy | None = None,
+    ) -> None:
+        self.place = place
+        self._copy = copy
+        self._tensors, self._matrices = tensors, matrices or {}
+        self._by_bare_name: dict[str, list[str]] = defaultdict(list)
+        for name in (*self._tensors, *self._matrices):
+            self._by_bare_name[_bare_name(name)].append(name)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which most values are stored."""
+        values: Counter[str] = Counter()
+        for tensor in self._tensors.values():
+            if tensor.dtype in DTYPE_BYTES:
+                values[tensor.dtype] += tensor.nbytes // DTYPE_BYTES[tensor.dtype]
+        if not values:
+            raise ValueError(f"{self.place} stores no tensor as {', '.join(FLOATS)}; give a checkpoint that does")
+        return values.most_common(1)[0][0]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        sections = (section for matrix in self._matrices.values() for section in matrix.sections)
+        return tuple(dict.fromkeys(tensor.file for tensor in (*self._tensors.values(), *sections)))
+
+    @property
+    def origins(self) -> tuple[Path, ...]:
+        """The files that the user gave: those from which a copy was made, or else the files themselves."""
+        return self.files if self._copy is None else self._copy.sources
+
+    @property
+    def matrices(self) -> Mapping[str, StoredMatrix]:
+        """The matrices that have a form of their own, by their names in the checkpoint."""
+        return self._matrices
+
+    def stored_as(self, name: str) -> StoredAs:
+        found = self._find(name)
+        if isinstance(found, StoredMatrix):
+            return StoredAs(1, found.codec)
+        return StoredAs(DTYPE_BYTES[found.dtype])
+
+    def locate(self, tensors: Iterable[TensorSpec]) -> Mapping[str, Located]:
+        return {tensor.name: self.located(tensor) for tensor in tensors}
+
+    def fill(self, tensor: TensorSpec, out: torch.Tensor) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+    def to_write(self, spec: ModelSpec) -> Mapping[str, TensorSpec]:
+        """The tensors that no file has in the form of the spec: they are to be written to a copy first."""
+        return {name: tensor for name, tensor in spec.tensors.items() if not self._is_there(tensor)}
+
+    def _is_there(self, tensor: TensorSpec) -> bool:
+        stored = self._find(tensor.name)
+        return tensor.codec == PLAIN or (
+            isinstance(stored, StoredMatrix) and stored.is_in_place and stored.codec == tensor.codec
+        )
+
+    def located(self, tensor: TensorSpec) -> StoredTensor | StoredMatrix:
+        stored = self._find(tensor.name)
+        if stored.shape != tensor.shape:
+            raise ValueError(
+                f"tensor {tensor.name} in {self.place} has the shape {stored.shape}, "
+                f"but the model's config asks for {tensor.shape}; the config and the weights do not belong together"
+            )
+        return stored
+
+    def _find(self, name: str) -> StoredTensor | StoredMatrix:
+        known = name in self._tensors or name in self._matrices
+        found = [name] if known else self._by_bare_name.get(_bare_name(name), [])
+        if not found:
+            raise ValueError(f"tensor {name} is missing in {self.place}; download the model again or check its config")
+        if len(found) > 1:
+            names = " and ".join(found)
+            raise ValueError(f"tensor {name} is not in {self.place}, and {names} could both be meant; rename one of them")
+        if found[0] in self._matrices:
+            return self._matrices[found[0]]
+        tensor = self._tensors[found[0]]
+        if tensor.dtype not in DTYPE_BYTES:
+            raise ValueError(
+                f"tensor {name} in {tensor.file} has the dtype {tensor.dtype}; only {', '.join(FLOATS)} can be run"
+            )
+        return tensor
+
+
+def _bare_name(name: str) -> str:
+    for prefix in BASE_PREFIXES:
+        if name.startswith(prefix):
+            return _bare_name(name.removeprefix(prefix))
+    return name
+
+
+def folder_checkpoint(folder: Path, copy: Copy | None = None, quantisation: Quantisation | None = None) -> Checkpoint:
+    """Reads and checks every header in a folder of safetensors."""
+    shards = find_shards(folder, SAFETENSORS) if copy is None else Shards(tuple(copy.files), {})  # named by its manifest
+    if not shards.files:
+        raise ValueError(f"{folder} has no weights: neither {SAFETENSORS.single} nor {SAFETENSORS.index} is there")
+    read = read_header if copy is None else copy.tensors
+    held = {file: {tensor.name: tensor for tensor in read(file)} for file in shards.files}
+    shards.check(held)
+    tensors = {name: tensor for file, own in held.items() for name, tensor in own.items() if shards.owns(file, name)}
+    found = find_matrices(quantisation, tensors)
+    return Checkpoint(folder, found.tensors, found.matrices, copy)
+
+
+def open_checkpoint(place: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Checkpoint:
+    """Opens safetensors and GGUF files directly, and .bin files through a converted copy in `cache_dir`, which is made once."""
+    if is_gguf(place):
+        return Checkpoint(place, *stored_in(place))
+    if not place.is_dir():
+        raise ValueError(f"model folder {place} does not exist")
+    quantisation = folder_quantisation(place)
+    if any((place / name).exists() for name in (SAFETENSORS.single, SAFETENSORS.index)):
+        return folder_checkpoint(place, quantisation=quantisation)
+    if any((place / name).exists() for name in (TORCH.single, TORCH.index)):
+        copy = convert(place, cache_dir, progress)
+        return folder_checkpoint(copy.path, copy, quantisation)
+    looked_for = ", ".join((SAFETENSORS.single, SAFETENSORS.index, TORCH.single, TORCH.index))
+    advice = "give another folder, or dummy weights (--dummy-weights)"
+    raise ValueError(f"{place} has no weights: none of {looked_for} is there; {advice}")

@@ -1,0 +1,184 @@
+"""The config of a GGUF file: what its metadata say of a model, in the words of a config.json."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from h2o_flexgen.checkpoints.files import AGAIN
+from h2o_flexgen.checkpoints.gguf_format import Gguf, GgufTensor
+from h2o_flexgen.checkpoints.gguf_metadata import Metadata
+from h2o_flexgen.core.hints import reason, shown
+from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
+
+ARCHITECTURE, KIND, MODEL = "general.architecture", "general.type", "model"
+EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+TOKENS = "tokenizer.ggml.tokens"
+FLOAT32 = "float32"
+
+# The architectures, as files name them (Mistral's models come as llama), and whether llama.cpp's rows are interleaved there: it
+# has moved those of queries and keys so that values that are rotated together are neighbours.
+INTERLEAVED: Mapping[str, bool] = {"llama": True, "qwen2": False, "qwen3": False}
+
+# what would change a layer's arithmetic -> the values with which it does not
+WITHOUT_EFFECT: Mapping[str, tuple[float, ...]] = {
+    "expert_count": (0,),
+    "attention.scale": (0,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.temperature_scale": (0,),
+    "attention.causal": (True,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "logit_scale": (0, 1),
+    "rope.scaling.attn_factor": (0, 1),
+    "rope.freq_base_swa": (),
+}
+
+
+def config_in(gguf: Gguf) -> dict[str, Any]:
+    """What a config.json would say of the model."""
+    said = Said.of(gguf.metadata)
+    tensors = {tensor.name: tensor for tensor in gguf.tensors}
+    heads = _heads(said)
+    return {
+        "model_type": said.model_type,
+        "hidden_size": said.whole("embedding_length"),
+        "intermediate_size": said.whole("feed_forward_length"),
+        "num_hidden_layers": said.whole("block_count"),
+        "max_position_embeddings": said.whole("context_length"),
+        "rms_norm_eps": said.number("attention.layer_norm_rms_epsilon"),
+        "hidden_act": "silu",
+        "vocab_size": _vocabulary(gguf.metadata, tensors),
+        "tie_word_embeddings": HEAD not in tensors,
+        "attention_bias": any(name.endswith(".bias") and ".attn_" in name for name in tensors),
+        "mlp_bias": any(name.endswith(".bias") and ".ffn_" in name for name in tensors),
+        "rope_interleave": INTERLEAVED[said.architecture],
+        **heads,
+        **_window(said),
+        **_rope(said, heads["head_dim"], tensors.get(ROPE_DIVISORS)),
+        **_ids(gguf.metadata),
+    }
+
+
+@dataclass(frozen=True)
+class Said:
+    """The metadata of an architecture that is known. Its keys begin with its name."""
+
+    metadata: Metadata
+    architecture: str
+
+    @classmethod
+    def of(cls, metadata: Metadata) -> Said:
+        """Refuses an architecture that is not known, and features that no layer here has."""
+        kind = metadata.text(KIND, MODEL)
+        if kind != MODEL:
+            raise ValueError(
+                f"{metadata.path} holds no model but something of the type {shown(kind)}; give the model's own file"
+            )
+        architecture = metadata.text(ARCHITECTURE)
+        if architecture not in INTERLEAVED:
+            known = ", ".join(INTERLEAVED)
+            raise ValueError(
+                f"{metadata.path} is of the architecture {shown(architecture)}, which is not read; known are {known}"
+            )
+        said = cls(metadata, architecture)
+        for name, harmless in WITHOUT_EFFECT.items():
+            if said.has(name) and metadata.values[said.key(name)] not in harmless:
+                raise said.refusal(name, "which the layers here do not do; give another model")
+        return said
+
+    @property
+    def model_type(self) -> str:
+        """The name of transformers. Of the models that files call llama, those with a sliding window are Mistral's."""
+        is_mistral = self.architecture == "llama" and self.whole("attention.sliding_window", 0) > 0
+        return "mistral" if is_mistral else self.architecture
+
+    def key(self, name: str) -> str:
+        return f"{self.architecture}.{name}"
+
+    def has(self, name: str) -> bool:
+        return self.key(name) in self.metadata
+
+    def whole(self, name: str, otherwise: int | None = None) -> int:
+        return self.metadata.whole(self.key(name), otherwise)
+
+    def number(self, name: str, otherwise: float | None = None) -> float:
+        return self.metadata.number(self.key(name), otherwise)
+
+    def refusal(self, name: str, why: str) -> ValueError:
+        value = shown(self.metadata.values.get(self.key(name)))
+        return ValueError(f"{self.metadata.path} has {value} as {shown(self.key(name))}, {why}")
+
+
+def _heads(said: Said) -> dict[str, int]:
+    heads = said.whole("attention.head_count")
+    width = said.whole("attention.key_length", said.whole("embedding_length") // max(heads, 1))
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if said.whole(name, width) != width:
+            raise said.refusal(name, f"but heads of {width} values; layers in which the two differ are not read")
+    kv_heads = said.whole("attention.head_count_kv", heads)
+    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width}
+
+
+def _window(said: Said) -> dict[str, Any]:
+    window = said.whole("attention.sliding_window", 0)
+    if not window:
+        return {"sliding_window": None}
+    return {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+
+
+def _rope(said: Said, head_dim: int, divisors: GgufTensor | None) -> dict[str, Any]:
+    theta = said.number("rope.freq_base", 10000.0)
+    kind = said.metadata.text(said.key("rope.scaling.type"), "linear")
+    if kind not in ("none", "linear"):
+        raise said.refusal("rope.scaling.type", "a scaling of positions that is not read; none and linear are")
+    factor = said.number("rope.scaling.factor", said.number("rope.scale_linear", 0.0)) if kind == "linear" else 0.0
+    if factor not in (0.0, 1.0):
+        if divisors is not None:
+            raise said.refusal("rope.scaling.factor", f"and {ROPE_DIVISORS} too; positions that are scaled twice are not read")
+        return {"rope_theta": theta, "rope_scaling": {"rope_type": "linear", "factor": factor}}
+    if divisors is None:
+        return {"rope_theta": theta}
+    count = min(head_dim, MOST_HEAD_DIM) // 2  # wider heads are refused later, and this many are read at once
+    return {"rope_theta": theta, "rope_divisors": _divisors(divisors, count)}
+
+
+def _divisors(tensor: GgufTensor, count: int) -> list[float]:
+    """What each frequency is divided by: so llama.cpp writes down the scaling of LLaMA 3."""
+    if tensor.kind != FLOAT32 or tensor.shape != (count,):
+        shape = f"the shape {list(tensor.shape)} and the type {tensor.kind}"
+        raise ValueError(f"{tensor.file} has {tensor.name} with {shape} instead of {count} values in {FLOAT32}; {AGAIN}")
+    try:
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.offset)
+            found = array("f", file.read(tensor.nbytes))
+    except OSError as error:
+        raise ValueError(f"{tensor.file} cannot be read: {reason(error)}") from error
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tolist()
+
+
+def _vocabulary(metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> int:
+    """The rows of the table, of which a tokenizer may leave some unused."""
+    table = tensors.get(EMBEDDING)
+    if table is None or len(table.shape) != 2:
+        what = "has no" if table is None else "has no matrix as"
+        raise ValueError(f"{metadata.path} {what} {EMBEDDING}, the table of its tokens; {AGAIN}")
+    tokens = len(metadata.texts(TOKENS, ()))
+    if tokens > table.shape[0]:
+        raise ValueError(f"{metadata.path} names {tokens} tokens, but its table has rows for {table.shape[0]}; {AGAIN}")
+    return table.shape[0]
+
+
+def _ids(metadata: Metadata) -> dict[str, int | None]:
+    """Tokens with a meaning; None where a file has none, for the library would put in some of its own."""
+    names = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    keys = {f"{short}_token_id": f"tokenizer.ggml.{name}_token_id" for short, name in names.items()}
+    return {name: metadata.whole(key) if key in metadata else None for name, key in keys.items()}

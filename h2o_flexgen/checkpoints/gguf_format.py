@@ -1,0 +1,217 @@
+"""The GGUF format, versions 2 and 3: what a file says of its model, and where its tensors lie, be they in one file or in parts.
+
+A file is a header of metadata and tensors, and the data behind it. Headers are checked here to the last byte, because later
+the data are read by offset alone, without a look at the content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+from h2o_flexgen.checkpoints.files import AGAIN, refuse_pointer
+from h2o_flexgen.checkpoints.gguf_metadata import MOST_ENTRIES, HeaderBytes, Metadata, read_values
+from h2o_flexgen.core.hints import reason, shown
+from h2o_flexgen.core.layout import aligned
+from h2o_flexgen.core.model_spec import DTYPE_BYTES
+from h2o_flexgen.quant.blocked import BLOCKED, Blocked
+
+SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MOST_DIMENSIONS = 4
+USUAL_ALIGNMENT, MOST_ALIGNMENT = 32, 1 << 20
+ALIGNMENT_KEY = "general.alignment"
+PART_NUMBER, PARTS, TENSORS_IN_ALL = "split.no", "split.count", "split.tensors.count"
+NAME_OF_PART = re.compile(r"(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+# ggml's numbers of its types; of most only the name is needed, to say that they are not read
+TYPES: Mapping[int, str] = {
+    **dict(enumerate(("float32", "float16", "q4_0", "q4_1"))),
+    **dict(enumerate(("q5_0", "q5_1", "q8_0", "q8_1", "q2_K", "q3_K", "q4_K", "q5_K", "q6_K", "q8_K"), start=6)),
+    **dict(enumerate(("iq2_xxs", "iq2_xs", "iq3_xxs", "iq1_s", "iq4_nl", "iq3_s", "iq2_s", "iq4_xs"), start=16)),
+    **dict(enumerate(("int8", "int16", "int32", "int64", "float64", "iq1_m", "bfloat16"), start=24)),
+    34: "tq1_0",
+    35: "tq2_0",
+    39: "mxfp4",
+    40: "nvfp4",
+    41: "q1_0",
+}
+BLOCKS: Mapping[str, Blocked] = {form.name: form for form in BLOCKED}
+READ = (*DTYPE_BYTES, *BLOCKS)
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """The place of one tensor's bytes, under its name in the file."""
+
+    name: str
+    file: Path
+    offset: int  # from the start of the file
+    nbytes: int
+    kind: str  # one of READ
+    shape: tuple[int, ...]  # the values of a row come last, as in torch
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """A model in one file, or in several parts, of which the first has the metadata."""
+
+    metadata: Metadata
+    tensors: tuple[GgufTensor, ...]
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == SUFFIX and not path.is_dir()
+
+
+def has_magic(path: Path) -> bool:
+    """Whether a file begins as GGUF files do, whatever its name is."""
+    if not path.is_file():  # reading a pipe would wait
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:  # whoever reads it will say why
+        return False
+
+
+def first_part(path: Path) -> Path:
+    """The file with the metadata, for any part of a model."""
+    found = NAME_OF_PART.fullmatch(path.name)
+    return path.with_name(_name_of_part(found["prefix"], 1, int(found["count"]))) if found else path
+
+
+def read_metadata(path: Path) -> Metadata:
+    """What the file says of its model, without its tensors."""
+    metadata, _ = _read(first_part(path), with_tensors=False)
+    return metadata
+
+
+def read_gguf(path: Path) -> Gguf:
+    """The metadata and all tensors of a model, of all parts."""
+    start = first_part(path)
+    metadata, tensors = _read(start)
+    for number, part in enumerate(_parts(metadata), start=1):
+        if number > 1:
+            of_part, more = _read(part)
+            _check_part(of_part, number, metadata)
+            tensors += more
+    _check_names(start, tensors)
+    if TENSORS_IN_ALL in metadata and len(tensors) != metadata.whole(TENSORS_IN_ALL):
+        raise ValueError(f"{start} promises {metadata.whole(TENSORS_IN_ALL)} tensors, its parts have {len(tensors)}; {AGAIN}")
+    return Gguf(metadata, tuple(tensors))
+
+
+def _read(path: Path, with_tensors: bool = True) -> tuple[Metadata, list[GgufTensor]]:
+    try:
+        if not path.is_file():
+            raise ValueError(f"{path} is no file" if path.exists() else f"{path} is missing; give a file that is there")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = HeaderBytes(path, file, size)
+            count, keys = _start(header)
+            metadata = read_values(header, keys)
+            return metadata, _read_tensors(header, count, metadata, size) if with_tensors else []
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {reason(error)}") from error
+
+
+def _start(header: HeaderBytes) -> tuple[int, int]:
+    """The numbers of tensors and of keys, once it is clear that this is a file of the format."""
+    start = header.first(64)
+    refuse_pointer(header.path, start)
+    if not start.startswith(MAGIC):
+        why = f"it begins with {shown(start[: len(MAGIC)])}" if start else "it is empty"
+        raise ValueError(f"{header.path} is no GGUF file: {why}; {AGAIN}")
+    header.take(len(MAGIC))
+    version: int = header.number("I")
+    if version not in VERSIONS:
+        of_other_order = version > 0 and version & 0xFFFF == 0
+        what = "is written for processors of the other byte order" if of_other_order else f"has version {version} of GGUF"
+        raise ValueError(f"{header.path} {what}; give a little-endian one of version {' or '.join(map(str, VERSIONS))}")
+    return header.number("Q"), header.number("Q")
+
+
+def _read_tensors(header: HeaderBytes, count: int, metadata: Metadata, size: int) -> list[GgufTensor]:
+    alignment = metadata.whole(ALIGNMENT_KEY, USUAL_ALIGNMENT)
+    if not 0 < alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
+        raise metadata.wrong(ALIGNMENT_KEY, f"power of two up to {MOST_ALIGNMENT}")
+    header.limit(count, MOST_ENTRIES, "tensors")
+    tensors = []
+    for _ in range(count):
+        tensors.append(_tensor(header, alignment))
+    start = aligned(header.position, alignment)
+    placed = [replace(tensor, offset=start + tensor.offset) for tensor in tensors]
+    _check_places(header, placed, size)
+    return placed
+
+
+def _tensor(header: HeaderBytes, alignment: int) -> GgufTensor:
+    """The next tensor of a header; its offset is still that from the start of the data."""
+    name, dimensions = header.text(), header.number("I")
+    if dimensions > MOST_DIMENSIONS:
+        raise header.corrupt(f"tensor {shown(name)} has {dimensions} dimensions")
+    shape: tuple[int, ...] = tuple(reversed([header.number("Q") for _ in range(dimensions)]))
+    number, offset = header.number("I"), header.number("Q")
+    kind = TYPES.get(number, f"number {number}")
+    if kind not in READ:
+        raise ValueError(f"{header.path} has the tensor {shown(name)} of the type {kind}; {', '.join(READ)} are read")
+    if kind in BLOCKS and (not shape or shape[-1] % BLOCKS[kind].values):
+        what = f"no rows of whole blocks of {BLOCKS[kind].values} ({kind})"
+        raise header.corrupt(f"tensor {shown(name)} of shape {list(shape)} has {what}")
+    if offset % alignment:
+        raise header.corrupt(f"tensor {shown(name)} lies at {offset}, which is no multiple of {alignment}")
+    nbytes = BLOCKS[kind].nbytes(shape, 1) if kind in BLOCKS else prod(shape) * DTYPE_BYTES[kind]
+    return GgufTensor(name, header.path, offset, nbytes, kind, shape)
+
+
+def _check_places(header: HeaderBytes, tensors: list[GgufTensor], size: int) -> None:
+    """Refuses tensors that share bytes, or whose bytes the file does not have."""
+    ordered = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes))
+    for before, tensor in pairwise(ordered):
+        if before.offset + before.nbytes > tensor.offset:
+            raise header.corrupt(f"tensors {shown(before.name)} and {shown(tensor.name)} share bytes")
+    end = max((tensor.offset + tensor.nbytes for tensor in ordered), default=0)
+    if end > size:
+        raise ValueError(f"{header.path} is truncated: by its header it should have {end} bytes, it has {size}; {AGAIN}")
+
+
+def _name_of_part(prefix: str, number: int, count: int) -> str:
+    return f"{prefix}-{number:05d}-of-{count:05d}{SUFFIX}"
+
+
+def _parts(metadata: Metadata) -> list[Path]:
+    """The files of a model, of which the first has this metadata; none is missing."""
+    count, path = metadata.whole(PARTS, 1), metadata.path
+    if count <= 1:
+        return [path]
+    found = NAME_OF_PART.fullmatch(path.name)
+    if found is None or (int(found["number"]), int(found["count"])) != (1, count):
+        wanted = _name_of_part("...", 1, count)
+        raise ValueError(f"{path} is the first of {count} parts, but not named {wanted}; give the parts their names again")
+    _check_part(metadata, 1, metadata)
+    parts = [path.with_name(_name_of_part(found["prefix"], number, count)) for number in range(1, count + 1)]
+    missing = [part for part in parts if not part.is_file()]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing ({len(missing)} of the {count} parts of the model); {AGAIN}")
+    return parts
+
+
+def _check_part(part: Metadata, number: int, first: Metadata) -> None:
+    """Refuses a file that stands in the place of another part."""
+    said = part.whole(PART_NUMBER) + 1, part.whole(PARTS)
+    if said != (number, first.whole(PARTS)):
+        raise ValueError(f"{part.path} says that it is part {said[0]} of {said[1]}, contrary to its name; {AGAIN}")
+
+
+def _check_names(path: Path, tensors: list[GgufTensor]) -> None:
+    counted = Counter(tensor.name for tensor in tensors)
+    for name, times in counted.most_common(1):
+        if times > 1:
+            raise ValueError(f"{path} has {times} tensors of the name {shown(name)}; {AGAIN}")

@@ -1,0 +1,76 @@
+"""GGUF files as checkpoints: their tensors by the names that models have for them, in the forms in which they lie there.
+
+A tensor that no layer would read is refused: it stands for arithmetic that is not done here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from h2o_flexgen.checkpoints.files import AGAIN
+from h2o_flexgen.checkpoints.gguf_config import EMBEDDING, HEAD, ROPE_DIVISORS, Said
+from h2o_flexgen.checkpoints.gguf_format import BLOCKS, Gguf, GgufTensor, read_gguf
+from h2o_flexgen.checkpoints.stored import StoredMatrix, StoredTensor
+from h2o_flexgen.core.hints import shown
+
+IN_BLOCK = re.compile(r"blk\.(?P<block>0|[1-9]\d*)\.(?P<part>\w+\.(weight|bias))")
+
+# names in files -> names in models
+OUTSIDE = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
+QKV = {f"attn_{part}": f"self_attn.{part}_proj" for part in "qkv"}
+ATTENTION = {**QKV, "attn_output": "self_attn.o_proj"}
+MLP = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+HEAD_NORMS = {f"attn_{part}_norm": f"self_attn.{part}_norm" for part in "qk"}
+
+
+def _of(kind: str, *names: Mapping[str, str]) -> dict[str, str]:
+    return {f"{part}.{kind}": f"{name}.{kind}" for some in names for part, name in some.items()}
+
+
+WEIGHTS = _of("weight", ATTENTION, MLP, NORMS)
+IN_BLOCKS: Mapping[str, Mapping[str, str]] = {  # by model_type
+    "llama": {**WEIGHTS, **_of("bias", ATTENTION, MLP)},
+    "mistral": WEIGHTS,
+    "qwen2": {**WEIGHTS, **_of("bias", QKV)},
+    "qwen3": {**WEIGHTS, **_of("weight", HEAD_NORMS), **_of("bias", ATTENTION)},
+}
+
+
+def stored_in(file: Path) -> tuple[dict[str, StoredTensor], dict[str, StoredMatrix]]:
+    """The tensors of plain values and the packed matrices of a model, by its own names for them."""
+    plain, packed = {}, {}
+    for name, tensor in named_in_model(read_gguf(file)).items():
+        stored = StoredTensor(tensor.name, tensor.file, tensor.offset, tensor.nbytes, tensor.kind, tensor.shape)
+        if tensor.kind not in BLOCKS:
+            plain[name] = stored
+        elif len(tensor.shape) == 2:
+            packed[name] = StoredMatrix(name, tensor.kind, tensor.shape, (stored,))
+        else:
+            raise ValueError(f"{tensor.file} has the tensor {shown(tensor.name)}, no matrix, as {tensor.kind}; {AGAIN}")
+    return plain, packed
+
+
+def named_in_model(gguf: Gguf) -> dict[str, GgufTensor]:
+    """The tensors of the model by its own names for them."""
+    said = Said.of(gguf.metadata)
+    of_block, blocks = IN_BLOCKS[said.model_type], said.whole("block_count")
+    found = {}
+    for tensor in gguf.tensors:
+        if tensor.name != ROPE_DIVISORS or said.architecture != "llama":
+            name = _name_in_model(tensor.name, of_block, blocks)
+            if name is None:
+                what = f"which no layer of a {said.model_type} model reads"
+                raise ValueError(f"{tensor.file} has the tensor {shown(tensor.name)}, {what}; give another model")
+            found[name] = tensor
+    return found
+
+
+def _name_in_model(name: str, of_block: Mapping[str, str], blocks: int) -> str | None:
+    inside = IN_BLOCK.fullmatch(name)
+    if inside is None:
+        return OUTSIDE.get(name)
+    part = of_block.get(inside["part"])
+    return f"model.layers.{inside['block']}.{part}" if part and int(inside["block"]) < blocks else None

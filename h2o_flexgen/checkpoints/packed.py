@@ -1,0 +1,137 @@
+"""PackedCheckpoint: a checkpoint some of whose matrices and tables are kept in a form that its files do not have. They are
+encoded once, some rows at a time, into safetensors in a cache folder, and read from there ever after, in every step if they are
+placed on disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+
+from h2o_flexgen.checkpoints.checkpoint import Checkpoint
+from h2o_flexgen.checkpoints.derived import PACKED, DerivedFolder
+from h2o_flexgen.checkpoints.files import Progress, advancing, require_free_space
+from h2o_flexgen.checkpoints.safetensors_format import TensorForm, write_safetensors
+from h2o_flexgen.checkpoints.stored import Located, StoredAs, StoredMatrix, StoredTensor
+from h2o_flexgen.checkpoints.stored_values import stored_values
+from h2o_flexgen.checkpoints.sums import Sums
+from h2o_flexgen.core.layout import aligned
+from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
+from h2o_flexgen.kernels.operations import encode
+from h2o_flexgen.quant.codec import CODECS, chosen_codec
+
+FILE_BYTES = 2 << 30  # of a packed file, approximately
+LARGEST = 1e38  # so that the difference of two values is still a float32
+NAMING = 1  # in the names of folders: with another number nobody would find those of before
+
+
+class PackedCheckpoint:
+    """A WeightSource that encodes nothing before the first packed tensor is asked for."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        cache_dir: Path | None = None,
+        progress: Progress | None = None,
+        renewing: Callable[[], None] | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._progress, self._renewing = progress, renewing
+        self._tensors = checkpoint.to_write(spec)
+        asked = json.dumps([NAMING, *map(self._asked, self._tensors.values())])
+        purpose = f"pack the weights of {checkpoint.place}"
+        self._folder = DerivedFolder.of(checkpoint.place, checkpoint.origins, PACKED, purpose, asked, cache_dir)
+
+    def _asked(self, tensor: TensorSpec) -> tuple[object, ...]:
+        """What a copy depends on. It is not the form of a codec: a copy of an older form has the same name."""
+        stored = self._checkpoint.located(tensor)
+        origin = stored.description if isinstance(stored, StoredMatrix) else ()
+        return tensor.name, tensor.shape, chosen_codec(tensor.codec), *origin
+
+    @property
+    def folder(self) -> Path:
+        return self._folder.path
+
+    @property
+    def bytes_to_write(self) -> int:
+        """Bytes that it will write to the cache, once."""
+        return 0 if self._folder.is_there else self._nbytes
+
+    @property
+    def bytes_to_free(self) -> int:
+        """Bytes of a copy in an older form, which is removed before."""
+        return self._folder.older_bytes
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(aligned(tensor.nbytes) for tensor in self._tensors.values())
+
+    # -- a source of weights -----------------------------------------------------------------------------------------------
+
+    def stored_as(self, name: str) -> StoredAs:
+        return self._checkpoint.stored_as(name)
+
+    def locate(self, tensors: Iterable[TensorSpec]) -> Mapping[str, Located]:
+        wanted = list(tensors)
+        there = self._checkpoint.locate(tensor for tensor in wanted if tensor.name not in self._tensors)
+        return {**there, **{tensor.name: self._packed[tensor.name] for tensor in wanted if tensor.name in self._tensors}}
+
+    def fill(self, tensor: TensorSpec, out: torch.Tensor) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+    # -- the packed files --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _packed(self) -> Mapping[str, StoredTensor]:
+        copy = self._folder.made(self._build, self._renewing)
+        return {tensor.name: tensor for file in copy.files for tensor in copy.tensors(file)}
+
+    def _build(self, folder: Path) -> dict[str, dict[str, Sums]]:
+        sums = {}
+        require_free_space(folder.parent, self._nbytes, "packing the weights")
+        advance = advancing(self._progress, self._nbytes)
+        for number, tensors in enumerate(_in_files(self._tensors.values())):
+            # as whole pages, so that each starts where direct reads can
+            forms = [TensorForm(tensor.name, torch.uint8, (aligned(tensor.nbytes),)) for tensor in tensors]
+            value = partial(self._encoded, advance)
+            name = f"packed-{number:05d}.safetensors"
+            sums[name] = write_safetensors(folder / name, forms, value)
+        return sums
+
+    def _encoded(self, advance: Callable[[int], None], name: str) -> torch.Tensor:
+        tensor, out = self._tensors[name], torch.zeros(aligned(self._tensors[name].nbytes), dtype=torch.uint8)
+        stored = self._checkpoint.located(tensor)
+        if isinstance(stored, StoredMatrix) and stored.make is not None and stored.codec == tensor.codec:
+            stored.make(out[: tensor.nbytes])
+        else:
+            _encode(tensor, stored, out)
+        advance(len(out))
+        return out
+
+
+def _encode(tensor: TensorSpec, stored: StoredTensor | StoredMatrix, out: torch.Tensor) -> None:
+    codec, start = CODECS[tensor.codec], 0
+    for values in stored_values(stored, codec.rows_together):
+        end = start + codec.nbytes(tuple(values.shape), values.itemsize)
+        if not float(values.abs().amax()) < LARGEST:  # false for NaN too
+            problem = "holds NaN, infinity or a value beyond 1e38, which cannot be packed; give another checkpoint"
+            raise ValueError(f"tensor {tensor.name} in {stored.file} {problem}")
+        encode(tensor.codec, values, out[start:end])
+        start = end
+
+
+def _in_files(tensors: Iterable[TensorSpec]) -> Iterator[list[TensorSpec]]:
+    own: list[TensorSpec] = []
+    for tensor in tensors:
+        if own and sum(one.nbytes for one in own) + tensor.nbytes > FILE_BYTES:
+            yield own
+            own = []
+        own.append(tensor)
+    yield own

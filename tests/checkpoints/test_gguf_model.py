@@ -1,0 +1,287 @@
+"""GGUF files as models: configs, tokens and logits are those of transformers with the weights that the `gguf` package decodes;
+what would be computed otherwise than the file means is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader, GGUFWriter
+from transformers import PretrainedConfig, PreTrainedModel
+
+from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
+from h2o_flexgen.checkpoints.stored import StoredMatrix
+from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
+from h2o_flexgen.evaluation.model_identity import folder_digest
+from h2o_flexgen.llm import LLM
+from h2o_flexgen.models import create_model, load_config
+from h2o_flexgen.models.rotary import Rope
+from h2o_flexgen.sampling.params import SamplingParams
+from tests import gguf_files
+from tests.gguf_files import ARCHITECTURES, FORMS, save_gguf
+from tests.refusals import one_line
+from tests.tiny import KINDS
+
+RELATIVES = [kind for kind, (model_type, _) in KINDS.items() if model_type in ARCHITECTURES]
+PROMPTS = [[3, 50, 7, 112, 9, 21, 4], [8, 30], [77, 5, 5, 90, 13]]
+RESIDENT, IN_HOST, ON_DISK = (100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)
+STEPS = 5
+
+
+def generated(file: Path, percent: Sequence[float], offload: Path, **options: Any) -> tuple[list[list[int]], list[list[float]]]:
+    """The tokens that the engine makes of the file, and their log-probabilities."""
+    params = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True, logprobs=1)
+    options = {"tokenizer": "bytes", "dtype": "float32", "device": "cpu", "gpu_batch_size": 2, **options}
+    with LLM(file, percent=percent, offload_dir=offload, **options) as llm:
+        made = llm.generate(PROMPTS, params)
+    tokens = [list(row.token_ids) for row in made]
+    return tokens, [[step.chosen.logprob for step in row.logprobs or ()] for row in made]
+
+
+def expected(model: PreTrainedModel) -> tuple[list[list[int]], list[list[float]]]:
+    """The same of transformers."""
+    tokens, logprobs = [], []
+    for prompt in PROMPTS:
+        found = model.generate(  # type: ignore[operator]
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=STEPS,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens.append(found.sequences[0, len(prompt) :].tolist())
+        logprobs.append(torch.cat(found.logits).log_softmax(-1).amax(-1).tolist())
+    return tokens, logprobs
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_tokens_and_logits_of_its_decoded_weights_on_every_tier(form: str, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    model = save_gguf("llama-gqa", file, form, num_hidden_layers=2, vocab_size=113)
+    tokens, logprobs = expected(model)
+    for percent in (RESIDENT, IN_HOST, ON_DISK):
+        found_tokens, found_logprobs = generated(file, percent, tmp_path / "offload")
+        assert found_tokens == tokens
+        np.testing.assert_allclose(found_logprobs, logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", RELATIVES)
+def test_every_relative_gives_the_tokens_and_logits_of_transformers(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    tokens, logprobs = expected(save_gguf(kind, file, "q8_0", "q4_1", tensors_per_part=9))
+    part = sorted(tmp_path.glob("tiny-*.gguf"))[1]
+    found_tokens, found_logprobs = generated(part, (50, 0, 50, 50, 100, 0), tmp_path / "offload")
+    assert found_tokens == tokens
+    np.testing.assert_allclose(found_logprobs, logprobs, atol=1e-4, rtol=0)
+
+
+MEANT = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+MEANT += ("vocab_size", "tie_word_embeddings", "max_position_embeddings", "hidden_act")
+
+
+@pytest.mark.parametrize("kind", RELATIVES)
+def test_the_config_says_what_the_model_was_written_from(kind: str, tmp_path: Path) -> None:
+    model = save_gguf(kind, tmp_path / "tiny.gguf", num_hidden_layers=1)
+    found, meant = load_config(str(tmp_path / "tiny.gguf")), model.config
+    assert {name: getattr(found, name) for name in MEANT} == {name: getattr(meant, name) for name in MEANT}
+    assert found.rms_norm_eps == pytest.approx(meant.rms_norm_eps)
+    if kind.startswith(("llama", "qwen3")):
+        assert found.attention_bias == meant.attention_bias
+    spec, theirs = create_model(found, "float32").spec, create_model(meant, "float32").spec
+    assert spec == theirs  # the sliding window is the reach of positions
+    assert {found.bos_token_id, found.eos_token_id, found.pad_token_id} == {None}
+
+
+def test_tokens_with_a_meaning_are_taken_from_the_file(tmp_path: Path) -> None:
+    ids = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.padding_token_id": 0}
+    save_gguf("qwen3", tmp_path / "tiny.gguf", num_hidden_layers=1, metadata=ids)
+    found = load_config(str(tmp_path / "tiny.gguf"))
+    assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (1, 7, 0)
+
+
+def test_frequencies_of_llama_3_are_those_of_transformers(tmp_path: Path) -> None:
+    model: Any = save_gguf("llama31", tmp_path / "tiny.gguf", head_dim=64, hidden_size=256, num_hidden_layers=1)
+    frequencies = Rope.of(load_config(str(tmp_path / "tiny.gguf"))).rotary(64)._on(torch.device("cpu"))
+    plain = Rope("default", model.config.rope_parameters["rope_theta"], 1.0, {}).rotary(64)._on(torch.device("cpu"))
+    torch.testing.assert_close(frequencies, model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+    assert (frequencies < plain).any() and (frequencies == plain).any()
+
+
+def test_divisors_that_are_none_are_refused(tmp_path: Path) -> None:
+    config = load_config(str(_saved(tmp_path)))
+    for divisors in ([1.0], [1.0] * 7 + [0.0], [1.0] * 7 + [float("nan")], "12345678", 8):
+        config.rope_divisors = divisors
+        assert "rope_divisors" in one_line(lambda: create_model(config, "float32"))
+
+
+def _saved(folder: Path, **options: Any) -> Path:
+    save_gguf("llama-mha", folder / "tiny.gguf", num_hidden_layers=1, **options)
+    return folder / "tiny.gguf"
+
+
+def test_matrices_lie_packed_where_the_file_has_them(tmp_path: Path) -> None:
+    file = _saved(tmp_path, form="q5_0", table_form="q8_0")
+    checkpoint, data = open_checkpoint(file), file.read_bytes()
+    assert {matrix.codec for matrix in checkpoint.matrices.values()} == {"q5_0", "q8_0"}
+    assert checkpoint.stored_as("model.norm.weight").itemsize == 4 and checkpoint.files == (file,)
+    rows = {one.name: one for one in GGUFReader(file).tensors}
+    for name, theirs in (
+        ("model.layers.0.self_attn.v_proj.weight", "blk.0.attn_v.weight"),
+        ("lm_head.weight", "output.weight"),
+    ):
+        matrix = checkpoint.matrices[name]
+        ((start, stored),) = matrix.segments
+        assert isinstance(matrix, StoredMatrix) and start == 0 and checkpoint.stored_as(name).codec == matrix.codec
+        assert data[stored.offset :][: stored.nbytes] == rows[theirs].data.tobytes()
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def opened(file: Path) -> None:
+    create_model(load_config(str(file)), "float32")
+    open_checkpoint(file)
+
+
+def edited(
+    folder: Path, values: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None, drop: Sequence[str] = ()
+) -> Path:
+    """A tiny file without some keys and tensors and with others."""
+    reader, values, tensors = GGUFReader(_saved(folder)), values or {}, tensors or {}
+    writer = GGUFWriter(folder / "edited.gguf", values.pop("general.architecture", "llama"))
+    for key, field in reader.fields.items():
+        if key not in (*drop, *values, "general.architecture") and not key.startswith("GGUF."):
+            writer.add_key_value(key, field.contents(), field.types[0])
+    for key, value in values.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for one in reader.tensors:
+        if one.name not in (*drop, *tensors):
+            writer.add_tensor(one.name, one.data, raw_dtype=one.tensor_type)
+    for name, value in tensors.items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "edited.gguf"
+
+
+def test_an_edited_file_is_opened_where_nothing_is_wrong_with_it(tmp_path: Path) -> None:
+    opened(edited(tmp_path, {"llama.logit_scale": 1.0, "llama.expert_count": 0, "llama.rope.scaling.type": "none"}))
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"general.architecture": "gemma3"}, "'gemma3'"),
+        ({"general.architecture": "mistral"}, "llama, qwen2, qwen3"),
+        ({"general.type": "adapter"}, "'adapter'"),
+        ({"llama.expert_count": 8}, "llama.expert_count"),
+        ({"llama.attention.scale": 0.5}, "llama.attention.scale"),
+        ({"llama.rope.freq_base_swa": 1e4}, "llama.rope.freq_base_swa"),
+        ({"llama.rope.scaling.type": "yarn"}, "none and linear"),
+        ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count"),
+        ({"llama.attention.value_length": 8}, "llama.attention.value_length"),
+        ({"llama.attention.head_count": [4, 4]}, "llama.attention.head_count"),
+        ({"llama.attention.head_count": 0}, "num_attention_heads"),
+        ({"llama.attention.head_count_kv": 3}, "num_key_value_heads"),
+        ({"llama.embedding_length": 1 << 30}, "hidden_size"),
+        ({"llama.block_count": -1}, "num_hidden_layers"),
+        ({"llama.rope.freq_base": float("nan")}, "llama.rope.freq_base"),
+        ({"llama.rope.freq_base": 0.5}, "rope_theta"),
+        ({"tokenizer.ggml.tokens": ["x"] * 200}, "200 tokens"),
+        ({"tokenizer.ggml.eos_token_id": "</s>"}, "tokenizer.ggml.eos_token_id"),
+    ],
+)
+def test_metadata_of_models_that_are_not_run_are_refused(values: dict[str, Any], word: str, tmp_path: Path) -> None:
+    file = edited(tmp_path, dict(values))
+    message = one_line(lambda: opened(file))
+    assert word in message and "edited.gguf" in message
+
+
+@pytest.mark.parametrize("key", ["llama.embedding_length", "llama.context_length", "general.architecture", "token_embd.weight"])
+def test_what_is_missing_is_named(key: str, tmp_path: Path) -> None:
+    file = edited(tmp_path, drop=[key]) if not key.startswith("general") else _without_architecture(tmp_path)
+    message = one_line(lambda: opened(file))
+    assert key in message and file.name in message
+
+
+def _without_architecture(folder: Path) -> Path:
+    file = _saved(folder)
+    file.write_bytes(file.read_bytes().replace(b"general.architecture", b"general.architectura"))
+    return file
+
+
+ONES = np.ones(8, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("blk.0.attn_q_norm.weight", ONES, "no layer of a llama model"),
+        ("blk.0.ffn_gate_inp.weight", ONES, "no layer of a llama model"),
+        ("blk.1.attn_norm.weight", ONES, "no layer of a llama model"),
+        ("blk.00.attn_norm.weight", ONES, "no layer of a llama model"),
+        ("blk.0.attn_output.scale", ONES, "no layer of a llama model"),
+        ("rope_freqs.weight", ONES[:3], "[3]"),
+        ("rope_freqs.weight", ONES.astype(np.float16), "float16"),
+        ("token_embd.weight", ONES, "token_embd.weight"),
+    ],
+)
+def test_tensors_that_mean_something_else_are_refused(name: str, value: Any, word: str, tmp_path: Path) -> None:
+    file = edited(tmp_path, tensors={name: value})
+    message = one_line(lambda: opened(file))
+    assert name in message and word in message and "edited.gguf" in message
+
+
+def test_no_more_divisors_are_read_than_the_widest_head_has(tmp_path: Path) -> None:
+    wide = 2 * MOST_HEAD_DIM
+    sizes = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), wide)
+    values = {f"llama.{name}": size for name, size in sizes.items()}
+    file = edited(tmp_path, values, {"rope_freqs.weight": np.ones(wide // 2, dtype=np.float32)})
+    assert f"instead of {MOST_HEAD_DIM // 2} values" in one_line(lambda: load_config(str(file)))
+
+
+def test_a_part_that_has_metadata_alone_belongs_to_the_identity_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_files, "GGUFWriter", partial(GGUFWriter, small_first_shard=True))
+    digests = set()
+    for theta in (100.0, 200.0):
+        (tmp_path / f"{theta}").mkdir()
+        save_gguf("llama-mha", tmp_path / f"{theta}" / "m.gguf", tensors_per_part=100, num_hidden_layers=1, rope_theta=theta)
+        first = tmp_path / f"{theta}" / "m-00001-of-00002.gguf"
+        assert first not in open_checkpoint(first).files
+        digests.add(folder_digest(first))
+    assert len(digests) == 2
+
+
+def test_a_tensor_of_another_shape_or_none_is_named(tmp_path: Path) -> None:
+    file = edited(tmp_path, tensors={"blk.0.attn_norm.weight": ONES}, drop=["blk.0.ffn_up.weight"])
+    spec, checkpoint = create_model(load_config(str(file)), "float32").spec, open_checkpoint(file)
+    assert "(8,)" in one_line(lambda: checkpoint.locate([spec.tensors["model.layers.0.input_layernorm.weight"]]))
+    assert "mlp.up_proj" in one_line(lambda: checkpoint.locate([spec.tensors["model.layers.0.mlp.up_proj.weight"]]))
+
+
+def test_a_folder_with_a_gguf_file_is_answered_with_its_name(tmp_path: Path) -> None:
+    file = _saved(tmp_path)
+    assert str(file) in one_line(lambda: load_config(str(tmp_path)))
+    assert "missing" in one_line(lambda: load_config(str(tmp_path / "none.gguf")))
+
+
+def test_a_head_that_is_missing_is_the_table_of_tokens(tmp_path: Path) -> None:
+    for tied in (True, False):
+        model = save_gguf("llama-mha", tmp_path / "tiny.gguf", num_hidden_layers=1, tie_word_embeddings=tied)
+        assert isinstance(model.config, PretrainedConfig)
+        spec = create_model(load_config(str(tmp_path / "tiny.gguf")), "float32").spec
+        assert ("lm_head.weight" in spec.tensors) is not tied
+        json.dumps(load_config(str(tmp_path / "tiny.gguf")).to_dict())

@@ -1,0 +1,121 @@
+"""What configs say of quantisation: what is read, and every method and form that is not by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.checkpoints.quantisation import KEYS, Quantisation, quantisation_of
+from h2o_flexgen.llm import LLM
+from tests.quantised import FORMS, awq_config, compressed_config, gptq_config, int4_config
+from tests.tiny import save_tiny
+
+
+def of(**stored: Any) -> Quantisation | None:
+    return quantisation_of({"quantization_config": stored})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_written_here_is_read(form: str) -> None:
+    found = quantisation_of({"quantization_config": dict(FORMS[form].config)})
+    assert found is not None and found.method == FORMS[form].config["quant_method"]
+
+
+@pytest.mark.parametrize("config", [{}, {"quantization_config": None}])
+def test_a_config_without_quantisation(config: dict[str, Any]) -> None:
+    assert quantisation_of(config) is None
+
+
+def test_older_checkpoints_have_another_key() -> None:
+    assert quantisation_of({"compression_config": int4_config(32, True)}) == of(**int4_config(32, True))
+
+
+def test_zero_points_are_less_one_in_the_first_version_alone() -> None:
+    for form, less in (("gptq", True), ("gptq_v2", False)):
+        found = of(**gptq_config(128, form))
+        assert found is not None and found.zeros_one_less == less
+
+
+def test_layers_may_have_sizes_of_their_own() -> None:
+    found = of(**gptq_config(128), dynamic={"+:.*down_proj": {"group_size": 32}, "-:.*up_proj": {}})
+    assert found is not None and found.groups == (128, 32)
+
+
+INT8 = compressed_config("int-quantized", num_bits=8, type="int", strategy="channel")
+ROTATED = {**int4_config(128, True), "transform_config": {"config_groups": {"u": {}}}}
+SPARSE = {**int4_config(128, True), "sparsity_config": {"format": "sparse-24-bitmask"}}
+
+
+@pytest.mark.parametrize(
+    ("stored", "said"),
+    [
+        ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"}, "'bitsandbytes' ('nf4')"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt' ('NVFP4')"),
+        ({"quant_method": "hqq"}, "'hqq'"),
+        ({"quant_method": ["awq"]}, "['awq']"),
+        ({"bits": 4}, "names no quant_method"),
+        ({**awq_config(128), "version": "gemv"}, "awq in the form 'gemv'"),
+        ({**awq_config(128), "bits": 8}, "awq in 8 bits"),
+        ({**gptq_config(128), "bits": 8}, "gptq in 8 bits"),
+        ({**gptq_config(128), "bits": True}, "gptq in True bits"),
+        (gptq_config(128, "marlin"), "gptq in the form 'marlin'"),
+        ({**gptq_config(128), "is_marlin_format": True}, "gptq in the form 'marlin'"),
+        (compressed_config("nvfp4-pack-quantized"), "compressed-tensors in the form 'nvfp4-pack-quantized'"),
+        (compressed_config("marlin-24"), "compressed-tensors in the form 'marlin-24'"),
+        (INT8, "compressed-tensors in the form 'int-quantized'"),
+        ({**INT8, "format": "pack-quantized"}, "compressed-tensors with weights of type 'int' in 8 bits"),
+        (compressed_config("pack-quantized", num_bits=[4]), "compressed-tensors with weights of type 'int' in [4] bits"),
+        (ROTATED, "compressed-tensors with a transform_config"),
+        (SPARSE, "compressed-tensors with sparsity ('sparse-24-bitmask')"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_its_name_beside_what_is(stored: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        of(**stored)
+    message = str(caught.value)
+    assert f"quantised as {said}, which is not read" in message.replace(" (rotations around its products)", "")
+    assert all(name in message for name in ("awq (gemm)", "gptq", "compressed-tensors", "fp8", "mxfp4", "GGUF"))
+
+
+@pytest.mark.parametrize(
+    ("stored", "said"),
+    [
+        ({**awq_config(128), "group_size": "128"}, "group_size is '128'"),
+        ({**awq_config(128), "group_size": 0}, "group_size is 0"),
+        ({**awq_config(128), "group_size": True}, "group_size is True"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"block of weights is \[128\]"),
+        ({"quant_method": "fp8", "weight_block_size": [128, -1]}, r"block of weights is \[128, -1\]"),
+        (compressed_config("float-quantized", num_bits=8, type="float", block_structure="128x"), "block of weights is '128x'"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(stored: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        of(**stored)
+
+
+def test_names_of_forms_may_be_in_capitals() -> None:
+    assert of(**gptq_config(128, "GPTQ")) == of(**gptq_config(128, "gptq"))
+
+
+@pytest.mark.parametrize("stored", ["awq", 4, ["awq"]])
+def test_what_is_no_object_is_refused(stored: object) -> None:
+    with pytest.raises(ValueError, match="which is no object"):
+        quantisation_of({"quantization_config": stored})
+
+
+@pytest.mark.parametrize("groups", [None, [], {"group_0": ["Linear"]}, {"group_0": {"weights": None}}, "all"])
+def test_groups_of_layers_that_say_nothing_leave_it_to_the_tensors(groups: object) -> None:
+    found = of(**{**compressed_config("pack-quantized"), "config_groups": groups})
+    assert found is not None and found.groups == ()
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_random_weights_are_not_quantised(key: str, tmp_path: Path) -> None:
+    save_tiny("llama-mha", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: awq_config(128)}))
+    with pytest.raises(ValueError, match=r"the model is quantised \(awq\), and random weights are not"):
+        LLM(str(tmp_path), dummy_weights=True, device="cpu")
