@@ -56,7 +56,6 @@ SPARSE = {**int4_config(128, True), "sparsity_config": {"format": "sparse-24-bit
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt' ('NVFP4')"),
         ({"quant_method": "hqq"}, "'hqq'"),
         ({"quant_method": ["awq"]}, "['awq']"),
-        ({"bits": 4}, "names no quant_method"),
         ({**awq_config(128), "version": "gemv"}, "awq in the form 'gemv'"),
         ({**awq_config(128), "bits": 8}, "awq in 8 bits"),
         ({**gptq_config(128), "bits": 8}, "gptq in 8 bits"),
