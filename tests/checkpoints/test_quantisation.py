@@ -56,7 +56,6 @@ SPARSE = {**int4_config(128, True), "sparsity_config": {"format": "sparse-24-bit
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt' ('NVFP4')"),
         ({"quant_method": "hqq"}, "'hqq'"),
         ({"quant_method": ["awq"]}, "['awq']"),
-        ({"bits": 4}, "names no quant_method"),
         ({**awq_config(128), "version": "gemv"}, "awq in the form 'gemv'"),
         ({**awq_config(128), "bits": 8}, "awq in 8 bits"),
         ({**gptq_config(128), "bits": 8}, "gptq in 8 bits"),
@@ -94,6 +93,11 @@ def test_what_is_not_read_is_refused_by_its_name_beside_what_is(stored: dict[str
 def test_sizes_that_cannot_be_are_refused(stored: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         of(**stored)
+
+
+def test_a_config_that_names_no_method_is_refused() -> None:
+    with pytest.raises(ValueError, match="quantization_config names no quant_method"):
+        of(bits=4)
 
 
 def test_names_of_forms_may_be_in_capitals() -> None:
