@@ -95,6 +95,11 @@ def test_sizes_that_cannot_be_are_refused(stored: dict[str, Any], said: str) -> 
         of(**stored)
 
 
+def test_a_config_that_names_no_method_is_refused() -> None:
+    with pytest.raises(ValueError, match="quantization_config names no quant_method"):
+        of(bits=4)
+
+
 def test_names_of_forms_may_be_in_capitals() -> None:
     assert of(**gptq_config(128, "GPTQ")) == of(**gptq_config(128, "gptq"))
 
