@@ -55,23 +55,40 @@ static ALWAYS_INLINE long bytes_of(block_kind kind)
 
 /* -- preparing ---------------------------------------------------------------------------------------------------------------- */
 
-static ALWAYS_INLINE void prepare_codes(const stored_row *rows, long first, int form, uint8_t *out)
+/* Asks for the bytes that the outputs of the next tiles have at this place: there are more outputs in turn than a processor notices
+   as streams. */
+static ALWAYS_INLINE void fetch_next(const stored_row *row, long first, int form)
 {
-    uint8_t codes[TILE][GROUP] __attribute__((aligned(LINE)));
-    const int has_both = first + PIECE < rows->matrix->inputs;
-#pragma GCC unroll 4
-    for (int output = 0; output < TILE; output++) {
-        const stored_codes one = stored_codes_of(rows + output, first, form);
-        const stored_codes other = has_both ? stored_codes_of(rows + output, first + PIECE, form) : (stored_codes){0};
-        memcpy(codes[output], &one, sizeof one);
-        memcpy(codes[output] + PIECE, &other, sizeof other);
-    }
+    const uint8_t *block = is_block(form) ? block_of_row(row, first, form) : row->codes + first / 2;
+    const long within = block_values(form) == STRETCH ? first % STRETCH / GROUP * LINE : 0;
+    __builtin_prefetch(block + within + TILES * TILE * row->matrix->code_row, 0, 2);
+}
+
+/* The codes of an output that a register holds, from an input on. Of a group that is not whole there are 32 inputs, and zeros. */
+static ALWAYS_INLINE words register_of_codes(const stored_row *row, long first, int form, int whole)
+{
+    const stored_codes nothing = {0};
+#if LANES == 16
+    const stored_codes one = stored_codes_of(row, first, form), other = whole ? stored_codes_of(row, first + PIECE, form) : nothing;
+    return (words)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)one), (__m256i)other, 1);
+#else
+    const stored_codes one = whole || first % GROUP < PIECE ? stored_codes_of(row, first / PIECE * PIECE, form) : nothing;
+    return LOAD(words, (const char *)&one + first % PIECE);
+#endif
+}
+
+/* The codes of a tile and a group, turned round. */
+static ALWAYS_INLINE void prepare_codes(const stored_row *rows, long first, int form, int whole, uint8_t *out)
+{
     for (int part = 0; part < PARTS; part++)
         for (int dword = 0; dword < X_DWORDS; dword += LANES) {
             words square[LANES];
 #pragma GCC unroll 16
-            for (int at = 0; at < LANES; at++)
-                square[at] = LOAD(words, codes[LANES * part + at] + 4 * dword);
+            for (int at = 0; at < LANES; at++) {
+                if (!dword)
+                    fetch_next(rows + LANES * part + at, first, form);
+                square[at] = register_of_codes(rows + LANES * part + at, first + 4 * dword, form, whole);
+            }
             turn(square);
 #pragma GCC unroll 16
             for (int at = 0; at < LANES; at++)
@@ -109,7 +126,10 @@ static ALWAYS_INLINE void prepare_tile(const stored_matrix *matrix, int form, lo
     for (long output = 0, last = matrix->outputs - 1; output < TILE; output++)
         rows[output] = stored_row_of(matrix, tile * TILE + output < last ? tile * TILE + output : last);
     for (long at = 0; at < groups; at++)
-        prepare_codes(rows, (group + at) * GROUP, form, out + at * bytes_of(kind));
+        if ((group + at + 1) * GROUP <= matrix->inputs)
+            prepare_codes(rows, (group + at) * GROUP, form, 1, out + at * bytes_of(kind));
+        else
+            prepare_codes(rows, (group + at) * GROUP, form, 0, out + at * bytes_of(kind));
     for (long at = 0; at < groups; at += GROUPS_OF_STRETCH)
         for (int output = 0; output < TILE; output++)
             prepare_shares(rows + output, (group + at) * GROUP, form, kind, output, out + at * bytes_of(kind));
@@ -221,15 +241,6 @@ static const action *actions_of(block_kind kind)
 
 /* -- the order of the work ---------------------------------------------------------------------------------------------------- */
 
-/* Asks for a share of the rows behind some tiles, which come next. */
-static ALWAYS_INLINE void fetch_next(const stored_matrix *matrix, long first_tile, long turn, long turns)
-{
-    const long nbytes = TILES * TILE * matrix->code_row, first = (first_tile + TILES) * TILE;
-    const uint8_t *from = matrix->codes + first * matrix->code_row;
-    for (long at = nbytes * turn / turns; first < matrix->outputs && at < nbytes * (turn + 1) / turns; at += LINE)
-        __builtin_prefetch(from + at, 0, 2);
-}
-
 static ALWAYS_INLINE void multiply_tiles(const product *p, const action *actions, long first_tile, long first_row)
 {
     const long left = p->of.rows - first_row, rows = left < ROWS_AT_ONCE ? left : ROWS_AT_ONCE;
@@ -241,7 +252,6 @@ static ALWAYS_INLINE void multiply_tiles(const product *p, const action *actions
     for (long turn = 0; turn < turns; turn++) {
         const long group = turn * GROUPS_AT_ONCE, behind = p->of.groups - group;
         const long groups = behind < GROUPS_AT_ONCE ? behind : GROUPS_AT_ONCE;
-        fetch_next(&p->matrix, first_tile, turn, turns);
         for (int tile = 0; tile < TILES; tile++)
             prepare_actions[p->form](&p->matrix, first_tile + tile, group, groups, room + tile * GROUPS_AT_ONCE * size);
         for (long part = 0, row = 0; part < parts; part++) {

@@ -155,9 +155,12 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
     yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}", within=INT8)
 
 
-def _rounded_products(codec: Blocked | Sectioned) -> Iterator[Kernel]:
-    """Products of a form of checkpoints with rows of 8 bits, if its codes are whole numbers."""
-    if not isinstance(codec, Fp8):
+def _rounded_products(codec: Blocked | Sectioned, family: str) -> Iterator[Kernel]:
+    """Products of a form of checkpoints where rows may be rounded to 8 bits: they are if its codes are whole numbers."""
+    if isinstance(codec, Fp8):
+        exact = (kernel for kernel in _of_stored(codec.name, family) if kernel.op == PRODUCT)
+        yield from (replace(kernel, op=INT8_PRODUCT) for kernel in exact)
+    else:
         price = f"int8 {measured_as(codec.name)}"
         yield Kernel(INT8_PRODUCT, codec.name, "stored_int8_product", CPU, LIBRARIES, DTYPES, priced_as=price, within=INT8)
         yield Kernel(INT8_PRODUCT, codec.name, "stored_int8_product_twin", priced_as=price, within=INT8)
@@ -170,7 +173,7 @@ def _of_stored(form: str, family: str) -> Iterator[Kernel]:
     yield Kernel(DECODE, form, f"{family}_decode_twin")
     few = Kernel(PRODUCT, form, "stored_dots", CPU, LIBRARIES, DTYPES, most_rows=ROWS_OF_DOTS, within=FLOAT32)
     yield replace(few, libraries=(PAIRS,), dtypes=("bfloat16",), most_rows=ROWS_BEFORE_PAIRS)
-    yield Kernel(PRODUCT, form, "stored_pairs", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {form}")
+    yield Kernel(PRODUCT, form, "stored_pairs", CPU, (PAIRS,), ("bfloat16",), priced_as=f"pairs {measured_as(form)}")
     yield few
     yield Kernel(PRODUCT, form, "stored_product", CPU, LIBRARIES, DTYPES, within=FLOAT32)
     yield Kernel(PRODUCT, form, "stored_product", CUDA, (TRITON,), DTYPES, most_rows=ROWS_OF_TILES, within=FLOAT32)
@@ -221,6 +224,6 @@ def kernels() -> tuple[Kernel, ...]:
         *(kernel for codec in TILED for kernel in _of_tiles(codec.name)),
         *(kernel for codec in BLOCKED for kernel in _of_stored(codec.name, "blocked")),
         *(kernel for codec in SECTIONED for kernel in _of_stored(codec.name, "sectioned")),
-        *(kernel for codec in BLOCKED for kernel in _rounded_products(codec)),
-        *(kernel for codec in SECTIONED for kernel in _rounded_products(codec)),
+        *(kernel for codec in BLOCKED for kernel in _rounded_products(codec, "blocked")),
+        *(kernel for codec in SECTIONED for kernel in _rounded_products(codec, "sectioned")),
     )
