@@ -964,7 +964,7 @@ def test_a_dry_run_says_what_was_found_and_what_will_be_written(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where nothing was written yet
     flags = (*SMALL, *DISK_HEAVY, "--dry-run")
     in_place, copied = (command("--model", stored_models.folder("qwen2", form), *flags) for form in ("gguf-q4_0", "awq"))
-    assert "found     gguf: q4_0 (4.5 bits, blocks of 32)\n" in in_place.out and in_place.json["bytes_to_pack"] == 0
+    assert "found     gguf: q4_0 (4.5 bits, blocks of 32)" in in_place.out and in_place.json["bytes_to_pack"] == 0
     assert in_place.json["stored"]["forms"][0]["form"] == in_place.json["arithmetic"]["matrices"][0] == "q4_0"
     assert copied.json["stored"]["method"] == "awq" and copied.json["bytes_to_pack"] > 0
     assert any(line.startswith("the weights are packed first, once: ") for line in copied.out)
