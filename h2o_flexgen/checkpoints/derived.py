@@ -32,9 +32,12 @@ FORMATS = {CONVERTED: 2, PACKED: 3}  # of what lies in a folder, its manifest in
 WEIGHTS = ".safetensors"
 
 
-def model_name(folder: Path) -> str:
-    """The model's name; in the hub's cache a folder is named by its commit, and the model's name stands two levels above."""
-    folder = folder.resolve()
+def model_name(place: Path) -> str:
+    """The model's name. In the hub's cache a folder is named by its commit, and the model's name stands two levels above.
+    A file there is a link to one that is named by its contents, so links to files are not followed."""
+    if place.is_file():
+        return place.stem
+    folder = place.resolve()
     return folder.parents[1].name if folder.parent.name == "snapshots" else folder.name
 
 

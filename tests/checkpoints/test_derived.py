@@ -17,7 +17,7 @@ import torch
 
 from h2o_flexgen.checkpoints import derived as derived_module
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
-from h2o_flexgen.checkpoints.derived import FORMATS, MANIFEST, Copy, Damaged
+from h2o_flexgen.checkpoints.derived import FORMATS, MANIFEST, Copy, Damaged, model_name
 from h2o_flexgen.checkpoints.safetensors_format import raw_header
 from h2o_flexgen.checkpoints.stored import StoredTensor
 from h2o_flexgen.cli.watch import Opening
@@ -347,3 +347,9 @@ def test_a_person_is_told_in_one_line(stage: Stage, why: str, home: Home, capsys
         Opening(progress).stage(stage, 0, 0)
     cache = home.folder / "cache" / "h2o_flexgen"
     assert capsys.readouterr().err == f"a copy of the weights in {cache} {why}: it is made again from the checkpoint\n"
+
+
+def test_a_copy_of_a_file_is_named_by_it_and_not_by_what_it_is_a_link_to(tmp_path: Path) -> None:
+    (tmp_path / "0123").write_bytes(b"contents")
+    (tmp_path / "model.gguf").symlink_to(tmp_path / "0123")
+    assert model_name(tmp_path / "model.gguf") == "model"
