@@ -132,7 +132,7 @@ static ALWAYS_INLINE long place_of_share(block_kind kind, int number)
 /* The scales and minima of a tile and a stretch, turned round. */
 static ALWAYS_INLINE void prepare_shares(const stored_row *rows, long first, int form, block_kind kind, uint8_t *out)
 {
-    float shares[TILE][MOST_SHARES] __attribute__((aligned(LINE)));
+    float shares[TILE][MOST_SHARES] __attribute__((aligned(LINE))) = {{0}};
     for (int output = 0; output < TILE; output++)
         shares_of_row(rows + output, first, form, kind, shares[output]);
     for (int part = 0; part < PARTS; part++)
