@@ -39,8 +39,8 @@ from benchmarks.peaks import Peaks
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
-from h2o_flexgen.kernels.operations import chosen, encode, plain_product
-from h2o_flexgen.kernels.table import INT8, PRODUCTS
+from h2o_flexgen.kernels.operations import encode, plain_product
+from h2o_flexgen.kernels.table import INT8, PRODUCTS, rounds
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.profiling.measure import describe_machine, memory_read_rate
 from h2o_flexgen.quant.codec import CODECS, TILED
@@ -184,7 +184,7 @@ def forms_of(shape: tuple[int, int], nbytes: int) -> Iterator[Form]:
     for form in STORED:
         stored = stored_matrices(form, shape, bf16, nbytes)
         for compute, op in PRODUCTS.items():
-            if chosen(op, form, torch.empty(0, dtype=bf16)):
+            if compute != INT8 or rounds(form):
                 arithmetic = "integer" if compute == INT8 else ARITHMETIC[bf16]
                 products = [partial(as_it_lies, replace(one, product=op)) for one in stored]
                 yield Form(f"{form}, {compute}", bf16, stored[0].data.nbytes, arithmetic, products)

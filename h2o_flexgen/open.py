@@ -13,6 +13,7 @@ from h2o_flexgen.checkpoints.derived import Damaged
 from h2o_flexgen.checkpoints.dummy import DummySource
 from h2o_flexgen.checkpoints.hub import resolve_model
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
+from h2o_flexgen.checkpoints.quantisation import KEYS
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
@@ -104,7 +105,7 @@ def _refuse_quantised(config: Config) -> None:
 
 def _method(config: Config) -> str:
     """The method by which a config says that its checkpoint is quantised; nothing if it says none."""
-    method = getattr(config, "quantization_config", None)
+    method = next(filter(None, (getattr(config, key, None) for key in KEYS)), None)
     if not method:
         return ""
     return str(method.get("quant_method", "unknown")) if isinstance(method, dict) else type(method).__name__

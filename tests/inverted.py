@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from unittest.mock import patch
@@ -73,10 +74,14 @@ class Inverted:
 KERNELS_OF_IT = {"inverted_encode": Inverted.encode, "inverted_decode": Inverted.decode, "inverted_product": Inverted.product}
 
 
+def rows_of(kernels: Iterable[Kernel], op: str, form: str) -> tuple[Kernel, ...]:
+    """The rows of another table, in place of kernels_of."""
+    return tuple(kernel for kernel in kernels if kernel.op == op and kernel.form == form)
+
+
 @contextmanager
 def registered(codec: Inverted) -> Iterator[Inverted]:
-    known = table.kernels()
-    rows = patch.object(table, "kernels", lambda: (*codec.kernels, *known))
+    rows = patch.object(table, "kernels_of", partial(rows_of, (*codec.kernels, *table.kernels())))
     with patch.dict(CODECS, {codec.name: codec}), patch.dict(FUNCTIONS, KERNELS_OF_IT), rows:
         operations._kernel.cache_clear()
         yield codec

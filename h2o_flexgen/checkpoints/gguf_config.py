@@ -12,6 +12,7 @@ from h2o_flexgen.checkpoints.files import AGAIN
 from h2o_flexgen.checkpoints.gguf_format import Gguf, GgufTensor
 from h2o_flexgen.checkpoints.gguf_metadata import Metadata
 from h2o_flexgen.core.hints import reason, shown
+from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
 
 ARCHITECTURE, KIND, MODEL = "general.architecture", "general.type", "model"
 EMBEDDING, HEAD, ROPE_DIVISORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -142,7 +143,10 @@ def _rope(said: Said, head_dim: int, divisors: GgufTensor | None) -> dict[str, A
         if divisors is not None:
             raise said.refusal("rope.scaling.factor", f"and {ROPE_DIVISORS} too; positions that are scaled twice are not read")
         return {"rope_theta": theta, "rope_scaling": {"rope_type": "linear", "factor": factor}}
-    return {"rope_theta": theta, **({} if divisors is None else {"rope_divisors": _divisors(divisors, head_dim // 2)})}
+    if divisors is None:
+        return {"rope_theta": theta}
+    count = min(head_dim, MOST_HEAD_DIM) // 2  # wider heads are refused later, and this many are read at once
+    return {"rope_theta": theta, "rope_divisors": _divisors(divisors, count)}
 
 
 def _divisors(tensor: GgufTensor, count: int) -> list[float]:

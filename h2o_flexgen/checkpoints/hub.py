@@ -119,7 +119,7 @@ def _unreachable(name: str, error: Exception) -> ValueError:
     else:
         why = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
     hint = did_you_mean(name, (*DEMO_MODELS, *FETCHED_MODELS))
-    return ValueError(f"model {name!r} is neither a local folder nor to be had from the hub{hint} ({why}); {ADVICE}")
+    return ValueError(f"model {name!r} is neither here nor to be had from the hub{hint} ({why}); {ADVICE}")
 
 
 def _patterns(files: list[str], with_weights: bool) -> list[str]:

@@ -66,7 +66,7 @@ class Importing:
             _reorder(codes, order)
 
     def _by_outputs(self, stored: StoredTensor) -> Tensor:
-        values = _values(stored).view(stored.shape)
+        values = values_of(stored).view(stored.shape)
         return values if self.method == COMPRESSED else values.T
 
     def _for_each_group(self, shared: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class Importing:
 
     def _zeros(self, outputs: int) -> Tensor:
         assert self.zeros is not None, self
-        words = _values(self.zeros).view(self.zeros.shape)
+        words = values_of(self.zeros).view(self.zeros.shape)
         if self.method == AWQ:
             return awq_zeros(words)
         if self.method == GPTQ:
@@ -84,14 +84,18 @@ class Importing:
 
     def _order(self) -> Tensor:
         assert self.groups is not None, self
-        order = order_of(_values(self.groups), self.group)
+        order = order_of(values_of(self.groups), self.group)
         assert order is not None, "it was looked at when the file was opened"
         return order
 
 
-def order_in(groups: StoredTensor, group: int) -> Tensor | None:
-    """The order of inputs that a file's numbers of groups stand for, if it is another one than theirs."""
-    return order_of(_values(groups), group)
+def values_of(stored: StoredTensor) -> Tensor:
+    """All values of a tensor that is small, in one row."""
+    dtype = {WORD: torch.int32, "I8": torch.int8}.get(stored.dtype)
+    if dtype is None:
+        assert stored.dtype in FLOATS.values(), stored
+        dtype = getattr(torch, stored.dtype)
+    return read_whole(stored).view(dtype)
 
 
 # -- codes -----------------------------------------------------------------------------------------------------------------
@@ -131,11 +135,3 @@ def _reorder(codes: Tensor, order: Tensor) -> None:
     step = max(1, PART_BYTES // (PER_WORD * codes.shape[1]))
     for first in range(0, len(codes), step):
         codes[first : first + step] = in_order(codes[first : first + step], order)
-
-
-def _values(stored: StoredTensor) -> Tensor:
-    dtype = {WORD: torch.int32, "I8": torch.int8}.get(stored.dtype)
-    if dtype is None:
-        assert stored.dtype in FLOATS.values(), stored
-        dtype = getattr(torch, stored.dtype)
-    return read_whole(stored).view(dtype)

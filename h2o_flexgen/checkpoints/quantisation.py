@@ -31,7 +31,7 @@ COMPRESSED_FORMATS = (
     "mxfp4-pack-quantized",
     "mxfp8-quantized",
 )
-COMPRESSED_TYPES = {("int", 4), ("float", 8), ("float", 4)}
+COMPRESSED_TYPES = (("int", 4), ("float", 8), ("float", 4))
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ def folder_quantisation(folder: Path) -> Quantisation | None:
 
 def _awq(stored: Mapping[str, Any]) -> Quantisation:
     _check_bits(AWQ, stored)
-    _check_form(AWQ, stored.get("version", GEMM), (GEMM,))
+    _checked_form(AWQ, stored.get("version", GEMM), (GEMM,))
     return Quantisation(AWQ, groups=(_group(stored),))
 
 
 def _gptq(stored: Mapping[str, Any]) -> Quantisation:
     _check_bits(GPTQ, stored)
-    form = stored.get("checkpoint_format") or stored.get("format") or GPTQ_V1
-    _check_form(GPTQ, "marlin" if stored.get("is_marlin_format") else form, (GPTQ_V1, GPTQ_V2))
+    said = stored.get("checkpoint_format") or stored.get("format") or GPTQ_V1
+    form = _checked_form(GPTQ, "marlin" if stored.get("is_marlin_format") else said, (GPTQ_V1, GPTQ_V2))
     others = stored.get("dynamic")  # layers with sizes of their own
     own = (_group(one) for one in _objects(others) if "group_size" in one)
     return Quantisation(GPTQ, groups=(_group(stored), *own), zeros_one_less=form == GPTQ_V1)
@@ -82,7 +82,7 @@ def _gptq(stored: Mapping[str, Any]) -> Quantisation:
 
 def _compressed(stored: Mapping[str, Any]) -> Quantisation:
     for part in (stored, *_objects(stored.get("config_groups"))):
-        _check_form(COMPRESSED, part.get("format") or DENSE, COMPRESSED_FORMATS)
+        _checked_form(COMPRESSED, part.get("format") or DENSE, COMPRESSED_FORMATS)
     if stored.get("transform_config"):
         raise _refused(f"{COMPRESSED} with a transform_config (rotations around its products)")
     sparsity = stored.get("sparsity_config")
@@ -128,9 +128,11 @@ def _check_bits(method: str, stored: Mapping[str, Any]) -> None:
         raise _refused(f"{method} in {shown(bits)} bits")
 
 
-def _check_form(method: str, form: object, known: tuple[str, ...]) -> None:
+def _checked_form(method: str, form: object, known: tuple[str, ...]) -> str:
+    """The form as it is known; AutoAWQ writes some in capitals."""
     if not isinstance(form, str) or form.lower() not in known:
         raise _refused(f"{method} in the form {shown(form)}")
+    return form.lower()
 
 
 def _group(stored: Mapping[str, Any], default: int = 128) -> int:

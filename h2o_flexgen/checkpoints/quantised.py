@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from h2o_flexgen.checkpoints.importing import WORD, Importing, order_in
+from h2o_flexgen.checkpoints.importing import WORD, Importing, values_of
 from h2o_flexgen.checkpoints.quantisation import AWQ, COMPRESSED, FP8, GPTQ, MXFP4, WHOLE, Quantisation
 from h2o_flexgen.checkpoints.stored import StoredMatrix, StoredTensor
-from h2o_flexgen.checkpoints.unpacking import PER_WORD
+from h2o_flexgen.checkpoints.unpacking import PER_WORD, order_of
+from h2o_flexgen.core.model_spec import MOST_WIDTH
 from h2o_flexgen.quant.sectioned import FP4, FP8_BLOCKS, INT4, Fp8, Int4
 
 WEIGHT = "weight"
@@ -109,6 +110,8 @@ def _imported(
 ) -> StoredMatrix:
     """A matrix of AWQ or GPTQ: zero points lie like scales, eight outputs to a word."""
     zeros = parts.required("qzeros", (WORD,))
+    if shape[0] % PER_WORD:
+        raise _wrong(scales, f"has {shape[0]} outputs, whose zero points are no whole words of {PER_WORD}")
     if zeros.shape != (count, shape[0] // PER_WORD):
         raise _wrong(zeros, f"has the shape {zeros.shape} beside {count} x {shape[0]} scales")
     return _integers(parts, method, shape, words, scales, zeros, groups)
@@ -166,8 +169,11 @@ def _group_of(quantisation: Quantisation, scales: StoredTensor, inputs: int, cou
 
 
 def _is_ordered(groups: StoredTensor, group: int) -> bool:
+    if groups.shape[0] > MOST_WIDTH:  # no model has such a matrix, and the numbers are read at once
+        raise _wrong(groups, f"has {groups.shape[0]} inputs, and {MOST_WIDTH} are the most that are read")
+    numbers = values_of(groups)  # a damaged copy is an error of another kind
     try:
-        return order_in(groups, group) is not None
+        return order_of(numbers, group) is not None
     except ValueError as error:
         raise _wrong(groups, str(error)) from error
 

@@ -65,9 +65,10 @@ def compressed_zeros(words: Tensor, outputs: int) -> Tensor:
 
 def order_of(groups: Tensor, group: int) -> Tensor | None:
     """The inputs (inputs,) group by group, from the number of each one's group; None where they lie so already. Numbers that
-    are all zero were never filled in, and say nothing."""
+    are all zero, or all -1, were never filled in, and say nothing."""
     count = len(groups)
-    if not bool(groups.any()) or torch.equal(groups.long(), torch.arange(count) // group):
+    is_unfilled = int(groups[0]) in (0, -1) and bool((groups == groups[0]).all())
+    if is_unfilled or torch.equal(groups.long(), torch.arange(count) // group):
         return None
     if bool((groups < 0).any()) or bool((groups >= count // group).any()):
         raise ValueError(f"names a group that is not one of {count // group}")

@@ -178,7 +178,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_model(self) -> None:
         group = self.group("model")
-        named = "hub name (facebook/opt-30b), local folder of a checkpoint, GGUF file, or demo: the one of the package"
+        named = "hub name (facebook/opt-30b), local folder of a checkpoint, GGUF file, smollm2, or demo: the one of the package"
         group.value("--model", "NAME", named)
         folder = f"folder that has the checkpoint, or {DUMMY_PATH} for random weights, as in FlexGen"
         group.value("--path", "FOLDER", folder)

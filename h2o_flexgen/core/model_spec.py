@@ -17,6 +17,7 @@ from h2o_flexgen.kernels.table import EXACT, PRODUCT, PRODUCTS, rounds
 from h2o_flexgen.quant.codec import CODECS, PLAIN, can_be_parted, matrix_form
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MOST_WIDTH, MOST_HEAD_DIM = 1 << 22, 1 << 14  # far more than any model has, yet tables of that length are made in a moment
 TABLE_PARTS, PART_ROWS = 16, 64  # a packed logit matrix has at most this many parts, each of a multiple of this many rows
 ATTENTION_VISIT, MLP_VISIT = "attention", "mlp"  # prices of a visit beside its work
 WHOLE_ATTENTION = "attention"  # the function that is both halves

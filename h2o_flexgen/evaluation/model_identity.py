@@ -47,11 +47,11 @@ def _tokenizer_identity(llm: LLM) -> dict[str, object]:
     return {"tokenizer": _digest(file for file in files if file.is_file())}
 
 
-def folder_digest(folder: Path) -> str:
-    """A digest of config, tokenizer and weights."""
-    beside = [folder / name for name in (CONFIG, *TOKENIZER_FILES) if (folder / name).is_file()]
-    with closing(open_checkpoint(folder)) as checkpoint:
-        return _digest([*beside, *checkpoint.files])
+def folder_digest(place: Path) -> str:
+    """A digest of config, tokenizer and weights: of a model in parts, the first may have nothing but what is said of it."""
+    beside = [place] if is_gguf(place) else [place / name for name in (CONFIG, *TOKENIZER_FILES)]
+    with closing(open_checkpoint(place)) as checkpoint:
+        return _digest(dict.fromkeys([*filter(Path.is_file, beside), *checkpoint.files]))
 
 
 def _digest(files: Iterable[Path]) -> str:

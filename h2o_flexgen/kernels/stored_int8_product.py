@@ -52,17 +52,18 @@ def stored_int8_product_twin(codec: Whole, x: Factor, data: Tensor, outputs: int
     if isinstance(codec, Blocked):
         step = max(1, twin_values(data.device.type) // max(inputs, x.rows))
         pieces = (blocked_parts(codec, data[start : start + step]) for start in range(0, outputs, step))
-        out = torch.cat([_product_of(made, piece, part) for piece in pieces], dim=1)
+        out = torch.cat([_product_of(made, piece, part, False) for piece in pieces], dim=1)
     else:
-        out = _product_of(made, sectioned_parts(codec, data, outputs, inputs), part)
+        has_zeros = isinstance(codec, Int4) and codec.zeros
+        out = _product_of(made, sectioned_parts(codec, data, outputs, inputs), part, has_zeros)
     added = out if bias is None else out + bias.float()
     return added.to(x.values.dtype).reshape(*x.values.shape[:-1], outputs)
 
 
-def _product_of(x: Int8Parts, matrix: IntegerParts, part: int) -> Tensor:
+def _product_of(x: Int8Parts, matrix: IntegerParts, part: int, has_zeros: bool) -> Tensor:
     """The sums of some outputs (rows, outputs), group behind group. Dot products are whole numbers below 2 ** 24, which float32
     holds, in any order of their sums."""
-    codes, scales, minima = _by_part(matrix, part)
+    codes, scales, minima = _by_part(matrix, part, has_zeros)
     sums = torch.zeros(len(x.rows.codes), len(codes), device=codes.device)
     for group in range(-(-codes.shape[1] // GROUP)):
         value = torch.zeros_like(sums)
@@ -74,12 +75,12 @@ def _product_of(x: Int8Parts, matrix: IntegerParts, part: int) -> Tensor:
     return sums
 
 
-def _by_part(matrix: IntegerParts, part: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def _by_part(matrix: IntegerParts, part: int, has_zeros: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes (outputs, inputs) from their zero on, scales and minima (outputs, parts) in float32. Zeros of single groups become
-    minima, which are exact."""
+    minima, which are exact: also those of one output with one group."""
     again = matrix.codes.shape[1] // matrix.scales.shape[1] // part  # parts that share a scale
     codes, scales, minima = matrix.codes.float(), matrix.scales, matrix.minima
-    if matrix.zeros.numel() > 1:
+    if has_zeros:
         minima = -(matrix.zeros * scales)
     else:
         codes = codes.sub_(matrix.zeros)

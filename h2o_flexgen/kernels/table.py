@@ -92,10 +92,16 @@ class Processor:
 
 def choose(op: str, form: str, dtype: str, runs: Callable[[Kernel], bool], rows: float = 1, width: int = 1) -> Kernel | None:
     """The first kernel of the table that fits. None for a product or an attention means that the bytes are decoded first."""
-    for kernel in kernels():  # asked many times in each layer: a loop is half as long as filters
-        if kernel.op == op and kernel.form == form and kernel.takes(dtype, rows, width) and runs(kernel):
+    for kernel in kernels_of(op, form):
+        if kernel.takes(dtype, rows, width) and runs(kernel):
             return kernel
     return None
+
+
+@cache
+def kernels_of(op: str, form: str) -> tuple[Kernel, ...]:
+    """The rows of the table for an operation on a form: few of the many, and a search asks for them thousands of times."""
+    return tuple(kernel for kernel in kernels() if kernel.op == op and kernel.form == form)
 
 
 def measured_forms() -> tuple[str, ...]:
@@ -105,7 +111,7 @@ def measured_forms() -> tuple[str, ...]:
 
 def rounds(form: str) -> bool:
     """Whether products with this form can do without exactness: their factor is rounded to 8 bits."""
-    return any(kernel.within == INT8 for kernel in kernels() if kernel.op == INT8_PRODUCT and kernel.form == form)
+    return any(kernel.within == INT8 for kernel in kernels_of(INT8_PRODUCT, form))
 
 
 def prices(*ops: str) -> tuple[str, ...]:

@@ -7,20 +7,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from h2o_flexgen.core.hints import shown
+from h2o_flexgen.core.model_spec import MOST_HEAD_DIM, MOST_WIDTH
 
-# far more than any model has, yet tables of that length are still made in a moment
-BLOCKS, HEADS, HEAD_DIM = 1 << 12, 1 << 14, 1 << 14
-WIDTH, VOCAB, POSITIONS = 1 << 22, 1 << 26, 1 << 30
+BLOCKS, HEADS, VOCAB, POSITIONS = 1 << 12, 1 << 14, 1 << 26, 1 << 30  # as with those of a width: far more than any model has
 
 REQUIRED = {
     "num_hidden_layers": BLOCKS,
-    "hidden_size": WIDTH,
+    "hidden_size": MOST_WIDTH,
     "num_attention_heads": HEADS,
     "vocab_size": VOCAB,
     "max_position_embeddings": POSITIONS,
 }
 MLP_WIDTH, MLP_WIDTH_OF_OPT = "intermediate_size", "ffn_dim"
-OPTIONAL = {"num_key_value_heads": HEADS, "head_dim": HEAD_DIM, "word_embed_proj_dim": WIDTH, "sliding_window": POSITIONS}
+OPTIONAL = {
+    "num_key_value_heads": HEADS,
+    "head_dim": MOST_HEAD_DIM,
+    "word_embed_proj_dim": MOST_WIDTH,
+    "sliding_window": POSITIONS,
+}
 BASE, SHARE, SMALL = (1.0, 1e12), (0.0, 1.0), (0.0, 1.0)  # smallest and largest value
 NUMBERS = {
     "rope_theta": BASE,
@@ -37,7 +41,7 @@ def check_config(values: Mapping[str, Any], architecture: str, name: str) -> Non
     """`values` are the contents of config.json."""
     try:
         mlp_width = MLP_WIDTH_OF_OPT if architecture == "opt" else MLP_WIDTH
-        for key, most in {**REQUIRED, mlp_width: WIDTH}.items():
+        for key, most in {**REQUIRED, mlp_width: MOST_WIDTH}.items():
             _check_size(key, values.get(key), most)
         for key, most in OPTIONAL.items():
             if values.get(key) is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import decode
-from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, kernels, measured_forms, rounds
+from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, kernels_of, measured_forms, rounds
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models.base import Given, Model, Rotation, computed
 from h2o_flexgen.profiling.multiplied import in_units, multiplied
@@ -61,7 +61,7 @@ class Curve:
 
     def rows(self, bench: Bench, wanted: Iterable[int]) -> list[int]:
         """The rows that are wanted, and both sides of every limit at which another kernel takes over."""
-        limits = {kernel.most_rows for kernel in kernels() if (kernel.op, kernel.form) == (self.op, self.form)}
+        limits = {kernel.most_rows for kernel in kernels_of(self.op, self.form)}
         ends = [int(rows) for rows in limits if isfinite(rows) and rows < max(wanted)]
         sides = [(rows, rows + 1) for rows in ends if self.kernel(bench, rows) != self.kernel(bench, rows + 1)]
         return sorted({*wanted, *(rows for side in sides for rows in side)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from h2o_flexgen.checkpoints.checkpoint import open_checkpoint
 from h2o_flexgen.checkpoints.stored import StoredMatrix
+from h2o_flexgen.core.model_spec import MOST_HEAD_DIM
+from h2o_flexgen.evaluation.model_identity import folder_digest
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.models.rotary import Rope
 from h2o_flexgen.sampling.params import SamplingParams
+from tests import gguf_files
 from tests.gguf_files import ARCHITECTURES, FORMS, save_gguf
 from tests.refusals import one_line
 from tests.tiny import KINDS
@@ -237,6 +241,28 @@ def test_tensors_that_mean_something_else_are_refused(name: str, value: Any, wor
     file = edited(tmp_path, tensors={name: value})
     message = one_line(lambda: opened(file))
     assert name in message and word in message and "edited.gguf" in message
+
+
+def test_no_more_divisors_are_read_than_the_widest_head_has(tmp_path: Path) -> None:
+    wide = 2 * MOST_HEAD_DIM
+    sizes = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), wide)
+    values = {f"llama.{name}": size for name, size in sizes.items()}
+    file = edited(tmp_path, values, {"rope_freqs.weight": np.ones(wide // 2, dtype=np.float32)})
+    assert f"instead of {MOST_HEAD_DIM // 2} values" in one_line(lambda: load_config(str(file)))
+
+
+def test_a_part_that_has_metadata_alone_belongs_to_the_identity_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_files, "GGUFWriter", partial(GGUFWriter, small_first_shard=True))
+    digests = set()
+    for theta in (100.0, 200.0):
+        (tmp_path / f"{theta}").mkdir()
+        save_gguf("llama-mha", tmp_path / f"{theta}" / "m.gguf", tensors_per_part=100, num_hidden_layers=1, rope_theta=theta)
+        first = tmp_path / f"{theta}" / "m-00001-of-00002.gguf"
+        assert first not in open_checkpoint(first).files
+        digests.add(folder_digest(first))
+    assert len(digests) == 2
 
 
 def test_a_tensor_of_another_shape_or_none_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.checkpoints.quantisation import Quantisation, quantisation_of
+from h2o_flexgen.checkpoints.quantisation import KEYS, Quantisation, quantisation_of
 from h2o_flexgen.llm import LLM
 from tests.quantised import FORMS, awq_config, compressed_config, gptq_config, int4_config
 from tests.tiny import save_tiny
@@ -56,7 +56,6 @@ SPARSE = {**int4_config(128, True), "sparsity_config": {"format": "sparse-24-bit
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt' ('NVFP4')"),
         ({"quant_method": "hqq"}, "'hqq'"),
         ({"quant_method": ["awq"]}, "['awq']"),
-        ({"bits": 4}, "names no quant_method"),
         ({**awq_config(128), "version": "gemv"}, "awq in the form 'gemv'"),
         ({**awq_config(128), "bits": 8}, "awq in 8 bits"),
         ({**gptq_config(128), "bits": 8}, "gptq in 8 bits"),
@@ -67,6 +66,7 @@ SPARSE = {**int4_config(128, True), "sparsity_config": {"format": "sparse-24-bit
         (compressed_config("marlin-24"), "compressed-tensors in the form 'marlin-24'"),
         (INT8, "compressed-tensors in the form 'int-quantized'"),
         ({**INT8, "format": "pack-quantized"}, "compressed-tensors with weights of type 'int' in 8 bits"),
+        (compressed_config("pack-quantized", num_bits=[4]), "compressed-tensors with weights of type 'int' in [4] bits"),
         (ROTATED, "compressed-tensors with a transform_config"),
         (SPARSE, "compressed-tensors with sparsity ('sparse-24-bitmask')"),
     ],
@@ -95,6 +95,15 @@ def test_sizes_that_cannot_be_are_refused(stored: dict[str, Any], said: str) -> 
         of(**stored)
 
 
+def test_a_config_that_names_no_method_is_refused() -> None:
+    with pytest.raises(ValueError, match="quantization_config names no quant_method"):
+        of(bits=4)
+
+
+def test_names_of_forms_may_be_in_capitals() -> None:
+    assert of(**gptq_config(128, "GPTQ")) == of(**gptq_config(128, "gptq"))
+
+
 @pytest.mark.parametrize("stored", ["awq", 4, ["awq"]])
 def test_what_is_no_object_is_refused(stored: object) -> None:
     with pytest.raises(ValueError, match="which is no object"):
@@ -107,9 +116,10 @@ def test_groups_of_layers_that_say_nothing_leave_it_to_the_tensors(groups: objec
     assert found is not None and found.groups == ()
 
 
-def test_random_weights_are_not_quantised(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", KEYS)
+def test_random_weights_are_not_quantised(key: str, tmp_path: Path) -> None:
     save_tiny("llama-mha", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": awq_config(128)}))
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: awq_config(128)}))
     with pytest.raises(ValueError, match=r"the model is quantised \(awq\), and random weights are not"):
         LLM(str(tmp_path), dummy_weights=True, device="cpu")

@@ -22,13 +22,14 @@ from h2o_flexgen.checkpoints import importing as importing_module
 from h2o_flexgen.checkpoints import reading as reading_module
 from h2o_flexgen.checkpoints import stored_values as stored_values_module
 from h2o_flexgen.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from h2o_flexgen.checkpoints.derived import Damaged
 from h2o_flexgen.checkpoints.packed import PackedCheckpoint
 from h2o_flexgen.checkpoints.quantisation import folder_quantisation
 from h2o_flexgen.checkpoints.quantised import find_matrices
 from h2o_flexgen.checkpoints.safetensors_format import BITS, FLOATS, read_header
 from h2o_flexgen.checkpoints.stored import Located
 from h2o_flexgen.checkpoints.stored_values import stored_values
-from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.model_spec import MOST_WIDTH, ModelSpec
 from h2o_flexgen.kernels.operations import decode, encode
 from h2o_flexgen.models import create_model, load_config
 from h2o_flexgen.quant.codec import PLAIN, matrix_form
@@ -221,6 +222,21 @@ def test_a_copy_of_bin_files_may_be_quantised(tmp_path: Path) -> None:
             assert torch.equal(torch.cat(list(stored_values(checkpoint.matrices[name], 1))), expected)
 
 
+def test_numbers_of_groups_that_are_damaged_in_a_copy_are_no_fault_of_the_checkpoint(tmp_path: Path) -> None:
+    """The copy is then made again."""
+    saved("gptq-ordered", folder := tmp_path / "model")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    open_checkpoint(folder, tmp_path / "converted")
+    (copy,) = (tmp_path / "converted").glob("*/*.safetensors")
+    (groups,) = (one for one in read_header(copy) if one.name == f"{LAYER}.g_idx")
+    with copy.open("r+b") as file:
+        file.seek(groups.offset)
+        file.write(b"\xff")
+    with pytest.raises(Damaged):
+        open_checkpoint(folder, tmp_path / "converted")
+
+
 # -- names in a file ---------------------------------------------------------------------------------------------------------
 
 Tensors = dict[str, Tensor]
@@ -240,6 +256,13 @@ def put(end: str, value: Callable[[Tensor], Tensor]) -> Callable[[Tensors], obje
 def test_groups_that_were_never_filled_in_are_those_in_order(tmp_path: Path) -> None:
     made = saved("gptq", tmp_path / "model")
     rewritten(tmp_path / "model", put("g_idx", torch.zeros_like))
+    (values,) = stored_values(open_checkpoint(tmp_path / "model").matrices[f"{LAYER}.weight"], 1)
+    assert torch.equal(values, made.values[f"{LAYER}.weight"])
+
+
+def test_groups_of_compressed_tensors_that_were_never_filled_in_are_those_in_order(tmp_path: Path) -> None:
+    made = saved("compressed", tmp_path / "model")
+    rewritten(tmp_path / "model", lambda tensors: tensors.update({f"{LAYER}.weight_g_idx": torch.full((64,), -1).int()}))
     (values,) = stored_values(open_checkpoint(tmp_path / "model").matrices[f"{LAYER}.weight"], 1)
     assert torch.equal(values, made.values[f"{LAYER}.weight"])
 
@@ -277,11 +300,17 @@ def narrow(tensor: Tensor) -> Tensor:
     return tensor[:, :-1] if tensor.dim() > 1 else tensor[:-1]
 
 
+def fewer_outputs(tensors: Tensors, count: int) -> None:
+    for end, less in (("qweight", count), ("scales", count), ("qzeros", 1)):
+        put(end, lambda one, less=less: one[:, :-less])(tensors)  # type: ignore[misc]
+
+
 @pytest.mark.parametrize(
     ("form", "change", "said"),
     [
         ("awq", lambda tensors: tensors.pop(f"{LAYER}.scales"), "tensor model.layers.1.mlp.up_proj.scales is missing"),
         ("awq", put("qzeros", narrow), "qzeros .* has the shape"),
+        ("gptq", lambda tensors: fewer_outputs(tensors, 4), "scales .* has 156 outputs, whose zero points are no whole words"),
         ("awq", put("scales", lambda one: one.float()), "scales .* has the dtype float32 where bfloat16 or float16 is read"),
         ("awq", put("qweight", lambda one: torch.cat((one, one), 1)), "codes of 8 bits; those of 4 bits are read"),
         ("awq", put("qweight", lambda one: one[:, 0]), "has the shape .* where 2 sizes are to stand"),
@@ -306,6 +335,17 @@ def test_tensors_that_contradict_each_other_are_refused_by_name(
     with pytest.raises(ValueError, match=said) as caught:
         open_checkpoint(tmp_path / "model")
     assert "\n" not in str(caught.value)
+
+
+def test_more_inputs_than_a_model_has_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    """A file with holes is as long as anybody likes."""
+    saved("gptq", tmp_path)
+    tensors = {tensor.name: tensor for tensor in read_header(tmp_path / "model.safetensors")}
+    inputs = MOST_WIDTH + 32
+    shapes = {"qweight": (inputs // 8, 160), "scales": (inputs // 32, 160), "qzeros": (inputs // 32, 20), "g_idx": (inputs,)}
+    drawn = {f"{LAYER}.{end}": replace(tensors[f"{LAYER}.{end}"], shape=shape) for end, shape in shapes.items()}
+    with pytest.raises(ValueError, match=f"g_idx .* has {inputs} inputs, and {MOST_WIDTH} are the most"):
+        find_matrices(folder_quantisation(tmp_path), {**tensors, **drawn})
 
 
 def test_blocks_that_would_fit_otherwise_than_they_are_meant_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -14,6 +15,7 @@ from h2o_flexgen.kernels.table import CPU, INT8_PRODUCT, LIBRARIES, PRODUCT, Ker
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.quant.codec import PLAIN, matrix_form
+from tests.inverted import rows_of
 from tests.planning.worlds import tiny_spec
 
 BF16, OURS = "bfloat16", "ours"
@@ -34,7 +36,7 @@ KEPT = "activations and KV in bfloat16"
 
 @pytest.fixture(autouse=True)
 def pretended_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_table, "kernels", lambda: TABLE)
+    monkeypatch.setattr(kernels_table, "kernels_of", partial(rows_of, TABLE))
 
 
 def arithmetic(processor: Processor | None = OLD, dtype: str = "bfloat16", **options: object) -> Arithmetic:

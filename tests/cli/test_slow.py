@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -16,6 +17,7 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
 from tests.cli.test_arithmetic import TABLE
+from tests.inverted import rows_of
 from tests.planning.test_pricing import MACHINE
 from tests.planning.worlds import block_of, tiny_spec
 
@@ -24,7 +26,7 @@ BUILT = ("avx512vnni", "avx512", "avx2", "baseline")
 
 @pytest.fixture(autouse=True)
 def pretended_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels_table, "kernels", lambda: TABLE)
+    monkeypatch.setattr(kernels_table, "kernels_of", partial(rows_of, TABLE))
 
 
 def reasons(processor: Processor | None, libraries: tuple[str, ...] = BUILT, dtype: str = "bfloat16") -> list[str]:

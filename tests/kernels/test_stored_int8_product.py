@@ -50,7 +50,8 @@ def least_inputs(codec: Whole) -> int:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("codec", KINDS, ids=name_of)
 def test_c_and_torch_agree_for_any_number_of_rows(variant: str, codec: Whole) -> None:
-    for outputs, inputs in ((1, least_inputs(codec)), (35, 512), (66, 768 + least_inputs(codec) % 256)):
+    least = least_inputs(codec)
+    for outputs, inputs in ((1, least // 3), (1, least), (35, 512), (66, 768 + least % 256)):
         data, x = random_matrix(codec, outputs, inputs), x_of(max(ROWS), inputs)
         expected = stored_int8_product_twin(codec, Factor(x), data, outputs, None)
         with used(variant):

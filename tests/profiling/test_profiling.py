@@ -259,7 +259,7 @@ def test_where_another_kernel_takes_over_both_sides_are_measured(monkeypatch: py
     few = Kernel(PRODUCT, PLAIN, "few", most_rows=4)
     same = Kernel(PRODUCT, PLAIN, "few", most_rows=20, libraries=("of another processor",))
     table = (few, same, Kernel(PRODUCT, PLAIN, "many"))
-    monkeypatch.setattr(products, "kernels", lambda: table)
+    monkeypatch.setattr(products, "kernels_of", lambda *_: table)
     monkeypatch.setattr(products, "choose", lambda *asked: few if asked[4] <= 4 else table[-1])
     assert products.Curve(PRODUCT, PLAIN, "float32").rows(BENCH, (1, 8, 32)) == [1, 4, 5, 8, 32]
 
@@ -267,7 +267,7 @@ def test_where_another_kernel_takes_over_both_sides_are_measured(monkeypatch: py
 def test_a_kernel_with_a_price_of_its_own_begins_a_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first point is measured whatever it takes, for a machine is believed to have only kernels with a rate."""
     few, many = (Kernel(PRODUCT, "tiles4", "some", most_rows=8), Kernel(PRODUCT, "tiles4", "some", priced_as="other"))
-    monkeypatch.setattr(products, "kernels", lambda: (few, many))
+    monkeypatch.setattr(products, "kernels_of", lambda *_: (few, many))
     monkeypatch.setattr(products, "choose", lambda *asked: few if asked[4] <= 8 else many)
     points = products.Curve(PRODUCT, "tiles4", "float32").points(BENCH, TINY)
     assert [(one.figure, one.behind) for one in points] == [
