@@ -99,23 +99,54 @@ static ALWAYS_INLINE void prepare_codes(const stored_row *rows, long first, int 
         }
 }
 
-/* The scales and minima of a row, in the blocks of a stretch; zeros where it has ended. */
-static ALWAYS_INLINE void prepare_shares(const stored_row *row, long first, int form, block_kind kind, int output, uint8_t *out)
+#define MOST_SHARES 16 /* numbers of a stretch that one output has: 16 scales, or 8 scales and 8 minima */
+
+/* The scales and minima of an output, for each part of a stretch; zeros where the row has ended. */
+static ALWAYS_INLINE void shares_of_row(const stored_row *row, long first, int form, block_kind kind, float *to)
 {
     stored_shares shares;
     const long left = row->matrix->inputs - first, together = GROUP / kind.parts, step = together / sharing_inputs(form);
+    const int parts = GROUPS_OF_STRETCH * kind.parts;
     read_shares(row, first, form, &shares);
-    for (int at = 0; at < GROUPS_OF_STRETCH * kind.parts; at++) {
-        const int is_there = at * together < left;
-        const float scale = is_there ? shares.scales[at * step] : 0.0f;
-        uint8_t *block = out + at / kind.parts * bytes_of(kind) + 4 * output;
-        memcpy(block + shares_at(kind, 0, at % kind.parts), &scale, sizeof scale);
-        if (kind.minima) {
-            const float own = form == INT4 ? (float)-shares.zeros[at * step] * shares.scales[at * step] : shares.minima[at * step];
-            const float minimum = is_there ? own : 0.0f;
-            memcpy(block + shares_at(kind, 1, at % kind.parts), &minimum, sizeof minimum);
-        }
+    for (int at = 0; at < parts; at++)
+        to[at] = shares.scales[at * step];
+    if (kind.minima)
+        for (int at = 0; at < parts; at++)
+            to[MOST_SHARES / 2 + at] = form == INT4 ? (float)-shares.zeros[at * step] * to[at] : shares.minima[at * step];
+    for (long at = left / together; left < STRETCH && at < parts; at++) {
+        to[at] = 0.0f;
+        if (kind.minima)
+            to[MOST_SHARES / 2 + at] = 0.0f;
     }
+}
+
+/* Where one of these numbers belongs in the blocks of a stretch, or -1. */
+static ALWAYS_INLINE long place_of_share(block_kind kind, int number)
+{
+    const int is_minimum = kind.minima && number >= MOST_SHARES / 2, part = number - is_minimum * MOST_SHARES / 2;
+    if (part >= GROUPS_OF_STRETCH * kind.parts)
+        return -1;
+    return part / kind.parts * bytes_of(kind) + shares_at(kind, is_minimum, part % kind.parts);
+}
+
+/* The scales and minima of a tile and a stretch, turned round. */
+static ALWAYS_INLINE void prepare_shares(const stored_row *rows, long first, int form, block_kind kind, uint8_t *out)
+{
+    float shares[TILE][MOST_SHARES] __attribute__((aligned(LINE))) = {{0}};
+    for (int output = 0; output < TILE; output++)
+        shares_of_row(rows + output, first, form, kind, shares[output]);
+    for (int part = 0; part < PARTS; part++)
+        for (int number = 0; number < MOST_SHARES; number += LANES) {
+            words square[LANES];
+#pragma GCC unroll 16
+            for (int at = 0; at < LANES; at++)
+                square[at] = LOAD(words, shares[LANES * part + at] + number);
+            turn(square);
+#pragma GCC unroll 16
+            for (int at = 0; at < LANES; at++)
+                if (place_of_share(kind, number + at) >= 0)
+                    memcpy(out + place_of_share(kind, number + at) + 4 * LANES * part, square + at, sizeof *square);
+        }
 }
 
 /* Some groups of a tile, from the beginning of a stretch on; behind the last output it is repeated. */
@@ -131,8 +162,7 @@ static ALWAYS_INLINE void prepare_tile(const stored_matrix *matrix, int form, lo
         else
             prepare_codes(rows, (group + at) * GROUP, form, 0, out + at * bytes_of(kind));
     for (long at = 0; at < groups; at += GROUPS_OF_STRETCH)
-        for (int output = 0; output < TILE; output++)
-            prepare_shares(rows + output, (group + at) * GROUP, form, kind, output, out + at * bytes_of(kind));
+        prepare_shares(rows, (group + at) * GROUP, form, kind, out + at * bytes_of(kind));
 }
 
 typedef void (*prepare_action)(const stored_matrix *matrix, long tile, long group, long groups, uint8_t *out);

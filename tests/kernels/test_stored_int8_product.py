@@ -3,6 +3,8 @@ rows and threads, and near those of the values."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -75,3 +77,55 @@ def test_the_product_is_near_that_of_the_values(codec: Whole) -> None:
     exact = x @ values_of(codec, data, 40, inputs).T
     found = stored_int8_product_twin(codec, Factor(x), data, 40, None)
     assert (found - exact).norm() < 0.01 * exact.norm() and part_of(codec) in (16, 32, 64)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_extreme_codes_do_not_saturate(variant: str) -> None:
+    """All codes are the largest or the least and x has the largest magnitude: sums reach their limits."""
+    for codec in KINDS:
+        for byte, sign in itertools.product((0, 255), (1.0, -1.0)):
+            data, x = random_matrix(codec, 17, 256), torch.full((7, 256), sign)
+            codes = data.view(17, -1, codec.block_bytes)[..., -16:] if isinstance(codec, Blocked) else data[:, : 17 * 128]
+            codes.fill_(byte)
+            if codec.name == "q6_K":
+                data[:, :192], data[:, 208:] = byte, random_matrix(codec, 17, 256)[:, 208:]
+            with used(variant):
+                found = stored_int8_product(codec, Factor(x), data, 17, None)
+            assert same(found, stored_int8_product_twin(codec, Factor(x), data, 17, None)), codec
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(variant: str, wrong: float) -> None:
+    codec = KINDS[2]
+    data, x = random_matrix(codec, 20, 160), x_of(3, 160)
+    x[1, 159] = wrong
+    data[5, :2] = torch.tensor([wrong], dtype=torch.float16).view(torch.uint8)
+    with used(variant):
+        found = stored_int8_product(codec, Factor(x), data, 20, None)
+    assert same(found, stored_int8_product_twin(codec, Factor(x), data, 20, None))
+    assert not found[1].isfinite().any() and not found[:, 5].isfinite().any()
+    assert found[0, :5].isfinite().all() and found[2, 6:].isfinite().all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_threads_change_nothing(variant: str) -> None:
+    data, x, before = random_matrix(KINDS[2], 130, 320), x_of(9, 320), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            with used(variant):
+                found.append(stored_int8_product(KINDS[2], Factor(x), data, 130, None))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_rows_are_no_rows(variant: str) -> None:
+    with used(variant):
+        assert stored_int8_product(KINDS[2], Factor(torch.empty(0, 64)), random_matrix(KINDS[2], 8, 64), 8, None).shape == (
+            0,
+            8,
+        )

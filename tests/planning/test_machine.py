@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS
+from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, measured_as, measured_forms
 from h2o_flexgen.planning.machine import Machine
-from h2o_flexgen.quant.codec import PLAIN
+from h2o_flexgen.quant.codec import CODECS, PLAIN, ROW_FORMS
 from tests.inverted import Inverted, registered
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "machines"
@@ -72,6 +72,26 @@ def test_rounded_products_that_were_not_measured_cost_what_exact_ones_do() -> No
     assert [machine.product_rate(op, "tiles4", "float16", 256) for op in PRODUCT_OPS] == [2e12, 2e12]
     measured = replace(machine, packed_flops_per_s={**machine.packed_flops_per_s, "int8 tiles4": ((1, 3e12),)})
     assert [measured.product_rate(op, "tiles4", "float16", 256) for op in PRODUCT_OPS] == [2e12, 3e12]
+
+
+def test_forms_of_checkpoints_are_priced_as_the_one_of_their_family_that_was_measured() -> None:
+    curves = {"q4_K": ((1, 1e12),), "int8 q4_K": ((1, 2e12),), "q6_K": ((1, 3e12),), "fp8-128x128-float32": ((1, 4e12),)}
+    machine = replace(SMALL, device="cpu", packed_flops_per_s=curves, decoded_values_per_s={"q4_K": 5e9, "q6_K": 6e9})
+    for form in ("q4_0", "q4_1", "mxfp4", "fp4-32", "int4-128-float16-zeros-ordered"):
+        assert [machine.product_rate(op, form, "float32", 9) for op in PRODUCT_OPS] == [1e12, 2e12]
+        assert machine.decoding_rate(form, 2.0) == 5e9
+    for form in ("q5_0", "q5_K"):
+        assert [machine.product_rate(op, form, "float32", 9) for op in PRODUCT_OPS] == [3e12, 3e12]
+        assert machine.decoding_rate(form, 2.0) == 6e9
+    assert [machine.product_rate(op, "fp8-1x32-e8m0", "float32", 9) for op in PRODUCT_OPS] == [4e12, 4e12]
+    assert machine.packed_product(PRODUCT, "q8_0", "float32", 9) is None
+
+
+def test_a_profile_does_not_grow_with_the_number_of_forms() -> None:
+    """Machines are asked for the rates of those that stand for others, and know no others."""
+    assert set(measured_forms()) == {measured_as(form) for form in CODECS} - {PLAIN, *ROW_FORMS}
+    with pytest.raises(ValueError, match="unknown key in packed_flops_per_s 'q4_0'"):
+        Machine.create({**SMALL.as_plain(), "packed_flops_per_s": {"q4_0": [[1, 1e12]]}})
 
 
 def test_of_two_measurements_the_faster_rates_count() -> None:
