@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -105,6 +106,7 @@ class Ceiling:
 
 def main() -> int:
     args = parse(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that systems under way are ended too
     result = document(args, measured(args))
     print_table(result)
     if args.output:

@@ -39,7 +39,7 @@ from benchmarks.peaks import Peaks
 from h2o_flexgen.core.files import write_text
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
-from h2o_flexgen.kernels.operations import encode, plain_product
+from h2o_flexgen.kernels.operations import chosen, encode, plain_product
 from h2o_flexgen.kernels.table import INT8, PRODUCTS
 from h2o_flexgen.memory.device import open_device
 from h2o_flexgen.profiling.measure import describe_machine, memory_read_rate
@@ -48,6 +48,8 @@ from h2o_flexgen.quant.codec import CODECS, TILED
 ROWS = (1, 8, 32, 128, 512)
 SHAPE = (5632, 2048)  # outputs and inputs of TinyLlama's widest matrix
 BEYOND_CACHES = 192 << 20  # bytes of all matrices of one form
+STORED = ("q4_0", "q4_1", "q4_K", "q5_K", "q6_K", "q8_0", "mxfp4", "fp8-128x128-float32", "int4-128-float16-zeros")
+SOUND_BYTES = 60  # random bytes below it are small, finite numbers in every form and every type of its scales
 WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 ARITHMETIC = {torch.float32: "fp32", torch.bfloat16: "exact"}  # the property of Peaks that bounds exact products of a type
 Product = Callable[[Tensor], object]
@@ -179,6 +181,13 @@ def forms_of(shape: tuple[int, int], nbytes: int) -> Iterator[Form]:
             arithmetic = "integer" if compute == INT8 else ARITHMETIC[bf16]
             products = [partial(as_it_lies, replace(one, product=op)) for one in packed]
             yield Form(f"{codec.bits} bits, {compute}", bf16, packed[0].data.nbytes, arithmetic, products)
+    for form in STORED:
+        stored = stored_matrices(form, shape, bf16, nbytes)
+        for compute, op in PRODUCTS.items():
+            if chosen(op, form, torch.empty(0, dtype=bf16)):
+                arithmetic = "integer" if compute == INT8 else ARITHMETIC[bf16]
+                products = [partial(as_it_lies, replace(one, product=op)) for one in stored]
+                yield Form(f"{form}, {compute}", bf16, stored[0].data.nbytes, arithmetic, products)
     for dtype, matrices in plain.items():
         products = [partial(functional.linear, weight=one) for one in matrices]
         yield Form(f"torch, {WORDS[dtype]}", dtype, matrices[0].nbytes, ARITHMETIC[dtype], products)
@@ -207,6 +216,15 @@ def packed_matrices(codec: str, shape: tuple[int, int], dtype: torch.dtype, nbyt
         encode(codec, torch.randn(shape).mul_(0.02), data)
         matrices.append(PackedMatrix(data, codec, shape[0], room))
     return matrices
+
+
+def stored_matrices(codec: str, shape: tuple[int, int], dtype: torch.dtype, nbytes: int) -> list[PackedMatrix]:
+    """Matrices in a checkpoint's own form, which nothing here encodes."""
+    form, room = CODECS[codec], DecodeBuffer(torch.empty(shape, dtype=dtype))
+    matrix_bytes, units = form.nbytes(shape, dtype.itemsize), max(1, shape[0] // form.rows_together)
+    count = max(2, -(-nbytes // matrix_bytes))
+    data = torch.randint(SOUND_BYTES, (count, units, matrix_bytes // units), dtype=torch.uint8)
+    return [PackedMatrix(one, codec, shape[0], room) for one in data]
 
 
 # -- how ---------------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from h2o_flexgen.cli.watch import Watch
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.engine.stats import Stats
 from h2o_flexgen.engine.threads import get_num_threads
-from h2o_flexgen.kernels.table import PRODUCTS
 from h2o_flexgen.memory.host import peak_resident_bytes
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.block_plan import BlockPlans
@@ -39,7 +38,6 @@ from h2o_flexgen.planning.cost import by_lane, predicted_bytes
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.predict import BlockPrediction
 from h2o_flexgen.profiling.measure import Needs, describe_machine, measure, room_to_measure
-from h2o_flexgen.quant.codec import matrix_form
 from h2o_flexgen.sampling.output import Completion
 from h2o_flexgen.schedule.ops import COMPUTE_LANE, Op
 from h2o_flexgen.schedule.trace import Trace
@@ -172,15 +170,15 @@ class Outcome:
         """Measures the machine after the run, in memory that was given back. If this fails, the run is reported all the
         same."""
         llm = self.job.llm
-        files = llm.weight_files
+        files, usual = llm.weight_files, llm.spec.usual_matrix
         llm.unload()
         try:
             needs = Needs(
                 dtype=llm.spec.dtype,
-                weight_shape=(llm.spec.ffn, llm.spec.width),
+                weight_shape=usual.shape[-2:],
                 rows=tuple(self.watch.flops),
-                form=matrix_form(llm.plan.weight_codec),
-                product=PRODUCTS[llm.plan.compute],
+                form=llm.spec.usual_matrix.codec,
+                product=llm.spec.product,
                 read_files=files,
                 offload_folder=llm.offload_folder,
                 offload_bytes=self._offloaded_bytes(),
@@ -209,8 +207,8 @@ class Outcome:
 
     def _compute_bound(self, machine: Machine) -> float:
         """The seconds that the run's flops take at the rates of its products. These depend on their rows."""
-        plan, dtype = self.job.llm.plan, self.job.llm.spec.dtype
-        rate = partial(machine.product_rate, PRODUCTS[plan.compute], matrix_form(plan.weight_codec), dtype)
+        spec = self.job.llm.spec
+        rate = partial(machine.product_rate, spec.product, spec.usual_matrix.codec, spec.dtype)
         return sum(done / rate(rows) for rows, done in self.watch.flops.items())
 
     def _offloaded_bytes(self) -> int:

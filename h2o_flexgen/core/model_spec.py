@@ -217,6 +217,16 @@ class ModelSpec:
 
         return cut(1), cut(2)
 
+    @cached_property
+    def usual_matrix(self) -> TensorSpec:
+        """A matrix like most of those that it multiplies: in shape and in how it is written, by their values."""
+        values, found = Counter[tuple[str, tuple[int, ...]]](), dict[tuple[str, tuple[int, ...]], TensorSpec]()
+        for matrix in (matrix for layer in self.layers for matrix in layer.matrices):
+            kind = matrix.codec, matrix.shape[-2:]
+            values[kind] += matrix.numel
+            found[kind] = matrix
+        return found[values.most_common(1)[0][0]]
+
     @property
     def weight_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())

@@ -22,6 +22,7 @@ from h2o_flexgen.kernels.rotate import rotate_twin
 from h2o_flexgen.kernels.shared_attention import shared_attention, shared_attention_twin
 from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_decode_twin, stored_decode
 from h2o_flexgen.kernels.stored_dots import stored_dots
+from h2o_flexgen.kernels.stored_int8_product import stored_int8_product, stored_int8_product_twin
 from h2o_flexgen.kernels.stored_pairs import stored_pairs
 from h2o_flexgen.kernels.stored_product import stored_product
 from h2o_flexgen.kernels.table import TRITON, Kernel
@@ -47,6 +48,7 @@ FUNCTIONS: Mapping[str, Function] = {
         *(int8_product, int8_product_twin, tile_product, wide_product, wide_product_twin, pair_product),
         *(tile_encode, tile_encode_twin, tile_decode, tile_decode_twin, tile_decode_rows, tile_decode_rows_twin),
         *(stored_decode, blocked_decode_twin, sectioned_decode_twin, stored_dots, stored_pairs, stored_product),
+        *(stored_int8_product, stored_int8_product_twin),
         *(decode_attention, decode_attention_twin, prompt_attention, prompt_attention_twin),
         *(shared_attention, shared_attention_twin),
         *(rotate_twin, append_twin, evict, evict_twin, rms_norm_twin),

@@ -151,16 +151,16 @@ static ALWAYS_INLINE void multiply(const product *p, const uint8_t *blocks, long
             block[tile] = blocks + (tile * GROUPS_AT_ONCE + group) * bytes_of(kind);
 #pragma GCC unroll 4
         for (int part = 0; part < kind.parts; part++) {
-            integers dots[MOST_ROWS][REGISTERS] = {0};
+            integers dots[MOST_ROWS][REGISTERS];
             int32_t wholes[MOST_ROWS];
 #pragma GCC unroll 8
             for (int next = 0; next < rows; next++)
                 wholes[next] = p->wholes[(at_group + next * p->of.groups) * kind.parts + part];
 #pragma GCC unroll 8
-            for (int next = 0; next < rows && !kind.minima; next++)
+            for (int next = 0; next < rows; next++)
 #pragma GCC unroll 8
                 for (int at = 0; at < REGISTERS; at++)
-                    dots[next][at] = -zero * wholes[next] - (integers){0};
+                    dots[next][at] = (kind.minima ? 0 : -zero * wholes[next]) - (integers){0};
             add_dots(block, p->of.codes + at_group * GROUP, x_row, rows, dwords * part, dwords, kind.bits, 1, dots);
 #pragma GCC unroll 8
             for (int at = 0; at < REGISTERS; at++) {

@@ -1,5 +1,5 @@
-"""The product of rows of int8 and a transposed matrix in a checkpoint's own form, if that is one of whole numbers. C and torch give
-the same bits, and what becomes of a row depends on nothing but the row and the matrix: stored_int8_product.c says how."""
+"""The product of rows of int8 and a transposed matrix in a checkpoint's own form, if that is one of whole numbers. C and torch
+give the same bits, and what becomes of a row depends on nothing but the row and the matrix: stored_int8_product.c says how."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def stored_int8_product(codec: Whole, x: Factor, data: Tensor, outputs: int, bia
     order = order_of(codec, data, outputs, inputs)
     made = x.made(int8_parts(part)) if order is None else int8_parts(part)(x.values[..., order])
     out = torch.empty(*x.values.shape[:-1], outputs, dtype=x.values.dtype)
-    factors = Factors.of(made.rows, None if bias is None else (added := bias.float().contiguous()), out)
-    given = _Product(factors, pointer(made.wholes), StoredMatrix.of(codec, data, outputs, inputs), form_of(codec))
+    added = None if bias is None else bias.float().contiguous()
+    given = _Product(
+        Factors.of(made.rows, added, out), pointer(made.wholes), StoredMatrix.of(codec, data, outputs, inputs), form_of(codec)
+    )
     native_library().stored_int8_product(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
     return out
 

@@ -12,8 +12,9 @@ from functools import cache
 from math import inf
 
 from h2o_flexgen.kernels.sizes import DTYPES, shared
-from h2o_flexgen.quant.blocked import BLOCKED
-from h2o_flexgen.quant.codec import GROUPED, PLAIN, SECTIONED, TILED
+from h2o_flexgen.quant.blocked import BLOCKED, Blocked
+from h2o_flexgen.quant.codec import CODECS, GROUPED, MATRIX_FORMS, PLAIN, SECTIONED, STORED, TILED
+from h2o_flexgen.quant.sectioned import Fp8, Sectioned
 
 ENCODE, DECODE, DECODE_ROWS = "encode", "decode", "decode rows"
 PRODUCT, INT8_PRODUCT = "product", "int8 product"  # the second one rounds its factor to 8 bits
@@ -39,6 +40,9 @@ ROWS_OF_DOTS = 16  # up to here dot products of stored forms were measured to be
 ROWS_BEFORE_PAIRS = 8  # and up to here than panels of pairs of bfloat16
 ROWS_OF_TILES = 8  # up to here a GPU is done with products on packed bytes before values could be written and read (arithmetic)
 ROWS_OF_TORCH = 1  # up to here torch reads float32 and bfloat16 faster than panels do: its products of one row are special
+WIDE_SIDE = 4096  # of a matrix beside whose values all else that a form stores is small
+MEASURED_BY_BITS = {5.0: "q4_K", 7.0: "q6_K", inf: "q8_0"}  # forms of checkpoints that a profile measures: up to so many bits
+FP8_MEASURED = "fp8-128x128-float32"
 WIDTH_OF_TILES = 256  # values of a head up to which kernels for GPUs find room for tiles of slots
 ROWS_OF_PAIRS = 32  # up to here products with pairs of bfloat16 were measured to be faster than torch's
 
@@ -65,7 +69,7 @@ class Kernel:
     @property
     def price(self) -> str:
         """The name of its rate in a profile, among those of its operation. Plain values are priced by their dtype instead."""
-        return self.priced_as or self.form
+        return self.priced_as or measured_as(self.form)
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,11 @@ def choose(op: str, form: str, dtype: str, runs: Callable[[Kernel], bool], rows:
     return None
 
 
+def measured_forms() -> tuple[str, ...]:
+    """The forms of matrices that a profile measures."""
+    return *MATRIX_FORMS, *MEASURED_BY_BITS.values(), FP8_MEASURED
+
+
 def rounds(form: str) -> bool:
     """Whether products with this form can do without exactness: their factor is rounded to 8 bits."""
     return any(kernel.within == INT8 for kernel in kernels() if kernel.op == INT8_PRODUCT and kernel.form == form)
@@ -102,6 +111,17 @@ def rounds(form: str) -> bool:
 def prices(*ops: str) -> tuple[str, ...]:
     """The names of the rates that packed forms can have in a profile."""
     return tuple(dict.fromkeys(kernel.price for kernel in kernels() if kernel.op in ops and kernel.form != PLAIN))
+
+
+@cache
+def measured_as(form: str) -> str:
+    """The form that a profile measures for this one. There are many forms of checkpoints, and what decoding and products of one
+    take depends on little but its bits, so that one of each family stands for all."""
+    codec = CODECS[form]
+    if codec not in STORED:
+        return form
+    bits = 8 * codec.nbytes((WIDE_SIDE, WIDE_SIDE), 0) / WIDE_SIDE**2
+    return FP8_MEASURED if isinstance(codec, Fp8) else next(name for most, name in MEASURED_BY_BITS.items() if bits <= most)
 
 
 def _of_groups(form: str) -> Iterator[Kernel]:
@@ -127,6 +147,14 @@ def _of_tiles(form: str) -> Iterator[Kernel]:
     yield Kernel(INT8_PRODUCT, form, "int8_product", CPU, LIBRARIES, DTYPES, priced_as=f"int8 {form}", within=INT8)
     yield Kernel(INT8_PRODUCT, form, "int8_product", CUDA, (TRITON,), DTYPES, priced_as=f"int8 {form}", within=INT8)
     yield Kernel(INT8_PRODUCT, form, "int8_product_twin", priced_as=f"int8 {form}", within=INT8)
+
+
+def _rounded_products(codec: Blocked | Sectioned) -> Iterator[Kernel]:
+    """Products of a form of checkpoints with rows of 8 bits, if its codes are whole numbers."""
+    if not isinstance(codec, Fp8):
+        price = f"int8 {measured_as(codec.name)}"
+        yield Kernel(INT8_PRODUCT, codec.name, "stored_int8_product", CPU, LIBRARIES, DTYPES, priced_as=price, within=INT8)
+        yield Kernel(INT8_PRODUCT, codec.name, "stored_int8_product_twin", priced_as=price, within=INT8)
 
 
 def _of_stored(form: str, family: str) -> Iterator[Kernel]:
@@ -187,4 +215,5 @@ def kernels() -> tuple[Kernel, ...]:
         *(kernel for codec in TILED for kernel in _of_tiles(codec.name)),
         *(kernel for codec in BLOCKED for kernel in _of_stored(codec.name, "blocked")),
         *(kernel for codec in SECTIONED for kernel in _of_stored(codec.name, "sectioned")),
+        *(kernel for codec in (*BLOCKED, *SECTIONED) for kernel in _rounded_products(codec)),
     )

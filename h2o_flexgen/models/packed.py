@@ -47,7 +47,7 @@ class PackedCheckpoint:
         self._folder = DerivedFolder.of(checkpoint.place, checkpoint.origins, PACKED, purpose, asked, cache_dir)
 
     def _asked(self, tensor: TensorSpec) -> tuple[object, ...]:
-        """Not the form, but what people choose: a copy of an older form has this name too."""
+        """What a copy depends on. It is not the form of a codec: a copy of an older form has the same name."""
         stored = self._checkpoint.located(tensor)
         origin = stored.description if isinstance(stored, StoredMatrix) else ()
         return tensor.name, tensor.shape, chosen_codec(tensor.codec), *origin

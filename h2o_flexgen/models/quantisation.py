@@ -58,7 +58,7 @@ def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
 
 
 def folder_quantisation(folder: Path) -> Quantisation | None:
-    """That of the checkpoint in a folder; None also where no config lies beside the weights."""
+    """Reads the config beside the weights; None also where there is none."""
     file = folder / "config.json"
     return quantisation_of(read_object(file, AGAIN)) if file.is_file() else None
 

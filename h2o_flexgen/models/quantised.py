@@ -196,7 +196,7 @@ def _fp8(parts: _Parts) -> StoredMatrix | None:
     if weight.dtype in BYTES and len(weight.shape) == 2:
         return _fp4(parts, weight, *SCALES_OF_FP8)
     scales = next(filter(None, map(parts.get, SCALES_OF_FP8)), None) if weight.dtype == E4M3 else None
-    if scales is None or len(weight.shape) != 2:
+    if scales is None or len(weight.shape) != 2 or not all(weight.shape):
         return None
     parts.used.add(weight.name)
     scale = SCALE_TYPES.get(scales.dtype)

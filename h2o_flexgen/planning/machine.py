@@ -22,8 +22,8 @@ from h2o_flexgen.core.hints import shown
 from h2o_flexgen.core.model_spec import ATTENTION_VISIT, DTYPE_BYTES, MLP_VISIT
 from h2o_flexgen.core.numbers import decimal_number
 from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, prices
-from h2o_flexgen.quant.codec import MATRIX_FORMS, PLAIN, ROW_FORMS
+from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, measured_as, measured_forms, prices
+from h2o_flexgen.quant.codec import PLAIN, ROW_FORMS
 from h2o_flexgen.schedule.ops import LOAD, READ, STORE, WRITE
 
 DEVICES = ("cpu", "cuda")
@@ -101,12 +101,12 @@ class Machine:
         return self.flop_rate(dtype, rows) if kernel is None else at_rows(self.packed_flops_per_s[kernel.price], rows)
 
     def decoding_rate(self, codec: str, value_bytes: float) -> float:
-        """Packed weights decoded per second. A codec that was not measured is as slow as the slowest that was. If none was, a
-        value takes as long as attention takes to read `value_bytes`, the bytes read and written per value, in the memory that
-        is computed in."""
+        """Packed weights decoded per second: a form of checkpoints as the one that is measured for it. A codec that was not
+        measured is as slow as the slowest that was. If none was, a value takes as long as attention takes to read
+        `value_bytes`, the bytes read and written per value, in the memory that is computed in."""
         tier, measured = DEVICE if self.has_accelerator else HOST, self.decoded_values_per_s
         in_memory = self.attention_bytes_per_s.get(tier, self.host_copy_per_s) / value_bytes
-        return measured.get(codec) or min(measured.values(), default=in_memory)
+        return measured.get(measured_as(codec)) or min(measured.values(), default=in_memory)
 
     def unpacking_rate(self, codec: str, value_bytes: float) -> float:
         """Packed KV decoded per second for attention. If neither this nor its attention was measured, it is as for weights; if
@@ -381,7 +381,7 @@ _READERS: Mapping[str, Any] = {
     "task_seconds": _seconds,
     "disk_both": _both,
     "packed_flops_per_s": _packed_curves,
-    "decoded_values_per_s": _packed_rates(*MATRIX_FORMS),
+    "decoded_values_per_s": _packed_rates(*measured_forms()),
     "attention_flops_per_s": _rates_of(*DTYPE_BYTES, *ROW_FORMS),
     "unpacked_values_per_s": _packed_rates(*ROW_FORMS),
     "head_seconds": _seconds,

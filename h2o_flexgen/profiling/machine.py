@@ -13,7 +13,7 @@ import torch
 from h2o_flexgen.core.model_spec import DTYPE_BYTES
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.kernels.table import PRODUCT_OPS, prices
+from h2o_flexgen.kernels.table import PRODUCT_OPS, measured_forms, prices
 from h2o_flexgen.memory.device import Device, DeviceTier
 from h2o_flexgen.memory.host import HostTier, available_bytes, give_back_freed
 from h2o_flexgen.memory.memories import Memories
@@ -25,7 +25,7 @@ from h2o_flexgen.profiling.pool import Pool
 from h2o_flexgen.profiling.rounds import Taken, measured, missing
 from h2o_flexgen.profiling.sizes import FULL, Sizes
 from h2o_flexgen.profiling.subject import Bench, Clock, OnSubject, Subject, Watch
-from h2o_flexgen.quant.codec import MATRIX_FORMS, ROW_FORMS
+from h2o_flexgen.quant.codec import ROW_FORMS
 
 SHARE_OF_MEMORY = 2  # at most half of the free memory is used
 SHARE_OF_DEVICE = 4  # a device's allocator also keeps what was freed, up to three times as much
@@ -142,7 +142,7 @@ def _machine(
         kv_write_per_s=figures["kv_write_per_s"],
         host_read_per_s=figures[moving.SUM],
         packed_flops_per_s=_curves(figures, products.PACKED_PRODUCTS, prices(*PRODUCT_OPS)),
-        decoded_values_per_s=_rates(figures, products.DECODING, MATRIX_FORMS),
+        decoded_values_per_s=_rates(figures, products.DECODING, measured_forms()),
         attention_flops_per_s=_rates(figures, attention.COMPUTING, (*DTYPE_BYTES, *ROW_FORMS)),
         unpacked_values_per_s=_rates(figures, attention.UNPACKING, ROW_FORMS),
         head_seconds=figures[attention.HEAD],

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 
@@ -33,7 +33,9 @@ from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.machine import Curve, Machine
 from h2o_flexgen.profiling.multiplied import multiplied
-from h2o_flexgen.quant.codec import CODECS, PLAIN
+from h2o_flexgen.profiling.pool import sound_bytes
+from h2o_flexgen.quant.codec import CODECS, PLAIN, STORED
+from h2o_flexgen.quant.sectioned import Int4
 
 SECONDS = 0.25  # for one rate
 READ_BYTES_AT_ONCE = 8 * CHUNK_BYTES
@@ -207,7 +209,8 @@ class Products:
             fitting = max(1, min(rows, most_rows))
             by_price[self._price(rows) and self._price(fitting)].add(fitting)
         most = max(2, POINTS_AT_MOST // len(by_price))
-        curves = {price: self._curve(self.needs.form if price else PLAIN, few(rows, most)) for price, rows in by_price.items()}
+        form = in_order(self.needs.form)
+        curves = {price: self._curve(form if price else PLAIN, few(rows, most)) for price, rows in by_price.items()}
         plain = curves.pop(DECODED, None)
         return ({} if plain is None else {self.needs.dtype: plain}), curves
 
@@ -236,9 +239,9 @@ class Products:
 
     def _matrices(self, form: str) -> list[Tensor]:
         """The bytes of each."""
-        values = torch.empty(self._shape, dtype=self._dtype, device=self.device.torch_device).uniform_(-0.5, 0.5)
-        one = values.new_empty(CODECS[form].nbytes(self._shape, values.itemsize), dtype=torch.uint8)
-        encode(form, values, one)
+        one = sound_bytes(CODECS[form].nbytes(self._shape, self._dtype.itemsize)).to(self.device.torch_device)
+        if CODECS[form] not in STORED:
+            encode(form, torch.empty(self._shape, dtype=self._dtype, device=one.device).uniform_(-0.5, 0.5), one)
         count = max(1, min(2 * self._quarter, WEIGHT_BYTES_AT_LEAST) // one.nbytes)
         return [one, *(one.clone() for _ in range(count - 1))]
 
@@ -261,6 +264,12 @@ class Products:
     @property
     def _most_rows(self) -> int:
         return min(ROWS_AT_MOST, self._quarter // (sum(self._shape) * self._dtype.itemsize))
+
+
+def in_order(form: str) -> str:
+    """The same form with columns in the order of the inputs: random bytes are no order, and it takes next to no time."""
+    codec = CODECS[form]
+    return replace(codec, ordered=False).name if isinstance(codec, Int4) and codec.ordered else form
 
 
 def few(rows: Iterable[int], most: int) -> list[int]:

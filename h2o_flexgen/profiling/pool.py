@@ -29,7 +29,7 @@ class Pool:
     def filled(cls, memory: HostTier | DeviceTier, nbytes: int, budget: Budget) -> Pool:
         """As many bytes as can be filled in the budget, `nbytes` at most."""
         data, done = memory.alloc(nbytes)[:nbytes], min(nbytes, LEAST_BYTES)
-        data[:done].copy_(_sound_bytes(done))
+        data[:done].copy_(sound_bytes(done))
         while done < nbytes:
             before, step = budget.left, min(done, nbytes - done)
             data[done : done + step].copy_(data[:step])
@@ -57,9 +57,10 @@ class Pool:
         return self.data[:half], self.data[half : 2 * half]
 
 
-def _sound_bytes(nbytes: int) -> Tensor:
+def sound_bytes(nbytes: int) -> Tensor:
     """Random values in bfloat16. Two neighbours are a value in float32 whose size is that of the second, and in float16 they
     are values about 1."""
-    sizes = torch.rand(nbytes // 2).mul_(LARGEST - SMALLEST).add_(SMALLEST)
-    signs = torch.randint(0, 2, (nbytes // 2,)).mul_(2).sub_(1)
-    return (sizes * signs).to(torch.bfloat16).view(torch.uint8)
+    count = -(-nbytes // 2)
+    sizes = torch.rand(count).mul_(LARGEST - SMALLEST).add_(SMALLEST)
+    signs = torch.randint(0, 2, (count,)).mul_(2).sub_(1)
+    return (sizes * signs).to(torch.bfloat16).view(torch.uint8)[:nbytes]

@@ -15,14 +15,15 @@ from torch import Tensor
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import decode
-from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, kernels
+from h2o_flexgen.kernels.table import PRODUCT, PRODUCT_OPS, Kernel, choose, kernels, measured_forms, rounds
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models.base import Given, Model, Rotation, computed
 from h2o_flexgen.profiling.multiplied import in_units, multiplied
 from h2o_flexgen.profiling.sizes import Sizes
 from h2o_flexgen.profiling.small_models import small_llama, small_opt
 from h2o_flexgen.profiling.subject import Bench, Figures, Subject
-from h2o_flexgen.quant.codec import CODECS, MATRIX_FORMS, PLAIN
+from h2o_flexgen.quant.blocked import LARGE
+from h2o_flexgen.quant.codec import CODECS, PLAIN, STORED
 
 PRODUCTS, PACKED_PRODUCTS, DECODING, VALUES = "products", "packed products", "decoding", "values"
 VALUES_AT_FIRST = 16  # how many times fewer rows of values are tried first
@@ -51,10 +52,10 @@ class Curve:
     def points(self, bench: Bench, sizes: Sizes) -> list[Subject]:
         """Each behind the one before it, if that has the same price."""
         found, last = list[Subject](), dict[str, str]()
-        for rows in self.rows(bench, sizes.rows):
+        for rows in self.rows(bench, wanted_rows(self.form, sizes)):
             if (kernel := self.kernel(bench, rows)) is not None:
                 price = self._price(kernel)
-                found.append(self._point(bench, price, rows, sizes.side, last.get(price, "")))
+                found.append(self._point(bench, price, rows, side_of(self.form, sizes), last.get(price, "")))
                 last[price] = found[-1].title
         return found
 
@@ -82,21 +83,37 @@ class Curve:
         return {figure: 2.0 * rows * side * side / seconds}
 
 
+def wanted_rows(form: str, sizes: Sizes) -> tuple[int, ...]:
+    """The numbers of rows that a form is measured with: fewer of forms of checkpoints, of which there are more."""
+    return sizes.rows[::2] if CODECS[form] in STORED else sizes.rows
+
+
+def side_of(form: str, sizes: Sizes) -> int:
+    """The side of a matrix: a whole block of a checkpoint's form at least."""
+    return max(sizes.side, LARGE) if CODECS[form] in STORED else sizes.side
+
+
 def curves(bench: Bench, dtypes: Iterable[str], dtype: str, sizes: Sizes) -> list[Subject]:
     """Products with plain weights of these types, and with packed ones if a kernel takes them as they are. Few rows come first,
     so that what is left of the time is for the many."""
     plain = [Curve(PRODUCT, PLAIN, each) for each in dtypes]
-    packed = [Curve(op, form, dtype) for form, op in product(MATRIX_FORMS, PRODUCT_OPS)]
+    pairs = product(measured_forms(), PRODUCT_OPS)
+    packed = [Curve(op, form, dtype) for form, op in pairs if op == PRODUCT or rounds(form)]
     subjects = [subject for curve in (*plain, *packed) for subject in curve.points(bench, sizes)]
     return sorted(subjects, key=lambda subject: subject.sizes)
 
 
 def decoding(bench: Bench, dtype: str, sizes: Sizes) -> list[Subject]:
     """Decoding of every form of matrices."""
-    return [
-        Subject(f"decoding {form}", partial(_decoding, bench, dtype, form), (max(1, sizes.side // 8), sizes.side))
-        for form in MATRIX_FORMS
-    ]
+    forms = measured_forms()
+    return [Subject(f"decoding {form}", partial(_decoding, bench, dtype, form), _sides(form, sizes)) for form in forms]
+
+
+def _sides(form: str, sizes: Sizes) -> tuple[int, ...]:
+    """The side that is tried first, and the whole one."""
+    whole = side_of(form, sizes)
+    first = max(LARGE if CODECS[form] in STORED else 1, whole // 8)
+    return tuple(dict.fromkeys((first, whole)))
 
 
 def _decoding(bench: Bench, dtype: str, form: str, side: int) -> Figures:

@@ -5,6 +5,7 @@ llama.cpp's programs are stood in for by scripts, and answers about tokens per s
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,7 @@ def test_every_number_of_rows_is_a_line_that_a_document_takes(
 ) -> None:
     told: list[Request] = []
     monkeypatch.setattr(Launcher, "run", lambda self, request, loads_within_cap: told.append(request) or ANSWER)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["checkpoints.py", *asked, "--repeats", "2", "--output", str(tmp_path / "results")])
     assert checkpoints.main() == 0
     assert [request.rows for request in told] == [1, 4, 1, 4] and {request.host_bytes for request in told} == {1 << 30}

@@ -9,56 +9,21 @@ from torch import Tensor
 
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.stored_int8_product import Whole, part_of, stored_int8_product, stored_int8_product_twin
-from h2o_flexgen.kernels.stored_parts import blocked_parts, sectioned_parts, sections_of
+from h2o_flexgen.kernels.stored_parts import blocked_parts, sectioned_parts
 from h2o_flexgen.quant.blocked import BLOCKED, Blocked
 from h2o_flexgen.quant.codec import FP4, INT4
 from h2o_flexgen.quant.sectioned import Int4
+from tests.kernels.stored import random_matrix
 from tests.kernels.variants import VARIANTS, used
 
 FORMS: tuple[Whole, ...] = (*BLOCKED, *FP4, *INT4)
 # one of each kind of loop, with every number of rows; the others are held to the twin with some
 KINDS = [Int4(64, "float16", False, False), Int4(128, "bfloat16", True, True), *BLOCKED]
-HALVES = {
-    "q4_1": (0, 2),
-    "q5_1": (0, 2),
-    "q4_K": (0, 2),
-    "q5_K": (0, 2),
-    "q6_K": (208,),
-    "mxfp4": (),
-}  # of a block; others: (0,)
 ROWS = (*range(1, 8), 13, 64, 258)
 
 
 def name_of(codec: Whole) -> str:
     return codec.name
-
-
-def stored(codec: Whole, outputs: int, inputs: int) -> Tensor:
-    """Random bytes, with scales and minima of sound sizes."""
-    draw = torch.Generator().manual_seed(outputs + inputs)
-    if isinstance(codec, Blocked):
-        data = torch.randint(0, 256, (outputs, inputs // codec.values, codec.block_bytes), generator=draw, dtype=torch.uint8)
-        for at in HALVES.get(codec.name, (0,)):
-            data[..., at : at + 2] = _halves(data.shape[:2], torch.float16, draw)
-        if codec.name == "mxfp4":
-            data[..., 0] = data[..., 0] % 8 + 120
-        return data.flatten(1)
-    data = torch.randint(0, 256, (1, codec.nbytes((outputs, inputs), 4)), generator=draw, dtype=torch.uint8)
-    sections = sections_of(codec, data, outputs, inputs)
-    if isinstance(codec, Int4):
-        sections[1].copy_(_halves((len(sections[1]) // 2,), getattr(torch, codec.scale), draw).flatten())
-        if codec.zeros:
-            sections[2] %= 16
-        if codec.ordered:
-            sections[-1].copy_(torch.randperm(inputs, generator=draw).int().view(torch.uint8))
-    else:
-        sections[1].remainder_(8).add_(120)
-    return data
-
-
-def _halves(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
-    values = torch.rand(shape, generator=draw).mul_(0.02).add_(0.001).to(dtype)
-    return values.unsqueeze(-1).view(torch.uint8)
 
 
 def values_of(codec: Whole, data: Tensor, outputs: int, inputs: int) -> Tensor:
@@ -84,7 +49,7 @@ def least_inputs(codec: Whole) -> int:
 @pytest.mark.parametrize("codec", KINDS, ids=name_of)
 def test_c_and_torch_agree_for_any_number_of_rows(variant: str, codec: Whole) -> None:
     for outputs, inputs in ((1, least_inputs(codec)), (35, 512), (66, 768 + least_inputs(codec) % 256)):
-        data, x = stored(codec, outputs, inputs), x_of(max(ROWS), inputs)
+        data, x = random_matrix(codec, outputs, inputs), x_of(max(ROWS), inputs)
         expected = stored_int8_product_twin(codec, Factor(x), data, outputs, None)
         with used(variant):
             for rows in ROWS:
@@ -95,7 +60,7 @@ def test_c_and_torch_agree_for_any_number_of_rows(variant: str, codec: Whole) ->
 def test_every_form_is_multiplied_as_torch_does(variant: str) -> None:
     for codec in FORMS:
         inputs = least_inputs(codec)
-        data, x, bias = stored(codec, 20, inputs), x_of(3, inputs, torch.bfloat16).view(3, 1, -1), x_of(1, 20)[0]
+        data, x, bias = random_matrix(codec, 20, inputs), x_of(3, inputs, torch.bfloat16).view(3, 1, -1), x_of(1, 20)[0]
         expected = stored_int8_product_twin(codec, Factor(x), data, 20, bias)
         with used(variant):
             found = stored_int8_product(codec, Factor(x), data, 20, bias)
@@ -105,7 +70,7 @@ def test_every_form_is_multiplied_as_torch_does(variant: str) -> None:
 @pytest.mark.parametrize("codec", FORMS, ids=name_of)
 def test_the_product_is_near_that_of_the_values(codec: Whole) -> None:
     inputs = least_inputs(codec)
-    data, x = stored(codec, 40, inputs), x_of(20, inputs)
+    data, x = random_matrix(codec, 40, inputs), x_of(20, inputs)
     exact = x @ values_of(codec, data, 40, inputs).T
     found = stored_int8_product_twin(codec, Factor(x), data, 40, None)
     assert (found - exact).norm() < 0.01 * exact.norm() and part_of(codec) in (16, 32, 64)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -24,6 +26,9 @@ from h2o_flexgen.models import reading as reading_module
 from h2o_flexgen.models import stored_values as stored_values_module
 from h2o_flexgen.models.checkpoint import Checkpoint, open_checkpoint
 from h2o_flexgen.models.packed import PackedCheckpoint
+from h2o_flexgen.models.quantisation import folder_quantisation
+from h2o_flexgen.models.quantised import find_matrices
+from h2o_flexgen.models.safetensors_format import BITS, FLOATS, read_header
 from h2o_flexgen.models.stored import Located
 from h2o_flexgen.models.stored_values import stored_values
 from h2o_flexgen.quant.codec import PLAIN, matrix_form
@@ -315,3 +320,32 @@ def test_groups_that_no_form_has_are_refused(tmp_path: Path) -> None:
     save_quantised(KIND, tmp_path, Form(awq_config(16), awq(16), 16, 8), **WIDE)
     with pytest.raises(ValueError, match="has a scale for each 16 inputs; groups of 128, 64, 32 are read"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq-ordered", "compressed-asymmetric", "fp8", "mxfp4", "compressed-mxfp4"])
+def test_any_headers_are_read_or_refused_in_a_line(form: str, tmp_path: Path) -> None:
+    """Tensors of drawn shapes and types in the place of those of one matrix."""
+    random = Random(form)
+    codes = ["I32", "F32", "U8", "I8", "F8_E4M3", "F8_E8M0", "BF16", "F16", "I64"]
+    made = saved(form, tmp_path)
+    quantisation = folder_quantisation(tmp_path)
+    tensors = {tensor.name: tensor for tensor in read_header(tmp_path / "model.safetensors")}
+    refused = 0
+    for _ in range(300):
+        drawn = dict(tensors)
+        for name in [name for name in tensors if name.startswith(LAYER)]:
+            if random.random() < 0.4:
+                shape = tuple(random.choice((0, 1, 2, 8, 20, 64, 160)) for _ in range(random.randrange(4)))
+                code = random.choice(codes)
+                nbytes = prod(shape) * BITS[code] // 8
+                drawn[name] = replace(tensors[name], shape=shape, dtype=FLOATS.get(code, code), nbytes=nbytes, offset=0)
+            elif random.random() < 0.1:
+                del drawn[name]
+        try:
+            found = find_matrices(quantisation, drawn)
+        except ValueError as error:
+            refused += 1
+            assert "\n" not in str(error) and LAYER in str(error)
+        else:
+            assert set(found.matrices) >= {name for name in made.values if not name.startswith(LAYER)}
+    assert 30 < refused < 300

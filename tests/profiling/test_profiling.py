@@ -23,7 +23,7 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.operations import encode
-from h2o_flexgen.kernels.table import CPU, PRODUCT, PRODUCT_OPS, TORCH, Kernel, Processor, choose
+from h2o_flexgen.kernels.table import CPU, PRODUCT, PRODUCT_OPS, TORCH, Kernel, Processor, choose, measured_forms, rounds
 from h2o_flexgen.memory.device import Device, open_device
 from h2o_flexgen.memory.host import HostTier, peak_resident_bytes
 from h2o_flexgen.memory.memories import Memories
@@ -43,7 +43,7 @@ from h2o_flexgen.profiling.sizes import FULL, QUICK
 from h2o_flexgen.profiling.small_models import small_llama, small_opt
 from h2o_flexgen.profiling.subject import Bench, Clock, Subject, Watch
 from h2o_flexgen.profiling.visits import Between, visits
-from h2o_flexgen.quant.codec import CODECS, MATRIX_FORMS, PLAIN
+from h2o_flexgen.quant.codec import CODECS, PLAIN
 from h2o_flexgen.schedule.task import Task
 from tests.inverted import Inverted, registered
 from tests.pretended import PretendedDevice
@@ -116,7 +116,7 @@ def test_curves_have_the_rows_that_they_are_asked_for(found: tuple[Machine, obje
     }
     assert set(machine.attention_flops_per_s) == {"bfloat16", "group4", "group8"}
     assert (set(machine.prompt_flops_per_s), set(machine.attention_bytes_per_s)) == ({"plain", "scored"}, {"host"})
-    assert (set(machine.visit_seconds), set(machine.decoded_values_per_s)) == ({"attention", "mlp"}, {"tiles4", "tiles8"})
+    assert (set(machine.visit_seconds), set(machine.decoded_values_per_s)) == ({"attention", "mlp"}, set(measured_forms()))
     packed = {price: [rows for rows, _ in curve] for price, curve in machine.packed_flops_per_s.items()}
     assert packed == multiplied_here(Site().usual_dtype(), TINY.rows)
 
@@ -124,8 +124,9 @@ def test_curves_have_the_rows_that_they_are_asked_for(found: tuple[Machine, obje
 def multiplied_here(dtype: str, rows: tuple[int, ...]) -> dict[str, list[int]]:
     """The rows of packed products, by the price of the kernel that there is for them."""
     found = dict[str, list[int]]()
-    for op, form in itertools.product(PRODUCT_OPS, MATRIX_FORMS):
-        for count in products.Curve(op, form, dtype).rows(BENCH, rows):
+    known = itertools.product(PRODUCT_OPS, measured_forms())
+    for op, form in (pair for pair in known if pair[0] == PRODUCT or rounds(pair[1])):
+        for count in products.Curve(op, form, dtype).rows(BENCH, products.wanted_rows(form, TINY)):
             if kernel := choose(op, form, dtype, processor(CPU).runs, count):
                 found.setdefault(kernel.price, []).append(count)
     return found
@@ -225,7 +226,7 @@ def test_a_pool_has_what_could_be_filled_in_time() -> None:
 
 def test_packed_products_are_those_that_a_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
     with registered(Inverted(few_rows=8)) as codec:
-        monkeypatch.setattr(products, "MATRIX_FORMS", (codec.name,))
+        monkeypatch.setattr(products, "measured_forms", lambda: (codec.name,))
         encoded = torch.empty(codec.nbytes((64, 64), 4), dtype=torch.uint8)
         encode(codec.name, torch.rand(64, 64), encoded)
         bench = replace(BENCH, pool=Pool(encoded))
@@ -242,11 +243,16 @@ def test_packed_products_are_those_that_a_kernel_does(monkeypatch: pytest.Monkey
 def test_without_kernels_only_packed_products_with_a_twin_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Processor(CPU, TORCH)
     monkeypatch.setattr(products, "processor", lambda device: here)
-    known = itertools.product(PRODUCT_OPS, MATRIX_FORMS, TINY.rows)
+    known = (
+        (op, form, rows)
+        for op, form in itertools.product(PRODUCT_OPS, measured_forms())
+        for rows in products.wanted_rows(form, TINY)
+        if op == PRODUCT or rounds(form)
+    )
     twins = [kernel.price for op, form, rows in known if (kernel := choose(op, form, "bfloat16", here.runs, rows))]
     found = [one.figure.split()[2:-1] for one in products.curves(BENCH, (), "bfloat16", TINY)]
     assert sorted(" ".join(words) for words in found) == sorted(twins)
-    assert set(figures(*products.decoding(BENCH, "bfloat16", TINY))) == {"decoding tiles4", "decoding tiles8"}
+    assert set(figures(*products.decoding(BENCH, "bfloat16", TINY))) == {f"decoding {form}" for form in measured_forms()}
 
 
 def test_where_another_kernel_takes_over_both_sides_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

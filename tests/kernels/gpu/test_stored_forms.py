@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.gpu.stored_decode import stored_decode
 from h2o_flexgen.kernels.gpu.stored_product import stored_product
 from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_decode_twin
 from h2o_flexgen.kernels.stored_matrix import Stored
+from h2o_flexgen.kernels.table import CUDA, DECODE, PRODUCT, TRITON, Processor
 from h2o_flexgen.quant.blocked import BLOCKED
 from h2o_flexgen.quant.codec import CODECS, STORED
 from h2o_flexgen.quant.sectioned import Fp8, Int4
@@ -113,6 +115,22 @@ def test_codes_behind_a_row_are_not_multiplied(gpu: torch.device) -> None:
     data[0, [37, 74]] = 0x7F  # no number begins the second and the third row
     found = stored_product(ODD, Factor(x.to(gpu)), data.to(gpu), 3, None)
     assert found[:, 0].isfinite().all() and found[:, 1:].isnan().all()
+
+
+def test_a_gpu_is_given_these_kernels(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "processor", lambda _: Processor(CUDA, TRITON))
+    for codec in STORED:
+        chosen = [
+            operations.chosen(op, codec.name, torch.empty(0), rows) for op, rows in ((DECODE, 1), (PRODUCT, 8), (PRODUCT, 9))
+        ]
+        assert chosen == [stored_decode, stored_product, None], codec.name
+    data, numbers, found = (
+        random_matrix(BLOCKED[0], 9, 64).to(gpu),
+        torch.tensor([8, 0, 8], device=gpu),
+        torch.empty(3, 64, device=gpu),
+    )
+    operations.decode_rows(BLOCKED[0].name, data, numbers, found)
+    assert same_bits(found, twin(BLOCKED[0], data, (9, 64))[numbers])
 
 
 def test_nothing_comes_to_nothing(gpu: torch.device) -> None:
