@@ -317,7 +317,7 @@ def test_a_model_without_a_tokenizer_is_refused_by_the_names_of_the_files_that_a
 ) -> None:
     save_tiny("llama-gqa", tmp_path, vocab_size=320)
     error = command("--model", tmp_path, "--tasks", "perplexity", *SMALL).error
-    assert f"{tmp_path} has no tokenizer (looked for tokenizer.json, " in error
+    assert f"{tmp_path} has no tokenizer (it has none of tokenizer.json, " in error
 
 
 def test_a_file_with_nothing_in_it_is_no_text(command: Any, tmp_path: Path) -> None:
