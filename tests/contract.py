@@ -61,16 +61,16 @@ STORED = (
     ("mistral", "gguf-mxfp4", PLAIN, EXACT),
     ("qwen2", "gguf-bfloat16", "group4", EXACT),
     ("qwen3", "gguf-q8_0", "group4", EXACT),
-    ("llama-gqa", "gguf-q4_0", PLAIN, EXACT),
-    ("llama31", "gguf-q6_K", PLAIN, EXACT),
+    ("llama-gqa", "gguf-q4_0", PLAIN, INT8),
+    ("llama31", "gguf-q6_K", PLAIN, INT8),
     ("qwen2", "awq", PLAIN, EXACT),
-    ("llama-gqa", "gptq-ordered", PLAIN, EXACT),
-    ("qwen3", "compressed", PLAIN, EXACT),
+    ("llama-gqa", "gptq-ordered", PLAIN, INT8),
+    ("qwen3", "compressed", PLAIN, INT8),
     ("mistral", "compressed-asymmetric" + WITH_HEAD, PLAIN, EXACT),
     ("llama-gqa", "fp8", PLAIN, EXACT),
     ("qwen3", "mxfp8", "group4", EXACT),
     ("opt", "compressed-fp8", PLAIN, EXACT),
-    ("mistral", "mxfp4" + WITH_HEAD, PLAIN, EXACT),
+    ("mistral", "mxfp4" + WITH_HEAD, PLAIN, INT8),
 )
 
 # plan options, one policy each, with budgets that tiny texts outgrow

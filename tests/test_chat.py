@@ -246,4 +246,4 @@ def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     assert chat.main(["--model", str(llama)]) == 2
     (error,) = capfd.readouterr().err.splitlines()
-    assert f"{llama} has no tokenizer (looked for tokenizer.json, " in error and "--tokenizer" in error
+    assert f"{llama} has no tokenizer (it has none of tokenizer.json, " in error and "--tokenizer" in error

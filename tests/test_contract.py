@@ -163,9 +163,7 @@ def test_the_resident_loop_equals_the_greedy_generate_of_transformers(kind: str,
     for row in range(len(RAGGED)):
         tokens, logits = checkpoints.greedy(case, row, 8)
         assert [int(step[row].argmax()) for step in resident] == tokens
-        nearest = max(
-            1e-4, 2e-5 * float(logits.abs().max())
-        )  # models of large blocks have logits of 20, and sums of 512 values
+        nearest = max(1e-4, 2e-5 * float(logits.abs().max()))  # models of large blocks have logits of 20
         torch.testing.assert_close(torch.stack([step[row] for step in resident]), logits, atol=nearest, rtol=0)
 
 

@@ -431,7 +431,7 @@ def test_a_text_for_a_model_without_a_tokenizer_is_refused_before_the_machine_is
 ) -> None:
     monkeypatch.setattr(kept, "profiled", lambda *asked, **how: pytest.fail("measured"))
     error = command("--model", opt, "--prompt", "The ferry").error
-    assert f"{opt} has no tokenizer (looked for tokenizer.json, " in error and "--tokenizer" in error
+    assert f"{opt} has no tokenizer (it has none of tokenizer.json, " in error and "--tokenizer" in error
     result = command("--model", opt, *SMALL, *DISK_HEAVY)
     assert f"tokens    none: {opt} has no tokenizer, so prompts and outputs are token ids" in result.out
     assert "token ids " in result.texts[0]
