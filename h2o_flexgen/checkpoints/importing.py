@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -101,18 +102,11 @@ def values_of(stored: StoredTensor) -> Tensor:
 # -- codes -----------------------------------------------------------------------------------------------------------------
 
 
-def _codes_of_awq(words: StoredTensor, codes: Tensor) -> None:
+def _along_inputs(unpacked: Callable[[Tensor], Tensor], together: int, words: StoredTensor, codes: Tensor) -> None:
+    """Fills codes from words whose rows are inputs, some times `together` of them at once."""
     first = 0
-    for rows in read_rows(words, words.nbytes // words.shape[0], 2):
-        part = awq_codes(rows.view(torch.int32))
-        codes[:, first : first + part.shape[1]] = part
-        first += part.shape[1]
-
-
-def _codes_of_gptq(words: StoredTensor, codes: Tensor) -> None:
-    first = 0
-    for rows in read_rows(words, words.nbytes // words.shape[0], 1):
-        part = gptq_codes(rows.view(torch.int32))
+    for rows in read_rows(words, words.nbytes // words.shape[0], together):
+        part = unpacked(rows.view(torch.int32))
         codes[:, first : first + part.shape[1]] = part
         first += part.shape[1]
 
@@ -125,8 +119,8 @@ def _codes_of_compressed(words: StoredTensor, codes: Tensor) -> None:
 
 
 _CODES: Mapping[str, Callable[[StoredTensor, Tensor], None]] = {
-    AWQ: _codes_of_awq,
-    GPTQ: _codes_of_gptq,
+    AWQ: partial(_along_inputs, awq_codes, 2),  # two neighbours share a byte
+    GPTQ: partial(_along_inputs, gptq_codes, 1),
     COMPRESSED: _codes_of_compressed,
 }
 
