@@ -23,7 +23,7 @@ from h2o_flexgen.profiling.machine import profile
 from h2o_flexgen.profiling.others import Others
 from h2o_flexgen.profiling.sizes import FULL, QUICK
 
-WIDTH = 46
+WIDTH, COLUMN = 46, 10
 SCORES = {PLAIN_SCORES: "all kept", WITH_SCORES: "scored, to evict"}
 
 
@@ -99,11 +99,12 @@ def _figures(machine: Machine) -> Iterator[tuple[str, str]]:
 
 def _curve_lines(curves: Mapping[str, Curve]) -> Iterator[str]:
     """A line for each number of rows, with a column for each curve."""
-    points = {kind: dict(curve) for kind, curve in curves.items()}
-    yield "products, GFLOP/s" + "".join(f"{kind:>10}" for kind in points)
-    for rows in sorted({rows for curve in points.values() for rows in curve}):
-        figures = (f"{curve[rows] / 1e9:10.1f}" if rows in curve else " " * 10 for curve in points.values())
-        yield f"{rows:>6} row{'s' if rows > 1 else ' '}      " + "".join(figures).rstrip()
+    points = {kind: (dict(curve), max(COLUMN, 2 + len(kind))) for kind, curve in curves.items()}
+    yield "products, GFLOP/s" + "".join(kind.rjust(width) for kind, (_, width) in points.items())
+    for rows in sorted({rows for curve, _ in points.values() for rows in curve}):
+        figures = (f"{curve[rows] / 1e9:.1f}" if rows in curve else "" for curve, _ in points.values())
+        cells = (figure.rjust(width) for figure, (_, width) in zip(figures, points.values()))
+        yield f"{rows:>6} row{'s' if rows > 1 else ' '}      " + "".join(cells).rstrip()
 
 
 def _bytes(rate: float) -> str:
