@@ -23,6 +23,14 @@ def stored_decode(codec: Stored, data: Tensor, out: Tensor) -> None:
     native_library().stored_decode(*places, *numbers)
 
 
+def stored_decode_twin(codec: Blocked | Fp8 | Fp4 | Int4, data: Tensor, out: Tensor) -> None:
+    """Decodes data of either family into out (outputs, inputs)."""
+    if isinstance(codec, Blocked):
+        blocked_decode_twin(codec, data, out)
+    else:
+        sectioned_decode_twin(codec, data, out)
+
+
 def blocked_decode_twin(codec: Blocked, data: Tensor, out: Tensor) -> None:
     """Decodes data (rows, bytes of a row) into out (rows, columns), some rows at a time."""
     step = max(1, twin_values(out.device.type) // max(1, out.shape[1]))

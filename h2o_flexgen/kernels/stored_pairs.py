@@ -9,10 +9,9 @@ from torch.nn import functional
 
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.pair_product import paired
-from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_decode_twin
+from h2o_flexgen.kernels.stored_decode import stored_decode_twin
 from h2o_flexgen.kernels.stored_matrix import Stored
 from h2o_flexgen.kernels.stored_product import product_of_stored
-from h2o_flexgen.quant.blocked import Blocked
 
 
 def stored_pairs(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
@@ -23,8 +22,5 @@ def stored_pairs(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Ten
 
 def stored_pairs_twin(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     values = torch.empty(outputs, x.values.shape[-1], dtype=torch.bfloat16)
-    if isinstance(codec, Blocked):
-        blocked_decode_twin(codec, data, values)
-    else:
-        sectioned_decode_twin(codec, data, values)
+    stored_decode_twin(codec, data, values)
     return functional.linear(x.values.float(), values.float(), None if bias is None else bias.float()).to(x.values.dtype)

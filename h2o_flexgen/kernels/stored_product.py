@@ -13,9 +13,8 @@ from torch.nn import functional
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.native import native_library
 from h2o_flexgen.kernels.panels import ARRANGED, PLAIN_BITS, Arranged, Product, asked
-from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_decode_twin
+from h2o_flexgen.kernels.stored_decode import stored_decode_twin
 from h2o_flexgen.kernels.stored_matrix import Stored, StoredMatrix, form_of, order_of
-from h2o_flexgen.quant.blocked import Blocked
 
 
 def stored_product(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
@@ -25,10 +24,7 @@ def stored_product(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: T
 
 def stored_product_twin(codec: Stored, x: Factor, data: Tensor, outputs: int, bias: Tensor | None) -> Tensor:
     values = torch.empty(outputs, x.values.shape[-1], device=data.device)
-    if isinstance(codec, Blocked):
-        blocked_decode_twin(codec, data, values)
-    else:
-        sectioned_decode_twin(codec, data, values)
+    stored_decode_twin(codec, data, values)
     return functional.linear(x.values.float(), values, None if bias is None else bias.float()).to(x.values.dtype)
 
 
