@@ -24,7 +24,7 @@ ROOMS = {
     "core": ("kernels", "quant"),
     "demo": ("core",),
     "schedule": ("core",),
-    "policies": ("core",),
+    "policies": ("core", "kernels"),
     "planning": ("core", "kernels", "policies", "quant", "schedule"),
     "memory": ("core", "kernels", "quant"),
     "checkpoints": ("core", "demo", "kernels", "quant"),

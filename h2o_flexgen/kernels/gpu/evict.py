@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.kernels.gathering import MAX, SUM
+from h2o_flexgen.kernels.gpu.softmax import highest
 from h2o_flexgen.kernels.gpu.words import as_words
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
 
@@ -18,17 +20,19 @@ NOBODY = tl.constexpr(torch.iinfo(torch.int32).max)  # a position behind all oth
 MOST_SLOTS = 1024  # that a program looks at side by side
 
 
-def evict(image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, sums: Tensor | None, decay: float) -> Tensor:
+def evict(
+    image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, got: Tensor | None, decay: float, gathers: str = SUM
+) -> Tensor:
     rows, heads, slots = notes.positions.shape
     (words,) = as_words(image)
-    assert notes.positions.is_contiguous() and (sums is None or sums.is_contiguous())
+    assert notes.positions.is_contiguous() and (got is None or got.is_contiguous())
     target = torch.empty(rows, heads, dtype=torch.int64, device=image.device)
     by = BY_SCORE if notes.scores is not None else BY_CHANCE if notes.by_chance else BY_AGE
     evict_one[(heads, rows)](
         words,
         notes.positions,
         notes.positions if notes.scores is None else notes.scores,
-        notes.positions if sums is None else sums,
+        notes.positions if got is None else got,
         newest.slots,
         leaving.start,
         leaving.end,
@@ -39,6 +43,7 @@ def evict(image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, sums: T
         words.shape[-1],
         *words.stride()[:4],
         BY=by.value,
+        IS_HIGHEST=gathers == MAX,
         SLOTS=min(MOST_SLOTS, triton.next_power_of_2(slots)),
         WORDS=triton.next_power_of_2(words.shape[-1]),
         enable_fp_fusion=False,
@@ -47,12 +52,13 @@ def evict(image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, sums: T
 
 
 @triton.jit
-def ranked(positions, scores, sums, at, there, decay, head, BY: tl.constexpr):
-    """Positions of these slots, and what they rank by."""
+def ranked(positions, scores, got, at, newest, there, decay, head, BY: tl.constexpr, IS_HIGHEST: tl.constexpr):
+    """Positions of these slots, and what they rank by; `newest` is where the newest token's is."""
     position = tl.load(positions + at, mask=there, other=0)
     if BY == BY_SCORE:
         score = tl.load(scores + at, mask=there, other=0.0)
-        rank = score * decay + tl.load(sums + at, mask=there, other=0.0)
+        new = tl.load(got + at, mask=there, other=0.0)
+        rank = highest(score * decay, tl.where(at == newest, 0.0, new)) if IS_HIGHEST else score * decay + new
     elif BY == BY_AGE:
         rank = tl.zeros_like(position).to(tl.float32)
     else:
@@ -68,7 +74,7 @@ def evict_one(
     image,
     positions,
     scores,
-    sums,
+    got,
     newest,
     start,
     end,
@@ -82,6 +88,7 @@ def evict_one(
     head_stride,
     slot_stride,
     BY: tl.constexpr,
+    IS_HIGHEST: tl.constexpr,
     SLOTS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -89,13 +96,13 @@ def evict_one(
     first = (row * tl.num_programs(0) + head) * slots
     last = tl.load(newest + row)
     begins, ends = tl.load(start + row), tl.load(end + row)
-    lane = tl.arange(0, SLOTS)
+    lane, own = tl.arange(0, SLOTS), first + last
 
     least, oldest, place = tl.full((SLOTS,), float("inf"), tl.float32), tl.full((SLOTS,), NOBODY, tl.int32), lane.to(tl.int64)
     lost = tl.zeros((SLOTS,), tl.int32)
     for block in range(0, slots, SLOTS):
         at = block + lane
-        position, rank = ranked(positions, scores, sums, first + at, at < slots, decay, head, BY)
+        position, rank = ranked(positions, scores, got, first + at, own, at < slots, decay, head, BY, IS_HIGHEST)
         may_go = (at <= last) & (at < slots) & (position >= begins) & (position < ends)
         lost |= (may_go & (rank != rank)).to(tl.int32)
         better = may_go & ((rank < least) | ((rank == least) & (position < oldest)))
@@ -108,7 +115,7 @@ def evict_one(
     goes = tl.where(nobody | (tl.load(after + row) > last), last, lowest)
     tl.store(target + row * tl.num_programs(0) + head, goes)
 
-    position, rank = ranked(positions, scores, sums, first + last, True, decay, head, BY)
+    position, rank = ranked(positions, scores, got, own, own, True, decay, head, BY, IS_HIGHEST)
     word = tl.arange(0, WORDS)
     from_here = image + row * row_stride + head.to(tl.int64) * head_stride + last * slot_stride + word
     key = tl.load(from_here, mask=word < words)
@@ -121,5 +128,5 @@ def evict_one(
     if BY == BY_SCORE:
         for block in range(0, slots, SLOTS):
             at = block + lane
-            _, own = ranked(positions, scores, sums, first + at, at < slots, decay, head, BY)
-            tl.store(scores + first + at, tl.where(at == goes, rank, own), mask=at < slots)
+            _, score = ranked(positions, scores, got, first + at, own, at < slots, decay, head, BY, IS_HIGHEST)
+            tl.store(scores + first + at, tl.where(at == goes, rank, score), mask=at < slots)

@@ -9,6 +9,7 @@ from torch import Tensor
 from h2o_flexgen.kernels.append import append_twin
 from h2o_flexgen.kernels.changed_slots import NUMBER, gather_slots_twin, parts
 from h2o_flexgen.kernels.evict import evict_twin
+from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.gpu import evict as evicting
 from h2o_flexgen.kernels.gpu.append import append, rotate
 from h2o_flexgen.kernels.gpu.evict import evict
@@ -48,7 +49,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("rows", "heads", "slots", "width", "dtype"), SHAPES)
-@pytest.mark.parametrize("by", ["score", "age", "chance"])
+@pytest.mark.parametrize("by", ["score", "highest", "age", "chance"])
 def test_the_same_token_goes_and_takes_along_what_is_noted(
     rows: int,
     heads: int,
@@ -62,10 +63,11 @@ def test_the_same_token_goes_and_takes_along_what_is_noted(
     monkeypatch.setattr(evicting, "MOST_SLOTS", 64)  # the longest of them are looked at piece by piece
     draw, shape = drawn(slots), (rows, heads, slots)
     image, positions = image_of(*shape, width, dtype, draw), torch.rand(shape, generator=draw).argsort(-1).int() * 2
-    scores = torch.randint(0, 4, shape, generator=draw) / 7 if by == "score" else None
-    sums = torch.randint(0, 3, shape, generator=draw) / 9 if by == "score" else None
-    if scores is not None:
-        scores[0, 0, 0], scores[-1, -1, 0] = torch.nan, torch.inf
+    has_scores, gathers = by in ("score", "highest"), MAX if by == "highest" else SUM
+    scores = torch.randint(0, 4, shape, generator=draw) / 7 if has_scores else None
+    got = torch.randint(0, 5, shape, generator=draw) / 9 if has_scores else None
+    if scores is not None and got is not None:
+        scores[0, 0, 0], scores[-1, -1, 0], got[0, 0, -1] = torch.nan, torch.inf, torch.nan
     held = torch.randint(1, slots + 1, (rows,), generator=draw)
     for decay, least in ((1.0, 0), (0.97, 5), (0.9, 2 * slots)):  # at last all are protected
         newest = Newest(torch.arange(rows), held - 1, held, held[:, None])
@@ -73,7 +75,7 @@ def test_the_same_token_goes_and_takes_along_what_is_noted(
             *(torch.full((rows, 1, 1), bound) for bound in (least, 2 * slots - 2)),
             (held - torch.randint(0, 2, (rows,), generator=draw))[:, None, None],
         )
-        own = [on(gpu, image)[:, :rows], *(None if x is None else x.to(gpu, copy=True) for x in (positions, scores, sums))]
+        own = [on(gpu, image)[:, :rows], *(None if x is None else x.to(gpu, copy=True) for x in (positions, scores, got))]
         found = evict(
             own[0],
             Notes(own[1], own[2], by == "chance"),
@@ -81,10 +83,13 @@ def test_the_same_token_goes_and_takes_along_what_is_noted(
             Leaving(*(x.to(gpu) for x in leaving)),
             own[3],
             decay,
+            gathers,
         )
-        expected = evict_twin(image[:, :rows], Notes(positions, scores, by == "chance"), newest, leaving, sums, decay)
+        noted = Notes(positions, scores, by == "chance")
+        expected = evict_twin(image[:, :rows], noted, newest, leaving, got, decay, gathers)
         assert torch.equal(found.cpu(), expected) and same(own[0], image[:, :rows]) and same(own[1], positions)
-        assert scores is None or same(own[2], scores)
+        if scores is not None:  # but which bits a NaN has
+            torch.testing.assert_close(own[2].cpu(), scores, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
