@@ -110,13 +110,18 @@ class KVCache:
             if self._rolls and rotation is not None:
                 old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotation)
             k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
-        if now.echo:
-            out, got = attend_with_echo(now, q, k, v, more)
-        else:
-            weights, gathers = (None, SUM) if scores is None else (scores.weights(now), scores.policy.gathers)
-            out, got = prompt_attention(q, k, v, now.counts, weights, more, gathers)
+        out, got = self._outcome(now, scores, q, k, v, more)
         self._store(now, self._chosen(now, scores, got), kept_k, kept_v)
         return out
+
+    def _outcome(
+        self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, more: More | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What queries attend, and what each held and new token gets from those that count."""
+        if now.echo:
+            return attend_with_echo(now, q, k, v, more)
+        weights, gathers = (None, SUM) if scores is None else (scores.weights(now), scores.policy.gathers)
+        return prompt_attention(q, k, v, now.counts, weights, more, gathers)
 
     def _chosen(self, now: KVStep, scores: SlotScores | None, got: Tensor | None) -> Tensor:
         """The places of the held and the new tokens that stay."""
