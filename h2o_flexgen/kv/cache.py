@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.gathering import SUM
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.newest import Notes
 from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
@@ -107,19 +108,19 @@ class KVCache:
             if self._rolls and rotation is not None:
                 old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotation)
             k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
-        weights = None if scores is None else scores.weights(now)
-        out, sums = prompt_attention(q, k, v, now.counts, weights, more)
-        self._store(now, self._chosen(now, scores, sums), kept_k, kept_v)
+        weights, gathers = (None, SUM) if scores is None else (scores.weights(now), scores.policy.gathers)
+        out, got = prompt_attention(q, k, v, now.counts, weights, more, gathers)
+        self._store(now, self._chosen(now, scores, got), kept_k, kept_v)
         return out
 
-    def _chosen(self, now: KVStep, scores: SlotScores | None, sums: Tensor | None) -> Tensor:
+    def _chosen(self, now: KVStep, scores: SlotScores | None, got: Tensor | None) -> Tensor:
         """The places of the held and the new tokens that stay."""
         if scores is None:
             return now.places_if_all_stay
         if not now.slots.copies:
-            return scores.keep_best(now, sums, scores.held(now))
+            return scores.keep_best(now, got, scores.held(now))
         noted = {group: prefix._scores for group, prefix in self.prefixes.items() if prefix._scores is not None}
-        return scores.keep_best(now, sums, scores.copied(now, noted))
+        return scores.keep_best(now, got, scores.copied(now, noted))
 
     def _held(self, now: KVStep, scores: SlotScores | None) -> tuple[Tensor, Tensor]:
         """The keys and values held, oldest first. (rows, kv_heads, held, width) each"""
@@ -201,11 +202,11 @@ class KVCache:
         else:
             attended = Kept(keys, self._coding.codec)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # a group's query heads take the place of queries
-        wants_sums = scores is not None and scores.scores is not None
         kept = Kept(values, self._coding.codec)
-        out, sums = decode_attention(q, attended, kept, now.with_newest, now.mask, more, wants_sums)
+        gathers = None if scores is None or scores.scores is None else scores.policy.gathers
+        out, got = decode_attention(q, attended, kept, now.with_newest, now.mask, more, gathers)
         if scores is not None:
-            self.replaced = scores.evict(now, image, sums)
+            self.replaced = scores.evict(now, image, got)
         if self.replaced is None and now.slots.stores_singly:
             self.replaced = now.counts[:, None].expand(-1, kv_heads)
         return out.reshape(rows, 1, heads * head_dim)

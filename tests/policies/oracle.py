@@ -13,6 +13,8 @@ Turn = Callable[[Array, Array], Array]  # (x (tokens, heads, dim), positions (to
 
 
 class Head:
+    highest: frozenset[str] = frozenset()  # policies whose scores are the highest share that a token got, and no sum
+
     def __init__(
         self,
         asked: Mapping[str, Any],
@@ -55,13 +57,14 @@ class Head:
             return total - recent, recent
         return asked.get("heavy", 0), asked.get("recent", 0)
 
-    def attend(self, q: Array, k: Array, v: Array) -> Array:
-        """One pass over new tokens: q (tokens, group, dim), k and v (tokens, dim), unrotated -> (tokens, group, dim)."""
+    def attend(self, q: Array, k: Array, v: Array, decodes: bool = False) -> Array:
+        """One pass over new tokens: q (tokens, group, dim), k and v (tokens, dim), unrotated -> (tokens, group, dim). A pass
+        `decodes` if its only token is generated."""
         new = list(range(self.seen, self.seen + len(q)))
         for token, key, value in zip(new, k, v):
             self.kept.append(token)
             self.keys[token], self.values[token], self.score[token] = key, value, 0.0
-        return self._attended(q, new)
+        return self._attended(q, new, decodes)
 
     def begin(self, q: Array, k: Array, v: Array) -> Array:
         """The pass over the pinned tokens. They stand before position 0."""
@@ -70,10 +73,12 @@ class Head:
             self.keys[token], self.values[token] = key, value
         return self._outcome(q, pinned, pinned)[0]
 
-    def _attended(self, q: Array, new: list[int]) -> Array:
+    def _attended(self, q: Array, new: list[int], decodes: bool) -> Array:
         out, got = self._outcome(q, new, [*range(-self.pinned, 0), *self.kept])
         self.seen += len(new)
-        self._note([shares[self.pinned :] for shares in got])
+        if decodes and self.policy in self.highest:
+            got[0][:, -1] = 0.0  # what a token gives itself
+        self._note([shares[:, self.pinned :] for shares in got])
         self._evict(first=len(new) == self.prompt and new[0] == 0)
         return out
 
@@ -88,7 +93,7 @@ class Head:
             shares = np.exp(logits - logits.max(-1, keepdims=True))
             shares /= shares.sum(-1, keepdims=True)
             out[at] = shares @ values
-            got.append(shares.sum(0))
+            got.append(shares)
         return out, got
 
     def _turned(self, x: Array, positions: list[int]) -> Array:
@@ -99,8 +104,9 @@ class Head:
         if is_prompt and self.policy == "snapkv":
             queries = min(32, self.recent, self.prompt)
         for shares in got[-queries:]:
-            for token, share in zip(self.kept, shares):
-                self.score[token] = self.decay * self.score[token] + share
+            for token, of_heads in zip(self.kept, shares.T):
+                faded = self.decay * self.score[token]
+                self.score[token] = max(faded, *of_heads) if self.policy in self.highest else faded + of_heads.sum()
         if is_prompt and self.policy == "snapkv":
             raw = dict(self.score)
             self.score = {token: sum(raw.get(token + step, 0.0) for step in range(-2, 3)) / 5 for token in raw}

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.column_sums import column_sums
+from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.scores import NOBODY, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.rotary import Rotary
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.policy import KVPolicy
 from tests.contract import Case, Checkpoints, generate_with
 from tests.pairwise import on_devices
 from tests.policies.oracle import Array, Head
@@ -120,7 +122,7 @@ def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, 
             new = slice(length + step - 1, length + step) if step else slice(0, length)
             q, k, v = (part[new].double().numpy() for part in rows[row])
             for number, head in enumerate(heads[row]):
-                expected = head.attend(q[:, number * group : (number + 1) * group], k[:, number], v[:, number])
+                expected = head.attend(q[:, number * group : (number + 1) * group], k[:, number], v[:, number], step > 0)
                 got = out[row, : q.shape[0]].view(-1, kv_heads, group, DIM)[:, number]
                 np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
                 count = occupancy.counts(step + 1)[row]
@@ -183,7 +185,8 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
                 count = lengths[row] if step == 0 else 1
                 asked, keys, values = (x[row, :count].double().numpy() for x in (2 * q, k, v))
                 for number, head in enumerate(heads[row]):
-                    expected = head.attend(asked[:, number * group : (number + 1) * group], keys[:, number], values[:, number])
+                    own = asked[:, number * group : (number + 1) * group]
+                    expected = head.attend(own, keys[:, number], values[:, number], step > 0)
                     got = out[row, :count].view(-1, kv_heads, group, DIM)[:, number]
                     np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
                     held = occupancy.counts(step + 1)[row]
@@ -191,6 +194,16 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
                     if scores is not None:
                         assert sorted(scores.positions[row, number, :held].tolist()) == head.kept, f"row {row}, step {step}"
         seen = tuple(before + length + gen_len - 1 for before, length in zip(seen, lengths))
+
+
+@pytest.mark.parametrize("kept", [one for one in ASKED if one["kv_policy"] in ("h2o", "tova", "snapkv")][6:], ids=name_of)
+def test_scores_may_be_the_highest_share_that_a_token_got(kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the policy: how it gathers is one of its facts, beside the others."""
+    monkeypatch.setattr(KVPolicy, "gathers", MAX)
+    monkeypatch.setattr(Head, "highest", frozenset({kept["kv_policy"]}))
+    test_kept_positions_and_outputs_are_those_of_the_definition(kept, 2, 3)
+    if "hh_prompt_only" not in kept:
+        test_a_cache_that_lives_on_keeps_what_the_definition_says(kept, 2, 3)
 
 
 def test_what_is_never_filled_is_noted_as_nobody() -> None:
@@ -215,12 +228,13 @@ def test_column_sums_equal_those_of_the_whole_matrix_however_it_is_cut(
     k = torch.randn(3, kv_heads, keys, DIM, generator=generator)
     weights = (torch.arange(50) < torch.tensor([[50], [13], [1]])).float() * torch.rand(3, 50, generator=generator)
     is_held = torch.arange(held) < torch.tensor([held, 4, 0])[:, None, None]
-    sums = column_sums(q, k, weights, is_held if held else None, block)
+    sums, highest = (column_sums(q, k, weights, is_held if held else None, block, gathers) for gathers in (SUM, MAX))
     logits = (q.double() @ k.double().repeat_interleave(group, 1).transpose(2, 3)) * DIM**-0.5
     hidden = torch.ones(50, keys).triu(held + 1).bool() | torch.cat((~is_held, torch.zeros(3, 1, 50).bool()), -1)
     shares = logits.masked_fill(hidden[:, None], -torch.inf).softmax(-1) * weights[:, None, :, None]
-    expected = shares.sum(2).view(3, kv_heads, group, keys).sum(2)
-    torch.testing.assert_close(sums.double(), expected, atol=1e-5, rtol=1e-5)
+    shares = shares.view(3, kv_heads, -1, keys)  # of all queries of a group
+    torch.testing.assert_close(sums.double(), shares.sum(2), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(highest.double(), shares.amax(2), atol=1e-6, rtol=1e-5)
 
 
 # -- through the engine --------------------------------------------------------------------------------------------------
