@@ -15,6 +15,7 @@ from h2o_flexgen.kernels.lowest_slot import lowest_slot, lowest_slot_twin
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
 
 WORD = (1 << 32) - 1
+LEAST_SCORE = 1e-4  # is added where a worth weighs scores: of tokens that nobody attends to, the most worthy stay
 LowestSlot = Callable[[Tensor, "Tensor | None", Tensor, Tensor, Tensor], Tensor]
 
 
@@ -34,11 +35,11 @@ def evict_twin(
 
 
 def _evicted(lowest_slot: LowestSlot, image: Tensor, notes: Notes, newest: Newest, leaving: Leaving) -> Tensor:
-    ranks = chances(notes.positions) if notes.by_chance else notes.scores
+    ranks = chances(notes.positions) if notes.by_chance else weighed(notes.scores, notes.worth)
     lowest = lowest_slot(notes.positions, ranks, newest.held, leaving.start, leaving.end)
     own = newest.slots[:, None]
     target = torch.where(leaving.after[..., 0] > own, own.expand_as(lowest), lowest)
-    for noted in (notes.positions, notes.scores):
+    for noted in (notes.positions, notes.scores, notes.worth):
         if noted is not None:
             noted.scatter_(-1, target.unsqueeze(-1), noted.gather(-1, own.unsqueeze(-1).expand(*target.shape, 1)))
     row, head = newest.rows[:, None], torch.arange(target.shape[1], device=target.device)
@@ -58,6 +59,13 @@ def note(notes: Notes, newest: Newest, got: Tensor | None, decay: float, gathers
         torch.maximum(notes.scores, got.scatter(-1, own, 0.0), out=notes.scores)
     else:
         notes.scores.add_(got)
+
+
+def weighed(scores: Tensor | None, worth: Tensor | None) -> Tensor | None:
+    """What tokens rank by that have a score, a worth of their own, or both; None where they have neither."""
+    if scores is None or worth is None:
+        return worth if scores is None else scores
+    return (scores + LEAST_SCORE) * worth
 
 
 def chances(positions: Tensor) -> Tensor:

@@ -159,10 +159,20 @@ def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
 # -- slots ---------------------------------------------------------------------------------------------------------------
 
 
-def append(image: Tensor, newest: Newest, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None, notes: Notes | None) -> Tensor:
+def append(
+    image: Tensor,
+    newest: Newest,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: Turn | None,
+    notes: Notes | None,
+    worth: Tensor | None = None,
+) -> Tensor:
     """Puts the newest token of each row in its slot of an image (2, rows, heads, slots, width): k and v (rows, 1, heads,
-    width), and what is noted of it. With a `turn`, q (rows, 1, query heads, dim) and k are rotated first -> q as it is now."""
-    out: Tensor = _required(APPEND, PLAIN, q)(image, newest, q, k, v, turn, notes)
+    width), and what is noted of it; `worth` (rows, heads), fp32, where notes have that. With a `turn`, q (rows, 1, query heads,
+    dim) and k are rotated first -> q as it is now."""
+    out: Tensor = _required(APPEND, PLAIN, q)(image, newest, q, k, v, turn, notes, worth)
     return out
 
 

@@ -10,12 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.kernels.evict import LEAST_SCORE
 from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.gpu.softmax import highest
 from h2o_flexgen.kernels.gpu.words import as_words
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
 
-BY_SCORE, BY_AGE, BY_CHANCE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BY_SCORE, BY_AGE, BY_CHANCE, BY_WORTH = (tl.constexpr(number) for number in range(4))
+LEAST = tl.constexpr(LEAST_SCORE)
 NOBODY = tl.constexpr(torch.iinfo(torch.int32).max)  # a position behind all others
 MOST_SLOTS = 1024  # that a program looks at side by side
 
@@ -27,12 +29,12 @@ def evict(
     (words,) = as_words(image)
     assert notes.positions.is_contiguous() and (got is None or got.is_contiguous())
     target = torch.empty(rows, heads, dtype=torch.int64, device=image.device)
-    by = BY_SCORE if notes.scores is not None else BY_CHANCE if notes.by_chance else BY_AGE
+    has_worth = notes.worth is not None
+    by = BY_SCORE if notes.scores is not None else BY_WORTH if has_worth else BY_CHANCE if notes.by_chance else BY_AGE
     evict_one[(heads, rows)](
         words,
         notes.positions,
-        notes.positions if notes.scores is None else notes.scores,
-        notes.positions if got is None else got,
+        *(notes.positions if each is None else each for each in (notes.scores, got, notes.worth)),
         newest.slots,
         leaving.start,
         leaving.end,
@@ -44,6 +46,7 @@ def evict(
         *words.stride()[:4],
         BY=by.value,
         IS_HIGHEST=gathers == MAX,
+        HAS_WORTH=has_worth,
         SLOTS=min(MOST_SLOTS, triton.next_power_of_2(slots)),
         WORDS=triton.next_power_of_2(words.shape[-1]),
         enable_fp_fusion=False,
@@ -52,13 +55,26 @@ def evict(
 
 
 @triton.jit
-def ranked(positions, scores, got, at, newest, there, decay, head, BY: tl.constexpr, IS_HIGHEST: tl.constexpr):
-    """Positions of these slots, and what they rank by; `newest` is where the newest token's is."""
+def scored(scores, got, at, newest, there, decay, IS_HIGHEST: tl.constexpr):
+    """The scores of these slots, with what they got; `newest` is where the newest token's is."""
+    faded = tl.load(scores + at, mask=there, other=0.0) * decay
+    new = tl.load(got + at, mask=there, other=0.0)
+    return highest(faded, tl.where(at == newest, 0.0, new)) if IS_HIGHEST else faded + new
+
+
+@triton.jit
+def ranked(
+    positions, scores, got, worth, at, newest, there, decay, head,
+    BY: tl.constexpr, IS_HIGHEST: tl.constexpr, HAS_WORTH: tl.constexpr,
+):  # fmt: skip
+    """Positions of these slots, and what they rank by."""
     position = tl.load(positions + at, mask=there, other=0)
     if BY == BY_SCORE:
-        score = tl.load(scores + at, mask=there, other=0.0)
-        new = tl.load(got + at, mask=there, other=0.0)
-        rank = highest(score * decay, tl.where(at == newest, 0.0, new)) if IS_HIGHEST else score * decay + new
+        rank = scored(scores, got, at, newest, there, decay, IS_HIGHEST)
+        if HAS_WORTH:
+            rank = (rank + LEAST) * tl.load(worth + at, mask=there, other=0.0)
+    elif BY == BY_WORTH:
+        rank = tl.load(worth + at, mask=there, other=0.0)
     elif BY == BY_AGE:
         rank = tl.zeros_like(position).to(tl.float32)
     else:
@@ -75,6 +91,7 @@ def evict_one(
     positions,
     scores,
     got,
+    worth,
     newest,
     start,
     end,
@@ -89,6 +106,7 @@ def evict_one(
     slot_stride,
     BY: tl.constexpr,
     IS_HIGHEST: tl.constexpr,
+    HAS_WORTH: tl.constexpr,
     SLOTS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -102,7 +120,9 @@ def evict_one(
     lost = tl.zeros((SLOTS,), tl.int32)
     for block in range(0, slots, SLOTS):
         at = block + lane
-        position, rank = ranked(positions, scores, got, first + at, own, at < slots, decay, head, BY, IS_HIGHEST)
+        position, rank = ranked(
+            positions, scores, got, worth, first + at, own, at < slots, decay, head, BY, IS_HIGHEST, HAS_WORTH
+        )
         may_go = (at <= last) & (at < slots) & (position >= begins) & (position < ends)
         lost |= (may_go & (rank != rank)).to(tl.int32)
         better = may_go & ((rank < least) | ((rank == least) & (position < oldest)))
@@ -115,18 +135,24 @@ def evict_one(
     goes = tl.where(nobody | (tl.load(after + row) > last), last, lowest)
     tl.store(target + row * tl.num_programs(0) + head, goes)
 
-    position, rank = ranked(positions, scores, got, own, own, True, decay, head, BY, IS_HIGHEST)
+    position = tl.load(positions + own)
+    if BY == BY_SCORE:
+        own_score = scored(scores, got, own, own, True, decay, IS_HIGHEST)
+    if HAS_WORTH:
+        own_worth = tl.load(worth + own)
     word = tl.arange(0, WORDS)
     from_here = image + row * row_stride + head.to(tl.int64) * head_stride + last * slot_stride + word
     key = tl.load(from_here, mask=word < words)
     value = tl.load(from_here + half_stride, mask=word < words)
     tl.debug_barrier()
     tl.store(positions + first + goes, position)
+    if HAS_WORTH:
+        tl.store(worth + first + goes, own_worth)
     to_there = from_here + (goes - last) * slot_stride
     tl.store(to_there, key, mask=word < words)
     tl.store(to_there + half_stride, value, mask=word < words)
     if BY == BY_SCORE:
         for block in range(0, slots, SLOTS):
             at = block + lane
-            _, score = ranked(positions, scores, got, first + at, own, at < slots, decay, head, BY, IS_HIGHEST)
-            tl.store(scores + first + at, tl.where(at == goes, rank, score), mask=at < slots)
+            score = scored(scores, got, first + at, own, at < slots, decay, IS_HIGHEST)
+            tl.store(scores + first + at, tl.where(at == goes, own_score, score), mask=at < slots)
