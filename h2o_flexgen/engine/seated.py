@@ -80,7 +80,7 @@ class SeatedRows(BatchRows):
     def _together(self, first: int) -> Iterator[slice]:
         """Newcomers whose prompts are read at once."""
         lengths = [self._waiting.need(row).read for row in self._rows[first:]]
-        for part in read_together(lengths, self._prefill_tokens):
+        for part in read_together(lengths, self._prefill_tokens, self._batch.echoes):
             yield slice(first + part.start, first + part.stop)
 
     def _reading(self, rows: slice) -> Part:
@@ -88,8 +88,8 @@ class SeatedRows(BatchRows):
         needs = [self._waiting.need(row) for row in newcomers]
         steps = (self._slots[row.row].at(0) for row in newcomers)
         slots = StepSlots.of_rows([step.behind(need.spared) if need.spared else step for step, need in zip(steps, needs)])
-        now = self._step_of(slots, [need.prefix for need in needs])
-        return Part(rows, now, self._uploaded(padded(newcomers, [need.read for need in needs])))
+        now = self._step_of(slots, [need.prefix for need in needs], echoes_within=self._batch.echoes_within)
+        return Part(rows, now, self._uploaded(padded(newcomers, [need.read for need in needs], self._batch.readings)))
 
     def note_prefixes(self, hidden: Tensor) -> None:
         for part, states in self.split(hidden):

@@ -15,6 +15,7 @@ from h2o_flexgen.core.workload import Block, BlockSize, Workload
 from h2o_flexgen.planning.placement import Placement, place, place_weights, placed_shares, traffic
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.sections import layers_of, only_layers
+from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.schedule.pipeline import Pipeline
 from h2o_flexgen.schedule.schedule import Schedule
@@ -35,6 +36,8 @@ class BlockPlan:
     def of(cls, spec: ModelSpec, plan: Plan, block: Block, site: Site, weights: Mapping[str, str] | None = None) -> BlockPlan:
         _refuse_batches_that_wait(plan, block)
         _refuse_rows_of_a_pipeline(plan, block)
+        if plan.policy.echoes:
+            block = block.echoed(spec.max_positions)
         placement = place(spec, plan, block, weights)
         kind = SCHEDULES[plan.schedule] if plan.pipeline == 1 else Pipeline
         schedule = kind(traffic(spec, plan, block, placement, site))
@@ -67,6 +70,11 @@ class BlockPlan:
     def occupancy(self) -> tuple[Occupancy, ...]:
         """The occupancy of each batch."""
         return tuple(self.plan.policy.occupancy(batch, self.block.gen_len) for batch in self.block.batches)
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """The KV heads by what they keep; a single level, of the plan's own policy, where all are equal."""
+        return self.plan.levels(self.spec)
 
     @property
     def tiers(self) -> tuple[tuple[str, ...], ...]:
