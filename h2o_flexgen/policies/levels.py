@@ -7,7 +7,7 @@ levels: every further one costs each layer that has heads of it another attentio
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from math import inf
@@ -27,6 +27,10 @@ FINENESS = 100  # shares are told apart to a hundredth
 class Level:
     policy: KVPolicy
     heads: tuple[tuple[int, ...], ...]  # of each layer with KV, ascending; a layer may have none at this level
+
+    def only(self, places: Iterable[int]) -> Level:
+        """The same of some layers, by their places among those with KV."""
+        return replace(self, heads=tuple(self.heads[place] for place in places))
 
 
 def levels_of(policy: KVPolicy, budgets: HeadBudgets | None, spec: ModelSpec) -> tuple[Level, ...]:

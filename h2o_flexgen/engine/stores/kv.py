@@ -84,7 +84,7 @@ class KVStore:
         self._block, self._schedule = block, schedule
         self._caches: dict[tuple[int, int, int], KVCache] = {}  # by the region that they lie in, layer and batch
         self._changed_of: dict[tuple[int, int], ChangedSlots] = {}  # by batch and its rows
-        self._layouts = [self._occupancy(batch).layout(self._spec) for batch in block.batches]
+        self._layouts = [self._occupancy(batch).layout(self._spec, self._spec.kv_heads) for batch in block.batches]
         for place in schedule.traffic.kv:
             batch, before = block.batches[place[1]], self._units.get(place)
             goes_on = before is not None and any(batch.seen)
