@@ -208,7 +208,10 @@ def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:
     placement, spec = planned.placement, planned.spec
     return {
         "weights": _per_tier((placement.weights[name], tensor.nbytes) for name, tensor in spec.tensors.items()),
-        "KV": _per_tier((tier, planned.occupancy[batch].layout(spec).image_bytes) for (_, batch), tier in placement.kv.items()),
+        "KV": _per_tier(
+            (tier, planned.occupancy[batch].layout(spec, spec.kv_heads).image_bytes)
+            for (_, batch), tier in placement.kv.items()
+        ),
         "activations": _per_tier(
             (tier, hidden_bytes(spec, batch)) for tier, batch in zip(placement.hidden, planned.block.batches)
         ),

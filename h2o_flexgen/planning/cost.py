@@ -97,7 +97,7 @@ class Cost:
 
     def _whole_row_bytes(self, task: Task | Key, one: BatchPass) -> int:
         """Bytes of all slots of the rows whose prompts are read, with what is noted of these."""
-        layout = self.planned.occupancy[task.batch].layout(self.spec)
+        layout = self.planned.occupancy[task.batch].layout(self.spec, self.spec.kv_heads)
         notes = layout.heads * layout.slots * self.planned.plan.policy.score_bytes
         return one.joining * (layout.slots * layout.row_bytes + notes)
 

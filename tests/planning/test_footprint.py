@@ -369,7 +369,7 @@ def test_scoring_allocates_no_more_in_passing_than_is_estimated(
     model, value_type, batch = create_model(config, dtype), getattr(torch, dtype), Batch((0, 1), (tokens,) * 2)
     states = [RowState(row, [1] * tokens, SamplingParams(max_tokens=1), ByteTokenizer(vocab)) for row in batch.rows]
     plan = Plan(prefill_tokens=tokens)
-    rows = BatchRows(batch, states, plan, 1, torch.device("cpu"))
+    rows = BatchRows(batch, states, plan, [plan.policy], 1, torch.device("cpu"))
     weights = {name: torch.randn(tensor.shape, dtype=value_type) for name, tensor in model.spec.layers[-1].tensors}
     hidden = torch.randn(2 * tokens, model.spec.width, dtype=value_type)
     params, tokenizer, after = SamplingParams(max_tokens=tokens - 5), ByteTokenizer(vocab), [1] * (tokens - 5)
@@ -395,7 +395,7 @@ def test_log_probabilities_of_prompts_allocate_no_more_in_passing_than_is_estima
     )
     states = [RowState(row, [1] * tokens, params, ByteTokenizer(vocab)) for row in batch.rows]
     plan = Plan(prefill_tokens=tokens)
-    rows = BatchRows(batch, states, plan, 1, torch.device("cpu"))
+    rows = BatchRows(batch, states, plan, [plan.policy], 1, torch.device("cpu"))
     weights = {name: torch.randn(tensor.shape) for name, tensor in model.spec.layers[-1].tensors}
     hidden = torch.randn(2 * tokens, model.spec.width)
     logits_of = partial(model.head, weights=weights)
