@@ -13,9 +13,11 @@ def check_rolling(spec: ModelSpec, plan: Plan) -> None:
 
 
 def check_positions(spec: ModelSpec, plan: Plan, row: int, length: int, max_tokens: int) -> None:
-    """Refuses texts that are too long. No layer sees the last token. Rolling positions end where the budget does."""
-    if plan.policy.rolls:
-        slots = plan.policy.occupancy(Batch((row,), (length,)), max_tokens).capacity
+    """Refuses texts that are too long. No layer sees the last token. Rolling positions end where the budget does, unless
+    some heads keep all."""
+    policies = [level.policy for level in plan.levels(spec)]
+    if all(policy.rolls for policy in policies):
+        slots = max(policy.occupancy(Batch((row,), (length,)), max_tokens).capacity for policy in policies)
         if max(length, slots) > spec.max_positions:
             raise ValueError(
                 f"prompt {row} has {length} tokens and {slots} slots, but {spec.name} has {spec.max_positions} "
@@ -30,6 +32,6 @@ def check_positions(spec: ModelSpec, plan: Plan, row: int, length: int, max_toke
 
 def most_tokens(spec: ModelSpec, plan: Plan, row: int, length: int) -> int:
     """The default number of tokens to generate behind a prompt; at least one, which `check_positions` judges."""
-    if plan.policy.rolls:
+    if all(level.policy.rolls for level in plan.levels(spec)):
         raise ValueError(f"max_tokens of prompt {row} is None, but with rolling positions a text has no end; give a number")
     return max(1, spec.max_positions + 1 - length)
