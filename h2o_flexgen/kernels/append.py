@@ -1,5 +1,5 @@
 """The newest token of each row in the cache: query and key are rotated, key and value go behind what the row holds, and its
-position is noted with a score of 0."""
+position is noted with a score of 0, and with what it is worth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from h2o_flexgen.kernels.rotate import Turn, rotate_twin
 
 
 def append_twin(
-    image: Tensor, newest: Newest, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None, notes: Notes | None
+    image: Tensor,
+    newest: Newest,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: Turn | None,
+    notes: Notes | None,
+    worth: Tensor | None = None,
 ) -> Tensor:
     if turn is not None:
         q, k = rotate_twin(q, turn), rotate_twin(k, turn)
@@ -22,4 +29,7 @@ def append_twin(
         if notes.scores is not None:
             nothing = notes.scores.new_zeros(())  # a number of Python would come from the host, and wait for the device
             notes.scores[newest.rows, :, newest.slots] = nothing
+        if notes.worth is not None:
+            assert worth is not None
+            notes.worth[newest.rows, :, newest.slots] = worth
     return q

@@ -48,6 +48,8 @@ class BlockPlan:
         layers of a model."""
         _refuse_batches_that_wait(plan, block)
         _refuse_rows_of_a_pipeline(plan, block)
+        if plan.policy.echoes:
+            block = block.echoed(spec.max_positions)
         levels = plan.levels(spec) if levels is None else levels
         placement = place(spec, plan, block, weights, levels)
         kind = SCHEDULES[plan.schedule] if plan.pipeline == 1 else Pipeline

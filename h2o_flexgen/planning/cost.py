@@ -195,7 +195,7 @@ class Cost:
         """Flops if all heads hold what those of one level do."""
         newest = self.spec.flops(layer, one.rows, 1, one.slots / one.rows + 1) if one.rows else 0.0
         return newest + sum(
-            count * self.spec.flops(layer, part.rows, part.length, part.held + (part.length + 1) / 2)
+            count * self.spec.flops(layer, part.rows, part.length_computed, part.attended)
             for part, count in one.prompts.items()
         )
 

@@ -217,7 +217,7 @@ class Pricing:
         policy, occupancy = self.planned.levels[at.level].policy, self.planned.kv.occupancies[at.level][task.batch]
         scored = policy.ranks_by == ATTENTION and occupancy.evicts
         rate = self.machine.prompt_flops_per_s.get(WITH_SCORES if scored else PLAIN_SCORES, inf)
-        pairs = sum(count * part.tokens * (part.held + (part.length + 1) / 2) for part, count in at.one.prompts.items())
+        pairs = sum(count * part.tokens * part.attended for part, count in at.one.prompts.items())
         heads = at.heads * (self.spec.heads // self.spec.kv_heads)
         return 4.0 * heads * self.spec.head_dim * pairs / rate
 

@@ -24,8 +24,9 @@ from h2o_flexgen.policies.policy import KVPolicy
 class Stay:
     """The rows of one batch, in the order in which they come, and what they hold at each level."""
 
-    def __init__(self, seats: int, journals: Iterable[int]) -> None:
+    def __init__(self, seats: int, journals: Iterable[int], echoes: bool) -> None:
         self.seats = seats
+        self.echoes = echoes  # prompts are repeated behind themselves
         self.needs: list[Need] = []
         self.prefixes: dict[int, list[int]] = {}  # by pass, the tokens of shared prefixes that are computed for newcomers
         self.first: list[int] = []  # the pass in which each row's prompt is read
@@ -141,7 +142,7 @@ class PassOfSeats:
             rows=len(staying),
             slots=sum(level.held(row, number) for row in staying),
             shared=_shared([stay.needs[row] for row in staying]),
-            prompts=_prompts(coming, stay.prefixes.get(number, ()), prefill_tokens),
+            prompts=_prompts(coming, stay.prefixes.get(number, ()), prefill_tokens, stay.echoes),
             joining=len(coming),
             evicts=any(level.evicts(row, number) for row in present),
             loaded=stay.seats * loaded[1],  # ranges of slots cross the link with all seats
@@ -156,9 +157,9 @@ def _shared(needs: Sequence[Need]) -> Shared:
     return Shared(sum(prefix.tokens for prefix in set(own)), sum(prefix.tokens for prefix in own))
 
 
-def _prompts(needs: Sequence[Need], prefixes: Sequence[int], tokens: int) -> Mapping[Prompts, int]:
-    parts = [needs[part] for part in read_together([need.read for need in needs], tokens)]
-    found = Counter(Prompts(len(part), part[0].read, _mean_prefix(part)) for part in parts)
+def _prompts(needs: Sequence[Need], prefixes: Sequence[int], tokens: int, echoes: bool) -> Mapping[Prompts, int]:
+    parts = [needs[part] for part in read_together([need.read for need in needs], tokens, echoes)]
+    found = Counter(Prompts(len(part), part[0].read, _mean_prefix(part), echoes) for part in parts)
     return found + Counter(Prompts(1, length) for length in prefixes)
 
 
@@ -196,7 +197,7 @@ class Seating:
     def of(cls, planned: BlockPlan) -> Seating:
         """Lets rows come and go as in a run, pass by pass."""
         by_batch = zip(planned.block.batches, zip(*planned.kv.occupancies))
-        stays = tuple(Stay(batch.size, (one.journal_capacity for one in levels)) for batch, levels in by_batch)
+        stays = tuple(Stay(batch.size, [one.journal_capacity for one in levels], batch.echoes) for batch, levels in by_batch)
         prefixes, queues = _Prefixes(planned.block.prefix_room), Queues(planned)
         policies = [level.policy for level in planned.levels]
         arrivals = [_Arrivals(batch, stay, queues, prefixes, policies) for batch, stay in enumerate(stays)]
