@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, pairwise
 from math import inf, log
 
@@ -38,10 +39,15 @@ def levels_of(policy: KVPolicy, budgets: HeadBudgets | None, spec: ModelSpec) ->
     if budgets is None:
         return (Level(policy, (tuple(range(spec.kv_heads)),) * len(spec.kv_layers)),)
     budgets.refuse_other(spec)
-    wanted = policy.options.kv_budget or DEFAULT_KEPT
-    rounded = _rounded(_with_whole(budgets.at(wanted)))
+    rounded = _shares(budgets, policy.options.kv_budget or DEFAULT_KEPT)
     shares = sorted(set(chain.from_iterable(rounded)), reverse=True)
     return tuple(Level(_keeping(policy, share), tuple(_heads(of_layer, share) for of_layer in rounded)) for share in shares)
+
+
+@lru_cache(maxsize=8)
+def _shares(budgets: HeadBudgets, budget: float) -> ByHead:
+    """The share of each head, of which few differ. A search asks for the same ones for each of thousands of plans."""
+    return _rounded(_with_whole(budgets.at(budget)))
 
 
 def _heads(of_layer: Sequence[float], share: float) -> tuple[int, ...]:
