@@ -191,7 +191,7 @@ class Read:
 
 @dataclass
 class Checkpoints:
-    """Tiny checkpoints, each made when first asked for, with what is read of them and the results of the resident loop on them."""
+    """Tiny checkpoints, each made when first asked for, with what was read of them and what the resident loop made of it."""
 
     root: Path
     hf_models: dict[tuple[str, str], PreTrainedModel] = field(default_factory=dict)
@@ -252,7 +252,8 @@ class Checkpoints:
         matrices in its bytes, except a table that rows are looked up in."""
         key = kind, stored, dtype, device, codec, compute or EXACT
         if key not in self.read:
-            self.read[key] = Read.of(self.opened(kind, stored, dtype), Plan(weight_codec=codec, compute=compute or EXACT), device)
+            plan = Plan(weight_codec=codec, compute=compute or EXACT)
+            self.read[key] = Read.of(self.opened(kind, stored, dtype), plan, device)
         read = self.read[key]
         weights = [dict(own) for own in read.weights]
         if compute is not None:
