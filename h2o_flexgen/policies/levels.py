@@ -28,6 +28,11 @@ class Level:
     policy: KVPolicy
     heads: tuple[tuple[int, ...], ...]  # of each layer with KV, ascending; a layer may have none at this level
 
+    @property
+    def share(self) -> float:
+        """The share of a text that these heads keep, where their budget is one."""
+        return 1.0 if self.policy.keeps_all else self.policy.options.kv_budget or DEFAULT_KEPT
+
 
 def levels_of(policy: KVPolicy, budgets: HeadBudgets | None, spec: ModelSpec) -> tuple[Level, ...]:
     """The levels of a model, that which keeps most first."""
