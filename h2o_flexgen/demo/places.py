@@ -1,4 +1,4 @@
-"""Where a model lies, unless it is a name on the hub, and where files lie that were made for it."""
+"""The place of a model, unless it is a name on the hub, and of files that were made for it."""
 
 from __future__ import annotations
 
