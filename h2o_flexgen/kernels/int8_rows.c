@@ -76,7 +76,7 @@ static ALWAYS_INLINE int32_t encode(const floats *values, float inverse, int8_t 
     return sum;
 }
 
-static ALWAYS_INLINE void sum_parts(const int8_t *codes, int32_t *wholes, long part)
+static ALWAYS_INLINE void sum_equal_parts(const int8_t *codes, int32_t *wholes, long part)
 {
     for (long at = 0; at < GROUP; at += part) {
         int32_t sum = 0;
@@ -84,6 +84,17 @@ static ALWAYS_INLINE void sum_parts(const int8_t *codes, int32_t *wholes, long p
             sum += codes[next];
         wholes[at / part] = sum;
     }
+}
+
+/* There are no other parts. Loops whose length is known become a few instructions. */
+static ALWAYS_INLINE void sum_parts(const int8_t *codes, int32_t *wholes, long part)
+{
+    if (part == 16)
+        sum_equal_parts(codes, wholes, 16);
+    else if (part == 32)
+        sum_equal_parts(codes, wholes, 32);
+    else
+        sum_equal_parts(codes, wholes, GROUP);
 }
 
 static ALWAYS_INLINE void encode_row(const rows_of_x *p, long row, int kind)

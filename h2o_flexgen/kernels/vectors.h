@@ -130,6 +130,43 @@ static ALWAYS_INLINE void store_floats(char *to, floats value, int kind)
     }
 }
 
+/* Some values of a register, as many as there are; zeros behind them. */
+static ALWAYS_INLINE floats load_some(const char *from, long count, int kind)
+{
+    char whole[4 * LANES] = {0};
+    if (count < LANES)
+        from = memcpy(whole, from, count * itemsize_of(kind));
+    return load_floats(from, kind);
+}
+
+static ALWAYS_INLINE void store_some(char *to, floats value, long count, int kind)
+{
+    char whole[4 * LANES];
+    store_floats(count < LANES ? whole : to, value, kind);
+    if (count < LANES)
+        memcpy(to, whole, count * itemsize_of(kind));
+}
+
+/* The nearest values of a type. */
+static ALWAYS_INLINE floats rounded_to(floats value, int kind)
+{
+    char narrow[2 * LANES];
+    if (kind == FLOAT)
+        return rounded(value);
+    store_floats(narrow, value, kind);
+    return load_floats(narrow, kind);
+}
+
+/* Does something with each register of some values. Of whole ones the number of values is a constant. */
+#define EACH_REGISTER(AT, COUNT, DO)                                                                                             \
+    do {                                                                                                                         \
+        long AT = 0;                                                                                                             \
+        for (; AT + LANES <= (COUNT); AT += LANES)                                                                               \
+            DO(AT, LANES);                                                                                                       \
+        if (AT < (COUNT))                                                                                                        \
+            DO(AT, (COUNT)-AT);                                                                                                  \
+    } while (0)
+
 static ALWAYS_INLINE floats larger(floats one, floats other)
 {
     const integers mask = one > other;
