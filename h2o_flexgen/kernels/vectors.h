@@ -51,12 +51,10 @@ static ALWAYS_INLINE floats all(float value)
 
 static ALWAYS_INLINE float sum_of(floats value)
 {
-    float lanes[LANES];
-    memcpy(lanes, &value, sizeof lanes);
+#pragma GCC unroll 4
     for (int half = LANES / 2; half; half /= 2)
-        for (int lane = 0; lane < half; lane++)
-            lanes[lane] += lanes[lane + half];
-    return lanes[0];
+        value += __builtin_shuffle(value, (integers)LANE_NUMBERS ^ half);
+    return value[0];
 }
 
 /* The value itself, of which no product is fused with a sum: that would round once less. */
@@ -96,6 +94,13 @@ static ALWAYS_INLINE floats floats_of_halves(const char *from)
 #else
     return floats_of_half_words(words_of_halves(from));
 #endif
+}
+
+/* The same of the lower halves of words. */
+static ALWAYS_INLINE floats floats_of_low_halves(words from)
+{
+    const halves low = __builtin_convertvector(from & 0xffff, halves);
+    return floats_of_halves((const char *)&low);
 }
 
 /* A register of values that have a type of their own. */
