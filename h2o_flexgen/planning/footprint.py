@@ -137,8 +137,8 @@ def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
         noted = max(layout.score_bytes(score_bytes) for layout in layouts)
         parts[DEVICE]["KV notes"] += schedule.buffers * region_bytes(noted) if noted else 0
         sizes = (planned.block.batches[batch].size for batch in beside)
-        shares = bool(planned.block.prefix_room)
-        parts[HOST]["asked"] += sum(region_bytes(asked_arena(planned.spec, size, shares).nbytes) for size in sizes)
+        shares, judged = bool(planned.block.prefix_room), planned.plan.policy.judge is not None
+        parts[HOST]["asked"] += sum(region_bytes(asked_arena(planned.spec, size, shares, judged).nbytes) for size in sizes)
     elif parts[DEVICE]["KV slots"]:
         parts[HOST]["KV slots"] += max(region_bytes(layout.staged_bytes) for layout in layouts)
 
