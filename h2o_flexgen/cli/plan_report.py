@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from h2o_flexgen.cli.page import page_width, table
 from h2o_flexgen.cli.requests import ModelRequest
 from h2o_flexgen.cli.stored import StoredWeights
 from h2o_flexgen.core.layout import hidden_bytes
+from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.budgets import Packing
@@ -81,7 +82,7 @@ class PlanReport:
         return {
             "model": self.model,
             "stored": self.stored.as_json() if self.stored else None,
-            "plan": asdict(self.planned.plan),
+            "plan": self.planned.plan.as_json(),
             "requested_percent": list(self.requested.percent),
             "placed_percent": [round(share, 2) for share in self.first.placed_percent],
             "arithmetic": self.arithmetic.as_json(),
@@ -106,6 +107,7 @@ class PlanReport:
             f"schedule  {self.first.schedule.name}, {_buffers(self.first.schedule)}, "
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
             f"KV        {Kept(self.planned).line()}{packed}{beside}",
+            *head_lines(plan, spec),
             f"numbers   {self.arithmetic.line()}",
         ]
         lines += self._devices()
@@ -193,6 +195,15 @@ class PlanReport:
     def _parts(self, tier: str) -> str:
         parts = self.budgets.held(self.planned.footprint, tier).items()
         return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
+
+
+def head_lines(plan: Plan, spec: ModelSpec) -> Iterator[str]:
+    """What KV heads keep, where they differ."""
+    if plan.head_budgets is None:
+        return
+    kept = ", ".join(f"{sum(map(len, level.heads))} keep {100 * level.share:.3g} %" for level in plan.levels(spec))
+    measured = f"measured on {plan.head_budgets.source}, {plan.head_budgets.checksum}"
+    yield f"heads     {kept}; as {plan.head_budgets.model} needs them ({measured})"
 
 
 def together_lines(processes: int, requests: int, accelerator: bool) -> Iterator[str]:
