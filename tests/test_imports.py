@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ ROOMS = {
     "core": ("kernels", "quant"),
     "demo": ("core",),
     "schedule": ("core",),
-    "policies": ("core",),
+    "policies": ("core", "kernels"),
     "planning": ("core", "kernels", "policies", "quant", "schedule"),
     "memory": ("core", "kernels", "quant"),
     "checkpoints": ("core", "demo", "kernels", "quant"),
@@ -51,7 +51,7 @@ ROOMS["engine"] += ("schedule", "text")
 ROOMS["jobs"] = ("core", "engine", "sampling", "text")
 ROOMS["profiling"] = (*ROOMS["engine"], "engine")
 FACE = ("options", "open", "under_plan", "finding", "auto_plan", "llm")  # files above all rooms, the lowest first
-DOORS = ("__main__.py", "run.py", "plan.py", "profile.py", "chat.py", "evaluate.py", "batch.py", "lm_eval.py")
+DOORS = ("__main__.py", "run.py", "plan.py", "profile.py", "chat.py", "calibrate.py", "evaluate.py", "batch.py", "lm_eval.py")
 WITHOUT_TORCH = ("quant", "core", "schedule", "policies", "planning", "jobs")
 PREDICTING = [
     f"{ROOT}.{name}" for name in ("planning.cost", "planning.pricing", "planning.predict", "planning.linear", "planning.search")
@@ -115,10 +115,6 @@ def words(tree: ast.AST) -> Iterator[str]:
                 yield value.lower()
 
 
-def imported_by(path: Path) -> set[str]:
-    return set(imports(ast.parse(path.read_text(encoding="utf-8"))))
-
-
 def below(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
@@ -134,79 +130,95 @@ def test_every_room_is_below_those_that_import_it() -> None:
         below_it.add(room)
 
 
-@pytest.mark.parametrize("path", files_in(*ROOMS), ids=module_name)
-def test_imports_run_down(path: Path) -> None:
-    room = path.relative_to(PACKAGE).parts[0]
-    allowed = [f"{ROOT}.{name}" for name in (room, *ROOMS[room])]
-    named = [name for name in imported_by(path) if below(name, ROOT) and name != ROOT]
-    assert [name for name in named if not below(name, *allowed)] == []
+@pytest.fixture(scope="module")
+def trees() -> Mapping[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
-def test_files_above_the_rooms_import_only_those_below_them() -> None:
+@pytest.fixture(scope="module")
+def imported(trees: Mapping[Path, ast.Module]) -> Mapping[Path, set[str]]:
+    """What every file imports."""
+    return {path: set(imports(tree)) for path, tree in trees.items()}
+
+
+def test_imports_run_down(imported: Mapping[Path, set[str]]) -> None:
+    found = []
+    for path in files_in(*ROOMS):
+        room = path.relative_to(PACKAGE).parts[0]
+        allowed = [f"{ROOT}.{name}" for name in (room, *ROOMS[room])]
+        named = [name for name in imported[path] if below(name, ROOT) and name != ROOT]
+        found += [f"{module_name(path)} -> {name}" for name in named if not below(name, *allowed)]
+    assert found == []
+
+
+def test_files_above_the_rooms_import_only_those_below_them(imported: Mapping[Path, set[str]]) -> None:
     for place, name in enumerate(FACE):
         above = [f"{ROOT}.{one}" for one in FACE[place + 1 :]]
-        assert [one for one in imported_by(PACKAGE / f"{name}.py") if below(one, *above, f"{ROOT}.cli")] == [], name
+        assert [one for one in imported[PACKAGE / f"{name}.py"] if below(one, *above, f"{ROOT}.cli")] == [], name
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if "cli" not in path.relative_to(PACKAGE).parts], ids=module_name)
-def test_only_doors_know_the_command_line(path: Path) -> None:
-    if path.relative_to(PACKAGE).as_posix() not in DOORS:
-        assert [name for name in imported_by(path) if below(name, f"{ROOT}.cli")] == []
+def importing(imported: Mapping[Path, set[str]], files: Iterable[Path], *packages: str) -> list[str]:
+    """Every import of these packages, and of what is in them, by these files."""
+    return [f"{module_name(path)} -> {name}" for path in files for name in imported[path] if below(name, *packages)]
 
 
-@pytest.mark.parametrize("path", files_in(*WITHOUT_TORCH), ids=module_name)
-def test_what_plans_imports_the_standard_library_numpy_pulp_and_yaml(path: Path) -> None:
+def test_only_doors_know_the_command_line(imported: Mapping[Path, set[str]]) -> None:
+    places = {path: path.relative_to(PACKAGE) for path in FILES}
+    others = [path for path, place in places.items() if "cli" not in place.parts and place.as_posix() not in DOORS]
+    assert importing(imported, others, f"{ROOT}.cli") == []
+
+
+def test_what_plans_imports_the_standard_library_numpy_pulp_and_yaml(imported: Mapping[Path, set[str]]) -> None:
     allowed = (*sys.stdlib_module_names, "numpy", "pulp", "yaml", ROOT)
-    assert [name for name in imported_by(path) if not below(name, *allowed)] == []
+    named = [(path, name) for path in files_in(*WITHOUT_TORCH) for name in imported[path]]
+    assert [f"{module_name(path)} -> {name}" for path, name in named if not below(name, *allowed)] == []
 
 
-@pytest.mark.parametrize("path", files_in("memory", "kv", "checkpoints", "models", "engine", "profiling"), ids=module_name)
-def test_what_runs_imports_nothing_of_what_predicts(path: Path) -> None:
-    assert [name for name in imported_by(path) if below(name, *PREDICTING)] == []
+def test_what_runs_imports_nothing_of_what_predicts(imported: Mapping[Path, set[str]]) -> None:
+    runs = files_in("memory", "kv", "checkpoints", "models", "engine", "profiling")
+    assert importing(imported, runs, *PREDICTING) == []
 
 
-@pytest.mark.parametrize("path", files_in("models"), ids=module_name)
-def test_architectures_know_no_codecs(path: Path) -> None:
-    assert [name for name in imported_by(path) if below(name, f"{ROOT}.quant")] == []
+def test_architectures_know_no_codecs(imported: Mapping[Path, set[str]]) -> None:
+    assert importing(imported, files_in("models"), f"{ROOT}.quant") == []
 
 
-@pytest.mark.parametrize("path", files_in("kv"), ids=module_name)
-def test_caches_know_of_models_only_the_types_that_both_speak(path: Path) -> None:
-    of_models = {name for name in imported_by(path) if below(name, f"{ROOT}.models")}
-    assert all(below(name, f"{ROOT}.models.base") for name in of_models - {f"{ROOT}.models"})
+def test_caches_know_of_models_only_the_types_that_both_speak(imported: Mapping[Path, set[str]]) -> None:
+    of_models = {name for path in files_in("kv") for name in imported[path] if below(name, f"{ROOT}.models")}
+    assert all(below(name, f"{ROOT}.models.base") for name in of_models - {f"{ROOT}.models"}), of_models
 
 
-@pytest.mark.parametrize("path", files_in("jobs"), ids=module_name)
-def test_jobs_know_of_the_engine_only_what_a_job_is(path: Path) -> None:
-    of_engine = {name for name in imported_by(path) if below(name, f"{ROOT}.engine")}
-    assert all(below(name, f"{ROOT}.engine.job") for name in of_engine)
+def test_jobs_know_of_the_engine_only_what_a_job_is(imported: Mapping[Path, set[str]]) -> None:
+    of_engine = {name for path in files_in("jobs") for name in imported[path] if below(name, f"{ROOT}.engine")}
+    assert all(below(name, f"{ROOT}.engine.job") for name in of_engine), of_engine
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_cuda_is_spelled_only_where_devices_are_handled(path: Path) -> None:
-    place = path.relative_to(PACKAGE).as_posix()
-    if place not in SPELL_CUDA and not place.startswith(SPELL_CUDA_FOLDERS):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        assert [word for word in words(tree) if "cuda" in word] == []
+def test_cuda_is_spelled_only_where_devices_are_handled(trees: Mapping[Path, ast.Module]) -> None:
+    places = {path: path.relative_to(PACKAGE).as_posix() for path in FILES if "cuda" in path.read_text("utf-8").lower()}
+    others = {
+        path: place for path, place in places.items() if place not in SPELL_CUDA and not place.startswith(SPELL_CUDA_FOLDERS)
+    }
+    assert [f"{place}: {word}" for path, place in others.items() for word in words(trees[path]) if "cuda" in word] == []
 
 
-@pytest.mark.parametrize("path", files_in("kernels", "memory", "checkpoints", "models", "kv", "engine"), ids=module_name)
-def test_values_are_read_and_written_past_torch_through_one_door(path: Path) -> None:
+def test_values_are_read_and_written_past_torch_through_one_door(trees: Mapping[Path, ast.Module]) -> None:
     """Otherwise a device that checks the order of accesses would not hear of some. An address may be asked for as a number."""
-    if path.relative_to(PACKAGE).as_posix() not in RAW:
-        called = [node.func for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
-        allowed = ("data_ptr",) if path.name == "disk.py" else ()  # whether a place in memory is aligned like one in a file
-        named = [one.attr for one in called if isinstance(one, ast.Attribute)]
-        assert [name for name in named if name in ("numpy", "data_ptr") and name not in allowed] == []
+    found = []
+    for path in files_in("kernels", "memory", "checkpoints", "models", "kv", "engine"):
+        if path.relative_to(PACKAGE).as_posix() not in RAW:
+            called = [node.func for node in ast.walk(trees[path]) if isinstance(node, ast.Call)]
+            allowed = ("data_ptr",) if path.name == "disk.py" else ()  # whether a place in memory is aligned like one in a file
+            named = [one.attr for one in called if isinstance(one, ast.Attribute)]
+            found += [f"{module_name(path)}: {name}" for name in named if name in ("numpy", "data_ptr") and name not in allowed]
+    assert found == []
 
 
-def test_no_import_of_the_package_waits_but_those_that_have_to() -> None:
-    trees = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-    found = {f"{module} -> {name}" for module, tree in trees.items() for name in lazy_imports(tree)}
+def test_no_import_of_the_package_waits_but_those_that_have_to(trees: Mapping[Path, ast.Module]) -> None:
+    found = {f"{module_name(path)} -> {name}" for path, tree in trees.items() for name in lazy_imports(tree)}
     assert found == LAZY
 
 
-@pytest.mark.parametrize("door", ["run", "plan", "profile", "chat", "evaluate", "batch", "lm_eval", "cli.main"])
+@pytest.mark.parametrize("door", ["run", "plan", "profile", "chat", "calibrate", "evaluate", "batch", "lm_eval", "cli.main"])
 def test_doors_open_without_torch(door: str) -> None:
     code = f"import sys, {ROOT}.{door} as door\nprint('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)

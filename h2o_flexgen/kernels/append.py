@@ -1,5 +1,5 @@
 """The newest token of each row in the cache: query and key are rotated, key and value go behind what the row holds, and its
-position is noted with a score of 0. C and torch give the same bits."""
+position is noted with a score of 0, and with what it is worth. C and torch give the same bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from h2o_flexgen.kernels.rotate import Turn, rotate_twin
 from h2o_flexgen.kernels.threads import threads_for
 
 
-def append(image: Tensor, newest: Newest, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None, notes: Notes | None) -> Tensor:
+def append(
+    image: Tensor,
+    newest: Newest,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: Turn | None,
+    notes: Notes | None,
+    worth: Tensor | None = None,
+) -> Tensor:
     rows, _, query_heads, dim = q.shape
     keys, values = image
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
@@ -34,6 +43,7 @@ def append(image: Tensor, newest: Newest, q: Tensor, k: Tensor, v: Tensor, turn:
         *(rows, keys.shape[1], query_heads, dim, half, k.shape[3] * k.itemsize),
     )
     native_library().append(ctypes.byref(given), ctypes.c_int(threads_for(q.numel() + 2 * k.numel())))
+    _note_worth(newest, notes, worth)
     return out
 
 
@@ -48,7 +58,14 @@ def _places_of(notes: Notes | None) -> tuple[int | None, int | None, int, int]:
 
 
 def append_twin(
-    image: Tensor, newest: Newest, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None, notes: Notes | None
+    image: Tensor,
+    newest: Newest,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: Turn | None,
+    notes: Notes | None,
+    worth: Tensor | None = None,
 ) -> Tensor:
     if turn is not None:
         q, k = rotate_twin(q, turn), rotate_twin(k, turn)
@@ -60,7 +77,14 @@ def append_twin(
         if notes.scores is not None:
             nothing = notes.scores.new_zeros(())  # a number of Python would come from the host, and wait for the device
             notes.scores[newest.rows, :, newest.slots] = nothing
+    _note_worth(newest, notes, worth)
     return q
+
+
+def _note_worth(newest: Newest, notes: Notes | None, worth: Tensor | None) -> None:
+    if notes is not None and notes.worth is not None:
+        assert worth is not None
+        notes.worth[newest.rows, :, newest.slots] = worth
 
 
 class _Appending(ctypes.Structure):

@@ -178,6 +178,13 @@ static ALWAYS_INLINE floats larger(floats one, floats other)
     return (floats)(((integers)one & mask) | ((integers)other & ~mask));
 }
 
+/* The higher of numbers that are not below zero: their bits rank as they do, and those of a NaN, whatever its sign, above all. */
+static ALWAYS_INLINE floats highest(floats one, floats other)
+{
+    const words mask = (words)((words)one > (words)other);
+    return (floats)(((words)one & mask) | ((words)other & ~mask));
+}
+
 /* Relative error below 2e-7; results below 2^-124 may be 2^-124. NaN stays NaN. */
 static ALWAYS_INLINE floats exp_below_zero(floats from)
 {
