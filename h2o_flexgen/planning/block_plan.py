@@ -18,6 +18,7 @@ from h2o_flexgen.planning.placement import Placement, place, place_weights, plac
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.sections import layers_of, only_layers
 from h2o_flexgen.policies.levels import Level
+from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.schedule.pipeline import Pipeline
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.table import SCHEDULES
@@ -85,6 +86,11 @@ class BlockPlan:
     @cached_property
     def kv(self) -> HeldKV:
         return HeldKV(self.spec, self.levels, self.block)
+
+    @property
+    def occupancies(self) -> tuple[tuple[Occupancy, ...], ...]:
+        """The occupancy of each level, in each batch."""
+        return self.kv.occupancies
 
     def kv_layouts(self, layer: int, batch: int) -> tuple[KVLayout | None, ...]:
         """How the KV of a batch lies in one layer, of each level; nothing of those that have none of the layer's heads."""
