@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -83,7 +83,7 @@ class PlanReport:
         return {
             "model": self.model,
             "stored": self.stored.as_json() if self.stored else None,
-            "plan": asdict(self.planned.plan),
+            "plan": self.planned.plan.as_json(),
             "requested_percent": list(self.requested.percent),
             "placed_percent": [round(share, 2) for share in self.first.placed_percent],
             "arithmetic": self.arithmetic.as_json(),
@@ -267,7 +267,7 @@ class Kept:
             (first, *others), all_heads = self._kept_by_heads, sum(heads for _, heads in self._heads)
             kept = [f"{first[0]} of {all_heads} KV heads keep {100 * first[1]:.0f} %"]
             kept += [f"{heads} {100 * share:.0f} %" for heads, share in others]
-            yield f"heads     budgets by head: {', '.join(kept)}; measured on {budgets.source}"
+            yield f"heads     budgets by head: {', '.join(kept)}; measured on {budgets.source}, {budgets.checksum}"
 
     def as_json(self) -> dict[str, object]:
         return {

@@ -4,7 +4,7 @@ places."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 
 from h2o_flexgen.core.allowed_values import AUTO, Rule, number, whole
@@ -108,6 +108,9 @@ class Plan:
     def _refuse_heads_without_share(self) -> None:
         if self.head_budgets is None:
             return
+        if not isinstance(self.head_budgets, HeadBudgets):
+            found = f"head_budgets is a {type(self.head_budgets).__name__}"
+            raise ValueError(f"{found}; give HeadBudgets: read_head_budgets reads a file, and so does LLM")
         if self.policy.keeps_all:
             raise ValueError(f"kv_policy {self.kv_policy!r} keeps everything, and head budgets share out less; leave them out")
         if not self.kv_options.is_share_of_text or self.kv_options.recent is not None:
@@ -141,6 +144,11 @@ class Plan:
     @cached_property
     def policy(self) -> KVPolicy:
         return POLICIES[self.kv_policy](self.kv_options)
+
+    def as_json(self) -> dict[str, object]:
+        """All options; head budgets, which are many numbers, by name and checksum."""
+        heads = None if self.head_budgets is None else self.head_budgets.as_json()
+        return {**asdict(replace(self, head_budgets=None)), "head_budgets": heads}
 
     def levels(self, spec: ModelSpec) -> tuple[Level, ...]:
         """The KV heads of a model by what they keep, those that keep most first."""
