@@ -158,7 +158,7 @@ def attention(device: Device, codec: str, scale: float, expected: float) -> Subj
 
     def call() -> object:
         keys, of_values = image_over(next(regions), shape, coding, True)
-        return decode_attention(q, Kept(keys, codec), Kept(of_values, codec), held, mask, wants_sums=False)
+        return decode_attention(q, Kept(keys, codec), Kept(of_values, codec), held, mask, gathers=None)
 
     return Subject(f"decode attention, {codec} KV, {rows} rows of {slots}", region.nbytes, expected, call)
 

@@ -123,8 +123,10 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
         """What the harness records about the model."""
         plan, spec = self.llm.plan, self.llm.spec
         kept = {one.name: value for one in fields(plan.kv_options) if (value := getattr(plan.kv_options, one.name)) is not None}
+        heads = {} if plan.head_budgets is None else {"head_budgets": plan.head_budgets.as_json()}
+        policy = {"kv_policy": plan.kv_policy, "kv_options": kept, **heads}
         codecs = {"weight_codec": plan.weight_codec, "kv_codec": plan.kv_codec, "compute": plan.compute}
-        return {"model_dtype": spec.dtype, "percent": plan.percent, "kv_policy": plan.kv_policy, "kv_options": kept, **codecs}
+        return {"model_dtype": spec.dtype, "percent": plan.percent, **policy, **codecs}
 
     # -- texts and tokens ------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,8 @@ def option_settings(request: BatchRequest) -> Settings:
 def plan_settings(plan: Plan) -> Settings:
     kept = {each.name: getattr(plan.kv_options, each.name) for each in fields(KVOptions)}
     shared = {"shared_prefixes": plan.shares_prefixes}  # whatever keeps them from being shared, a flag or the schedule
-    return {**{name: getattr(plan, name) for name in OF_PLAN}, **shared, **kept}
+    heads = {"head_budgets": None if plan.head_budgets is None else plan.head_budgets.as_json()}
+    return {**{name: getattr(plan, name) for name in OF_PLAN}, **shared, **kept, **heads}
 
 
 def refuse_other(begun: Manifest | None, settings: Settings, request: BatchRequest) -> None:

@@ -25,6 +25,7 @@ from h2o_flexgen.planning.machine import DEVICES
 from h2o_flexgen.planning.plan import GRAPHS, JUDGED, ON, PINNED, PREFIX_POLICIES, Plan
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
+from h2o_flexgen.policies.head_budgets_file import OWN
 from h2o_flexgen.policies.options import DEFAULT_KEPT, POSITIONS
 from h2o_flexgen.policies.streaming import SINKS
 from h2o_flexgen.policies.table import POLICIES
@@ -224,6 +225,7 @@ class Parser(argparse.ArgumentParser):
         group.value("--kv-budget", "F", "keep this share of prompt and generation, half heavy, half recent", SHARE)
         group.value("--heavy", "SLOTS", "heavy hitters kept, in slots per sequence and head", SLOTS)
         group.value("--recent", "SLOTS", "slots for the newest tokens", SLOTS)
+        add_head_budgets(group)
         group.truth("--hh-all", text="evict generated tokens too: the default, named as in H2O's commands")
         add_protection(group)
 
@@ -390,6 +392,12 @@ def add_sharing(group: Group) -> None:
     pinned = f"{PINNED}: it is never evicted, and a budget is that of the tokens behind it"
     judged = f"{JUDGED}: it is evicted as if nobody shared it"
     group.choice("--prefix-policy", PREFIX_POLICIES, f"of shared prefixes; {pinned}; {judged}", Plan.prefix_policy)
+
+
+def add_head_budgets(group: Group) -> None:
+    """Adds by which budgets heads differ."""
+    by_head = f"KV heads share out the budget as this file of `calibrate` says; {OWN}: the file beside the model"
+    group.value("--head-budgets", f"FILE|{OWN}", f"{by_head} (default: all keep as much)")
 
 
 def add_protection(group: Group) -> None:

@@ -1,7 +1,7 @@
 """Causal attention with memory linear in the prompt: what every key got from the queries, and what these got where each has one
 more key.
 
-Queries are taken block by block, and each block sees all of its keys at once: so a softmax is whole, the sums are exact, and no
+Queries are taken block by block, and each block sees all of its keys at once: so a softmax is whole, shares are exact, and no
 matrix of queries by keys is ever held.
 """
 
@@ -12,39 +12,46 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.more_keys import More
 
 
-def column_sums(q: Tensor, k: Tensor, weights: Tensor, is_held: Tensor | None, scored_bytes: int) -> Tensor:
-    """Sums, for every key, the probabilities times the weight of their query, over queries and over the query heads of a group:
-    q (rows, heads, tokens, dim), k (rows, kv_heads, keys, dim), weights (rows, tokens) -> (rows, kv_heads, keys), fp32. If
-    there are more keys than queries, the first ones stand before all queries; `is_held` (rows, 1, earlier keys) says which of
-    them exist. At most `scored_bytes` of probabilities are held at once."""
+def column_sums(q: Tensor, k: Tensor, weights: Tensor, is_held: Tensor | None, scored_bytes: int, gathers: str = SUM) -> Tensor:
+    """Sums, for every key, the probabilities times the weight of their query, over queries and over the query heads of a group,
+    or finds the highest of them: q (rows, heads, tokens, dim), k (rows, kv_heads, keys, dim), weights (rows, tokens) -> (rows,
+    kv_heads, keys), fp32. If there are more keys than queries, the first ones stand before all queries; `is_held` (rows, 1,
+    earlier keys) says which of them exist. At most `scored_bytes` of probabilities are held at once."""
     rows, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
     held = keys - tokens
-    sums = torch.zeros(rows, kv_heads, keys, dtype=torch.float32, device=q.device)
+    got = torch.zeros(rows, kv_heads, keys, dtype=torch.float32, device=q.device)
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, tokens, dim)
     counted = weights.ne(0).any(0).nonzero()[:, 0]
     first = int(counted[0]) if len(counted) else tokens  # earlier queries have no weight
     for row, start, end in _blocks(rows, first, tokens, max(1, scored_bytes // (4 * heads * keys))):
         there = None if is_held is None else is_held[row]
         shares = probabilities(grouped[row, :, :, start:end], k[row, :, : held + end], there)
-        weight = weights[row, None, None, start:end].repeat(1, 1, 1, heads // kv_heads)
-        sums[row, :, : held + end] += (weight @ shares)[:, :, 0]
-    return sums
+        _gather(got[row, :, : held + end], shares, weights[row, start:end], gathers)
+    return got
 
 
 def outcome_and_sums(
-    q: Tensor, k: Tensor, v: Tensor, weights: Tensor | None, is_held: Tensor | None, more: More, scored_bytes: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor | None,
+    is_held: Tensor | None,
+    more: More,
+    scored_bytes: int,
+    gathers: str = SUM,
 ) -> tuple[Tensor, Tensor | None]:
-    """The outcome (rows, tokens, heads * dim) where each query has one more key, and the sums of the others where there are
+    """The outcome (rows, tokens, heads * dim) where each query has one more key, and what the others got where there are
     weights. Shapes and the rest as above."""
     rows, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
     held, group = keys - tokens, heads // kv_heads
     out = q.new_empty(rows, tokens, heads, dim)
-    sums = None if weights is None else torch.zeros(rows, kv_heads, keys, dtype=torch.float32, device=q.device)
+    got = None if weights is None else torch.zeros(rows, kv_heads, keys, dtype=torch.float32, device=q.device)
     grouped = q.reshape(rows, kv_heads, group, tokens, dim)
     for row, start, end in _blocks(rows, 0, tokens, max(1, scored_bytes // (4 * heads * keys))):
         there = None if is_held is None else is_held[row]
@@ -54,9 +61,19 @@ def outcome_and_sums(
         made = (shares @ v[row, :, : held + end].float()).view(-1, heads, end - start, dim).transpose(1, 2)
         share = share.reshape(-1, heads, end - start, 1).transpose(1, 2)
         out[row, start:end] = (made + share * more.values[row, start:end]).to(q.dtype)
-        if sums is not None and weights is not None:
-            sums[row, :, : held + end] += (weights[row, None, None, start:end].repeat(1, 1, 1, group) @ shares)[:, :, 0]
-    return out.view(rows, tokens, heads * dim), sums
+        if got is not None and weights is not None:
+            _gather(got[row, :, : held + end], shares, weights[row, start:end], gathers)
+    return out.view(rows, tokens, heads * dim), got
+
+
+def _gather(got: Tensor, shares: Tensor, weights: Tensor, gathers: str) -> None:
+    """Adds to `got` (rows, kv_heads, keys) what keys get from queries whose shares are (rows, kv_heads, group * queries, keys)
+    and whose weights are (rows, queries), or has the highest of both there. Shares may be overwritten."""
+    weight = weights[:, None, None].repeat(1, 1, 1, shares.shape[2] // weights.shape[1])
+    if gathers == MAX:
+        got.copy_(torch.maximum(got, shares.mul_(weight.transpose(2, 3)).amax(2)))
+    else:
+        got += (weight @ shares)[:, :, 0]
 
 
 def _blocks(rows: int, first: int, tokens: int, queries: int) -> Iterator[tuple[slice, int, int]]:

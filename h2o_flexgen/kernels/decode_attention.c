@@ -1,5 +1,5 @@
 /* Attention of one new token per row over the slots that the row holds: shares = softmax(q . keys), out = shares . values, and the
-   attention each slot received from all query heads of its group. Keys and values are read once; nothing but the shares is stored.
+   attention each slot got from all query heads of its group, their sum or the highest share. Keys and values are read once; nothing but the shares is stored.
    Packed ones are multiplied in fixed point where queries have 16 bits and it is faster (fixed_attention.h), else as float32.
 
    A (row, KV head) is worked on by one thread from its first slot to its last, so a row's outcome depends on nothing but the row.
@@ -64,8 +64,8 @@ static ALWAYS_INLINE const char *filled(const char *slot, long dim, long registe
     return room;
 }
 
-/* Works in place, and adds the share of each slot to `sums`. Gives the share of a score that is none of a slot's, if there is one. */
-static ALWAYS_INLINE float softmax(float *restrict scores, float *restrict sums, long held, float more)
+/* Works in place. Gives the share of a score that is none of a slot's, if there is one. */
+static ALWAYS_INLINE float softmax(float *restrict scores, float *restrict got, long held, float more, int is_highest)
 {
     const long whole = held / LANES * LANES;
     float top = scores[0], total = 0.0f, lanes[LANES];
@@ -101,9 +101,17 @@ static ALWAYS_INLINE float softmax(float *restrict scores, float *restrict sums,
         total += own;
 
     const float part = 1.0f / total;
-    for (long slot = 0; slot < held; slot++) {
-        scores[slot] *= part;
-        sums[slot] += scores[slot];
+    if (is_highest) {
+        for (long slot = 0; slot < held; slot++) {
+            scores[slot] *= part;
+            const uint32_t own = bits_of_float(scores[slot]), before = bits_of_float(got[slot]); /* see highest(..) */
+            got[slot] = float_of_bits(own > before ? own : before);
+        }
+    } else {
+        for (long slot = 0; slot < held; slot++) {
+            scores[slot] *= part;
+            got[slot] += scores[slot];
+        }
     }
     return own * part;
 }
@@ -185,11 +193,12 @@ typedef struct {
     more_keys more;      /* for each of (rows, kv_heads, group) */
     const int64_t *held; /* (rows), the new token included */
     float *out;          /* shaped as q */
-    float *sums;         /* (rows, kv_heads, capacity); 0 behind what is held */
+    float *got;          /* (rows, kv_heads, capacity); 0 behind what is held */
     float *shares;       /* (rows, kv_heads, group, capacity) */
     long rows, kv_heads, group, dim, capacity;
     float scale;
-    int narrow; /* queries have 16 bits */
+    int narrow;     /* queries have 16 bits */
+    int is_highest; /* slots get the highest share of their group's queries, not the sum of all */
 } attention;
 
 /* Packed slots and queries of 16 bits: the same body for usual numbers of queries, which the compiler then knows. A group of
@@ -237,15 +246,15 @@ static ALWAYS_INLINE void attend(const attention *a, long row, long head, long g
     memset(q, 0, sizeof q);
     for (long g = 0; g < group; g++)
         memcpy(q + g * registers, a->q + (unit * group + g) * dim, dim * sizeof(float));
-    float *shares = a->shares + unit * group * a->capacity, *sums = a->sums + unit * a->capacity;
+    float *shares = a->shares + unit * group * a->capacity, *got = a->got + unit * a->capacity;
     const long held = a->held[row];
     if (is_fixed(a, group, key_kind))
         in_fixed_point(scoring, a, &a->keys, row, head);
     else
         score_slots(q, &a->keys, row, head, shares, held, a->capacity, group, dim, registers, a->scale, key_kind);
-    memset(sums, 0, a->capacity * sizeof *sums);
+    memset(got, 0, a->capacity * sizeof *got);
     for (long g = 0; g < group; g++)
-        more[g] = softmax(shares + g * a->capacity, sums, held, score_of_more(a->more, unit * group + g));
+        more[g] = softmax(shares + g * a->capacity, got, held, score_of_more(a->more, unit * group + g), a->is_highest);
     if (is_fixed(a, group, value_kind)) {
         in_fixed_point(summing, a, &a->values, row, head);
     } else {

@@ -1,4 +1,4 @@
-"""Attention of one new token per row over the slots it holds, and the attention each slot received, in C and in torch.
+"""Attention of one new token per row over the slots it holds, and the attention each slot got, in C and in torch.
 
 The two differ in the last bits: C sums in another order, and keeps shares in float32. With queries of 16 bits and packed slots
 it may work in fixed point of 16 bits, with a factor for each group of values: queries and shares are then off by less than
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
 from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
 from h2o_flexgen.kernels.sizes import DTYPES
@@ -29,14 +30,14 @@ class Kept(NamedTuple):
 
 
 def decode_attention(
-    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, wants_sums: bool = True
+    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, gathers: str | None = SUM
 ) -> tuple[Tensor, Tensor | None]:
     rows, kv_heads, group, dim = q.shape
     assert more is None or more.values.shape == (rows, 1, kv_heads * group, dim)
     slots = keys.data.shape[2]
     floats, shares = q.float().contiguous(), torch.empty(rows, kv_heads, group, slots, dtype=torch.float32)
-    out, sums = torch.empty_like(floats), torch.empty(rows, kv_heads, slots, dtype=torch.float32)
-    places = (pointer(held), pointer(out), pointer(sums), pointer(shares))
+    out, got = torch.empty_like(floats), torch.empty(rows, kv_heads, slots, dtype=torch.float32)
+    places = (pointer(held), pointer(out), pointer(got), pointer(shares))
     sizes = (rows, kv_heads, group, dim, slots)
     given = _Attention(
         pointer(floats),
@@ -46,9 +47,10 @@ def decode_attention(
         *sizes,
         dim**-0.5,
         q.itemsize == 2,
+        gathers == MAX,
     )
     native_library().decode_attention(ctypes.byref(given), ctypes.c_int(torch.get_num_threads()))
-    return out.to(q.dtype), sums if wants_sums else None
+    return out.to(q.dtype), got if gathers else None
 
 
 def kind_of(kept: Kept) -> int:
@@ -56,7 +58,7 @@ def kind_of(kept: Kept) -> int:
 
 
 def decode_attention_twin(
-    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, wants_sums: bool = True
+    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, gathers: str | None = SUM
 ) -> tuple[Tensor, Tensor | None]:
     # over all slots, with empty ones masked: a slice is not contiguous, and bf16 products of it are 4 times slower
     scores = _scores(q, keys.data).add_(mask)
@@ -64,10 +66,14 @@ def decode_attention_twin(
         scores = torch.cat((scores, more.scores.view(*q.shape[:3], 1)), dim=-1)
     shares = torch.softmax(scores, dim=-1)  # (rows, kv_heads, group, slots)
     if more is None:
-        return torch.matmul(shares.to(values.data.dtype), values.data), shares.sum(2) if wants_sums else None
+        return torch.matmul(shares.to(values.data.dtype), values.data), _gathered(shares, gathers)
     shares, share = shares.split((mask.shape[-1], 1), dim=-1)
     out = torch.matmul(shares.to(values.data.dtype), values.data).float().addcmul_(share, more.values.view(q.shape))
-    return out.to(q.dtype), shares.sum(2) if wants_sums else None
+    return out.to(q.dtype), _gathered(shares, gathers)
+
+
+def _gathered(shares: Tensor, gathers: str | None) -> Tensor | None:
+    return None if gathers is None else shares.amax(2) if gathers == MAX else shares.sum(2)
 
 
 def _scores(q: Tensor, keys: Tensor) -> Tensor:
@@ -86,8 +92,9 @@ class _Attention(ctypes.Structure):
         ("keys", Places),
         ("values", Places),
         ("more", MoreKeys),
-        *((name, ctypes.c_void_p) for name in ("held", "out", "sums", "shares")),
+        *((name, ctypes.c_void_p) for name in ("held", "out", "got", "shares")),
         *((name, ctypes.c_long) for name in ("rows", "kv_heads", "group", "dim", "capacity")),
         ("scale", ctypes.c_float),
         ("narrow", ctypes.c_int),
+        ("is_highest", ctypes.c_int),
     )

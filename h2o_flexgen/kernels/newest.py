@@ -23,6 +23,7 @@ class Notes(NamedTuple):
     positions: Tensor  # (rows, heads, slots), int32
     scores: Tensor | None  # alike, fp32, where tokens rank by attention
     by_chance: bool = False  # without scores, tokens rank by chance instead of by age
+    worth: Tensor | None = None  # as scores, which it weighs; without scores, tokens rank by it. It is known when a token comes
 
 
 class Leaving(NamedTuple):

@@ -14,6 +14,7 @@ from torch import Tensor
 from h2o_flexgen.kernels.decode_attention import Kept
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.functions import Function, function_of
+from h2o_flexgen.kernels.gathering import SUM
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.native import processor
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
@@ -25,7 +26,9 @@ from h2o_flexgen.kernels.table import (
     DECODE_ROWS,
     ENCODE,
     EVICT,
+    GATED_SILU,
     GATHER_SLOTS,
+    HALVES_APART,
     PRODUCT,
     PROMPT_ATTENTION,
     RMS_NORM,
@@ -107,11 +110,12 @@ def plain_product(x: Factor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def decode_attention(
-    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, wants_sums: bool = True
+    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, gathers: str | None = SUM
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one new token per row: q (rows, kv_heads, group, dim); `held` (rows,) is the number of filled slots, the
-    newest included, and also a mask to add (rows, 1, 1, slots) -> out like q, and where they are wanted sums (rows, kv_heads,
-    slots) in float32: the attention each slot received. With `more`, a query head has one more key, whose share they lack.
+    newest included, and also a mask to add (rows, 1, 1, slots) -> out like q, and unless `gathers` is None the attention that
+    each slot got from its group, (rows, kv_heads, slots) in float32: the sum, or the highest share. With `more`, a query head
+    has one more key, whose share slots lack.
 
     Keys and values are decoded first unless one kernel reads both as they are kept."""
     of_keys, of_values = (chosen(DECODE_ATTENTION, kept.codec, q, width=q.shape[3]) for kept in (keys, values))
@@ -119,8 +123,8 @@ def decode_attention(
         keys, values = (_plain(kept, q) for kept in (keys, values))
         of_keys = chosen(DECODE_ATTENTION, PLAIN, q, width=q.shape[3])
     assert of_keys is not None
-    out, sums = of_keys(q, keys, values, held, mask, more, wants_sums)
-    return out, sums
+    out, got = of_keys(q, keys, values, held, mask, more, gathers)
+    return out, got
 
 
 def _plain(kept: Kept, like: Tensor) -> Kept:
@@ -132,14 +136,15 @@ def _plain(kept: Kept, like: Tensor) -> Kept:
 
 
 def prompt_attention(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None, gathers: str = SUM
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of prompts: q (rows, heads, tokens, dim), k and v (rows, kv_heads, keys, dim). If there are more keys than
     queries, the first ones stand before all queries, and each row has the first `before` (rows,) of them. weights (rows,
-    tokens), fp32, say how much queries count in the sums. -> (rows, tokens, heads * dim), and sums (rows, kv_heads, keys) in
-    fp32 where there are weights. With `more`, a query has one more key, whose share the others lack."""
-    out, sums = _required(PROMPT_ATTENTION, PLAIN, q, width=q.shape[3])(q, k, v, before, weights, more)
-    return out, sums
+    tokens), fp32, from 0 on, say how much the shares of queries count. -> (rows, tokens, heads * dim), and where there are
+    weights what each key got, (rows, kv_heads, keys) in fp32: the sum over queries and their heads, or the highest. With
+    `more`, a query has one more key, whose share the others lack."""
+    out, got = _required(PROMPT_ATTENTION, PLAIN, q, width=q.shape[3])(q, k, v, before, weights, more, gathers)
+    return out, got
 
 
 def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
@@ -156,18 +161,31 @@ def shared_attention(q: Tensor, keys: Kept, values: Kept) -> More:
 # -- slots ---------------------------------------------------------------------------------------------------------------
 
 
-def append(image: Tensor, newest: Newest, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None, notes: Notes | None) -> Tensor:
+def append(
+    image: Tensor,
+    newest: Newest,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: Turn | None,
+    notes: Notes | None,
+    worth: Tensor | None = None,
+) -> Tensor:
     """Puts the newest token of each row in its slot of an image (2, rows, heads, slots, width): k and v (rows, 1, heads,
-    width), and what is noted of it. With a `turn`, q (rows, 1, query heads, dim) and k are rotated first -> q as it is now."""
-    out: Tensor = _required(APPEND, PLAIN, q)(image, newest, q, k, v, turn, notes)
+    width), and what is noted of it; `worth` (rows, heads), fp32, where notes have that. With a `turn`, q (rows, 1, query heads,
+    dim) and k are rotated first -> q as it is now."""
+    out: Tensor = _required(APPEND, PLAIN, q)(image, newest, q, k, v, turn, notes, worth)
     return out
 
 
-def evict(image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, sums: Tensor | None, decay: float) -> Tensor:
-    """Adds `sums` (rows, heads, slots), fp32, to scores that fade by `decay`, and moves each head's newest token into the slot
-    of the one that goes -> that slot (rows, heads); its own where a row may hold it. Of the tokens that may go it is the one
-    that ranks lowest, and among equals the oldest; if none may, it is the newest itself."""
-    out: Tensor = _required(EVICT, PLAIN, notes.positions)(image, notes, newest, leaving, sums, decay)
+def evict(
+    image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, got: Tensor | None, decay: float, gathers: str = SUM
+) -> Tensor:
+    """Adds what slots got (rows, heads, slots), fp32, to scores that fade by `decay`, or raises scores to it, where what the
+    newest token gave itself does not count; and moves each head's newest token into the slot of the one that goes -> that slot
+    (rows, heads); its own where a row may hold it. Of the tokens that may go it is the one that ranks lowest, and among equals
+    the oldest; if none may, it is the newest itself."""
+    out: Tensor = _required(EVICT, PLAIN, notes.positions)(image, notes, newest, leaving, got, decay, gathers)
     return out
 
 
@@ -195,4 +213,16 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., width) divided by the root of its mean square, and multiplied by weight (width,)."""
     out: Tensor = _required(RMS_NORM, PLAIN, x)(x, weight, eps)
+    return out
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up. May overwrite the gate."""
+    out: Tensor = _required(GATED_SILU, PLAIN, gate)(gate, up)
+    return out
+
+
+def halves_apart(x: Tensor) -> Tensor:
+    """Values (..., width) of which neighbours are rotated together, with those behind one another half a width apart."""
+    out: Tensor = _required(HALVES_APART, PLAIN, x)(x)
     return out

@@ -1,7 +1,7 @@
 /* Attention of a prompt: every new token attends what its row held before and the new tokens up to itself; and, where asked, the
-   attention each key received from all of them. Products of queries and keys are computed once: a block of queries has its scores,
-   for all the keys it sees, in a few hundred kilobytes, where they become shares, are summed up by key, and are multiplied with the
-   values.
+   attention each key got from all of them, the sum or the highest share. Products of queries and keys are computed once: a block of
+   queries has its scores, for all the keys it sees, in a few hundred kilobytes, where they become shares, are gathered by key, and
+   are multiplied with the values.
 
    A (row, KV head) is worked on by one thread from its first query to its last, and each query sums over its keys from the first
    on, so a row's outcome depends only on the row itself and on the largest number of earlier keys in its batch. All sums are in
@@ -13,31 +13,36 @@
 typedef struct {
     slots q, keys, values;  /* (rows, heads or kv_heads, new or all tokens, dim), all of the kind of the outcome */
     const int64_t *before;  /* (rows): keys that exist before the new ones; there is room for all_tokens - new_tokens */
-    const float *weights;   /* (rows, new_tokens): weights of queries in the sums; NULL: no sums */
+    const float *weights;   /* (rows, new_tokens): how much queries count in what keys get; NULL: nobody asks for it */
     char *out;              /* (rows, new_tokens, heads, dim) */
-    float *sums;            /* (rows, kv_heads, all_tokens) */
+    float *got;             /* (rows, kv_heads, all_tokens) */
     more_keys more;         /* for each of (rows, new_tokens, heads) */
     float *room;            /* rooms of all threads, one behind the other */
     prompt_room wide;       /* the layout of each room */
     long rows, heads, kv_heads, new_tokens, all_tokens, dim;
     float scale;
+    int is_highest; /* keys get the highest share of all queries, not the sum of all */
 } prompt;
 
-/* Adds the attention that keys receive from a block of queries, each with its factor, to `sums`. */
-static ALWAYS_INLINE void add_columns(const float *shares, long stride, const float *factors, long queries, float *sums, long keys)
+/* Adds the attention that keys get from a block of queries, each with its factor, to `got`; or has the highest of both there. */
+static ALWAYS_INLINE void gather_columns(const float *shares, long stride, const float *factors, long queries, float *got,
+                                         long keys, int is_highest)
 {
     for (long key = 0; key < keys; key += 4 * LANES) {
         floats here[4] = {{0}, {0}, {0}, {0}};
         for (long query = 0; query < queries; query++) {
             const floats factor = all(factors[query]);
 #pragma GCC unroll 4
-            for (int at = 0; at < 4; at++)
-                here[at] += factor * LOAD(floats, shares + query * stride + key + at * LANES);
+            for (int at = 0; at < 4; at++) {
+                const floats share = LOAD(floats, shares + query * stride + key + at * LANES);
+                here[at] = is_highest ? highest(here[at], factor * share) : here[at] + factor * share;
+            }
         }
 #pragma GCC unroll 4
         for (int at = 0; at < 4; at++) {
-            const floats sum = LOAD(floats, sums + key + at * LANES) + here[at];
-            memcpy(sums + key + at * LANES, &sum, sizeof sum);
+            const floats before = LOAD(floats, got + key + at * LANES);
+            const floats now = is_highest ? highest(before, here[at]) : before + here[at];
+            memcpy(got + key + at * LANES, &now, sizeof now);
         }
     }
 }
@@ -49,7 +54,7 @@ static ALWAYS_INLINE long query_at(const prompt *p, long row, long token, long h
     return (row * p->new_tokens + token) * p->heads + head;
 }
 
-/* Attends a block of queries of one head from `first` on: writes their outcome, and adds to the sums of the keys. */
+/* Attends a block of queries of one head from `first` on: writes their outcome, and gathers what keys got. */
 static ALWAYS_INLINE void attend_block(const prompt *p, long row, long head, long first, rooms room, int kind)
 {
     const prompt_room wide = p->wide;
@@ -84,8 +89,10 @@ static ALWAYS_INLINE void attend_block(const prompt *p, long row, long head, lon
         factors[query] = p->weights ? p->weights[row * p->new_tokens + first + query] * parts[query] : 0.0f;
         any += factors[query] != 0.0f;
     }
-    if (any)
-        add_columns(room.scores, wide.stride, factors, queries, room.sums, end);
+    if (any && p->is_highest)
+        gather_columns(room.scores, wide.stride, factors, queries, room.got, end, 1);
+    else if (any)
+        gather_columns(room.scores, wide.stride, factors, queries, room.got, end, 0);
 
     for (long key = 0; key < end; key += NEAR)
         for (long at = 0; at < tiles_here; at++) {
@@ -114,12 +121,12 @@ static ALWAYS_INLINE void attend(const prompt *p, long row, long kv_head, float 
         foresee(&p->values, row, kv_head, key + AHEAD, p->all_tokens, p->dim);
         widen_row(slot_at(&p->values, row, kv_head, key), room.values + key * wide.dim, p->dim, 1.0f, kind);
     }
-    memset(room.sums, 0, wide.keys * sizeof(float));
+    memset(room.got, 0, wide.keys * sizeof(float));
     for (long head = kv_head * group; head < (kv_head + 1) * group; head++)
         for (long first = 0; first < p->new_tokens; first += PROMPT_QUERIES)
             attend_block(p, row, head, first, room, kind);
     if (p->weights)
-        memcpy(p->sums + (row * p->kv_heads + kv_head) * p->all_tokens, room.sums, p->all_tokens * sizeof(float));
+        memcpy(p->got + (row * p->kv_heads + kv_head) * p->all_tokens, room.got, p->all_tokens * sizeof(float));
 }
 
 typedef void (*head_action)(const prompt *p, long row, long kv_head, float *room);

@@ -13,13 +13,14 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from h2o_flexgen.kernels.column_sums import column_sums, outcome_and_sums
+from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.more_keys import More, MoreKeys
 from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
 from h2o_flexgen.kernels.sizes import SCORED_BYTES, PromptRoom, prompt_threads
 
 
 def prompt_attention(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None, gathers: str = SUM
 ) -> tuple[Tensor, Tensor | None]:
     assert k.dtype == v.dtype == q.dtype
     rows, heads, tokens, dim = q.shape
@@ -28,33 +29,34 @@ def prompt_attention(
     assert weights is None or weights.shape == (rows, tokens)
     assert more is None or more.values.shape == (rows, tokens, heads, dim)
     out = torch.empty(rows, tokens, heads * dim, dtype=q.dtype)
-    sums = None if weights is None else torch.empty(rows, kv_heads, keys, dtype=torch.float32)
+    got = None if weights is None else torch.empty(rows, kv_heads, keys, dtype=torch.float32)
     weights = None if weights is None else weights.float().contiguous()
     threads, laid = prompt_threads(rows, kv_heads, torch.get_num_threads()), PromptRoom.of(keys, dim)
     room = torch.empty(threads, laid.end, dtype=torch.float32)
     given = _Prompt(
         *(Places.of(x, KINDS[x.dtype]) for x in (q, k, v)),
         pointer(before),
-        *(None if x is None else pointer(x) for x in (weights, out, sums)),
+        *(None if x is None else pointer(x) for x in (weights, out, got)),
         MoreKeys.of(more),
         pointer(room),
         *laid,
         *(rows, heads, kv_heads, tokens, keys, dim),
         dim**-0.5,
+        gathers == MAX,
     )
     native_library().prompt_attention(ctypes.byref(given), ctypes.c_int(threads))
-    return out, sums
+    return out, got
 
 
 def prompt_attention_twin(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None, gathers: str = SUM
 ) -> tuple[Tensor, Tensor | None]:
     held = k.shape[2] - q.shape[2]
     is_held = torch.arange(held, device=k.device) < before[:, None, None] if held else None  # (rows, 1, held)
     if more is not None:
-        return outcome_and_sums(q, k, v, weights, is_held, more, SCORED_BYTES)
-    sums = None if weights is None else column_sums(q, k, weights, is_held, SCORED_BYTES)
-    return _attend_causally(q, k, v) if is_held is None else _attend_seen(q, k, v, is_held), sums
+        return outcome_and_sums(q, k, v, weights, is_held, more, SCORED_BYTES, gathers)
+    got = None if weights is None else column_sums(q, k, weights, is_held, SCORED_BYTES, gathers)
+    return _attend_causally(q, k, v) if is_held is None else _attend_seen(q, k, v, is_held), got
 
 
 def _attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -85,10 +87,11 @@ def _seen(is_held: Tensor, tokens: int) -> Tensor:
 class _Prompt(ctypes.Structure):
     _fields_ = (
         *((name, Places) for name in ("q", "keys", "values")),
-        *((name, ctypes.c_void_p) for name in ("before", "weights", "out", "sums")),
+        *((name, ctypes.c_void_p) for name in ("before", "weights", "out", "got")),
         ("more", MoreKeys),
         ("room", ctypes.c_void_p),
         *((f"wide_{name}", ctypes.c_long) for name in PromptRoom._fields),
         *((name, ctypes.c_long) for name in ("rows", "heads", "kv_heads", "new_tokens", "all_tokens", "dim")),
         ("scale", ctypes.c_float),
+        ("is_highest", ctypes.c_int),
     )

@@ -26,7 +26,7 @@ _Static_assert(PROMPT_KEYS % PANEL == 0 && PROMPT_KEYS % (4 * LANES) == 0 && REG
    out (PromptRoom in sizes.py). */
 typedef struct {
     long keys, dim, stride;
-    long values_at, sums_at, scores_at, queries_at, out_at, end;
+    long values_at, got_at, scores_at, queries_at, out_at, end;
 } prompt_room;
 
 static ALWAYS_INLINE long rounded_up(long count, long to)
@@ -189,14 +189,14 @@ static ALWAYS_INLINE float exponential(float from) /* of a number that is not ab
 
 /* The parts of a thread's room. */
 typedef struct {
-    float *keys, *values, *sums, *scores, *q, *out;
+    float *keys, *values, *got, *scores, *q, *out;
 } rooms;
 
 static ALWAYS_INLINE rooms rooms_of(float *from, prompt_room wide)
 {
     return (rooms){from,
                    from + wide.values_at,
-                   from + wide.sums_at,
+                   from + wide.got_at,
                    from + wide.scores_at,
                    from + wide.queries_at,
                    from + wide.out_at};

@@ -42,14 +42,14 @@ def twin_values(device: str) -> int:
 
 
 class PromptRoom(NamedTuple):
-    """A thread's room for prompt attention, in float32 values: the keys of a head (from 0 on), its values, the sum of each key,
+    """A thread's room for prompt attention, in float32 values: the keys of a head (from 0 on), its values, what each key got,
     and for a block of queries their scores, themselves and their outcome. C has the same fields in this order."""
 
     keys: int  # with the filling of their last tiles
     dim: int  # of a head, in whole registers
     stride: int  # values from one query to the next: a register more than keys, or all want the same place of the cache
     values_at: int
-    sums_at: int
+    got_at: int
     scores_at: int
     queries_at: int
     out_at: int

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.gathering import SUM
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.newest import Notes
 from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
 from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.echo import attend_with_echo
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Rotation
@@ -92,14 +94,15 @@ class KVCache:
     def _prefill(
         self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None
     ) -> Tensor:
-        """Each query attends to all that is held, oldest first, and to new tokens up to itself; then the budget is enforced."""
-        unrotated = k
+        """Each query attends to all that is held, oldest first, and to new tokens up to itself; then the budget is enforced.
+        Behind new tokens may stand their echo, which is not kept."""
+        unrotated, new = k, slice(now.positions.shape[1])
         if rotation is not None:
             turn = now.turn(rotation, q.dtype, self._rolls)
             q, k = rotate(q, turn), rotate(k, turn)
         more = self._attended_elsewhere(now, q)
         q, k, v, unrotated = (x.transpose(1, 2) for x in (q, k, v, unrotated))  # (rows, heads, tokens, head_dim)
-        kept_k, kept_v = self._coding.encode(unrotated if self._rolls else k), self._coding.encode(v)
+        kept_k, kept_v = (self._coding.encode(x[:, :, new]) for x in (unrotated if self._rolls else k, v))
         if now.held:
             held_k, held_v = self._copied(now) if now.slots.copies else self._held(now, scores)
             kept_k, kept_v = torch.cat((held_k, kept_k), 2), torch.cat((held_v, kept_v), 2)
@@ -107,19 +110,27 @@ class KVCache:
             if self._rolls and rotation is not None:
                 old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotation)
             k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
-        weights = None if scores is None else scores.weights(now)
-        out, sums = prompt_attention(q, k, v, now.counts, weights, more)
-        self._store(now, self._chosen(now, scores, sums), kept_k, kept_v)
+        out, got = self._outcome(now, scores, q, k, v, more)
+        self._store(now, self._chosen(now, scores, got), kept_k, kept_v)
         return out
 
-    def _chosen(self, now: KVStep, scores: SlotScores | None, sums: Tensor | None) -> Tensor:
+    def _outcome(
+        self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, more: More | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What queries attend, and what each held and new token gets from those that count."""
+        if now.echo:
+            return attend_with_echo(now, q, k, v, more)
+        weights, gathers = (None, SUM) if scores is None else (scores.weights(now), scores.policy.gathers)
+        return prompt_attention(q, k, v, now.counts, weights, more, gathers)
+
+    def _chosen(self, now: KVStep, scores: SlotScores | None, got: Tensor | None) -> Tensor:
         """The places of the held and the new tokens that stay."""
         if scores is None:
             return now.places_if_all_stay
         if not now.slots.copies:
-            return scores.keep_best(now, sums, scores.held(now))
+            return scores.keep_best(now, got, scores.held(now))
         noted = {group: prefix._scores for group, prefix in self.prefixes.items() if prefix._scores is not None}
-        return scores.keep_best(now, sums, scores.copied(now, noted))
+        return scores.keep_best(now, got, scores.copied(now, noted))
 
     def _held(self, now: KVStep, scores: SlotScores | None) -> tuple[Tensor, Tensor]:
         """The keys and values held, oldest first. (rows, kv_heads, held, width) each"""
@@ -201,11 +212,11 @@ class KVCache:
         else:
             attended = Kept(keys, self._coding.codec)
         q = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)  # a group's query heads take the place of queries
-        wants_sums = scores is not None and scores.scores is not None
         kept = Kept(values, self._coding.codec)
-        out, sums = decode_attention(q, attended, kept, now.with_newest, now.mask, more, wants_sums)
+        gathers = None if scores is None or scores.scores is None else scores.policy.gathers
+        out, got = decode_attention(q, attended, kept, now.with_newest, now.mask, more, gathers)
         if scores is not None:
-            self.replaced = scores.evict(now, image, sums)
+            self.replaced = scores.evict(now, image, got)
         if self.replaced is None and now.slots.stores_singly:
             self.replaced = now.counts[:, None].expand(-1, kv_heads)
         return out.reshape(rows, 1, heads * head_dim)

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from h2o_flexgen.kernels.evict import add_sums, chances
+from h2o_flexgen.kernels.evict import chances, note
+from h2o_flexgen.kernels.gathering import MAX
 from h2o_flexgen.kernels.lowest_slot import LAST
 from h2o_flexgen.kernels.newest import Notes
 from h2o_flexgen.kernels.operations import evict
@@ -77,17 +78,17 @@ class SlotScores:
                 scores[rows, :, : prefix.tokens] = own[:, :, : prefix.tokens]
         return SlotScores(self.policy, now.held_order.int().expand(shape), scores)
 
-    def keep_best(self, now: KVStep, sums: Tensor | None, held: SlotScores) -> Tensor:
+    def keep_best(self, now: KVStep, got: Tensor | None, held: SlotScores) -> Tensor:
         """Chooses which of the held and the new tokens stay after a pass of several tokens, and records them.
 
-        sums (rows, kv_heads, held + tokens): the weighted attention each token got from the new queries, oldest first. Returns
+        got (rows, kv_heads, held + tokens): the weighted attention each token got from the new queries, oldest first. Returns
         places among them (rows, kv_heads, kept), ascending; a row that keeps fewer ends with arbitrary places."""
         rows, kv_heads = self.positions.shape[:2]
         new = now.positions.unsqueeze(1).expand(-1, kv_heads, -1)
         positions = torch.cat((held.positions.long(), new), dim=-1)
         is_pad = torch.arange(new.shape[-1], device=self.positions.device) >= now.lengths
         exists = torch.cat((now.is_held, ~is_pad), dim=-1)
-        scores = self._scores_of(now, sums, held.scores)
+        scores = self._scores_of(now, got, held.scores)
         kept = now.slots.kept
         staying = now.places_if_all_stay.expand(rows, kv_heads, -1)
         chosen = self._best(now, positions, exists, scores, kept) if now.evicts else staying
@@ -97,17 +98,18 @@ class SlotScores:
             self.scores.zero_()[..., :kept] = scores.gather(-1, chosen).masked_fill(~filled, 0.0)
         return chosen
 
-    def _scores_of(self, now: KVStep, sums: Tensor | None, held: Tensor | None) -> Tensor | None:
-        """The scores of the held tokens, with the new queries' attention added, and behind them those of the new tokens."""
-        if sums is None or held is None:
+    def _scores_of(self, now: KVStep, got: Tensor | None, held: Tensor | None) -> Tensor | None:
+        """The scores of the held tokens, with the new queries' attention, and behind them those of the new tokens."""
+        if got is None or held is None:
             return None
         around = self.policy.neighbours
         if around > 1:  # for prompts alone
-            in_turn = now.without_gaps.expand(sums.shape)
-            means = functional.avg_pool1d(sums.gather(-1, in_turn), around, stride=1, padding=around // 2)
-            sums = torch.where(now.is_new, means.gather(-1, in_turn.argsort(-1)), sums)
-        sums[..., : now.held] += held * torch.pow(self.policy.decay, now.lengths.float())
-        return sums
+            in_turn = now.without_gaps.expand(got.shape)
+            means = functional.avg_pool1d(got.gather(-1, in_turn), around, stride=1, padding=around // 2)
+            got = torch.where(now.is_new, means.gather(-1, in_turn.argsort(-1)), got)
+        faded, of_held = held * torch.pow(self.policy.decay, now.lengths.float()), got[..., : now.held]
+        of_held.copy_(torch.maximum(of_held, faded) if self.policy.gathers == MAX else of_held + faded)
+        return got
 
     def _best(self, now: KVStep, positions: Tensor, exists: Tensor, scores: Tensor | None, kept: int) -> Tensor:
         """Chooses the places of the highest ranks. Places are in the order of positions."""
@@ -124,12 +126,13 @@ class SlotScores:
     def notes(self) -> Notes:
         return Notes(self.positions, self.scores, self.policy.ranks_by == CHANCE)
 
-    def evict(self, now: KVStep, image: Tensor, sums: Tensor | None) -> Tensor | None:
-        """Adds `sums` (rows, kv_heads, slots), fp32: the newest query's attention to each slot, over a group's query heads. If
-        rows have to evict, the newest token then takes over a slot of the image for each row and head, (rows, kv_heads)."""
+    def evict(self, now: KVStep, image: Tensor, got: Tensor | None) -> Tensor | None:
+        """Notes what slots got, (rows, kv_heads, slots), fp32: the newest query's attention to each, gathered over a group's
+        query heads. If rows have to evict, the newest token then takes over a slot of the image for each row and head, (rows,
+        kv_heads)."""
         if now.evicts:
-            return evict(image, self.notes, now.newest, now.leaving, sums, self.policy.decay)
-        add_sums(self.notes, sums, self.policy.decay)
+            return evict(image, self.notes, now.newest, now.leaving, got, self.policy.decay, self.policy.gathers)
+        note(self.notes, now.newest, got, self.policy.decay, self.policy.gathers)
         return None
 
     def order(self, now: KVStep) -> Tensor:

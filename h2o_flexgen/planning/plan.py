@@ -4,16 +4,19 @@ places."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 
 from h2o_flexgen.core.allowed_values import AUTO, Rule, number, whole
 from h2o_flexgen.core.hints import did_you_mean, shown
+from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.prefixes import LEAST_TOKENS
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import MOST_BATCHES, check_num_prompts
 from h2o_flexgen.kernels.table import EXACT, PRODUCTS
+from h2o_flexgen.policies.head_budgets import HeadBudgets
+from h2o_flexgen.policies.levels import Level, levels_of
 from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.policies.table import POLICIES
@@ -74,6 +77,7 @@ class Plan:
     pipeline: int = 1  # devices, each of which computes a range of layers
     kv_policy: str = "full"
     kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and who is protected
+    head_budgets: HeadBudgets | None = None  # what each KV head keeps, where heads differ
     shared_prefixes: bool = True  # what requests of a job begin with alike is computed and kept once
     prefix_policy: str = PINNED  # or JUDGED: rows take what they share into their own slots, and the KV policy judges it
     least_prefix: int = LEAST_TOKENS  # of which tokens are shared
@@ -93,7 +97,24 @@ class Plan:
         _require_known("kv_policy", self.kv_policy, POLICIES)
         _require_known("prefix_policy", self.prefix_policy, PREFIX_POLICIES)
         _ = self.policy  # refuses options that the policy does not take
+        self._refuse_heads_without_share()
         self._refuse_what_a_pipeline_cannot()
+        if self.policy.echoes and self.copies_prefixes and self.shares_prefixes:
+            raise ValueError(
+                f"kv_policy {self.kv_policy!r} judges a prompt by its own echo, so prefix_policy {JUDGED!r} cannot judge what "
+                f"others read before; take {PINNED!r}, or shared_prefixes=False"
+            )
+
+    def _refuse_heads_without_share(self) -> None:
+        if self.head_budgets is None:
+            return
+        if not isinstance(self.head_budgets, HeadBudgets):
+            found = f"head_budgets is a {type(self.head_budgets).__name__}"
+            raise ValueError(f"{found}; give HeadBudgets: read_head_budgets reads a file, and so does LLM")
+        if self.policy.keeps_all:
+            raise ValueError(f"kv_policy {self.kv_policy!r} keeps everything, and head budgets share out less; leave them out")
+        if not self.kv_options.is_share_of_text or self.kv_options.recent is not None:
+            raise ValueError("head budgets share out a kv_budget; give it alone, without slots or hh_ratio")
 
     def _refuse_what_a_pipeline_cannot(self) -> None:
         if self.pipeline == 1:
@@ -123,6 +144,15 @@ class Plan:
     @cached_property
     def policy(self) -> KVPolicy:
         return POLICIES[self.kv_policy](self.kv_options)
+
+    def as_json(self) -> dict[str, object]:
+        """All options; head budgets, which are many numbers, by name and checksum."""
+        heads = None if self.head_budgets is None else self.head_budgets.as_json()
+        return {**asdict(replace(self, head_budgets=None)), "head_budgets": heads}
+
+    def levels(self, spec: ModelSpec) -> tuple[Level, ...]:
+        """The KV heads of a model by what they keep, those that keep most first."""
+        return levels_of(self.policy, self.head_budgets, spec)
 
     def page_locks(self, op: Op) -> bool:
         """Whether what an op carries between host and device lies in page-locked memory, as all but weights always does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.policy import KVPolicy
 
 
 def check_rolling(spec: ModelSpec, plan: Plan) -> None:
@@ -12,10 +13,22 @@ def check_rolling(spec: ModelSpec, plan: Plan) -> None:
         raise ValueError(f"positions 'rolling' needs rotary positions, but {spec.name} has learned ones; leave it out")
 
 
+def longest_text(spec: ModelSpec, policy: KVPolicy) -> int:
+    """The most tokens of a text that is read. Behind one that is echoed there must be a position for the echo."""
+    return spec.max_positions - 1 if policy.echoes else spec.max_positions
+
+
 def check_positions(spec: ModelSpec, plan: Plan, row: int, length: int, max_tokens: int) -> None:
-    """Refuses texts that are too long. No layer sees the last token. Rolling positions end where the budget does."""
-    if plan.policy.rolls:
-        slots = plan.policy.occupancy(Batch((row,), (length,)), max_tokens).capacity
+    """Refuses texts that are too long. No layer sees the last token. Rolling positions end where the budget does, unless
+    some heads keep all."""
+    if length > longest_text(spec, plan.policy) and plan.policy.echoes:
+        raise ValueError(
+            f"prompt {row} has {length} tokens, behind which kv_policy {plan.kv_policy!r} repeats them, but {spec.name} has "
+            f"{spec.max_positions} positions; give {longest_text(spec, plan.policy)} tokens at most"
+        )
+    policies = [level.policy for level in plan.levels(spec)]
+    if all(policy.rolls for policy in policies):
+        slots = max(policy.occupancy(Batch((row,), (length,)), max_tokens).capacity for policy in policies)
         if max(length, slots) > spec.max_positions:
             raise ValueError(
                 f"prompt {row} has {length} tokens and {slots} slots, but {spec.name} has {spec.max_positions} "
@@ -30,6 +43,6 @@ def check_positions(spec: ModelSpec, plan: Plan, row: int, length: int, max_toke
 
 def most_tokens(spec: ModelSpec, plan: Plan, row: int, length: int) -> int:
     """The default number of tokens to generate behind a prompt; at least one, which `check_positions` judges."""
-    if plan.policy.rolls:
+    if all(level.policy.rolls for level in plan.levels(spec)):
         raise ValueError(f"max_tokens of prompt {row} is None, but with rolling positions a text has no end; give a number")
     return max(1, spec.max_positions + 1 - length)

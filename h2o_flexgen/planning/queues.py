@@ -19,12 +19,12 @@ LEAST_FILLED = 0.75  # a prompt much shorter than the longest of a part begins a
 
 class Queues:
     def __init__(self, planned: BlockPlan) -> None:
-        self._policy = planned.plan.policy
+        self._policies = [level.policy for level in planned.levels]
         self._seats = [batch.seats for batch in planned.block.batches if batch.seats is not None]
         self._sizes = [batch.size for batch in planned.block.batches]
-        self._capacity = [occupancy.capacity for occupancy in planned.occupancy]
+        self._capacity = [*zip(*([one.capacity for one in level] for level in planned.kv.occupancies))]  # of each level
         self._queues = [deque(seats.queue) for seats in self._seats]
-        self._slots: dict[Need, int] = {}
+        self._slots: dict[Need, tuple[int, ...]] = {}  # at each level
         self.needs: dict[int, Need] = {place: need for seats in self._seats for place, need in zip(seats.queue, seats.needs)}
 
     def __len__(self) -> int:
@@ -60,9 +60,10 @@ class Queues:
     def _fits(self, batch: int, need: Need, held: _Held) -> bool:
         slots = self._slots.get(need.alone)
         if slots is None:
-            slots = self._slots[need.alone] = self._policy.alone(need).capacity
+            slots = self._slots[need.alone] = tuple(policy.alone(need).capacity for policy in self._policies)
         seats = self._seats[batch]
-        return slots <= self._capacity[batch] and need.read <= seats.longest_prompt and held.has_room_for(need.prefix)
+        has_slots = all(one <= room for one, room in zip(slots, self._capacity[batch]))
+        return has_slots and need.read <= seats.longest_prompt and held.has_room_for(need.prefix)
 
 
 @dataclass
@@ -88,12 +89,12 @@ class _Held:
         return prefix is None or prefix in self.prefixes or prefix.room <= self.room
 
 
-def read_together(lengths: Sequence[int], tokens: int) -> Iterator[slice]:
+def read_together(lengths: Sequence[int], tokens: int, echoes: bool = False) -> Iterator[slice]:
     """The parts in which the prompts of newcomers are read, the longest of whom stand first: as many tokens as a plan allows,
-    pads included, but one whole prompt at least."""
-    start = 0
+    pads and echoes included, but one whole prompt at least."""
+    start, readings = 0, 2 if echoes else 1
     for place in range(1, len(lengths)):
-        is_full = (place + 1 - start) * lengths[start] > tokens
+        is_full = readings * (place + 1 - start) * lengths[start] > tokens
         if is_full or lengths[place] < LEAST_FILLED * lengths[start]:
             yield slice(start, place)
             start = place

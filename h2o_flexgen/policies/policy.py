@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from h2o_flexgen.core.seats import Need, Seats
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.kernels.gathering import SUM
 from h2o_flexgen.policies.occupancy import Budget, Occupancy, StepSlots
 from h2o_flexgen.policies.options import ROLLING, KVOptions, row_of
 
@@ -28,8 +29,10 @@ class KVPolicy(ABC):
 
     name: ClassVar[str]
     ranks_by: ClassVar[str] = ATTENTION
+    gathers: ClassVar[str] = SUM  # how the attention that a token gets becomes its score: the sum, or the highest share
     neighbours: ClassVar[int] = 1  # a prompt's scores are averaged over this many positions
     last_queries: ClassVar[int | None] = None  # of a prompt, which alone may count; None: all count
+    echoes: ClassVar[bool] = False  # prompts are repeated behind themselves: only what their tokens get then makes scores
     accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, "score_decay", *COMMON)
 
     def __post_init__(self) -> None:
@@ -50,7 +53,7 @@ class KVPolicy(ABC):
 
     @property
     def decay(self) -> float:
-        """The factor applied to a score before a pass adds to it."""
+        """The factor applied to a score before what a pass gives is added, or compared."""
         return 1.0 if self.options.score_decay is None else self.options.score_decay
 
     @property

@@ -10,9 +10,11 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.evaluation.grid import Grid, Setting, Share, Size
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.table import POLICIES
 from tests.planning.worlds import tiny_spec
 
+HEADS = HeadBudgets("tiny", "a text", (0.2,), (((0.6, 0.04), (0.12, 0.04)),))
 EVICTING = sorted(name for name in POLICIES if name != "full")
 
 
@@ -111,10 +113,26 @@ def test_an_option_goes_to_the_policies_that_take_it_and_shows_in_their_rows() -
         assert setting.plan(Plan()).policy.occupancy(Batch((0,), (100,)), 50).counts(1) == (12,)
 
 
+def test_head_budgets_are_settings_of_their_own_beside_equal_ones() -> None:
+    grid = Grid(("full", "h2o"), (Share(20),), beside=(("sinks", 2),), heads=(None, HEADS))
+    assert labels(grid) == ["full 100 %", "h2o, sinks 2 20 %", "h2o, head budgets, sinks 2 20 %"]
+    full, equal, differing = grid.settings(sized)
+    assert (full.plan(Plan()).head_budgets, equal.plan(Plan()).head_budgets) == (None, None)
+    assert differing.plan(Plan()).head_budgets == HEADS and differing.full == equal.full == full
+    assert differing.identity() == {**equal.identity(), "head_budgets": HEADS.checksum}
+    assert differing.as_json()["head_budgets"] == HEADS.as_json()
+
+
+def test_every_level_of_heads_must_hold_what_is_protected() -> None:
+    Setting("h2o", Share(20), beside=(("sinks", 2),)).check(Plan(), tiny_spec(), [(40, 10)])
+    with pytest.raises(ValueError, match=r"protects .* \(this is h2o, head budgets, sinks 2 at 20 %"):
+        Setting("h2o", Share(20), beside=(("sinks", 2),), heads=HEADS).check(Plan(), tiny_spec(), [(40, 10)])
+
+
 @pytest.mark.parametrize(("policy", "amount"), [("streaming", Size(4)), ("snapkv", Size(1)), ("h2o", Share(1))])
 def test_what_a_policy_cannot_hold_is_refused_with_its_place_in_the_grid(policy: str, amount: Share | Size) -> None:
     with pytest.raises(ValueError, match=f"this is {policy} at {amount.label}; leave one of them out"):
-        Setting(policy, amount).check(Plan(), [(40, 10)])
+        Setting(policy, amount).check(Plan(), tiny_spec(), [(40, 10)])
 
 
 @pytest.mark.parametrize("percent", [0, -5, 100.5, float("nan")])

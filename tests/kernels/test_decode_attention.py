@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
+from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.operations import decode_attention
 from h2o_flexgen.kv.coding import Coding
 from tests.kernels.variants import VARIANTS, used
@@ -33,10 +34,10 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> tup
     return q, keys, values, held, mask
 
 
-def exact(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def exact(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, gathers: str = SUM) -> tuple[Tensor, Tensor]:
     scores = q.double() @ keys.double().transpose(2, 3) * q.shape[-1] ** -0.5 + mask
     shares = scores.softmax(-1)
-    return shares @ values.double(), shares.sum(2)
+    return shares @ values.double(), shares.amax(2) if gathers == MAX else shares.sum(2)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -45,17 +46,18 @@ def exact(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor
 @pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
 def test_c_is_as_near_to_float64_as_torch(variant: str, dtype: torch.dtype, shape: tuple[int, ...], scale: float) -> None:
     q, keys, values, held, mask = drawn(shape, dtype, scale)
-    with used(variant):
-        out, sums = decode_attention(q, Kept(keys), Kept(values), held, mask)
-    twin, twin_sums = decode_attention_twin(q, Kept(keys), Kept(values), held, mask)
-    expected, expected_sums = exact(q, keys, values, mask)
-    assert out.dtype == twin.dtype == dtype and sums.dtype == twin_sums.dtype == torch.float32
-    tolerance = TOLERANCES[dtype]
-    for ours, theirs, wanted in ((out, twin, expected), (sums, twin_sums, expected_sums)):
-        assert ours.shape == theirs.shape == wanted.shape
-        assert (ours.double() - wanted).abs().max() <= tolerance * max(1.0, scale) * wanted.abs().max()
-        assert (ours.double() - theirs.double()).abs().max() <= 2 * tolerance * max(1.0, scale) * wanted.abs().max()
-    assert (sums.sum(-1) - shape[2]).abs().max() < 1e-4
+    for gathers in (MAX, SUM):
+        with used(variant):
+            out, got = decode_attention(q, Kept(keys), Kept(values), held, mask, gathers=gathers)
+        twin, twin_got = decode_attention_twin(q, Kept(keys), Kept(values), held, mask, gathers=gathers)
+        expected, expected_got = exact(q, keys, values, mask, gathers)
+        assert out.dtype == twin.dtype == dtype and got.dtype == twin_got.dtype == torch.float32
+        tolerance = TOLERANCES[dtype]
+        for ours, theirs, wanted in ((out, twin, expected), (got, twin_got, expected_got)):
+            assert ours.shape == theirs.shape == wanted.shape
+            assert (ours.double() - wanted).abs().max() <= tolerance * max(1.0, scale) * wanted.abs().max()
+            assert (ours.double() - theirs.double()).abs().max() <= 2 * tolerance * max(1.0, scale) * wanted.abs().max()
+    assert (got.sum(-1) - shape[2]).abs().max() < 1e-4  # all of each head is shared out
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -125,12 +127,13 @@ def test_packed_slots_are_attended_as_what_they_decode_to(
     coding = Coding(f"group{bits}", dtype, shape[4])
     kept = [Kept(coding.encode(tensor), coding.codec) for tensor in (keys, values)]
     unpacked = [coding.decode(one.data) for one in kept]
-    expected, expected_sums = exact(q, *unpacked, mask)
     with used(variant):
-        for keys_there, values_there in (kept, (Kept(unpacked[0]), kept[1])):
-            out, sums = decode_attention(q, keys_there, values_there, held, mask)
-            assert (out.double() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
-            assert (sums.double() - expected_sums).abs().max() <= TOLERANCES[dtype] * expected_sums.abs().max()
+        for gathers in (SUM, MAX):
+            expected, expected_got = exact(q, *unpacked, mask, gathers)
+            for keys_there, values_there in (kept, (Kept(unpacked[0]), kept[1])):
+                out, got = decode_attention(q, keys_there, values_there, held, mask, gathers=gathers)
+                assert (out.double() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
+                assert (got.double() - expected_got).abs().max() <= TOLERANCES[dtype] * expected_got.abs().max()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -160,7 +163,10 @@ def test_what_is_no_number_stays_none_and_harms_no_other_head(
     def attended() -> tuple[Tensor, Tensor]:
         kept = [coding.encode(given[name]) for name in ("keys", "values")]
         twin = decode_attention_twin(given["q"].float(), *(Kept(coding.decode(one).float()) for one in kept), held, mask)
-        return decode_attention(given["q"], *(Kept(one, codec) for one in kept), held, mask)[0], twin[0]
+        with_highest = decode_attention(given["q"], *(Kept(one, codec) for one in kept), held, mask, gathers=MAX)
+        out, got = decode_attention(given["q"], *(Kept(one, codec) for one in kept), held, mask)
+        assert torch.equal(with_highest[0].isnan(), out.isnan()) and torch.equal(with_highest[1].isnan(), got.isnan())
+        return out, twin[0]
 
     with used(variant):
         before = attended()[0]
@@ -187,9 +193,9 @@ def test_packed_slots_give_the_same_bits_in_any_company(variant: str, bits: int,
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "torch"])
-def test_nobody_gets_sums_that_are_not_wanted(variant: str) -> None:
+def test_nothing_is_gathered_that_is_not_wanted(variant: str) -> None:
     q, keys, values, held, mask = drawn((3, 2, 2, 17, 64), torch.float32)
     with used(variant):
         out, sums = decode_attention(q, Kept(keys), Kept(values), held, mask)
-        alone, nothing = decode_attention(q, Kept(keys), Kept(values), held, mask, wants_sums=False)
+        alone, nothing = decode_attention(q, Kept(keys), Kept(values), held, mask, gathers=None)
     assert torch.equal(alone, out) and sums is not None and nothing is None

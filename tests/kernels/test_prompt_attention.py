@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.functions import FUNCTIONS
+from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.operations import prompt_attention
 from h2o_flexgen.kernels.prompt_attention import prompt_attention_twin
 from tests.kernels.variants import VARIANTS, never, used
@@ -35,10 +36,10 @@ class Drawn(NamedTuple):
     def rows(self, rows: slice) -> Drawn:
         return Drawn(*(tensor[rows] for tensor in self))
 
-    def attended(self) -> tuple[Tensor, Tensor]:
-        out, sums = prompt_attention(*self)
-        assert sums is not None
-        return out, sums
+    def attended(self, gathers: str = SUM) -> tuple[Tensor, Tensor]:
+        out, got = prompt_attention(*self, gathers=gathers)
+        assert got is not None
+        return out, got
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> Drawn:
@@ -52,16 +53,16 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> Dra
     return Drawn(q, k, v, before, torch.rand(rows, tokens, generator=draw) * (torch.arange(tokens) < lengths))
 
 
-def with_threads(count: int, given: Drawn) -> tuple[Tensor, Tensor]:
+def with_threads(count: int, given: Drawn, gathers: str) -> tuple[Tensor, Tensor]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        return given.attended()
+        return given.attended(gathers)
     finally:
         torch.set_num_threads(before)
 
 
-def exact(given: Drawn) -> tuple[Tensor, Tensor]:
+def exact(given: Drawn, gathers: str = SUM) -> tuple[Tensor, Tensor]:
     (rows, heads, tokens, dim), (kv_heads, keys) = given.q.shape, given.k.shape[1:3]
     k, v = (x.double().repeat_interleave(heads // kv_heads, 1) for x in (given.k, given.v))
     place, held = torch.arange(keys), keys - tokens
@@ -69,8 +70,9 @@ def exact(given: Drawn) -> tuple[Tensor, Tensor]:
     missing = (place >= given.before[:, None, None]) & (place < held)
     scores = given.q.double() @ k.transpose(2, 3) * dim**-0.5
     shares = scores.masked_fill((later | missing)[:, None], -torch.inf).softmax(-1)
-    sums = (shares * given.weights[:, None, :, None]).sum(2).view(rows, kv_heads, heads // kv_heads, keys).sum(2)
-    return (shares @ v).transpose(1, 2).reshape(rows, tokens, heads * dim), sums
+    weighted = (shares * given.weights[:, None, :, None]).view(rows, kv_heads, -1, keys)  # all heads of a group
+    got = weighted.amax(2) if gathers == MAX else weighted.sum(2)
+    return (shares @ v).transpose(1, 2).reshape(rows, tokens, heads * dim), got
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -82,18 +84,19 @@ def test_c_is_as_near_to_float64_as_torch(
 ) -> None:
     given = drawn(shape, dtype, scale)
     monkeypatch.setitem(FUNCTIONS, "prompt_attention_twin", never)
-    with used(variant):
-        out, sums = given.attended()
-    twin, twin_sums = prompt_attention_twin(*given)
-    expected, expected_sums = exact(given)
-    assert twin_sums is not None and out.dtype == twin.dtype == dtype and sums.dtype == twin_sums.dtype == torch.float32
-    for (ours, theirs, wanted), tolerance in (
-        ((out, twin, expected), TOLERANCES[dtype]),
-        ((sums, twin_sums, expected_sums), SUMS),
-    ):
-        assert ours.shape == theirs.shape == wanted.shape
-        assert (ours.double() - wanted).abs().max() <= tolerance * max(1.0, scale) * wanted.abs().max()
-        assert (ours.double() - theirs.double()).abs().max() <= 2 * tolerance * max(1.0, scale) * wanted.abs().max()
+    for gathers in (SUM, MAX):
+        with used(variant):
+            out, got = given.attended(gathers)
+        twin, twin_got = prompt_attention_twin(*given, gathers=gathers)
+        expected, expected_got = exact(given, gathers)
+        assert twin_got is not None and out.dtype == twin.dtype == dtype and got.dtype == twin_got.dtype == torch.float32
+        for (ours, theirs, wanted), tolerance in (
+            ((out, twin, expected), TOLERANCES[dtype]),
+            ((got, twin_got, expected_got), SUMS),
+        ):
+            assert ours.shape == theirs.shape == wanted.shape
+            assert (ours.double() - wanted).abs().max() <= tolerance * max(1.0, scale) * wanted.abs().max()
+            assert (ours.double() - theirs.double()).abs().max() <= 2 * tolerance * max(1.0, scale) * wanted.abs().max()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -110,15 +113,16 @@ def test_the_outcome_does_not_depend_on_whether_sums_are_asked(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_neither_strides_nor_neighbours_nor_threads_change_a_bit(variant: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("gathers", [SUM, MAX])
+def test_neither_strides_nor_neighbours_nor_threads_change_a_bit(variant: str, dtype: torch.dtype, gathers: str) -> None:
     given = drawn((5, 3, 2, 30, 77, 64), dtype)
     by_head = given._replace(q=given.q.contiguous(), k=given.k.contiguous(), v=given.v.contiguous())
     assert not given.k.is_contiguous()
     with used(variant):
-        expected = given.attended()
-        turned = by_head.attended()
-        alone = [given.rows(slice(row, row + 1)).attended() for row in range(5)]
-        threaded = [with_threads(count, given) for count in (1, 3)]
+        expected = given.attended(gathers)
+        turned = by_head.attended(gathers)
+        alone = [given.rows(slice(row, row + 1)).attended(gathers) for row in range(5)]
+        threaded = [with_threads(count, given, gathers) for count in (1, 3)]
     for place in range(2):
         assert torch.equal(turned[place], expected[place])
         assert all(torch.equal(one[place], expected[place]) for one in threaded)
@@ -133,9 +137,10 @@ def test_pads_behind_a_text_change_no_bit_of_it(variant: str, dtype: torch.dtype
     padded = padded._replace(weights=torch.rand(2, 100) * (torch.arange(100) < length))
     text = Drawn(*(x[:, :, :length] for x in padded[:3]), padded.before, padded.weights[:, :length])
     with used(variant):
-        (out, sums), (expected, expected_sums) = padded.attended(), text.attended()
-    assert torch.equal(out[:, :length], expected) and torch.equal(sums[..., :length], expected_sums)
-    assert (sums[..., length:] == 0).all()
+        for gathers in (SUM, MAX):
+            (out, got), (expected, expected_got) = padded.attended(gathers), text.attended(gathers)
+            assert torch.equal(out[:, :length], expected) and torch.equal(got[..., :length], expected_got)
+            assert (got[..., length:] == 0).all()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -159,7 +164,8 @@ def test_what_is_no_number_stays_none(variant: str, dtype: torch.dtype, where: s
     given = drawn((2, 2, 2, 0, 20, 64), dtype)
     getattr(given, where)[1, 1, 3, 5] = torch.nan
     with used(variant):
-        out, _ = given.attended()
+        out, got = given.attended()
+        assert torch.equal(given.attended(MAX)[1].isnan(), got.isnan())
     twin, _ = prompt_attention_twin(*given)
     assert torch.equal(out.isnan(), twin.isnan()) and out.isnan().any()
 

@@ -24,7 +24,7 @@ from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
-from h2o_flexgen.core.workload import Batch, Workload
+from h2o_flexgen.core.workload import Batch, Block, Workload
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.prompt_logprobs import read_prompts
 from h2o_flexgen.engine.row_state import RowState
@@ -43,8 +43,9 @@ from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.footprint import Footprint
+from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.placement import place_weights
-from h2o_flexgen.planning.plan import PREFIX_POLICIES, Plan
+from h2o_flexgen.planning.plan import PINNED, PREFIX_POLICIES, Plan
 from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, working_bytes
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.occupancy import StepSlots
@@ -187,6 +188,7 @@ KEPT: tuple[dict[str, Any], ...] = (
     {"kv_policy": "h2o", "kv_budget": 0.3},
     {"kv_policy": "snapkv", "kv_budget": 1.0, "positions": "rolling"},
     {"kv_policy": "random", "kv_budget": 0.5},
+    {"kv_policy": "kvzip", "kv_budget": 0.3},
 )
 LARGER = {"hidden_size": 256, "num_attention_heads": 8, "max_position_embeddings": 512}
 WIDER = {
@@ -214,41 +216,43 @@ def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str
     model, (weight_codec, compute) = create_model(config, dtype, sep_layer=False), values["weights"]
     model.spec = model.spec.written_as(weight_codec, PLAIN, compute)
     options = {name: value for name, value in KEPT[values["kept"]].items() if name != "positions" or model.spec.rotary}
-    policy, batch = Plan.create(**options).policy, Batch(tuple(range(rows)), (tokens,) * rows)
-    plan = Plan.create(prefill_tokens=rows * tokens, **options)
+    policy = Plan.create(**options).policy
+    within = model.spec.max_positions if policy.echoes else None
+    batch = Batch(tuple(range(rows)), (tokens,) * rows, echoes_within=within)
+    plan = Plan.create(prefill_tokens=rows * tokens * batch.readings, **options)
     with used(variant):
         most = max(passing_bytes(model, policy, batch, gen_len, step) for step in (0, 1, gen_len - 1))
-        estimate = SLACK * working_bytes(model.spec, plan, policy.occupancy(batch, gen_len), site_of("cpu", False))
+        estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), gen_len)), 0, plan, site_of("cpu", False))
     assert 0.2 * estimate < most <= estimate
 
 
 def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, step: int) -> int:
     """Of the visit of prefill (0) or of a decode step that allocates most."""
     rows, tokens = batch.size, batch.prompt_len
-    spec, dtype, new = model.spec, getattr(torch, model.spec.dtype), 1 if step else tokens
+    spec, dtype, new = model.spec, getattr(torch, model.spec.dtype), 1 if step else tokens * batch.readings
     occupancy = policy.occupancy(batch, gen_len)
-    now = KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu"))
+    within = None if step else batch.echoes_within
+    now = KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu"), echoes_within=within)
     image = torch.zeros(2, rows, spec.kv_heads, now.capacity, spec.head_dim, dtype=dtype)
     noted = torch.zeros(rows * spec.kv_heads * now.capacity * policy.score_bytes, dtype=torch.uint8)
     scores = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.score_bytes else None
     weights = [{name: weight_of(spec, layer, name) for name, _ in layer.tensors} for layer in spec.layers]
     ids, hidden = torch.zeros(rows, new, dtype=torch.long), torch.randn(rows, new, spec.width, dtype=dtype)
     embed, block, *_, head = spec.layers
-    given = Given(now.positions, partial(KVCache(image, scores).attend, now))
+    given = Given(now.text_positions, partial(KVCache(image, scores).attend, now))
     visits = (
         lambda: computed(model, embed, ids, weights[0], given),
         lambda: computed(model, block, hidden, weights[1], given),
         lambda: logits(model, head, hidden[:, -1], weights[-1:]),
     )
-    there = [ids, hidden, image, noted, now.counts, now.positions]
+    there = [ids, hidden, image, noted, now.counts, now.text_positions]
     for weight in (weight for layer in weights for weight in layer.values()):
         there += [weight] if isinstance(weight, Tensor) else [weight.data, weight.values()]
     return max(peak_allocated(visit, there) for visit in visits)
 
 
 @pytest.mark.parametrize("variant", [*variants()[:1], TORCH])
-@pytest.mark.parametrize("prefix_policy", PREFIX_POLICIES)
-@pytest.mark.parametrize("kept", KEPT[:2])
+@pytest.mark.parametrize(("prefix_policy", "kept"), [*product(PREFIX_POLICIES, KEPT[:2]), (PINNED, KEPT[4])])
 @pytest.mark.parametrize(("rows", "own", "shared"), [(8, 40, 200), (64, 4, 90), (40, 1, 300)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_behind_shared_prefixes_allocate_no_more_in_passing_than_is_estimated(
@@ -260,10 +264,11 @@ def test_rows_behind_shared_prefixes_allocate_no_more_in_passing_than_is_estimat
     prefixes = [SharedPrefix(row % 2, shared) for row in range(rows)]
     workload = Workload.running([Need(shared + own, 20)] * rows, prefixes, plan.copies_prefixes)
     ((block, _),) = workload.alike_blocks(rows, 1)
+    block = block.echoed(model.spec.max_positions) if plan.policy.echoes else block
     occupancy = plan.policy.occupancy(block.batches[0], block.gen_len)
     with used(variant):
         most = bytes_behind_prefixes(model, plan, workload.needs, occupancy.capacity)
-        estimate = SLACK * working_bytes(model.spec, plan, occupancy, site_of("cpu", False))
+        estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, block), 0, plan, site_of("cpu", False))
     assert 0.1 * estimate < most <= estimate
 
 
@@ -283,7 +288,8 @@ def bytes_behind_prefixes(model: Model, plan: Plan, needs: Sequence[Need], capac
     cache.prefixes = {group: cache_of(1, longest, scored_by if plan.copies_prefixes else None) for group in range(2)}
     prefixes = [need.prefix for need in needs]
     first = [one.at(0).behind(need.spared) if need.spared else one.at(0) for one, need in zip(alone, needs)]
-    reading = KVStep.of(StepSlots.of_rows(first), capacity, cpu, prefixes)
+    within = spec.max_positions if policy.echoes else None
+    reading = KVStep.of(StepSlots.of_rows(first), capacity, cpu, prefixes, echoes_within=within)
     stepping = KVStep.of(
         StepSlots.of_rows([one.at(1) for one in alone]), capacity, cpu, () if plan.copies_prefixes else prefixes
     )
@@ -291,7 +297,7 @@ def bytes_behind_prefixes(model: Model, plan: Plan, needs: Sequence[Need], capac
     weights = {name: torch.randn(tensor.shape, dtype=dtype) for name, tensor in block.tensors}
 
     def visit(now: KVStep, own: KVCache) -> int:
-        hidden = torch.randn(*now.positions.shape, spec.width, dtype=dtype)
+        hidden = torch.randn(*now.text_positions.shape, spec.width, dtype=dtype)
         given = Given(now.text_positions, partial(own.attend, now))
         caches = (cache, *cache.prefixes.values())
         noted = [notes.positions for one in caches if (notes := one._scores) is not None]
@@ -351,7 +357,7 @@ def test_looking_up_rows_and_a_head_in_parts_allocate_no_more_than_is_estimated(
     there = [pack.buffer, ids, positions, hidden, *first.values(), *last.values()]
     most = max(peak_allocated(look_up, there), peak_allocated(lambda: logits(model, head, hidden, parts), there))
     plan = Plan.create(prefill_tokens=rows * tokens)
-    assert len(parts) == 16 and most <= SLACK * working_bytes(spec, plan, plan.policy.occupancy(batch, 2), Site())
+    assert len(parts) == 16 and most <= SLACK * working_bytes(HeldKV.of(spec, plan, Block((batch,), 2)), 0, plan, Site())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -364,14 +370,14 @@ def test_scoring_allocates_no_more_in_passing_than_is_estimated(
     model, value_type, batch = create_model(config, dtype), getattr(torch, dtype), Batch((0, 1), (tokens,) * 2)
     states = [RowState(row, [1] * tokens, SamplingParams(max_tokens=1), ByteTokenizer(vocab)) for row in batch.rows]
     plan = Plan(prefill_tokens=tokens)
-    rows = BatchRows(batch, states, plan, 1, torch.device("cpu"))
+    rows = BatchRows(batch, states, plan, [plan.policy], 1, torch.device("cpu"))
     weights = {name: torch.randn(tensor.shape, dtype=value_type) for name, tensor in model.spec.layers[-1].tensors}
     hidden = torch.randn(2 * tokens, model.spec.width, dtype=value_type)
     params, tokenizer, after = SamplingParams(max_tokens=tokens - 5), ByteTokenizer(vocab), [1] * (tokens - 5)
     asked = [RowState(row, [row] * 6, params, tokenizer, forced=after) for row in batch.rows]
     scorer = Scorer(asked, tokenizer, at_once)
     most = peak_allocated(lambda: scorer(rows, hidden, partial(model.head, weights=weights), 0), [hidden, *weights.values()])
-    estimate = SLACK * working_bytes(model.spec, plan, plan.policy.occupancy(batch, 1), site_of("cpu", False), at_once)
+    estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), 1)), 0, plan, site_of("cpu", False), at_once)
     assert rows.is_done and len(scorer.scored) == 2 and most <= estimate
     assert most > 0.2 * estimate or vocab < 1000, "layers need more than a small head"
 
@@ -390,12 +396,12 @@ def test_log_probabilities_of_prompts_allocate_no_more_in_passing_than_is_estima
     )
     states = [RowState(row, [1] * tokens, params, ByteTokenizer(vocab)) for row in batch.rows]
     plan = Plan(prefill_tokens=tokens)
-    rows = BatchRows(batch, states, plan, 1, torch.device("cpu"))
+    rows = BatchRows(batch, states, plan, [plan.policy], 1, torch.device("cpu"))
     weights = {name: torch.randn(tensor.shape) for name, tensor in model.spec.layers[-1].tensors}
     hidden = torch.randn(2 * tokens, model.spec.width)
     logits_of = partial(model.head, weights=weights)
     most = peak_allocated(lambda: read_prompts(rows, hidden, logits_of, at_once), [hidden, *weights.values()])
-    estimate = SLACK * working_bytes(model.spec, plan, plan.policy.occupancy(batch, 1), site_of("cpu", False), at_once)
+    estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), 1)), 0, plan, site_of("cpu", False), at_once)
     assert all(len(row.prompt_logprobs or ()) == tokens for row in states) and most <= estimate
 
 

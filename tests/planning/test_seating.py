@@ -33,6 +33,7 @@ H2O = (("kv_policy", "h2o"), ("heavy", 3), ("recent", 4))
 PROMPT_ONLY = (*H2O, ("hh_prompt_only", True))
 BY_SHARE = (("kv_policy", "h2o"), ("hh_ratio", 0.5))
 JUDGED = (*H2O, ("prefix_policy", "judged"))
+KVZIP = (("kv_policy", "kvzip"), ("heavy", 3), ("recent", 4))
 
 
 def requests(random: Random, header: int) -> list[Request]:
@@ -50,7 +51,7 @@ def cost_of(llm: LLM, job: list[Request]) -> Cost:
 
 
 JOBS = {
-    "policy": [(), H2O, PROMPT_ONLY, BY_SHARE, JUDGED],
+    "policy": [(), H2O, PROMPT_ONLY, BY_SHARE, JUDGED, KVZIP],
     "percent": [ALL_ON_DISK, MIXED, IN_MEMORY],
     "header": [0, 40],
 }

@@ -31,23 +31,35 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
     return out
 
 
-def append(image: Tensor, newest: Newest, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None, notes: Notes | None) -> Tensor:
+def append(
+    image: Tensor,
+    newest: Newest,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: Turn | None,
+    notes: Notes | None,
+    worth: Tensor | None = None,
+) -> Tensor:
     rows, heads, slots = image.shape[1:4]
     if turn is None:  # nothing is computed with
         image, k, v = as_words(image, k, v)
     assert k.dtype == v.dtype == image.dtype and k.stride(3) == v.stride(3) == q.stride(3) == image.stride(4) == 1
     assert notes is None or notes.positions.is_contiguous()
+    positions, scores, _, noted_worth = notes or (None,) * 4
+    assert noted_worth is None or (worth is not None and worth.is_contiguous())
     turned = 0 if turn is None else q.shape[2]
     out = q if turn is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
     cos, sin = (image, image) if turn is None else turn
     append_heads[(turned + 2 * heads, rows)](
         *(image, newest.slots, newest.positions, q, k, v, cos, sin, out),
-        *(image if each is None else each for each in (notes or (None, None))[:2]),
+        *(image if each is None else each for each in (positions, scores, noted_worth, worth)),
         *(turned, heads, slots, image.shape[-1], 0 if turn is None else cos.shape[-1]),
         *(*image.stride()[:4], q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2)),
         TURNS=turn is not None,
         NOTES=notes is not None,
-        SCORES=notes is not None and notes.scores is not None,
+        SCORES=scores is not None,
+        WORTH=noted_worth is not None,
         DIM=triton.next_power_of_2(image.shape[-1]),
         num_warps=WARPS,
         enable_fp_fusion=False,
@@ -92,6 +104,8 @@ def append_heads(
     out,
     positions,
     scores,
+    noted_worth,
+    worth,
     turned,
     heads,
     slots,
@@ -110,6 +124,7 @@ def append_heads(
     TURNS: tl.constexpr,
     NOTES: tl.constexpr,
     SCORES: tl.constexpr,
+    WORTH: tl.constexpr,
     DIM: tl.constexpr,
 ):
     """First come the heads of the queries that turn, then the keys and what is noted of them, then the values."""
@@ -132,6 +147,8 @@ def append_heads(
             tl.store(positions + noted, tl.load(texts + row).to(tl.int32))
             if SCORES:
                 tl.store(scores + noted, 0.0)
+            if WORTH:
+                tl.store(noted_worth + noted, tl.load(worth + row * heads + head))
     else:
         head = number - turned - heads
         there = image + half_stride + row * row_stride + head * head_stride + slot * slot_stride

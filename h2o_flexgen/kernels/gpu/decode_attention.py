@@ -1,9 +1,10 @@
-"""Attention of one new token per row over the slots it holds, and what each slot received, for GPUs.
+"""Attention of one new token per row over the slots it holds, and what each slot got, for GPUs.
 
 A program attends a chunk of the slots of one KV head of one row, and reads keys and values once; chunks behind what the row
-holds do nothing. A second pass puts the chunks together (chunks.py) and makes the sums, if anybody wants them. Chunks have one
-size, so a row's outcome depends on nothing but the row. Scores are in float32, and so are the shares of a head with one query;
-where a group of queries shares a head, tensor cores multiply shares that were rounded to the queries' type, as torch does.
+holds do nothing. A second pass puts the chunks together (chunks.py) and gathers what slots got, if anybody asks. Chunks have
+one size, so a row's outcome depends on nothing but the row. Scores are in float32, and so are the shares of a head with one
+query; where a group of queries shares a head, tensor cores multiply shares that were rounded to the queries' type, as torch
+does.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.gpu.chunks import TOGETHER, softmax_of_chunks, values_of_chunks
 from h2o_flexgen.kernels.gpu.kept_slots import Places, column_numbers, values_of_slots
-from h2o_flexgen.kernels.gpu.softmax import exponential_of, gathered, scores_of
+from h2o_flexgen.kernels.gpu.softmax import exponential_of, gathered, highest, scores_of
 from h2o_flexgen.kernels.more_keys import More
 
 CHUNK = 256  # slots of a program
@@ -26,7 +28,7 @@ TILE_VALUES, LARGEST_TILE = 8192, 128  # values and slots that a program reads a
 DOT_VALUES, LARGEST_DOT = 4096, 32  # the same for several queries: more do not fit registers without tensor cores
 LEAST_TILE = 16  # slots
 DOT_QUERIES = 16  # the fewest that tensor cores multiply
-SUMMED = 1024  # slots whose sums one program makes
+GATHERED = 1024  # slots for which one program gathers shares
 STAGES = 2  # tiles that are read ahead where a GPU can do so
 
 
@@ -36,7 +38,7 @@ class Chunks(NamedTuple):
     tops: Tensor  # (queries, chunks)
     totals: Tensor  # (queries, chunks)
     made: Tensor  # (queries, chunks, dim)
-    scores: Tensor  # (queries, slots), where sums are wanted
+    scores: Tensor  # (queries, slots), where shares are gathered
 
     @classmethod
     def of(cls, like: Tensor, queries: int, chunks: int, dim: int, scored: int) -> Chunks:
@@ -45,21 +47,21 @@ class Chunks(NamedTuple):
 
 
 def decode_attention(
-    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, wants_sums: bool = True
+    q: Tensor, keys: Kept, values: Kept, held: Tensor, mask: Tensor, more: More | None = None, gathers: str | None = SUM
 ) -> tuple[Tensor, Tensor | None]:
     rows, kv_heads, group, dim = q.shape
     slots = keys.data.shape[2]
     q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    sums = torch.empty(rows, kv_heads, slots, dtype=torch.float32, device=q.device) if wants_sums else None
+    got = torch.empty(rows, kv_heads, slots, dtype=torch.float32, device=q.device) if gathers else None
     if not rows:
-        return out, sums
+        return out, got
     chunks = triton.cdiv(slots, CHUNK)
-    is_over = chunks == 1 and more is None and sums is None
-    left = Chunks.of(q, 0 if is_over else rows * kv_heads * group, chunks, dim, 0 if sums is None else slots)
+    is_over = chunks == 1 and more is None and got is None
+    left = Chunks.of(q, 0 if is_over else rows * kv_heads * group, chunks, dim, 0 if got is None else slots)
     _attend_chunks(q, Places.of(keys, dim), Places.of(values, dim), held, left, out if is_over else None, slots, chunks)
     if not is_over:
-        _join_chunks(left, held, more, out, sums)
-    return out, sums
+        _join_chunks(left, held, more, out, got, gathers == MAX)
+    return out, got
 
 
 def tile_slots(width: int, queries: int) -> int:
@@ -89,21 +91,21 @@ def _attend_chunks(
         DIM=dim,
         CHUNK=CHUNK,
         TILE=tile_slots(max(key.width, value.width), queries),
-        HAS_SUMS=left.scores.shape[1] > 0,
+        GATHERS=left.scores.shape[1] > 0,
         IS_OVER=out is not None,
         num_stages=STAGES,
     )
 
 
-def _join_chunks(left: Chunks, held: Tensor, more: More | None, out: Tensor, sums: Tensor | None) -> None:
+def _join_chunks(left: Chunks, held: Tensor, more: More | None, out: Tensor, got: Tensor | None, is_highest: bool) -> None:
     rows, kv_heads, group, dim = out.shape
     slots, nothing = left.scores.shape[1], left.tops
-    join_chunks_kernel[rows * kv_heads, group + triton.cdiv(slots, SUMMED)](
+    join_chunks_kernel[rows * kv_heads, group + triton.cdiv(slots, GATHERED)](
         *left,
         held,
         *((nothing, nothing) if more is None else more),
         out,
-        nothing if sums is None else sums,
+        nothing if got is None else got,
         left.tops.shape[1],
         slots,
         kv_heads,
@@ -112,8 +114,9 @@ def _join_chunks(left: Chunks, held: Tensor, more: More | None, out: Tensor, sum
         WIDTH=triton.next_power_of_2(dim),
         CHUNK=CHUNK,
         TOGETHER=TOGETHER,
-        SUMMED=SUMMED,
+        GATHERED=GATHERED,
         HAS_MORE=more is not None,
+        IS_HIGHEST=is_highest,
     )
 
 
@@ -128,7 +131,7 @@ def attend_chunk_kernel(
     KEY_STEP: tl.constexpr, KEY_BITS: tl.constexpr, KEY_WIDTH: tl.constexpr,
     VALUE_STEP: tl.constexpr, VALUE_BITS: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-    HAS_SUMS: tl.constexpr, IS_OVER: tl.constexpr,
+    GATHERS: tl.constexpr, IS_OVER: tl.constexpr,
 ) -> None:  # fmt: skip
     of_head, chunk = tl.program_id(0), tl.program_id(1)
     row, head = (of_head // kv_heads).to(tl.int64), (of_head % kv_heads).to(tl.int64)
@@ -152,7 +155,7 @@ def attend_chunk_kernel(
                 values, value_shared, value_start, slot, there, value_slot, VALUE_STEP, VALUE_BITS, DIM, VALUE_WIDTH
             )
             found = scores_of(own, k, there, scale)
-            if HAS_SUMS:
+            if GATHERS:
                 place = number[:, None] * slots + slot[None, :]
                 tl.store(scores + place, found, mask=is_query[:, None] & there[None, :])
             top, total, summed = gathered(top, total, summed, found, v, own.dtype)
@@ -170,12 +173,12 @@ def attend_chunk_kernel(
 @triton.jit
 def join_chunks_kernel(
     tops: tl.tensor, totals: tl.tensor, made: tl.tensor, scores: tl.tensor,
-    held: tl.tensor, more_scores: tl.tensor, more_values: tl.tensor, out: tl.tensor, sums: tl.tensor,
+    held: tl.tensor, more_scores: tl.tensor, more_values: tl.tensor, out: tl.tensor, got: tl.tensor,
     chunks: tl.tensor, slots: tl.tensor, kv_heads: tl.tensor,
     GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
-    SUMMED: tl.constexpr, HAS_MORE: tl.constexpr,
+    GATHERED: tl.constexpr, HAS_MORE: tl.constexpr, IS_HIGHEST: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The first programs of a KV head make the outcome of a query each, the others the sums of some slots each."""
+    """The first programs of a KV head make the outcome of a query each, the others gather shares of some slots each."""
     of_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     end = tl.load(held + of_head // kv_heads).to(tl.int32)
     filled = tl.cdiv(end, CHUNK)
@@ -192,14 +195,15 @@ def join_chunks_kernel(
             summed += exponential_of(more, top) * tl.load(more_values + query * DIM + column, mask=is_value, other=0.0)
         tl.store(out + query * DIM + column, (summed / total).to(out.dtype.element_ty), mask=is_value)
     else:
-        slot = (part - GROUP) * SUMMED + tl.arange(0, SUMMED)
+        slot = (part - GROUP) * GATHERED + tl.arange(0, GATHERED)
         there = slot < end
-        received = tl.zeros((SUMMED,), tl.float32)
+        own = tl.zeros((GATHERED,), tl.float32)
         for number in range(GROUP):
             query = of_head * GROUP + number
             if HAS_MORE:
                 more = tl.load(more_scores + query)
             top, total = softmax_of_chunks(tops, totals, more, query, chunks, filled, TOGETHER)
             found = tl.load(scores + query * slots + slot, mask=there, other=-float("inf"))
-            received += exponential_of(found, top) / total
-        tl.store(sums + of_head * slots + slot, tl.where(there, received, 0.0), mask=slot < slots)
+            share = exponential_of(found, top) / total
+            own = highest(own, share) if IS_HIGHEST else own + share
+        tl.store(got + of_head * slots + slot, tl.where(there, own, 0.0), mask=slot < slots)

@@ -10,25 +10,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.kernels.evict import LEAST_SCORE
+from h2o_flexgen.kernels.gathering import MAX, SUM
+from h2o_flexgen.kernels.gpu.softmax import highest
 from h2o_flexgen.kernels.gpu.words import as_words
 from h2o_flexgen.kernels.newest import Leaving, Newest, Notes
 
-BY_SCORE, BY_AGE, BY_CHANCE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BY_SCORE, BY_AGE, BY_CHANCE, BY_WORTH = (tl.constexpr(number) for number in range(4))
+LEAST = tl.constexpr(LEAST_SCORE)
 NOBODY = tl.constexpr(torch.iinfo(torch.int32).max)  # a position behind all others
 MOST_SLOTS = 1024  # that a program looks at side by side
 
 
-def evict(image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, sums: Tensor | None, decay: float) -> Tensor:
+def evict(
+    image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, got: Tensor | None, decay: float, gathers: str = SUM
+) -> Tensor:
     rows, heads, slots = notes.positions.shape
     (words,) = as_words(image)
-    assert notes.positions.is_contiguous() and (sums is None or sums.is_contiguous())
+    assert notes.positions.is_contiguous() and (got is None or got.is_contiguous())
     target = torch.empty(rows, heads, dtype=torch.int64, device=image.device)
-    by = BY_SCORE if notes.scores is not None else BY_CHANCE if notes.by_chance else BY_AGE
+    has_worth = notes.worth is not None
+    by = BY_SCORE if notes.scores is not None else BY_WORTH if has_worth else BY_CHANCE if notes.by_chance else BY_AGE
     evict_one[(heads, rows)](
         words,
         notes.positions,
-        notes.positions if notes.scores is None else notes.scores,
-        notes.positions if sums is None else sums,
+        *(notes.positions if each is None else each for each in (notes.scores, got, notes.worth)),
         newest.slots,
         leaving.start,
         leaving.end,
@@ -39,6 +45,8 @@ def evict(image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, sums: T
         words.shape[-1],
         *words.stride()[:4],
         BY=by.value,
+        IS_HIGHEST=gathers == MAX,
+        HAS_WORTH=has_worth,
         SLOTS=min(MOST_SLOTS, triton.next_power_of_2(slots)),
         WORDS=triton.next_power_of_2(words.shape[-1]),
         enable_fp_fusion=False,
@@ -47,12 +55,26 @@ def evict(image: Tensor, notes: Notes, newest: Newest, leaving: Leaving, sums: T
 
 
 @triton.jit
-def ranked(positions, scores, sums, at, there, decay, head, BY: tl.constexpr):
+def scored(scores, got, at, newest, there, decay, IS_HIGHEST: tl.constexpr):
+    """The scores of these slots, with what they got; `newest` is where the newest token's is."""
+    faded = tl.load(scores + at, mask=there, other=0.0) * decay
+    new = tl.load(got + at, mask=there, other=0.0)
+    return highest(faded, tl.where(at == newest, 0.0, new)) if IS_HIGHEST else faded + new
+
+
+@triton.jit
+def ranked(
+    positions, scores, got, worth, at, newest, there, decay, head,
+    BY: tl.constexpr, IS_HIGHEST: tl.constexpr, HAS_WORTH: tl.constexpr,
+):  # fmt: skip
     """Positions of these slots, and what they rank by."""
     position = tl.load(positions + at, mask=there, other=0)
     if BY == BY_SCORE:
-        score = tl.load(scores + at, mask=there, other=0.0)
-        rank = score * decay + tl.load(sums + at, mask=there, other=0.0)
+        rank = scored(scores, got, at, newest, there, decay, IS_HIGHEST)
+        if HAS_WORTH:
+            rank = (rank + LEAST) * tl.load(worth + at, mask=there, other=0.0)
+    elif BY == BY_WORTH:
+        rank = tl.load(worth + at, mask=there, other=0.0)
     elif BY == BY_AGE:
         rank = tl.zeros_like(position).to(tl.float32)
     else:
@@ -68,7 +90,8 @@ def evict_one(
     image,
     positions,
     scores,
-    sums,
+    got,
+    worth,
     newest,
     start,
     end,
@@ -82,6 +105,8 @@ def evict_one(
     head_stride,
     slot_stride,
     BY: tl.constexpr,
+    IS_HIGHEST: tl.constexpr,
+    HAS_WORTH: tl.constexpr,
     SLOTS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -89,13 +114,15 @@ def evict_one(
     first = (row * tl.num_programs(0) + head) * slots
     last = tl.load(newest + row)
     begins, ends = tl.load(start + row), tl.load(end + row)
-    lane = tl.arange(0, SLOTS)
+    lane, own = tl.arange(0, SLOTS), first + last
 
     least, oldest, place = tl.full((SLOTS,), float("inf"), tl.float32), tl.full((SLOTS,), NOBODY, tl.int32), lane.to(tl.int64)
     lost = tl.zeros((SLOTS,), tl.int32)
     for block in range(0, slots, SLOTS):
         at = block + lane
-        position, rank = ranked(positions, scores, sums, first + at, at < slots, decay, head, BY)
+        position, rank = ranked(
+            positions, scores, got, worth, first + at, own, at < slots, decay, head, BY, IS_HIGHEST, HAS_WORTH
+        )
         may_go = (at <= last) & (at < slots) & (position >= begins) & (position < ends)
         lost |= (may_go & (rank != rank)).to(tl.int32)
         better = may_go & ((rank < least) | ((rank == least) & (position < oldest)))
@@ -108,18 +135,24 @@ def evict_one(
     goes = tl.where(nobody | (tl.load(after + row) > last), last, lowest)
     tl.store(target + row * tl.num_programs(0) + head, goes)
 
-    position, rank = ranked(positions, scores, sums, first + last, True, decay, head, BY)
+    position = tl.load(positions + own)
+    if BY == BY_SCORE:
+        own_score = scored(scores, got, own, own, True, decay, IS_HIGHEST)
+    if HAS_WORTH:
+        own_worth = tl.load(worth + own)
     word = tl.arange(0, WORDS)
     from_here = image + row * row_stride + head.to(tl.int64) * head_stride + last * slot_stride + word
     key = tl.load(from_here, mask=word < words)
     value = tl.load(from_here + half_stride, mask=word < words)
     tl.debug_barrier()
     tl.store(positions + first + goes, position)
+    if HAS_WORTH:
+        tl.store(worth + first + goes, own_worth)
     to_there = from_here + (goes - last) * slot_stride
     tl.store(to_there, key, mask=word < words)
     tl.store(to_there + half_stride, value, mask=word < words)
     if BY == BY_SCORE:
         for block in range(0, slots, SLOTS):
             at = block + lane
-            _, own = ranked(positions, scores, sums, first + at, at < slots, decay, head, BY)
-            tl.store(scores + first + at, tl.where(at == goes, rank, own), mask=at < slots)
+            score = scored(scores, got, first + at, own, at < slots, decay, IS_HIGHEST)
+            tl.store(scores + first + at, tl.where(at == goes, own_score, score), mask=at < slots)

@@ -1,11 +1,11 @@
 """Attention of the tokens of a prompt, and what each key got from them, without a matrix of queries by keys.
 
 The first kernel goes over the keys of a block of queries with a running softmax, and leaves the logarithm of each query's sum
-of exponentials. With that the second one, a program for each block of keys, adds up what these got, in one fixed order: all
-query heads of a group, and of each all queries. Outcomes do not depend on whether sums are asked for. Earlier keys that a row
+of exponentials. With that the second one, a program for each block of keys, gathers what these got, in one fixed order: all
+query heads of a group, and of each all queries. Outcomes do not depend on whether anybody asks for it. Earlier keys that a row
 lacks are not looked at.
 
-It differs from the twin in the last bits: scores and sums are in fp32, and a block's shares are rounded to the type of the
+It differs from the twin in the last bits: scores and shares are in fp32, and a block's shares are rounded to the type of the
 values before they meet these."""
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.kernels.gathering import MAX, SUM
+from h2o_flexgen.kernels.gpu.softmax import highest, highest_of_rows
 from h2o_flexgen.kernels.more_keys import More
 
 LEAST_DIM = 16  # that products of blocks take
@@ -30,7 +32,7 @@ class _Blocks(NamedTuple):
 
     queries: int
     keys: int
-    summed: int  # keys whose sums a program makes
+    gathered: int  # keys for which a program gathers shares
     warps: int = 8
     stages: int = 2
 
@@ -40,7 +42,7 @@ class _Blocks(NamedTuple):
 
 
 def prompt_attention(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None = None, gathers: str = SUM
 ) -> tuple[Tensor, Tensor | None]:
     rows, heads, tokens, dim = q.shape
     kv_heads, keys = k.shape[1:3]
@@ -60,14 +62,15 @@ def prompt_attention(
     )
     if weights is None:
         return out, None
-    sums = torch.empty(rows, kv_heads, keys, dtype=torch.float32, device=q.device)
-    sum_columns[(triton.cdiv(keys, blocks.summed), kv_heads, rows)](
-        *(q, k, before, weights.float().contiguous(), weighs, sums, *sizes, *strides),
+    got = torch.empty(rows, kv_heads, keys, dtype=torch.float32, device=q.device)
+    gather_columns[(triton.cdiv(keys, blocks.gathered), kv_heads, rows)](
+        *(q, k, before, weights.float().contiguous(), weighs, got, *sizes, *strides),
         QUERIES=blocks.queries,
-        KEYS=blocks.summed,
+        KEYS=blocks.gathered,
+        IS_HIGHEST=gathers == MAX,
         **widths,
     )
-    return out, sums
+    return out, got
 
 
 @triton.jit
@@ -167,13 +170,13 @@ def attend_prompt(
 
 
 @triton.jit(do_not_specialize=["tokens", "keys"])
-def sum_columns(
+def gather_columns(
     q,
     k,
     before,
     weights,
     weighs,
-    sums,
+    received,
     scale,
     tokens,
     keys,
@@ -189,6 +192,7 @@ def sum_columns(
     PADDED: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
+    IS_HIGHEST: tl.constexpr,
 ):
     block, kv_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     at, d, lane = block * KEYS + tl.arange(0, KEYS), tl.arange(0, PADDED), tl.arange(0, QUERIES)
@@ -210,8 +214,10 @@ def sum_columns(
             weigh = tl.load(weighs + (row * heads + head) * tokens + token, mask=token < tokens, other=0.0)
             weight = tl.load(weights + row * tokens + token, mask=token < tokens, other=0.0)
             counts = exists[:, None] & (at[:, None] <= held + token[None, :]) & (weight != 0.0)[None, :]
-            got += tl.where(counts, tl.exp2(score - weigh[None, :]) * weight[None, :], 0.0)
-    tl.store(sums + (row * (heads // group) + kv_head) * keys + at, tl.sum(got, 1), mask=at < keys)
+            share = tl.where(counts, tl.exp2(score - weigh[None, :]) * weight[None, :], 0.0)
+            got = highest(got, share) if IS_HIGHEST else got + share
+    of_all = highest_of_rows(got) if IS_HIGHEST else tl.sum(got, 1)
+    tl.store(received + (row * (heads // group) + kv_head) * keys + at, of_all, mask=at < keys)
 
 
 @triton.jit

@@ -13,6 +13,19 @@ def exponential_of(scores: tl.tensor, top: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def highest(one: tl.tensor, other: tl.tensor) -> tl.tensor:
+    """The higher of numbers that are not below zero. Their bits rank as they do, and those of a NaN above all."""
+    bits = tl.maximum(one.to(tl.uint32, bitcast=True), other.to(tl.uint32, bitcast=True))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def highest_of_rows(values: tl.tensor) -> tl.tensor:
+    """The highest number of each row, with the same order."""
+    return tl.max(values.to(tl.uint32, bitcast=True), 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def scores_of(q: tl.tensor, keys: tl.tensor, is_there: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """Scores in float32, (queries, slots), of queries (queries, width) and keys (slots, width); -inf where no slot is."""
     if q.shape[0] == 1:

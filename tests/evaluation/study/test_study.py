@@ -118,12 +118,13 @@ def test_without_matplotlib_the_extra_is_named(
         ({"policies": ["streming"]}, "kv_policy 'streming' is unknown; .*did you mean streaming"),
         ({"policies": ["h2o", "full"]}, "kv_policy 'full' keeps everything, and there is nothing to study"),
         ({"policies": ["h2o", "h2o"]}, "kv_policy 'h2o' is named twice"),
+        ({"policies": ["kvzip"]}, "kv_policy 'kvzip' judges a prompt by an echo that a study does not compute; leave it out"),
         ({"policies": []}, "no KV policy to study was named"),
     ],
 )
 def test_what_cannot_be_studied_is_refused_before_anything_is_read(
     changed: dict[str, Any], message: str, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("h2o_flexgen.evaluation.study.heavy_hitters.read_text", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr("h2o_flexgen.evaluation.study.heavy_hitters.read_texts", lambda *_: pytest.fail("it was read"))
     with LLM(str(checkpoints.folder("opt")), dtype="float32") as llm, pytest.raises(ValueError, match=message):
         study(llm, **{"ids": TEXT, "policies": POLICIES, "budget": 0.25, **changed})

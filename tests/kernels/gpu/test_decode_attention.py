@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.decode_attention import Kept, decode_attention_twin
+from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.gpu import decode_attention as module
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
 from h2o_flexgen.kernels.more_keys import More
@@ -33,12 +34,12 @@ def by_token(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def attended(
-    gpu: torch.device, *given: Tensor | Kept, more: More | None = None, wants_sums: bool = True
+    gpu: torch.device, *given: Tensor | Kept, more: More | None = None, gathers: str | None = SUM
 ) -> tuple[Tensor, Tensor]:
     """q, keys, values, held, mask as for decode_attention, on a CPU."""
     moved = [Kept(by_token(one.data, gpu), one.codec) if isinstance(one, Kept) else one.to(gpu) for one in given]
-    out, sums = decode_attention(*moved, None if more is None else More(*(one.to(gpu) for one in more)), wants_sums)
-    return out.cpu(), torch.empty(0) if sums is None else sums.cpu()
+    out, got = decode_attention(*moved, None if more is None else More(*(one.to(gpu) for one in more)), gathers)
+    return out.cpu(), torch.empty(0) if got is None else got.cpu()
 
 
 def near(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
@@ -54,10 +55,11 @@ def test_it_is_near_float64(
     q, keys, values, held, mask = drawn(shape, dtype)
     coding = Coding(codec, dtype, shape[4])
     kept = [Kept(coding.encode(one), codec) for one in (keys, values)]
-    expected, expected_sums = exact(q, *(coding.decode(one.data) for one in kept), mask)
-    out, sums = attended(gpu, q, *kept, held, mask)
-    assert out.dtype == dtype and near(out, expected, TOLERANCES[dtype])
-    assert sums.dtype == torch.float32 and near(sums, expected_sums, 3e-6 if codec == "plain" else TOLERANCES[dtype])
+    for gathers in (SUM, MAX):
+        expected, expected_got = exact(q, *(coding.decode(one.data) for one in kept), mask, gathers)
+        out, got = attended(gpu, q, *kept, held, mask, gathers=gathers)
+        assert out.dtype == dtype and near(out, expected, TOLERANCES[dtype])
+        assert got.dtype == torch.float32 and near(got, expected_got, 3e-6 if codec == "plain" else TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -86,9 +88,9 @@ def test_chunks_are_joined_as_one_chunk_is_attended(gpu: torch.device) -> None:
     assert near(attended(gpu, q, Kept(keys), Kept(values), held, mask)[0], expected, 3e-6)
     held -= 10
     with_sums, sums = attended(gpu, q, Kept(keys), Kept(values), held, mask)
-    without, nothing = attended(gpu, q, Kept(keys), Kept(values), held, mask, wants_sums=False)
+    without, nothing = attended(gpu, q, Kept(keys), Kept(values), held, mask, gathers=None)
     fewer = (Kept(one[:, :, : module.CHUNK]) for one in (keys, values))
-    in_one_pass, _ = attended(gpu, q, *fewer, held, mask, wants_sums=False)
+    in_one_pass, _ = attended(gpu, q, *fewer, held, mask, gathers=None)
     assert torch.equal(with_sums, without) and torch.equal(without, in_one_pass) and sums.numel() and not nothing.numel()
 
 
@@ -104,7 +106,9 @@ def test_what_is_no_number_stays_none_and_harms_no_other_head(
     before = attended(gpu, q, *(Kept(coding.encode(given[name]), codec) for name in ("keys", "values")), held, mask)[0]
     given[where][1, 1, 0, 5] = what
     kept = [coding.encode(given[name]) for name in ("keys", "values")]
-    after = attended(gpu, q, *(Kept(one, codec) for one in kept), held, mask)[0]
+    after, got = attended(gpu, q, *(Kept(one, codec) for one in kept), held, mask)
+    highest = attended(gpu, q, *(Kept(one, codec) for one in kept), held, mask, gathers=MAX)[1]
+    assert torch.equal(highest.isnan(), got.isnan())
     twin = decode_attention_twin(q, *(Kept(coding.decode(one)) for one in kept), held, mask)[0]
     assert torch.equal(after.isfinite(), twin.isfinite()) and (what == torch.inf or not twin.isfinite().all())
     assert torch.equal(after[0], before[0]) and torch.equal(after[1, 0], before[1, 0])
@@ -117,11 +121,12 @@ def test_one_more_key_is_like_another_slot(gpu: torch.device, slots: int, short_
     draw = torch.Generator().manual_seed(1)
     scores, elsewhere = torch.randn(3, 1, 4, generator=draw), torch.randn(3, 1, 4, 64, generator=draw)
     scores[1], scores[2] = -torch.inf, 200.0
-    out, sums = attended(gpu, q, Kept(keys), Kept(values), held, mask, more=More(scores, elsewhere))
-    twin, twin_sums = decode_attention_twin(
-        q.double(), Kept(keys.double()), Kept(values.double()), held, mask, More(scores, elsewhere)
-    )
-    assert twin_sums is not None and near(out, twin.double(), 3e-6) and near(sums, twin_sums.double(), 3e-6)
+    for gathers in (SUM, MAX):
+        out, got = attended(gpu, q, Kept(keys), Kept(values), held, mask, more=More(scores, elsewhere), gathers=gathers)
+        twin, twin_got = decode_attention_twin(
+            q.double(), Kept(keys.double()), Kept(values.double()), held, mask, More(scores, elsewhere), gathers
+        )
+        assert twin_got is not None and near(out, twin.double(), 3e-6) and near(got, twin_got.double(), 3e-6)
     assert torch.equal(out[2], elsewhere[2].view(2, 2, 64)) and torch.isfinite(out).all()
 
 

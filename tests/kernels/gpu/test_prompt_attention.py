@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.gpu.prompt_attention import prompt_attention
 from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.prompt_attention import prompt_attention_twin
@@ -52,10 +53,10 @@ class Prompts(NamedTuple):
 
 
 def expected(
-    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None
+    q: Tensor, k: Tensor, v: Tensor, before: Tensor, weights: Tensor | None, more: More | None, gathers: str
 ) -> tuple[Tensor, Tensor | None]:
     """Torch's, of the same values in fp32."""
-    return prompt_attention_twin(*(x.float().nan_to_num() for x in (q, k, v)), before, weights, more)
+    return prompt_attention_twin(*(x.float().nan_to_num() for x in (q, k, v)), before, weights, more, gathers)
 
 
 CASES = [
@@ -77,14 +78,15 @@ def test_outcomes_and_sums_are_torchs(
         pytest.skip("Triton's interpreter takes bfloat16 in products for whole numbers")
     given = prompts.made(dtype, weighted, more)
     there = [x if x is None else More(*(y.to(gpu) for y in x)) if isinstance(x, More) else x.to(gpu) for x in given]
-    out, sums = prompt_attention(*there)  # type: ignore[arg-type]
-    expected_out, expected_sums = expected(*given)
-    torch.testing.assert_close(out.float().cpu(), expected_out, rtol=LAST_BITS[dtype], atol=LAST_BITS[dtype])
-    assert out.dtype == dtype and (sums is None) == (expected_sums is None)
-    if sums is not None:
-        torch.testing.assert_close(sums.cpu(), expected_sums, rtol=1e-5, atol=1e-5)
-        alone, _ = prompt_attention(*there[:4], None, there[5])  # type: ignore[arg-type]
-        assert torch.equal(out, alone)
+    for gathers in (SUM,) if weighted == "none" else (SUM, MAX):
+        out, got = prompt_attention(*there, gathers)  # type: ignore[arg-type]
+        expected_out, expected_got = expected(*given, gathers)
+        torch.testing.assert_close(out.float().cpu(), expected_out, rtol=LAST_BITS[dtype], atol=LAST_BITS[dtype])
+        assert out.dtype == dtype and (got is None) == (expected_got is None)
+        if got is not None:
+            torch.testing.assert_close(got.cpu(), expected_got, rtol=1e-5, atol=1e-5)
+            alone, _ = prompt_attention(*there[:4], None, there[5])  # type: ignore[arg-type]
+            assert torch.equal(out, alone)
 
 
 def test_a_row_has_the_same_bits_in_any_company(gpu: torch.device) -> None:
@@ -103,3 +105,5 @@ def test_what_is_no_number_stays_so_and_in_its_row(gpu: torch.device) -> None:
     assert sums is not None and weights is not None and weights[0, 3] > 0
     assert out.isnan().all(-1).tolist() == [[False, False, False, True, False], [False] * 5]
     assert sums.isnan().tolist() == [[[True] * 4 + [False]], [[False] * 5]]  # the keys that this query sees
+    _, highest = prompt_attention(*(x.to(gpu) for x in (q, k, v, before, weights)), gathers=MAX)  # type: ignore[arg-type]
+    assert highest is not None and torch.equal(highest.isnan(), sums.isnan())

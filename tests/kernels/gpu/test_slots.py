@@ -9,6 +9,7 @@ from torch import Tensor
 from h2o_flexgen.kernels.append import append_twin
 from h2o_flexgen.kernels.changed_slots import NUMBER, gather_slots_twin, parts
 from h2o_flexgen.kernels.evict import evict_twin
+from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.gpu import evict as evicting
 from h2o_flexgen.kernels.gpu.append import append, rotate
 from h2o_flexgen.kernels.gpu.evict import evict
@@ -48,7 +49,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("rows", "heads", "slots", "width", "dtype"), SHAPES)
-@pytest.mark.parametrize("by", ["score", "age", "chance"])
+@pytest.mark.parametrize("by", ["score", "highest", "weighed", "worth", "age", "chance"])
 def test_the_same_token_goes_and_takes_along_what_is_noted(
     rows: int,
     heads: int,
@@ -62,10 +63,15 @@ def test_the_same_token_goes_and_takes_along_what_is_noted(
     monkeypatch.setattr(evicting, "MOST_SLOTS", 64)  # the longest of them are looked at piece by piece
     draw, shape = drawn(slots), (rows, heads, slots)
     image, positions = image_of(*shape, width, dtype, draw), torch.rand(shape, generator=draw).argsort(-1).int() * 2
-    scores = torch.randint(0, 4, shape, generator=draw) / 7 if by == "score" else None
-    sums = torch.randint(0, 3, shape, generator=draw) / 9 if by == "score" else None
-    if scores is not None:
-        scores[0, 0, 0], scores[-1, -1, 0] = torch.nan, torch.inf
+    has_scores, gathers = by in ("score", "highest", "weighed"), MAX if by == "highest" else SUM
+    scores = torch.randint(0, 4, shape, generator=draw) / 7 if has_scores else None
+    got = torch.randint(0, 5, shape, generator=draw) / 9 if has_scores else None
+    if scores is not None and got is not None:
+        scores[0, 0, 0], scores[-1, -1, 0], got[0, 0, -1] = torch.nan, torch.inf, torch.nan
+    if by == "weighed" and scores is not None and got is not None:  # many to whom nobody attends
+        scores[..., ::2], got[..., ::2] = 0.0, 0.0
+    lowest = 1 if by == "weighed" else -2
+    worth = torch.randint(lowest, 5, shape, generator=draw) / 3 if by in ("weighed", "worth") else None
     held = torch.randint(1, slots + 1, (rows,), generator=draw)
     for decay, least in ((1.0, 0), (0.97, 5), (0.9, 2 * slots)):  # at last all are protected
         newest = Newest(torch.arange(rows), held - 1, held, held[:, None])
@@ -73,18 +79,25 @@ def test_the_same_token_goes_and_takes_along_what_is_noted(
             *(torch.full((rows, 1, 1), bound) for bound in (least, 2 * slots - 2)),
             (held - torch.randint(0, 2, (rows,), generator=draw))[:, None, None],
         )
-        own = [on(gpu, image)[:, :rows], *(None if x is None else x.to(gpu, copy=True) for x in (positions, scores, sums))]
+        own = [
+            on(gpu, image)[:, :rows],
+            *(None if x is None else x.to(gpu, copy=True) for x in (positions, scores, got, worth)),
+        ]
         found = evict(
             own[0],
-            Notes(own[1], own[2], by == "chance"),
+            Notes(own[1], own[2], by == "chance", own[4]),
             Newest(*(x.to(gpu) for x in newest)),
             Leaving(*(x.to(gpu) for x in leaving)),
             own[3],
             decay,
+            gathers,
         )
-        expected = evict_twin(image[:, :rows], Notes(positions, scores, by == "chance"), newest, leaving, sums, decay)
+        noted = Notes(positions, scores, by == "chance", worth)
+        expected = evict_twin(image[:, :rows], noted, newest, leaving, got, decay, gathers)
         assert torch.equal(found.cpu(), expected) and same(own[0], image[:, :rows]) and same(own[1], positions)
-        assert scores is None or same(own[2], scores)
+        assert worth is None or same(own[4], worth)
+        if scores is not None:  # but which bits a NaN has
+            torch.testing.assert_close(own[2].cpu(), scores, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8])
@@ -145,7 +158,7 @@ def test_heads_are_rotated_as_torch_does_it(
 
 @pytest.mark.parametrize("dtype", [*EXACT, torch.uint8])
 @pytest.mark.parametrize("turns", [True, False])
-@pytest.mark.parametrize("noted", ["nothing", "positions", "scores"])
+@pytest.mark.parametrize("noted", ["nothing", "positions", "scores", "worth"])
 def test_the_newest_token_is_appended_as_torch_does_it(dtype: torch.dtype, turns: bool, noted: str, gpu: torch.device) -> None:
     rows, heads, group, slots, dim = 3, 2, 3, 7, 20
     if dtype == torch.uint8 and turns:
@@ -156,14 +169,15 @@ def test_the_newest_token_is_appended_as_torch_does_it(dtype: torch.dtype, turns
     k, v = (torch.randint(0, 200, (rows, 1, heads, 2 * dim), generator=draw).to(dtype)[..., ::2].contiguous() for _ in range(2))
     turn = a_turn(rows, 1, 6, dtype, draw) if turns else None
     newest = Newest(torch.arange(rows), torch.tensor([3, 0, 6]), torch.tensor([4, 1, 7]), torch.tensor([[3], [9], [12]]))
-    positions, scores = torch.full((rows, heads, slots), -1, dtype=torch.int32), torch.ones(rows, heads, slots)
-    own = on(gpu, image), positions.to(gpu, copy=True), scores.to(gpu, copy=True)
+    kept = torch.full((rows, heads, slots), -1, dtype=torch.int32), *torch.ones(2, rows, heads, slots)
+    own, new_worth = (on(gpu, image), *(each.to(gpu, copy=True) for each in kept)), torch.randn(rows, heads, generator=draw)
 
-    def notes(positions: Tensor, scores: Tensor) -> Notes | None:
-        return None if noted == "nothing" else Notes(positions, scores if noted == "scores" else None)
+    def notes(positions: Tensor, scores: Tensor, worth: Tensor) -> Notes | None:
+        some = scores if noted == "scores" else None, False, worth if noted == "worth" else None
+        return None if noted == "nothing" else Notes(positions, *some)
 
     there = None if turn is None else Turn(*(each.to(gpu) for each in turn))
     on_gpu = Newest(*(each.to(gpu) for each in newest))
-    found = append(own[0][:, :rows], on_gpu, q.to(gpu), k.to(gpu), v.to(gpu), there, notes(*own[1:]))
-    expected = append_twin(image[:, :rows], newest, q, k, v, turn, notes(positions, scores))
-    assert same(found, expected) and all(same(*each) for each in zip(own, (image, positions, scores)))
+    found = append(own[0][:, :rows], on_gpu, q.to(gpu), k.to(gpu), v.to(gpu), there, notes(*own[1:]), new_worth.to(gpu))
+    expected = append_twin(image[:, :rows], newest, q, k, v, turn, notes(*kept), new_worth)
+    assert same(found, expected) and all(same(*each) for each in zip(own, (image, *kept)))

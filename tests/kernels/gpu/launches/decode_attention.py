@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from h2o_flexgen.kernels.decode_attention import Kept
+from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.gpu.decode_attention import decode_attention
 from h2o_flexgen.quant.codec import CODECS
 from tests.kernels.gpu.launch import Launch
 
 
-def attended(codec: str, dtype: torch.dtype, kv_heads: int, group: int, dim: int, slots: int, wants_sums: bool) -> None:
+def attended(codec: str, dtype: torch.dtype, kv_heads: int, group: int, dim: int, slots: int, gathers: str | None) -> None:
     """Slots lie slot by slot, as beside an accelerator."""
     rows = 8
     width = CODECS[codec].nbytes((dim,), dtype.itemsize)
@@ -18,28 +19,28 @@ def attended(codec: str, dtype: torch.dtype, kv_heads: int, group: int, dim: int
     image = torch.empty(slots, 2, rows, kv_heads, width // kind.itemsize, dtype=kind, device="meta").permute(1, 2, 3, 0, 4)
     q = torch.empty(rows, kv_heads, group, dim, dtype=dtype, device="meta")
     held = torch.empty(rows, dtype=torch.int64, device="meta")
-    decode_attention(q, Kept(image[0], codec), Kept(image[1], codec), held, held, None, wants_sums)
+    decode_attention(q, Kept(image[0], codec), Kept(image[1], codec), held, held, None, gathers)
 
 
 def launch(
-    codec: str, dtype: torch.dtype, shape: tuple[int, int, int], registers: int, widest: int, wants_sums: bool = False
+    codec: str, dtype: torch.dtype, shape: tuple[int, int, int], registers: int, widest: int, gathers: str | None = None
 ) -> Launch:
     """`shape`: KV heads, queries of each, values of a head. Slots of packed heads begin where rows of a codec end: so far apart
     can threads read."""
 
     def call() -> None:
-        attended(codec, dtype, *shape, 543, wants_sums)
+        attended(codec, dtype, *shape, 543, gathers)
 
     loads = {"attend_chunk_kernel": widest, "join_chunks_kernel": 16}
-    name = f"{codec}, {dtype}, {shape}, {'with' if wants_sums else 'without'} sums"
+    name = f"{codec}, {dtype}, {shape}, gathering {gathers}"
     return Launch(name, call, registers, loads, {"attend_chunk_kernel": 2, "join_chunks_kernel": 4})
 
 
 OWN, SHARED, NARROW = (56, 1, 128), (8, 8, 128), (12, 1, 64)  # of OPT-30B, of LLaMA-3-70B, of OPT-125m
 LAUNCHES = (
-    launch("plain", torch.float16, OWN, 112, 16, wants_sums=True),
+    launch("plain", torch.float16, OWN, 112, 16, SUM),
     launch("group4", torch.float16, OWN, 144, 8),
     launch("group8", torch.float16, NARROW, 168, 4),
     launch("group4", torch.float16, SHARED, 232, 8),  # registers of sm_75, which has no tensor cores for Triton
-    launch("plain", torch.float32, (8, 4, 256), 255, 16),
+    launch("plain", torch.float32, (8, 4, 256), 255, 16, MAX),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.gpu.prompt_attention import prompt_attention
 from h2o_flexgen.kernels.more_keys import More
 from tests.kernels.gpu.launch import Launch
@@ -17,17 +18,17 @@ def made(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def attended(dim: int, more: bool, dtype: torch.dtype) -> None:
+def attended(dim: int, more: bool, dtype: torch.dtype, gathers: str) -> None:
     q = made(ROWS, TOKENS, HEADS, dim, dtype=dtype).transpose(1, 2)
     k = made(ROWS, HELD + TOKENS, KV_HEADS, dim, dtype=dtype).transpose(1, 2)
     wide = (made(ROWS, TOKENS, HEADS, dtype=torch.float32), made(ROWS, TOKENS, HEADS, dim, dtype=torch.float32))
     weights = made(ROWS, TOKENS, dtype=torch.float32)
-    prompt_attention(q, k, k, made(ROWS, dtype=torch.int64), weights, More(*wide) if more else None)
+    prompt_attention(q, k, k, made(ROWS, dtype=torch.int64), weights, More(*wide) if more else None, gathers)
 
 
-WIDE = {"attend_prompt": 16, "sum_columns": 16}
-NARROW = {"attend_prompt": 4, "sum_columns": 4}
+WIDE = {"attend_prompt": 16, "gather_columns": 16}
+NARROW = {"attend_prompt": 4, "gather_columns": 4}
 LAUNCHES = (
-    Launch("heads of 128", lambda: attended(128, True, torch.float16), 192, WIDE, NARROW, SINCE),
-    Launch("heads of 256", lambda: attended(256, False, torch.bfloat16), 255, WIDE, NARROW, SINCE),
+    Launch("heads of 128", lambda: attended(128, True, torch.float16, MAX), 192, WIDE, NARROW, SINCE),
+    Launch("heads of 256", lambda: attended(256, False, torch.bfloat16, SUM), 255, WIDE, NARROW, SINCE),
 )

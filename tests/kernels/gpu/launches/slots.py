@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.changed_slots import NUMBER
+from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kernels.gpu.append import append, rotate
 from h2o_flexgen.kernels.gpu.evict import evict
 from h2o_flexgen.kernels.gpu.move_slots import gather_slots, take_slots
@@ -33,12 +34,14 @@ SCORES = made(ROWS, HEADS, SLOTS, dtype=torch.float32)
 NEW, TURN = made(ROWS, 1, HEADS, DIM), Turn(made(ROWS, 1, 1, DIM // 2), made(ROWS, 1, 1, DIM // 2))
 
 
-def evicted(of: Tensor, scores: Tensor | None, by_chance: bool = False) -> None:
-    evict(of, Notes(POSITIONS, scores, by_chance), NEWEST, Leaving(PLACES, PLACES, PLACES), scores, 0.9)
+def evicted(
+    of: Tensor, scores: Tensor | None, by_chance: bool = False, gathers: str = SUM, worth: Tensor | None = None
+) -> None:
+    evict(of, Notes(POSITIONS, scores, by_chance, worth), NEWEST, Leaving(PLACES, PLACES, PLACES), scores, 0.9, gathers)
 
 
 def appended() -> None:
-    append(PLAIN, NEWEST, NEW, NEW, NEW, TURN, Notes(POSITIONS, SCORES))
+    append(PLAIN, NEWEST, NEW, NEW, NEW, TURN, Notes(POSITIONS, SCORES, worth=SCORES), made(ROWS, HEADS, dtype=torch.float32))
 
 
 def appended_as_they_are() -> None:
@@ -62,6 +65,8 @@ def taken() -> None:
 
 LAUNCHES = (
     Launch("evict by score", lambda: evicted(PLAIN, SCORES), narrowest={"evict_one": 4}),
+    Launch("evict by the highest share", lambda: evicted(PLAIN, SCORES, gathers=MAX), narrowest={"evict_one": 4}),
+    Launch("evict by score and worth", lambda: evicted(PLAIN, SCORES, worth=SCORES), narrowest={"evict_one": 4}),
     Launch("evict by age", lambda: evicted(CODED, None), narrowest={"evict_one": 4}),
     Launch("evict by chance", lambda: evicted(CODED, None, by_chance=True), narrowest={"evict_one": 4}),
     Launch("append and rotate", appended, registers=64),

@@ -1,0 +1,6 @@
+"""The ways in which the attention that a key gets from several queries becomes one number."""
+
+from __future__ import annotations
+
+SUM = "sum"
+MAX = "max"  # the highest share; who knows which queries count says so by their weights

@@ -1,0 +1,113 @@
+"""Levels: KV heads that keep equally much. Without head budgets there is one level, of all heads.
+
+A level's slots are one range in memory, as all slots of a layer are where heads are equal. So head budgets are rounded to a few
+levels: every further one costs each layer that has heads of it another attention.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain, pairwise
+from math import inf, log
+
+from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets
+from h2o_flexgen.policies.options import DEFAULT_KEPT
+from h2o_flexgen.policies.policy import KVPolicy
+
+MOST_LEVELS = 6  # with 4 a model of 90 heads lost answers that it has with heads of their own (docs/log.md)
+NEARLY_ALL = 0.9  # heads that would keep more than this keep all
+FINENESS = 100  # shares are told apart to a hundredth; less than half of one counts as that
+
+
+@dataclass(frozen=True)
+class Level:
+    policy: KVPolicy
+    heads: tuple[tuple[int, ...], ...]  # of each layer with KV, ascending; a layer may have none at this level
+
+    def only(self, places: Iterable[int]) -> Level:
+        """The same of some layers, by their places among those with KV."""
+        return replace(self, heads=tuple(self.heads[place] for place in places))
+
+    @property
+    def share(self) -> float:
+        """The share of a text that these heads keep, where their budget is one."""
+        return 1.0 if self.policy.keeps_all else self.policy.options.kv_budget or DEFAULT_KEPT
+
+
+def levels_of(policy: KVPolicy, budgets: HeadBudgets | None, spec: ModelSpec) -> tuple[Level, ...]:
+    """The levels of a model, that which keeps most first."""
+    if budgets is None:
+        return (Level(policy, (tuple(range(spec.kv_heads)),) * len(spec.kv_layers)),)
+    budgets.refuse_other(spec)
+    rounded = _shares(budgets, policy.options.kv_budget or DEFAULT_KEPT)
+    shares = sorted(set(chain.from_iterable(rounded)), reverse=True)
+    return tuple(Level(_keeping(policy, share), tuple(_heads(of_layer, share) for of_layer in rounded)) for share in shares)
+
+
+@lru_cache(maxsize=8)
+def _shares(budgets: HeadBudgets, budget: float) -> ByHead:
+    """The share of each head, of which few differ. A search asks for the same ones for each of thousands of plans."""
+    return _rounded(_with_whole(budgets.at(budget)))
+
+
+def _heads(of_layer: Sequence[float], share: float) -> tuple[int, ...]:
+    return tuple(head for head, own in enumerate(of_layer) if own == share)
+
+
+def _keeping(policy: KVPolicy, share: float) -> KVPolicy:
+    return Full() if share == 1 else replace(policy, options=replace(policy.options, kv_budget=share))
+
+
+def _with_whole(shares: ByHead) -> ByHead:
+    """Heads that need nearly all keep all, and the others give what that takes, in proportion."""
+    all_shares = [*chain.from_iterable(shares)]
+    rest = [share for share in all_shares if share <= NEARLY_ALL]
+    whole = len(all_shares) - len(rest)
+    if not rest or whole >= sum(all_shares):
+        return shares
+    factor = (sum(all_shares) - whole) / sum(rest)
+    return tuple(tuple(1.0 if share > NEARLY_ALL else share * factor for share in of_layer) for of_layer in shares)
+
+
+def _rounded(shares: ByHead) -> ByHead:
+    """The same with a few different values, as near as possible and with the same mean."""
+    counted = Counter(round(share * FINENESS) for share in chain.from_iterable(shares))
+    sums = Counter[int]()
+    for share in chain.from_iterable(shares):
+        sums[round(share * FINENESS)] += share  # type: ignore[assignment]
+    bins = sorted(counted)
+    level_of: dict[int, float] = {}
+    for start, end in pairwise(_bounds(bins, counted)):
+        members = bins[start:end]
+        mean = sum(sums[one] for one in members) / sum(counted[one] for one in members)
+        level_of |= dict.fromkeys(members, 1.0 if members == [FINENESS] else mean)
+    return tuple(tuple(level_of[round(share * FINENESS)] for share in of_layer) for of_layer in shares)
+
+
+def _bounds(bins: Sequence[int], counted: Counter[int]) -> tuple[int, ...]:
+    """Cuts the values so that squared distances of logarithms within the pieces are least: a head with a few slots misses each
+    of them more than one with many. What keeps all is a piece of its own."""
+    end = len(bins)
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
+    for _ in range(MOST_LEVELS):
+        longer = dict(best)
+        for start, (cost, cuts) in best.items():
+            for stop in range(start + 1, end + 1):
+                total = cost + _spread(bins[start:stop], counted)
+                if total < longer.get(stop, (inf, ()))[0]:
+                    longer[stop] = total, (*cuts, stop)
+        best = longer
+    return best[end][1]
+
+
+def _spread(values: Sequence[int], counted: Counter[int]) -> float:
+    if FINENESS in values and len(values) > 1:
+        return inf
+    logs = {value: log(max(value, 0.5)) for value in values}
+    mean = sum(logs[value] * counted[value] for value in values) / sum(counted[value] for value in values)
+    return sum(counted[value] * (logs[value] - mean) ** 2 for value in values)
