@@ -87,6 +87,7 @@ POLICIES: tuple[tuple[tuple[str, Any], ...], ...] = (
     (("kv_policy", "snapkv"), ("heavy", 2), ("recent", 2)),
     (("kv_policy", "tova"), ("heavy", 4)),
     (("kv_policy", "kvzip"), ("heavy", 2), ("recent", 2)),
+    (("kv_policy", "h2o"), ("heavy", 3), ("recent", 2), ("value_norms", True)),
 )
 
 

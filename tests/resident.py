@@ -13,6 +13,7 @@ from torch import Tensor
 from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.engine.stores.judges import judges_of
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kv.cache import Asked, KVCache
 from h2o_flexgen.kv.coding import Coding
@@ -79,17 +80,16 @@ class _Beside:
     def __init__(self, cache: KVCache) -> None:
         noted = cache._scores
         self._asking, host = cache, torch.device("cpu")
-        on_host = None if noted is None else SlotScores(noted.policy, noted.positions.to(host), _moved(noted.scores, host))
+        on_host = None if noted is None else noted._each(lambda each: each.to(host))
         self._cache = KVCache(cache.image.to(host).contiguous(), on_host, cache._coding)
 
-    def attend(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
-        asked = self._asking.asked(now, q, k, v, rotation)
-        there = Asked(asked.q.cpu(), asked.k.cpu(), asked.v.cpu())
+    def attend(
+        self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None
+    ) -> Tensor:
+        asked = self._asking.asked(now, q, k, v, rotation, x)
+        worth = None if asked.worth is None else asked.worth.cpu()
+        there = Asked(asked.q.cpu(), asked.k.cpu(), asked.v.cpu(), None, worth)
         return self._cache.answer(now.on(torch.device("cpu")), there, rotation).to(q.device)
-
-
-def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
 
 
 def _device(weights: Sequence[Weights]) -> torch.device:
@@ -219,9 +219,13 @@ def _caches(
     model: Model, policy: KVPolicy, rows: int, slots: int, by_token: bool, device: torch.device, kv_codec: str
 ) -> dict[int, KVCache]:
     coding = Coding(kv_codec, getattr(torch, model.spec.dtype), model.spec.head_dim)
+    judges = judges_of(model.spec, policy)
     return {
         layer: KVCache(
-            _image(model, coding, rows, slots, by_token, device), _scores(model, policy, rows, slots, device), coding
+            _image(model, coding, rows, slots, by_token, device),
+            _scores(model, policy, rows, slots, device),
+            coding,
+            judge=judges.get(layer),
         )
         for layer in model.spec.kv_layers
     }

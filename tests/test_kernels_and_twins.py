@@ -98,9 +98,9 @@ def of_eviction(decisions: list[Decision], evict: Callable[..., Tensor]) -> Call
 def of_prompt(decisions: list[Decision], best: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Torch chooses with and without kernels, so it is its own twin."""
 
-    def choosing(self: SlotScores, now: KVStep, positions: Tensor, exists: Tensor, scores: Tensor, kept: int) -> Tensor:
-        made_of = scores.masked_fill(~exists, 0.0)
-        chosen = best(self, now, positions, exists, scores, kept)
+    def choosing(self: SlotScores, now: KVStep, positions: Tensor, exists: Tensor, *known: Tensor | None) -> Tensor:
+        made_of = self._rank(positions, *known).masked_fill(~exists, 0.0)
+        chosen = best(self, now, positions, exists, *known)
         decisions.append(Decision("who is kept of a prompt", made_of, chosen.clone(), chosen.clone()))
         return chosen
 

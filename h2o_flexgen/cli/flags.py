@@ -34,7 +34,7 @@ from h2o_flexgen.sampling.params import LARGEST_PENALTY, LARGEST_SHIFT, LEAST_PE
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import BYTES
 
-BESIDE_BUDGET = ("hh_prompt_only", "sinks", "score_decay", "grace", "positions")  # options beside a budget
+BESIDE_BUDGET = ("hh_prompt_only", "value_norms", "sinks", "score_decay", "grace", "positions")  # options beside a budget
 DUMMY_PATH = "_DUMMY_"
 TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 GRAPHS_FLAG = "--cuda-graphs"
@@ -403,6 +403,7 @@ def add_head_budgets(group: Group) -> None:
 def add_protection(group: Group) -> None:
     """Adds what may be asked of a policy beside its budget: the options in BESIDE_BUDGET."""
     group.truth("--hh-prompt-only", text="only the prompt is selected from; all that is generated is kept")
+    group.truth("--value-norms", text="scores are weighed with how long a token's value is")
     group.value("--sinks", "N", f"the first N tokens are never evicted (streaming: {SINKS} unless given)", SLOTS)
     decay = "multiply the scores so far by D before each step adds to them (default: 1, plain sums)"
     group.value("--score-decay", "D", decay, SHARE)

@@ -30,6 +30,7 @@ from h2o_flexgen.engine.rows import BatchRows, Part
 from h2o_flexgen.engine.seated import SeatedRows
 from h2o_flexgen.engine.stores.asked import AskedStore
 from h2o_flexgen.engine.stores.hidden import HiddenStore
+from h2o_flexgen.engine.stores.judges import judges_of
 from h2o_flexgen.engine.stores.kv_levels import KVLevels
 from h2o_flexgen.engine.stores.prefixes import PrefixStore
 from h2o_flexgen.engine.stores.weights import WeightStore
@@ -204,6 +205,7 @@ class Engine:
         self._parts_of_devices = [PartsThere(own.device) for own in memories.of_devices]
         sections = (only_layers(self._spec, layers_of(device_of, device)) for device in range(plan.pipeline))
         specs = [self._spec] if plan.pipeline == 1 else list(sections)
+        self._judges = judges_of(self._spec, plan.policy)
         self._weights = [WeightStore(spec, tiers, source, own) for spec, own in zip(specs, memories.of_devices, strict=True)]
 
     def trim(self) -> None:
@@ -233,10 +235,9 @@ class Engine:
         """A home for the block's KV; the caller closes it. That of texts that live on is handed to `run` again."""
         return self._kv_on(planned, self._memories)
 
-    @staticmethod
-    def _kv_on(planned: BlockPlan, memories: Memories) -> KVLevels:
+    def _kv_on(self, planned: BlockPlan, memories: Memories) -> KVLevels:
         with torch.inference_mode():
-            return KVLevels(planned, memories)
+            return KVLevels(planned, memories, self._judges)
 
     def run(
         self,
@@ -319,8 +320,10 @@ class Engine:
         with ExitStack() as opened:
             with torch.inference_mode():
                 hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
-                prefixes = opened.enter_context(closing(PrefixStore(planned, self._memories)))
-                asked = opened.enter_context(closing(AskedStore(self._spec, block, schedule, self._memories)))
+                prefixes = opened.enter_context(closing(PrefixStore(planned, self._memories, self._judges)))
+                asked = opened.enter_context(
+                    closing(AskedStore(self._spec, bool(self._judges), block, schedule, self._memories))
+                )
                 alive = [self._rows_of(place, planned, rows, prefixes) for place in range(len(block.batches))]
                 if kv is None:
                     each = zip(planned.sections, self._memories.of_devices, strict=True)
@@ -361,9 +364,7 @@ class Engine:
             own.device.give_back_freed()
         give_back_freed()
 
-    def _rows_of(
-        self, place: int, planned: BlockPlan, rows: Sequence[RowState] | Waiting, prefixes: PrefixStore
-    ) -> BatchRows:
+    def _rows_of(self, place: int, planned: BlockPlan, rows: Sequence[RowState] | Waiting, prefixes: PrefixStore) -> BatchRows:
         block, device = planned.block, self._memories.of_devices[-1].device  # which picks the tokens
         batch, policies = block.batches[place], [level.policy for level in planned.levels]
         there = self._plan, policies, block.gen_len, device.torch_device, device.upload, device.read_back

@@ -55,7 +55,7 @@ class Llama(InHalves):
         if "self_attn.q_norm.weight" in weights:
             q = ops.rms_norm(q, weights, "self_attn.q_norm", self._eps)
             k = ops.rms_norm(k, weights, "self_attn.k_norm", self._eps)
-        return given.attend(q, k, v, self._rotary)
+        return given.attend(q, k, v, self._rotary, x)
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
         out = ops.linear(out, weights, "self_attn.o_proj")

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from h2o_flexgen.core.layout import KVLayout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
@@ -85,10 +84,6 @@ class BlockPlan:
     @cached_property
     def kv(self) -> HeldKV:
         return HeldKV(self.spec, self.levels, self.block)
-
-    def kv_layouts(self, layer: int, batch: int) -> tuple[KVLayout | None, ...]:
-        """How the KV of a batch lies in one layer, of each level; nothing of those that have none of the layer's heads."""
-        return self.kv.layouts(layer, batch)
 
     @property
     def tiers(self) -> tuple[tuple[str, ...], ...]:

@@ -96,18 +96,24 @@ class Cost:
             return (self.stored_bytes if op.uses_disk else self.loaded_bytes)[task.layer]
         if op.data is Data.KV:
             if op is Op.ATTEND:
-                return self._crossing_bytes(self.batch_pass(task.step, task.batch))
+                return self._crossing_bytes(task.layer, self.batch_pass(task.step, task.batch))
             if not op.uses_disk and self.schedule.traffic.is_beside(task.layer, task.batch):
                 return self._whole_row_bytes(task)
             return sum(_kv_slots(op, at.one) * at.heads * self.spec.kv_bytes_per_head for at in self.by_level(task))
         return self._hidden_bytes(task) if op.data is Data.HIDDEN else 0
 
-    def _crossing_bytes(self, one: BatchPass) -> int:
+    def _crossing_bytes(self, layer: int, one: BatchPass) -> int:
         """Bytes of what rows ask of the host in decode, and of what it answers."""
         spec = self.spec
         values = one.rows * 2 * (spec.heads + spec.kv_heads) * spec.head_dim * spec.itemsize
         shared = one.rows * spec.heads * (1 + spec.head_dim) * FLOAT_BYTES if one.shared.tokens else 0
-        return values + shared
+        worth = one.rows * spec.kv_heads * FLOAT_BYTES if self._is_judged(layer) else 0
+        return values + shared + worth
+
+    def _is_judged(self, layer: int) -> bool:
+        """Whether it counts for any head of a layer what tokens are worth when they are written."""
+        place = self.spec.kv_layers.index(layer)
+        return any(level.policy.judge is not None and level.heads[place] for level in self.planned.levels)
 
     def _whole_row_bytes(self, task: Task | Key) -> int:
         """Bytes of all slots of the rows whose prompts are read, with what is noted of these."""

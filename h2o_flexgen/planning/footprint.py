@@ -127,8 +127,8 @@ def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
             _add_level(parts, layouts, level.policy.score_bytes, planned.schedule, compute)
     if beside := {batch for layer, batch in traffic.kv if traffic.is_beside(layer, batch)}:
         sizes = (planned.block.batches[batch].size for batch in beside)
-        shares = bool(planned.block.prefix_room)
-        parts[HOST]["asked"] += sum(region_bytes(asked_arena(planned.spec, size, shares).nbytes) for size in sizes)
+        shares, judged = bool(planned.block.prefix_room), planned.plan.policy.judge is not None
+        parts[HOST]["asked"] += sum(region_bytes(asked_arena(planned.spec, size, shares, judged).nbytes) for size in sizes)
 
 
 def _add_level(parts: Parts, layouts: Mapping[Place, KVLayout], score_bytes: int, schedule: Schedule, compute: str) -> None:

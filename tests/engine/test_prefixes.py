@@ -31,7 +31,7 @@ def opened(folder: Path, lengths: list[int], size: int, plan: Plan) -> Iterator[
     shared = [SharedPrefix(group, length) for group, length in enumerate(lengths)]
     ((block, _),) = Workload.running(needs, shared).alike_blocks(size, 1)
     memories = Memories(Device(), folder)
-    store = PrefixStore(BlockPlan.of(tiny_spec(), plan, block, Site()), memories)
+    store = PrefixStore(BlockPlan.of(tiny_spec(), plan, block, Site()), memories, {})
     try:
         yield store
     finally:
@@ -56,7 +56,9 @@ def assert_is_there(store: PrefixStore, prefix: SharedPrefix) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("plan", [Plan(), Plan.create(prefix_policy=JUDGED, kv_policy="h2o", heavy=1)], ids=["pinned", "judged"])
+@pytest.mark.parametrize(
+    "plan", [Plan(), Plan.create(prefix_policy=JUDGED, kv_policy="h2o", heavy=1)], ids=["pinned", "judged"]
+)
 def test_what_is_in_use_is_never_lost_whoever_comes_and_goes(seed: int, plan: Plan, tmp_path: Path) -> None:
     random = Random(seed)
     lengths = [random.randint(1, 70) for _ in range(30)]

@@ -48,6 +48,8 @@ class Head:
         self.keys: dict[int, Array] = {}
         self.values: dict[int, Array] = {}
         self.score: dict[int, float] = {}
+        self.weighs = bool(asked.get("value_norms"))
+        self.worth: dict[int, float] = {}
 
     @staticmethod
     def _slots(asked: Mapping[str, Any], prompt: int, generated: int) -> tuple[int, int]:
@@ -68,6 +70,7 @@ class Head:
         for token, key, value in zip(new, k, v):
             self.kept.append(token)
             self.keys[token], self.values[token], self.score[token] = key, value, 0.0
+            self.worth[token] = float(np.sqrt((value**2).sum()))
         return self._attended(q, new, decodes)
 
     def begin(self, q: Array, k: Array, v: Array) -> Array:
@@ -146,15 +149,24 @@ class Head:
         protected = dict.fromkeys(("h2o", "snapkv", "kvzip"), self.recent) | {"h2o-flexgen": self.recent - first}
         window = protected.get(self.policy, 0)
         window = max(window, self.grace)
+        surest = self._surest(window) if first and self.weighs else []
         while len(self.kept) > self.budget and (first or not self.once):
-            free = [token for token in self.kept if self.sinks <= token < self.seen - window]
+            free = [token for token in self.kept if self.sinks <= token < self.seen - window and token not in surest]
             lost = min(free, key=lambda token: (self._rank(token), token))
             self.kept.remove(lost)
             del self.keys[lost], self.values[lost], self.score[lost]
 
+    def _surest(self, window: int) -> list[int]:
+        """Those that stay by their score alone: half of those that a prompt leaves to choose."""
+        free = [token for token in self.kept if self.sinks <= token < self.seen - window]
+        room = max(0, self.budget - (len(self.kept) - len(free)))
+        return sorted(free, key=lambda token: (self.score[token], token))[len(free) - room // 2 :]
+
     def _rank(self, token: int) -> float:
         if self.policy in ("local", "streaming"):
             return token
+        if self.weighs:
+            return (self.score[token] + 1e-4) * self.worth[token]
         return self._hash(token) if self.policy == "random" else self.score[token]
 
     def _hash(self, token: int) -> int:

@@ -15,12 +15,14 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.column_sums import column_sums
 from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.judges.judge import Judge
+from h2o_flexgen.kv.judges.value_norms import ValueNorms
 from h2o_flexgen.kv.scores import NOBODY, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.rotary import Rotary
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
-from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.policies.policy import VALUE_NORMS, KVPolicy
 from tests.contract import Case, Checkpoints, generate_with
 from tests.pairwise import on_devices
 from tests.policies.oracle import Array, Head
@@ -56,6 +58,10 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"kv_policy": "kvzip", "heavy": 9, "hh_prompt_only": True},
     {"kv_policy": "tova", "heavy": 9},
     {"kv_policy": "tova", "heavy": 9, "sinks": 2, "grace": 3, "positions": "rolling"},
+    {"kv_policy": "h2o", "heavy": 6, "recent": 5, "value_norms": True},
+    {"kv_policy": "h2o", "kv_budget": 0.3, "value_norms": True, "sinks": 1, "score_decay": 0.9, "positions": "rolling"},
+    {"kv_policy": "snapkv", "heavy": 7, "recent": 4, "value_norms": True},
+    {"kv_policy": "tova", "heavy": 9, "value_norms": True, "hh_prompt_only": True},
 )
 
 
@@ -109,6 +115,10 @@ def new_tokens(rows: Sequence[Row], step: int, echoes: bool) -> list[Tensor]:
     return [part(0), part(1), part(2)]
 
 
+def judge_of(policy: KVPolicy) -> Judge | None:
+    return ValueNorms() if policy.judge == VALUE_NORMS else None
+
+
 def step_of(policy: KVPolicy, occupancy: Occupancy, step: int, positions: int = POSITIONS) -> KVStep:
     within = positions if policy.echoes and step == 0 else None
     return KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu"), echoes_within=within)
@@ -123,9 +133,9 @@ def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, 
     occupancy = policy.occupancy(batch, STEPS)
     shape = (len(LENGTHS), kv_heads, occupancy.capacity)
     scores = SlotScores.over(
-        torch.full((4 * 8 * len(LENGTHS) * kv_heads * occupancy.capacity,), 0xFF, dtype=torch.uint8), policy, shape
+        torch.full((4 * 12 * len(LENGTHS) * kv_heads * occupancy.capacity,), 0xFF, dtype=torch.uint8), policy, shape
     )
-    cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores)
+    cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores, judge=judge_of(policy))
     rows = texts(kv_heads, group)
     heads = [[Head(kept, length, STEPS, head, turn, positions=POSITIONS) for head in range(kv_heads)] for length in LENGTHS]
     for step in range(STEPS):
@@ -152,8 +162,8 @@ def test_after_every_step_the_budget_is_held_and_who_is_protected_is_there(kept:
     policy, rows = Plan.create(**kept).policy, texts(2, 2)
     occupancy = policy.occupancy(Batch(tuple(range(len(LENGTHS))), LENGTHS), STEPS)
     shape = (len(LENGTHS), 2, occupancy.capacity)
-    scores = SlotScores.over(torch.zeros(8 * shape[0] * shape[1] * shape[2], dtype=torch.uint8), policy, shape)
-    cache = KVCache(torch.zeros(2, *shape, DIM), scores)
+    scores = SlotScores.over(torch.zeros(12 * shape[0] * shape[1] * shape[2], dtype=torch.uint8), policy, shape)
+    cache = KVCache(torch.zeros(2, *shape, DIM), scores, judge=judge_of(policy))
     for step in range(STEPS):
         cache.attend(step_of(policy, occupancy, step), *new_tokens(rows, step, policy.echoes), ROTARY)
         for row, (length, budget) in enumerate(zip(LENGTHS, occupancy.budgets)):
@@ -191,9 +201,9 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
         occupancy = policy.occupancy(Batch(tuple(range(rows)), lengths, seen, CONTEXT), gen_len)
         shape = (rows, kv_heads, occupancy.capacity)
         if cache is None:
-            region = torch.full((4 * 8 * rows * kv_heads * occupancy.capacity,), 0xFF, dtype=torch.uint8)
+            region = torch.full((4 * 12 * rows * kv_heads * occupancy.capacity,), 0xFF, dtype=torch.uint8)
             scores = SlotScores.over(region, policy, shape) if policy.score_bytes else None
-            cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores)
+            cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores, judge=judge_of(policy))
         for step in range(gen_len):
             tokens = max(lengths) * (2 if policy.echoes else 1) if step == 0 else 1
             q, k, v = (torch.randn(rows, tokens, n, DIM, generator=generator) for n in (kv_heads * group, kv_heads, kv_heads))

@@ -20,7 +20,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
 from tests.policies.oracle import Head
-from tests.policies.test_policies import ASKED, DIM, POSITIONS, ROTARY, name_of, turn
+from tests.policies.test_policies import ASKED, DIM, POSITIONS, ROTARY, judge_of, name_of, turn
 
 STEPS, KV_HEADS, GROUP, CPU = 25, 2, 3, torch.device("cpu")
 PREFIXES = (SharedPrefix(0, 5), None, SharedPrefix(1, 12), SharedPrefix(0, 5))  # of each row
@@ -51,7 +51,7 @@ def cache_of(policy: KVPolicy | None, rows: int, slots: int) -> KVCache:
     if policy is None or not policy.score_bytes:
         return KVCache(image)
     notes = torch.full((rows * KV_HEADS * slots * policy.score_bytes,), 0xFF, dtype=torch.uint8)
-    return KVCache(image, SlotScores.over(notes, policy, (rows, KV_HEADS, slots)))
+    return KVCache(image, SlotScores.over(notes, policy, (rows, KV_HEADS, slots)), judge=judge_of(policy))
 
 
 def shared_caches(policy: KVPolicy, copies: bool, shared: dict[SharedPrefix, Text]) -> dict[int, KVCache]:
