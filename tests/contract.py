@@ -86,6 +86,7 @@ POLICIES: tuple[tuple[tuple[str, Any], ...], ...] = (
     (("kv_policy", "random"), ("kv_budget", 0.5)),
     (("kv_policy", "snapkv"), ("heavy", 2), ("recent", 2)),
     (("kv_policy", "tova"), ("heavy", 4)),
+    (("kv_policy", "kvzip"), ("heavy", 2), ("recent", 2)),
 )
 
 

@@ -41,7 +41,8 @@ def resident_generate(
     by slot, as beside an accelerator. `beside`: the attentions, by number, whose decode steps the host does."""
     policy = policy or Full()
     device = _device(weights)
-    batch = Batch(tuple(range(len(prompts))), tuple(map(len, prompts)))
+    within = _echoes_within(model, policy)
+    batch = Batch(tuple(range(len(prompts))), tuple(map(len, prompts)), echoes_within=within)
     occupancy = policy.occupancy(batch, steps)
     caches = _caches(model, policy, len(prompts), occupancy.capacity, by_token, device, kv_codec)
     parts = [
@@ -57,6 +58,10 @@ def resident_generate(
         tokens, now = picked[:, None], KVStep.of(occupancy.at(step), occupancy.capacity, device)
         made.append(_head(model, _through_layers(model, weights, attended, now, tokens)[:, 0], weights[-1]))
     return made
+
+
+def _echoes_within(model: Model, policy: KVPolicy) -> int | None:
+    return model.spec.max_positions if policy.echoes else None
 
 
 class _Beside:
@@ -95,8 +100,9 @@ def _last_of_prompts(
 ) -> Tensor:
     own = {layer: cache.part(slice(part.rows[0], part.rows[-1] + 1)) for layer, cache in caches.items()}
     padded = [[*prompts[row], *[0] * (part.prompt_len - length)] for row, length in zip(part.rows, part.lengths)]
-    now = KVStep.of(policy.occupancy(part, steps).at(0), capacity, device)
-    hidden = _through_layers(model, weights, own, now, torch.tensor(padded, device=device))
+    now = KVStep.of(policy.occupancy(part, steps).at(0), capacity, device, echoes_within=part.echoes_within)
+    tokens = [text + text if policy.echoes else text for text in padded]
+    hidden = _through_layers(model, weights, own, now, torch.tensor(tokens, device=device))
     return hidden[torch.arange(part.size, device=device), torch.tensor(part.lengths, device=device) - 1]
 
 
@@ -124,10 +130,12 @@ def resident_talk(
             piece, new = new[:chunk], new[chunk:]
             occupancy = policy.occupancy(Batch((0,), (len(piece),), (seen,) if seen else (), context), 1 if new else steps)
             for step in range(occupancy.gen_len):
-                tokens = torch.tensor([piece], device=device)
-                hidden = _through_layers(model, weights, caches, KVStep.of(occupancy.at(step), capacity, device), tokens)
+                within = None if step else _echoes_within(model, policy)
+                now = KVStep.of(occupancy.at(step), capacity, device, echoes_within=within)
+                tokens = torch.tensor([piece * (1 if within is None else 2)], device=device)
+                hidden = _through_layers(model, weights, caches, now, tokens)
                 if not new:
-                    made.append(_head(model, hidden[:, -1], weights[-1]))
+                    made.append(_head(model, hidden[:, len(piece) - 1], weights[-1]))
                     piece = [int(made[-1].argmax())]
             seen += occupancy.taken_in[0] - seen + occupancy.gen_len - 1
         unread = piece
@@ -160,9 +168,11 @@ def resident_behind(
         cache.prefixes = {0: beginnings[layer]}
     for step in range(steps):
         slots = occupancy.at(step) if step or not copies else occupancy.at(0).behind(shared)
-        now = KVStep.of(slots, occupancy.capacity, device, () if step and copies else (prefix,))
-        hidden = _through_layers(model, weights, caches, now, torch.tensor([piece], device=device))
-        made.append(_head(model, hidden[:, -1], weights[-1]))
+        within = None if step else _echoes_within(model, policy)
+        now = KVStep.of(slots, occupancy.capacity, device, () if step and copies else (prefix,), echoes_within=within)
+        tokens = torch.tensor([piece * (1 if within is None else 2)], device=device)
+        hidden = _through_layers(model, weights, caches, now, tokens)
+        made.append(_head(model, hidden[:, len(piece) - 1], weights[-1]))
         piece = [int(made[-1].argmax())]
     return made
 

@@ -183,7 +183,7 @@ def test_two_devices_are_predicted_to_be_faster_than_one() -> None:
 
 def test_what_a_step_has_is_brought_to_another_device_once() -> None:
     now = KVStep.of(Plan().policy.occupancy(Batch((0, 1), (3, 2)), 4).at(1), 8, torch.device("cpu"))
-    part = Part(slice(None), now, torch.zeros(2, 1, dtype=torch.long))
+    part = Part(slice(None), (now,), torch.zeros(2, 1, dtype=torch.long))
     parts = PartsThere(FarDevice())
     brought = parts.of(0, part)
     assert brought.tokens.device.type == brought.now.counts.device.type == "meta"

@@ -78,7 +78,12 @@ CHOICES = {
     "num_gpu_batches": (1, 2, 3),
     "slots": (1, 2, 3),
     "schedule": ("zigzag", "flexgen_barrier"),
-    "policy": tuple((("prefix_policy", name), *policy) for policy in POLICIES for name in (PINNED, JUDGED)),
+    "policy": tuple(
+        (("prefix_policy", name), *policy)
+        for policy in POLICIES
+        for name in (PINNED, JUDGED)
+        if name == PINNED or ("kv_policy", "kvzip") not in policy
+    ),
     "prefill_tokens": (1024, 12),
     ("weight_codec", "compute"): (WEIGHTS[0], WEIGHTS[1]),
     "kv_codec": (PLAIN, "group4"),

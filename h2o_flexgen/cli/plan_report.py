@@ -13,6 +13,7 @@ from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.page import page_width, table
 from h2o_flexgen.cli.requests import ModelRequest
 from h2o_flexgen.cli.stored import StoredWeights
+from h2o_flexgen.core.layout import hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
@@ -218,10 +219,12 @@ def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:
     placement, spec = planned.placement, planned.spec
     return {
         "weights": _per_tier((placement.weights[name], tensor.nbytes) for name, tensor in spec.tensors.items()),
-        "KV": _per_tier((tier, planned.occupancy[batch].layout(spec).image_bytes) for (_, batch), tier in placement.kv.items()),
+        "KV": _per_tier(
+            (tier, planned.occupancy[batch].layout(spec, spec.kv_heads).image_bytes)
+            for (_, batch), tier in placement.kv.items()
+        ),
         "activations": _per_tier(
-            (tier, batch.size * batch.prompt_len * spec.widest * spec.itemsize)
-            for tier, batch in zip(placement.hidden, planned.block.batches)
+            (tier, hidden_bytes(spec, batch)) for tier, batch in zip(placement.hidden, planned.block.batches)
         ),
     }
 

@@ -173,7 +173,12 @@ class ModelSpec:
     @property
     def kv_bytes_per_slot(self) -> int:
         """Bytes of key and value that one token leaves in one layer."""
-        return 2 * self.kv_heads * CODECS[self.kv_codec].nbytes((self.head_dim,), self.itemsize)
+        return self.kv_heads * self.kv_bytes_per_head
+
+    @property
+    def kv_bytes_per_head(self) -> int:
+        """Bytes of key and value that one token leaves in a KV head."""
+        return 2 * CODECS[self.kv_codec].nbytes((self.head_dim,), self.itemsize)
 
     @property
     def kv_decoded_bytes_per_slot(self) -> int:

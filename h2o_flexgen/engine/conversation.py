@@ -18,6 +18,7 @@ from h2o_flexgen.core.workload import Batch, Block, Workload
 from h2o_flexgen.engine.engine import BlockRun, Engine
 from h2o_flexgen.engine.head import Picker
 from h2o_flexgen.engine.row_state import RowState
+from h2o_flexgen.planning.positions import longest_text
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.sampling.output import Completion
@@ -58,9 +59,9 @@ class Extent:
     def of(cls, spec: ModelSpec, policy: KVPolicy, context: int | None, piece_tokens: int) -> Extent:
         if policy.options.hh_prompt_only:
             raise ValueError("hh_prompt_only keeps all that is generated, for which a conversation has no room; leave it out")
-        longest = spec.max_positions
+        longest = longest_text(spec, policy)
         if context is not None and not 1 <= context <= longest:
-            raise ValueError(f"context is {context}, but {spec.name} has {longest} positions; give 1 to {longest}")
+            raise ValueError(f"context is {context}, but {spec.name} has {spec.max_positions} positions; give 1 to {longest}")
         extent = cls(policy, context or longest, min(piece_tokens, context or longest), context is not None)
         return extent._rolling(spec) if policy.rolls else extent
 

@@ -30,12 +30,12 @@ from h2o_flexgen.engine.rows import BatchRows, Part
 from h2o_flexgen.engine.seated import SeatedRows
 from h2o_flexgen.engine.stores.asked import AskedStore
 from h2o_flexgen.engine.stores.hidden import HiddenStore
-from h2o_flexgen.engine.stores.kv import KVStore
+from h2o_flexgen.engine.stores.kv_levels import KVLevels
 from h2o_flexgen.engine.stores.prefixes import PrefixStore
 from h2o_flexgen.engine.stores.weights import WeightStore
 from h2o_flexgen.engine.tick import OnPass, Pass
 from h2o_flexgen.engine.waiting import Waiting
-from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.layer_cache import LayerCache
 from h2o_flexgen.memory.host import give_back_freed
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.shortage import HostGuard, Shortage
@@ -123,7 +123,7 @@ class _Progress:
     """The state that the actions of a running block share."""
 
     rows: list[BatchRows]
-    kv: Sequence[KVStore]  # of each device
+    kv: Sequence[KVLevels]  # of each device
     hidden: HiddenStore
     prefixes: PrefixStore
     asked: AskedStore
@@ -229,13 +229,14 @@ class Engine:
         """Whether this is a fork's copy of an engine, whose memory belongs to the parent."""
         return self._process != os.getpid()
 
-    def open_kv(self, planned: BlockPlan) -> KVStore:
+    def open_kv(self, planned: BlockPlan) -> KVLevels:
         """A home for the block's KV; the caller closes it. That of texts that live on is handed to `run` again."""
         return self._kv_on(planned, self._memories)
 
-    def _kv_on(self, planned: BlockPlan, memories: Memories) -> KVStore:
+    @staticmethod
+    def _kv_on(planned: BlockPlan, memories: Memories) -> KVLevels:
         with torch.inference_mode():
-            return KVStore(planned.spec, self._plan.policy, planned.block, planned.schedule, memories)
+            return KVLevels(planned, memories)
 
     def run(
         self,
@@ -244,7 +245,7 @@ class Engine:
         at_head: AtHead,
         on_visit: OnVisit | None = None,
         stop_at: Until | None = None,
-        kv: KVStore | None = None,
+        kv: KVLevels | None = None,
         may_run_out: bool = False,
     ) -> BlockRun:
         """Runs one block to its end, as `running` does."""
@@ -263,7 +264,7 @@ class Engine:
         at_head: AtHead,
         on_visit: OnVisit | None = None,
         stop_at: Until | None = None,
-        kv: KVStore | None = None,
+        kv: KVLevels | None = None,
         may_run_out: bool = False,
         on_pass: OnPass | None = None,
     ) -> Generator[RowState, None, BlockRun]:
@@ -306,7 +307,7 @@ class Engine:
         measures: _Measures,
         finished: list[RowState],
         pauses: Callable[[], bool],
-        kv: KVStore | None,
+        kv: KVLevels | None,
         may_run_out: bool,
     ) -> Generator[None, None, None]:
         """Runs the block in a generator of its own: everything it holds is freed when that ends. It pauses when there is
@@ -318,15 +319,15 @@ class Engine:
         with ExitStack() as opened:
             with torch.inference_mode():
                 hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
-                prefixes = opened.enter_context(closing(PrefixStore(self._spec, self._plan, block, self._memories)))
+                prefixes = opened.enter_context(closing(PrefixStore(planned, self._memories)))
                 asked = opened.enter_context(closing(AskedStore(self._spec, block, schedule, self._memories)))
-                alive = [self._rows_of(place, block, rows, prefixes) for place in range(len(block.batches))]
+                alive = [self._rows_of(place, planned, rows, prefixes) for place in range(len(block.batches))]
                 if kv is None:
                     each = zip(planned.sections, self._memories.of_devices, strict=True)
                     own = [opened.enter_context(closing(self._kv_on(section, there))) for section, there in each]
                 else:
                     own = [kv]
-                    kv.prepare(block, schedule)
+                    kv.prepare(planned)
             measures.clock = time.perf_counter()
             state = _Progress(
                 alive,
@@ -360,9 +361,12 @@ class Engine:
             own.device.give_back_freed()
         give_back_freed()
 
-    def _rows_of(self, place: int, block: Block, rows: Sequence[RowState] | Waiting, prefixes: PrefixStore) -> BatchRows:
-        batch, device = block.batches[place], self._memories.of_devices[-1].device  # which picks the tokens
-        there = self._plan, block.gen_len, device.torch_device, device.upload, device.read_back
+    def _rows_of(
+        self, place: int, planned: BlockPlan, rows: Sequence[RowState] | Waiting, prefixes: PrefixStore
+    ) -> BatchRows:
+        block, device = planned.block, self._memories.of_devices[-1].device  # which picks the tokens
+        batch, policies = block.batches[place], [level.policy for level in planned.levels]
+        there = self._plan, policies, block.gen_len, device.torch_device, device.upload, device.read_back
         if isinstance(rows, Waiting):
             return SeatedRows(place, batch, rows, prefixes, *there)
         return BatchRows(batch, [rows[row] for row in batch.rows], *there)
@@ -442,25 +446,25 @@ class Engine:
             state.hidden.put(task, state.graphs.compute(visit, rows, hidden, self._captured(visit, cache)))
             return
         if cache is not None:
-            cache.prefixes = state.prefixes.caches(task.layer, rows.prefixes)
+            cache.share(state.prefixes.caches(task.layer, rows.prefixes))
         state.hidden.put(task, self._layer(visit, rows, hidden, partial(self._attend_of, visit, cache, state)))
 
     def _weights_for(self, visit: Visit) -> WeightStore:
         return self._weights[self._device_of(visit.layer)]
 
-    def _kv_for(self, visit: Visit, state: _Progress) -> KVStore:
+    def _kv_for(self, visit: Visit, state: _Progress) -> KVLevels:
         return state.kv[self._device_of(visit.layer)]
 
-    def _captured(self, visit: Visit, cache: KVCache | None) -> Compute:
+    def _captured(self, visit: Visit, cache: LayerCache | None) -> Compute:
         """Computes a layer in a way that may be captured: whatever was done before, it does the same."""
 
         def attend_of(part: Part) -> base.Attend | None:
-            return None if cache is None else partial(cache.attend, part.now)
+            return None if cache is None else partial(cache.attend, part.levels)
 
         def compute(part: Part, hidden: Tensor | None) -> Tensor:
             self._weights_for(visit).forget_decoded()
             if cache is not None:
-                cache.replaced = None
+                cache.forget_replaced()
             return self._computed(visit, part, hidden, attend_of)
 
         return compute
@@ -474,14 +478,14 @@ class Engine:
         """Whether the host attends this part of a visit: the decode step, which comes first."""
         return not part.now.is_prefill and state.kv[0].is_attended_beside(visit)
 
-    def _attend_of(self, visit: Visit, cache: KVCache | None, state: _Progress, part: Part) -> base.Attend | None:
+    def _attend_of(self, visit: Visit, cache: LayerCache | None, state: _Progress, part: Part) -> base.Attend | None:
         """What the layer of a COMPUTE is handed to attend with."""
         if cache is None:
             return None
         if self._is_asking(visit, part, state):
-            return partial(state.asked.ask, visit.batch, cache, part.now)
+            return partial(state.asked.ask, visit.batch, cache, part.levels)
         is_all = len(state.rows[visit.batch].parts) == 1
-        return partial((cache if is_all else _cache_of(part, cache)).attend, part.now)
+        return partial((cache if is_all else _cache_of(part, cache)).attend, part.levels)
 
     def _layer(self, visit: Visit, rows: BatchRows, hidden: Tensor | None, attend_of: AttendOf) -> Tensor:
         """Computes all rows at once, or part by part: what a part allocates in passing is free for the next."""
@@ -511,7 +515,7 @@ class Engine:
         return base.computed(self._model, self._spec.layers[visit.layer], x, weights, given)
 
 
-def _cache_of(part: Part, cache: KVCache) -> KVCache:
+def _cache_of(part: Part, cache: LayerCache) -> LayerCache:
     return cache.part(part.rows) if part.prefix is None else cache.prefixes[part.prefix]
 
 

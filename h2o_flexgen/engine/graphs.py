@@ -29,13 +29,15 @@ class Kind(NamedTuple):
 
     generation: int  # how often rows have left
     rows: int
-    evicts: bool
-    stores_singly: bool
+    evicts: tuple[bool, ...]  # at each level of KV heads
+    stores_singly: tuple[bool, ...]
 
     @classmethod
     def of(cls, rows: BatchRows) -> Kind:
-        slots = rows.parts[0].now.slots
-        return cls(rows.generation, rows.size, slots.evicts, slots.stores_singly)
+        slots = [now.slots for now in rows.parts[0].levels]
+        return cls(
+            rows.generation, rows.size, tuple(own.evicts for own in slots), tuple(own.stores_singly for own in slots)
+        )
 
 
 @dataclass
@@ -52,14 +54,15 @@ class _Batch:
 
     @classmethod
     def of(cls, kind: Kind, part: Part) -> _Batch:
-        now = replace(part.now, table=part.now.table.clone())
-        return cls(kind, part, replace(part, now=now, tokens=part.tokens.clone()))
+        levels = tuple(replace(now, table=now.table.clone()) for now in part.levels)
+        return cls(kind, part, replace(part, levels=levels, tokens=part.tokens.clone()))
 
     def follow(self, part: Part) -> None:
         """Takes the tokens and numbers of another step."""
         if part is not self.source:
             self.part.tokens.copy_(part.tokens)
-            self.part.now.follow(part.now)
+            for own, now in zip(self.part.levels, part.levels, strict=True):
+                own.follow(now)
             self.source = part
 
     def put(self, hidden: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class PartsThere:
         known = self._known.get((batch, part.rows.start))
         if known is None or known[0] is not part:
             target = self._device.torch_device
-            now = part.now.on(target, self._device.upload)
-            known = part, replace(part, now=now, tokens=part.tokens.to(target, non_blocking=True))
+            levels = tuple(now.on(target, self._device.upload) for now in part.levels)
+            known = part, replace(part, levels=levels, tokens=part.tokens.to(target, non_blocking=True))
             self._known[batch, part.rows.start] = known
         return known[1]

@@ -6,7 +6,7 @@ living rows from behind fill the gaps, so that the living always stand in front.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from h2o_flexgen.engine.stores.prefixes import Prefix
 from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import StepSlots
+from h2o_flexgen.policies.policy import KVPolicy
 from h2o_flexgen.sampling.sampler import Sampler
 
 # a row's number is its place among all rows of the input: that of its prompt, if every prompt has one completion
@@ -32,9 +33,14 @@ class Part:
     as one row that has no seat."""
 
     rows: slice
-    now: KVStep
+    levels: tuple[KVStep, ...]  # the step as each level of KV heads has it
     tokens: Tensor  # (rows, tokens)
     prefix: int | None = None  # the number of its group
+
+    @property
+    def now(self) -> KVStep:
+        """The step, for what all levels know alike: rows, tokens and what rows share, but not their slots."""
+        return self.levels[0]
 
 
 class BatchRows:
@@ -43,19 +49,21 @@ class BatchRows:
         batch: Batch,
         rows: Sequence[RowState],
         plan: Plan,
+        policies: Sequence[KVPolicy],
         gen_len: int,
         device: torch.device,
         upload: Upload = Tensor.to,
         read_back: Callable[[Tensor], Tensor] = Tensor.cpu,
     ) -> None:
+        """`policies`: of each level of KV heads."""
         self.generation = 0  # how often the living rows have moved up
         self.places_before: list[int] = list(range(len(rows)))  # for each place, the one before the rows last moved up
         self.last_step: int | None = None  # known once all rows are finished and nobody else comes
         self._batch = batch  # the living rows
         self._rows = list(rows)
-        self._policy = plan.policy
+        self._policies = policies
         self._gen_len = gen_len
-        self._capacity = plan.policy.occupancy(batch, gen_len).capacity
+        self._capacities = [policy.occupancy(batch, gen_len).capacity for policy in policies]
         self._device = device
         self._upload, self._read_back = upload, read_back
         self._newest = torch.empty(0, dtype=torch.long, device=device)  # the newest token of each row, once one was picked
@@ -101,12 +109,11 @@ class BatchRows:
         shared = {prefix.group for part in self.parts for prefix, _ in part.now.groups}
         return shared.union(part.prefix for part in self.parts if part.prefix is not None)
 
-    @property
-    def changed(self) -> tuple[int, int]:
-        """The range of slots that this step writes, over all rows."""
+    def changed(self, level: int) -> tuple[int, int]:
+        """The range of slots that this step writes in the heads of a level, over all rows."""
         if len(self.parts) == 1:
-            return self.parts[0].now.slots.changed
-        ranges = [part.now.slots.changed for part in self._own_parts]
+            return self.parts[0].levels[level].slots.changed
+        ranges = [part.levels[level].slots.changed for part in self._own_parts]
         return min(first for first, _ in ranges), max(last for _, last in ranges)
 
     @property
@@ -153,15 +160,27 @@ class BatchRows:
         parts, start = [], 0
         for batch in self._batch.parts(tokens):
             rows = slice(start, start + batch.size)
-            parts.append(Part(rows, self._kv_step(batch, 0), self._uploaded(padded(self._rows[rows], batch.lengths))))
+            tokens_of_part = padded(self._rows[rows], batch.lengths, batch.readings)
+            parts.append(Part(rows, self._levels(batch, 0), self._uploaded(tokens_of_part)))
             start += batch.size
         return tuple(parts)
 
-    def _kv_step(self, batch: Batch, step: int) -> KVStep:
-        return self._step_of(self._policy.occupancy(batch, self._gen_len).at(step))
+    def _levels(self, batch: Batch, step: int) -> tuple[KVStep, ...]:
+        slots = [policy.occupancy(batch, self._gen_len).at(step) for policy in self._policies]
+        return self._steps_of(slots, echoes_within=None if step else batch.echoes_within)
 
-    def _step_of(self, slots: StepSlots, prefixes: Sequence[SharedPrefix | None] = (), capacity: int | None = None) -> KVStep:
-        return KVStep.of(slots, capacity or self._capacity, self._device, prefixes, self._upload)
+    def _steps_of(
+        self,
+        slots: Iterable[StepSlots],
+        prefixes: Sequence[SharedPrefix | None] = (),
+        capacity: int | None = None,
+        echoes_within: int | None = None,
+    ) -> tuple[KVStep, ...]:
+        """The step of each level, with these slots; `capacity`: if not that of the seats."""
+        each = zip(slots, self._capacities, strict=True)
+        return tuple(
+            KVStep.of(own, capacity or usual, self._device, prefixes, self._upload, echoes_within) for own, usual in each
+        )
 
     def _uploaded(self, values: Tensor) -> Tensor:
         return self._upload(values, self._device)
@@ -220,7 +239,7 @@ class BatchRows:
             self.last_step = step
 
     def _next_parts(self, step: int) -> tuple[Part, ...]:
-        return (Part(slice(None), self._kv_step(self._batch, step), self._newest[:, None]),) if self._rows else ()
+        return (Part(slice(None), self._levels(self._batch, step), self._newest[:, None]),) if self._rows else ()
 
     def _move_up(self, alive: list[int]) -> None:
         """Fills the gaps among the first rows with living ones from behind."""
@@ -238,12 +257,13 @@ class BatchRows:
         self._batch = self._batch.only(places)
 
 
-def padded(rows: Sequence[RowState], lengths: Sequence[int]) -> Tensor:
-    """The last tokens of prompts (rows, tokens), padded on the right with 0. Pads are computed, but nothing attends to them."""
+def padded(rows: Sequence[RowState], lengths: Sequence[int], readings: int = 1) -> Tensor:
+    """The last tokens of prompts (rows, tokens), padded on the right with 0, and all of them again where they are echoed. Pads
+    are computed, but nothing attends to them."""
     tokens = torch.zeros(len(rows), max(lengths), dtype=torch.long)
     for place, (row, length) in enumerate(zip(rows, lengths)):
         tokens[place, :length] = torch.tensor(row.prompt_ids[-length:])  # earlier ones are in the cache
-    return tokens
+    return tokens.repeat(1, readings)
 
 
 def _last(part: Part, hidden: Tensor) -> Tensor:

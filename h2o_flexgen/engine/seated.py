@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.engine.row_state import RowState
 from h2o_flexgen.engine.rows import BatchRows, Part, padded
@@ -23,6 +24,7 @@ from h2o_flexgen.kv.step import KVStep, Upload
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.queues import read_together
 from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
+from h2o_flexgen.policies.policy import KVPolicy
 
 
 class SeatedRows(BatchRows):
@@ -33,6 +35,7 @@ class SeatedRows(BatchRows):
         waiting: Waiting,
         prefixes: PrefixStore,
         plan: Plan,
+        policies: Sequence[KVPolicy],
         gen_len: int,
         device: torch.device,
         upload: Upload,
@@ -43,8 +46,8 @@ class SeatedRows(BatchRows):
         self._copies = plan.copies_prefixes
         self._waiting = waiting
         self._prefill_tokens = plan.prefill_tokens
-        self._slots: dict[int, Occupancy] = {}  # of each row, by its place in the workload
-        super().__init__(batch, [], plan, gen_len, device, upload, read_back)
+        self._slots: dict[int, Sequence[Occupancy]] = {}  # of each row, by its place in the workload, at each level
+        super().__init__(batch, [], plan, policies, gen_len, device, upload, read_back)
 
     def _prompts(self, tokens: int) -> tuple[Part, ...]:
         return self._next_parts(0)
@@ -61,7 +64,7 @@ class SeatedRows(BatchRows):
         newcomers, parts = self._waiting.take(self._place, seated), []
         for row in newcomers:
             need = self._waiting.need(row)
-            self._slots[row.row] = self._policy.alone(need)
+            self._slots[row.row] = [policy.alone(need) for policy in self._policies]
             if need.prefix is not None and self._prefixes.use(need.prefix, row.prompt_ids[: need.prefix.tokens]):
                 parts.append(self._computing(need.prefix, row))
         self._rows += newcomers
@@ -69,27 +72,27 @@ class SeatedRows(BatchRows):
 
     def _computing(self, prefix: SharedPrefix, row: RowState) -> Part:
         length = prefix.tokens
-        now = self._step_of(self._policy.whole(length), capacity=length)
-        return Part(slice(0), now, self._uploaded(torch.tensor([row.prompt_ids[:length]])), prefix.group)
+        levels = self._steps_of((policy.whole(length) for policy in self._policies), capacity=length)
+        return Part(slice(0), levels, self._uploaded(torch.tensor([row.prompt_ids[:length]])), prefix.group)
 
-    def _decoding(self) -> KVStep:
-        steps = [self._slots[row.row].at(row.num_generated) for row in self._rows]
+    def _decoding(self) -> tuple[KVStep, ...]:
+        steps = [[slots.at(row.num_generated) for slots in self._slots[row.row]] for row in self._rows]
         prefixes = () if self._copies else [self._waiting.need(row).prefix for row in self._rows]
-        return self._step_of(StepSlots.of_rows(steps), prefixes)
+        return self._steps_of(map(StepSlots.of_rows, zip(*steps)), prefixes)
 
     def _together(self, first: int) -> Iterator[slice]:
         """Newcomers whose prompts are read at once."""
         lengths = [self._waiting.need(row).read for row in self._rows[first:]]
-        for part in read_together(lengths, self._prefill_tokens):
+        for part in read_together(lengths, self._prefill_tokens, self._batch.echoes):
             yield slice(first + part.start, first + part.stop)
 
     def _reading(self, rows: slice) -> Part:
         newcomers = self._rows[rows]
         needs = [self._waiting.need(row) for row in newcomers]
-        steps = (self._slots[row.row].at(0) for row in newcomers)
-        slots = StepSlots.of_rows([step.behind(need.spared) if need.spared else step for step, need in zip(steps, needs)])
-        now = self._step_of(slots, [need.prefix for need in needs])
-        return Part(rows, now, self._uploaded(padded(newcomers, [need.read for need in needs])))
+        steps = [[_first(slots, need) for slots in self._slots[row.row]] for row, need in zip(newcomers, needs)]
+        slots = map(StepSlots.of_rows, zip(*steps))
+        levels = self._steps_of(slots, [need.prefix for need in needs], echoes_within=self._batch.echoes_within)
+        return Part(rows, levels, self._uploaded(padded(newcomers, [need.read for need in needs], self._batch.readings)))
 
     def note_prefixes(self, hidden: Tensor) -> None:
         for part, states in self.split(hidden):
@@ -111,3 +114,8 @@ class SeatedRows(BatchRows):
 
     def _keep(self, places: Sequence[int]) -> None:
         """The seats stay as they are, whoever leaves."""
+
+
+def _first(slots: Occupancy, need: Need) -> StepSlots:
+    """A row's first step, behind what was computed before it came."""
+    return slots.at(0).behind(need.spared) if need.spared else slots.at(0)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from h2o_flexgen.core.layout import KVLayout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
@@ -31,15 +32,18 @@ class BlockPlan:
     block: Block
     placement: Placement
     schedule: Schedule
+    levels: tuple[Level, ...]  # the KV heads by what they keep, most first; a single one where all keep the same
 
     @classmethod
     def of(cls, spec: ModelSpec, plan: Plan, block: Block, site: Site, weights: Mapping[str, str] | None = None) -> BlockPlan:
         _refuse_batches_that_wait(plan, block)
         _refuse_rows_of_a_pipeline(plan, block)
+        if plan.policy.echoes:
+            block = block.echoed(spec.max_positions)
         placement = place(spec, plan, block, weights)
         kind = SCHEDULES[plan.schedule] if plan.pipeline == 1 else Pipeline
         schedule = kind(traffic(spec, plan, block, placement, site))
-        return cls(spec, plan, block, placement, schedule)
+        return cls(spec, plan, block, placement, schedule, plan.levels(spec))
 
     @cached_property
     def sections(self) -> tuple[BlockPlan, ...]:
@@ -58,7 +62,9 @@ class BlockPlan:
             weights_on_host=traffic.weights_on_host.intersection(layers),
             kv={place: tier for place, tier in traffic.kv.items() if place[0] in layers},
         )
-        return replace(self, spec=only_layers(self.spec, layers), schedule=replace(self.schedule, traffic=own))
+        spec, places = only_layers(self.spec, layers), [at for at, layer in enumerate(self.spec.kv_layers) if layer in layers]
+        levels = tuple(level.only(places) for level in self.levels)
+        return replace(self, spec=spec, schedule=replace(self.schedule, traffic=own), levels=levels)
 
     @cached_property
     def placed_percent(self) -> tuple[float, ...]:
@@ -70,9 +76,21 @@ class BlockPlan:
         return tuple(self.plan.policy.occupancy(batch, self.block.gen_len) for batch in self.block.batches)
 
     @cached_property
-    def levels(self) -> tuple[Level, ...]:
-        """The KV heads by what they keep; a single level, of the plan's own policy, where all are equal."""
-        return self.plan.levels(self.spec)
+    def occupancies(self) -> tuple[tuple[Occupancy, ...], ...]:
+        """The occupancy of each level, in each batch."""
+        batches, gen_len = self.block.batches, self.block.gen_len
+        return tuple(tuple(level.policy.occupancy(batch, gen_len) for batch in batches) for level in self.levels)
+
+    def kv_layouts(self, layer: int, batch: int) -> tuple[KVLayout | None, ...]:
+        """How the KV of a batch lies in one layer, of each level; nothing of those that have none of the layer's heads."""
+        heads = self._heads[layer]
+        return tuple(each[batch].layout(self.spec, own) if own else None for each, own in zip(self.occupancies, heads))
+
+    @cached_property
+    def _heads(self) -> Mapping[int, tuple[int, ...]]:
+        """How many KV heads each level has in each layer with KV."""
+        by_level = zip(*(map(len, level.heads) for level in self.levels))
+        return dict(zip(self.spec.kv_layers, by_level))
 
     @property
     def tiers(self) -> tuple[tuple[str, ...], ...]:

@@ -97,7 +97,7 @@ class Cost:
 
     def _whole_row_bytes(self, task: Task | Key, one: BatchPass) -> int:
         """Bytes of all slots of the rows whose prompts are read, with what is noted of these."""
-        layout = self.planned.occupancy[task.batch].layout(self.spec)
+        layout = self.planned.occupancy[task.batch].layout(self.spec, self.spec.kv_heads)
         notes = layout.heads * layout.slots * self.planned.plan.policy.score_bytes
         return one.joining * (layout.slots * layout.row_bytes + notes)
 
@@ -172,7 +172,7 @@ class Cost:
         one = self.batch_pass(task.step, task.batch)
         newest = self.spec.flops(task.layer, one.rows, 1, one.slots / one.rows + 1) if one.rows else 0.0
         return newest + sum(
-            count * self.spec.flops(task.layer, part.rows, part.length, part.held + (part.length + 1) / 2)
+            count * self.spec.flops(task.layer, part.rows, part.length_computed, part.attended)
             for part, count in one.prompts.items()
         )
 

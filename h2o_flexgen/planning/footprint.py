@@ -117,7 +117,10 @@ def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
 
 def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
     score_bytes, schedule = planned.plan.policy.score_bytes, planned.schedule
-    traffic, layouts = schedule.traffic, [occupancy.layout(planned.spec) for occupancy in planned.occupancy]
+    traffic, layouts = (
+        schedule.traffic,
+        [occupancy.layout(planned.spec, planned.spec.kv_heads) for occupancy in planned.occupancy],
+    )
     for (layer, batch), tier in traffic.kv.items():
         layout = layouts[batch]
         if score_bytes:
@@ -169,5 +172,9 @@ def _disk_buffers(planned: BlockPlan) -> int:
     Weights that stay in memory come through them as well."""
     threads = READERS + WORKERS[READ] + WORKERS[WRITE] + 1
     on_disk = DISK in planned.schedule.traffic.kv.values()
-    largest = max(occupancy.layout(planned.spec).padded_slot_bytes for occupancy in planned.occupancy) if on_disk else 0
+    largest = (
+        max(occupancy.layout(planned.spec, planned.spec.kv_heads).padded_slot_bytes for occupancy in planned.occupancy)
+        if on_disk
+        else 0
+    )
     return threads * disk_buffer_bytes(largest)

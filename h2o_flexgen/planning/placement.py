@@ -95,7 +95,7 @@ def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, sit
 
 
 def _kv_sizes(spec: ModelSpec, plan: Plan, block: Block) -> dict[tuple[int, int], int]:
-    batches = [plan.policy.occupancy(batch, block.gen_len).layout(spec).image_bytes for batch in block.batches]
+    batches = [plan.policy.occupancy(batch, block.gen_len).layout(spec, spec.kv_heads).image_bytes for batch in block.batches]
     return {(layer, batch): size for layer in spec.kv_layers for batch, size in enumerate(batches)}
 
 

@@ -7,10 +7,10 @@ levels: every further one costs each layer that has heads of it another attentio
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
-from math import inf
+from math import inf, log
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.policies.full import Full
@@ -18,9 +18,9 @@ from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets
 from h2o_flexgen.policies.options import DEFAULT_KEPT
 from h2o_flexgen.policies.policy import KVPolicy
 
-MOST_LEVELS = 4
+MOST_LEVELS = 6  # with 4 a model of 90 heads lost answers that it has with heads of their own (docs/log.md)
 NEARLY_ALL = 0.9  # heads that would keep more than this keep all
-FINENESS = 100  # shares are told apart to a hundredth
+FINENESS = 100  # shares are told apart to a hundredth; less than half of one counts as that
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,10 @@ class Level:
     def share(self) -> float:
         """The share of a text that these heads keep, where their budget is one."""
         return 1.0 if self.policy.keeps_all else self.policy.options.kv_budget or DEFAULT_KEPT
+
+    def only(self, places: Iterable[int]) -> Level:
+        """The same of some layers, by their places among those with KV."""
+        return replace(self, heads=tuple(self.heads[place] for place in places))
 
 
 def levels_of(policy: KVPolicy, budgets: HeadBudgets | None, spec: ModelSpec) -> tuple[Level, ...]:
@@ -80,7 +84,8 @@ def _rounded(shares: ByHead) -> ByHead:
 
 
 def _bounds(bins: Sequence[int], counted: Counter[int]) -> tuple[int, ...]:
-    """Cuts the values so that squared distances to the means of the pieces are least; what keeps all is a piece of its own."""
+    """Cuts the values so that squared distances of logarithms within the pieces are least: a head with a few slots misses each
+    of them more than one with many. What keeps all is a piece of its own."""
     end = len(bins)
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for _ in range(MOST_LEVELS):
@@ -97,6 +102,6 @@ def _bounds(bins: Sequence[int], counted: Counter[int]) -> tuple[int, ...]:
 def _spread(values: Sequence[int], counted: Counter[int]) -> float:
     if FINENESS in values and len(values) > 1:
         return inf
-    number = sum(counted[value] for value in values)
-    mean = sum(value * counted[value] for value in values) / number
-    return sum(counted[value] * (value - mean) ** 2 for value in values)
+    logs = {value: log(max(value, 0.5)) for value in values}
+    mean = sum(logs[value] * counted[value] for value in values) / sum(counted[value] for value in values)
+    return sum(counted[value] * (logs[value] - mean) ** 2 for value in values)

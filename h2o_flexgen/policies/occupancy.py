@@ -115,9 +115,9 @@ class Occupancy:
             return max(budget.slots for budget in self.budgets)
         return max(self.held(1), self.held(self.gen_len - 1) + 1 if self.gen_len > 1 else 0)
 
-    def layout(self, spec: ModelSpec) -> KVLayout:
-        """How keys and values of the batch lie in one layer."""
-        return KVLayout(self.batch.size, spec.kv_heads, self.capacity, self.journal_capacity, spec.kv_bytes_per_slot)
+    def layout(self, spec: ModelSpec, heads: int) -> KVLayout:
+        """How keys and values of the batch lie in one layer, of so many of its KV heads."""
+        return KVLayout(self.batch.size, heads, self.capacity, self.journal_capacity, heads * spec.kv_bytes_per_head)
 
     @property
     def evicts(self) -> bool:

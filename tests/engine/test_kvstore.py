@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.memory.device import DeviceTier
 from h2o_flexgen.memory.disk import DiskTier
 from h2o_flexgen.memory.memories import Memories
-from h2o_flexgen.planning.placement import place, traffic
+from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.schedule.ops import Op
@@ -48,8 +48,8 @@ class Rows:
     def size(self) -> int:
         return self.batch.size
 
-    @property
-    def changed(self) -> tuple[int, int]:
+    def changed(self, level: int) -> tuple[int, int]:
+        assert level == 0
         return Full().occupancy(self.batch, STEPS).at(self.step).changed
 
     def drop(self, place: int) -> None:
@@ -72,10 +72,9 @@ def opened_store(
     plan = Plan(num_gpu_batches=len(LENGTHS), slots=slots).with_percent((100, 0, *kv, 100, 0))
     with opened_memories(device, offload) as memories:
         site = Site(memories.device.accelerator)
-        plan = plan.at(site)
-        made = SCHEDULES[schedule](traffic(spec, plan, block, place(spec, plan, block), site))
-        with closing(KVStore(spec, Full(), block, made, memories)) as store:
-            yield store, made, spec, block, memories
+        planned = BlockPlan.of(spec, replace(plan.at(site), schedule=schedule), block, site)
+        with closing(KVStore(planned, 0, memories)) as store:
+            yield store, planned.schedule, spec, block, memories
 
 
 def slot_value(layer: int, row: int, slot: int) -> float:
@@ -183,9 +182,8 @@ def test_a_store_that_cannot_be_made_gives_back_what_it_had(calls: int, offload:
     with opened_memories("cpu", offload) as memories:
         spec, block = tiny_spec(blocks=3), block_of(LENGTHS, STEPS)
         plan = Plan().with_percent((100, 0, 0, 40, 100, 0)).folded()
-        made = SCHEDULES["zigzag"](traffic(spec, plan, block, place(spec, plan, block), Site()))
         with pytest.raises(OSError, match="full"):
-            KVStore(spec, Full(), block, made, memories)
+            KVStore(BlockPlan.of(spec, plan, block, Site()), 0, memories)
         memories.host.trim()
         assert memories.disk.meter.used_bytes == memories.host.meter.used_bytes == 0
 

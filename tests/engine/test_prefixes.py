@@ -12,10 +12,12 @@ import torch
 
 from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
+from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Workload
 from h2o_flexgen.engine.stores.prefixes import PrefixStore
 from h2o_flexgen.memory.device import Device
 from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import JUDGED, Plan
 from tests.planning.worlds import tiny_spec
 
@@ -29,7 +31,7 @@ def opened(folder: Path, lengths: list[int], size: int, plan: Plan) -> Iterator[
     shared = [SharedPrefix(group, length) for group, length in enumerate(lengths)]
     ((block, _),) = Workload.running(needs, shared).alike_blocks(size, 1)
     memories = Memories(Device(), folder)
-    store = PrefixStore(tiny_spec(), plan, block, memories)
+    store = PrefixStore(BlockPlan.of(tiny_spec(), plan, block, Site()), memories)
     try:
         yield store
     finally:
@@ -40,7 +42,7 @@ def opened(folder: Path, lengths: list[int], size: int, plan: Plan) -> Iterator[
 
 def write(store: PrefixStore, prefix: SharedPrefix) -> None:
     for layer in LAYERS:
-        cache = store.caches(layer, [prefix.group])[prefix.group]
+        (cache,) = store.caches(layer, [prefix.group])[prefix.group]._caches
         cache.image.fill_(prefix.group * 100 + layer)
         if cache._scores is not None:
             cache._scores.positions.fill_(prefix.group * 100 + layer)
@@ -48,13 +50,13 @@ def write(store: PrefixStore, prefix: SharedPrefix) -> None:
 
 def assert_is_there(store: PrefixStore, prefix: SharedPrefix) -> None:
     for layer in LAYERS:
-        cache = store.caches(layer, [prefix.group])[prefix.group]
+        (cache,) = store.caches(layer, [prefix.group])[prefix.group]._caches
         assert cache.image.shape[3] == prefix.tokens and (cache.image == prefix.group * 100 + layer).all()
         assert cache._scores is None or (cache._scores.positions == prefix.group * 100 + layer).all()
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("plan", [Plan(), Plan.create(prefix_policy=JUDGED, kv_policy="h2o")], ids=["pinned", "judged"])
+@pytest.mark.parametrize("plan", [Plan(), Plan.create(prefix_policy=JUDGED, kv_policy="h2o", heavy=1)], ids=["pinned", "judged"])
 def test_what_is_in_use_is_never_lost_whoever_comes_and_goes(seed: int, plan: Plan, tmp_path: Path) -> None:
     random = Random(seed)
     lengths = [random.randint(1, 70) for _ in range(30)]

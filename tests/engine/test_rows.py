@@ -30,7 +30,8 @@ def batch_of(
         for place, (prompt, limit) in enumerate(zip(prompts, limits))
     ]
     batch = Batch(tuple(state.index for state in states), tuple(map(len, prompts)))
-    return BatchRows(batch, states, plan or Plan(), gen_len=20, device=torch.device("cpu")), states
+    plan = plan or Plan()
+    return BatchRows(batch, states, plan, [plan.policy], gen_len=20, device=torch.device("cpu")), states
 
 
 def logits_for(tokens: Sequence[int]) -> torch.Tensor:
@@ -119,6 +120,6 @@ def test_as_few_rows_as_possible_move_and_none_is_lost(limits: list[int]) -> Non
 @pytest.mark.cuda
 def test_tokens_and_positions_lie_on_the_device() -> None:
     state = RowState(0, [1, 2], SamplingParams(), ByteTokenizer(VOCAB))
-    rows = BatchRows(Batch((0,), (2,)), [state], Plan(), 8, torch.device("cuda"))
+    rows = BatchRows(Batch((0,), (2,)), [state], Plan(), [Plan().policy], 8, torch.device("cuda"))
     rows.advance(logits_for([3]).cuda(), Sampler(0), 0)
     assert rows.parts[0].tokens.is_cuda and rows.parts[0].now.positions.is_cuda and rows.parts[0].now.mask.is_cuda

@@ -31,6 +31,7 @@ H2O = (("kv_policy", "h2o"), ("heavy", 3), ("recent", 4))
 PROMPT_ONLY = (*H2O, ("hh_prompt_only", True))
 BY_SHARE = (("kv_policy", "h2o"), ("hh_ratio", 0.5))
 JUDGED = (*H2O, ("prefix_policy", "judged"))
+KVZIP = (("kv_policy", "kvzip"), ("heavy", 3), ("recent", 4))
 
 
 def requests(random: Random, header: int) -> list[Request]:
@@ -47,7 +48,7 @@ def cost_of(llm: LLM, job: list[Request]) -> Cost:
     return Cost(llm.planned(stream.workload).blocks.first)
 
 
-@pytest.mark.parametrize("policy", [(), H2O, PROMPT_ONLY, BY_SHARE, JUDGED])
+@pytest.mark.parametrize("policy", [(), H2O, PROMPT_ONLY, BY_SHARE, JUDGED, KVZIP])
 @pytest.mark.parametrize("percent", [ALL_ON_DISK, MIXED, IN_MEMORY])
 @pytest.mark.parametrize("header", [0, 40])
 def test_passes_tokens_and_bytes_are_those_of_a_run(

@@ -19,8 +19,8 @@ from h2o_flexgen.core.layout import Arena, asked_arena
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.kernels.more_keys import More
-from h2o_flexgen.kv.cache import Asked, KVCache
-from h2o_flexgen.kv.step import KVStep
+from h2o_flexgen.kv.cache import Asked
+from h2o_flexgen.kv.layer_cache import LayerCache, Steps
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES
 from h2o_flexgen.models.base import Rotation
@@ -30,7 +30,7 @@ HOST_MEMORY = torch.device("cpu")
 
 
 class _Question(NamedTuple):
-    now: KVStep
+    now: Steps
     asked: Asked  # in the memory of the host
     rotation: Rotation | None
 
@@ -41,7 +41,7 @@ class AskedStore:
         self._dtype = DTYPES[spec.dtype]
         self._places: dict[int, tuple[Arena, Tensor]] = {}  # of each batch
         self._questions: dict[int, _Question] = {}
-        self._steps: dict[int, tuple[KVStep, KVStep]] = {}  # of each batch, as the device has it and as the host needs it
+        self._steps: dict[int, tuple[Steps, Steps]] = {}  # of each batch, as the device has it and as the host needs it
         asking = {batch for layer, batch in schedule.traffic.kv if schedule.traffic.is_beside(layer, batch)}
         with ExitStack() as held:
             for batch in asking:
@@ -59,7 +59,7 @@ class AskedStore:
     # -- before and behind it, where the model computes ------------------------------------------------------------------
 
     def ask(
-        self, batch: int, cache: KVCache, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None
+        self, batch: int, cache: LayerCache, now: Steps, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None
     ) -> Tensor:
         """An `attend` that only asks; what it returns is to be replaced by the answer."""
         asked = cache.asked(now, q, k, v, rotation)
@@ -79,7 +79,7 @@ class AskedStore:
 
     # -- between them, on the host ---------------------------------------------------------------------------------------
 
-    def attend(self, batch: int, cache: KVCache) -> int:
+    def attend(self, batch: int, cache: LayerCache) -> int:
         """Answers what a batch has asked, if anything, with the host's cache; returns the bytes that cross for it."""
         if (question := self._questions.pop(batch, None)) is None:
             return 0
@@ -88,10 +88,10 @@ class AskedStore:
         q, k, v, more = question.asked
         return sum(tensor.nbytes for tensor in (q, k, v, *(more or ()), outcome))
 
-    def _on_host(self, batch: int, now: KVStep) -> KVStep:
+    def _on_host(self, batch: int, now: Steps) -> Steps:
         known = self._steps.get(batch)
         if known is None or known[0] is not now:
-            known = self._steps[batch] = now, now.on(HOST_MEMORY)
+            known = self._steps[batch] = now, [level.on(HOST_MEMORY) for level in now]
         return known[1]
 
     # -- what crosses ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""The KV of a block: a home for every (layer, batch) on the tier where the placement puts it, and the buffers through which KV
-that lives elsewhere passes while it is computed with.
+"""The KV of a block, of one level of KV heads: a home for every (layer, batch) on the tier where the placement puts it, and the
+buffers through which KV that lives elsewhere passes while it is computed with.
 
 In host memory next to the CPU an image lies head by head, as CPU attention wants it; where a device fetches it, and on disk,
 token by token, so that held slots are one range from the start and a step's new tokens are one range as well.
@@ -10,7 +10,7 @@ prompts alone: what is kept of them goes to the host row by row, all slots of ea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.layout import KVLayout
-from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DISK, HOST
-from h2o_flexgen.core.workload import Batch, Block
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.kernels.changed_slots import ChangedSlots
 from h2o_flexgen.kernels.operations import gather_slots
@@ -35,10 +33,8 @@ from h2o_flexgen.memory.disk import DiskRegion
 from h2o_flexgen.memory.host import HostTier
 from h2o_flexgen.memory.memories import Memories, Ring
 from h2o_flexgen.memory.pack import DTYPES
-from h2o_flexgen.policies.occupancy import Occupancy
-from h2o_flexgen.policies.policy import KVPolicy
-from h2o_flexgen.schedule.schedule import Schedule
-from h2o_flexgen.schedule.task import Task, Visit
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.schedule.task import Task
 
 Index = tuple[slice, numpy.ndarray, numpy.ndarray, numpy.ndarray]
 SlotAction = Callable[[DiskRegion, KVLayout, numpy.ndarray, int, int], None]
@@ -64,14 +60,17 @@ class Unit:
 
 
 class KVStore:
-    def __init__(self, spec: ModelSpec, policy: KVPolicy, block: Block, schedule: Schedule, memories: Memories) -> None:
-        self._spec = spec
-        self._policy = policy
+    """Serves the heads of one level. A layer without heads of it has no place here."""
+
+    def __init__(self, planned: BlockPlan, level: int, memories: Memories) -> None:
+        spec = planned.spec
+        self._level = level
+        self._policy = planned.levels[level].policy
         self._memories = memories
         self._coding = Coding(spec.kv_codec, DTYPES[spec.dtype], spec.head_dim)
         self._accelerator = memories.device.accelerator
         self._units: dict[tuple[int, int], Unit] = {}
-        self.prepare(block, schedule)
+        self.prepare(planned)
         self._in_memory: dict[tuple[int, int], Tensor] = {}  # homes on device or host
         self._on_disk: dict[tuple[int, int], DiskRegion] = {}
         self._scores: dict[tuple[int, int], SlotScores] = {}  # always where it is computed
@@ -79,23 +78,23 @@ class KVStore:
             self._allocate(held)
             self._held = held.pop_all()
 
-    def prepare(self, block: Block, schedule: Schedule) -> None:
+    def prepare(self, planned: BlockPlan) -> None:
         """Prepares the next block of texts that live on: rows, capacity and slots are those of the first."""
-        self._block, self._schedule = block, schedule
+        self._schedule = planned.schedule
         self._caches: dict[tuple[int, int, int], KVCache] = {}  # by the region that they lie in, layer and batch
-        self._changed_of: dict[tuple[int, int], ChangedSlots] = {}  # by batch and its rows
-        self._layouts = [self._occupancy(batch).layout(self._spec) for batch in block.batches]
-        for place in schedule.traffic.kv:
-            batch, before = block.batches[place[1]], self._units.get(place)
+        self._changed_of: dict[tuple[KVLayout, int], ChangedSlots] = {}  # by the layout and the rows in it
+        layouts = {place: planned.kv_layouts(*place)[self._level] for place in self._schedule.traffic.kv}
+        self._layouts = {place: layout for place, layout in layouts.items() if layout is not None}
+        for place in self._layouts:
+            batch, before = planned.block.batches[place[1]], self._units.get(place)
             goes_on = before is not None and any(batch.seen)
-            self._units[place] = Unit(
-                batch.size, self._occupancy(batch).held(0), journaled=before.journaled if goes_on and before else []
-            )
+            held = planned.occupancies[self._level][place[1]].held(0)
+            self._units[place] = Unit(batch.size, held, journaled=before.journaled if goes_on and before else [])
 
     def _allocate(self, held: ExitStack) -> None:
         traffic, memories = self._schedule.traffic, self._memories
-        for place, tier in traffic.kv.items():
-            layout = self._layouts[place[1]]
+        for place, layout in self._layouts.items():
+            tier = traffic.kv[place]
             if tier == DISK:
                 self._on_disk[place] = memories.disk.alloc(layout.disk_bytes)
                 held.callback(memories.disk.free, self._on_disk[place])
@@ -110,10 +109,10 @@ class KVStore:
         moved = any(traffic.moves_kv(*place) for place in self._units)
         self._device_ring = self._ring(held, memories.compute, moved and self._accelerator)
         beside = any(traffic.is_beside(*place) for place in self._units)
-        scored = max(layout.score_bytes(self._policy.score_bytes) for layout in self._layouts)
+        scored = max((layout.score_bytes(self._policy.score_bytes) for layout in self._layouts.values()), default=0)
         self._score_ring = Ring(memories.compute, self._schedule.buffers, scored if beside else 0)
         held.callback(self._score_ring.free)
-        staged = max(layout.staged_bytes for layout in self._layouts)
+        staged = max((layout.staged_bytes for layout in self._layouts.values()), default=0)
         self._staging = memories.host.alloc(staged) if self._device_ring and not beside else None
         if self._staging is not None:
             held.callback(memories.host.free, self._staging)
@@ -126,7 +125,7 @@ class KVStore:
 
     def _ring(self, held: ExitStack, memory: HostTier | DeviceTier, needed: bool) -> Ring:
         """A ring of zeroed buffers: unfilled slots are masked, but 0 * NaN of an earlier user would still be NaN."""
-        largest = max(layout.image_bytes for layout in self._layouts)
+        largest = max((layout.image_bytes for layout in self._layouts.values()), default=0)
         ring = Ring(memory, self._schedule.buffers, largest if needed else 0)
         held.callback(ring.free)
         ring.zero()
@@ -137,16 +136,13 @@ class KVStore:
         for places in (self._units, self._caches, self._in_memory, self._on_disk, self._scores):
             places.clear()  # a reference to the store then holds no memory
 
-    def _occupancy(self, batch: Batch) -> Occupancy:
-        return self._policy.occupancy(batch, self._block.gen_len)
+    def _layout(self, task: Task) -> KVLayout:
+        return self._layouts[task.layer, task.batch]
 
     def _image(self, region: Tensor, task: Task) -> Tensor:
         """(2, rows, kv_heads, slots, width) over the bytes of a region."""
         by_token = self._accelerator and not self._is_beside(task)
-        return image_over(region, self._layouts[task.batch].shape, self._coding, by_token)
-
-    def is_attended_beside(self, visit: Visit) -> bool:
-        return self._schedule.traffic.attends_beside(visit)
+        return image_over(region, self._layout(task).shape, self._coding, by_token)
 
     def _is_beside(self, task: Task) -> bool:
         return self._schedule.traffic.is_beside(task.layer, task.batch)
@@ -174,7 +170,7 @@ class KVStore:
         """What a device notes of the slots of prompts that it reads for the host."""
         if not self._score_ring:
             return None
-        region, layout = self._score_ring[self._schedule.buffer(task.visit)], self._layouts[task.batch]
+        region, layout = self._score_ring[self._schedule.buffer(task.visit)], self._layout(task)
         return SlotScores.over(region, self._policy, layout.shape)
 
     def _opened(self, task: Task, rows: BatchRows, region: Tensor, scores: SlotScores | None) -> KVCache:
@@ -183,7 +179,7 @@ class KVStore:
         if unit.cache is not None:
             unit.cache.replaced = None  # of another buffer, perhaps
         cache = self._cache(task, region, scores)
-        unit.changed, unit.cache = rows.changed, cache
+        unit.changed, unit.cache = rows.changed(self._level), cache
         if unit.generation != rows.generation:
             cache.keep_rows(rows.places_before, unit.held)
         if unit.generation != rows.generation or rows.changes_all:
@@ -209,7 +205,7 @@ class KVStore:
         """Host -> device: all held slots, one range from the start."""
         unit = self._units[task.layer, task.batch]
         if self._is_beside(task):
-            return self._transfer_rows(task, slice(0, self._layouts[task.batch].rows), to_device=True)
+            return self._transfer_rows(task, slice(0, self._layout(task).rows), to_device=True)
         return self._transfer(task, 0, unit.held, to_device=True)
 
     def store(self, task: Task) -> int:
@@ -226,7 +222,7 @@ class KVStore:
         and the processor brings them from there to where they belong. `replaced` is memory of the stream that computes: it is
         not dropped before this task ends, and so not before this stream has read it."""
         assert self._staging is not None and unit.cache is not None
-        device, changed = unit.cache.image, self._changed(task.batch, unit.rows)
+        device, changed = unit.cache.image, self._changed(self._layout(task), unit.rows)
         gathered = torch.empty(changed.nbytes, dtype=torch.uint8, device=device.device)
         staged = self._staging[: changed.nbytes]
         gather_slots(device, replaced, gathered)
@@ -237,11 +233,10 @@ class KVStore:
             unit.at_home = changed.numbers(staged).clone()
         return changed.value_bytes
 
-    def _changed(self, batch: int, rows: int) -> ChangedSlots:
-        if (batch, rows) not in self._changed_of:
-            layout = self._layouts[batch]
-            self._changed_of[batch, rows] = ChangedSlots(rows, layout.shape, layout.slot_bytes)
-        return self._changed_of[batch, rows]
+    def _changed(self, layout: KVLayout, rows: int) -> ChangedSlots:
+        if (layout, rows) not in self._changed_of:
+            self._changed_of[layout, rows] = ChangedSlots(rows, layout.shape, layout.slot_bytes)
+        return self._changed_of[layout, rows]
 
     def _both_regions(self, task: Task) -> tuple[Tensor, Tensor]:
         """The regions on the host and on the device."""
@@ -265,7 +260,7 @@ class KVStore:
 
     def _transfer(self, task: Task, first: int, last: int, to_device: bool) -> int:
         host, device = self._both_regions(task)
-        per_slot = self._layouts[task.batch].slot_bytes
+        per_slot = self._layout(task).slot_bytes
         source, target = (host, device) if to_device else (device, host)
         part = slice(first * per_slot, last * per_slot)
         target[part].copy_(source[part], non_blocking=True)
@@ -282,7 +277,7 @@ class KVStore:
     def write(self, task: Task) -> int:
         """Writes what the step changed from host to disk. Scattered slots go into the journal until it is full."""
         unit = self._units[task.layer, task.batch]
-        if unit.replaced is not None and len(unit.journaled) < self._layouts[task.batch].journal:
+        if unit.replaced is not None and len(unit.journaled) < self._layout(task).journal:
             unit.journaled.append(unit.replaced if unit.at_home is None else unit.at_home)
             return self._append_journaled(task, len(unit.journaled) - 1, unit.journaled[-1])
         unit.journaled.clear()
@@ -292,27 +287,27 @@ class KVStore:
         """Reads one slot of every row and head to where it belongs."""
         image, at, offset, scratch = self._journal_entry(task, place, slots, fills=True)
         self._memories.disk.read_into(self._on_disk[task.layer, task.batch], offset, scratch)
-        image[at] = self._slots_of(scratch, len(slots), 1)[..., 0, :]
-        return len(slots) * self._spec.kv_bytes_per_slot
+        image[at] = self._slots_of(scratch, slots.shape, 1)[..., 0, :]
+        return len(slots) * self._layout(task).row_bytes
 
     def _append_journaled(self, task: Task, place: int, slots: Tensor) -> int:
         image, at, offset, scratch = self._journal_entry(task, place, slots, fills=False)
-        self._slots_of(scratch, len(slots), 1)[..., 0, :] = image[at]
+        self._slots_of(scratch, slots.shape, 1)[..., 0, :] = image[at]
         self._memories.disk.write_from(self._on_disk[task.layer, task.batch], offset, scratch)
-        return len(slots) * self._spec.kv_bytes_per_slot
+        return len(slots) * self._layout(task).row_bytes
 
     def _journal_entry(self, task: Task, place: int, slots: Tensor, fills: bool) -> tuple[numpy.ndarray, Index, int, Tensor]:
         """The image and where in it the slots (rows, kv_heads) are; the entry's offset on disk, and a buffer for it. `fills`:
         the image is written."""
         image = numpy_of(self._image(self._host_ring[self._schedule.buffer(task.visit)], task), writes=fills)
-        at = (slice(None), numpy.arange(len(slots))[:, None], numpy.arange(self._spec.kv_heads), numpy_of(slots))
-        layout = self._layouts[task.batch].of_rows(len(slots))
+        at = (slice(None), numpy.arange(len(slots))[:, None], numpy.arange(slots.shape[1]), numpy_of(slots))
+        layout = self._layout(task).of_rows(len(slots))
         return image, at, layout.journal_start(place), self._memories.disk.scratch(layout.padded_slot_bytes)
 
     def _disk_slots(self, task: Task, unit: Unit, first: int, last: int, action: SlotAction) -> int:
         """Cuts a range of slots into chunks that the disk threads work on side by side."""
         home, region = self._on_disk[task.layer, task.batch], self._host_ring[self._schedule.buffer(task.visit)]
-        layout = self._layouts[task.batch].of_rows(unit.rows)
+        layout = self._layout(task).of_rows(unit.rows)
         image = numpy_of(self._image(region, task), writes=task.op.fetches)[:, : layout.rows]
         chunk = layout.slots_at_once
         cuts = [(home, layout, image, start, min(start + chunk, last)) for start in range(first, last, chunk)]
@@ -322,16 +317,16 @@ class KVStore:
     def _read_slots(self, home: DiskRegion, layout: KVLayout, image: numpy.ndarray, first: int, last: int) -> None:
         scratch = self._memories.disk.scratch((last - first) * layout.padded_slot_bytes)
         self._memories.disk.read_into(home, first * layout.padded_slot_bytes, scratch)
-        numpy.copyto(image[:, :, :, first:last], self._slots_of(scratch, layout.rows, last - first))
+        numpy.copyto(image[:, :, :, first:last], self._slots_of(scratch, layout.shape, last - first))
 
     def _write_slots(self, home: DiskRegion, layout: KVLayout, image: numpy.ndarray, first: int, last: int) -> None:
         scratch = self._memories.disk.scratch((last - first) * layout.padded_slot_bytes)
-        numpy.copyto(self._slots_of(scratch, layout.rows, last - first), image[:, :, :, first:last])
+        numpy.copyto(self._slots_of(scratch, layout.shape, last - first), image[:, :, :, first:last])
         self._memories.disk.write_from(home, first * layout.padded_slot_bytes, scratch)
 
-    def _slots_of(self, scratch: Tensor, rows: int, slots: int) -> numpy.ndarray:
-        """The bytes of disk slots seen as an image: (2, rows, kv_heads, slots, width)."""
-        shape = (slots, 2, rows, self._spec.kv_heads, self._coding.width)
+    def _slots_of(self, scratch: Tensor, of: Sequence[int], slots: int) -> numpy.ndarray:
+        """The bytes of disk slots seen as an image: (2, rows, kv_heads, slots, width); `of` begins with rows and KV heads."""
+        shape = (slots, 2, *of[:2], self._coding.width)
         raw = numpy_of(scratch.view(self._coding.kept_dtype)).reshape(slots, -1)[:, : prod(shape[1:])]
         image: numpy.ndarray = raw.reshape(shape).transpose(1, 2, 3, 0, 4)
         return image

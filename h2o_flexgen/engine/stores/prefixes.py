@@ -2,7 +2,7 @@
 needs it, and longer where there is room. A prefix that was let go is computed again if more rows of its group come.
 
 All of them lie in one region of exact size. What batches may hold at once fits in it; where gaps are in the way, those behind
-move up.
+move up. All heads keep the whole of a prefix, those of a level side by side.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from h2o_flexgen.core.layout import PrefixLayout
-from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.prefixes import SharedPrefix
-from h2o_flexgen.core.workload import Block
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.layer_cache import LayerCache, heads_by_layer
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.memory.memories import Memories
 from h2o_flexgen.memory.pack import DTYPES
-from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.sampling.output import StepLogprobs
 
 
@@ -43,16 +42,18 @@ class Prefix:
 
 
 class PrefixStore:
-    def __init__(self, spec: ModelSpec, plan: Plan, block: Block, memories: Memories) -> None:
+    def __init__(self, planned: BlockPlan, memories: Memories) -> None:
+        spec, device = planned.spec, memories.device
         self._spec = spec
-        self._policy = plan.policy
-        self._noted = plan.prefix_note_bytes
+        self._policies = [level.policy for level in planned.levels]
+        self._noted = planned.plan.prefix_note_bytes
         self._coding = Coding(spec.kv_codec, DTYPES[spec.dtype], spec.head_dim)
         self._memories = memories
         self._kept: dict[int, Prefix] = {}  # by group, in the order of their last use
-        self._room = block.prefix_room
+        self._room = planned.block.prefix_room
         self._token_bytes = PrefixLayout.of(spec, 1, self._noted).nbytes
         self._region = memories.compute.alloc(self._room * self._token_bytes) if self._room else None
+        self._heads = heads_by_layer(planned.levels, device.torch_device, device.upload) if self._room else []
 
     def close(self) -> None:
         self._kept.clear()
@@ -112,22 +113,35 @@ class PrefixStore:
 
     # -- what is kept ----------------------------------------------------------------------------------------------------
 
-    def caches(self, layer: int, groups: Collection[int]) -> Mapping[int, KVCache]:
+    def caches(self, layer: int, groups: Collection[int]) -> Mapping[int, LayerCache]:
         """The caches of these groups' prefixes in a layer: of many that are kept, a batch needs few."""
         if not groups:
             return {}
         place = self._spec.kv_layers.index(layer)
         return {group: self._cache(self._kept[group], place) for group in groups}
 
-    def _cache(self, kept: Prefix, place: int) -> KVCache:
-        assert self._region is not None
+    def _cache(self, kept: Prefix, place: int) -> LayerCache:
+        heads, caches, before = self._heads[place], [], 0
         layout, start = PrefixLayout.of(self._spec, kept.shared.tokens, self._noted), kept.start * self._token_bytes
-        values = self._part(start + place * layout.image_bytes, layout.image_bytes)
-        image = values.view(self._coding.kept_dtype).view(2, 1, layout.heads, layout.tokens, self._coding.width)
-        if not self._noted:
-            return KVCache(image, None, self._coding)
-        notes = self._part(start + layout.notes_at + place * layout.notes_bytes, layout.notes_bytes)
-        return KVCache(image, SlotScores.over(notes, self._policy, (1, layout.heads, layout.tokens)), self._coding)
+        image_at, notes_at = start + place * layout.image_bytes, start + layout.notes_at + place * layout.notes_bytes
+        for level, own in heads:
+            count = len(own) if len(heads) > 1 else layout.heads
+            share = slice(before, before + count)
+            image = self._share(image_at, layout.image_bytes, share)
+            noted = self._share(notes_at, layout.notes_bytes, share) if self._noted else None
+            caches.append(self._of_level(level, (1, count, layout.tokens), image, noted))
+            before += count
+        return LayerCache(heads, caches)
+
+    def _of_level(self, level: int, shape: tuple[int, int, int], image: Tensor, noted: Tensor | None) -> KVCache:
+        policy, values = self._policies[level], image.view(self._coding.kept_dtype)
+        scores = SlotScores.over(noted, policy, shape) if noted is not None and policy.score_bytes else None
+        return KVCache(values.view(2, *shape, self._coding.width), scores, self._coding)
+
+    def _share(self, start: int, nbytes: int, heads: slice) -> Tensor:
+        """What some of the heads have of a part that all of them share alike."""
+        each = nbytes // self._spec.kv_heads
+        return self._part(start + heads.start * each, (heads.stop - heads.start) * each)
 
     def _part(self, start: int, nbytes: int) -> Tensor:
         assert self._region is not None

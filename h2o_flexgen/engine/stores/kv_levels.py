@@ -1,0 +1,69 @@
+"""The KV of a block: a store for each level of KV heads, behind the interface of one.
+
+All levels of a (layer, batch) are on the same tier, each with slots, buffers and a journal of its own, and are moved one behind
+the other. Where all heads keep equally much there is one store, and it does what it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+
+from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.engine.stores.asked import HOST_MEMORY
+from h2o_flexgen.engine.stores.kv import KVStore
+from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.layer_cache import HeadsOfLayer, LayerCache, heads_by_layer
+from h2o_flexgen.memory.memories import Memories
+from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.schedule.task import Task, Visit
+
+
+class KVLevels:
+    def __init__(self, planned: BlockPlan, memories: Memories) -> None:
+        device, layers = memories.device, planned.spec.kv_layers
+        self._schedule = planned.schedule
+        self._heads = dict(zip(layers, heads_by_layer(planned.levels, device.torch_device, device.upload)))
+        self._heads_on_host = dict(zip(layers, heads_by_layer(planned.levels, HOST_MEMORY)))
+        with ExitStack() as held:  # if one cannot be made, those before it are closed
+            stores = [held.enter_context(closing(KVStore(planned, level, memories))) for level in range(len(planned.levels))]
+            self._held = held.pop_all()
+        self._stores: Sequence[KVStore] = stores
+        self._of_layer = {layer: [stores[level] for level, _ in heads] for layer, heads in self._heads.items()}
+
+    def prepare(self, planned: BlockPlan) -> None:
+        """Prepares the next block of texts that live on."""
+        self._schedule = planned.schedule
+        for store in self._stores:
+            store.prepare(planned)
+
+    def close(self) -> None:
+        self._held.close()
+
+    def is_attended_beside(self, visit: Visit) -> bool:
+        return self._schedule.traffic.attends_beside(visit)
+
+    # -- actions -------------------------------------------------------------------------------------------------------
+
+    def open(self, task: Task, rows: BatchRows) -> LayerCache:
+        """The cache for a COMPUTE."""
+        return self._opened(task, self._heads, lambda store: store.open(task, rows))
+
+    def open_beside(self, task: Task, rows: BatchRows) -> LayerCache:
+        """The cache on the host for an ATTEND."""
+        return self._opened(task, self._heads_on_host, lambda store: store.open_beside(task, rows))
+
+    def _opened(self, task: Task, heads: Mapping[int, HeadsOfLayer], opened: Callable[[KVStore], KVCache]) -> LayerCache:
+        return LayerCache(heads[task.layer], [opened(store) for store in self._of_layer[task.layer]])
+
+    def load(self, task: Task) -> int:
+        return sum(store.load(task) for store in self._of_layer[task.layer])
+
+    def store(self, task: Task) -> int:
+        return sum(store.store(task) for store in self._of_layer[task.layer])
+
+    def read(self, task: Task) -> int:
+        return sum(store.read(task) for store in self._of_layer[task.layer])
+
+    def write(self, task: Task) -> int:
+        return sum(store.write(task) for store in self._of_layer[task.layer])

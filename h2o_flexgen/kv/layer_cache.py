@@ -1,0 +1,127 @@
+"""LayerCache: the KV of one (layer, batch), behind one attention: a cache for each level of KV heads.
+
+Heads of a level keep equally much, so they are one image with slots of its own. Each level attends with its heads of queries,
+keys and values, and what comes of it is put where the heads stand in the layer. A layer whose heads are all at one level hands
+everything on as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.more_keys import More
+from h2o_flexgen.kv.cache import Asked, KVCache
+from h2o_flexgen.kv.step import KVStep, Upload
+from h2o_flexgen.models.base import Rotation
+from h2o_flexgen.policies.levels import Level
+
+Steps: TypeAlias = "Sequence[KVStep]"  # a step as each level of the plan has it
+HeadsOfLayer: TypeAlias = "tuple[tuple[int, Tensor], ...]"  # the levels that a layer has heads of, each with these
+
+
+def heads_by_layer(levels: Sequence[Level], device: torch.device, upload: Upload = Tensor.to) -> list[HeadsOfLayer]:
+    """For each layer with KV the levels that it has heads of, by number, and these heads as numbers on a device, which are
+    brought there once. Where there is one level, nobody looks for heads."""
+    layers = [*zip(*(level.heads for level in levels))]
+    several = len(levels) > 1
+    numbers = torch.tensor([*chain.from_iterable(chain.from_iterable(layers))] if several else [], dtype=torch.long)
+    there, found, end = upload(numbers, device) if several else numbers, [], 0
+    for layer in layers:
+        own = []
+        for level, heads in enumerate(layer):
+            start, end = end, end + len(heads)
+            if heads:
+                own.append((level, there[start:end]))
+        found.append(tuple(own))
+    return found
+
+
+class LayerCache:
+    def __init__(self, heads: HeadsOfLayer, caches: Sequence[KVCache]) -> None:
+        """`caches`: one for each level that the layer has heads of."""
+        self._heads = heads
+        self._caches = caches
+        self.prefixes: Mapping[int, LayerCache] = {}  # what rows share, each with one row that has all of it
+
+    def attend(self, now: Steps, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
+        """Attends as a KVCache does, level by level."""
+        if len(self._caches) == 1:
+            ((level, _),) = self._heads
+            return self._caches[0].attend(now[level], q, k, v, rotation)
+        kv_heads = k.shape[2]
+        out = q.new_empty(*q.shape[:2], kv_heads, q.shape[2] * q.shape[3] // kv_heads)
+        for level, heads, cache in self._levels():
+            own_q, own_k, own_v = (_picked(x, heads, kv_heads) for x in (q, k, v))
+            _put(out, heads, cache.attend(now[level], own_q, own_k, own_v, rotation))
+        return out.flatten(2)
+
+    def share(self, prefixes: Mapping[int, LayerCache]) -> None:
+        """Takes note of what rows share now."""
+        self.prefixes = prefixes
+        for place, cache in enumerate(self._caches):
+            cache.prefixes = {group: prefix._caches[place] for group, prefix in prefixes.items()}
+
+    def part(self, rows: slice) -> LayerCache:
+        """The cache of some of the rows."""
+        return LayerCache(self._heads, [cache.part(rows) for cache in self._caches])
+
+    def forget_replaced(self) -> None:
+        """Forgets which slots the last step changed one by one."""
+        for cache in self._caches:
+            cache.replaced = None
+
+    # -- attention elsewhere ---------------------------------------------------------------------------------------------
+
+    def asked(self, now: Steps, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Asked:
+        """What a decode step asks of a cache that lies elsewhere, of all heads in their order."""
+        if len(self._caches) == 1:
+            ((level, _),) = self._heads
+            return self._caches[0].asked(now[level], q, k, v, rotation)
+        kv_heads = k.shape[2]
+        all_q, all_k, more = torch.empty_like(q), torch.empty_like(k), None
+        for level, heads, cache in self._levels():
+            own = cache.asked(now[level], *(_picked(x, heads, kv_heads) for x in (q, k, v)), rotation)
+            _put(_by_head(all_q, kv_heads), heads, own.q)
+            _put(_by_head(all_k, kv_heads), heads, own.k)
+            if own.more is not None:
+                more = more or More(own.more.scores.new_empty(q.shape[:3]), own.more.values.new_empty(q.shape))
+                for whole, part in zip(more, own.more, strict=True):
+                    _put(_by_head(whole, kv_heads), heads, part)
+        return Asked(all_q, all_k, v, more)
+
+    def answer(self, now: Steps, asked: Asked, rotation: Rotation | None) -> Tensor:
+        """The same step where the slots are. (rows, 1, heads * head_dim)"""
+        if len(self._caches) == 1:
+            ((level, _),) = self._heads
+            return self._caches[0].answer(now[level], asked, rotation)
+        (q, k, v, more), kv_heads = asked, asked.k.shape[2]
+        out = q.new_empty(*q.shape[:2], kv_heads, q.shape[2] * q.shape[3] // kv_heads)
+        for level, heads, cache in self._levels():
+            own_more = more and More(*(_picked(x, heads, kv_heads) for x in more))
+            own = Asked(*(_picked(x, heads, kv_heads) for x in (q, k, v)), own_more)
+            _put(out, heads, cache.answer(now[level], own, rotation))
+        return out.flatten(2)
+
+    def _levels(self) -> Iterator[tuple[int, Tensor, KVCache]]:
+        for (level, heads), cache in zip(self._heads, self._caches, strict=True):
+            yield level, heads, cache
+
+
+def _by_head(x: Tensor, kv_heads: int) -> Tensor:
+    """(rows, tokens, heads, ...) as (rows, tokens, kv_heads, group, ...)"""
+    return x.unflatten(2, (kv_heads, -1))
+
+
+def _picked(x: Tensor, heads: Tensor, kv_heads: int) -> Tensor:
+    """The groups of some KV heads of (rows, tokens, heads, ...)."""
+    return _by_head(x, kv_heads).index_select(2, heads).flatten(2, 3)
+
+
+def _put(out: Tensor, heads: Tensor, made: Tensor) -> None:
+    """Puts what was made of some KV heads where they stand in `out` (rows, tokens, kv_heads, ...)."""
+    out.index_copy_(2, heads, made.view(*out.shape[:2], len(heads), *out.shape[3:]))
