@@ -26,16 +26,17 @@ static ALWAYS_INLINE void load_group(const char *x, long count, int kind, floats
 static ALWAYS_INLINE float largest_magnitude(const floats *values) /* NaN, if there is one: as integers they are the largest */
 {
     integers most = {0};
-    int32_t lanes[LANES], all_most = 0;
 #pragma GCC unroll 16
     for (int at = 0; at < REGISTERS; at++) {
         const integers next = (integers)values[at] & 0x7fffffff, mask = next > most;
         most = (next & mask) | (most & ~mask);
     }
-    memcpy(lanes, &most, sizeof lanes);
-    for (int lane = 0; lane < LANES; lane++)
-        all_most = lanes[lane] > all_most ? lanes[lane] : all_most;
-    return float_of_bits((uint32_t)all_most);
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2) {
+        const integers next = __builtin_shuffle(most, (integers)LANE_NUMBERS ^ half), mask = next > most;
+        most = (next & mask) | (most & ~mask);
+    }
+    return float_of_bits((uint32_t)most[0]);
 }
 
 static ALWAYS_INLINE void store_bytes(const integers *values, int8_t *out) /* GCC narrows 256 bits value by value */
@@ -63,20 +64,19 @@ static ALWAYS_INLINE int32_t encode(const floats *values, float inverse, int8_t 
 {
     const floats shift = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers, ties to even */
     integers whole[REGISTERS], sums = {0};
-    int32_t lanes[LANES], sum = 0;
 #pragma GCC unroll 16
     for (int at = 0; at < REGISTERS; at++) {
         whole[at] = (integers)(rounded(values[at] * inverse) + shift) - (integers)shift;
         sums += whole[at];
     }
     store_bytes(whole, codes);
-    memcpy(lanes, &sums, sizeof lanes);
-    for (int lane = 0; lane < LANES; lane++)
-        sum += lanes[lane];
-    return sum;
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2)
+        sums += __builtin_shuffle(sums, (integers)LANE_NUMBERS ^ half);
+    return sums[0];
 }
 
-static ALWAYS_INLINE void sum_parts(const int8_t *codes, int32_t *wholes, long part)
+static ALWAYS_INLINE void sum_equal_parts(const int8_t *codes, int32_t *wholes, long part)
 {
     for (long at = 0; at < GROUP; at += part) {
         int32_t sum = 0;
@@ -84,6 +84,17 @@ static ALWAYS_INLINE void sum_parts(const int8_t *codes, int32_t *wholes, long p
             sum += codes[next];
         wholes[at / part] = sum;
     }
+}
+
+/* There are no other parts. Loops whose length is known become a few instructions. */
+static ALWAYS_INLINE void sum_parts(const int8_t *codes, int32_t *wholes, long part)
+{
+    if (part == 16)
+        sum_equal_parts(codes, wholes, 16);
+    else if (part == 32)
+        sum_equal_parts(codes, wholes, 32);
+    else
+        sum_equal_parts(codes, wholes, GROUP);
 }
 
 static ALWAYS_INLINE void encode_row(const rows_of_x *p, long row, int kind)
