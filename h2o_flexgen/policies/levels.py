@@ -33,11 +33,6 @@ class Level:
         """The same of some layers, by their places among those with KV."""
         return replace(self, heads=tuple(self.heads[place] for place in places))
 
-    @property
-    def share(self) -> float:
-        """The share of a text that these heads keep, where their budget is one."""
-        return 1.0 if self.policy.keeps_all else self.policy.options.kv_budget or DEFAULT_KEPT
-
 
 def levels_of(policy: KVPolicy, budgets: HeadBudgets | None, spec: ModelSpec) -> tuple[Level, ...]:
     """The levels of a model, that which keeps most first."""
