@@ -78,7 +78,12 @@ CHOICES = {
     "num_gpu_batches": (1, 2, 3),
     "slots": (1, 2, 3),
     "schedule": ("zigzag", "flexgen_barrier"),
-    "policy": tuple((("prefix_policy", name), *policy) for policy in POLICIES for name in (PINNED, JUDGED)),
+    "policy": tuple(
+        (("prefix_policy", name), *policy)
+        for policy in POLICIES
+        for name in (PINNED, JUDGED)
+        if name == PINNED or ("kv_policy", "kvzip") not in policy
+    ),
     "prefill_tokens": (1024, 12),
     ("weight_codec", "compute"): (WEIGHTS[0], WEIGHTS[1]),
     "kv_codec": (PLAIN, "group4"),
@@ -108,7 +113,7 @@ def hold_contract(case: SharedCase, checkpoints: Checkpoints, offload: Path) -> 
         if shared is None or (case.kv_codec == PLAIN and (case.plan.copies_prefixes or case.plan.policy.keeps_all)):
             alone = checkpoints.resident_logits(AsPrompted.of(case, place), (0,))  # as if nobody shared anything
         else:
-            how = (case.plan.policy, case.plan.copies_prefixes, case.kv_codec)
+            how = (case.levels(model.spec), case.plan.copies_prefixes, case.kv_codec)
             alone = resident_behind(model, weights, case.prompts[place], shared.tokens, GROWTH[place], *how)
         assert list(completion.token_ids) == [int(step[0].argmax()) for step in alone], f"row {place}: {case}"
 

@@ -28,7 +28,7 @@ class Arithmetic:
     def of(cls, planned: WorkloadPlan, processor: Processor | None) -> Arithmetic:
         """The arithmetic of the largest block."""
         batch = planned.blocks.first.block.batches[0]
-        most = max(one.size * one.prompt_len for one in batch.parts(planned.plan.prefill_tokens))
+        most = max(one.readings * one.size * one.prompt_len for one in batch.parts(planned.plan.prefill_tokens))
         return cls(planned.plan, planned.spec.dtype, processor, batch.size, most, planned.spec.forms)
 
     # -- what products are made in ---------------------------------------------------------------------------------------

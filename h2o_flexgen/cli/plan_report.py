@@ -13,6 +13,7 @@ from h2o_flexgen.cli.arithmetic import Arithmetic
 from h2o_flexgen.cli.page import page_width, table
 from h2o_flexgen.cli.requests import ModelRequest
 from h2o_flexgen.cli.stored import StoredWeights
+from h2o_flexgen.core.layout import hidden_bytes
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.units import format_bytes
 from h2o_flexgen.engine.budgets import Packing
@@ -212,8 +213,7 @@ def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:
             for (_, batch), tier in placement.kv.items()
         ),
         "activations": _per_tier(
-            (tier, batch.size * batch.prompt_len * spec.widest * spec.itemsize)
-            for tier, batch in zip(placement.hidden, planned.block.batches)
+            (tier, hidden_bytes(spec, batch)) for tier, batch in zip(placement.hidden, planned.block.batches)
         ),
     }
 

@@ -78,7 +78,7 @@ def part_starts(spec: ModelSpec, head: LayerSpec) -> range:
 def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
     """Bytes of the hidden states of a batch between two layers, at their widest."""
     shared = 0 if batch.seats is None else batch.seats.prefixes.of_batch  # prefixes are computed beside their first rows
-    return (batch.size * batch.prompt_len + shared) * spec.widest * spec.itemsize
+    return (batch.readings * batch.size * batch.prompt_len + shared) * spec.widest * spec.itemsize
 
 
 def asked_arena(spec: ModelSpec, rows: int, shares: bool) -> Arena:

@@ -21,6 +21,7 @@ from h2o_flexgen.core.seats import Need, Seats, seats_of
 MOST_PROMPTS = 1_000_000  # prompts in a workload: many functions loop over them
 MOST_BATCHES = 10_000  # batches in a block
 MOST_TOKENS = 10_000_000  # tokens in a text, prompt or generation: the longest contexts of any model
+ECHO_TOKENS = 2048  # of the echo of a prompt that are computed as one part, at most: those see each other
 
 
 def check_num_prompts(num: int) -> None:
@@ -38,6 +39,7 @@ class Batch:
     seen: tuple[int, ...] = ()  # tokens already in each row's KV; empty for new texts
     context: int | None = None  # for a text whose KV outlives the block: the most tokens it may grow to
     seats: Seats | None = None  # where rows come and go: then `rows` and `lengths` are the most that may be there
+    echoes_within: int | None = None  # the positions of the model, where prompts are repeated behind themselves
 
     @property
     def size(self) -> int:
@@ -57,12 +59,22 @@ class Batch:
     def lives_on(self) -> bool:
         return self.context is not None
 
+    @property
+    def echoes(self) -> bool:
+        return self.echoes_within is not None
+
+    @property
+    def readings(self) -> int:
+        """How often every token of a prompt is computed."""
+        return 2 if self.echoes else 1
+
     def parts(self, tokens: int) -> tuple[Batch, ...]:
-        """Neighbouring rows whose prompts are computed at once: at most `tokens` with their padding, but one row at least."""
+        """Neighbouring rows whose prompts are computed at once: at most `tokens` with their padding and their echo, but one row
+        at least."""
         starts, longest = [0], 0
         for place, length in enumerate(self.lengths):
             longest = max(longest, length)
-            if place > starts[-1] and (place + 1 - starts[-1]) * longest > tokens:
+            if place > starts[-1] and self.readings * (place + 1 - starts[-1]) * longest > tokens:
                 starts.append(place)
                 longest = length
         return tuple(self.only(range(start, end)) for start, end in pairwise([*starts, self.size]))
@@ -88,7 +100,7 @@ class Batch:
     def only(self, places: Sequence[int]) -> Batch:
         """Only the rows at these places, in this order."""
         rows, lengths, seen = (tuple(each[place] for place in places) for each in (self.rows, self.lengths, self.before))
-        return Batch(rows, lengths, seen if self.seen else (), self.context, self.seats)
+        return replace(self, rows=rows, lengths=lengths, seen=seen if self.seen else ())
 
     @property
     def prompt_len(self) -> int:
@@ -121,6 +133,10 @@ class Block:
     @property
     def rows(self) -> list[int]:
         return [row for batch in self.batches for row in batch.rows]
+
+    def echoed(self, positions: int) -> Block:
+        """The same block where prompts are repeated behind themselves."""
+        return replace(self, batches=tuple(replace(batch, echoes_within=positions) for batch in self.batches))
 
     def with_rows(self, rows: Sequence[int]) -> Block:
         """A block of the same shape with other rows."""

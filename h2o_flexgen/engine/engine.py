@@ -361,9 +361,7 @@ class Engine:
             own.device.give_back_freed()
         give_back_freed()
 
-    def _rows_of(
-        self, place: int, planned: BlockPlan, rows: Sequence[RowState] | Waiting, prefixes: PrefixStore
-    ) -> BatchRows:
+    def _rows_of(self, place: int, planned: BlockPlan, rows: Sequence[RowState] | Waiting, prefixes: PrefixStore) -> BatchRows:
         block, device = planned.block, self._memories.of_devices[-1].device  # which picks the tokens
         batch, policies = block.batches[place], [level.policy for level in planned.levels]
         there = self._plan, policies, block.gen_len, device.torch_device, device.upload, device.read_back

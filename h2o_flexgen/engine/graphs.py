@@ -35,9 +35,7 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, rows: BatchRows) -> Kind:
         slots = [now.slots for now in rows.parts[0].levels]
-        return cls(
-            rows.generation, rows.size, tuple(own.evicts for own in slots), tuple(own.stores_singly for own in slots)
-        )
+        return cls(rows.generation, rows.size, tuple(own.evicts for own in slots), tuple(own.stores_singly for own in slots))
 
 
 @dataclass

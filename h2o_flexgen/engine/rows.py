@@ -160,19 +160,25 @@ class BatchRows:
         parts, start = [], 0
         for batch in self._batch.parts(tokens):
             rows = slice(start, start + batch.size)
-            parts.append(Part(rows, self._levels(batch, 0), self._uploaded(padded(self._rows[rows], batch.lengths))))
+            tokens_of_part = padded(self._rows[rows], batch.lengths, batch.readings)
+            parts.append(Part(rows, self._levels(batch, 0), self._uploaded(tokens_of_part)))
             start += batch.size
         return tuple(parts)
 
     def _levels(self, batch: Batch, step: int) -> tuple[KVStep, ...]:
-        return self._steps_of([policy.occupancy(batch, self._gen_len).at(step) for policy in self._policies])
+        slots = [policy.occupancy(batch, self._gen_len).at(step) for policy in self._policies]
+        return self._steps_of(slots, echoes_within=batch.echoes_within if slots[0].is_prefill else None)
 
     def _steps_of(
-        self, slots: Iterable[StepSlots], prefixes: Sequence[SharedPrefix | None] = (), capacity: int | None = None
+        self,
+        slots: Iterable[StepSlots],
+        prefixes: Sequence[SharedPrefix | None] = (),
+        capacity: int | None = None,
+        echoes_within: int | None = None,
     ) -> tuple[KVStep, ...]:
         """The step of each level, with these slots; `capacity`: if not that of the seats."""
-        each = zip(slots, self._capacities, strict=True)
-        return tuple(KVStep.of(own, capacity or usual, self._device, prefixes, self._upload) for own, usual in each)
+        given, each = (self._device, prefixes, self._upload, echoes_within), zip(slots, self._capacities, strict=True)
+        return tuple(KVStep.of(own, capacity or usual, *given) for own, usual in each)
 
     def _uploaded(self, values: Tensor) -> Tensor:
         return self._upload(values, self._device)
@@ -249,12 +255,13 @@ class BatchRows:
         self._batch = self._batch.only(places)
 
 
-def padded(rows: Sequence[RowState], lengths: Sequence[int]) -> Tensor:
-    """The last tokens of prompts (rows, tokens), padded on the right with 0. Pads are computed, but nothing attends to them."""
+def padded(rows: Sequence[RowState], lengths: Sequence[int], readings: int = 1) -> Tensor:
+    """The last tokens of prompts (rows, tokens), padded on the right with 0, and all of them again where they are echoed. Pads
+    are computed, but nothing attends to them."""
     tokens = torch.zeros(len(rows), max(lengths), dtype=torch.long)
     for place, (row, length) in enumerate(zip(rows, lengths)):
         tokens[place, :length] = torch.tensor(row.prompt_ids[-length:])  # earlier ones are in the cache
-    return tokens
+    return tokens.repeat(1, readings)
 
 
 def _last(part: Part, hidden: Tensor) -> Tensor:

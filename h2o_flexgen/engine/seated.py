@@ -83,15 +83,16 @@ class SeatedRows(BatchRows):
     def _together(self, first: int) -> Iterator[slice]:
         """Newcomers whose prompts are read at once."""
         lengths = [self._waiting.need(row).read for row in self._rows[first:]]
-        for part in read_together(lengths, self._prefill_tokens):
+        for part in read_together(lengths, self._prefill_tokens, self._batch.echoes):
             yield slice(first + part.start, first + part.stop)
 
     def _reading(self, rows: slice) -> Part:
         newcomers = self._rows[rows]
         needs = [self._waiting.need(row) for row in newcomers]
         steps = [[_first(slots, need) for slots in self._slots[row.row]] for row, need in zip(newcomers, needs)]
-        levels = self._steps_of(map(StepSlots.of_rows, zip(*steps)), [need.prefix for need in needs])
-        return Part(rows, levels, self._uploaded(padded(newcomers, [need.read for need in needs])))
+        slots, prefixes = map(StepSlots.of_rows, zip(*steps)), [need.prefix for need in needs]
+        levels = self._steps_of(slots, prefixes, echoes_within=self._batch.echoes_within)
+        return Part(rows, levels, self._uploaded(padded(newcomers, [need.read for need in needs], self._batch.readings)))
 
     def note_prefixes(self, hidden: Tensor) -> None:
         for part, states in self.split(hidden):

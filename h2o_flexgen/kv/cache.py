@@ -19,6 +19,7 @@ from h2o_flexgen.kernels.more_keys import More
 from h2o_flexgen.kernels.newest import Notes
 from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
 from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.echo import attend_with_echo
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Rotation
@@ -93,14 +94,15 @@ class KVCache:
     def _prefill(
         self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None
     ) -> Tensor:
-        """Each query attends to all that is held, oldest first, and to new tokens up to itself; then the budget is enforced."""
-        unrotated = k
+        """Each query attends to all that is held, oldest first, and to new tokens up to itself; then the budget is enforced.
+        Behind new tokens may stand their echo, which is not kept."""
+        unrotated, new = k, slice(now.positions.shape[1])
         if rotation is not None:
             turn = now.turn(rotation, q.dtype, self._rolls)
             q, k = rotate(q, turn), rotate(k, turn)
         more = self._attended_elsewhere(now, q)
         q, k, v, unrotated = (x.transpose(1, 2) for x in (q, k, v, unrotated))  # (rows, heads, tokens, head_dim)
-        kept_k, kept_v = self._coding.encode(unrotated if self._rolls else k), self._coding.encode(v)
+        kept_k, kept_v = (self._coding.encode(x[:, :, new]) for x in (unrotated if self._rolls else k, v))
         if now.held:
             held_k, held_v = self._copied(now) if now.slots.copies else self._held(now, scores)
             kept_k, kept_v = torch.cat((held_k, kept_k), 2), torch.cat((held_v, kept_v), 2)
@@ -108,8 +110,11 @@ class KVCache:
             if self._rolls and rotation is not None:
                 old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotation)
             k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
-        weights, gathers = (None, SUM) if scores is None else (scores.weights(now), scores.policy.gathers)
-        out, got = prompt_attention(q, k, v, now.counts, weights, more, gathers)
+        if now.echo:
+            out, got = attend_with_echo(now, q, k, v, more)
+        else:
+            weights, gathers = (None, SUM) if scores is None else (scores.weights(now), scores.policy.gathers)
+            out, got = prompt_attention(q, k, v, now.counts, weights, more, gathers)
         self._store(now, self._chosen(now, scores, got), kept_k, kept_v)
         return out
 

@@ -51,13 +51,10 @@ class LayerCache:
     def attend(self, now: Steps, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Attends as a KVCache does, level by level."""
         if len(self._caches) == 1:
-            ((level, _),) = self._heads
-            return self._caches[0].attend(now[level], q, k, v, rotation)
-        kv_heads = k.shape[2]
-        out = q.new_empty(*q.shape[:2], kv_heads, q.shape[2] * q.shape[3] // kv_heads)
+            return self._caches[0].attend(now[self._heads[0][0]], q, k, v, rotation)
+        out = _outcome(q, k.shape[2])
         for level, heads, cache in self._levels():
-            own_q, own_k, own_v = (_picked(x, heads, kv_heads) for x in (q, k, v))
-            _put(out, heads, cache.attend(now[level], own_q, own_k, own_v, rotation))
+            _put(out, heads, cache.attend(now[level], *_picked(heads, q, k, v), rotation))
         return out.flatten(2)
 
     def share(self, prefixes: Mapping[int, LayerCache]) -> None:
@@ -80,12 +77,10 @@ class LayerCache:
     def asked(self, now: Steps, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Asked:
         """What a decode step asks of a cache that lies elsewhere, of all heads in their order."""
         if len(self._caches) == 1:
-            ((level, _),) = self._heads
-            return self._caches[0].asked(now[level], q, k, v, rotation)
-        kv_heads = k.shape[2]
-        all_q, all_k, more = torch.empty_like(q), torch.empty_like(k), None
+            return self._caches[0].asked(now[self._heads[0][0]], q, k, v, rotation)
+        kv_heads, all_q, all_k, more = k.shape[2], torch.empty_like(q), torch.empty_like(k), None
         for level, heads, cache in self._levels():
-            own = cache.asked(now[level], *(_picked(x, heads, kv_heads) for x in (q, k, v)), rotation)
+            own = cache.asked(now[level], *_picked(heads, q, k, v), rotation)
             _put(_by_head(all_q, kv_heads), heads, own.q)
             _put(_by_head(all_k, kv_heads), heads, own.k)
             if own.more is not None:
@@ -97,14 +92,12 @@ class LayerCache:
     def answer(self, now: Steps, asked: Asked, rotation: Rotation | None) -> Tensor:
         """The same step where the slots are. (rows, 1, heads * head_dim)"""
         if len(self._caches) == 1:
-            ((level, _),) = self._heads
-            return self._caches[0].answer(now[level], asked, rotation)
+            return self._caches[0].answer(now[self._heads[0][0]], asked, rotation)
         (q, k, v, more), kv_heads = asked, asked.k.shape[2]
-        out = q.new_empty(*q.shape[:2], kv_heads, q.shape[2] * q.shape[3] // kv_heads)
+        out = _outcome(q, kv_heads)
         for level, heads, cache in self._levels():
-            own_more = more and More(*(_picked(x, heads, kv_heads) for x in more))
-            own = Asked(*(_picked(x, heads, kv_heads) for x in (q, k, v)), own_more)
-            _put(out, heads, cache.answer(now[level], own, rotation))
+            own = None if more is None else More(_pick(more.scores, heads, kv_heads), _pick(more.values, heads, kv_heads))
+            _put(out, heads, cache.answer(now[level], Asked(*_picked(heads, q, k, v), own), rotation))
         return out.flatten(2)
 
     def _levels(self) -> Iterator[tuple[int, Tensor, KVCache]]:
@@ -114,12 +107,25 @@ class LayerCache:
 
 def _by_head(x: Tensor, kv_heads: int) -> Tensor:
     """(rows, tokens, heads, ...) as (rows, tokens, kv_heads, group, ...)"""
-    return x.unflatten(2, (kv_heads, -1))
+    groups: Tensor = x.unflatten(2, (kv_heads, -1))  # type: ignore[no-untyped-call]
+    return groups
 
 
-def _picked(x: Tensor, heads: Tensor, kv_heads: int) -> Tensor:
+def _pick(x: Tensor, heads: Tensor, kv_heads: int) -> Tensor:
     """The groups of some KV heads of (rows, tokens, heads, ...)."""
-    return _by_head(x, kv_heads).index_select(2, heads).flatten(2, 3)
+    picked: Tensor = _by_head(x, kv_heads).index_select(2, heads)
+    return picked.flatten(2, 3)
+
+
+def _picked(heads: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The queries of some KV heads, and their keys and values."""
+    kv_heads = k.shape[2]
+    return _pick(q, heads, kv_heads), _pick(k, heads, kv_heads), _pick(v, heads, kv_heads)
+
+
+def _outcome(q: Tensor, kv_heads: int) -> Tensor:
+    """Room for what is attended with queries (rows, tokens, heads, head_dim): (rows, tokens, kv_heads, width)"""
+    return q.new_empty(*q.shape[:2], kv_heads, q.shape[2] * q.shape[3] // kv_heads)
 
 
 def _put(out: Tensor, heads: Tensor, made: Tensor) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.core.workload import ECHO_TOKENS
 from h2o_flexgen.kernels.newest import Leaving, Newest
 from h2o_flexgen.kernels.rotate import Turn
 from h2o_flexgen.models.base import Rotation
@@ -34,6 +35,16 @@ class _Rows(NamedTuple):
     window: Tensor
     queries: Tensor
     begins: Tensor
+    echo: Tensor
+
+
+class EchoPart(NamedTuple):
+    """Tokens of an echo that see each other, and what stands before them all."""
+
+    rows: Tensor | None  # the rows that have such parts; None: all
+    places: slice  # its tokens among those of the echo
+    before: Tensor  # tokens that each of these rows holds, the new ones included
+    weights: Tensor  # (rows, tokens), fp32: 1, but 0 for pads
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,7 @@ class KVStep:
     capacity: int  # slots allocated per row
     prefixes: tuple[SharedPrefix | None, ...] = ()  # what each row shares with others, unless nobody shares anything
     upload: Upload = Tensor.to
+    echoes_within: int | None = None  # the positions of the model, where new tokens have an echo behind them
 
     @classmethod
     def of(
@@ -52,10 +64,12 @@ class KVStep:
         device: torch.device,
         prefixes: Sequence[SharedPrefix | None] = (),
         upload: Upload = Tensor.to,
+        echoes_within: int | None = None,
     ) -> KVStep:
         """`upload` brings numbers to the device; the usual way is a copy that the caller waits for."""
         shared = tuple(prefixes) if any(prefixes) else ()
-        return cls(slots, upload(_table(slots, shared), device), capacity, shared, upload)
+        echo = _echo(slots, shared, echoes_within)
+        return cls(slots, upload(_table(slots, shared, echo), device), capacity, shared, upload, echoes_within)
 
     def follow(self, other: KVStep) -> None:
         """Takes the numbers of another step of the same rows, in the memory of its own: graphs look there."""
@@ -82,7 +96,9 @@ class KVStep:
 
     def on(self, device: torch.device, upload: Upload = Tensor.to) -> KVStep:
         """The same for caches on this device."""
-        return self if device == self.counts.device else KVStep.of(self.slots, self.capacity, device, self.prefixes, upload)
+        if device == self.counts.device:
+            return self
+        return KVStep.of(self.slots, self.capacity, device, self.prefixes, upload, self.echoes_within)
 
     @property
     def rows(self) -> int:
@@ -120,8 +136,13 @@ class KVStep:
 
     @cached_property
     def text_positions(self) -> Tensor:
-        """The new tokens' positions in their texts. (rows, tokens)"""
-        return self.positions + self.before
+        """The positions in their texts of all tokens that are computed: the new ones, and behind them their echo, each part of
+        which stands directly behind the text. (rows, tokens)"""
+        if self.echoes_within is None:
+            return self.positions + self.before
+        seen, new, part = (line.unsqueeze(1) for line in (self._lines.seen, self._lines.new, self._lines.echo))
+        echo = seen + new + torch.arange(self.positions.shape[1], device=part.device) % part
+        return torch.cat((self.positions, echo), dim=1) + self.before
 
     def turn(self, rotation: Rotation, dtype: torch.dtype, rolls: bool = False) -> Turn:
         """How far the new tokens are turned: to their positions in their texts or, if positions roll, to their order among the
@@ -170,6 +191,27 @@ class KVStep:
             .masked_fill_(self.behind_newest, -torch.inf)
             .unsqueeze(1)
         )
+
+    @cached_property
+    def echo(self) -> tuple[EchoPart, ...]:
+        """The parts in which the echo is attended; none if there is no echo. A row's do not depend on the other rows."""
+        if self.echoes_within is None:
+            return ()
+        tokens, each = self.positions.shape[1], _echo(self.slots, self.prefixes, self.echoes_within)
+        parts = [part if part < new else tokens for part, new in zip(each, self.slots.new)]
+        return tuple(
+            self._echo_part([row for row, own in enumerate(parts) if own == part], slice(start, min(start + part, tokens)))
+            for part in sorted(set(parts))
+            for start in range(0, tokens, part)
+        )
+
+    def _echo_part(self, rows: Sequence[int], places: slice) -> EchoPart:
+        new, counts, device = self._lines.new, self.counts, self.table.device
+        own = None if len(rows) == self.rows else self.upload(torch.tensor(rows), device)
+        if own is not None:
+            new, counts = new[own], counts[own]
+        counted = torch.arange(places.start, places.stop, device=device) < new[:, None]
+        return EchoPart(own, places, counts + new, counted.float())
 
     # -- row by row, as (rows, 1, 1) -------------------------------------------------------------------------------------
 
@@ -233,12 +275,44 @@ class KVStep:
         is_missing = torch.nn.functional.pad(~self.is_held, (0, self.positions.shape[1]))
         return is_missing.byte().argsort(dim=-1, stable=True)
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether places of held tokens that some rows do not have stand before those of the new tokens."""
+        return min(self.slots.counts) < self.held
+
+    @cached_property
+    def places_in_turn(self) -> Tensor:
+        """The place of each token that a row has, one behind the other; arbitrary behind the last. (rows, 1, held + tokens)"""
+        turns, counts = self._all_places, self.counts[:, None, None]
+        return torch.where(turns < counts, turns, turns - counts + self.held).clamp(max=len(turns) - 1)
+
+    @cached_property
+    def turn_of_place(self) -> Tensor:
+        """Where the token of each place stands among those that its row has; arbitrary for places without one. (rows, 1, held +
+        tokens)"""
+        places = self._all_places
+        return torch.where(places < self.held, places, places - self.held + self.counts[:, None, None])
+
+    @property
+    def _all_places(self) -> Tensor:
+        return torch.arange(self.held + self.positions.shape[1], device=self.counts.device)
+
 
 def _column(values: Tensor) -> Tensor:
     return values[:, None, None]
 
 
-def _table(slots: StepSlots, prefixes: Sequence[SharedPrefix | None]) -> Tensor:
+def _echo(slots: StepSlots, prefixes: Sequence[SharedPrefix | None], positions: int | None) -> Sequence[int]:
+    """The tokens of each row's echo that are computed as one part: so many that text and part fit the model's positions."""
+    if positions is None:
+        return [1] * len(slots.new)
+    apart = [0 if prefix is None else prefix.tokens for prefix in prefixes] or [0] * len(slots.new)
+    texts = [before + seen + new for before, seen, new in zip(apart, slots.seen, slots.new)]
+    assert max(texts) < positions, f"{max(texts)} of {positions} positions leave none for an echo"
+    return [min(ECHO_TOKENS, positions - text) for text in texts]
+
+
+def _table(slots: StepSlots, prefixes: Sequence[SharedPrefix | None], echo: Sequence[int]) -> Tensor:
     budgets, begins = slots.budgets, slots.begins
     apart = () if slots.copies else prefixes
     lines: tuple[Sequence[int], ...] = (
@@ -257,5 +331,6 @@ def _table(slots: StepSlots, prefixes: Sequence[SharedPrefix | None]) -> Tensor:
             for new, budget, begin in zip(slots.new, budgets, begins)
         ],
         begins,
+        echo,
     )
     return torch.tensor(lines)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
-from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.core.workload import ECHO_TOKENS, Batch
 from h2o_flexgen.policies.occupancy import Occupancy
 
 
@@ -19,10 +19,24 @@ class Prompts(NamedTuple):
     rows: int
     length: int  # of the longest, to which the others are padded
     held: int = 0
+    echoes: bool = False  # they are repeated behind themselves
+
+    @property
+    def length_computed(self) -> int:
+        return 2 * self.length if self.echoes else self.length
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.length
+        return self.rows * self.length_computed
+
+    @property
+    def attended(self) -> float:
+        """Keys that a token attends on average."""
+        own = self.held + (self.length + 1) / 2
+        if not self.echoes:
+            return own
+        of_echo = self.held + self.length + (min(self.length, ECHO_TOKENS) + 1) / 2
+        return (own + of_echo) / 2
 
 
 class Shared(NamedTuple):
@@ -133,7 +147,7 @@ class StepOfBatch:
             return {}
         held, counts = self.occupancy.held(0), Counter[Prompts]()
         for part, count in self._batch.kinds_of_parts(self.prefill_tokens).items():
-            counts[Prompts(part.size, part.prompt_len, held)] += count
+            counts[Prompts(part.size, part.prompt_len, held, part.echoes)] += count
         return counts
 
     @property

@@ -38,6 +38,8 @@ class BlockPlan:
     def of(cls, spec: ModelSpec, plan: Plan, block: Block, site: Site, weights: Mapping[str, str] | None = None) -> BlockPlan:
         _refuse_batches_that_wait(plan, block)
         _refuse_rows_of_a_pipeline(plan, block)
+        if plan.policy.echoes:
+            block = block.echoed(spec.max_positions)
         placement = place(spec, plan, block, weights)
         kind = SCHEDULES[plan.schedule] if plan.pipeline == 1 else Pipeline
         schedule = kind(traffic(spec, plan, block, placement, site))

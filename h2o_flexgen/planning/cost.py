@@ -172,7 +172,7 @@ class Cost:
         one = self.batch_pass(task.step, task.batch)
         newest = self.spec.flops(task.layer, one.rows, 1, one.slots / one.rows + 1) if one.rows else 0.0
         return newest + sum(
-            count * self.spec.flops(task.layer, part.rows, part.length, part.held + (part.length + 1) / 2)
+            count * self.spec.flops(task.layer, part.rows, part.length_computed, part.attended)
             for part, count in one.prompts.items()
         )
 

@@ -99,6 +99,11 @@ class Plan:
         _ = self.policy  # refuses options that the policy does not take
         self._refuse_heads_without_share()
         self._refuse_what_a_pipeline_cannot()
+        if self.policy.echoes and self.copies_prefixes and self.shares_prefixes:
+            raise ValueError(
+                f"kv_policy {self.kv_policy!r} judges a prompt by its own echo, so prefix_policy {JUDGED!r} cannot judge what "
+                f"others read before; take {PINNED!r}, or shared_prefixes=False"
+            )
 
     def _refuse_heads_without_share(self) -> None:
         if self.head_budgets is None:

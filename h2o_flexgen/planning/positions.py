@@ -5,6 +5,7 @@ from __future__ import annotations
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.policy import KVPolicy
 
 
 def check_rolling(spec: ModelSpec, plan: Plan) -> None:
@@ -12,8 +13,18 @@ def check_rolling(spec: ModelSpec, plan: Plan) -> None:
         raise ValueError(f"positions 'rolling' needs rotary positions, but {spec.name} has learned ones; leave it out")
 
 
+def longest_text(spec: ModelSpec, policy: KVPolicy) -> int:
+    """The most tokens of a text that is read. Behind one that is echoed there must be a position for the echo."""
+    return spec.max_positions - 1 if policy.echoes else spec.max_positions
+
+
 def check_positions(spec: ModelSpec, plan: Plan, row: int, length: int, max_tokens: int) -> None:
     """Refuses texts that are too long. No layer sees the last token. Rolling positions end where the budget does."""
+    if length > longest_text(spec, plan.policy) and plan.policy.echoes:
+        raise ValueError(
+            f"prompt {row} has {length} tokens, behind which kv_policy {plan.kv_policy!r} repeats them, but {spec.name} has "
+            f"{spec.max_positions} positions; give {longest_text(spec, plan.policy)} tokens at most"
+        )
     if plan.policy.rolls:
         slots = plan.policy.occupancy(Batch((row,), (length,)), max_tokens).capacity
         if max(length, slots) > spec.max_positions:

@@ -210,7 +210,7 @@ class Pricing:
         spec, policy, occupancy = self.spec, self.planned.plan.policy, self.planned.occupancy[task.batch]
         scored = policy.ranks_by == ATTENTION and occupancy.evicts
         rate = self.machine.prompt_flops_per_s.get(WITH_SCORES if scored else PLAIN_SCORES, inf)
-        pairs = sum(count * part.tokens * (part.held + (part.length + 1) / 2) for part, count in one.prompts.items())
+        pairs = sum(count * part.tokens * part.attended for part, count in one.prompts.items())
         return 4.0 * spec.heads * spec.head_dim * pairs / rate
 
     # -- a step --------------------------------------------------------------------------------------------------------

@@ -88,12 +88,12 @@ class _Held:
         return prefix is None or prefix in self.prefixes or prefix.room <= self.room
 
 
-def read_together(lengths: Sequence[int], tokens: int) -> Iterator[slice]:
+def read_together(lengths: Sequence[int], tokens: int, echoes: bool = False) -> Iterator[slice]:
     """The parts in which the prompts of newcomers are read, the longest of whom stand first: as many tokens as a plan allows,
-    pads included, but one whole prompt at least."""
-    start = 0
+    pads and echoes included, but one whole prompt at least."""
+    start, readings = 0, 2 if echoes else 1
     for place in range(1, len(lengths)):
-        is_full = (place + 1 - start) * lengths[start] > tokens
+        is_full = readings * (place + 1 - start) * lengths[start] > tokens
         if is_full or lengths[place] < LEAST_FILLED * lengths[start]:
             yield slice(start, place)
             start = place

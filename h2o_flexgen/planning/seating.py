@@ -24,9 +24,10 @@ from h2o_flexgen.policies.policy import KVPolicy
 class Stay:
     """The rows of one batch, in the order in which they come."""
 
-    def __init__(self, seats: int, journal: int) -> None:
+    def __init__(self, seats: int, journal: int, echoes: bool) -> None:
         self.seats = seats
         self.journal = journal  # entries that fill it
+        self.echoes = echoes  # prompts are repeated behind themselves
         self.rows: list[tuple[Need, Occupancy]] = []
         self.prefixes: dict[int, list[int]] = {}  # by pass, the tokens of shared prefixes that are computed for newcomers
         self.first: list[int] = []  # the pass in which each row's prompt is read
@@ -125,7 +126,7 @@ class PassOfSeats:
             rows=len(staying),
             slots=sum(before),
             shared=_shared([stay.rows[row][0] for row in staying]),
-            prompts=_prompts([stay.rows[row][0] for row in coming], stay.prefixes.get(number, ()), prefill_tokens),
+            prompts=_prompts([stay.rows[row][0] for row in coming], stay.prefixes.get(number, ()), prefill_tokens, stay.echoes),
             joining=len(coming),
             evicts=any(stay.rows[row][1].evicts_at(number - stay.first[row]) for row in present),
             loaded=stay.seats * loaded[1],  # ranges of slots cross the link with all seats
@@ -148,9 +149,9 @@ def _shared(needs: Sequence[Need]) -> Shared:
     return Shared(sum(prefix.tokens for prefix in set(own)), sum(prefix.tokens for prefix in own))
 
 
-def _prompts(needs: Sequence[Need], prefixes: Sequence[int], tokens: int) -> Mapping[Prompts, int]:
-    parts = [needs[part] for part in read_together([need.read for need in needs], tokens)]
-    found = Counter(Prompts(len(part), part[0].read, _mean_prefix(part)) for part in parts)
+def _prompts(needs: Sequence[Need], prefixes: Sequence[int], tokens: int, echoes: bool) -> Mapping[Prompts, int]:
+    parts = [needs[part] for part in read_together([need.read for need in needs], tokens, echoes)]
+    found = Counter(Prompts(len(part), part[0].read, _mean_prefix(part), echoes) for part in parts)
     return found + Counter(Prompts(1, length) for length in prefixes)
 
 
@@ -187,7 +188,7 @@ class Seating:
     @classmethod
     def of(cls, planned: BlockPlan) -> Seating:
         """Lets rows come and go as in a run, pass by pass."""
-        stays = tuple(Stay(one.batch.size, one.journal_capacity) for one in planned.occupancy)
+        stays = tuple(Stay(one.batch.size, one.journal_capacity, one.batch.echoes) for one in planned.occupancy)
         prefixes, queues = _Prefixes(planned.block.prefix_room), Queues(planned)
         arrivals = [_Arrivals(batch, stay, queues, prefixes, planned.plan.policy) for batch, stay in enumerate(stays)]
         number = 0

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from h2o_flexgen.core.layout import hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
 from h2o_flexgen.core.site import Site
-from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.core.workload import ECHO_TOKENS, Batch
 from h2o_flexgen.kernels.sizes import FLOAT_BYTES, SCORED_BYTES, PromptRoom, prompt_threads, twin_values
 from h2o_flexgen.kernels.table import CPU, DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION, SHARED_ATTENTION, TORCH
 from h2o_flexgen.planning.block_plan import BlockPlan
@@ -74,14 +74,15 @@ def _decode_bytes(spec: ModelSpec, plan: Plan, occupancy: Occupancy, site: Site)
 
 def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, site: Site) -> int:
     """Bytes for prompts that are computed at once."""
-    tokens, heads = occupancy.batch.size * occupancy.batch.prompt_len, spec.heads * spec.head_dim
+    batch, heads = occupancy.batch, spec.heads * spec.head_dim
+    tokens = batch.size * batch.prompt_len * batch.readings
     normed = _normed_bytes(spec)
     threads = site.threads_of(PROMPT_ATTENTION, spec.dtype)
     widened = spec.itemsize if threads else max(spec.itemsize, 4)  # torch's column sums are in fp32
     attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * widened)
     attention += _kernel_bytes(spec, occupancy, threads) if threads else _scored_bytes(spec, policy, occupancy)
     attention += _choosing_bytes(spec, policy, occupancy, threads) + _extending_bytes(spec, policy, occupancy, threads)
-    attention += _sharing_bytes(spec, occupancy.batch, tokens, site)
+    attention += _sharing_bytes(spec, batch, tokens, site) + _echo_bytes(spec, occupancy, threads)
     if spec.kv_codec != PLAIN:
         encoding = ENCODING_BYTES * _values_at_once(site)
         attention += tokens * spec.kv_bytes_per_slot + min(encoding, 4 * tokens * spec.kv_decoded_bytes_per_slot)
@@ -108,14 +109,24 @@ def _scored_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy) -> in
     """Bytes for torch to add up what keys receive."""
     if policy.ranks_by != ATTENTION:
         return 0
-    batch, keys = occupancy.batch, occupancy.held(0) + occupancy.batch.prompt_len
-    queries = max(budget.queries or batch.prompt_len for budget in occupancy.budgets)
+    batch, keys = occupancy.batch, _attended(occupancy)
+    queries = _part_of_echo(batch) or max(budget.queries or batch.prompt_len for budget in occupancy.budgets)
     return 2 * min(SCORED_BYTES, 4 * batch.size * spec.heads * keys * queries)
+
+
+def _part_of_echo(batch: Batch) -> int:
+    """Tokens of an echo that are computed as one part, at most."""
+    return min(ECHO_TOKENS, batch.prompt_len) if batch.echoes else 0
+
+
+def _attended(occupancy: Occupancy) -> int:
+    """Keys of a row that are attended at once."""
+    return occupancy.held(0) + occupancy.batch.prompt_len + _part_of_echo(occupancy.batch)
 
 
 def _kernel_bytes(spec: ModelSpec, occupancy: Occupancy, threads: int) -> int:
     """Bytes of the room of the kernel that attends prompts."""
-    room = PromptRoom.of(occupancy.held(0) + occupancy.batch.prompt_len, spec.head_dim)
+    room = PromptRoom.of(_attended(occupancy), spec.head_dim)
     return FLOAT_BYTES * room.end * prompt_threads(occupancy.batch.size, spec.kv_heads, threads)
 
 
@@ -159,11 +170,26 @@ def _extending_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, th
     """Bytes for new tokens behind held ones: all of them side by side, as held, as stored and as attended."""
     if occupancy.held(0) == 0:
         return 0
-    tokens, group = occupancy.batch.prompt_len, spec.heads // spec.kv_heads
-    keys = occupancy.held(0) + tokens
+    tokens = occupancy.batch.prompt_len
+    keys = occupancy.held(0) + tokens * occupancy.batch.readings
     copies = keys * spec.kv_decoded_bytes_per_slot * (4 if policy.rolls else 3)
-    mask = 0 if threads else tokens * (keys + group * keys * (1 + 4))  # who sees whom, as it is and for every head
-    return occupancy.batch.size * (copies + mask)
+    return occupancy.batch.size * (copies + _mask_bytes(spec, tokens, keys, threads))
+
+
+def _mask_bytes(spec: ModelSpec, tokens: int, keys: int, threads: int) -> int:
+    """Bytes for torch to say who sees whom, as it is and for every head."""
+    return 0 if threads else tokens * keys * (1 + (spec.heads // spec.kv_heads) * (1 + 4))
+
+
+def _echo_bytes(spec: ModelSpec, occupancy: Occupancy, threads: int) -> int:
+    """Bytes for a part of an echo: what it attends, side by side, what it gets, and what it gives."""
+    batch, keys = occupancy.batch, _attended(occupancy)
+    part = _part_of_echo(batch)
+    if not part:
+        return 0
+    copies = 2 * keys * spec.kv_decoded_bytes_per_slot + part * spec.heads * spec.head_dim * spec.itemsize
+    given = 4 * keys * spec.kv_heads * FLOAT_BYTES
+    return batch.size * (copies + given + _mask_bytes(spec, part, keys, threads))
 
 
 def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, site: Site) -> int:

@@ -32,6 +32,7 @@ class KVPolicy(ABC):
     gathers: ClassVar[str] = SUM  # how the attention that a token gets becomes its score: the sum, or the highest share
     neighbours: ClassVar[int] = 1  # a prompt's scores are averaged over this many positions
     last_queries: ClassVar[int | None] = None  # of a prompt, which alone may count; None: all count
+    echoes: ClassVar[bool] = False  # prompts are repeated behind themselves: only what their tokens get then makes scores
     accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, "score_decay", *COMMON)
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.footprint import Footprint
 from h2o_flexgen.planning.placement import place_weights
-from h2o_flexgen.planning.plan import PREFIX_POLICIES, Plan
+from h2o_flexgen.planning.plan import PINNED, PREFIX_POLICIES, Plan
 from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, working_bytes
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
 from h2o_flexgen.policies.occupancy import StepSlots
@@ -187,6 +187,7 @@ KEPT: tuple[dict[str, Any], ...] = (
     {"kv_policy": "h2o", "kv_budget": 0.3},
     {"kv_policy": "snapkv", "kv_budget": 1.0, "positions": "rolling"},
     {"kv_policy": "random", "kv_budget": 0.5},
+    {"kv_policy": "kvzip", "kv_budget": 0.3},
 )
 LARGER = {"hidden_size": 256, "num_attention_heads": 8, "max_position_embeddings": 512}
 WIDER = {
@@ -214,8 +215,10 @@ def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str
     model, (weight_codec, compute) = create_model(config, dtype, sep_layer=False), values["weights"]
     model.spec = model.spec.written_as(weight_codec, PLAIN, compute)
     options = {name: value for name, value in KEPT[values["kept"]].items() if name != "positions" or model.spec.rotary}
-    policy, batch = Plan.create(**options).policy, Batch(tuple(range(rows)), (tokens,) * rows)
-    plan = Plan.create(prefill_tokens=rows * tokens, **options)
+    policy = Plan.create(**options).policy
+    within = model.spec.max_positions if policy.echoes else None
+    batch = Batch(tuple(range(rows)), (tokens,) * rows, echoes_within=within)
+    plan = Plan.create(prefill_tokens=rows * tokens * batch.readings, **options)
     with used(variant):
         most = max(passing_bytes(model, policy, batch, gen_len, step) for step in (0, 1, gen_len - 1))
         estimate = SLACK * working_bytes(model.spec, plan, policy.occupancy(batch, gen_len), site_of("cpu", False))
@@ -225,30 +228,30 @@ def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str
 def passing_bytes(model: Model, policy: KVPolicy, batch: Batch, gen_len: int, step: int) -> int:
     """Of the visit of prefill (0) or of a decode step that allocates most."""
     rows, tokens = batch.size, batch.prompt_len
-    spec, dtype, new = model.spec, getattr(torch, model.spec.dtype), 1 if step else tokens
+    spec, dtype, new = model.spec, getattr(torch, model.spec.dtype), 1 if step else tokens * batch.readings
     occupancy = policy.occupancy(batch, gen_len)
-    now = KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu"))
+    within = None if step else batch.echoes_within
+    now = KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu"), echoes_within=within)
     image = torch.zeros(2, rows, spec.kv_heads, now.capacity, spec.head_dim, dtype=dtype)
     noted = torch.zeros(rows * spec.kv_heads * now.capacity * policy.score_bytes, dtype=torch.uint8)
     scores = SlotScores.over(noted, policy, (rows, spec.kv_heads, now.capacity)) if policy.score_bytes else None
     weights = [{name: weight_of(spec, layer, name) for name, _ in layer.tensors} for layer in spec.layers]
     ids, hidden = torch.zeros(rows, new, dtype=torch.long), torch.randn(rows, new, spec.width, dtype=dtype)
     embed, block, *_, head = spec.layers
-    given = Given(now.positions, partial(KVCache(image, scores).attend, now))
+    given = Given(now.text_positions, partial(KVCache(image, scores).attend, now))
     visits = (
         lambda: computed(model, embed, ids, weights[0], given),
         lambda: computed(model, block, hidden, weights[1], given),
         lambda: logits(model, head, hidden[:, -1], weights[-1:]),
     )
-    there = [ids, hidden, image, noted, now.counts, now.positions]
+    there = [ids, hidden, image, noted, now.counts, now.text_positions]
     for weight in (weight for layer in weights for weight in layer.values()):
         there += [weight] if isinstance(weight, Tensor) else [weight.data, weight.values()]
     return max(peak_allocated(visit, there) for visit in visits)
 
 
 @pytest.mark.parametrize("variant", [*variants()[:1], TORCH])
-@pytest.mark.parametrize("prefix_policy", PREFIX_POLICIES)
-@pytest.mark.parametrize("kept", KEPT[:2])
+@pytest.mark.parametrize(("prefix_policy", "kept"), [*product(PREFIX_POLICIES, KEPT[:2]), (PINNED, KEPT[4])])
 @pytest.mark.parametrize(("rows", "own", "shared"), [(8, 40, 200), (64, 4, 90), (40, 1, 300)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_behind_shared_prefixes_allocate_no_more_in_passing_than_is_estimated(
@@ -260,6 +263,7 @@ def test_rows_behind_shared_prefixes_allocate_no_more_in_passing_than_is_estimat
     prefixes = [SharedPrefix(row % 2, shared) for row in range(rows)]
     workload = Workload.running([Need(shared + own, 20)] * rows, prefixes, plan.copies_prefixes)
     ((block, _),) = workload.alike_blocks(rows, 1)
+    block = block.echoed(model.spec.max_positions) if plan.policy.echoes else block
     occupancy = plan.policy.occupancy(block.batches[0], block.gen_len)
     with used(variant):
         most = bytes_behind_prefixes(model, plan, workload.needs, occupancy.capacity)
@@ -283,7 +287,8 @@ def bytes_behind_prefixes(model: Model, plan: Plan, needs: Sequence[Need], capac
     cache.prefixes = {group: cache_of(1, longest, scored_by if plan.copies_prefixes else None) for group in range(2)}
     prefixes = [need.prefix for need in needs]
     first = [one.at(0).behind(need.spared) if need.spared else one.at(0) for one, need in zip(alone, needs)]
-    reading = KVStep.of(StepSlots.of_rows(first), capacity, cpu, prefixes)
+    within = spec.max_positions if policy.echoes else None
+    reading = KVStep.of(StepSlots.of_rows(first), capacity, cpu, prefixes, echoes_within=within)
     stepping = KVStep.of(
         StepSlots.of_rows([one.at(1) for one in alone]), capacity, cpu, () if plan.copies_prefixes else prefixes
     )
@@ -291,7 +296,7 @@ def bytes_behind_prefixes(model: Model, plan: Plan, needs: Sequence[Need], capac
     weights = {name: torch.randn(tensor.shape, dtype=dtype) for name, tensor in block.tensors}
 
     def visit(now: KVStep, own: KVCache) -> int:
-        hidden = torch.randn(*now.positions.shape, spec.width, dtype=dtype)
+        hidden = torch.randn(*now.text_positions.shape, spec.width, dtype=dtype)
         given = Given(now.text_positions, partial(own.attend, now))
         caches = (cache, *cache.prefixes.values())
         noted = [notes.positions for one in caches if (notes := one._scores) is not None]

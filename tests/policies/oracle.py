@@ -13,7 +13,7 @@ Turn = Callable[[Array, Array], Array]  # (x (tokens, heads, dim), positions (to
 
 
 class Head:
-    highest: frozenset[str] = frozenset()  # policies whose scores are the highest share that a token got, and no sum
+    highest: frozenset[str] = frozenset({"kvzip"})  # policies whose scores are the highest share that a token got, and no sum
 
     def __init__(
         self,
@@ -24,10 +24,12 @@ class Head:
         turn: Turn | None = None,
         context: int = 0,
         pinned: int = 0,
+        positions: int = 1 << 30,
     ) -> None:
         """`context`: of a text that lives on, of which the prompt is only the beginning. `pinned`: the first tokens of the
         text, which are not evicted, and which neither the prompt nor the tokens that the policy counts include: it sees what
-        is behind them, from 0 on."""
+        is behind them, from 0 on. `positions`: those of the model, which an echo must not exceed."""
+        self.positions = positions
         self.pinned = pinned
         self.policy, self.head, self.turn, self.prompt = asked.get("kv_policy", "full"), head, turn, prompt
         self.rolling, self.once = asked.get("positions") == "rolling", bool(asked.get("hh_prompt_only"))
@@ -59,7 +61,9 @@ class Head:
 
     def attend(self, q: Array, k: Array, v: Array, decodes: bool = False) -> Array:
         """One pass over new tokens: q (tokens, group, dim), k and v (tokens, dim), unrotated -> (tokens, group, dim). A pass
-        `decodes` if its only token is generated."""
+        `decodes` if its only token is generated. Under kvzip all tokens of any other pass come once more behind them."""
+        if self.policy == "kvzip" and not decodes:
+            return self._echoed(q, k, v)
         new = list(range(self.seen, self.seen + len(q)))
         for token, key, value in zip(new, k, v):
             self.kept.append(token)
@@ -81,6 +85,33 @@ class Head:
         self._note([shares[:, self.pinned :] for shares in got])
         self._evict(first=len(new) == self.prompt and new[0] == 0)
         return out
+
+    def _echoed(self, q: Array, k: Array, v: Array) -> Array:
+        """A pass whose tokens are repeated. A part of the echo stands behind the text by itself, and only what is looked at
+        from there counts."""
+        count = len(q) // 2
+        new, text = list(range(self.seen, self.seen + count)), self.pinned + self.seen + count
+        before = list(range(-self.pinned, 0))
+        for token, key, value in zip(new, k, v):
+            self.kept.append(token)
+            self.keys[token], self.values[token], self.score[token] = key, value, 0.0
+        out, part = [self._outcome(q[:count], new, [*before, *self.kept])[0]], min(2048, self.positions - text)
+        highest = np.zeros(len(self.kept))
+        for start in range(0, count, part):
+            places = range(start, min(start + part, count))
+            echo = [self.seen + count + place - start for place in places]
+            for token, place in zip(echo, places):
+                self.keys[token], self.values[token] = k[count + place], v[count + place]
+            attended, got = self._outcome(q[count + start : count + places.stop], echo, [*before, *self.kept, *echo])
+            out.append(attended)
+            highest = np.maximum(highest, np.max([shares[:, self.pinned : -len(echo)].max(0) for shares in got], axis=0))
+            for token in echo:
+                del self.keys[token], self.values[token]
+        self.seen += count
+        for token, share in zip(self.kept, highest):
+            self.score[token] = max(self.score[token], share)
+        self._evict(first=count == self.prompt and new[0] == 0)
+        return np.concatenate(out)
 
     def _outcome(self, q: Array, new: list[int], all_kept: list[int]) -> tuple[Array, list[Array]]:
         places = {token: place if self.rolling else token + self.pinned for place, token in enumerate(all_kept)}
@@ -112,7 +143,8 @@ class Head:
             self.score = {token: sum(raw.get(token + step, 0.0) for step in range(-2, 3)) / 5 for token in raw}
 
     def _evict(self, first: bool) -> None:
-        window = {"h2o": self.recent, "snapkv": self.recent, "h2o-flexgen": self.recent - first}.get(self.policy, 0)
+        protected = dict.fromkeys(("h2o", "snapkv", "kvzip"), self.recent) | {"h2o-flexgen": self.recent - first}
+        window = protected.get(self.policy, 0)
         window = max(window, self.grace)
         while len(self.kept) > self.budget and (first or not self.once):
             free = [token for token in self.kept if self.sinks <= token < self.seen - window]

@@ -19,12 +19,14 @@ from h2o_flexgen.kv.scores import NOBODY, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.rotary import Rotary
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.policy import KVPolicy
 from tests.contract import Case, Checkpoints, generate_with
 from tests.pairwise import on_devices
 from tests.policies.oracle import Array, Head
 
 DIM, STEPS, LENGTHS = 8, 65, (40, 7, 23, 1)
+POSITIONS = 47  # of a model, as an echo sees them: that of the longest text comes in parts
 ASKED: tuple[dict[str, Any], ...] = (
     {"kv_policy": "h2o", "heavy": 6, "recent": 5},
     {"kv_policy": "h2o", "heavy": 11, "recent": 0},
@@ -49,6 +51,9 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"kv_policy": "random", "kv_budget": 0.2, "hh_prompt_only": True},
     {"kv_policy": "snapkv", "heavy": 6, "recent": 5},
     {"kv_policy": "snapkv", "heavy": 6, "recent": 40, "sinks": 1},
+    {"kv_policy": "kvzip", "heavy": 6, "recent": 5},
+    {"kv_policy": "kvzip", "kv_budget": 0.3, "recent": 0, "sinks": 2, "grace": 3},
+    {"kv_policy": "kvzip", "heavy": 9, "hh_prompt_only": True},
     {"kv_policy": "tova", "heavy": 9},
     {"kv_policy": "tova", "heavy": 9, "sinks": 2, "grace": 3, "positions": "rolling"},
 )
@@ -71,33 +76,42 @@ def turn(x: Array, positions: Array) -> Array:
 ROTARY = Rotary(1.0 / 10000.0 ** (torch.arange(DIM // 2) / (DIM // 2)))
 
 
-def texts(kv_heads: int, group: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+Row = tuple[Tensor, Tensor, Tensor]
+
+
+def texts(kv_heads: int, group: int) -> list[Row]:
+    """Queries, keys and values of each text, and behind it those of the echo of its prompt."""
     generator = torch.Generator().manual_seed(kv_heads)
     return [
         (
-            2 * torch.randn(length + STEPS, kv_heads * group, DIM, generator=generator),
-            torch.randn(length + STEPS, kv_heads, DIM, generator=generator),
-            torch.randn(length + STEPS, kv_heads, DIM, generator=generator),
+            2 * torch.randn(2 * length + STEPS, kv_heads * group, DIM, generator=generator),
+            torch.randn(2 * length + STEPS, kv_heads, DIM, generator=generator),
+            torch.randn(2 * length + STEPS, kv_heads, DIM, generator=generator),
         )
         for length in LENGTHS
     ]
 
 
-def new_tokens(rows: Sequence[tuple[Tensor, Tensor, Tensor]], step: int) -> list[Tensor]:
+def new_tokens(rows: Sequence[Row], step: int, echoes: bool) -> list[Tensor]:
     """Of all rows as a layer hands them over; pads have values that would be seen."""
 
+    def padded(values: Tensor) -> Tensor:
+        return torch.cat((values, values.new_full((max(LENGTHS) - len(values), *values.shape[1:]), 9.0)))
+
     def part(which: int) -> Tensor:
+        of_rows = [(row[which], length) for row, length in zip(rows, LENGTHS)]
         if step:
-            return torch.stack([row[which][length + step - 1][None] for row, length in zip(rows, LENGTHS)])
-        longest = max(LENGTHS)
-        return torch.stack(
-            [
-                torch.cat([row[which][:length], row[which].new_full((longest - length, *row[which].shape[1:]), 9.0)])
-                for row, length in zip(rows, LENGTHS)
-            ]
-        )
+            return torch.stack([values[length + step - 1][None] for values, length in of_rows])
+        prompts = torch.stack([padded(values[:length]) for values, length in of_rows])
+        echo = [torch.stack([padded(values[length + STEPS :]) for values, length in of_rows])] if echoes else []
+        return torch.cat((prompts, *echo), dim=1)
 
     return [part(0), part(1), part(2)]
+
+
+def step_of(policy: KVPolicy, occupancy: Occupancy, step: int, positions: int = POSITIONS) -> KVStep:
+    within = positions if policy.echoes and step == 0 else None
+    return KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu"), echoes_within=within)
 
 
 @pytest.mark.parametrize("kept", ASKED, ids=name_of)
@@ -113,17 +127,17 @@ def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, 
     )
     cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores)
     rows = texts(kv_heads, group)
-    heads = [[Head(kept, length, STEPS, head, turn) for head in range(kv_heads)] for length in LENGTHS]
+    heads = [[Head(kept, length, STEPS, head, turn, positions=POSITIONS) for head in range(kv_heads)] for length in LENGTHS]
     for step in range(STEPS):
-        out = cache.attend(
-            KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu")), *new_tokens(rows, step), ROTARY
-        )
+        out = cache.attend(step_of(policy, occupancy, step), *new_tokens(rows, step, policy.echoes), ROTARY)
         for row, length in enumerate(LENGTHS):
-            new = slice(length + step - 1, length + step) if step else slice(0, length)
-            q, k, v = (part[new].double().numpy() for part in rows[row])
+            new = [length + step - 1] if step else [*range(length)]
+            echo = [*range(length + STEPS, 2 * length + STEPS)] if policy.echoes and not step else []
+            q, k, v = (part[new + echo].double().numpy() for part in rows[row])
+            computed = [*range(len(new)), *(max(LENGTHS) + place for place in range(len(echo)))]
             for number, head in enumerate(heads[row]):
                 expected = head.attend(q[:, number * group : (number + 1) * group], k[:, number], v[:, number], step > 0)
-                got = out[row, : q.shape[0]].view(-1, kv_heads, group, DIM)[:, number]
+                got = out[row, computed].view(-1, kv_heads, group, DIM)[:, number]
                 np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
                 count = occupancy.counts(step + 1)[row]
                 assert sorted(scores.positions[row, number, :count].tolist()) == head.kept, (
@@ -141,7 +155,7 @@ def test_after_every_step_the_budget_is_held_and_who_is_protected_is_there(kept:
     scores = SlotScores.over(torch.zeros(8 * shape[0] * shape[1] * shape[2], dtype=torch.uint8), policy, shape)
     cache = KVCache(torch.zeros(2, *shape, DIM), scores)
     for step in range(STEPS):
-        cache.attend(KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu")), *new_tokens(rows, step), ROTARY)
+        cache.attend(step_of(policy, occupancy, step), *new_tokens(rows, step, policy.echoes), ROTARY)
         for row, (length, budget) in enumerate(zip(LENGTHS, occupancy.budgets)):
             total, generated = length + step, step if occupancy.prompt_only else 0
             window = budget.window if step else budget.prompt_window
@@ -168,7 +182,10 @@ CONTEXT = 90
 def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, Any], kv_heads: int, group: int) -> None:
     """Passes of several tokens over what is held, with decode steps between them."""
     policy, rows, generator = Plan.create(**kept).policy, len(LENGTHS), torch.Generator().manual_seed(group)
-    heads = [[Head(kept, PASSES[0][0][row], 0, head, turn, CONTEXT) for head in range(kv_heads)] for row in range(rows)]
+    heads = [
+        [Head(kept, PASSES[0][0][row], 0, head, turn, CONTEXT, positions=POSITIONS) for head in range(kv_heads)]
+        for row in range(rows)
+    ]
     seen, cache = (0,) * rows, None
     for lengths, gen_len in PASSES:
         occupancy = policy.occupancy(Batch(tuple(range(rows)), lengths, seen, CONTEXT), gen_len)
@@ -178,16 +195,18 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
             scores = SlotScores.over(region, policy, shape) if policy.score_bytes else None
             cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores)
         for step in range(gen_len):
-            tokens = max(lengths) if step == 0 else 1
+            tokens = max(lengths) * (2 if policy.echoes else 1) if step == 0 else 1
             q, k, v = (torch.randn(rows, tokens, n, DIM, generator=generator) for n in (kv_heads * group, kv_heads, kv_heads))
-            out = cache.attend(KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu")), 2 * q, k, v, ROTARY)
+            out = cache.attend(step_of(policy, occupancy, step), 2 * q, k, v, ROTARY)
             for row in range(rows):
-                count = lengths[row] if step == 0 else 1
-                asked, keys, values = (x[row, :count].double().numpy() for x in (2 * q, k, v))
+                computed = [*range(lengths[row] if step == 0 else 1)]
+                if policy.echoes and step == 0:
+                    computed += [max(lengths) + place for place in computed]
+                asked, keys, values = (x[row, computed].double().numpy() for x in (2 * q, k, v))
                 for number, head in enumerate(heads[row]):
                     own = asked[:, number * group : (number + 1) * group]
                     expected = head.attend(own, keys[:, number], values[:, number], step > 0)
-                    got = out[row, :count].view(-1, kv_heads, group, DIM)[:, number]
+                    got = out[row, computed].view(-1, kv_heads, group, DIM)[:, number]
                     np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
                     held = occupancy.counts(step + 1)[row]
                     assert len(head.kept) == held

@@ -20,7 +20,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
 from tests.policies.oracle import Head
-from tests.policies.test_policies import ASKED, DIM, ROTARY, name_of, turn
+from tests.policies.test_policies import ASKED, DIM, POSITIONS, ROTARY, name_of, turn
 
 STEPS, KV_HEADS, GROUP, CPU = 25, 2, 3, torch.device("cpu")
 PREFIXES = (SharedPrefix(0, 5), None, SharedPrefix(1, 12), SharedPrefix(0, 5))  # of each row
@@ -62,26 +62,38 @@ def shared_caches(policy: KVPolicy, copies: bool, shared: dict[SharedPrefix, Tex
     return caches
 
 
-def step_of(occupancies: Sequence[Occupancy], step: int, needs: Sequence[Need], capacity: int) -> KVStep:
+def step_of(
+    occupancies: Sequence[Occupancy], step: int, needs: Sequence[Need], capacity: int, within: int | None = None
+) -> KVStep:
     slots = [occupancy.at(step) for occupancy in occupancies]
     if step == 0:
         slots = [one.behind(need.spared) if need.spared else one for one, need in zip(slots, needs)]
     is_behind = step == 0 or not any(need.copies for need in needs)
-    return KVStep.of(StepSlots.of_rows(slots), capacity, CPU, [need.prefix for need in needs] if is_behind else ())
+    prefixes = [need.prefix for need in needs] if is_behind else ()
+    return KVStep.of(StepSlots.of_rows(slots), capacity, CPU, prefixes, echoes_within=None if step else within)
 
 
 def head_of(kept: dict[str, Any], own: int, prefix: SharedPrefix | None, copies: bool, number: int) -> Head:
     shared = 0 if prefix is None else prefix.tokens
-    return Head(kept, own + shared, STEPS, number, turn) if copies else Head(kept, own, STEPS, number, turn, pinned=shared)
+    if copies:
+        return Head(kept, own + shared, STEPS, number, turn)
+    return Head(kept, own, STEPS, number, turn, pinned=shared, positions=POSITIONS)
 
 
-@pytest.mark.parametrize("kept", [{}, *ASKED], ids=name_of)
-@pytest.mark.parametrize("copies", [False, True], ids=["pinned", "judged"])
+BOTH_WAYS = [
+    pytest.param(kept, copies, id=f"{'judged' if copies else 'pinned'}-{name_of(kept)}")
+    for copies in (False, True)
+    for kept in ({}, *ASKED)
+    if not (copies and kept.get("kv_policy") == "kvzip")  # its plans refuse that
+]
+
+
+@pytest.mark.parametrize(("kept", "copies"), BOTH_WAYS)
 def test_kept_tokens_and_outputs_are_those_of_the_definition(kept: dict[str, Any], copies: bool) -> None:
     policy = Plan.create(**kept).policy
     own = [33 if copies and policy.last_queries else length for length in OWN]  # all queries that count are behind the prefix
     shared = {prefix: text(prefix.tokens, prefix.group) for prefix in PREFIXES if prefix is not None}
-    rows = [text(length + STEPS, 10 + row) for row, length in enumerate(own)]
+    rows = [text(2 * length + STEPS, 10 + row) for row, length in enumerate(own)]  # the echo of a prompt comes last
     needs = [
         Need.behind(prefix, length + (0 if prefix is None else prefix.tokens), STEPS, copies)
         for prefix, length in zip(PREFIXES, own)
@@ -93,23 +105,31 @@ def test_kept_tokens_and_outputs_are_those_of_the_definition(kept: dict[str, Any
     heads = [[head_of(kept, length, prefix, copies, head) for head in range(KV_HEADS)] for prefix, length in zip(PREFIXES, own)]
     for step in range(STEPS):
         new = [tuple(x[:length] if step == 0 else x[length + step - 1 :][:1] for x in row) for row, length in zip(rows, own)]
-        out = cache.attend(step_of(occupancies, step, needs, capacity), *padded(new), ROTARY)  # type: ignore[arg-type]
+        given, within = padded(new), POSITIONS if policy.echoes else None  # type: ignore[arg-type]
+        is_echoed = policy.echoes and step == 0
+        echo = [tuple(x[length + STEPS :] for x in row) for row, length in zip(rows, own)] if is_echoed else []
+        if is_echoed:
+            given = [torch.cat(both, dim=1) for both in zip(given, padded(echo))]  # type: ignore[arg-type]
+        out = cache.attend(step_of(occupancies, step, needs, capacity, within), *given, ROTARY)
         for row, prefix in enumerate(PREFIXES):
             for number, head in enumerate(heads[row]):
                 beginning = shared[prefix] if prefix is not None and step == 0 else None
-                expected = attended(head, new[row], beginning, copies, number)  # type: ignore[arg-type]
-                got = out[row, : len(new[row][0])].view(-1, KV_HEADS, GROUP, DIM)[:, number]
+                asked = tuple(torch.cat(both) for both in zip(new[row], echo[row])) if echo else new[row]
+                expected = attended(head, asked, beginning, copies, number, step > 0)  # type: ignore[arg-type]
+                computed = [*range(len(new[row][0]))]
+                computed += [max(own) + place for place in computed] if echo else []
+                got = out[row, computed].view(-1, KV_HEADS, GROUP, DIM)[:, number]
                 np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
                 if cache._scores is not None:
                     count = occupancies[row].counts(step + 1)[0]
                     assert sorted(cache._scores.positions[row, number, :count].tolist()) == head.kept, f"row {row}, step {step}"
 
 
-def attended(head: Head, new: Text, beginning: Text | None, copies: bool, number: int) -> np.ndarray:
+def attended(head: Head, new: Text, beginning: Text | None, copies: bool, number: int, decodes: bool) -> np.ndarray:
     """What the definition says of new tokens, behind their prefix if this is their first pass."""
     q, k, v = _of_head(new, number)
     if beginning is None:
-        return head.attend(q, k, v)
+        return head.attend(q, k, v, decodes)
     before = _of_head(beginning, number)
     if copies:
         return head.attend(*(np.concatenate(both) for both in zip(before, (q, k, v))))[len(before[0]) :]

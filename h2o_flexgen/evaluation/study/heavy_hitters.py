@@ -149,6 +149,8 @@ def _keepers(llm: LLM, names: Sequence[str], budget: float, tokens: int, prompt_
         policy = Plan.create(kv_policy=name, kv_budget=None if name == "full" else budget).policy
         if policy.keeps_all:
             raise ValueError(f"kv_policy {name!r} keeps everything, and there is nothing to study; name policies that evict")
+        if policy.echoes:
+            raise ValueError(f"kv_policy {name!r} judges a prompt by an echo that a study does not compute; leave it out")
         if name in keepers:
             raise ValueError(f"kv_policy {name!r} is named twice; name it once")
         keepers[name] = Keeper(policy, tokens, prompt_len, coding)

@@ -118,6 +118,7 @@ def test_without_matplotlib_the_extra_is_named(
         ({"policies": ["streming"]}, "kv_policy 'streming' is unknown; .*did you mean streaming"),
         ({"policies": ["h2o", "full"]}, "kv_policy 'full' keeps everything, and there is nothing to study"),
         ({"policies": ["h2o", "h2o"]}, "kv_policy 'h2o' is named twice"),
+        ({"policies": ["kvzip"]}, "kv_policy 'kvzip' judges a prompt by an echo that a study does not compute; leave it out"),
         ({"policies": []}, "no KV policy to study was named"),
     ],
 )

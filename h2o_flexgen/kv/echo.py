@@ -1,0 +1,68 @@
+"""The echo of a prompt: its tokens once more behind it, which attend it and say how much each of its tokens is needed.
+
+Tokens of the echo are computed in the same pass as the prompt, layer by layer. They see what the prompt's tokens see, the prompt
+and the part of the echo that they belong to, up to themselves; nobody else sees them, and nothing of them is kept.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.gathering import MAX
+from h2o_flexgen.kernels.more_keys import More
+from h2o_flexgen.kernels.operations import prompt_attention
+from h2o_flexgen.kv.step import EchoPart, KVStep
+
+
+class _Given(NamedTuple):
+    """Tokens, and behind them their echo."""
+
+    q: Tensor  # (rows, heads, 2 * tokens, dim)
+    k: Tensor  # (rows, kv_heads, held + 2 * tokens, dim)
+    v: Tensor  # alike
+    more: More | None
+
+
+def attend_with_echo(now: KVStep, q: Tensor, k: Tensor, v: Tensor, more: More | None) -> tuple[Tensor, Tensor]:
+    """Attention of prompts and of the echo behind them, with the keys and values of what is held before both; q (rows, heads, 2 *
+    tokens, dim), k and v (rows, kv_heads, held + 2 * tokens, dim) -> (rows, 2 * tokens, heads * dim), and the highest share that
+    any token of the echo gave to each held and new one, (rows, kv_heads, held + tokens) in fp32."""
+    given, (rows, heads, both, dim) = _Given(q, k, v, more), q.shape
+    tokens, places = both // 2, k.shape[2] - both // 2
+    out = q.new_empty(rows, both, heads * dim)
+    prompt, seen = slice(tokens), slice(places)
+    out[:, prompt], _ = prompt_attention(q[:, :, prompt], k[:, :, seen], v[:, :, seen], now.counts, None, _part(more, prompt))
+    got = torch.zeros(*k.shape[:2], places, dtype=torch.float32, device=k.device)
+    for part in now.echo:
+        own = slice(None) if part.rows is None else part.rows
+        queries = slice(tokens + part.places.start, tokens + part.places.stop)
+        out[own, queries], shares = _attended(now, given, part, queries, places)
+        got[own] = torch.maximum(got[own], shares[..., :places])
+    return out, got.gather(-1, now.turn_of_place.expand(got.shape)) if now.has_gaps else got
+
+
+def _attended(now: KVStep, given: _Given, part: EchoPart, queries: slice, places: int) -> tuple[Tensor, Tensor | None]:
+    """What the tokens of a part attend, and what all before them, one behind the other, get."""
+    q, k, v = (x if part.rows is None else x[part.rows] for x in given[:3])
+    behind = slice(places + part.places.start, places + part.places.stop)
+    keys, values = (torch.cat((_in_turn(now, part, x[:, :, :places]), x[:, :, behind]), dim=2) for x in (k, v))
+    more = _part(given.more, queries, part.rows)
+    return prompt_attention(q[:, :, queries], keys, values, part.before, part.weights, more, MAX)
+
+
+def _in_turn(now: KVStep, part: EchoPart, x: Tensor) -> Tensor:
+    """Keys or values of what is held and new, (rows, kv_heads, held + tokens, dim), without gaps between the two."""
+    if not now.has_gaps:
+        return x
+    index = now.places_in_turn if part.rows is None else now.places_in_turn[part.rows]
+    return x.gather(2, index[..., None].expand(x.shape))
+
+
+def _part(more: More | None, queries: slice, rows: Tensor | None = None) -> More | None:
+    if more is None:
+        return None
+    scores, values = (x[:, queries] if rows is None else x[rows, queries] for x in more)
+    return More(scores.contiguous(), values.contiguous())

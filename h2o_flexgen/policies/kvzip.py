@@ -1,0 +1,20 @@
+"""KVzip: keeps the prompt tokens that the model looks at when it has to repeat the prompt, whatever it will be asked later."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from h2o_flexgen.kernels.gathering import MAX
+from h2o_flexgen.policies.occupancy import Budget
+from h2o_flexgen.policies.policy import BUDGETS, PROTECTION, KVPolicy
+
+
+class KVzip(KVPolicy):
+    name: ClassVar[str] = "kvzip"
+    gathers: ClassVar[str] = MAX
+    echoes: ClassVar[bool] = True
+    accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, "hh_prompt_only")
+
+    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+        heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)
+        return self._protecting(heavy + recent, recent)
