@@ -9,20 +9,24 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.layout import probe_bytes
 from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.engine.stores.judges import judges_of
+from h2o_flexgen.engine.stores.judges import linear_judges
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kv.cache import Asked, KVCache
 from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.judges.judge import Judge
+from h2o_flexgen.kv.judges.value_norms import ValueNorms
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Given, Matrix, Model, Rotation, Weights, computed, logits
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
-from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.policies.policy import PROBE, VALUE_NORMS, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
+from tests.probes import probe_for
 
 
 @torch.inference_mode()
@@ -208,7 +212,7 @@ def _caches(
     model: Model, policy: KVPolicy, rows: int, slots: int, by_token: bool, device: torch.device, kv_codec: str
 ) -> dict[int, KVCache]:
     coding = Coding(kv_codec, getattr(torch, model.spec.dtype), model.spec.head_dim)
-    judges = judges_of(model.spec, policy)
+    judges = _judges(model, policy, device)
     return {
         layer: KVCache(
             _image(model, coding, rows, slots, by_token, device),
@@ -218,6 +222,14 @@ def _caches(
         )
         for layer in model.spec.kv_layers
     }
+
+
+def _judges(model: Model, policy: KVPolicy, device: torch.device) -> dict[int, Judge]:
+    spec = model.spec
+    if policy.judge == PROBE:
+        region = torch.zeros(probe_bytes(spec), dtype=torch.uint8, device=device)
+        return dict(zip(spec.kv_layers, linear_judges(probe_for(spec), range(len(spec.kv_layers)), region)))
+    return dict.fromkeys(spec.kv_layers, ValueNorms()) if policy.judge == VALUE_NORMS else {}
 
 
 def _image(model: Model, coding: Coding, rows: int, slots: int, by_token: bool, device: torch.device) -> Tensor:

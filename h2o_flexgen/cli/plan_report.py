@@ -108,6 +108,7 @@ class PlanReport:
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
             f"KV        {Kept(self.planned).line()}{packed}{beside}",
             *head_lines(plan, spec),
+            *probe_lines(plan),
             f"numbers   {self.arithmetic.line()}",
         ]
         lines += self._devices()
@@ -204,6 +205,13 @@ def head_lines(plan: Plan, spec: ModelSpec) -> Iterator[str]:
     kept = ", ".join(f"{sum(map(len, level.heads))} keep {100 * level.share:.3g} %" for level in plan.levels(spec))
     measured = f"measured on {plan.head_budgets.source}, {plan.head_budgets.checksum}"
     yield f"heads     {kept}; as {plan.head_budgets.model} needs them ({measured})"
+
+
+def probe_lines(plan: Plan) -> Iterator[str]:
+    """What says how much tokens are worth, where that is a probe."""
+    if plan.probe is not None:
+        fitted = f"fitted to {plan.probe.source}, " if plan.probe.source else ""
+        yield f"probe     of {plan.probe.model}: says what a token is worth ({fitted}{plan.probe.checksum})"
 
 
 def together_lines(processes: int, requests: int, accelerator: bool) -> Iterator[str]:

@@ -87,7 +87,8 @@ class LayerCache:
         kv_heads = k.shape[2]
         all_q, all_k, more, worth = torch.empty_like(q), torch.empty_like(k), None, None
         for level, heads, cache in self._levels():
-            own = cache.asked(now[level], *(_picked(each, heads, kv_heads) for each in (q, k, v)), rotation, x)
+            own_q, own_k, own_v = (_picked(each, heads, kv_heads) for each in (q, k, v))
+            own = cache.asked(now[level], own_q, own_k, own_v, rotation, x)
             _put(_by_head(all_q, kv_heads), heads, own.q)
             _put(_by_head(all_k, kv_heads), heads, own.k)
             if own.more is not None:
@@ -109,7 +110,8 @@ class LayerCache:
         for level, heads, cache in self._levels():
             own_more = more and More(*(_picked(x, heads, kv_heads) for x in more))
             own_worth = None if worth is None else worth.index_select(1, heads)
-            own = Asked(*(_picked(each, heads, kv_heads) for each in (q, k, v)), own_more, own_worth)
+            own_q, own_k, own_v = (_picked(each, heads, kv_heads) for each in (q, k, v))
+            own = Asked(own_q, own_k, own_v, own_more, own_worth)
             _put(out, heads, cache.answer(now[level], own, rotation))
         return out.flatten(2)
 

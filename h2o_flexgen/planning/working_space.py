@@ -17,13 +17,14 @@ from h2o_flexgen.kernels.table import CPU, DECODE_ATTENTION, INT8_PRODUCT, PROMP
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Budget, Occupancy
-from h2o_flexgen.policies.policy import ATTENTION, KVPolicy
+from h2o_flexgen.policies.policy import ATTENTION, PROBE, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
 
 SLACK = 1.15  # factor on the whole: allocators keep some of what is freed
 DECODING_BYTES, ENCODING_BYTES = 16, 24  # per value that is worked on at once: its code, it as fp32, and copies of them
 ROUNDED_BYTES = 12  # per value in and out of a product of 8 bits by torch: three of fp32 at a time
 SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices of 8 bytes and masks
+WEIGHED_BYTES = 16  # alike, where it counts what a token is worth: that, as it comes and beside what is held, and products
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch: an estimate that no GPU has confirmed
 # Kept on a device, and in parts of segments. On Hopper torch has cuBLAS and cuBLASLt keep 32 MiB each for the stream that
 # computes; the context itself is outside of every budget.
@@ -82,6 +83,7 @@ def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, site
     attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * widened)
     attention += _kernel_bytes(spec, occupancy, threads) if threads else _scored_bytes(spec, policy, occupancy)
     attention += _choosing_bytes(spec, policy, occupancy, threads) + _extending_bytes(spec, policy, occupancy, threads)
+    attention += tokens * spec.width * FLOAT_BYTES if policy.judge == PROBE else 0  # in fp32
     attention += _sharing_bytes(spec, batch, tokens, site) + _echo_bytes(spec, occupancy, threads)
     if spec.kv_codec != PLAIN:
         encoding = ENCODING_BYTES * _values_at_once(site)
@@ -162,8 +164,9 @@ def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, thr
     if policy.keeps_all:
         return 0
     keys = occupancy.held(0) + occupancy.batch.prompt_len
+    weighed = 0 if policy.judge is None else WEIGHED_BYTES + (SORTED_BYTES if policy.has_scores else 0)
     moved = 0 if threads else 4 * spec.head_dim  # torch moves with an index for each value
-    return occupancy.batch.size * spec.kv_heads * keys * (SORTED_BYTES + moved)
+    return occupancy.batch.size * spec.kv_heads * keys * (SORTED_BYTES + weighed + moved)
 
 
 def _extending_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, threads: int) -> int:
@@ -204,5 +207,6 @@ def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, site: Site) -> i
 def _evicting_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy) -> int:
     if policy.keeps_all:
         return 0
+    weighed = 0 if policy.judge is None else WEIGHED_BYTES
     rolled = spec.head_dim * (4 + 3 * spec.itemsize) if policy.rolls else 0  # angles, and keys on their way
-    return occupancy.batch.size * spec.kv_heads * occupancy.capacity * (RANKED_BYTES + rolled)
+    return occupancy.batch.size * spec.kv_heads * occupancy.capacity * (RANKED_BYTES + weighed + rolled)

@@ -11,7 +11,8 @@ from h2o_flexgen.kv.judges.judge import Judge, Written
 
 class ValueNorms(Judge):
     def of_new(self, new: Written) -> Tensor:
-        return torch.linalg.vector_norm(new.v, dim=-1, dtype=torch.float32)
+        lengths: Tensor = torch.linalg.vector_norm(new.v, dim=-1, dtype=torch.float32)
+        return lengths
 
     def of_heads(self, heads: Tensor) -> ValueNorms:
         return self
