@@ -72,7 +72,8 @@ def test_parts_of_an_echo_stand_behind_the_text_and_pads_count_nothing() -> None
         RowState(row, [1 + row] * length, SamplingParams(max_tokens=4), ByteTokenizer(50)) for row, length in enumerate((5, 2))
     ]
     batch = Batch((0, 1), (5, 2), echoes_within=8)
-    rows = BatchRows(batch, states, Plan.create(kv_policy="kvzip", heavy=9, prefill_tokens=20), 4, torch.device("cpu"))
+    plans = [Plan.create(kv_policy="kvzip", heavy=9, prefill_tokens=most) for most in (20, 19)]
+    rows, fewer = (BatchRows(batch, states, plan, [plan.policy], 4, torch.device("cpu")) for plan in plans)
     (part,) = rows.parts
     assert part.tokens.tolist() == [[1] * 10, [2, 2, 0, 0, 0, 2, 2, 0, 0, 0]] and (rows.tokens, rows.prompt_tokens) == (20, 7)
     assert part.now.text_positions[:, 5:].tolist() == [[5, 6, 7, 5, 6], [2, 3, 4, 5, 6]]
@@ -82,7 +83,6 @@ def test_parts_of_an_echo_stand_behind_the_text_and_pads_count_nothing() -> None
     assert [one.weights.tolist() for one in (split, second)] == [[[1, 1, 1]], [[1, 1, 0, 0, 0]]]
     hidden = torch.arange(20.0).view(2, 10, 1)
     assert rows.last_hidden(hidden).tolist() == [[4], [11]]
-    fewer = BatchRows(batch, states, Plan.create(kv_policy="kvzip", heavy=9, prefill_tokens=19), 4, torch.device("cpu"))
     assert [one.tokens.shape[1] for one in fewer.parts] == [10, 4]
 
 

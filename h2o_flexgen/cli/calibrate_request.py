@@ -51,9 +51,7 @@ def request_of(flags: Namespace) -> CalibrateRequest:
     check_picture(flags.picture, "--picture")
     texts = tuple(map(Text.read, dict.fromkeys(flags.text))) if flags.text else (Text.held_out(),)
     if flags.texts < len(texts):
-        raise ValueError(
-            f"--texts {flags.texts} leaves out files of --text, which are {len(texts)}; give {len(texts)} or more"
-        )
+        raise ValueError(f"--texts {flags.texts} leaves out files of --text, which are {len(texts)}; give {len(texts)} or more")
     return CalibrateRequest(
         model=model_of(flags),
         site=site_of(flags),

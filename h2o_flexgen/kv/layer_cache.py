@@ -122,7 +122,7 @@ class LayerCache:
 
 def _by_head(x: Tensor, kv_heads: int) -> Tensor:
     """(rows, tokens, heads, ...) as (rows, tokens, kv_heads, group, ...)"""
-    return x.unflatten(2, (kv_heads, -1))
+    return x.view(*x.shape[:2], kv_heads, -1, *x.shape[3:])
 
 
 def _picked(x: Tensor, heads: Tensor, kv_heads: int) -> Tensor:

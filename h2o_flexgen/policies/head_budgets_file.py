@@ -16,7 +16,6 @@ from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets
 
 FILE = "head_budgets.json"  # its name where it lies beside the model that it was measured on
 OWN = "own"  # the word for that file
-DIGITS = 3  # of a share
 PARTS = ("model", "source", "layers", "kv_heads", "budgets", "shares")
 
 
@@ -25,12 +24,8 @@ def written(budgets: HeadBudgets) -> str:
     layers, heads = budgets.shape
     said = {"model": budgets.model, "source": budgets.source, "layers": layers, "kv_heads": heads}
     head = [f"{json.dumps(name)}: {json.dumps(value)}," for name, value in said.items()]
-    lines = [json.dumps(_rounded(by_head), separators=(",", ":")) for by_head in budgets.shares]
+    lines = [json.dumps(by_head, separators=(",", ":")) for by_head in budgets.shares]
     return "\n".join(["{", *head, f'"budgets": {json.dumps(budgets.budgets)},', '"shares": [', ",\n".join(lines), "]}\n"])
-
-
-def _rounded(by_head: ByHead) -> list[list[float]]:
-    return [[round(share, DIGITS) for share in of_layer] for of_layer in by_head]
 
 
 def write_head_budgets(budgets: HeadBudgets, path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, pairwise
 from math import inf, log
 
@@ -32,21 +33,21 @@ class Level:
         """The same of some layers, by their places among those with KV."""
         return replace(self, heads=tuple(self.heads[place] for place in places))
 
-    @property
-    def share(self) -> float:
-        """The share of a text that these heads keep, where their budget is one."""
-        return 1.0 if self.policy.keeps_all else self.policy.options.kv_budget or DEFAULT_KEPT
-
 
 def levels_of(policy: KVPolicy, budgets: HeadBudgets | None, spec: ModelSpec) -> tuple[Level, ...]:
     """The levels of a model, that which keeps most first."""
     if budgets is None:
         return (Level(policy, (tuple(range(spec.kv_heads)),) * len(spec.kv_layers)),)
     budgets.refuse_other(spec)
-    wanted = policy.options.kv_budget or DEFAULT_KEPT
-    rounded = _rounded(_with_whole(budgets.at(wanted)))
+    rounded = _shares(budgets, policy.options.kv_budget or DEFAULT_KEPT)
     shares = sorted(set(chain.from_iterable(rounded)), reverse=True)
     return tuple(Level(_keeping(policy, share), tuple(_heads(of_layer, share) for of_layer in rounded)) for share in shares)
+
+
+@lru_cache(maxsize=8)
+def _shares(budgets: HeadBudgets, budget: float) -> ByHead:
+    """The share of each head, of which few differ. A search asks for the same ones for each of thousands of plans."""
+    return _rounded(_with_whole(budgets.at(budget)))
 
 
 def _heads(of_layer: Sequence[float], share: float) -> tuple[int, ...]:

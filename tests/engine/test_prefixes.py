@@ -56,7 +56,9 @@ def assert_is_there(store: PrefixStore, prefix: SharedPrefix) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("plan", [Plan(), Plan.create(prefix_policy=JUDGED, kv_policy="h2o", heavy=1)], ids=["pinned", "judged"])
+@pytest.mark.parametrize(
+    "plan", [Plan(), Plan.create(prefix_policy=JUDGED, kv_policy="h2o", heavy=1)], ids=["pinned", "judged"]
+)
 def test_what_is_in_use_is_never_lost_whoever_comes_and_goes(seed: int, plan: Plan, tmp_path: Path) -> None:
     random = Random(seed)
     lengths = [random.randint(1, 70) for _ in range(30)]

@@ -86,12 +86,12 @@ class KVStore:
         self._schedule = planned.schedule
         self._caches: dict[tuple[int, int, int], KVCache] = {}  # by the region that they lie in, layer and batch
         self._changed_of: dict[tuple[KVLayout, int], ChangedSlots] = {}  # by the layout and the rows in it
-        layouts = {place: planned.kv_layouts(*place)[self._level] for place in self._schedule.traffic.kv}
+        layouts = {place: planned.kv.layouts(*place)[self._level] for place in self._schedule.traffic.kv}
         self._layouts = {place: layout for place, layout in layouts.items() if layout is not None}
         for place in self._layouts:
             batch, before = planned.block.batches[place[1]], self._units.get(place)
             goes_on = before is not None and any(batch.seen)
-            held = planned.occupancies[self._level][place[1]].held(0)
+            held = planned.kv.occupancies[self._level][place[1]].held(0)
             self._units[place] = Unit(batch.size, held, journaled=before.journaled if goes_on and before else [])
 
     def _allocate(self, held: ExitStack) -> None:

@@ -20,6 +20,7 @@ from h2o_flexgen.policies.head_budgets import HeadBudgets
 
 BUDGETS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7)
 FEWEST_TOKENS = 16
+DIGITS = 3  # of a share
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,8 +33,8 @@ class Calibration:
 
     @property
     def head_budgets(self) -> HeadBudgets:
-        """The means over all texts."""
-        means = (np.mean(of_texts, axis=0).tolist() for of_texts in self.shares.values())
+        """The means over all texts, rounded: another text would have others anyway."""
+        means = (np.mean(of_texts, axis=0).round(DIGITS).tolist() for of_texts in self.shares.values())
         return HeadBudgets(self.model, self.source, tuple(self.shares), tuple(tuple(map(tuple, one)) for one in means))
 
     def spread(self, budget: float) -> float | None:

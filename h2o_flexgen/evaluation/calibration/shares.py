@@ -21,4 +21,4 @@ def shares_at(budget: float, scores: Scores) -> Shares:
     ranks[..., tokens - slots // PART_OF_NEWEST :] = np.inf
     best = np.argsort(-ranks, axis=None, kind="stable")[: round(budget * scores.size)]
     kept = np.bincount(best // tokens, minlength=layers * heads)
-    return kept.reshape(layers, heads) / tokens
+    return np.asarray(kept.reshape(layers, heads) / tokens)

@@ -3,7 +3,6 @@ attended to."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from h2o_flexgen.kv.judges.judge import Judge, Written
@@ -11,8 +10,7 @@ from h2o_flexgen.kv.judges.judge import Judge, Written
 
 class ValueNorms(Judge):
     def of_new(self, new: Written) -> Tensor:
-        lengths: Tensor = torch.linalg.vector_norm(new.v, dim=-1, dtype=torch.float32)
-        return lengths
+        return new.v.float().square().sum(dim=-1).sqrt()
 
     def of_heads(self, heads: Tensor) -> ValueNorms:
         return self
