@@ -40,6 +40,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from tests import tiny
 from tests.gguf_files import save_gguf
+from tests.probes import OF_NO_MODEL, probe_for
 from tests.quantised import FORMS, WIDE, save_quantised
 from tests.reference import weights_by_layer
 from tests.resident import resident_generate
@@ -92,6 +93,7 @@ POLICIES: tuple[tuple[tuple[str, Any], ...], ...] = (
     (("kv_policy", "tova"), ("heavy", 4)),
     (("kv_policy", "kvzip"), ("heavy", 2), ("recent", 2)),
     (("kv_policy", "h2o"), ("heavy", 3), ("recent", 2), ("value_norms", True)),
+    (("kv_policy", "kvzap"), ("heavy", 2), ("recent", 2), ("probe", OF_NO_MODEL)),  # a case takes one of its model
 )
 
 # what the KV heads of a model keep, layer by layer; a model with fewer heads has the first ones
@@ -177,6 +179,8 @@ class Case:
         folder = checkpoints.folder(self.kind, self.stored)
         overlap = self.overlap or self.schedule == "flexgen_barrier"  # the barrier cannot do without
         chosen = {"dtype": self.dtype, "device": self.device, "overlap": overlap, **self.plan_options, **options}
+        if "probe" in chosen:
+            chosen["probe"] = probe_for(checkpoints.opened(self.kind, self.stored, self.dtype).spec(Plan()))
         return LLM(str(folder), tokenizer="bytes", percent=self.percent, offload_dir=offload, **chosen)
 
     def __str__(self) -> str:

@@ -13,13 +13,16 @@ from math import prod
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.layout import probe_bytes
 from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.workload import Batch
-from h2o_flexgen.engine.stores.judges import judges_of
+from h2o_flexgen.engine.stores.judges import linear_judges
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kv.cache import Asked, KVCache
 from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.judges.judge import Judge
+from h2o_flexgen.kv.judges.value_norms import ValueNorms
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Given, Matrix, Model, Rotation, Weights, computed, logits
@@ -27,8 +30,9 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.policies.occupancy import StepSlots
-from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.policies.policy import PROBE, VALUE_NORMS, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
+from tests.probes import probe_for
 
 
 @contextmanager
@@ -290,7 +294,7 @@ def _caches(
 
     def cache(level: Level, place: int, slots: int) -> KVCache:
         heads, layer = level.heads[place], model.spec.kv_layers[place]
-        shape, judge = (rows, len(heads), slots), judges_of(model.spec, level.policy).get(layer)
+        shape, judge = (rows, len(heads), slots), _judges(model, level.policy, device).get(layer)
         judge = None if judge is None else judge.of_heads(torch.tensor(heads, device=device))
         noted = _scores(level.policy, shape, device)
         return KVCache(_image(coding, shape, by_token, device), noted, coding, judge=judge)
@@ -305,6 +309,14 @@ def _caches(
         )
         for place, layer in enumerate(model.spec.kv_layers)
     }
+
+
+def _judges(model: Model, policy: KVPolicy, device: torch.device) -> dict[int, Judge]:
+    spec = model.spec
+    if policy.judge == PROBE:
+        region = torch.zeros(probe_bytes(spec), dtype=torch.uint8, device=device)
+        return dict(zip(spec.kv_layers, linear_judges(probe_for(spec), range(len(spec.kv_layers)), region)))
+    return dict.fromkeys(spec.kv_layers, ValueNorms()) if policy.judge == VALUE_NORMS else {}
 
 
 def _image(coding: Coding, shape: tuple[int, int, int], by_token: bool, device: torch.device) -> Tensor:
