@@ -80,8 +80,8 @@ class LLM(ModelUnderPlan):
     ) -> None:
         """`threads` compute on the CPU, for the whole process (default: as torch has them). `trace`: the trace of a run on a
         GPU has every task; otherwise it has those of some steps, as asking a GPU for times is not free. `plan_options` are
-        what Plan.create takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets may also be
-        the path of a file, or "own", the file beside the model."""
+        what Plan.create takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may
+        also be the path of a file, or "own", the file beside the model."""
         names = name_of("model", model), name_of("tokenizer", tokenizer)
         asked = asked_plan(plan, percent, plan_options, arguments_of(LLM), names[0])
         asked = asked if overlap else asked.without_overlap()
@@ -292,7 +292,7 @@ class LLM(ModelUnderPlan):
         model's positions); with rolling positions it has no end. Until it is closed nothing else can be generated."""
         if self._auto is not None and not self._auto.found_for:
             raise ValueError("percent 'auto' finds plans for generate, chat and score; for a conversation give six numbers")
-        extent = Extent.of(self.spec, self.plan.policy, context, self.plan.prefill_tokens)
+        extent = Extent.of(self.spec, self.plan, context)
         try:
             planned = self._fitting(extent.workload)
         except DoesNotFit as error:

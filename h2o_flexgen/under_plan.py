@@ -176,6 +176,8 @@ class ModelUnderPlan:
         check_rolling(self.spec, self.plan)
         if self.plan.head_budgets is not None:
             self.plan.head_budgets.refuse_other(self.spec)
+        if self.plan.probe is not None:
+            self.plan.probe.refuse_other(self.spec)
 
     @property
     def spec(self) -> ModelSpec:

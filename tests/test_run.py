@@ -20,16 +20,19 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams, run
+from h2o_flexgen.checkpoints.probe_file import write_probe
 from h2o_flexgen.cli import run_report, run_work
 from h2o_flexgen.cli.watch import Watch
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.finding import Wish
 from h2o_flexgen.kernels.table import LIBRARIES, TORCH
 from h2o_flexgen.planning.machines import find_machine
+from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.profiling import kept, measure
 from tests.commands import Result, called
 from tests.patience import PATIENCE_SECONDS
+from tests.probes import made_up_probe
 from tests.signals import as_in_a_terminal
 from tests.tiny import POSITIONS, save_tiny
 
@@ -916,7 +919,11 @@ def test_the_full_cache_says_so(command: Any, opt: Path) -> None:
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "full"])
 def test_every_policy_runs_from_the_command_and_fits_a_smaller_memory(command: Any, opt: Path, policy: str) -> None:
     shape = ("--prompt-len", 40, "--gen-len", 6, "--percent", 0, 0, 0, 50, 100, 0)
-    full, done = command("--model", opt, *shape), command("--model", opt, *shape, "--kv-policy", policy, "--kv-budget", 0.2)
+    kept = ["--kv-policy", policy, "--kv-budget", 0.2]
+    if POLICIES[policy].judged_by == PROBE:
+        write_probe(made_up_probe(3, 4, 32), opt.parent / "probe.safetensors")
+        kept += ["--probe", opt.parent / "probe.safetensors"]
+    full, done = command("--model", opt, *shape), command("--model", opt, *shape, *kept)
     assert done.status == 0 and done.json["kept"]["policy"] == policy
     assert done.json["lanes"]["read"]["moved_bytes"] < full.json["lanes"]["read"]["moved_bytes"]
     assert done.json["placed_bytes"]["KV"]["host"] < 0.3 * full.json["placed_bytes"]["KV"]["host"]

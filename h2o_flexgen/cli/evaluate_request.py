@@ -17,6 +17,7 @@ from h2o_flexgen.cli.flags import (
     Group,
     Parser,
     add_placement,
+    add_probe,
     add_protection,
     add_sizes,
     whole,
@@ -24,6 +25,7 @@ from h2o_flexgen.cli.flags import (
 from h2o_flexgen.cli.requests import ModelRequest, SiteRequest, model_of, plan_of, site_of
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.numbers import decimal_number, whole_number
+from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.workload import MOST_TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.evaluation.grid import WHOLE_TEXT, Amount, Grid, Share, Size
@@ -42,12 +44,13 @@ from h2o_flexgen.evaluation.tasks.tasks import TASKS
 from h2o_flexgen.evaluation.tasks.xsum import XSum
 from h2o_flexgen.evaluation.texts import Text
 from h2o_flexgen.kernels.table import PRODUCTS
-from h2o_flexgen.options import HEAD_BUDGETS, head_budgets_of
+from h2o_flexgen.options import HEAD_BUDGETS, PROBE, head_budgets_of, probe_of
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.head_budgets_file import OWN
 from h2o_flexgen.policies.options import KVOptions
+from h2o_flexgen.policies.policy import PROBE as BY_PROBE
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import BY_BITS, PLAIN
 
@@ -131,7 +134,7 @@ def request_of(flags: Namespace) -> EvaluateRequest:
         if codec != PLAIN:
             raise ValueError(f"--compress-{flag} is a part of the grid here; say {here}, also for several side by side")
     grid = _grid(flags, names)
-    plan = plan_of(flags, without=(*BESIDE_BUDGET, "compute", HEAD_BUDGETS))  # the grid has these
+    plan = plan_of(flags, without=(*BESIDE_BUDGET, "compute", HEAD_BUDGETS, PROBE))  # the grid has these
     work: Quality | Study
     if flags.study is not None:
         work = _study(flags, grid)
@@ -197,7 +200,20 @@ def _grid(flags: Namespace, tasks: Collection[str]) -> Grid:
     kv_codecs, weight_codecs = _codecs("--kv-bits", flags.kv_bits), _codecs("--weight-bits", flags.weight_bits)
     computes = _names("--compute", flags.compute, PRODUCTS)
     amounts = _amounts(flags, tasks)
-    return Grid(policies, amounts, kv_codecs, weight_codecs, computes, beside, _heads(flags, policies, amounts))
+    return Grid(
+        policies, amounts, kv_codecs, weight_codecs, computes, beside, _heads(flags, policies, amounts), _probe(flags, policies)
+    )
+
+
+def _probe(flags: Namespace, policies: Collection[str]) -> Probe | None:
+    asking = next((name for name in policies if POLICIES[name].judged_by == BY_PROBE), None)
+    if flags.probe is None:
+        if asking is not None:
+            raise ValueError(f"--policies has {asking}, which ranks tokens by a probe; give --probe FILE, or --probe {OWN}")
+        return None
+    if asking is None:
+        raise ValueError(f"--probe {flags.probe} is for policies that ask for one, and --policies has none; leave one out")
+    return probe_of(flags.probe, model_of(flags).source)
 
 
 def _heads(flags: Namespace, policies: Collection[str], amounts: Collection[Amount]) -> tuple[HeadBudgets | None, ...]:
@@ -332,6 +348,7 @@ def _add_grid(group: Group) -> None:
     group.value("--compute", "NAMES", products, default=Plan.compute)
     by_head = f"{EQUAL}: all heads keep as much; FILE: as this file of `calibrate` says; {OWN}: the file beside the model"
     group.value("--head-budgets", "NAMES", f"{by_head}; with a comma both are compared", default=EQUAL)
+    add_probe(group)
     add_protection(group)
 
 

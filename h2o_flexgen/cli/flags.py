@@ -26,6 +26,7 @@ from h2o_flexgen.planning.plan import GRAPHS, JUDGED, ON, PINNED, PREFIX_POLICIE
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
 from h2o_flexgen.policies.head_budgets_file import OWN
+from h2o_flexgen.policies.kvzap import KVzap
 from h2o_flexgen.policies.options import DEFAULT_KEPT, POSITIONS
 from h2o_flexgen.policies.streaming import SINKS
 from h2o_flexgen.policies.table import POLICIES
@@ -226,6 +227,7 @@ class Parser(argparse.ArgumentParser):
         group.value("--heavy", "SLOTS", "heavy hitters kept, in slots per sequence and head", SLOTS)
         group.value("--recent", "SLOTS", "slots for the newest tokens", SLOTS)
         add_head_budgets(group)
+        add_probe(group)
         group.truth("--hh-all", text="evict generated tokens too: the default, named as in H2O's commands")
         add_protection(group)
 
@@ -398,6 +400,12 @@ def add_head_budgets(group: Group) -> None:
     """Adds by which budgets heads differ."""
     by_head = f"KV heads share out the budget as this file of `calibrate` says; {OWN}: the file beside the model"
     group.value("--head-budgets", f"FILE|{OWN}", f"{by_head} (default: all keep as much)")
+
+
+def add_probe(group: Group) -> None:
+    """Adds what a policy ranks tokens by that asks for a probe."""
+    text = f"{KVzap.name}: what a token is worth is said by this file of `calibrate --probe`; {OWN}: the file beside the model"
+    group.value("--probe", f"FILE|{OWN}", text)
 
 
 def add_protection(group: Group) -> None:

@@ -109,6 +109,7 @@ class PlanReport:
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
             f"KV        {Kept(self.planned).line()}{packed}{beside}",
             *Kept(self.planned).by_head(),
+            *probe_lines(plan),
             f"numbers   {self.arithmetic.line()}",
         ]
         lines += self._devices()
@@ -196,6 +197,13 @@ class PlanReport:
     def _parts(self, tier: str) -> str:
         parts = self.budgets.held(self.planned.footprint, tier).items()
         return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
+
+
+def probe_lines(plan: Plan) -> Iterator[str]:
+    """What says how much tokens are worth, where that is a probe."""
+    if plan.probe is not None:
+        fitted = f"fitted to {plan.probe.source}, " if plan.probe.source else ""
+        yield f"probe     of {plan.probe.model}: says what a token is worth ({fitted}{plan.probe.checksum})"
 
 
 def together_lines(processes: int, requests: int, accelerator: bool) -> Iterator[str]:

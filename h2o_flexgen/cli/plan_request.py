@@ -37,7 +37,7 @@ from h2o_flexgen.cli.requests import (
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.workload import MOST_PROMPTS
-from h2o_flexgen.options import HEAD_BUDGETS
+from h2o_flexgen.options import HEAD_BUDGETS, PROBE
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -108,7 +108,7 @@ def request_of(flags: Namespace) -> PlanRequest:
         timeline=flags.timeline and Path(flags.timeline).expanduser(),
         verbose=flags.verbose,
         model_flags=(*_typed(flags, ("model", "path")), *(("--dummy-weights",) if flags.dummy_weights else ())),
-        head_flags=tuple(_typed(flags, (HEAD_BUDGETS,))),
+        head_flags=tuple(_typed(flags, (HEAD_BUDGETS, PROBE))),
         site_flags=tuple(_typed(flags, SITE_FLAGS)),
     )
 

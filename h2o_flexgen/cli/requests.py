@@ -15,7 +15,7 @@ from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.tiers import DEVICE, HOST
 from h2o_flexgen.demo.places import local_place
 from h2o_flexgen.kernels.table import INT8
-from h2o_flexgen.options import HEAD_BUDGETS, head_budgets_of
+from h2o_flexgen.options import HEAD_BUDGETS, PROBE, named_by_files
 from h2o_flexgen.planning.asked import Asked, refuse_to_search_pipelines
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
@@ -144,9 +144,8 @@ def plan_of(flags: Namespace, without: Collection[str] = ()) -> Plan:
         raise ValueError("--hh-all evicts generated tokens and --hh-prompt-only keeps them; give one of them")
     names = [name for name in Plan.option_names() if name not in without]
     given = {name: value for name in names if (value := getattr(flags, name, None)) is not None}
-    if HEAD_BUDGETS in given:
-        model = choose_model(flags.model, flags.path, flags.dummy_weights)
-        given[HEAD_BUDGETS] = head_budgets_of(given[HEAD_BUDGETS], model.source)
+    if {HEAD_BUDGETS, PROBE} & given.keys():
+        given |= named_by_files(given, choose_model(flags.model, flags.path, flags.dummy_weights).source)
     plan = Plan.create(**{**given, "kv_policy": _policy_name(flags)})
     plan = plan if flags.percent in (None, AUTO) else plan.with_percent(flags.percent)
     if plan.has_own_slots and flags.slots != Plan.slots:

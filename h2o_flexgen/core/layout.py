@@ -91,6 +91,11 @@ def asked_arena(spec: ModelSpec, rows: int, shares: bool, judged: bool) -> Arena
     return Arena.of((heads, kv_heads, kv_heads, heads, *more, *worth))
 
 
+def probe_bytes(spec: ModelSpec) -> int:
+    """Bytes of the weights and biases of a probe where it is computed with."""
+    return len(spec.kv_layers) * spec.kv_heads * (spec.width + 1) * FLOAT_BYTES
+
+
 @dataclass(frozen=True)
 class PrefixLayout:
     """The KV of a shared prefix, of all layers, where it is computed with: an image for each layer, and behind them what a

@@ -205,8 +205,9 @@ class Engine:
         self._parts_of_devices = [PartsThere(own.device) for own in memories.of_devices]
         sections = (only_layers(self._spec, layers_of(device_of, device)) for device in range(plan.pipeline))
         specs = [self._spec] if plan.pipeline == 1 else list(sections)
-        self._judges = judges_of(self._spec, plan.policy)
         self._weights = [WeightStore(spec, tiers, source, own) for spec, own in zip(specs, memories.of_devices, strict=True)]
+        judges = [judges_of(self._spec, spec, plan, own) for spec, own in zip(specs, memories.of_devices)]
+        self._judges = {layer: judge for of_device in judges for layer, judge in of_device.items()}
 
     def trim(self) -> None:
         """Frees buffers that the blocks of an earlier workload left for reuse: the next ones may have other sizes."""

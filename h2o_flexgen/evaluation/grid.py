@@ -10,12 +10,14 @@ from math import inf
 from typing import TypeAlias
 
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.table import EXACT
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.options import KVOptions
+from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import BY_BITS, PLAIN
 
@@ -90,6 +92,7 @@ class Setting:
     compute: str = EXACT
     beside: Beside = ()  # options asked for in addition to the budget
     heads: HeadBudgets | None = None  # None: all keep equally much
+    probe: Probe | None = None  # where the policy asks for one
 
     @property
     def options(self) -> KVOptions:
@@ -116,7 +119,7 @@ class Setting:
     @property
     def full(self) -> Setting:
         """This setting with everything kept."""
-        return replace(self, policy=Full.name, amount=_everything(self.amount), heads=None)
+        return replace(self, policy=Full.name, amount=_everything(self.amount), heads=None, probe=None)
 
     @property
     def is_reference(self) -> bool:
@@ -124,7 +127,7 @@ class Setting:
 
     def plan(self, base: Plan) -> Plan:
         forms = replace(base, kv_codec=self.kv_codec, weight_codec=self.weight_codec, compute=self.compute)
-        return replace(forms, kv_policy=self.policy, kv_options=self.options, head_budgets=self.heads)
+        return replace(forms, kv_policy=self.policy, kv_options=self.options, head_budgets=self.heads, probe=self.probe)
 
     @property
     def _forms(self) -> dict[str, str]:
@@ -141,7 +144,8 @@ class Setting:
     def identity(self) -> dict[str, object]:
         """Everything in a setting that its figures depend on."""
         heads = {} if self.heads is None else {"head_budgets": self.heads.checksum}
-        return {"policy": self.policy, **asdict(self.options), **self._forms, **heads}
+        probe = {} if self.probe is None else {"probe": self.probe.checksum}
+        return {"policy": self.policy, **asdict(self.options), **self._forms, **heads, **probe}
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -149,6 +153,7 @@ class Setting:
             "kept": self.amount.label,
             **self._forms,
             "head_budgets": None if self.heads is None else self.heads.as_json(),
+            "probe": None if self.probe is None else self.probe.as_json(),
             "options": {name: value for name, value in asdict(self.options).items() if value not in (None, False)},
         }
 
@@ -166,6 +171,7 @@ class Grid:
     computes: tuple[str, ...] = (EXACT,)  # where the model's weights allow them; products with others are always exact
     beside: Beside = ()
     heads: tuple[HeadBudgets | None, ...] = (None,)  # None: all heads keep equally much
+    probe: Probe | None = None  # for the policies that ask for one
 
     def settings(self, spec: Callable[[str], ModelSpec]) -> tuple[Setting, ...]:
         """The settings for a model whose sizes are asked for by the codec of its weights. All policies are the full cache when
@@ -182,7 +188,8 @@ class Grid:
 
     def _settings(self, kv_codec: str, weight_codec: str, compute: str) -> list[Setting]:
         def setting(policy: str, amount: Amount, heads: HeadBudgets | None = None) -> Setting:
-            return Setting(policy, amount, kv_codec, weight_codec, compute, self.beside, heads)
+            probe = self.probe if POLICIES[policy].judged_by == PROBE else None
+            return Setting(policy, amount, kv_codec, weight_codec, compute, self.beside, heads, probe)
 
         full = [setting(Full.name, amount) for amount in self.amounts if amount.keeps_all][:1]
         if Full.name in self.policies and not full:

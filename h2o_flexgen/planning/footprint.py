@@ -19,6 +19,7 @@ from h2o_flexgen.core.layout import (
     decoded_bytes,
     disk_buffer_bytes,
     hidden_bytes,
+    probe_bytes,
     region_bytes,
 )
 from h2o_flexgen.core.model_spec import ModelSpec
@@ -90,6 +91,7 @@ def _parts(planned: BlockPlan, site: Site, scored_at_once: int) -> Parts:
         parts[DEVICE]["libraries"] = DEVICE_LIBRARIES
     parts[compute]["working space"] = block_working_bytes(planned, site, scored_at_once)
     parts[compute]["decoded weights"] = decoded_bytes(spec, site)
+    parts[compute]["probe"] = 0 if planned.plan.probe is None else region_bytes(probe_bytes(spec))
     parts[compute]["shared prefixes"] = _prefix_bytes(planned, scored_at_once)
     parts[HOST]["disk buffers"] = _disk_buffers(planned)
     return {tier: dict(held) for tier, held in parts.items()}

@@ -19,13 +19,14 @@ from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Budget, Occupancy
-from h2o_flexgen.policies.policy import ATTENTION, KVPolicy
+from h2o_flexgen.policies.policy import ATTENTION, PROBE, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
 
 SLACK = 1.15  # factor on the whole: allocators keep some of what is freed
 DECODING_BYTES, ENCODING_BYTES = 16, 24  # per value that is worked on at once: its code, it as fp32, and copies of them
 ROUNDED_BYTES = 12  # per value in and out of a product of 8 bits by torch: three of fp32 at a time
 SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices of 8 bytes and masks
+WEIGHED_BYTES = 16  # alike, where it counts what a token is worth: that, as it comes and beside what is held, and products
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch: an estimate that no GPU has confirmed
 # Kept on a device, and in parts of segments. On Hopper torch has cuBLAS and cuBLASLt keep 32 MiB each for the stream that
 # computes; the context itself is outside of every budget.
@@ -104,6 +105,7 @@ def _prefill_bytes(spec: ModelSpec, levels: Sequence[Heads], site: Site) -> int:
     widened = spec.itemsize if site.threads_of(PROMPT_ATTENTION, spec.dtype) else max(spec.itemsize, 4)  # torch sums in fp32
     attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * widened + _picking_bytes(spec, levels))
     attention += max(_prompt_attention_bytes(at, site) for at in levels)
+    attention += tokens * spec.width * FLOAT_BYTES if any(at.policy.judge == PROBE for at in levels) else 0  # in fp32
     passing = max(layer.passing_width for layer in spec.layers) * spec.itemsize
     return max(attention, tokens * (normed + passing)) + tokens * _rounding_bytes(spec, site)
 
@@ -203,8 +205,9 @@ def _choosing_bytes(at: Heads, threads: int) -> int:
     if policy.keeps_all:
         return 0
     keys = occupancy.held(0) + occupancy.batch.prompt_len
+    weighed = 0 if policy.judge is None else WEIGHED_BYTES + (SORTED_BYTES if policy.has_scores else 0)
     moved = 0 if threads else 4 * spec.head_dim  # torch moves with an index for each value
-    return occupancy.batch.size * spec.kv_heads * keys * (SORTED_BYTES + moved)
+    return occupancy.batch.size * spec.kv_heads * keys * (SORTED_BYTES + weighed + moved)
 
 
 def _extending_bytes(at: Heads, threads: int) -> int:
@@ -247,5 +250,6 @@ def _evicting_bytes(at: Heads) -> int:
     spec, policy, occupancy = at
     if policy.keeps_all:
         return 0
+    weighed = 0 if policy.judge is None else WEIGHED_BYTES
     rolled = spec.head_dim * (4 + 3 * spec.itemsize) if policy.rolls else 0  # angles, and keys on their way
-    return occupancy.batch.size * spec.kv_heads * occupancy.capacity * (RANKED_BYTES + rolled)
+    return occupancy.batch.size * spec.kv_heads * occupancy.capacity * (RANKED_BYTES + weighed + rolled)

@@ -13,9 +13,11 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.table import POLICIES
 from tests.planning.worlds import tiny_spec
+from tests.probes import OF_NO_MODEL
 
 HEADS = HeadBudgets("tiny", "a text", (0.2,), (((0.6, 0.04), (0.12, 0.04)),))
 EVICTING = sorted(name for name in POLICIES if name != "full")
+PROBES = {"kvzap": OF_NO_MODEL}
 
 
 def sized(weight_codec: str) -> ModelSpec:
@@ -84,13 +86,13 @@ def test_products_that_none_of_the_weights_allow_are_refused() -> None:
 @pytest.mark.parametrize("policy", EVICTING)
 @pytest.mark.parametrize("slots", [8, 13])
 def test_a_size_is_what_the_policy_then_holds(policy: str, slots: int) -> None:
-    made = Setting(policy, Size(slots)).plan(Plan()).policy
+    made = Setting(policy, Size(slots), probe=PROBES.get(policy)).plan(Plan()).policy
     assert made.occupancy(Batch((0,), (100,)), 50).counts(1) == (slots,)
 
 
 @pytest.mark.parametrize("policy", EVICTING)
 def test_a_share_is_one_of_prompt_and_generation(policy: str) -> None:
-    made = Setting(policy, Share(20)).plan(Plan()).policy
+    made = Setting(policy, Share(20), probe=PROBES.get(policy)).plan(Plan()).policy
     place_of_the_newest = policy == "h2o-flexgen"
     assert made.occupancy(Batch((0,), (100,)), 50).counts(1) == (30 - place_of_the_newest,)
 

@@ -25,10 +25,13 @@ class Head:
         context: int = 0,
         pinned: int = 0,
         positions: int = 1 << 30,
+        probe: tuple[Array, float] = (np.zeros(0), 0.0),
     ) -> None:
         """`context`: of a text that lives on, of which the prompt is only the beginning. `pinned`: the first tokens of the
         text, which are not evicted, and which neither the prompt nor the tokens that the policy counts include: it sees what
-        is behind them, from 0 on. `positions`: those of the model, which an echo must not exceed."""
+        is behind them, from 0 on. `positions`: those of the model, which an echo must not exceed. `probe`: the weight and
+        the bias of this head, which says what a token is worth whose layer has an input."""
+        self.probe = probe
         self.positions = positions
         self.pinned = pinned
         self.policy, self.head, self.turn, self.prompt = asked.get("kv_policy", "full"), head, turn, prompt
@@ -57,13 +60,14 @@ class Head:
             return int(asked["hh_ratio"] * prompt), int(asked["hh_ratio"] * prompt)
         if "kv_budget" in asked or not {"heavy", "recent"} & set(asked):
             total = int(asked.get("kv_budget", 0.2) * (prompt + generated))
-            recent = asked.get("recent", total // 2)
+            recent = asked.get("recent", total // (5 if asked.get("kv_policy") == "kvzip" else 2))
             return total - recent, recent
         return asked.get("heavy", 0), asked.get("recent", 0)
 
-    def attend(self, q: Array, k: Array, v: Array, decodes: bool = False) -> Array:
+    def attend(self, q: Array, k: Array, v: Array, decodes: bool = False, x: Array | None = None) -> Array:
         """One pass over new tokens: q (tokens, group, dim), k and v (tokens, dim), unrotated -> (tokens, group, dim). A pass
-        `decodes` if its only token is generated. Under kvzip all tokens of any other pass come once more behind them."""
+        `decodes` if its only token is generated. Under kvzip all tokens of any other pass come once more behind them. x:
+        (tokens, width), the input of their layer, where a probe asks for it."""
         if self.policy == "kvzip" and not decodes:
             return self._echoed(q, k, v)
         new = list(range(self.seen, self.seen + len(q)))
@@ -71,6 +75,9 @@ class Head:
             self.kept.append(token)
             self.keys[token], self.values[token], self.score[token] = key, value, 0.0
             self.worth[token] = float(np.sqrt((value**2).sum()))
+        if self.policy == "kvzap" and x is not None:
+            weight, bias = self.probe
+            self.worth |= dict(zip(new, (x @ weight + bias).tolist()))
         return self._attended(q, new, decodes)
 
     def begin(self, q: Array, k: Array, v: Array) -> Array:
@@ -146,7 +153,7 @@ class Head:
             self.score = {token: sum(raw.get(token + step, 0.0) for step in range(-2, 3)) / 5 for token in raw}
 
     def _evict(self, first: bool) -> None:
-        protected = dict.fromkeys(("h2o", "snapkv", "kvzip"), self.recent) | {"h2o-flexgen": self.recent - first}
+        protected = dict.fromkeys(("h2o", "snapkv", "kvzip", "kvzap"), self.recent) | {"h2o-flexgen": self.recent - first}
         window = protected.get(self.policy, 0)
         window = max(window, self.grace)
         surest = self._surest(window) if first and self.weighs else []
@@ -165,6 +172,8 @@ class Head:
     def _rank(self, token: int) -> float:
         if self.policy in ("local", "streaming"):
             return token
+        if self.policy == "kvzap":
+            return self.worth[token]
         if self.weighs:
             return (self.score[token] + 1e-4) * self.worth[token]
         return self._hash(token) if self.policy == "random" else self.score[token]
