@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from h2o_flexgen import batch, calibrate, evaluate, run
+from h2o_flexgen import batch, calibrate, chat, evaluate, run
 from h2o_flexgen.demo.fetched import SMOLLM2
 from h2o_flexgen.demo.places import folders_beside
 from h2o_flexgen.evaluation.calibration.calibration import BUDGETS
@@ -43,6 +43,7 @@ def test_a_tokens_score_is_the_highest_attention_that_its_repetition_pays_it(kin
         for ids, layers in zip(TEXTS, seen):
             expected = looked_up(checkpoints.hf_model(kind), ids, llm.spec.kv_heads)
             torch.testing.assert_close(torch.stack([layer.scores for layer in layers]), expected, atol=1e-4, rtol=0)
+            assert {tuple(layer.x.shape) for layer in layers if layer.x is not None} == {(2 * len(ids), llm.spec.width)}
 
 
 def test_texts_have_nothing_to_do_with_each_other(checkpoints: Checkpoints) -> None:
@@ -88,6 +89,11 @@ def test_what_is_measured_is_what_other_commands_take(command: Any, tiny_llama: 
     ran = command(run.main, "--head-budgets", file, "--prompt-len", 40, "--gen-len", 8, "--num-prompts", 1, "--dry-run")
     assert ran.json["plan"]["head_budgets"] == named and ran.json["plan"]["kv_policy"] == "h2o"
     assert any(line.startswith("heads ") and budgets.checksum in line for line in ran.out)
+
+    turns = tmp_path / "turns.txt"
+    turns.write_text("Once upon a time there was a garden\nand then\n", encoding="utf-8")
+    talk = ("--kv-policy", "h2o", "--input", turns, "--gen-len", 4, "--style", "plain", "--head-budgets", file)
+    assert command(chat.main, *talk).json["head_budgets"] == named
 
     requests = tmp_path / "in.txt"
     requests.write_text("Once upon a time there was a garden with a gate\n", encoding="utf-8")
