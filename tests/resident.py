@@ -1,6 +1,6 @@
 """The plain loop that the engine must equal bit for bit: everything resident, one batch, the model's own layer functions over
-the engine's own KVCache on plain tensors. No schedule, no slots, no tiers, no threads. Where KV heads keep different shares, those
-of a level are a cache, and each head's part of the outcome is put in its place."""
+the engine's own KVCache on plain tensors. No schedule, no slots, no tiers, no threads. Where KV heads keep different shares, the
+heads of a level have a cache, and each head's part of the outcome is put in its place."""
 
 from __future__ import annotations
 
