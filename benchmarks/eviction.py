@@ -138,9 +138,10 @@ def run_one(args: argparse.Namespace) -> dict[str, Any]:
 
 def bytes_computed_with(planned: BlockPlan, step: int) -> int:
     """Bytes that a step must read from memory: the weights once for each batch, and all held KV."""
-    spec = planned.spec
-    held = sum(occupancy.batch.size * occupancy.held(step) for occupancy in planned.occupancy)
-    return len(planned.occupancy) * spec.weight_bytes + held * spec.kv_bytes_per_slot * len(spec.kv_layers)
+    spec, heads = planned.spec, (sum(map(len, level.heads)) for level in planned.levels)
+    slots = (sum(one.batch.size * one.held(step) for one in batches) for batches in planned.kv.occupancies)
+    held = sum(count * own for count, own in zip(heads, slots, strict=True))
+    return len(planned.block.batches) * spec.weight_bytes + held * spec.kv_bytes_per_head
 
 
 def opened(args: argparse.Namespace, rows: int) -> LLM:

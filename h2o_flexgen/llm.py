@@ -80,13 +80,14 @@ class LLM(ModelUnderPlan):
     ) -> None:
         """`threads` compute on the CPU, for the whole process (default: as torch has them). `trace`: the trace of a run on a
         GPU has every task; otherwise it has those of some steps, as asking a GPU for times is not free. `plan_options` are
-        what Plan.create takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ..."""
-        asked = asked_plan(plan, percent, plan_options, arguments_of(LLM))
+        what Plan.create takes: gpu_batch_size, slots, ..., kv_policy, heavy, recent, kv_budget, ...; head_budgets and probe may
+        also be the path of a file, or "own", the file beside the model."""
+        names = name_of("model", model), name_of("tokenizer", tokenizer)
+        asked = asked_plan(plan, percent, plan_options, arguments_of(LLM), names[0])
         asked = asked if overlap else asked.without_overlap()
         dtype = str(dtype).removeprefix("torch.")
         self._auto = AutoPlan(what_is_searched(asked, plan_options), dtype) if isinstance(percent, str) else None
         self.stats: Stats | None = None
-        names = name_of("model", model), name_of("tokenizer", tokenizer)
         set_threads(threads)
         keep_few_compiled_products()
         do_without_lost_threads()

@@ -18,6 +18,7 @@ from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.numbers import decimal_number, whole_number
 from h2o_flexgen.llm import LLM
 from h2o_flexgen.lm_eval import MISSING
+from h2o_flexgen.options import HEAD_BUDGETS, PROBE
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.text.chat_template import render, render_unfinished
@@ -123,8 +124,11 @@ class LmEvalModel(TemplateLM):  # type: ignore[misc]  # untyped where it is inst
         """What the harness records about the model."""
         plan, spec = self.llm.plan, self.llm.spec
         kept = {one.name: value for one in fields(plan.kv_options) if (value := getattr(plan.kv_options, one.name)) is not None}
+        known = plan.as_json()
+        files = {name: known[name] for name in (HEAD_BUDGETS, PROBE) if known[name] is not None}
+        policy = {"kv_policy": plan.kv_policy, "kv_options": kept, **files}
         codecs = {"weight_codec": plan.weight_codec, "kv_codec": plan.kv_codec, "compute": plan.compute}
-        return {"model_dtype": spec.dtype, "percent": plan.percent, "kv_policy": plan.kv_policy, "kv_options": kept, **codecs}
+        return {"model_dtype": spec.dtype, "percent": plan.percent, **policy, **codecs}
 
     # -- texts and tokens ------------------------------------------------------------------------------------------------
 

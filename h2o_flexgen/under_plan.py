@@ -174,6 +174,10 @@ class ModelUnderPlan:
         self.model = self._opened.model(self.plan)  # its layers as functions, for others that run them
         self.source = self._opened.source(self.plan, self.offload_folder, self._stages)  # where its weights come from
         check_rolling(self.spec, self.plan)
+        if self.plan.head_budgets is not None:
+            self.plan.head_budgets.refuse_other(self.spec)
+        if self.plan.probe is not None:
+            self.plan.probe.refuse_other(self.spec)
 
     @property
     def spec(self) -> ModelSpec:

@@ -12,7 +12,7 @@ import pytest
 from h2o_flexgen.cli.slow import SLOW
 from h2o_flexgen.cli.summary import INDENT
 
-PROGRESS = ("opening ", "run: ", "evaluate: ", "batch: ", "planning for ")
+PROGRESS = ("opening ", "run: ", "evaluate: ", "batch: ", "planning for ", "calibrating ")
 OF_MACHINE = f"{SLOW}: "  # what a command says of the machine that the tests run on
 
 

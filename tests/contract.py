@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -40,6 +40,7 @@ from h2o_flexgen.sampling.params import SamplingParams
 from h2o_flexgen.sampling.sampler import Sampler
 from tests import tiny
 from tests.gguf_files import save_gguf
+from tests.probes import OF_NO_MODEL, probe_for
 from tests.quantised import FORMS, WIDE, save_quantised
 from tests.reference import weights_by_layer
 from tests.resident import resident_generate
@@ -91,6 +92,8 @@ POLICIES: tuple[tuple[tuple[str, Any], ...], ...] = (
     (("kv_policy", "snapkv"), ("heavy", 2), ("recent", 2)),
     (("kv_policy", "tova"), ("heavy", 4)),
     (("kv_policy", "kvzip"), ("heavy", 2), ("recent", 2)),
+    (("kv_policy", "h2o"), ("heavy", 3), ("recent", 2), ("value_norms", True)),
+    (("kv_policy", "kvzap"), ("heavy", 2), ("recent", 2), ("probe", OF_NO_MODEL)),  # a case takes one of its model
 )
 
 # what the KV heads of a model keep, layer by layer; a model with fewer heads has the first ones
@@ -176,6 +179,8 @@ class Case:
         folder = checkpoints.folder(self.kind, self.stored)
         overlap = self.overlap or self.schedule == "flexgen_barrier"  # the barrier cannot do without
         chosen = {"dtype": self.dtype, "device": self.device, "overlap": overlap, **self.plan_options, **options}
+        if "probe" in chosen:
+            chosen["probe"] = probe_for(checkpoints.opened(self.kind, self.stored, self.dtype).spec(Plan()))
         return LLM(str(folder), tokenizer="bytes", percent=self.percent, offload_dir=offload, **chosen)
 
     def __str__(self) -> str:
@@ -205,12 +210,39 @@ def distinct_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     return prompts
 
 
+@dataclass(frozen=True)
+class Read:
+    """The weights of a checkpoint as they are under a plan. Nobody writes into them."""
+
+    model: Model
+    weights: Sequence[Weights]  # of every layer, decoded
+    packed: Mapping[str, Tensor]  # by the name of a tensor: the units of those that are kept in bytes
+
+    @classmethod
+    def of(cls, opened: OpenedModel, plan: Plan, device: str) -> Read:
+        assert opened.checkpoint is not None
+        model = opened.model(plan)
+        tensors: dict[str, Tensor] = {}
+        packed: dict[str, Tensor] = {}
+        for name, tensor in model.spec.tensors.items():
+            data, tensors[name] = as_stored(opened.checkpoint, tensor)
+            if tensor.codec != PLAIN:
+                is_kept = tensor.codec == opened.checkpoint.stored_as(name).codec
+                kept = data if is_kept else encoded_with(tensor.codec, tensors[name])
+                tensors[name] = decoded_with(tensor.codec, kept, tensor.shape, getattr(torch, model.spec.dtype))
+                units = -(-tensor.shape[0] // CODECS[tensor.codec].rows_together)
+                packed[name] = kept.view(units, -1).to(device)
+        weights = [{name: one.to(device) for name, one in layer.items()} for layer in weights_by_layer(model, tensors)]
+        return cls(model, weights, packed)
+
+
 @dataclass
 class Checkpoints:
-    """Tiny checkpoints, each made when first asked for, with the results of the resident loop on them."""
+    """Tiny checkpoints, each made when first asked for, with what was read of them and what the resident loop made of it."""
 
     root: Path
     hf_models: dict[tuple[str, str], PreTrainedModel] = field(default_factory=dict)
+    read: dict[tuple[object, ...], Read] = field(default_factory=dict)
     resident: dict[tuple[object, ...], list[Tensor]] = field(default_factory=dict)
 
     def folder(self, kind: str, stored: str = "float32") -> Path:
@@ -265,27 +297,21 @@ class Checkpoints:
     ) -> tuple[Model, list[Weights]]:
         """The model's weights. A codec's weights are computed with as decoded; where it is said how to `compute`, they are
         matrices in its bytes, except a table that rows are looked up in."""
-        opened = self.opened(kind, stored, dtype)
-        assert opened.checkpoint is not None
-        model = opened.model(Plan(weight_codec=codec, compute=compute or EXACT))
-        tensors: dict[str, Tensor] = {}
-        packed: dict[str, Tensor] = {}
-        for name, tensor in model.spec.tensors.items():
-            data, tensors[name] = as_stored(opened.checkpoint, tensor)
-            if tensor.codec != PLAIN:
-                is_kept = tensor.codec == opened.checkpoint.stored_as(name).codec
-                packed[name] = data if is_kept else encoded_with(tensor.codec, tensors[name])
-                tensors[name] = decoded_with(tensor.codec, packed[name], tensor.shape, getattr(torch, dtype))
-        weights = [{name: one.to(device) for name, one in layer.items()} for layer in weights_by_layer(model, tensors)]
+        key = kind, stored, dtype, device, codec, compute or EXACT
+        if key not in self.read:
+            plan = Plan(weight_codec=codec, compute=compute or EXACT)
+            self.read[key] = Read.of(self.opened(kind, stored, dtype), plan, device)
+        read = self.read[key]
+        weights = [dict(own) for own in read.weights]
         if compute is not None:
-            for layer, own in zip(model.spec.layers, weights):
+            for layer, own in zip(read.model.spec.layers, weights):
                 for name, tensor in layer.tensors:
                     if tensor.codec != PLAIN and name != layer.token_table:
-                        units = -(-tensor.shape[0] // CODECS[tensor.codec].rows_together)
-                        data = packed[tensor.name].view(units, -1).to(device)
                         room = DecodeBuffer(torch.empty_like(own[name]))
-                        own[name] = PackedMatrix(data, tensor.codec, tensor.shape[0], room, PRODUCTS[compute])
-        return model, weights
+                        own[name] = PackedMatrix(
+                            read.packed[tensor.name], tensor.codec, tensor.shape[0], room, PRODUCTS[compute]
+                        )
+        return read.model, weights
 
     def resident_logits(self, case: Case, rows: Sequence[int], beside: frozenset[int] = frozenset()) -> list[Tensor]:
         """The resident loop's logits of a batch, for every step (rows, vocab), computed once for all plans with this batch;

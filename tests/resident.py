@@ -1,10 +1,11 @@
 """The plain loop that the engine must equal bit for bit: everything resident, one batch, the model's own layer functions over
-the engine's own KVCache on plain tensors. No schedule, no slots, no tiers, no threads. Where KV heads keep different shares, the
-heads of a level have a cache, and each head's part of the outcome is put in its place."""
+the engine's own KVCache on plain tensors. No schedule, no slots, no tiers, no threads. Where KV heads keep different shares,
+those of a level are a cache, and each head's part of the outcome is put in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -12,12 +13,16 @@ from math import prod
 import torch
 from torch import Tensor
 
+from h2o_flexgen.core.layout import probe_bytes
 from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.workload import Batch
+from h2o_flexgen.engine.stores.judges import linear_judges
 from h2o_flexgen.kernels.matrix import DecodeBuffer, PackedMatrix
 from h2o_flexgen.kv.cache import Asked, KVCache
 from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.judges.judge import Judge
+from h2o_flexgen.kv.judges.value_norms import ValueNorms
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Given, Matrix, Model, Rotation, Weights, computed, logits
@@ -25,10 +30,19 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
 from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.policies.occupancy import StepSlots
-from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.policies.policy import PROBE, VALUE_NORMS, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
+from tests.probes import probe_for
 
 
+@contextmanager
+def unheard() -> Iterator[None]:
+    """A context in which nobody listens to what torch does: a test that listens wants to hear the engine."""
+    with torch._C._DisableTorchDispatch():
+        yield
+
+
+@unheard()
 @torch.inference_mode()
 def resident_generate(
     model: Model,
@@ -103,14 +117,22 @@ class _Layer:
         for (_, _, cache), (_, _, prefix) in zip(self.caches, other.caches, strict=True):
             cache.prefixes = {0: prefix}
 
-    def attend(self, now: Sequence[KVStep], q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
+    def attend(
+        self,
+        now: Sequence[KVStep],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None = None,
+        x: Tensor | None = None,
+    ) -> Tensor:
         if len(self.caches) == 1:
-            return self._attended[0].attend(now[self.caches[0][0]], q, k, v, rotation)
+            return self._attended[0].attend(now[self.caches[0][0]], q, k, v, rotation, x)
         group, of_head = q.shape[2] // k.shape[2], {}
         for (level, heads, _), cache in zip(self.caches, self._attended):
             own_q = torch.cat([q[:, :, head * group : (head + 1) * group] for head in heads], dim=2)
             own_k, own_v = (torch.stack([x[:, :, head] for head in heads], dim=2) for x in (k, v))
-            out = cache.attend(now[level], own_q, own_k, own_v, rotation)
+            out = cache.attend(now[level], own_q, own_k, own_v, rotation, x)
             of_head |= dict(zip(heads, out.chunk(len(heads), dim=2), strict=True))
         return torch.cat([of_head[head] for head in range(k.shape[2])], dim=2)
 
@@ -121,17 +143,16 @@ class _Beside:
     def __init__(self, cache: KVCache) -> None:
         noted = cache._scores
         self._asking, host = cache, torch.device("cpu")
-        on_host = None if noted is None else SlotScores(noted.policy, noted.positions.to(host), _moved(noted.scores, host))
+        on_host = None if noted is None else noted._each(lambda each: each.to(host))
         self._cache = KVCache(cache.image.to(host).contiguous(), on_host, cache._coding)
 
-    def attend(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
-        asked = self._asking.asked(now, q, k, v, rotation)
-        there = Asked(asked.q.cpu(), asked.k.cpu(), asked.v.cpu())
+    def attend(
+        self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None
+    ) -> Tensor:
+        asked = self._asking.asked(now, q, k, v, rotation, x)
+        worth = None if asked.worth is None else asked.worth.cpu()
+        there = Asked(asked.q.cpu(), asked.k.cpu(), asked.v.cpu(), None, worth)
         return self._cache.answer(now.on(torch.device("cpu")), there, rotation).to(q.device)
-
-
-def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
 
 
 def _device(weights: Sequence[Weights]) -> torch.device:
@@ -158,6 +179,7 @@ def _last_of_prompts(
     return hidden[torch.arange(part.size, device=device), torch.tensor(part.lengths, device=device) - 1]
 
 
+@unheard()
 @torch.inference_mode()
 def resident_talk(
     model: Model,
@@ -195,6 +217,7 @@ def resident_talk(
     return talk
 
 
+@unheard()
 @torch.inference_mode()
 def resident_behind(
     model: Model,
@@ -269,20 +292,31 @@ def _caches(
 ) -> dict[int, _Layer]:
     coding = Coding(kv_codec, getattr(torch, model.spec.dtype), model.spec.head_dim)
 
-    def cache(policy: KVPolicy, heads: int, slots: int) -> KVCache:
-        shape = rows, heads, slots
-        return KVCache(_image(coding, shape, by_token, device), _scores(policy, shape, device), coding)
+    def cache(level: Level, place: int, slots: int) -> KVCache:
+        heads, layer = level.heads[place], model.spec.kv_layers[place]
+        shape, judge = (rows, len(heads), slots), _judges(model, level.policy, device).get(layer)
+        judge = None if judge is None else judge.of_heads(torch.tensor(heads, device=device))
+        noted = _scores(level.policy, shape, device)
+        return KVCache(_image(coding, shape, by_token, device), noted, coding, judge=judge)
 
     return {
         layer: _Layer(
             [
-                (number, level.heads[place], cache(level.policy, len(level.heads[place]), slots))
+                (number, level.heads[place], cache(level, place, slots))
                 for number, (level, slots) in enumerate(zip(levels, capacities, strict=True))
                 if level.heads[place]
             ]
         )
         for place, layer in enumerate(model.spec.kv_layers)
     }
+
+
+def _judges(model: Model, policy: KVPolicy, device: torch.device) -> dict[int, Judge]:
+    spec = model.spec
+    if policy.judge == PROBE:
+        region = torch.zeros(probe_bytes(spec), dtype=torch.uint8, device=device)
+        return dict(zip(spec.kv_layers, linear_judges(probe_for(spec), range(len(spec.kv_layers)), region)))
+    return dict.fromkeys(spec.kv_layers, ValueNorms()) if policy.judge == VALUE_NORMS else {}
 
 
 def _image(coding: Coding, shape: tuple[int, int, int], by_token: bool, device: torch.device) -> Tensor:

@@ -515,7 +515,7 @@ def made_demo_job(folder: Path, count: int) -> tuple[Path, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def demo_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    return made_demo_job(tmp_path_factory.mktemp("demo"), 60)
+    return made_demo_job(tmp_path_factory.mktemp("demo"), 40)
 
 
 def kill(out: Path, moments: Sequence[Callable[[], bool]], *flags: object) -> None:
@@ -537,8 +537,8 @@ def goes_on(out: Path, whole: dict[str, Any], *flags: object) -> None:
 
 def test_what_is_killed_loses_nothing(demo_job: Any, out: Path) -> None:
     file, whole = demo_job
-    kill(out, [partial(has_lines, out, 7), partial(has_lines, out, 31)], "-i", file)
-    assert 31 <= out.read_bytes().count(b"\n") < 60
+    kill(out, [partial(has_lines, out, 5), partial(has_lines, out, 20)], "-i", file)
+    assert 20 <= out.read_bytes().count(b"\n") < 40
     goes_on(out, whole, "-i", file)
 
 
@@ -588,7 +588,7 @@ def test_a_signal_ends_a_job_between_two_passes(demo_job: Any, out: Path) -> Non
     lines = err.splitlines()
     assert (status, lines[-1]) == (143, "terminated"), err
     done = len(ids(out))
-    assert 5 <= done < len(whole) and any(f"{done} of 60 requests are done; --resume" in line for line in lines)
+    assert 5 <= done < len(whole) and any(f"{done} of 40 requests are done; --resume" in line for line in lines)
     goes_on(out, whole, "-i", file)
 
 
@@ -596,7 +596,7 @@ def test_a_full_disk_loses_nothing(demo_job: Any, out: Path) -> None:
     """Files may have only so many bytes, as on a disk that is full."""
     file, whole = demo_job
     in_memory = ("--percent", "0", "100", "0", "100", "0", "100")  # nothing but the output is written
-    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (12_000, 12_000))
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (8_000, 8_000))
     status, err = has_ended(started("-i", file, "-o", out, *DEMO, *in_memory, preexec_fn=limit))
     said = err.splitlines()[-1]
     assert (status, said) == (

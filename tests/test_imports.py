@@ -51,7 +51,7 @@ ROOMS["engine"] += ("schedule", "text")
 ROOMS["jobs"] = ("core", "engine", "sampling", "text")
 ROOMS["profiling"] = (*ROOMS["engine"], "engine")
 FACE = ("options", "open", "under_plan", "finding", "auto_plan", "llm")  # files above all rooms, the lowest first
-DOORS = ("__main__.py", "run.py", "plan.py", "profile.py", "chat.py", "evaluate.py", "batch.py", "lm_eval.py")
+DOORS = ("__main__.py", "run.py", "plan.py", "profile.py", "chat.py", "calibrate.py", "evaluate.py", "batch.py", "lm_eval.py")
 WITHOUT_TORCH = ("quant", "core", "schedule", "policies", "planning", "jobs")
 PREDICTING = [
     f"{ROOT}.{name}" for name in ("planning.cost", "planning.pricing", "planning.predict", "planning.linear", "planning.search")
@@ -218,7 +218,7 @@ def test_no_import_of_the_package_waits_but_those_that_have_to(trees: Mapping[Pa
     assert found == LAZY
 
 
-@pytest.mark.parametrize("door", ["run", "plan", "profile", "chat", "evaluate", "batch", "lm_eval", "cli.main"])
+@pytest.mark.parametrize("door", ["run", "plan", "profile", "chat", "calibrate", "evaluate", "batch", "lm_eval", "cli.main"])
 def test_doors_open_without_torch(door: str) -> None:
     code = f"import sys, {ROOT}.{door} as door\nprint('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels import native
-from h2o_flexgen.kernels.evict import evict_twin
+from h2o_flexgen.kernels.evict import evict_twin, weighed
 from h2o_flexgen.kernels.factor import Factor
 from h2o_flexgen.kernels.group_encode import group_encode_twin
 from h2o_flexgen.kernels.int8_rows import Int8Rows, int8_rows_twin
@@ -84,11 +84,12 @@ def of_rounding(decisions: list[Decision], made: Callable[..., Any]) -> Callable
 
 def of_eviction(decisions: list[Decision], evict: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def evicting(image: Tensor, notes: Notes, *rest: Any) -> Tensor:
-        assert notes.scores is not None
-        noted = Notes(notes.positions.clone(), notes.scores.clone())
+        noted = Notes(*(each.clone() if isinstance(each, Tensor) else each for each in notes))
         twin = evict_twin(image.clone(), noted, *rest)
         target = evict(image, notes, *rest)
-        decisions.append(Decision("who goes", notes.scores.clone(), target.clone(), twin))
+        ranks = weighed(notes.scores, notes.worth)
+        assert ranks is not None
+        decisions.append(Decision("who goes", ranks.clone(), target.clone(), twin))
         return target
 
     return evicting
@@ -97,9 +98,9 @@ def of_eviction(decisions: list[Decision], evict: Callable[..., Tensor]) -> Call
 def of_prompt(decisions: list[Decision], best: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Torch chooses with and without kernels, so it is its own twin."""
 
-    def choosing(self: SlotScores, now: KVStep, positions: Tensor, exists: Tensor, scores: Tensor, kept: int) -> Tensor:
-        made_of = scores.masked_fill(~exists, 0.0)
-        chosen = best(self, now, positions, exists, scores, kept)
+    def choosing(self: SlotScores, now: KVStep, positions: Tensor, exists: Tensor, *known: Tensor | None) -> Tensor:
+        made_of = self._rank(positions, *known).masked_fill(~exists, 0.0)
+        chosen = best(self, now, positions, exists, *known)
         decisions.append(Decision("who is kept of a prompt", made_of, chosen.clone(), chosen.clone()))
         return chosen
 

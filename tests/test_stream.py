@@ -41,7 +41,7 @@ MIXES = (
 CHOICES = {
     "kind": ("opt", "llama-gqa", "neox-parallel", "qwen3"),
     "percent": MIXES,
-    "gpu_batch_size": (1, 2, 3, 5),
+    "gpu_batch_size": (1, 2, 3, 4),
     "num_gpu_batches": (1, 2, 3),
     "slots": (1, 2, 3),
     "schedule": ("zigzag", "flexgen_barrier"),
@@ -71,13 +71,12 @@ def streamed(llm: LLM, requests: Sequence[Request], **options: Any) -> list[Comp
 def test_each_row_says_what_the_resident_loop_says_of_it_alone(
     values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    hold_contract(Case(**{"lengths": LENGTHS, **values}), checkpoints, offload)
+    hold_contract(Case(lengths=LENGTHS[:10], **values), GROWTH[:10], checkpoints, offload)
 
 
-def hold_contract(case: Case, checkpoints: Checkpoints, offload: Path) -> None:
-    growth = GROWTH[: len(case.lengths)]
+def hold_contract(case: Case, growth: Sequence[int], checkpoints: Checkpoints, offload: Path) -> None:
     with case.open(checkpoints, offload) as llm, recorded_logits() as logits:
-        completions = streamed(llm, requests_of(case))
+        completions = streamed(llm, requests_of(case, growth))
         assert llm._memories is not None and llm._memories.disk.meter.used_bytes == 0
     for row, (completion, grown) in enumerate(zip(completions, growth, strict=True)):
         alone = checkpoints.resident_logits(replace(case, gen_len=grown), (row,))

@@ -10,6 +10,7 @@ from h2o_flexgen.cli.batch_request import ANYWAY, OUTPUT, BatchRequest
 from h2o_flexgen.evaluation.model_identity import model_identity
 from h2o_flexgen.jobs.manifest import Manifest, Settings
 from h2o_flexgen.llm import LLM
+from h2o_flexgen.options import HEAD_BUDGETS, PROBE
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.options import KVOptions
 from h2o_flexgen.sampling.params import SamplingParams
@@ -39,7 +40,9 @@ def option_settings(request: BatchRequest) -> Settings:
 def plan_settings(plan: Plan) -> Settings:
     kept = {each.name: getattr(plan.kv_options, each.name) for each in fields(KVOptions)}
     shared = {"shared_prefixes": plan.shares_prefixes}  # whatever keeps them from being shared, a flag or the schedule
-    return {**{name: getattr(plan, name) for name in OF_PLAN}, **shared, **kept}
+    known = plan.as_json()
+    files = {name: known[name] for name in (HEAD_BUDGETS, PROBE)}
+    return {**{name: getattr(plan, name) for name in OF_PLAN}, **shared, **kept, **files}
 
 
 def refuse_other(begun: Manifest | None, settings: Settings, request: BatchRequest) -> None:

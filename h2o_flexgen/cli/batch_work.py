@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from h2o_flexgen.cli.asked_problem import machine_to_run_on
@@ -248,7 +248,7 @@ class BatchJob:
     def _manifest(self) -> Manifest:
         request, begun, now = self.request, self.request.begun, int(time.time())
         settings = {**self.prepared.settings, **plan_settings(self.llm.plan)}
-        plan = asdict(self.llm.plan) if len(self.left.sizes) else None
+        plan = self.llm.plan.as_json() if len(self.left.sizes) else None
         run = {"began": now, "arguments": request.arguments, "versions": versions(), "model": request.model.name, "plan": plan}
         if begun is None:
             seed = resolve_seed(request.seed)

@@ -17,6 +17,7 @@ from h2o_flexgen.cli.flags import (
     Group,
     Parser,
     add_placement,
+    add_probe,
     add_protection,
     add_sizes,
     whole,
@@ -24,6 +25,7 @@ from h2o_flexgen.cli.flags import (
 from h2o_flexgen.cli.requests import ModelRequest, SiteRequest, model_of, plan_of, site_of
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.numbers import decimal_number, whole_number
+from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.workload import MOST_TOKENS
 from h2o_flexgen.demo import DEMO
 from h2o_flexgen.evaluation.grid import WHOLE_TEXT, Amount, Grid, Share, Size
@@ -42,9 +44,13 @@ from h2o_flexgen.evaluation.tasks.tasks import TASKS
 from h2o_flexgen.evaluation.tasks.xsum import XSum
 from h2o_flexgen.evaluation.texts import Text
 from h2o_flexgen.kernels.table import PRODUCTS
+from h2o_flexgen.options import HEAD_BUDGETS, PROBE, head_budgets_of, probe_of
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.head_budgets import HeadBudgets
+from h2o_flexgen.policies.head_budgets_file import OWN
 from h2o_flexgen.policies.options import KVOptions
+from h2o_flexgen.policies.policy import PROBE as BY_PROBE
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import BY_BITS, PLAIN
 
@@ -68,6 +74,7 @@ OF_TASKS: Mapping[str, object] = {
 }
 STUDIES, STUDY_BUDGET = ("heavy-hitters",), Share(20)
 AS_IT_IS = "plain"
+EQUAL = "equal"
 
 DESCRIPTION = """\
 How good the text is under each policy and budget, measured through the real cache.
@@ -127,7 +134,7 @@ def request_of(flags: Namespace) -> EvaluateRequest:
         if codec != PLAIN:
             raise ValueError(f"--compress-{flag} is a part of the grid here; say {here}, also for several side by side")
     grid = _grid(flags, names)
-    plan = plan_of(flags, without=(*BESIDE_BUDGET, "compute"))  # the grid has these
+    plan = plan_of(flags, without=(*BESIDE_BUDGET, "compute", HEAD_BUDGETS, PROBE))  # the grid has these
     work: Quality | Study
     if flags.study is not None:
         work = _study(flags, grid)
@@ -192,7 +199,35 @@ def _grid(flags: Namespace, tasks: Collection[str]) -> Grid:
     KVOptions(**dict(beside))  # refuses wrong values
     kv_codecs, weight_codecs = _codecs("--kv-bits", flags.kv_bits), _codecs("--weight-bits", flags.weight_bits)
     computes = _names("--compute", flags.compute, PRODUCTS)
-    return Grid(policies, _amounts(flags, tasks), kv_codecs, weight_codecs, computes, beside)
+    amounts = _amounts(flags, tasks)
+    return Grid(
+        policies, amounts, kv_codecs, weight_codecs, computes, beside, _heads(flags, policies, amounts), _probe(flags, policies)
+    )
+
+
+def _probe(flags: Namespace, policies: Collection[str]) -> Probe | None:
+    asking = next((name for name in policies if POLICIES[name].judged_by == BY_PROBE), None)
+    if flags.probe is None:
+        if asking is not None:
+            raise ValueError(f"--policies has {asking}, which ranks tokens by a probe; give --probe FILE, or --probe {OWN}")
+        return None
+    if asking is None:
+        raise ValueError(f"--probe {flags.probe} is for policies that ask for one, and --policies has none; leave one out")
+    return probe_of(flags.probe, model_of(flags).source)
+
+
+def _heads(flags: Namespace, policies: Collection[str], amounts: Collection[Amount]) -> tuple[HeadBudgets | None, ...]:
+    """Equal budgets, head budgets, or both side by side."""
+    words = _words("--head-budgets", flags.head_budgets)
+    files = [word for word in words if word != EQUAL]
+    if len(files) > 1:
+        raise ValueError(f"--head-budgets has {' and '.join(files)}, which tables could not tell apart; give one of them")
+    if files and not all(isinstance(amount, Share) for amount in amounts):
+        raise ValueError(f"--head-budgets {files[0]} shares out --budgets, and KV sizes are asked for; leave one of them out")
+    if files and not {*policies} - {Full.name}:
+        raise ValueError(f"--head-budgets {files[0]} is for policies that evict, and --policies has none; leave one out")
+    source = model_of(flags).source
+    return tuple(None if word == EQUAL else head_budgets_of(word, source) for word in words)
 
 
 def _amounts(flags: Namespace, tasks: Collection[str]) -> tuple[Amount, ...]:
@@ -228,6 +263,7 @@ def _study(flags: Namespace, grid: Grid) -> Study:
         if count != 1:
             raise ValueError(f"--study takes one {flag}, and {count} are given; give one")
     unused = {"--tasks": flags.tasks is not None, "--kv-sizes": flags.kv_sizes is not None, "--fresh": flags.fresh}
+    unused |= {"--head-budgets": grid.heads != (None,)}
     unused |= {f"--{name.replace('_', '-')}": True for name, _ in grid.beside}
     unused |= {f"--{name.replace('_', '-')}": getattr(flags, name) != usual for name, usual in OF_TASKS.items()}
     if found := next((flag for flag, is_given in unused.items() if is_given), None):
@@ -310,6 +346,9 @@ def _add_grid(group: Group) -> None:
     group.value("--weight-bits", "BITS", f"that matrices take: {several}", default=AS_IT_IS)
     products = f"how packed weights are multiplied: one or more of {'|'.join(PRODUCTS)}, with commas"
     group.value("--compute", "NAMES", products, default=Plan.compute)
+    by_head = f"{EQUAL}: all heads keep as much; FILE: as this file of `calibrate` says; {OWN}: the file beside the model"
+    group.value("--head-budgets", "NAMES", f"{by_head}; with a comma both are compared", default=EQUAL)
+    add_probe(group)
     add_protection(group)
 
 

@@ -49,7 +49,6 @@ def work(request: EvaluateRequest) -> None:
 
 def _measure(request: EvaluateRequest, asked: Quality) -> None:
     evaluation, stored, machine, offload_folder = _bound(request, asked)
-    evaluation.check()
     if asked.fresh:  # not earlier: a refused command deletes no cells
         evaluation.cells.forget()
     _announce(evaluation, stored, request.output)
@@ -62,12 +61,13 @@ def _measure(request: EvaluateRequest, asked: Quality) -> None:
 
 
 def _bound(request: EvaluateRequest, asked: Quality) -> tuple[Evaluation, StoredWeights | None, dict[str, object], Path]:
-    """The tasks in the model's tokens, which needs no weights."""
+    """The tasks in the model's tokens, which needs no weights; impossible settings are refused."""
     with open_llm(request.model, request.site, request.plan) as llm:
         bound = {name: task.bind(llm) for name, task in asked.tasks.items()}
         cells = Cells(request.output)
         settings = asked.grid.settings(lambda codec: llm.spec_under(replace(request.plan, weight_codec=codec)))
         evaluation = Evaluation(model_identity(llm), settings, bound, request.plan, cells)
+        evaluation.check(llm.spec)
         return evaluation, StoredWeights.of(llm.opened), describe_machine(llm.device), llm.offload_folder
 
 

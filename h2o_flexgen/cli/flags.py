@@ -25,6 +25,8 @@ from h2o_flexgen.planning.machine import DEVICES
 from h2o_flexgen.planning.plan import GRAPHS, JUDGED, ON, PINNED, PREFIX_POLICIES, Plan
 from h2o_flexgen.planning.search import PREFERENCES, THROUGHPUT
 from h2o_flexgen.policies.h2o import H2O
+from h2o_flexgen.policies.head_budgets_file import OWN
+from h2o_flexgen.policies.kvzap import KVzap
 from h2o_flexgen.policies.options import DEFAULT_KEPT, POSITIONS
 from h2o_flexgen.policies.streaming import SINKS
 from h2o_flexgen.policies.table import POLICIES
@@ -33,7 +35,7 @@ from h2o_flexgen.sampling.params import LARGEST_PENALTY, LARGEST_SHIFT, LEAST_PE
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.text.tokenizer import BYTES
 
-BESIDE_BUDGET = ("hh_prompt_only", "sinks", "score_decay", "grace", "positions")  # options beside a budget
+BESIDE_BUDGET = ("hh_prompt_only", "value_norms", "sinks", "score_decay", "grace", "positions")  # options beside a budget
 DUMMY_PATH = "_DUMMY_"
 TRUE, FALSE = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 GRAPHS_FLAG = "--cuda-graphs"
@@ -224,6 +226,8 @@ class Parser(argparse.ArgumentParser):
         group.value("--kv-budget", "F", "keep this share of prompt and generation, half heavy, half recent", SHARE)
         group.value("--heavy", "SLOTS", "heavy hitters kept, in slots per sequence and head", SLOTS)
         group.value("--recent", "SLOTS", "slots for the newest tokens", SLOTS)
+        add_head_budgets(group)
+        add_probe(group)
         group.truth("--hh-all", text="evict generated tokens too: the default, named as in H2O's commands")
         add_protection(group)
 
@@ -392,9 +396,22 @@ def add_sharing(group: Group) -> None:
     group.choice("--prefix-policy", PREFIX_POLICIES, f"of shared prefixes; {pinned}; {judged}", Plan.prefix_policy)
 
 
+def add_head_budgets(group: Group) -> None:
+    """Adds by which budgets heads differ."""
+    by_head = f"KV heads share out the budget as this file of `calibrate` says; {OWN}: the file beside the model"
+    group.value("--head-budgets", f"FILE|{OWN}", f"{by_head} (default: all keep as much)")
+
+
+def add_probe(group: Group) -> None:
+    """Adds what a policy ranks tokens by that asks for a probe."""
+    text = f"{KVzap.name}: what a token is worth is said by this file of `calibrate --probe`; {OWN}: the file beside the model"
+    group.value("--probe", f"FILE|{OWN}", text)
+
+
 def add_protection(group: Group) -> None:
     """Adds what may be asked of a policy beside its budget: the options in BESIDE_BUDGET."""
     group.truth("--hh-prompt-only", text="only the prompt is selected from; all that is generated is kept")
+    group.truth("--value-norms", text="scores are weighed with how long a token's value is")
     group.value("--sinks", "N", f"the first N tokens are never evicted (streaming: {SINKS} unless given)", SLOTS)
     decay = "multiply the scores so far by D before each step adds to them (default: 1, plain sums)"
     group.value("--score-decay", "D", decay, SHARE)

@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "finds the fastest plan for a model on a machine",
     "profile": "measures this machine, for plans to be found",
     "chat": "talks with a model, turn by turn",
+    "calibrate": "measures which share of a text each KV head needs",
     "evaluate": "measures how good the text is under each policy and budget",
 }
 

@@ -4,9 +4,10 @@ and what is predicted."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.cli.arithmetic import Arithmetic
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # whoever plans for other machines opens no model
 
 NAMES = {DEVICE: "GPU", HOST: "CPU", DISK: "disk"}
 KINDS = ("weights", "KV", "activations")
+Counted = tuple[Occupancy, int]  # how often there is such a one
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class PlanReport:
         return {
             "model": self.model,
             "stored": self.stored.as_json() if self.stored else None,
-            "plan": asdict(self.planned.plan),
+            "plan": self.planned.plan.as_json(),
             "requested_percent": list(self.requested.percent),
             "placed_percent": [round(share, 2) for share in self.first.placed_percent],
             "arithmetic": self.arithmetic.as_json(),
@@ -106,6 +108,8 @@ class PlanReport:
             f"schedule  {self.first.schedule.name}, {_buffers(self.first.schedule)}, "
             f"attention and MLP {'apart' if plan.sep_layer else 'as one layer'}",
             f"KV        {Kept(self.planned).line()}{packed}{beside}",
+            *Kept(self.planned).by_head(),
+            *probe_lines(plan),
             f"numbers   {self.arithmetic.line()}",
         ]
         lines += self._devices()
@@ -195,6 +199,13 @@ class PlanReport:
         return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
 
 
+def probe_lines(plan: Plan) -> Iterator[str]:
+    """What says how much tokens are worth, where that is a probe."""
+    if plan.probe is not None:
+        fitted = f"fitted to {plan.probe.source}, " if plan.probe.source else ""
+        yield f"probe     of {plan.probe.model}: says what a token is worth ({fitted}{plan.probe.checksum})"
+
+
 def together_lines(processes: int, requests: int, accelerator: bool) -> Iterator[str]:
     """What a plan is for that several processes run, each its part of all requests."""
     if processes > 1:
@@ -208,10 +219,7 @@ def placed_bytes(planned: BlockPlan) -> dict[str, dict[str, int]]:
     placement, spec = planned.placement, planned.spec
     return {
         "weights": _per_tier((placement.weights[name], tensor.nbytes) for name, tensor in spec.tensors.items()),
-        "KV": _per_tier(
-            (tier, planned.occupancy[batch].layout(spec, spec.kv_heads).image_bytes)
-            for (_, batch), tier in placement.kv.items()
-        ),
+        "KV": _per_tier((tier, planned.kv.image_bytes(*place)) for place, tier in placement.kv.items()),
         "activations": _per_tier(
             (tier, hidden_bytes(spec, batch)) for tier, batch in zip(placement.hidden, planned.block.batches)
         ),
@@ -255,10 +263,19 @@ class Kept:
         named = f"{self.policy.name} ({asked})" if asked else self.policy.name
         if not self.evicts:
             return f"{named} keeps all {_range(*self._held_range)} tokens of a row"
-        total, kept = (format_bytes(self._capacity(policy) * self._row_bytes) for policy in (Full(), self.policy))
+        total, kept = format_bytes(self._full_row_bytes), format_bytes(self._row_bytes)
         rows = f"{self.rows_in_same_memory:.1f} times as many rows in the same memory"
         tokens = f"{_range(*self._held_range)} of {_range(*self._length_range)} tokens of a row ({100 * self.share:.1f} %)"
         return f"{named} keeps {tokens}; a row takes {kept} instead of {total}: {rows}"
+
+    def by_head(self) -> Iterator[str]:
+        """What heads keep, where they have budgets of their own."""
+        budgets = self.planned.plan.head_budgets
+        if budgets is not None:
+            (first, *others), all_heads = self._kept_by_heads, sum(heads for _, heads in self._heads)
+            kept = [f"{first[0]} of {all_heads} KV heads keep {100 * first[1]:.0f} %"]
+            kept += [f"{heads} {100 * share:.0f} %" for heads, share in others]
+            yield f"heads     budgets by head: {', '.join(kept)}; measured on {budgets.source}, {budgets.checksum}"
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -268,6 +285,7 @@ class Kept:
             "share": round(self.share, 4),
             "evicts": self.evicts,
             "rows_in_same_memory": round(self.rows_in_same_memory, 3),
+            "heads": [{"heads": heads, "share": round(share, 4)} for heads, share in self._kept_by_heads],
         }
 
     @property
@@ -276,28 +294,56 @@ class Kept:
 
     @property
     def share(self) -> float:
-        """The share of all tokens that is held at the end."""
-        held, totals = (sum(count * sum(each(one)) for one, count in self._occupancies) for each in (_held, _totals))
-        return held / totals
+        """The share of all tokens that is held at the end, over all heads."""
+        weighed = [(heads * held, heads * all_tokens) for heads, (held, all_tokens) in zip(self._numbers, self._counted)]
+        return sum(held for held, _ in weighed) / sum(all_tokens for _, all_tokens in weighed)
+
+    @property
+    def _kept_by_heads(self) -> Sequence[tuple[int, float]]:
+        """Numbers of KV heads, and the share of all tokens that these hold at the end."""
+        return [(heads, held / totals) for heads, (held, totals) in zip(self._numbers, self._counted)]
+
+    @property
+    def _numbers(self) -> Sequence[int]:
+        return [heads for _, heads in self._heads]
+
+    @property
+    def _counted(self) -> Sequence[tuple[int, int]]:
+        """Tokens that are held at the end, and all tokens, at each level."""
+        return [(_sum(_held, level), _sum(_totals, level)) for level in self._by_level]
 
     @property
     def rows_in_same_memory(self) -> float:
         """Memory of a full-cache row over that of a row under this policy, scores included."""
-        spec = self.planned.spec
-        noted = spec.kv_heads * self.policy.score_bytes * len(spec.kv_layers)
-        return self._capacity(Full()) * self._row_bytes / (self._capacity(self.policy) * (self._row_bytes + noted))
+        noted = sum(heads * self._capacity(policy) * policy.score_bytes for policy, heads in self._heads)
+        return self._full_row_bytes / (self._row_bytes + noted)
 
     @property
     def _asked(self) -> dict[str, object]:
         return {name: getattr(self.policy.options, name) for name in self.policy.options.given}
 
     @cached_property
-    def _occupancies(self) -> tuple[tuple[Occupancy, int], ...]:
-        """The occupancy of the batches of one block of each shape, and how many blocks have that shape; where rows come and go,
-        that of every kind of row."""
+    def _heads(self) -> Sequence[tuple[KVPolicy, int]]:
+        """The policies of KV heads, and how many heads of all layers have each; a single one where all keep the same."""
+        levels = self.planned.plan.levels(self.planned.spec)
+        return [(level.policy, sum(map(len, level.heads))) for level in levels]
+
+    @cached_property
+    def _by_level(self) -> Sequence[Sequence[Counted]]:
+        """At each level the occupancies of the batches of one block of each shape, and how many blocks have that shape; where
+        rows come and go, those of every kind of row."""
         if self.planned.workload.gen_lens is not None:
-            return tuple((self.policy.alone(need), count) for need, count in Counter(self.planned.workload.needs).items())
-        return tuple((occupancy, count) for block, count in self.planned.blocks.alike for occupancy in block.occupancy)
+            needs = Counter(self.planned.workload.needs)
+            return [[(policy.alone(need), count) for need, count in needs.items()] for policy, _ in self._heads]
+        alike = self.planned.blocks.alike
+        return [
+            [(occupancy, count) for block, count in alike for occupancy in block.kv.occupancies[level]]
+            for level in range(len(self._heads))
+        ]
+
+    @property
+    def _occupancies(self) -> Sequence[Counted]:
+        return [*chain.from_iterable(self._by_level)]
 
     @property
     def _held_range(self) -> tuple[int, int]:
@@ -309,13 +355,23 @@ class Kept:
 
     @property
     def _row_bytes(self) -> int:
-        """Bytes of one slot of one row, over all layers."""
-        return self.planned.spec.kv_bytes_per_slot * len(self.planned.spec.kv_layers)
+        """Bytes of the KV of a row, over all layers."""
+        return sum(heads * self._capacity(policy) for policy, heads in self._heads) * self.planned.spec.kv_bytes_per_head
+
+    @property
+    def _full_row_bytes(self) -> int:
+        """The same if everything were kept."""
+        spec = self.planned.spec
+        return self._capacity(Full()) * spec.kv_bytes_per_slot * len(spec.kv_layers)
 
     def _capacity(self, policy: KVPolicy) -> int:
         """Slots of a row of the first batch, whose rows are the longest."""
         block = self.planned.blocks.first.block
         return policy.occupancy(block.batches[0], block.gen_len).capacity
+
+
+def _sum(each: Callable[[Occupancy], Sequence[int]], counted: Iterable[Counted]) -> int:
+    return sum(count * sum(each(one)) for one, count in counted)
 
 
 def _held(occupancy: Occupancy) -> Sequence[int]:

@@ -37,6 +37,7 @@ from h2o_flexgen.cli.requests import (
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.tiers import HOST
 from h2o_flexgen.core.workload import MOST_PROMPTS
+from h2o_flexgen.options import HEAD_BUDGETS, PROBE
 from h2o_flexgen.planning.asked import Asked
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import Plan
@@ -71,13 +72,14 @@ class PlanRequest:
     timeline: Path | None
     verbose: int
     model_flags: tuple[str, ...]  # as they were typed, for the run command
+    head_flags: tuple[str, ...]
     site_flags: tuple[str, ...]
 
     def run_flags(self, plan: Plan) -> list[str]:
         """The flags that ask the run command for this plan, without those that are its defaults."""
         number = () if self.num_prompts is None else ("--num-prompts", str(self.num_prompts))
         work = (*number, "--prompt-len", str(self.prompt_len), "--gen-len", str(self.gen_len))
-        return [*self.model_flags, *work, *_placement(plan), *_kv(plan), *self.site_flags]
+        return [*self.model_flags, *work, *_placement(plan), *_kv(plan), *self.head_flags, *self.site_flags]
 
 
 def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
@@ -106,6 +108,7 @@ def request_of(flags: Namespace) -> PlanRequest:
         timeline=flags.timeline and Path(flags.timeline).expanduser(),
         verbose=flags.verbose,
         model_flags=(*_typed(flags, ("model", "path")), *(("--dummy-weights",) if flags.dummy_weights else ())),
+        head_flags=tuple(_typed(flags, (HEAD_BUDGETS, PROBE))),
         site_flags=tuple(_typed(flags, SITE_FLAGS)),
     )
 

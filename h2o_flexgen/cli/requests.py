@@ -13,9 +13,9 @@ from h2o_flexgen.cli.flags import DUMMY_PATH
 from h2o_flexgen.core.allowed_values import AUTO
 from h2o_flexgen.core.cores import cores
 from h2o_flexgen.core.tiers import DEVICE, HOST
-from h2o_flexgen.demo import demo_folder
-from h2o_flexgen.demo.fetched import FETCHED_MODELS
+from h2o_flexgen.demo.places import local_place
 from h2o_flexgen.kernels.table import INT8
+from h2o_flexgen.options import HEAD_BUDGETS, PROBE, named_by_files
 from h2o_flexgen.planning.asked import Asked, refuse_to_search_pipelines
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.machines import find_machine
@@ -54,8 +54,7 @@ class ModelRequest:
     @property
     def folder(self) -> Path:
         """The place of the model, if it is no name on the hub."""
-        fetched = FETCHED_MODELS.get(self.source)
-        return demo_folder(self.source) or (fetched.path if fetched else Path(self.source).expanduser())
+        return local_place(self.source)
 
 
 def model_of(flags: Namespace) -> ModelRequest:
@@ -145,6 +144,8 @@ def plan_of(flags: Namespace, without: Collection[str] = ()) -> Plan:
         raise ValueError("--hh-all evicts generated tokens and --hh-prompt-only keeps them; give one of them")
     names = [name for name in Plan.option_names() if name not in without]
     given = {name: value for name in names if (value := getattr(flags, name, None)) is not None}
+    if {HEAD_BUDGETS, PROBE} & given.keys():
+        given |= named_by_files(given, choose_model(flags.model, flags.path, flags.dummy_weights).source)
     plan = Plan.create(**{**given, "kv_policy": _policy_name(flags)})
     plan = plan if flags.percent in (None, AUTO) else plan.with_percent(flags.percent)
     if plan.has_own_slots and flags.slots != Plan.slots:
@@ -156,7 +157,8 @@ def _policy_name(flags: Namespace) -> str:
     """The policy's name. Published commands of H2O say only --hh-ratio 0.1 --hh-all."""
     if flags.kv_policy is not None:
         return str(flags.kv_policy)
-    given = flags.hh_all or any(getattr(flags, field.name) is not field.default for field in fields(KVOptions))
+    given = flags.hh_all or getattr(flags, HEAD_BUDGETS, None) is not None
+    given = given or any(getattr(flags, field.name) is not field.default for field in fields(KVOptions))
     return H2O.name if given else Plan.kv_policy
 
 

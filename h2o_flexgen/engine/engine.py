@@ -30,6 +30,7 @@ from h2o_flexgen.engine.rows import BatchRows, Part
 from h2o_flexgen.engine.seated import SeatedRows
 from h2o_flexgen.engine.stores.asked import AskedStore
 from h2o_flexgen.engine.stores.hidden import HiddenStore
+from h2o_flexgen.engine.stores.judges import judges_of
 from h2o_flexgen.engine.stores.kv_levels import KVLevels
 from h2o_flexgen.engine.stores.prefixes import PrefixStore
 from h2o_flexgen.engine.stores.weights import WeightStore
@@ -205,6 +206,8 @@ class Engine:
         sections = (only_layers(self._spec, layers_of(device_of, device)) for device in range(plan.pipeline))
         specs = [self._spec] if plan.pipeline == 1 else list(sections)
         self._weights = [WeightStore(spec, tiers, source, own) for spec, own in zip(specs, memories.of_devices, strict=True)]
+        judges = [judges_of(self._spec, spec, plan, own) for spec, own in zip(specs, memories.of_devices)]
+        self._judges = {layer: judge for of_device in judges for layer, judge in of_device.items()}
 
     def trim(self) -> None:
         """Frees buffers that the blocks of an earlier workload left for reuse: the next ones may have other sizes."""
@@ -233,10 +236,9 @@ class Engine:
         """A home for the block's KV; the caller closes it. That of texts that live on is handed to `run` again."""
         return self._kv_on(planned, self._memories)
 
-    @staticmethod
-    def _kv_on(planned: BlockPlan, memories: Memories) -> KVLevels:
+    def _kv_on(self, planned: BlockPlan, memories: Memories) -> KVLevels:
         with torch.inference_mode():
-            return KVLevels(planned, memories)
+            return KVLevels(planned, memories, self._judges)
 
     def run(
         self,
@@ -319,8 +321,10 @@ class Engine:
         with ExitStack() as opened:
             with torch.inference_mode():
                 hidden = opened.enter_context(closing(HiddenStore(self._spec, block, schedule, self._memories)))
-                prefixes = opened.enter_context(closing(PrefixStore(planned, self._memories)))
-                asked = opened.enter_context(closing(AskedStore(self._spec, block, schedule, self._memories)))
+                prefixes = opened.enter_context(closing(PrefixStore(planned, self._memories, self._judges)))
+                asked = opened.enter_context(
+                    closing(AskedStore(self._spec, bool(self._judges), block, schedule, self._memories))
+                )
                 alive = [self._rows_of(place, planned, rows, prefixes) for place in range(len(block.batches))]
                 if kv is None:
                     each = zip(planned.sections, self._memories.of_devices, strict=True)

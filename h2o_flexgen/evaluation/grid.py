@@ -1,5 +1,5 @@
-"""Grid: the settings to compare: policies, how much each keeps, in how many bits weights and KV are held, and how weights are
-multiplied."""
+"""Grid: the settings to compare: policies, how much each keeps and how heads share it out, in how many bits weights and KV are
+held, and how weights are multiplied."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from math import inf
 from typing import TypeAlias
 
 from h2o_flexgen.core.model_spec import ModelSpec
+from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.table import EXACT
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.full import Full
+from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.options import KVOptions
+from h2o_flexgen.policies.policy import PROBE
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import BY_BITS, PLAIN
 
@@ -88,6 +91,8 @@ class Setting:
     weight_codec: str = PLAIN
     compute: str = EXACT
     beside: Beside = ()  # options asked for in addition to the budget
+    heads: HeadBudgets | None = None  # None: all keep equally much
+    probe: Probe | None = None  # where the policy asks for one
 
     @property
     def options(self) -> KVOptions:
@@ -106,7 +111,7 @@ class Setting:
     def label(self) -> str:
         """The heading of a row in a table."""
         taken = [name if value is True else f"{name} {value}" for name, value in self._taken.items()]
-        words = [self.policy, *(word.replace("_", "-") for word in taken)]
+        words = [self.policy, *([] if self.heads is None else ["head budgets"]), *(word.replace("_", "-") for word in taken)]
         codecs = {"KV": self.kv_codec, "weights": self.weight_codec}
         words += (f"{what} {BITS[codec]}" for what, codec in codecs.items() if codec != PLAIN)
         return ", ".join(words if self.compute == EXACT else [*words, f"products {self.compute}"])
@@ -114,7 +119,7 @@ class Setting:
     @property
     def full(self) -> Setting:
         """This setting with everything kept."""
-        return replace(self, policy=Full.name, amount=_everything(self.amount))
+        return replace(self, policy=Full.name, amount=_everything(self.amount), heads=None, probe=None)
 
     @property
     def is_reference(self) -> bool:
@@ -122,30 +127,33 @@ class Setting:
 
     def plan(self, base: Plan) -> Plan:
         forms = replace(base, kv_codec=self.kv_codec, weight_codec=self.weight_codec, compute=self.compute)
-        return replace(forms, kv_policy=self.policy, kv_options=self.options)
+        return replace(forms, kv_policy=self.policy, kv_options=self.options, head_budgets=self.heads, probe=self.probe)
 
     @property
     def _forms(self) -> dict[str, str]:
         return {"kv_codec": self.kv_codec, "weight_codec": self.weight_codec, "compute": self.compute}
 
-    def check(self, base: Plan, sizes: Sequence[tuple[int, int]]) -> None:
+    def check(self, base: Plan, spec: ModelSpec, sizes: Sequence[tuple[int, int]]) -> None:
         """Refuses a setting that cannot hold texts of these sizes: pairs of prompt length and tokens to generate."""
-        policy = self.plan(base).policy
-        for prompt_len, gen_len in sizes:
+        for level, (prompt_len, gen_len) in product(self.plan(base).levels(spec), sizes):
             try:
-                policy.occupancy(Batch((0,), (prompt_len,)), gen_len)
+                level.policy.occupancy(Batch((0,), (prompt_len,)), gen_len)
             except ValueError as error:
-                raise ValueError(f"{error} (this is {self.policy} at {self.amount.label}; leave one of them out)") from error
+                raise ValueError(f"{error} (this is {self.label} at {self.amount.label}; leave one of them out)") from error
 
     def identity(self) -> dict[str, object]:
         """Everything in a setting that its figures depend on."""
-        return {"policy": self.policy, **asdict(self.options), **self._forms}
+        heads = {} if self.heads is None else {"head_budgets": self.heads.checksum}
+        probe = {} if self.probe is None else {"probe": self.probe.checksum}
+        return {"policy": self.policy, **asdict(self.options), **self._forms, **heads, **probe}
 
     def as_json(self) -> dict[str, object]:
         return {
             "policy": self.policy,
             "kept": self.amount.label,
             **self._forms,
+            "head_budgets": None if self.heads is None else self.heads.as_json(),
+            "probe": None if self.probe is None else self.probe.as_json(),
             "options": {name: value for name, value in asdict(self.options).items() if value not in (None, False)},
         }
 
@@ -162,6 +170,8 @@ class Grid:
     weight_codecs: tuple[str, ...] = (PLAIN,)
     computes: tuple[str, ...] = (EXACT,)  # where the model's weights allow them; products with others are always exact
     beside: Beside = ()
+    heads: tuple[HeadBudgets | None, ...] = (None,)  # None: all heads keep equally much
+    probe: Probe | None = None  # for the policies that ask for one
 
     def settings(self, spec: Callable[[str], ModelSpec]) -> tuple[Setting, ...]:
         """The settings for a model whose sizes are asked for by the codec of its weights. All policies are the full cache when
@@ -177,11 +187,13 @@ class Grid:
         return tuple(found)
 
     def _settings(self, kv_codec: str, weight_codec: str, compute: str) -> list[Setting]:
-        def setting(policy: str, amount: Amount) -> Setting:
-            return Setting(policy, amount, kv_codec, weight_codec, compute, self.beside)
+        def setting(policy: str, amount: Amount, heads: HeadBudgets | None = None) -> Setting:
+            probe = self.probe if POLICIES[policy].judged_by == PROBE else None
+            return Setting(policy, amount, kv_codec, weight_codec, compute, self.beside, heads, probe)
 
         full = [setting(Full.name, amount) for amount in self.amounts if amount.keeps_all][:1]
         if Full.name in self.policies and not full:
             full = [setting(Full.name, _everything(self.amounts[0]))]
         others = [policy for policy in self.policies if policy != Full.name]
-        return full + [setting(policy, amount) for policy in others for amount in self.amounts if not amount.keeps_all]
+        amounts = [amount for amount in self.amounts if not amount.keeps_all]
+        return full + [setting(policy, amount, heads) for policy, heads, amount in product(others, self.heads, amounts)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.evaluation.cells import Cell, Cells
 from h2o_flexgen.evaluation.grid import Setting
 from h2o_flexgen.evaluation.tasks.task import Bound
@@ -41,11 +42,11 @@ class Evaluation:
     plan: Plan  # its policy and codecs are those of the setting
     cells: Cells
 
-    def check(self) -> None:
-        """Refuses impossible settings before anything is loaded."""
+    def check(self, spec: ModelSpec) -> None:
+        """Refuses impossible settings of a model before anything is loaded."""
         for setting in self.settings:
             for bound in self.tasks.values():
-                setting.check(self.plan, bound.sizes)
+                setting.check(self.plan, spec, bound.sizes)
 
     def identity(self, task: str, setting: Setting) -> dict[str, object]:
         asked = dict(self.tasks[task].identity)

@@ -1,12 +1,60 @@
 """The newest token of each row in the cache: query and key are rotated, key and value go behind what the row holds, and its
-position is noted with a score of 0, and with what it is worth."""
+position is noted with a score of 0, and with what it is worth. C and torch give the same bits."""
 
 from __future__ import annotations
 
+import ctypes
+
+import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
 from h2o_flexgen.kernels.newest import Newest, Notes
+from h2o_flexgen.kernels.raw_memory import address_of
 from h2o_flexgen.kernels.rotate import Turn, rotate_twin
+from h2o_flexgen.kernels.threads import threads_for
+
+
+def append(
+    image: Tensor,
+    newest: Newest,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: Turn | None,
+    notes: Notes | None,
+    worth: Tensor | None = None,
+) -> Tensor:
+    rows, _, query_heads, dim = q.shape
+    keys, values = image
+    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    assert k.shape == v.shape == (rows, 1, keys.shape[1], keys.shape[3]) and k.dtype == v.dtype == keys.dtype
+    cos, sin = (None, None) if turn is None else (each.contiguous() for each in turn)
+    half = 0 if cos is None else cos.shape[-1]
+    if cos is not None:
+        assert q.dtype == k.dtype == cos.dtype and cos.shape == (rows, 1, 1, half) and k.shape[3] == dim >= 2 * half
+    out = q if cos is None else torch.empty(q.shape, dtype=q.dtype)
+    given = _Appending(
+        *(Places.of(x, writes=True) for x in (keys, values)),
+        *(Places.of(x.transpose(1, 2), KINDS[q.dtype]) for x in (q, k, v)),
+        *(None if x is None else pointer(x) for x in (cos, sin, out if turn is not None else None)),
+        *(pointer(x) for x in (newest.slots, newest.positions)),
+        *_places_of(notes),
+        *(rows, keys.shape[1], query_heads, dim, half, k.shape[3] * k.itemsize),
+    )
+    native_library().append(ctypes.byref(given), ctypes.c_int(threads_for(q.numel() + 2 * k.numel())))
+    _note_worth(newest, notes, worth)
+    return out
+
+
+def _places_of(notes: Notes | None) -> tuple[int | None, int | None, int, int]:
+    """The addresses of positions and scores, and the strides of both."""
+    if notes is None:
+        return None, None, 0, 0
+    positions, scores = notes.positions, notes.scores
+    assert positions.stride(2) == 1 and (scores is None or scores.stride() == positions.stride())
+    own = None if scores is None else address_of(scores, writes=True)
+    return address_of(positions, writes=True), own, positions.stride(0), positions.stride(1)
 
 
 def append_twin(
@@ -29,7 +77,20 @@ def append_twin(
         if notes.scores is not None:
             nothing = notes.scores.new_zeros(())  # a number of Python would come from the host, and wait for the device
             notes.scores[newest.rows, :, newest.slots] = nothing
-        if notes.worth is not None:
-            assert worth is not None
-            notes.worth[newest.rows, :, newest.slots] = worth
+    _note_worth(newest, notes, worth)
     return q
+
+
+def _note_worth(newest: Newest, notes: Notes | None, worth: Tensor | None) -> None:
+    if notes is not None and notes.worth is not None:
+        assert worth is not None
+        notes.worth[newest.rows, :, newest.slots] = worth
+
+
+class _Appending(ctypes.Structure):
+    _fields_ = (
+        *((name, Places) for name in ("keys", "values", "q", "k", "v")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "out", "slot", "position", "positions", "scores")),
+        *((name, ctypes.c_long) for name in ("noted_row", "noted_head")),
+        *((name, ctypes.c_long) for name in ("rows", "heads", "query_heads", "dim", "half", "nbytes")),
+    )

@@ -7,18 +7,20 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from h2o_flexgen.kernels.append import append_twin
+from h2o_flexgen.kernels.append import append, append_twin
 from h2o_flexgen.kernels.changed_slots import gather_slots_twin
 from h2o_flexgen.kernels.decode_attention import decode_attention, decode_attention_twin
 from h2o_flexgen.kernels.evict import evict, evict_twin
+from h2o_flexgen.kernels.gated_silu import gated_silu, gated_silu_twin
 from h2o_flexgen.kernels.group_decode import group_decode, group_decode_twin
 from h2o_flexgen.kernels.group_encode import group_encode, group_encode_twin
+from h2o_flexgen.kernels.halves_apart import halves_apart, halves_apart_twin
 from h2o_flexgen.kernels.int8_product import int8_product, int8_product_twin
 from h2o_flexgen.kernels.pair_product import pair_product
 from h2o_flexgen.kernels.plain import plain_decode, plain_encode, plain_product
 from h2o_flexgen.kernels.prompt_attention import prompt_attention, prompt_attention_twin
-from h2o_flexgen.kernels.rms_norm import rms_norm_twin
-from h2o_flexgen.kernels.rotate import rotate_twin
+from h2o_flexgen.kernels.rms_norm import rms_norm, rms_norm_twin
+from h2o_flexgen.kernels.rotate import rotate, rotate_twin
 from h2o_flexgen.kernels.shared_attention import shared_attention, shared_attention_twin
 from h2o_flexgen.kernels.stored_decode import blocked_decode_twin, sectioned_decode_twin, stored_decode
 from h2o_flexgen.kernels.stored_dots import stored_dots
@@ -51,7 +53,8 @@ FUNCTIONS: Mapping[str, Function] = {
         *(stored_int8_product, stored_int8_product_twin),
         *(decode_attention, decode_attention_twin, prompt_attention, prompt_attention_twin),
         *(shared_attention, shared_attention_twin),
-        *(rotate_twin, append_twin, evict, evict_twin, rms_norm_twin),
+        *(rotate, rotate_twin, append, append_twin, evict, evict_twin),
+        *(rms_norm, rms_norm_twin, gated_silu, gated_silu_twin, halves_apart, halves_apart_twin),
         *(take_slots, take_slots_twin, gather_slots_twin),
     )
 }

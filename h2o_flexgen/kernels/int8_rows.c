@@ -8,7 +8,7 @@ typedef struct {
     int8_t *codes;        /* (rows, groups * 64) */
     float *scales, *sums; /* (rows, groups): sums are those of the codes, times the scale */
     int32_t *wholes;      /* (rows, parts): sums of the codes of each part of a group, or NULL */
-    long columns, part;   /* values of a part */
+    long columns;
 } rows_of_x;
 
 #define REGISTERS (GROUP / LANES)
@@ -26,16 +26,17 @@ static ALWAYS_INLINE void load_group(const char *x, long count, int kind, floats
 static ALWAYS_INLINE float largest_magnitude(const floats *values) /* NaN, if there is one: as integers they are the largest */
 {
     integers most = {0};
-    int32_t lanes[LANES], all_most = 0;
 #pragma GCC unroll 16
     for (int at = 0; at < REGISTERS; at++) {
         const integers next = (integers)values[at] & 0x7fffffff, mask = next > most;
         most = (next & mask) | (most & ~mask);
     }
-    memcpy(lanes, &most, sizeof lanes);
-    for (int lane = 0; lane < LANES; lane++)
-        all_most = lanes[lane] > all_most ? lanes[lane] : all_most;
-    return float_of_bits((uint32_t)all_most);
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2) {
+        const integers next = __builtin_shuffle(most, (integers)LANE_NUMBERS ^ half), mask = next > most;
+        most = (next & mask) | (most & ~mask);
+    }
+    return float_of_bits((uint32_t)most[0]);
 }
 
 static ALWAYS_INLINE void store_bytes(const integers *values, int8_t *out) /* GCC narrows 256 bits value by value */
@@ -58,72 +59,90 @@ static ALWAYS_INLINE void store_bytes(const integers *values, int8_t *out) /* GC
 #endif
 }
 
-/* Writes the codes of a group and returns their sum. */
-static ALWAYS_INLINE int32_t encode(const floats *values, float inverse, int8_t *codes)
+static ALWAYS_INLINE int32_t sum_of_integers(integers value)
+{
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2)
+        value += __builtin_shuffle(value, (integers)LANE_NUMBERS ^ half);
+    return value[0];
+}
+
+/* Writes the codes of a group and the sums of its parts, and returns the sum of all. */
+static ALWAYS_INLINE int32_t encode(const floats *values, float inverse, int8_t *codes, int32_t *wholes, int part)
 {
     const floats shift = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to whole numbers, ties to even */
-    integers whole[REGISTERS], sums = {0};
-    int32_t lanes[LANES], sum = 0;
+    integers whole[REGISTERS];
+    int32_t all_parts = 0;
 #pragma GCC unroll 16
-    for (int at = 0; at < REGISTERS; at++) {
+    for (int at = 0; at < REGISTERS; at++)
         whole[at] = (integers)(rounded(values[at] * inverse) + shift) - (integers)shift;
-        sums += whole[at];
-    }
     store_bytes(whole, codes);
-    memcpy(lanes, &sums, sizeof lanes);
-    for (int lane = 0; lane < LANES; lane++)
-        sum += lanes[lane];
-    return sum;
-}
-
-static ALWAYS_INLINE void sum_parts(const int8_t *codes, int32_t *wholes, long part)
-{
-    for (long at = 0; at < GROUP; at += part) {
-        int32_t sum = 0;
-        for (long next = at; next < at + part; next++)
-            sum += codes[next];
-        wholes[at / part] = sum;
+#pragma GCC unroll 4
+    for (int first = 0; first < GROUP; first += part) {
+        integers sums = {0};
+#pragma GCC unroll 16
+        for (int at = first / LANES; at < (first + part) / LANES; at++)
+            sums += whole[at];
+        wholes[first / part] = sum_of_integers(sums);
+        all_parts += wholes[first / part];
     }
+    return all_parts;
 }
 
-static ALWAYS_INLINE void encode_row(const rows_of_x *p, long row, int kind)
+static ALWAYS_INLINE void encode_row(const rows_of_x *p, long row, int kind, int part)
 {
     const long groups = groups_of(p->columns);
     const char *x = p->x + row * p->columns * itemsize_of(kind);
     for (long group = 0; group < groups; group++) {
-        const long first = group * GROUP, count = p->columns - first < GROUP ? p->columns - first : GROUP;
+        const long first = group * GROUP, left = p->columns - first, at = row * groups + group;
         int8_t *codes = p->codes + row * groups * GROUP + first;
         floats values[REGISTERS];
-        load_group(x + first * itemsize_of(kind), count, kind, values);
+        int32_t wholes[GROUP / 16] = {0};
+        if (left < GROUP)
+            load_group(x + first * itemsize_of(kind), left, kind, values);
+        else
+            load_group(x + first * itemsize_of(kind), GROUP, kind, values);
         const float most = largest_magnitude(values);
         const int finite = most <= 3.40282347e38f, some = most >= 1e-30f;
         float scale = finite ? 0.0f : __builtin_nanf("");
         int32_t sum = 0;
         if (finite && some) {
             scale = most / 127.0f;
-            sum = encode(values, 127.0f / most, codes);
+            sum = encode(values, 127.0f / most, codes, wholes, part);
         } else {
             memset(codes, 0, GROUP);
         }
-        p->scales[row * groups + group] = scale;
-        p->sums[row * groups + group] = scale * (float)sum;
+        p->scales[at] = scale;
+        p->sums[at] = scale * (float)sum;
         if (p->wholes)
-            sum_parts(codes, p->wholes + (row * groups + group) * (GROUP / p->part), p->part);
+            memcpy(p->wholes + at * (GROUP / part), wholes, GROUP / part * sizeof *wholes);
     }
 }
+
+typedef void (*row_action)(const rows_of_x *p, long row);
+
+#define OF(KIND, PART)                                                                                                           \
+    static void encode_##KIND##_by_##PART(const rows_of_x *p, long row)                                                          \
+    {                                                                                                                            \
+        encode_row(p, row, KIND, PART);                                                                                          \
+    }
+#define OF_KIND(KIND) OF(KIND, 16) OF(KIND, 32) OF(KIND, 64)
+
+OF_KIND(BF16)
+OF_KIND(FLOAT)
+OF_KIND(HALF)
 
 void int8_rows(const char *x, int8_t *codes, float *scales, float *sums, int32_t *wholes, long rows, long columns, long part,
                int kind, int threads)
 {
-    const rows_of_x given = {x, codes, scales, sums, wholes, columns, part};
+    static const row_action actions[3][3] = {{encode_BF16_by_16, encode_BF16_by_32, encode_BF16_by_64},
+                                             {encode_FLOAT_by_16, encode_FLOAT_by_32, encode_FLOAT_by_64},
+                                             {encode_HALF_by_16, encode_HALF_by_32, encode_HALF_by_64}};
+    const rows_of_x given = {x, codes, scales, sums, wholes, columns};
+    const row_action action = actions[kind][part / 32]; /* there are no other parts */
     if (!rows)
         return;
 #pragma omp parallel for num_threads(threads < rows ? threads : (int)rows) schedule(static)
     for (long row = 0; row < rows; row++)
-        if (kind == BF16)
-            encode_row(&given, row, BF16);
-        else if (kind == FLOAT)
-            encode_row(&given, row, FLOAT);
-        else
-            encode_row(&given, row, HALF);
+        action(&given, row);
 }

@@ -5,9 +5,11 @@
 
 #include "int8_dots.h"
 
-/* Rows and tiles at once: the dot products of a group fill the registers. */
+/* Rows and tiles at once: the dot products of a group fill the registers. Who keeps more than these there has fewer rows. */
 #if LANES == 16
+#ifndef MOST_ROWS
 #define MOST_ROWS 6
+#endif
 #define TILES 2
 #elif WHOLE_DWORDS
 #define MOST_ROWS 6

@@ -26,7 +26,9 @@ from h2o_flexgen.kernels.table import (
     DECODE_ROWS,
     ENCODE,
     EVICT,
+    GATED_SILU,
     GATHER_SLOTS,
+    HALVES_APART,
     PRODUCT,
     PROMPT_ATTENTION,
     RMS_NORM,
@@ -211,4 +213,16 @@ def rotate(x: Tensor, turn: Turn) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., width) divided by the root of its mean square, and multiplied by weight (width,)."""
     out: Tensor = _required(RMS_NORM, PLAIN, x)(x, weight, eps)
+    return out
+
+
+def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up. May overwrite the gate."""
+    out: Tensor = _required(GATED_SILU, PLAIN, gate)(gate, up)
+    return out
+
+
+def halves_apart(x: Tensor) -> Tensor:
+    """Values (..., width) of which neighbours are rotated together, with those behind one another half a width apart."""
+    out: Tensor = _required(HALVES_APART, PLAIN, x)(x)
     return out

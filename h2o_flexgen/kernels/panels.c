@@ -1,6 +1,7 @@
 /* Rows of x arranged for products with panels: blocks of rows, input by input, as float32. */
 
 #include "panels.h"
+#include "squares.h"
 
 static ALWAYS_INLINE float sum_of_group(const float *values)
 {
@@ -43,36 +44,79 @@ typedef void (*row_action)(const char *x, float *out, float *sums, long rows, lo
         arrange(x, out, sums, rows, inputs, KIND, BITS);                                                                         \
     }
 
-OF(BF16, 0)
 OF(BF16, 4)
 OF(BF16, 8)
-OF(FLOAT, 0)
 OF(FLOAT, 4)
 OF(FLOAT, 8)
-OF(HALF, 0)
 OF(HALF, 4)
 OF(HALF, 8)
 
-/* Pairs of a row of a block, as they are: they lie `rows` apart. */
-static void arrange_pairs(const char *x, float *out, long rows, long inputs)
+/* Some words of a row, of which `left` bytes are there; zeros behind them. Words are values of a kind as float32. */
+static ALWAYS_INLINE words words_of_row(const char *from, long left, int kind)
 {
-    for (long first = 0; first < inputs; first += GROUP, out += GROUP / 2 * rows) {
-        uint32_t pairs[GROUP / 2] = {0};
-        memcpy(pairs, x + first * 2, (inputs - first < GROUP ? inputs - first : GROUP) * 2);
-        for (long at = 0; at < GROUP / 2; at++)
-            memcpy(out + at * rows, pairs + at, sizeof *pairs);
+    char whole[4 * LANES] = {0};
+    if (left <= 0)
+        return (words){0};
+    if (left < LANES * itemsize_of(kind))
+        from = memcpy(whole, from, left);
+    return (words)load_floats(from, kind);
+}
+
+/* The rows of a block, whose bytes lie one behind the other, turned round register by register: words of all rows lie side by side.
+   A register is stored whole, and what it has behind the last row is written over by the next one, but at the end. */
+static ALWAYS_INLINE void arrange_block(const char *x, float *out, long rows, long nbytes, long columns, int kind)
+{
+    for (long first = 0; first < columns; first += LANES) {
+        const long at = first * itemsize_of(kind);
+        words square[LANES];
+        for (long row = 0; row < LANES; row++)
+            square[row] = row < rows ? words_of_row(x + row * nbytes + at, nbytes - at, kind) : (words){0};
+        turn(square);
+        if (first + LANES < columns)
+#pragma GCC unroll 16
+            for (long word = 0; word < LANES; word++)
+                memcpy(out + (first + word) * rows, square + word, sizeof *square);
+        else
+            for (long word = 0; word < LANES; word++)
+                memcpy(out + (first + word) * rows, square + word, rows * sizeof *out);
+    }
+}
+
+typedef void (*block_action)(const char *x, float *out, long rows, long nbytes, long columns);
+
+#define OF_KIND(KIND)                                                                                                            \
+    static void arrange_block_##KIND(const char *x, float *out, long rows, long nbytes, long columns)                            \
+    {                                                                                                                            \
+        arrange_block(x, out, rows, nbytes, columns, KIND);                                                                      \
+    }
+
+OF_KIND(BF16)
+OF_KIND(FLOAT)
+OF_KIND(HALF)
+
+static void arrange_blocks(const product *p, const char *x, long nbytes, block_action action, int threads)
+{
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long block = 0; block < parts_of(p->rows, MOST_ROWS); block++) {
+        const long first = first_row(block, p->rows), rows = first_row(block + 1, p->rows) - first;
+        action(x + first * nbytes, (float *)block_of_x(p, block), rows, nbytes, p->columns);
     }
 }
 
 /* Arranges x (rows, inputs) for a matrix whose codes have so many bits, or for a plain one (0), and sums up its groups for codes. */
 void arrange_rows(const char *x, float *out, long rows, long inputs, int kind, int bits, int threads)
 {
-    static const row_action actions[3][3] = {{arrange_BF16_for_0, arrange_BF16_for_4, arrange_BF16_for_8},
-                                             {arrange_FLOAT_for_0, arrange_FLOAT_for_4, arrange_FLOAT_for_8},
-                                             {arrange_HALF_for_0, arrange_HALF_for_4, arrange_HALF_for_8}};
-    const row_action action = actions[kind][bits / 4];
+    static const row_action actions[3][2] = {{arrange_BF16_for_4, arrange_BF16_for_8},
+                                             {arrange_FLOAT_for_4, arrange_FLOAT_for_8},
+                                             {arrange_HALF_for_4, arrange_HALF_for_8}};
+    static const block_action blocks[] = {[BF16] = arrange_block_BF16, [FLOAT] = arrange_block_FLOAT, [HALF] = arrange_block_HALF};
+    const row_action action = actions[kind][bits / 8];
     const long columns = parts_of(inputs, GROUP) * GROUP;
     const product p = {.x = out, .rows = rows, .columns = columns};
+    if (!bits) {
+        arrange_blocks(&p, x, inputs * itemsize_of(kind), blocks[kind], threads);
+        return;
+    }
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long block = 0; block < parts_of(rows, MOST_ROWS); block++) {
         const long first = first_row(block, rows), count = first_row(block + 1, rows) - first;
@@ -82,13 +126,9 @@ void arrange_rows(const char *x, float *out, long rows, long inputs, int kind, i
     }
 }
 
-/* Arranges x (rows, inputs), bfloat16, in pairs of inputs. */
+/* Arranges x (rows, inputs), bfloat16, in pairs of inputs: words that are moved as they are. */
 void arrange_row_pairs(const char *x, float *out, long rows, long inputs, int threads)
 {
     const product p = {.x = out, .rows = rows, .columns = parts_of(inputs, GROUP) * GROUP / 2};
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long block = 0; block < parts_of(rows, MOST_ROWS); block++)
-        for (long row = first_row(block, rows); row < first_row(block + 1, rows); row++)
-            arrange_pairs(x + row * inputs * 2, (float *)block_of_x(&p, block) + row - first_row(block, rows),
-                          first_row(block + 1, rows) - first_row(block, rows), inputs);
+    arrange_blocks(&p, x, inputs * 2, arrange_block_FLOAT, threads);
 }

@@ -1,14 +1,18 @@
 """The rotation of heads: pairs (j, j + half) of a head's first 2 * half values are turned, the rest stays.
 
 How far a position is turned is the same in all layers, so sines and cosines are made once for a step. Each product is rounded
-to the type of the values, as torch does it, so a kernel gives the same bits."""
+to the type of the values, as torch does it, so kernels give the same bits."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from h2o_flexgen.kernels.native import KINDS, Places, native_library, pointer
+from h2o_flexgen.kernels.threads import threads_for
 
 
 class Turn(NamedTuple):
@@ -16,6 +20,18 @@ class Turn(NamedTuple):
 
     cos: Tensor
     sin: Tensor
+
+
+def rotate(x: Tensor, turn: Turn) -> Tensor:
+    (rows, tokens, heads, dim), half = x.shape, turn.cos.shape[-1]
+    x = x if x.stride(3) == 1 else x.contiguous()
+    cos, sin = (each.contiguous() for each in turn)
+    assert cos.dtype == sin.dtype == x.dtype and cos.shape == sin.shape == (rows, tokens, 1, half) and 2 * half <= dim
+    out = torch.empty(x.shape, dtype=x.dtype)
+    places = Places.of(x.transpose(1, 2), KINDS[x.dtype])
+    given = _Rotation(places, *map(pointer, (cos, sin, out)), *(rows, heads, tokens, dim, half))
+    native_library().rotate(ctypes.byref(given), ctypes.c_int(threads_for(x.numel())))
+    return out
 
 
 def rotate_twin(x: Tensor, turn: Turn) -> Tensor:
@@ -27,3 +43,11 @@ def rotate_twin(x: Tensor, turn: Turn) -> Tensor:
     torch.add(second * cos, first * sin, out=turned[..., half : 2 * half])
     turned[..., 2 * half :] = x[..., 2 * half :]
     return turned
+
+
+class _Rotation(ctypes.Structure):
+    _fields_ = (
+        ("x", Places),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "out")),
+        *((name, ctypes.c_long) for name in ("rows", "heads", "tokens", "dim", "half")),
+    )

@@ -7,6 +7,10 @@
    Some groups of some tiles of outputs are prepared at a time: turned round, so that neighbours are the same inputs of neighbouring
    outputs, which registers of dot products want. They stay in the cache for all rows. */
 
+#include "int8_dots.h"
+#if LANES == 16
+#define MOST_ROWS 4 /* the values of a group are there beside the dot products of its parts */
+#endif
 #include "int8_sums.h"
 #include "squares.h"
 #include "stored_values.h"
@@ -129,9 +133,28 @@ static ALWAYS_INLINE long place_of_share(block_kind kind, int number)
     return part / kind.parts * bytes_of(kind) + shares_at(kind, is_minimum, part % kind.parts);
 }
 
+/* The same of blocks that begin with them in float16: they are widened when those of all outputs lie side by side. */
+static ALWAYS_INLINE void prepare_halves(const stored_row *rows, long first, int form, block_kind kind, uint8_t *out)
+{
+    for (int piece = 0; piece < STRETCH / PIECE; piece++)
+        for (int part = 0; part < PARTS; part++) {
+            uint32_t both[LANES] = {0};
+            for (int at = 0; at < LANES && first + piece * PIECE < rows->matrix->inputs; at++)
+                both[at] = LOAD(uint32_t, block_of_row(rows + LANES * part + at, first + piece * PIECE, form));
+            const floats scales = floats_of_low_halves(LOAD(words, both)), minima = floats_of_low_halves(LOAD(words, both) >> 16);
+            memcpy(out + place_of_share(kind, piece) + 4 * LANES * part, &scales, sizeof scales);
+            if (kind.minima)
+                memcpy(out + place_of_share(kind, MOST_SHARES / 2 + piece) + 4 * LANES * part, &minima, sizeof minima);
+        }
+}
+
 /* The scales and minima of a tile and a stretch, turned round. */
 static ALWAYS_INLINE void prepare_shares(const stored_row *rows, long first, int form, block_kind kind, uint8_t *out)
 {
+    if (begins_with_halves(form)) {
+        prepare_halves(rows, first, form, kind, out);
+        return;
+    }
     float shares[TILE][MOST_SHARES] __attribute__((aligned(LINE))) = {{0}};
     for (int output = 0; output < TILE; output++)
         shares_of_row(rows + output, first, form, kind, shares[output]);

@@ -11,6 +11,7 @@ typedef struct {
     uint8_t codes[LANES][SPAN];
     float scales[SPAN / 16][LANES], minima[SPAN / 16][LANES];
     int32_t zeros[SPAN / 16][LANES];
+    uint32_t halves[SPAN / PIECE][LANES]; /* scales, and above them minima, of blocks that begin with these in float16 */
 } turned_outputs;
 
 static ALWAYS_INLINE void read_output(const stored_matrix *m, long output, long input, long inputs, int lane, int form, turned_outputs *to)
@@ -18,16 +19,33 @@ static ALWAYS_INLINE void read_output(const stored_matrix *m, long output, long 
     const stored_row row = stored_row_of(m, output < m->outputs ? output : m->outputs - 1);
     const long within = input % STRETCH, sharing = sharing_inputs(form);
     stored_shares shares;
-    read_shares(&row, input - within, form, &shares);
+    if (!begins_with_halves(form))
+        read_shares(&row, input - within, form, &shares);
     for (long at = 0; at < inputs; at += PIECE) {
         const int is_there = input + at < m->inputs;
         const stored_codes codes = is_there ? stored_codes_of(&row, input + at, form) : (stored_codes){0};
         memcpy(to->codes[lane] + at, &codes, sizeof codes);
+        if (begins_with_halves(form)) {
+            to->halves[at / PIECE][lane] = is_there ? LOAD(uint32_t, block_of_row(&row, input + at, form)) : 0;
+            continue;
+        }
         for (long share = at / sharing; share < (at + PIECE) / sharing; share++) { /* behind the last input there are zeros */
             to->scales[share][lane] = is_there ? shares.scales[within / sharing + share] : 0.0f;
             to->minima[share][lane] = is_there && has_minima(form) ? shares.minima[within / sharing + share] : 0.0f;
             to->zeros[share][lane] = is_there && form == INT4 ? shares.zeros[within / sharing + share] : 0;
         }
+    }
+}
+
+/* Scales and minima of all outputs, where they come in float16. */
+static ALWAYS_INLINE void widen_halves(long inputs, int form, turned_outputs *to)
+{
+    for (long piece = 0; piece < parts_of(inputs, PIECE); piece++) {
+        const words both = LOAD(words, to->halves[piece]);
+        const floats scales = floats_of_low_halves(both), minima = floats_of_low_halves(both >> 16);
+        memcpy(to->scales[piece], &scales, sizeof scales);
+        if (has_minima(form))
+            memcpy(to->minima[piece], &minima, sizeof minima);
     }
 }
 
@@ -54,6 +72,8 @@ static ALWAYS_INLINE void fill_from_stored(const product *p, long output, long i
         turned_outputs outputs;
         for (int lane = 0; lane < LANES; lane++)
             read_output(m, output + half * LANES + lane, input, inputs, lane, form, &outputs);
+        if (begins_with_halves(form))
+            widen_halves(inputs, form, &outputs);
         for (long at = 0; at < inputs; at += 4 * LANES) {
             words square[LANES];
             for (int lane = 0; lane < LANES; lane++)

@@ -80,6 +80,12 @@ static ALWAYS_INLINE int has_minima(int form)
     return form == Q4_1 || form == Q5_1 || form == Q4_K || form == Q5_K;
 }
 
+/* Blocks that begin with a scale in float16, behind which their minimum stands if there is one. */
+static ALWAYS_INLINE int begins_with_halves(int form)
+{
+    return form == Q4_0 || form == Q4_1 || form == Q5_0 || form == Q5_1 || form == Q8_0;
+}
+
 /* The zero that all codes of a form have, but for those of INT4 with zeros of their own. */
 static ALWAYS_INLINE int usual_zero(int form)
 {

@@ -25,7 +25,7 @@ PRODUCTS = {EXACT: PRODUCT, INT8: INT8_PRODUCT}  # by what people ask for
 DECODE_ATTENTION, PROMPT_ATTENTION, SHARED_ATTENTION = "decode attention", "prompt attention", "shared attention"
 ROTATE, APPEND, EVICT = "rotate", "append", "evict"
 TAKE_SLOTS, GATHER_SLOTS = "take slots", "gather slots"
-RMS_NORM = "rms norm"
+RMS_NORM, GATED_SILU, HALVES_APART = "rms norm", "gated silu", "halves apart"
 
 CPU, CUDA = "cpu", "cuda"
 TORCH = "torch"  # no library of kernels is loaded
@@ -194,11 +194,17 @@ def _of_plain_products() -> Iterator[Kernel]:
 def _of_slots() -> Iterator[Kernel]:
     for op, function in ((ROTATE, "rotate"), (APPEND, "append"), (EVICT, "evict"), (TAKE_SLOTS, "take_slots")):
         yield Kernel(op, PLAIN, function, CUDA, (TRITON,))
-        if op in (EVICT, TAKE_SLOTS):
-            yield Kernel(op, PLAIN, function, CPU, LIBRARIES)
+        yield Kernel(op, PLAIN, function, CPU, LIBRARIES, () if op in (EVICT, TAKE_SLOTS) else DTYPES)
         yield Kernel(op, PLAIN, f"{function}_twin")
     yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots", CUDA, (TRITON,))
     yield Kernel(GATHER_SLOTS, PLAIN, "gather_slots_twin")
+
+
+def _of_values() -> Iterator[Kernel]:
+    yield Kernel(RMS_NORM, PLAIN, "rms_norm", CUDA, (TRITON,), DTYPES)
+    for op, function in ((RMS_NORM, "rms_norm"), (GATED_SILU, "gated_silu"), (HALVES_APART, "halves_apart")):
+        yield Kernel(op, PLAIN, function, CPU, LIBRARIES, DTYPES)
+        yield Kernel(op, PLAIN, f"{function}_twin")
 
 
 @cache
@@ -218,8 +224,7 @@ def kernels() -> tuple[Kernel, ...]:
         Kernel(SHARED_ATTENTION, PLAIN, "shared_attention", CUDA, (TRITON,), DTYPES, most_width=WIDTH_OF_TILES),
         Kernel(SHARED_ATTENTION, PLAIN, "shared_attention_twin"),
         *_of_slots(),
-        Kernel(RMS_NORM, PLAIN, "rms_norm", CUDA, (TRITON,), DTYPES),
-        Kernel(RMS_NORM, PLAIN, "rms_norm_twin"),
+        *_of_values(),
         *(kernel for codec in GROUPED for kernel in _of_groups(codec.name)),
         *(kernel for codec in TILED for kernel in _of_tiles(codec.name)),
         *(kernel for codec in BLOCKED for kernel in _of_stored(codec.name, "blocked")),

@@ -51,12 +51,10 @@ static ALWAYS_INLINE floats all(float value)
 
 static ALWAYS_INLINE float sum_of(floats value)
 {
-    float lanes[LANES];
-    memcpy(lanes, &value, sizeof lanes);
+#pragma GCC unroll 4
     for (int half = LANES / 2; half; half /= 2)
-        for (int lane = 0; lane < half; lane++)
-            lanes[lane] += lanes[lane + half];
-    return lanes[0];
+        value += __builtin_shuffle(value, (integers)LANE_NUMBERS ^ half);
+    return value[0];
 }
 
 /* The value itself, of which no product is fused with a sum: that would round once less. */
@@ -98,6 +96,13 @@ static ALWAYS_INLINE floats floats_of_halves(const char *from)
 #endif
 }
 
+/* The same of the lower halves of words. */
+static ALWAYS_INLINE floats floats_of_low_halves(words from)
+{
+    const halves low = __builtin_convertvector(from & 0xffff, halves);
+    return floats_of_halves((const char *)&low);
+}
+
 /* A register of values that have a type of their own. */
 static ALWAYS_INLINE floats load_floats(const char *from, int kind)
 {
@@ -129,6 +134,43 @@ static ALWAYS_INLINE void store_floats(char *to, floats value, int kind)
 #endif
     }
 }
+
+/* Some values of a register, as many as there are; zeros behind them. */
+static ALWAYS_INLINE floats load_some(const char *from, long count, int kind)
+{
+    char whole[4 * LANES] = {0};
+    if (count < LANES)
+        from = memcpy(whole, from, count * itemsize_of(kind));
+    return load_floats(from, kind);
+}
+
+static ALWAYS_INLINE void store_some(char *to, floats value, long count, int kind)
+{
+    char whole[4 * LANES];
+    store_floats(count < LANES ? whole : to, value, kind);
+    if (count < LANES)
+        memcpy(to, whole, count * itemsize_of(kind));
+}
+
+/* The nearest values of a type. */
+static ALWAYS_INLINE floats rounded_to(floats value, int kind)
+{
+    char narrow[2 * LANES];
+    if (kind == FLOAT)
+        return rounded(value);
+    store_floats(narrow, value, kind);
+    return load_floats(narrow, kind);
+}
+
+/* Does something with each register of some values. Of whole ones the number of values is a constant. */
+#define EACH_REGISTER(AT, COUNT, DO)                                                                                             \
+    do {                                                                                                                         \
+        long AT = 0;                                                                                                             \
+        for (; AT + LANES <= (COUNT); AT += LANES)                                                                               \
+            DO(AT, LANES);                                                                                                       \
+        if (AT < (COUNT))                                                                                                        \
+            DO(AT, (COUNT)-AT);                                                                                                  \
+    } while (0)
 
 static ALWAYS_INLINE floats larger(floats one, floats other)
 {

@@ -20,6 +20,7 @@ from h2o_flexgen.kernels.newest import Notes
 from h2o_flexgen.kernels.operations import append, decode_attention, prompt_attention, rotate, shared_attention, take_slots
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.kv.echo import attend_with_echo
+from h2o_flexgen.kv.judges.judge import Held, Judge, Written
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.base import Rotation
@@ -27,13 +28,14 @@ from h2o_flexgen.quant.codec import PLAIN
 
 
 class Asked(NamedTuple):
-    """Queries (rows, 1, heads, head_dim), rotated, and keys and values (rows, 1, kv_heads, head_dim) as they will be kept; and
-    what the queries got of prefixes that rows share."""
+    """Queries (rows, 1, heads, head_dim), rotated, and keys and values (rows, 1, kv_heads, head_dim) as they will be kept; what
+    the queries got of prefixes that rows share; and what the tokens are worth, (rows, kv_heads) in fp32."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     more: More | None = None
+    worth: Tensor | None = None
 
 
 class Living(NamedTuple):
@@ -53,20 +55,24 @@ class KVCache:
         scores: SlotScores | None = None,
         coding: Coding | None = None,
         prefixes: Mapping[int, KVCache] | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self.image = image  # (2, rows, kv_heads, slots, width); more rows than are alive once some are finished
         self.replaced: Tensor | None = None  # (rows, kv_heads): the one slot of each that changed, where it is stored by itself
         self.prefixes = prefixes or {}  # what rows share, each with one row that has all of it
         self._scores = scores
+        self._judge = judge  # where the policy asks what tokens are worth
         self._coding = coding or Coding(PLAIN, image.dtype, image.shape[-1])
         self._rolls = scores is not None and scores.policy.rolls  # keys are stored unrotated
         self._living: tuple[int, Living] | None = None  # of so many rows
 
-    def attend(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
+    def attend(
+        self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None
+    ) -> Tensor:
         """Appends the new keys and values, and attends to them and to everything held. Shapes as in models.base.Attend."""
         if now.is_prefill:
-            return self._prefill(now, self.living(len(q)).scores, q, k, v, rotation)
-        return self._decode(now, q, k, v, rotation)
+            return self._prefill(now, q, k, v, rotation, x)
+        return self._decode(now, q, k, v, rotation, x)
 
     def living(self, rows: int) -> Living:
         """Views of the first rows; steps with as many rows have the same ones."""
@@ -79,7 +85,7 @@ class KVCache:
     def part(self, rows: slice) -> KVCache:
         """The cache of some of the rows, for prompts that are computed one part after the other."""
         scores = None if self._scores is None else self._scores.part(rows)
-        return KVCache(self.image[:, rows], scores, self._coding, self.prefixes)
+        return KVCache(self.image[:, rows], scores, self._coding, self.prefixes, self._judge)
 
     def keep_rows(self, index: Sequence[int], slots: int) -> None:
         """Moves row `index[dst]` to row `dst`, so that living rows fill the places of finished ones."""
@@ -91,41 +97,51 @@ class KVCache:
 
     # -- several tokens at once -------------------------------------------------------------------------------------------
 
-    def _prefill(
-        self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None
-    ) -> Tensor:
+    def _prefill(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None) -> Tensor:
         """Each query attends to all that is held, oldest first, and to new tokens up to itself; then the budget is enforced.
         Behind new tokens may stand their echo, which is not kept."""
-        unrotated, new = k, slice(now.positions.shape[1])
+        unrotated, new, scores = k, slice(now.positions.shape[1]), self.living(len(q)).scores
         if rotation is not None:
             turn = now.turn(rotation, q.dtype, self._rolls)
             q, k = rotate(q, turn), rotate(k, turn)
         more = self._attended_elsewhere(now, q)
-        q, k, v, unrotated = (x.transpose(1, 2) for x in (q, k, v, unrotated))  # (rows, heads, tokens, head_dim)
-        kept_k, kept_v = (self._coding.encode(x[:, :, new]) for x in (unrotated if self._rolls else k, v))
+        own_k, own_v = (each[:, new] for each in (unrotated if self._rolls else k, v))
+        written = Written(None if x is None else x[:, new], own_k, own_v, None)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (rows, heads, tokens, head_dim)
+        kept_k, kept_v = (self._coding.encode(each.transpose(1, 2)) for each in (own_k, own_v))
+        known, held = self._known(now, scores), None
         if now.held:
             held_k, held_v = self._copied(now) if now.slots.copies else self._held(now, scores)
             kept_k, kept_v = torch.cat((held_k, kept_k), 2), torch.cat((held_v, kept_v), 2)
             old_k, old_v = self._coding.decode(held_k), self._coding.decode(held_v)
+            if known is not None and known.worth is not None:
+                held = Held(old_k, old_v, known.worth, now.is_held)
             if self._rolls and rotation is not None:
                 old_k = _rolled(old_k, now.held_order.expand(old_k.shape[:3]), rotation)
             k, v = torch.cat((old_k, k), 2), torch.cat((old_v, v), 2)
-        if now.echo:
-            out, got = attend_with_echo(now, q, k, v, more)
-        else:
-            weights, gathers = (None, SUM) if scores is None else (scores.weights(now), scores.policy.gathers)
-            out, got = prompt_attention(q, k, v, now.counts, weights, more, gathers)
-        self._store(now, self._chosen(now, scores, got), kept_k, kept_v)
+        out, got = self._outcome(now, scores, q, k, v, more)
+        chosen = now.places_if_all_stay
+        if scores is not None and known is not None:
+            worth = None if self._judge is None else self._judge.of_all(written, held)
+            chosen = scores.keep_best(now, got, known, worth)
+        self._store(now, chosen, kept_k, kept_v)
         return out
 
-    def _chosen(self, now: KVStep, scores: SlotScores | None, got: Tensor | None) -> Tensor:
-        """The places of the held and the new tokens that stay."""
-        if scores is None:
-            return now.places_if_all_stay
-        if not now.slots.copies:
-            return scores.keep_best(now, got, scores.held(now))
+    def _outcome(
+        self, now: KVStep, scores: SlotScores | None, q: Tensor, k: Tensor, v: Tensor, more: More | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """What queries attend, and what each held and new token gets from those that count."""
+        if now.echo:
+            return attend_with_echo(now, q, k, v, more)
+        weights, gathers = (None, SUM) if scores is None else (scores.weights(now), scores.policy.gathers)
+        return prompt_attention(q, k, v, now.counts, weights, more, gathers)
+
+    def _known(self, now: KVStep, scores: SlotScores | None) -> SlotScores | None:
+        """What is known of the tokens held, oldest first."""
+        if scores is None or not now.slots.copies:
+            return None if scores is None else scores.held(now)
         noted = {group: prefix._scores for group, prefix in self.prefixes.items() if prefix._scores is not None}
-        return scores.keep_best(now, got, scores.copied(now, noted))
+        return scores.copied(now, noted)
 
     def _held(self, now: KVStep, scores: SlotScores | None) -> tuple[Tensor, Tensor]:
         """The keys and values held, oldest first. (rows, kv_heads, held, width) each"""
@@ -178,22 +194,29 @@ class KVCache:
 
     # -- decode ----------------------------------------------------------------------------------------------------------
 
-    def _decode(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
-        turned = self._append(now, q, k, v, None if self._rolls else rotation)
+    def _decode(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None) -> Tensor:
+        kept_rotated = None if self._rolls else rotation
+        turned = self._append(now, q, k, v, kept_rotated, self._worth(now, k, v, kept_rotated, x))
         if rotation is not None and self._rolls:
             turned = rotate(turned, now.turn(rotation, q.dtype, rolls=True))
         return self._attended(now, turned, self._attended_elsewhere(now, turned), rotation)
 
-    def asked(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Asked:
+    def _worth(self, now: KVStep, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None) -> Tensor | None:
+        """What the newest tokens are worth, whose keys are still to be rotated. (rows, kv_heads), fp32"""
+        if self._judge is None:
+            return None
+        return self._judge.newest(Written(x, k, v, None if rotation is None else now.turn(rotation, k.dtype)))
+
+    def asked(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None = None) -> Asked:
         """What a decode step asks of a cache that lies elsewhere: all that is done without its slots is done here."""
         if rotation is not None:
             q = rotate(q, now.turn(rotation, q.dtype, rolls=self._rolls))
             k = k if self._rolls else rotate(k, now.turn(rotation, k.dtype))
-        return Asked(q, k, v, self._attended_elsewhere(now, q))
+        return Asked(q, k, v, self._attended_elsewhere(now, q), self._worth(now, k, v, None, x))
 
     def answer(self, now: KVStep, asked: Asked, rotation: Rotation | None) -> Tensor:
         """The same step where the slots are: appends, attends, and has who must go go. (rows, 1, heads * head_dim)"""
-        self._append(now, asked.q, asked.k, asked.v, None)
+        self._append(now, asked.q, asked.k, asked.v, None, asked.worth)
         return self._attended(now, asked.q, asked.more, rotation)
 
     def _attended(self, now: KVStep, q: Tensor, more: More | None, rotation: Rotation | None) -> Tensor:
@@ -216,13 +239,13 @@ class KVCache:
             self.replaced = now.counts[:, None].expand(-1, kv_heads)
         return out.reshape(rows, 1, heads * head_dim)
 
-    def _append(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Tensor:
+    def _append(self, now: KVStep, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, worth: Tensor | None) -> Tensor:
         """Writes the newest token behind what each row holds, and returns the rotated query."""
         turn = None if rotation is None else now.turn(rotation, q.dtype)
         if turn is not None and not self._coding.is_plain:  # keys are rotated before they are encoded
             q, k, turn = rotate(q, turn), rotate(k, turn), None
         there = self.living(q.shape[0])
-        return append(there.image, now.newest, q, self._coding.encode(k), self._coding.encode(v), turn, there.notes)
+        return append(there.image, now.newest, q, self._coding.encode(k), self._coding.encode(v), turn, there.notes, worth)
 
 
 def _rolled(keys: Tensor, order: Tensor, rotation: Rotation) -> Tensor:

@@ -1,7 +1,7 @@
 """The echo of a prompt: its tokens once more behind it, which attend it and say how much each of its tokens is needed.
 
-Tokens of the echo are computed in the same pass as the prompt, layer by layer. They see what the prompt's tokens see, the prompt
-and the part of the echo that they belong to, up to themselves; nobody else sees them, and nothing of them is kept.
+Tokens of the echo are computed in the same pass as the prompt, layer by layer. They see what the prompt's tokens see, the
+prompt, and their own part of the echo up to themselves; nobody else sees them, and nothing of them is kept.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class _Given(NamedTuple):
 
 
 def attend_with_echo(now: KVStep, q: Tensor, k: Tensor, v: Tensor, more: More | None) -> tuple[Tensor, Tensor]:
-    """Attention of prompts and of the echo behind them, with the keys and values of what is held before both; q (rows, heads, 2 *
-    tokens, dim), k and v (rows, kv_heads, held + 2 * tokens, dim) -> (rows, 2 * tokens, heads * dim), and the highest share that
-    any token of the echo gave to each held and new one, (rows, kv_heads, held + tokens) in fp32."""
+    """Attention of prompts and of the echo behind them, with the keys and values of what is held before both: q (rows, heads, 2
+    * tokens, dim), k and v (rows, kv_heads, held + 2 * tokens, dim) -> (rows, 2 * tokens, heads * dim), and the highest share
+    that any token of the echo gave to each held and new one, (rows, kv_heads, held + tokens) in fp32."""
     given, (rows, heads, both, dim) = _Given(q, k, v, more), q.shape
     tokens, places = both // 2, k.shape[2] - both // 2
     out = q.new_empty(rows, both, heads * dim)
@@ -44,13 +44,15 @@ def attend_with_echo(now: KVStep, q: Tensor, k: Tensor, v: Tensor, more: More | 
     return out, got.gather(-1, now.turn_of_place.expand(got.shape)) if now.has_gaps else got
 
 
-def _attended(now: KVStep, given: _Given, part: EchoPart, queries: slice, places: int) -> tuple[Tensor, Tensor | None]:
+def _attended(now: KVStep, given: _Given, part: EchoPart, queries: slice, places: int) -> tuple[Tensor, Tensor]:
     """What the tokens of a part attend, and what all before them, one behind the other, get."""
     q, k, v = (x if part.rows is None else x[part.rows] for x in given[:3])
     behind = slice(places + part.places.start, places + part.places.stop)
     keys, values = (torch.cat((_in_turn(now, part, x[:, :, :places]), x[:, :, behind]), dim=2) for x in (k, v))
     more = _part(given.more, queries, part.rows)
-    return prompt_attention(q[:, :, queries], keys, values, part.before, part.weights, more, MAX)
+    out, shares = prompt_attention(q[:, :, queries], keys, values, part.before, part.weights, more, MAX)
+    assert shares is not None, "there are weights"
+    return out, shares
 
 
 def _in_turn(now: KVStep, part: EchoPart, x: Tensor) -> Tensor:

@@ -48,13 +48,18 @@ class LayerCache:
         self._caches = caches
         self.prefixes: Mapping[int, LayerCache] = {}  # what rows share, each with one row that has all of it
 
-    def attend(self, now: Steps, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
+    def attend(
+        self, now: Steps, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None
+    ) -> Tensor:
         """Attends as a KVCache does, level by level."""
         if len(self._caches) == 1:
-            return self._caches[0].attend(now[self._heads[0][0]], q, k, v, rotation)
-        out = _outcome(q, k.shape[2])
+            ((level, _),) = self._heads
+            return self._caches[0].attend(now[level], q, k, v, rotation, x)
+        kv_heads = k.shape[2]
+        out = q.new_empty(*q.shape[:2], kv_heads, q.shape[2] * q.shape[3] // kv_heads)
         for level, heads, cache in self._levels():
-            _put(out, heads, cache.attend(now[level], *_picked(heads, q, k, v), rotation))
+            own_q, own_k, own_v = (_picked(each, heads, kv_heads) for each in (q, k, v))
+            _put(out, heads, cache.attend(now[level], own_q, own_k, own_v, rotation, x))
         return out.flatten(2)
 
     def share(self, prefixes: Mapping[int, LayerCache]) -> None:
@@ -74,30 +79,40 @@ class LayerCache:
 
     # -- attention elsewhere ---------------------------------------------------------------------------------------------
 
-    def asked(self, now: Steps, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> Asked:
+    def asked(self, now: Steps, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, x: Tensor | None = None) -> Asked:
         """What a decode step asks of a cache that lies elsewhere, of all heads in their order."""
         if len(self._caches) == 1:
-            return self._caches[0].asked(now[self._heads[0][0]], q, k, v, rotation)
-        kv_heads, all_q, all_k, more = k.shape[2], torch.empty_like(q), torch.empty_like(k), None
+            ((level, _),) = self._heads
+            return self._caches[0].asked(now[level], q, k, v, rotation, x)
+        kv_heads = k.shape[2]
+        all_q, all_k, more, worth = torch.empty_like(q), torch.empty_like(k), None, None
         for level, heads, cache in self._levels():
-            own = cache.asked(now[level], *_picked(heads, q, k, v), rotation)
+            own_q, own_k, own_v = (_picked(each, heads, kv_heads) for each in (q, k, v))
+            own = cache.asked(now[level], own_q, own_k, own_v, rotation, x)
             _put(_by_head(all_q, kv_heads), heads, own.q)
             _put(_by_head(all_k, kv_heads), heads, own.k)
             if own.more is not None:
                 more = more or More(own.more.scores.new_empty(q.shape[:3]), own.more.values.new_empty(q.shape))
                 for whole, part in zip(more, own.more, strict=True):
                     _put(_by_head(whole, kv_heads), heads, part)
-        return Asked(all_q, all_k, v, more)
+            if own.worth is not None:
+                worth = own.worth.new_zeros(len(q), kv_heads) if worth is None else worth
+                worth.index_copy_(1, heads, own.worth)
+        return Asked(all_q, all_k, v, more, worth)
 
     def answer(self, now: Steps, asked: Asked, rotation: Rotation | None) -> Tensor:
         """The same step where the slots are. (rows, 1, heads * head_dim)"""
         if len(self._caches) == 1:
-            return self._caches[0].answer(now[self._heads[0][0]], asked, rotation)
-        (q, k, v, more), kv_heads = asked, asked.k.shape[2]
-        out = _outcome(q, kv_heads)
+            ((level, _),) = self._heads
+            return self._caches[0].answer(now[level], asked, rotation)
+        (q, k, v, more, worth), kv_heads = asked, asked.k.shape[2]
+        out = q.new_empty(*q.shape[:2], kv_heads, q.shape[2] * q.shape[3] // kv_heads)
         for level, heads, cache in self._levels():
-            own = None if more is None else More(_pick(more.scores, heads, kv_heads), _pick(more.values, heads, kv_heads))
-            _put(out, heads, cache.answer(now[level], Asked(*_picked(heads, q, k, v), own), rotation))
+            own_more = more and More(*(_picked(x, heads, kv_heads) for x in more))
+            own_worth = None if worth is None else worth.index_select(1, heads)
+            own_q, own_k, own_v = (_picked(each, heads, kv_heads) for each in (q, k, v))
+            own = Asked(own_q, own_k, own_v, own_more, own_worth)
+            _put(out, heads, cache.answer(now[level], own, rotation))
         return out.flatten(2)
 
     def _levels(self) -> Iterator[tuple[int, Tensor, KVCache]]:
@@ -107,25 +122,12 @@ class LayerCache:
 
 def _by_head(x: Tensor, kv_heads: int) -> Tensor:
     """(rows, tokens, heads, ...) as (rows, tokens, kv_heads, group, ...)"""
-    groups: Tensor = x.unflatten(2, (kv_heads, -1))  # type: ignore[no-untyped-call]
-    return groups
+    return x.view(*x.shape[:2], kv_heads, -1, *x.shape[3:])
 
 
-def _pick(x: Tensor, heads: Tensor, kv_heads: int) -> Tensor:
+def _picked(x: Tensor, heads: Tensor, kv_heads: int) -> Tensor:
     """The groups of some KV heads of (rows, tokens, heads, ...)."""
-    picked: Tensor = _by_head(x, kv_heads).index_select(2, heads)
-    return picked.flatten(2, 3)
-
-
-def _picked(heads: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The queries of some KV heads, and their keys and values."""
-    kv_heads = k.shape[2]
-    return _pick(q, heads, kv_heads), _pick(k, heads, kv_heads), _pick(v, heads, kv_heads)
-
-
-def _outcome(q: Tensor, kv_heads: int) -> Tensor:
-    """Room for what is attended with queries (rows, tokens, heads, head_dim): (rows, tokens, kv_heads, width)"""
-    return q.new_empty(*q.shape[:2], kv_heads, q.shape[2] * q.shape[3] // kv_heads)
+    return _by_head(x, kv_heads).index_select(2, heads).flatten(2, 3)
 
 
 def _put(out: Tensor, heads: Tensor, made: Tensor) -> None:

@@ -1,4 +1,5 @@
-"""SlotScores: what an evicting policy knows of each slot of a KV head: the token's position in the text, and its score.
+"""SlotScores: what an evicting policy knows of each slot of a KV head: the token's position in the text, its score, and
+what it was worth when it was written.
 
 They stay in the compute device's memory even if keys and values are moved. Here a policy's data become tensors: which prompt
 tokens are kept, and whose slot the newest token takes over in decode.
@@ -6,7 +7,7 @@ tokens are kept, and whose slot the newest token takes over in decode.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from h2o_flexgen.kernels.evict import chances, note
+from h2o_flexgen.kernels.evict import chances, note, weighed
 from h2o_flexgen.kernels.gathering import MAX
 from h2o_flexgen.kernels.lowest_slot import LAST
 from h2o_flexgen.kernels.newest import Notes
@@ -30,19 +31,27 @@ class SlotScores:
     policy: KVPolicy
     positions: Tensor  # (rows, kv_heads, slots), int32
     scores: Tensor | None  # (rows, kv_heads, slots), fp32; None if the policy does not rank by attention
+    worth: Tensor | None = None  # alike; None if the policy has no judge
 
     @classmethod
     def over(cls, region: Tensor, policy: KVPolicy, shape: tuple[int, int, int]) -> SlotScores:
-        """Lays them over a region of memory; `shape` is (rows, kv_heads, slots). All positions stand before all scores."""
-        positions, *scores = region[: policy.score_bytes * prod(shape)].view(torch.int32).view(policy.score_words, *shape)
-        return cls(policy, positions, scores[0].view(torch.float32) if scores else None)
+        """Lays them over a region of memory; `shape` is (rows, kv_heads, slots). All positions stand before all scores, and
+        these before what all are worth."""
+        positions, *others = region[: policy.score_bytes * prod(shape)].view(torch.int32).view(policy.score_words, *shape)
+        numbers = [other.view(torch.float32) for other in others]
+        scores = numbers.pop(0) if policy.has_scores else None
+        return cls(policy, positions, scores, numbers[0] if numbers else None)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.positions,) if self.scores is None else (self.positions, self.scores)
+        return tuple(noted for noted in (self.positions, self.scores, self.worth) if noted is not None)
 
     def part(self, rows: slice) -> SlotScores:
-        return SlotScores(self.policy, self.positions[rows], None if self.scores is None else self.scores[rows])
+        return self._each(lambda noted: noted[rows])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> SlotScores:
+        scores, worth = (None if noted is None else change(noted) for noted in (self.scores, self.worth))
+        return SlotScores(self.policy, change(self.positions), scores, worth)
 
     def copy_row(self, target: int, source: int) -> None:
         for tensor in self.tensors:
@@ -65,24 +74,24 @@ class SlotScores:
     def held(self, now: KVStep) -> SlotScores:
         """What is known of the tokens held, oldest first."""
         index = self.oldest_first(now)
-        scores = None if self.scores is None else self.scores.gather(-1, index)
-        return SlotScores(self.policy, self.positions.gather(-1, index), scores)
+        return self._each(lambda noted: noted.gather(-1, index))
 
     def copied(self, now: KVStep, prefixes: Mapping[int, SlotScores]) -> SlotScores:
         """What is known of the tokens that come from shared prefixes; their texts begin with them."""
         shape = (*self.positions.shape[:2], now.held)
-        scores = None if self.scores is None else self.scores.new_zeros(shape)
-        for prefix, rows in now.groups if scores is not None else ():
-            own = prefixes[prefix.group].scores
-            if scores is not None and own is not None:
-                scores[rows, :, : prefix.tokens] = own[:, :, : prefix.tokens]
-        return SlotScores(self.policy, now.held_order.int().expand(shape), scores)
+        copies = self._each(lambda noted: noted.new_zeros(shape))
+        copies.positions.copy_(now.held_order)
+        for prefix, rows in now.groups:
+            for copy, noted in zip(copies.tensors[1:], prefixes[prefix.group].tensors[1:]):
+                copy[rows, :, : prefix.tokens] = noted[:, :, : prefix.tokens]
+        return copies
 
-    def keep_best(self, now: KVStep, got: Tensor | None, held: SlotScores) -> Tensor:
+    def keep_best(self, now: KVStep, got: Tensor | None, held: SlotScores, worth: Tensor | None = None) -> Tensor:
         """Chooses which of the held and the new tokens stay after a pass of several tokens, and records them.
 
-        got (rows, kv_heads, held + tokens): the weighted attention each token got from the new queries, oldest first. Returns
-        places among them (rows, kv_heads, kept), ascending; a row that keeps fewer ends with arbitrary places."""
+        got (rows, kv_heads, held + tokens): the weighted attention each token got from the new queries, oldest first; worth
+        alike: what a judge says of each. Returns places among them (rows, kv_heads, kept), ascending; a row that keeps fewer
+        ends with arbitrary places."""
         rows, kv_heads = self.positions.shape[:2]
         new = now.positions.unsqueeze(1).expand(-1, kv_heads, -1)
         positions = torch.cat((held.positions.long(), new), dim=-1)
@@ -91,11 +100,12 @@ class SlotScores:
         scores = self._scores_of(now, got, held.scores)
         kept = now.slots.kept
         staying = now.places_if_all_stay.expand(rows, kv_heads, -1)
-        chosen = self._best(now, positions, exists, scores, kept) if now.evicts else staying
+        chosen = self._best(now, positions, exists, scores, worth) if now.evicts else staying
         filled = torch.arange(kept, device=self.positions.device) < now.after
         self.positions.fill_(NOBODY)[..., :kept] = positions.gather(-1, chosen).masked_fill(~filled, NOBODY).int()
-        if self.scores is not None and scores is not None:
-            self.scores.zero_()[..., :kept] = scores.gather(-1, chosen).masked_fill(~filled, 0.0)
+        for noted, of_places in ((self.scores, scores), (self.worth, worth)):
+            if noted is not None and of_places is not None:
+                noted.zero_()[..., :kept] = of_places.gather(-1, chosen).masked_fill(~filled, 0.0)
         return chosen
 
     def _scores_of(self, now: KVStep, got: Tensor | None, held: Tensor | None) -> Tensor | None:
@@ -111,20 +121,30 @@ class SlotScores:
         of_held.copy_(torch.maximum(of_held, faded) if self.policy.gathers == MAX else of_held + faded)
         return got
 
-    def _best(self, now: KVStep, positions: Tensor, exists: Tensor, scores: Tensor | None, kept: int) -> Tensor:
+    def _best(self, now: KVStep, positions: Tensor, exists: Tensor, scores: Tensor | None, worth: Tensor | None) -> Tensor:
         """Chooses the places of the highest ranks. Places are in the order of positions."""
-        rank, places = self._rank(positions, scores), positions.shape[-1]
-        rank = rank.masked_fill((positions < now.sinks) | (positions >= now.window), torch.inf).masked_fill(~exists, -torch.inf)
-        newest_first = torch.sort(rank.flip(-1), dim=-1, descending=True, stable=True).indices  # the older of equals goes
-        best = places - 1 - newest_first[..., :kept]
+        stays = (positions < now.sinks) | (positions >= now.window)
+        if scores is not None and worth is not None:
+            stays = stays | self._first_half(now, stays, exists, scores)
+        places, kept = positions.shape[-1], now.slots.kept
+        best = _by_rank(self._rank(positions, scores, worth), stays, exists)[..., :kept]
         outside = torch.arange(kept, device=best.device) >= now.after
         return best.masked_fill(outside, places).sort(dim=-1).values.clamp(max=places - 1)
+
+    @staticmethod
+    def _first_half(now: KVStep, stays: Tensor, exists: Tensor, scores: Tensor) -> Tensor:
+        """Where worth weighs scores, half of what a text's first pass leaves to choose goes by the scores alone."""
+        protected = (stays & exists).sum(-1, keepdim=True)
+        chosen = torch.where(now.is_new, (now.after - protected).clamp(min=0) // 2, 0)
+        order = _by_rank(scores, stays, exists)
+        first = torch.arange(scores.shape[-1], device=scores.device) < protected + chosen
+        return torch.zeros_like(first).expand(order.shape).scatter(-1, order, first)
 
     # -- decode ----------------------------------------------------------------------------------------------------------
 
     @property
     def notes(self) -> Notes:
-        return Notes(self.positions, self.scores, self.policy.ranks_by == CHANCE)
+        return Notes(self.positions, self.scores, self.policy.ranks_by == CHANCE, self.worth)
 
     def evict(self, now: KVStep, image: Tensor, got: Tensor | None) -> Tensor | None:
         """Notes what slots got, (rows, kv_heads, slots), fp32: the newest query's attention to each, gathered over a group's
@@ -139,7 +159,15 @@ class SlotScores:
         """Each slot's place by age among those that a head holds in decode. (rows, kv_heads, slots)"""
         return self.positions.masked_fill(now.behind_newest, LAST).argsort(-1).argsort(-1)
 
-    def _rank(self, positions: Tensor, scores: Tensor | None) -> Tensor:
-        if scores is not None:
-            return scores
+    def _rank(self, positions: Tensor, scores: Tensor | None, worth: Tensor | None) -> Tensor:
+        known = weighed(scores, worth)
+        if known is not None:
+            return known
         return positions.double() if self.policy.ranks_by == AGE else chances(positions)
+
+
+def _by_rank(rank: Tensor, stays: Tensor, exists: Tensor) -> Tensor:
+    """All places (rows, kv_heads, places), the highest rank first; of equals the older is behind. Who `stays` ranks above all,
+    and who does not exist below."""
+    rank = rank.masked_fill(stays, torch.inf).masked_fill(~exists, -torch.inf)
+    return rank.shape[-1] - 1 - torch.sort(rank.flip(-1), dim=-1, descending=True, stable=True).indices

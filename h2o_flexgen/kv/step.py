@@ -288,7 +288,7 @@ class KVStep:
 
     @cached_property
     def turn_of_place(self) -> Tensor:
-        """Where the token of each place stands among those that its row has; arbitrary for places without one. (rows, 1, held +
+        """The number of each place's token among those that its row has; arbitrary for places without one. (rows, 1, held +
         tokens)"""
         places = self._all_places
         return torch.where(places < self.held, places, places - self.held + self.counts[:, None, None])

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec
+from h2o_flexgen.kernels.operations import halves_apart
 from h2o_flexgen.models import layout, ops
 from h2o_flexgen.models.base import Given, Weights
 from h2o_flexgen.models.halves import InHalves
@@ -37,7 +38,7 @@ TRAITS: Mapping[str, Callable[[Config], Traits]] = {
 class Llama(InHalves):
     def __init__(self, config: Config, dtype: str, sep_layer: bool, name: str) -> None:
         self.spec = _spec(config, dtype, sep_layer, name)
-        self._activation = ops.activation(config.hidden_act)
+        self._gating = ops.gating(config.hidden_act)
         self._eps = config.rms_norm_eps
         self._rotary = Rope.of(config).rotary(self.spec.head_dim)
         self._interleaved = bool(getattr(config, "rope_interleave", False))
@@ -50,11 +51,11 @@ class Llama(InHalves):
         products = ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))
         q, k, v = (ops.split_heads(each, self.spec.head_dim) for each in products)
         if self._interleaved:
-            q, k = ops.halves_apart(q), ops.halves_apart(k)
+            q, k = halves_apart(q), halves_apart(k)
         if "self_attn.q_norm.weight" in weights:
             q = ops.rms_norm(q, weights, "self_attn.q_norm", self._eps)
             k = ops.rms_norm(k, weights, "self_attn.k_norm", self._eps)
-        return given.attend(q, k, v, self._rotary)
+        return given.attend(q, k, v, self._rotary, x)
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
         out = ops.linear(out, weights, "self_attn.o_proj")
@@ -64,8 +65,7 @@ class Llama(InHalves):
     def mlp(self, hidden: Tensor, weights: Weights, given: Given) -> Tensor:
         x = ops.rms_norm(hidden, weights, "post_attention_layernorm", self._eps)
         gate, up = ops.linears(x, weights, "mlp.gate_proj", "mlp.up_proj")
-        gated = self._activation(gate).mul_(up)
-        out = ops.linear(gated, weights, "mlp.down_proj")
+        out = ops.linear(self._gating(gate, up), weights, "mlp.down_proj")
         out += hidden
         return out
 

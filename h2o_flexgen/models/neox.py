@@ -32,7 +32,7 @@ class NeoX(InHalves):
         # one head's query, key and value lie side by side
         fused = ops.split_heads(ops.linear(x, weights, "attention.query_key_value"), 3 * self.spec.head_dim)
         q, k, v = fused.chunk(3, dim=-1)
-        return given.attend(q, k, v, self._rotary)
+        return given.attend(q, k, v, self._rotary, x)
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
         out = ops.linear(out, weights, "attention.dense")

@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from h2o_flexgen.kernels import operations
 from h2o_flexgen.kernels.factor import Factor
-from h2o_flexgen.kernels.operations import plain_product
+from h2o_flexgen.kernels.operations import gated_silu, plain_product
 from h2o_flexgen.models.base import Weights
 
 Activation = Callable[[Tensor], Tensor]
+Gating = Callable[[Tensor, Tensor], Tensor]
 
 
 def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
@@ -57,22 +58,18 @@ def split_heads(x: Tensor, head_dim: int) -> Tensor:
     return x.view(*x.shape[:-1], -1, head_dim)  # (rows, tokens, heads, head_dim)
 
 
-def halves_apart(x: Tensor) -> Tensor:
-    """Values (..., width) of which neighbours are rotated together, with those behind one another half a width apart."""
-    return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).reshape(x.shape)
-
-
 def _quick_gelu(x: Tensor) -> Tensor:
     return torch.sigmoid(1.702 * x).mul_(x)
 
 
 _gelu_tanh = partial(functional.gelu, approximate="tanh")
 
+SILU = "silu", "swish"
+
 # may overwrite their argument
 ACTIVATIONS: Mapping[str, Activation] = {
     "relu": torch.relu_,
-    "silu": partial(functional.silu, inplace=True),
-    "swish": partial(functional.silu, inplace=True),
+    **dict.fromkeys(SILU, partial(functional.silu, inplace=True)),
     "gelu": functional.gelu,
     "gelu_new": _gelu_tanh,
     "gelu_fast": _gelu_tanh,
@@ -85,3 +82,12 @@ def activation(name: str) -> Activation:
     if name not in ACTIVATIONS:
         raise ValueError(f"activation {name!r} is not supported; known are {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
+
+
+def gating(name: str) -> Gating:
+    """The product of an activation of one factor with the other. May overwrite the first."""
+    return gated_silu if name in SILU else partial(_gated, activation(name))
+
+
+def _gated(active: Activation, gate: Tensor, up: Tensor) -> Tensor:
+    return active(gate).mul_(up)

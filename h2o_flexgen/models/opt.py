@@ -31,7 +31,7 @@ class OPT(InHalves):
         x = ops.layer_norm(hidden, weights, "self_attn_layer_norm") if self._norm_first else hidden
         products = ops.linears(x, weights, *(f"self_attn.{part}_proj" for part in "qkv"))
         q, k, v = (ops.split_heads(each, self.spec.head_dim) for each in products)
-        return given.attend(q, k, v)
+        return given.attend(q, k, v, x=x)
 
     def with_attended(self, hidden: Tensor, out: Tensor, weights: Weights) -> Tensor:
         out = ops.linear(out, weights, "self_attn.out_proj")

@@ -9,15 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from h2o_flexgen.core.layout import KVLayout
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.workload import Block, BlockSize, Workload
+from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.placement import Placement, place, place_weights, placed_shares, traffic
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.sections import layers_of, only_layers
 from h2o_flexgen.policies.levels import Level
-from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.schedule.pipeline import Pipeline
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.table import SCHEDULES
@@ -35,15 +34,26 @@ class BlockPlan:
     levels: tuple[Level, ...]  # the KV heads by what they keep, most first; a single one where all keep the same
 
     @classmethod
-    def of(cls, spec: ModelSpec, plan: Plan, block: Block, site: Site, weights: Mapping[str, str] | None = None) -> BlockPlan:
+    def of(
+        cls,
+        spec: ModelSpec,
+        plan: Plan,
+        block: Block,
+        site: Site,
+        weights: Mapping[str, str] | None = None,
+        levels: tuple[Level, ...] | None = None,
+    ) -> BlockPlan:
+        """Plans a block. `weights`: their tiers, if they are known already; `levels`: of KV heads, where these are not all the
+        layers of a model."""
         _refuse_batches_that_wait(plan, block)
         _refuse_rows_of_a_pipeline(plan, block)
         if plan.policy.echoes:
             block = block.echoed(spec.max_positions)
-        placement = place(spec, plan, block, weights)
+        levels = plan.levels(spec) if levels is None else levels
+        placement = place(spec, plan, block, weights, levels)
         kind = SCHEDULES[plan.schedule] if plan.pipeline == 1 else Pipeline
         schedule = kind(traffic(spec, plan, block, placement, site))
-        return cls(spec, plan, block, placement, schedule, plan.levels(spec))
+        return cls(spec, plan, block, placement, schedule, levels)
 
     @cached_property
     def sections(self) -> tuple[BlockPlan, ...]:
@@ -62,35 +72,18 @@ class BlockPlan:
             weights_on_host=traffic.weights_on_host.intersection(layers),
             kv={place: tier for place, tier in traffic.kv.items() if place[0] in layers},
         )
-        spec, places = only_layers(self.spec, layers), [at for at, layer in enumerate(self.spec.kv_layers) if layer in layers]
-        levels = tuple(level.only(places) for level in self.levels)
-        return replace(self, spec=spec, schedule=replace(self.schedule, traffic=own), levels=levels)
+        spec = only_layers(self.spec, layers)
+        return replace(
+            self, spec=spec, schedule=replace(self.schedule, traffic=own), levels=self.kv.only(spec, layers.__contains__).levels
+        )
 
     @cached_property
     def placed_percent(self) -> tuple[float, ...]:
-        return placed_shares(self.spec, self.plan, self.block, self.placement)
+        return placed_shares(self.kv, self.placement)
 
     @cached_property
-    def occupancy(self) -> tuple[Occupancy, ...]:
-        """The occupancy of each batch."""
-        return tuple(self.plan.policy.occupancy(batch, self.block.gen_len) for batch in self.block.batches)
-
-    @cached_property
-    def occupancies(self) -> tuple[tuple[Occupancy, ...], ...]:
-        """The occupancy of each level, in each batch."""
-        batches, gen_len = self.block.batches, self.block.gen_len
-        return tuple(tuple(level.policy.occupancy(batch, gen_len) for batch in batches) for level in self.levels)
-
-    def kv_layouts(self, layer: int, batch: int) -> tuple[KVLayout | None, ...]:
-        """How the KV of a batch lies in one layer, of each level; nothing of those that have none of the layer's heads."""
-        heads = self._heads[layer]
-        return tuple(each[batch].layout(self.spec, own) if own else None for each, own in zip(self.occupancies, heads))
-
-    @cached_property
-    def _heads(self) -> Mapping[int, tuple[int, ...]]:
-        """How many KV heads each level has in each layer with KV."""
-        by_level = zip(*(map(len, level.heads) for level in self.levels))
-        return dict(zip(self.spec.kv_layers, by_level))
+    def kv(self) -> HeldKV:
+        return HeldKV(self.spec, self.levels, self.block)
 
     @property
     def tiers(self) -> tuple[tuple[str, ...], ...]:

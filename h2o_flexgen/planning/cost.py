@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
+from typing import NamedTuple
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.tiers import DISK, HOST
@@ -21,6 +22,14 @@ from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.schedule.ops import LANES, Data, Op
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.task import Key, Task
+
+
+class AtLevel(NamedTuple):
+    """What the heads of one level do in a visit."""
+
+    level: int
+    heads: int  # KV heads of the layer at this level, one at least
+    one: BatchPass
 
 
 @dataclass(frozen=True)
@@ -52,20 +61,26 @@ class Cost:
         """The passes over the weights, the first one included."""
         return self.seating.passes if self.block.is_running else self.block.gen_len
 
-    def batch_pass(self, step: int, batch: int) -> BatchPass:
-        """What a batch does in a pass."""
-        if (step, batch) not in self._passes:
-            self._passes[step, batch] = self._pass(step, batch)
-        return self._passes[step, batch]
+    def batch_pass(self, step: int, batch: int, level: int = 0) -> BatchPass:
+        """What a batch does in a pass. Its rows and prompts are the same at all levels, its slots are those of one."""
+        if (step, batch, level) not in self._passes:
+            self._passes[step, batch, level] = self._pass(step, batch, level)
+        return self._passes[step, batch, level]
 
-    def _pass(self, step: int, batch: int) -> BatchPass:
+    def _pass(self, step: int, batch: int, level: int) -> BatchPass:
         if self.block.is_running:
-            return self.seating.at(step, batch)
-        return StepOfBatch(self.planned.occupancy[batch], step, self.planned.plan.prefill_tokens)
+            return self.seating.at(step, batch, level)
+        return StepOfBatch(self.planned.kv.occupancies[level][batch], step, self.planned.plan.prefill_tokens)
 
     @cached_property
-    def _passes(self) -> dict[tuple[int, int], BatchPass]:
+    def _passes(self) -> dict[tuple[int, int, int], BatchPass]:
         return {}
+
+    def by_level(self, task: Task | Key) -> list[AtLevel]:
+        """What the levels do that have heads in the layer of a visit."""
+        step, layer, batch = task.step, task.layer, task.batch
+        heads = enumerate(self.planned.kv.heads(layer))
+        return [AtLevel(level, own, self.batch_pass(step, batch, level)) for level, own in heads if own]
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -80,33 +95,41 @@ class Cost:
         if op.data is Data.WEIGHTS:
             return (self.stored_bytes if op.uses_disk else self.loaded_bytes)[task.layer]
         if op.data is Data.KV:
-            one = self.batch_pass(task.step, task.batch)
             if op is Op.ATTEND:
-                return self._crossing_bytes(one)
+                return self._crossing_bytes(task.layer, self.batch_pass(task.step, task.batch))
             if not op.uses_disk and self.schedule.traffic.is_beside(task.layer, task.batch):
-                return self._whole_row_bytes(task, one)
-            return _kv_slots(op, one) * self.spec.kv_bytes_per_slot
+                return self._whole_row_bytes(task)
+            return sum(_kv_slots(op, at.one) * at.heads * self.spec.kv_bytes_per_head for at in self.by_level(task))
         return self._hidden_bytes(task) if op.data is Data.HIDDEN else 0
 
-    def _crossing_bytes(self, one: BatchPass) -> int:
+    def _crossing_bytes(self, layer: int, one: BatchPass) -> int:
         """Bytes of what rows ask of the host in decode, and of what it answers."""
         spec = self.spec
         values = one.rows * 2 * (spec.heads + spec.kv_heads) * spec.head_dim * spec.itemsize
         shared = one.rows * spec.heads * (1 + spec.head_dim) * FLOAT_BYTES if one.shared.tokens else 0
-        return values + shared
+        worth = one.rows * spec.kv_heads * FLOAT_BYTES if self._is_judged(layer) else 0
+        return values + shared + worth
 
-    def _whole_row_bytes(self, task: Task | Key, one: BatchPass) -> int:
+    def _is_judged(self, layer: int) -> bool:
+        """Whether it counts for any head of a layer what tokens are worth when they are written."""
+        place = self.spec.kv_layers.index(layer)
+        return any(level.policy.judge is not None and level.heads[place] for level in self.planned.levels)
+
+    def _whole_row_bytes(self, task: Task | Key) -> int:
         """Bytes of all slots of the rows whose prompts are read, with what is noted of these."""
-        layout = self.planned.occupancy[task.batch].layout(self.spec, self.spec.kv_heads)
-        notes = layout.heads * layout.slots * self.planned.plan.policy.score_bytes
-        return one.joining * (layout.slots * layout.row_bytes + notes)
+        joining = self.batch_pass(task.step, task.batch).joining
+        return joining * sum(
+            layout.slots * (layout.row_bytes + layout.heads * level.policy.score_bytes)
+            for level, layout in zip(self.planned.levels, self.planned.kv.layouts(task.layer, task.batch))
+            if layout is not None
+        )
 
     def mean_nbytes(self, task: Task | Key) -> float:
         """The same; reads of KV on disk grow with the journal until it starts anew, so their mean counts."""
         if task.op.data is not Data.KV or not task.op.uses_disk:
             return self.nbytes(task)
-        one = self.batch_pass(task.step, task.batch)
-        return (one.mean_read if task.op.fetches else one.mean_written) * self.spec.kv_bytes_per_slot
+        fetches, of_head = task.op.fetches, self.spec.kv_bytes_per_head
+        return sum((at.one.mean_read if fetches else at.one.mean_written) * (at.heads * of_head) for at in self.by_level(task))
 
     @cached_property
     def stored_bytes(self) -> tuple[int, ...]:
@@ -151,13 +174,14 @@ class Cost:
         """Bytes that a transfer moves in all of these steps."""
         if key.op.data is Data.WEIGHTS or (key.op.data is Data.HIDDEN and not self.block.is_running):
             return len(steps) * self.transfer_bytes(key)
-        kind = key.op, key.batch, steps, key.layer if key.op.data is Data.HIDDEN else 0  # KV is the same in all layers
+        of_layer = key.layer if key.op.data is Data.HIDDEN else self.planned.kv.heads(key.layer)  # in KV such layers are alike
+        kind = key.op, key.batch, steps, of_layer
         if kind not in self._known_moved:
             self._known_moved[kind] = sum(self.transfer_bytes(key._replace(step=step)) for step in steps)
         return self._known_moved[kind]
 
     @cached_property
-    def _known_moved(self) -> dict[tuple[Op, int, range, int], int]:
+    def _known_moved(self) -> dict[tuple[Op, int, range, int | tuple[int, ...]], int]:
         return {}
 
     def op_bytes_until(self, stop_at: Callable[[Task], bool]) -> Counter[Op]:
@@ -169,10 +193,15 @@ class Cost:
     # -- flops -------------------------------------------------------------------------------------------------------
 
     def flops(self, task: Task) -> float:
-        one = self.batch_pass(task.step, task.batch)
-        newest = self.spec.flops(task.layer, one.rows, 1, one.slots / one.rows + 1) if one.rows else 0.0
+        if not self.spec.layers[task.layer].has_kv:
+            return self._flops(task.layer, self.batch_pass(task.step, task.batch))
+        return sum(at.heads / self.spec.kv_heads * self._flops(task.layer, at.one) for at in self.by_level(task))
+
+    def _flops(self, layer: int, one: BatchPass) -> float:
+        """Flops if all heads hold what those of one level do."""
+        newest = self.spec.flops(layer, one.rows, 1, one.slots / one.rows + 1) if one.rows else 0.0
         return newest + sum(
-            count * self.spec.flops(task.layer, part.rows, part.length_computed, part.attended)
+            count * self.spec.flops(layer, part.rows, part.length_computed, part.attended)
             for part, count in one.prompts.items()
         )
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from h2o_flexgen.core.layout import (
     READERS,
     Arena,
+    KVLayout,
     PrefixLayout,
     aligned,
     asked_arena,
     decoded_bytes,
     disk_buffer_bytes,
     hidden_bytes,
+    probe_bytes,
     region_bytes,
 )
 from h2o_flexgen.core.model_spec import ModelSpec
@@ -25,6 +27,7 @@ from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.held_kv import Place
 from h2o_flexgen.planning.placement import Placement
 from h2o_flexgen.planning.working_space import DEVICE_LIBRARIES, block_working_bytes, loading_bytes
 from h2o_flexgen.schedule.ops import READ, WORKERS, WRITE
@@ -88,6 +91,7 @@ def _parts(planned: BlockPlan, site: Site, scored_at_once: int) -> Parts:
         parts[DEVICE]["libraries"] = DEVICE_LIBRARIES
     parts[compute]["working space"] = block_working_bytes(planned, site, scored_at_once)
     parts[compute]["decoded weights"] = decoded_bytes(spec, site)
+    parts[compute]["probe"] = 0 if planned.plan.probe is None else region_bytes(probe_bytes(spec))
     parts[compute]["shared prefixes"] = _prefix_bytes(planned, scored_at_once)
     parts[HOST]["disk buffers"] = _disk_buffers(planned)
     return {tier: dict(held) for tier, held in parts.items()}
@@ -116,31 +120,40 @@ def _largest_layer(spec: ModelSpec, placement: Placement, *tiers: str) -> int:
 
 
 def _add_kv(parts: Parts, planned: BlockPlan, compute: str) -> None:
-    score_bytes, schedule = planned.plan.policy.score_bytes, planned.schedule
-    traffic, layouts = (
-        schedule.traffic,
-        [occupancy.layout(planned.spec, planned.spec.kv_heads) for occupancy in planned.occupancy],
-    )
-    for (layer, batch), tier in traffic.kv.items():
-        layout = layouts[batch]
+    """Adds the KV: each level is kept by itself, and what the host is asked is asked for all heads at once."""
+    traffic = planned.schedule.traffic
+    by_place = {place: planned.kv.layouts(*place) for place in traffic.kv}
+    for number, level in enumerate(planned.levels):
+        layouts = {place: own for place, levels in by_place.items() if (own := levels[number]) is not None}
+        if layouts:
+            _add_level(parts, layouts, level.policy.score_bytes, planned.schedule, compute)
+    if beside := {batch for layer, batch in traffic.kv if traffic.is_beside(layer, batch)}:
+        sizes = (planned.block.batches[batch].size for batch in beside)
+        shares, judged = bool(planned.block.prefix_room), planned.plan.policy.judge is not None
+        parts[HOST]["asked"] += sum(region_bytes(asked_arena(planned.spec, size, shares, judged).nbytes) for size in sizes)
+
+
+def _add_level(parts: Parts, layouts: Mapping[Place, KVLayout], score_bytes: int, schedule: Schedule, compute: str) -> None:
+    """Adds the KV of one level: what lies at rest, notes of its slots, and buffers."""
+    traffic = schedule.traffic
+    for place, layout in layouts.items():
+        tier = traffic.kv[place]
         if score_bytes:
-            noted_on = HOST if traffic.is_beside(layer, batch) else compute
+            noted_on = HOST if traffic.is_beside(*place) else compute
             parts[noted_on]["KV notes"] += region_bytes(layout.score_bytes(score_bytes))
         home = layout.disk_bytes if tier == DISK else region_bytes(layout.image_bytes)
         parts[tier if tier != DEVICE else compute]["KV"] += home
-    ring = schedule.buffers * max(region_bytes(layout.image_bytes) for layout in layouts)
-    if DISK in traffic.kv.values():
+    ring = schedule.buffers * max(region_bytes(layout.image_bytes) for layout in layouts.values())
+    if any(traffic.kv[place] == DISK for place in layouts):
         parts[HOST]["KV slots"] += ring
-    if traffic.accelerator and any(traffic.moves_kv(*place) for place in traffic.kv):
+    is_moved = traffic.accelerator and any(traffic.moves_kv(*place) for place in layouts)
+    if is_moved:
         parts[DEVICE]["KV slots"] += ring
-    if beside := {batch for layer, batch in traffic.kv if traffic.is_beside(layer, batch)}:
-        noted = max(layout.score_bytes(score_bytes) for layout in layouts)
+    if any(traffic.is_beside(*place) for place in layouts):
+        noted = max(layout.score_bytes(score_bytes) for layout in layouts.values())
         parts[DEVICE]["KV notes"] += schedule.buffers * region_bytes(noted) if noted else 0
-        sizes = (planned.block.batches[batch].size for batch in beside)
-        shares = bool(planned.block.prefix_room)
-        parts[HOST]["asked"] += sum(region_bytes(asked_arena(planned.spec, size, shares).nbytes) for size in sizes)
-    elif parts[DEVICE]["KV slots"]:
-        parts[HOST]["KV slots"] += max(region_bytes(layout.staged_bytes) for layout in layouts)
+    elif is_moved:
+        parts[HOST]["KV slots"] += max(region_bytes(layout.staged_bytes) for layout in layouts.values())
 
 
 def _add_hidden(parts: Parts, spec: ModelSpec, block: Block, schedule: Schedule, compute: str) -> None:
@@ -171,10 +184,6 @@ def _disk_buffers(planned: BlockPlan) -> int:
     """Bytes of the buffers of everything that reads or writes: the disk threads, the workers of both lanes, and the caller.
     Weights that stay in memory come through them as well."""
     threads = READERS + WORKERS[READ] + WORKERS[WRITE] + 1
-    on_disk = DISK in planned.schedule.traffic.kv.values()
-    largest = (
-        max(occupancy.layout(planned.spec, planned.spec.kv_heads).padded_slot_bytes for occupancy in planned.occupancy)
-        if on_disk
-        else 0
-    )
-    return threads * disk_buffer_bytes(largest)
+    on_disk = [place for place, tier in planned.schedule.traffic.kv.items() if tier == DISK]
+    layouts = (layout for place in on_disk for layout in planned.kv.layouts(*place) if layout is not None)
+    return threads * disk_buffer_bytes(max((layout.padded_slot_bytes for layout in layouts), default=0))

@@ -25,6 +25,7 @@ from h2o_flexgen.core.workload import Block
 from h2o_flexgen.planning.block_plan import BlockPlan
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.footprint import WEIGHTS, Footprint, footprint
+from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.machine import Machine
 from h2o_flexgen.planning.plan import ALL_DEVICE, Plan, Shares
 from h2o_flexgen.planning.predict import sampled_steps, sum_of_steps
@@ -140,16 +141,37 @@ class Case:
         if not alike or self.seating is not None or len(batches) < 3:
             return self._of_all_blocks(plan, self.block)
         one, two = (self._of_all_blocks(plan, replace(self.block, batches=batches[:count])) for count in (1, 2))
-        return _extended(one, two, len(batches))
+        return _extended(one, [(two, len(batches) - 1)])
 
     def _of_all_blocks(self, plan: Plan, block: Block) -> list[dict[str, float]]:
+        """Bounds of the whole model: of its first block, and of what each other one adds. Those with as many heads of each
+        level add as much."""
         if self.spec.num_blocks < 3:
-            return self._bounds_of(plan, self.spec, block)
-        one, two = (self._bounds_of(plan, spec, block) for spec in self.spec.first_blocks)
-        return _extended(one, two, self.spec.num_blocks)
+            return self._bounds_of(plan, block)
+        first = self._bounds_of(plan, block, 0)
+        return _extended(first, [(self._bounds_of(plan, block, 0, other), count) for other, count in self._other_blocks])
 
-    def _bounds_of(self, plan: Plan, spec: ModelSpec, block: Block) -> list[dict[str, float]]:
-        pricing = Pricing(BlockPlan.of(spec, plan, block, self.site), self.machine, True, self.seating)
+    @cached_property
+    def _held(self) -> HeldKV:
+        return HeldKV.of(self.spec, self.plan, self.block)
+
+    @cached_property
+    def _other_blocks(self) -> Sequence[tuple[int, int]]:
+        """One block of each kind among those behind the first, and how many are of its kind."""
+        kinds: dict[tuple[int, ...], list[int]] = {}
+        for layer in self.spec.kv_layers:
+            number = self.spec.layers[layer].block
+            if number:
+                kinds.setdefault(self._held.heads(layer), []).append(number)
+        return [(numbers[0], len(numbers)) for numbers in kinds.values()]
+
+    def _bounds_of(self, plan: Plan, block: Block, *blocks: int) -> list[dict[str, float]]:
+        """Bounds of some blocks of the model, or of all."""
+        held = self._held
+        if blocks:
+            held = held.only(self.spec.only_blocks(*blocks), lambda layer: self.spec.layers[layer].block in blocks)
+        planned = BlockPlan.of(held.spec, plan, block, self.site, levels=held.levels)
+        pricing = Pricing(planned, self.machine, True, self.seating)
         return [pricing.bounds(step) for step in self.steps]
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -191,12 +213,15 @@ class Answer:
     seconds: float
 
 
-def _extended(one: Sequence[Bounds], two: Sequence[Bounds], count: int) -> list[dict[str, float]]:
-    """The value for many, extended from the values for one and two."""
-    return [
-        {name: low.get(name, 0.0) + (count - 1) * (seconds - low.get(name, 0.0)) for name, seconds in high.items()}
-        for low, high in zip(one, two)
-    ]
+def _extended(one: Sequence[Bounds], others: Sequence[tuple[Sequence[Bounds], int]]) -> list[dict[str, float]]:
+    """The value for many, extended from the value for one. `others`: the value with one more of a kind beside it, and how many
+    more there are of this kind."""
+    extended = [dict(low) for low in one]
+    for two, count in others:
+        for total, low, high in zip(extended, one, two, strict=True):
+            for name, seconds in high.items():
+                total[name] = total.get(name, 0.0) + count * (seconds - low.get(name, 0.0))
+    return extended
 
 
 def solve_thoroughly(cases: Sequence[Case]) -> list[Answer]:

@@ -14,15 +14,17 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
 from h2o_flexgen.core.workload import Block
+from h2o_flexgen.planning.held_kv import HeldKV, Place
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.planning.sections import device_of_layers
+from h2o_flexgen.policies.levels import Level
 from h2o_flexgen.schedule.traffic import Traffic
 
 
 @dataclass(frozen=True)
 class Placement:
     weights: Mapping[str, str]  # tensor's name in the checkpoint -> tier; a tied head is the embedding and occurs once
-    kv: Mapping[tuple[int, int], str]  # (layer of the schedule, batch) -> tier, layer by layer
+    kv: Mapping[Place, str]  # (layer of the schedule, batch) -> tier, layer by layer
     hidden: tuple[str, ...]  # tier of each batch
 
 
@@ -51,9 +53,12 @@ def place_weights(spec: ModelSpec, plan: Plan) -> dict[str, str]:
     return dict(zip(sizes, spread(list(sizes.values()), plan.weights)))
 
 
-def place(spec: ModelSpec, plan: Plan, block: Block, weights: Mapping[str, str] | None = None) -> Placement:
-    """Places a block. `weights`: their tiers, if they are known already."""
-    kv, hidden = _kv_sizes(spec, plan, block), _hidden_sizes(spec, block)
+def place(
+    spec: ModelSpec, plan: Plan, block: Block, weights: Mapping[str, str] | None = None, levels: Sequence[Level] | None = None
+) -> Placement:
+    """Places a block. `weights`: their tiers, if they are known already; `levels`: of KV heads, if they are."""
+    held = HeldKV.of(spec, plan, block) if levels is None else HeldKV(spec, tuple(levels), block)
+    kv, hidden = _kv_sizes(held), _hidden_sizes(spec, block)
     return Placement(
         weights=place_weights(spec, plan) if weights is None else weights,
         kv=dict(zip(kv, spread(list(kv.values()), plan.kv))),
@@ -61,9 +66,9 @@ def place(spec: ModelSpec, plan: Plan, block: Block, weights: Mapping[str, str] 
     )
 
 
-def placed_shares(spec: ModelSpec, plan: Plan, block: Block, placement: Placement) -> tuple[float, ...]:
+def placed_shares(held: HeldKV, placement: Placement) -> tuple[float, ...]:
     """The shares that were placed, as FlexGen's six numbers: per cent on device and host of weights, KV and activations."""
-    weights, kv, hidden = spec.weight_sizes, _kv_sizes(spec, plan, block), _hidden_sizes(spec, block)
+    weights, kv, hidden = held.spec.weight_sizes, _kv_sizes(held), _hidden_sizes(held.spec, held.block)
     return (
         *_percent((placement.weights[name], size) for name, size in weights.items()),
         *_percent((placement.kv[unit], size) for unit, size in kv.items()),
@@ -94,9 +99,9 @@ def traffic(spec: ModelSpec, plan: Plan, block: Block, placement: Placement, sit
 # -- sizes in bytes ------------------------------------------------------------------------------------------------------
 
 
-def _kv_sizes(spec: ModelSpec, plan: Plan, block: Block) -> dict[tuple[int, int], int]:
-    batches = [plan.policy.occupancy(batch, block.gen_len).layout(spec, spec.kv_heads).image_bytes for batch in block.batches]
-    return {(layer, batch): size for layer in spec.kv_layers for batch, size in enumerate(batches)}
+def _kv_sizes(held: HeldKV) -> dict[Place, int]:
+    batches = range(len(held.block.batches))
+    return {(layer, batch): held.image_bytes(layer, batch) for layer in held.spec.kv_layers for batch in batches}
 
 
 def _hidden_sizes(spec: ModelSpec, block: Block) -> list[int]:

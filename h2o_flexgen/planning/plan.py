@@ -4,13 +4,14 @@ places."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 
 from h2o_flexgen.core.allowed_values import AUTO, Rule, number, whole
 from h2o_flexgen.core.hints import did_you_mean, shown
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.prefixes import LEAST_TOKENS
+from h2o_flexgen.core.probe import Probe
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.core.workload import MOST_BATCHES, check_num_prompts
@@ -18,7 +19,7 @@ from h2o_flexgen.kernels.table import EXACT, PRODUCTS
 from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.levels import Level, levels_of
 from h2o_flexgen.policies.options import KVOptions
-from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.policies.policy import PROBE, KVPolicy
 from h2o_flexgen.policies.table import POLICIES
 from h2o_flexgen.quant.codec import PLAIN, of_rows
 from h2o_flexgen.schedule.ops import Op
@@ -78,6 +79,7 @@ class Plan:
     kv_policy: str = "full"
     kv_options: KVOptions = field(default_factory=KVOptions)  # how much the policy keeps, and who is protected
     head_budgets: HeadBudgets | None = None  # what each KV head keeps, where heads differ
+    probe: Probe | None = None  # what a policy ranks tokens by that asks for one
     shared_prefixes: bool = True  # what requests of a job begin with alike is computed and kept once
     prefix_policy: str = PINNED  # or JUDGED: rows take what they share into their own slots, and the KV policy judges it
     least_prefix: int = LEAST_TOKENS  # of which tokens are shared
@@ -98,6 +100,7 @@ class Plan:
         _require_known("prefix_policy", self.prefix_policy, PREFIX_POLICIES)
         _ = self.policy  # refuses options that the policy does not take
         self._refuse_heads_without_share()
+        self._refuse_wrong_probe()
         self._refuse_what_a_pipeline_cannot()
         if self.policy.echoes and self.copies_prefixes and self.shares_prefixes:
             raise ValueError(
@@ -108,10 +111,24 @@ class Plan:
     def _refuse_heads_without_share(self) -> None:
         if self.head_budgets is None:
             return
+        if not isinstance(self.head_budgets, HeadBudgets):
+            found = f"head_budgets is a {type(self.head_budgets).__name__}"
+            raise ValueError(f"{found}; give HeadBudgets: read_head_budgets reads a file, and so does LLM")
         if self.policy.keeps_all:
             raise ValueError(f"kv_policy {self.kv_policy!r} keeps everything, and head budgets share out less; leave them out")
         if not self.kv_options.is_share_of_text or self.kv_options.recent is not None:
             raise ValueError("head budgets share out a kv_budget; give it alone, without slots or hh_ratio")
+
+    def _refuse_wrong_probe(self) -> None:
+        is_asked = self.policy.judge == PROBE
+        if self.probe is None:
+            if is_asked:
+                raise ValueError(f"kv_policy {self.kv_policy!r} ranks tokens by a probe; give the file of one")
+            return
+        if not isinstance(self.probe, Probe):
+            raise ValueError(f"probe is a {type(self.probe).__name__}; give a Probe: read_probe reads a file, and so does LLM")
+        if not is_asked:
+            raise ValueError(f"kv_policy {self.kv_policy!r} asks no probe; leave probe out")
 
     def _refuse_what_a_pipeline_cannot(self) -> None:
         if self.pipeline == 1:
@@ -141,6 +158,10 @@ class Plan:
     @cached_property
     def policy(self) -> KVPolicy:
         return POLICIES[self.kv_policy](self.kv_options)
+
+    def as_json(self) -> dict[str, object]:
+        """All options; head budgets and a probe, which are many numbers, by name and checksum."""
+        return {one.name: _as_json(getattr(self, one.name)) for one in fields(self)}
 
     def levels(self, spec: ModelSpec) -> tuple[Level, ...]:
         """The KV heads of a model by what they keep, those that keep most first."""
@@ -234,6 +255,12 @@ class Plan:
         return tuple(
             round(100 * value, 4) for share in (self.weights, self.kv, self.hidden) for value in (share.device, share.host)
         )
+
+
+def _as_json(value: object) -> object:
+    if isinstance(value, HeadBudgets | Probe):
+        return value.as_json()
+    return asdict(value) if isinstance(value, Shares | KVOptions) else value
 
 
 def _require_known(name: str, value: str, known: Iterable[str]) -> None:

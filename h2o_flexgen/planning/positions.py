@@ -19,14 +19,16 @@ def longest_text(spec: ModelSpec, policy: KVPolicy) -> int:
 
 
 def check_positions(spec: ModelSpec, plan: Plan, row: int, length: int, max_tokens: int) -> None:
-    """Refuses texts that are too long. No layer sees the last token. Rolling positions end where the budget does."""
+    """Refuses texts that are too long. No layer sees the last token. Rolling positions end where the budget does, unless
+    some heads keep all."""
     if length > longest_text(spec, plan.policy) and plan.policy.echoes:
         raise ValueError(
             f"prompt {row} has {length} tokens, behind which kv_policy {plan.kv_policy!r} repeats them, but {spec.name} has "
             f"{spec.max_positions} positions; give {longest_text(spec, plan.policy)} tokens at most"
         )
-    if plan.policy.rolls:
-        slots = plan.policy.occupancy(Batch((row,), (length,)), max_tokens).capacity
+    policies = [level.policy for level in plan.levels(spec)]
+    if all(policy.rolls for policy in policies):
+        slots = max(policy.occupancy(Batch((row,), (length,)), max_tokens).capacity for policy in policies)
         if max(length, slots) > spec.max_positions:
             raise ValueError(
                 f"prompt {row} has {length} tokens and {slots} slots, but {spec.name} has {spec.max_positions} "
@@ -41,6 +43,6 @@ def check_positions(spec: ModelSpec, plan: Plan, row: int, length: int, max_toke
 
 def most_tokens(spec: ModelSpec, plan: Plan, row: int, length: int) -> int:
     """The default number of tokens to generate behind a prompt; at least one, which `check_positions` judges."""
-    if plan.policy.rolls:
+    if all(level.policy.rolls for level in plan.levels(spec)):
         raise ValueError(f"max_tokens of prompt {row} is None, but with rolling positions a text has no end; give a number")
     return max(1, spec.max_positions + 1 - length)

@@ -118,14 +118,14 @@ class BlockPrediction:
 
 
 def sampled_steps(planned: BlockPlan) -> list[int]:
-    """The decode steps that are simulated: the first and the last; those in which the KV of rows stops growing, and the ones
-    before, because evictions begin at once; and the middle of the longest stretch between these, since lanes may take turns in
-    being the busiest there."""
+    """The decode steps that are simulated: the first and the last; those in which the KV of rows stops growing at a level, and
+    the ones before, because evictions begin at once; and the middle of the longest stretch between these, since lanes may take
+    turns in being the busiest there."""
     last = planned.block.gen_len - 1
     if last <= ALL_STEPS:
         return list(range(1, last + 1))
-    full = [occupancy.first_evicting_step for occupancy in planned.occupancy]
-    around = (step for first in (min(full), max(full)) for step in (first - 1, first))
+    full = [[occupancy.first_evicting_step for occupancy in level] for level in planned.kv.occupancies]
+    around = (step for level in full for first in (min(level), max(level)) for step in (first - 1, first))
     samples = sorted({1, last, *(step for step in around if 1 < step < last)})
     before, behind = max(pairwise(samples), key=lambda pair: pair[1] - pair[0])
     return sorted({*samples, (before + behind) // 2})

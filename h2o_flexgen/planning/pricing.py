@@ -17,9 +17,9 @@ from h2o_flexgen.core.layout import part_starts
 from h2o_flexgen.core.model_spec import LayerSpec, ModelSpec, numbered
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST
 from h2o_flexgen.kernels.table import Kernel
-from h2o_flexgen.planning.batch_pass import BatchPass, products_of, rows_of
+from h2o_flexgen.planning.batch_pass import products_of, rows_of
 from h2o_flexgen.planning.block_plan import BlockPlan
-from h2o_flexgen.planning.cost import Cost
+from h2o_flexgen.planning.cost import AtLevel, Cost
 from h2o_flexgen.planning.machine import EVICTION, PLAIN_SCORES, WITH_SCORES, Machine
 from h2o_flexgen.planning.seating import Seating
 from h2o_flexgen.policies.policy import ATTENTION
@@ -81,9 +81,10 @@ class Pricing:
         first = op is Op.COMPUTE and self.schedule.begins_pass(batch)
         return op, step, self._layer_kinds[layer], self._batch_kinds[batch], first, self._attends_on_host(layer, batch)
 
-    @property
+    @cached_property
     def _layer_kinds(self) -> Sequence[int]:
-        return self.spec.layer_kinds
+        """The same number for layers that compute the same, with heads of the same levels."""
+        return numbered((kind, self.planned.kv.heads(layer)) for layer, kind in enumerate(self.spec.layer_kinds))
 
     @cached_property
     def _batch_kinds(self) -> Sequence[int]:
@@ -115,9 +116,9 @@ class Pricing:
         return {
             "products": sum(count * self._products(layer, each) for each, count in rows.items()),
             "decoding": self._decoding(layer, rows, first),
-            "attention": self._attention(task, one) if layer.has_kv else 0.0,
+            "attention": self._attention(task) if layer.has_kv else 0.0,
             "values": sum(each * count for each, count in rows.items()) * self._values(layer) / self.machine.values_per_s,
-            "overhead": sum(rows.values()) * self._visit_seconds(layer) + self._eviction_seconds(task, one),
+            "overhead": sum(rows.values()) * self._visit_seconds(layer) + self._eviction_seconds(task),
         }
 
     def _products(self, layer: LayerSpec, rows: int) -> float:
@@ -159,20 +160,24 @@ class Pricing:
     def _visit_seconds(self, layer: LayerSpec) -> float:
         return sum(self.machine.visit_seconds.get(kind, 0.0) for kind in layer.visits)
 
-    def _eviction_seconds(self, task: Task | Key, one: BatchPass) -> float:
-        """Seconds of an eviction's many small operations, whatever the sizes: on scores, on who goes, on who comes."""
-        evicts = self.spec.layers[task.layer].has_kv and one.evicts
-        is_here = task.op is Op.ATTEND or one.joining or not self._attends_on_host(task.layer, task.batch)
-        return self.machine.visit_seconds.get(EVICTION, 0.0) if evicts and is_here else 0.0
+    def _eviction_seconds(self, task: Task | Key) -> float:
+        """Seconds of an eviction's many small operations, whatever the sizes: on scores, on who goes, on who comes. Each level
+        has its own."""
+        levels = self.cost.by_level(task)
+        is_here = task.op is Op.ATTEND or not self._attends_on_host(task.layer, task.batch)
+        evicting = sum(at.one.evicts and bool(is_here or at.one.joining) for at in levels)
+        return evicting * self.machine.visit_seconds.get(EVICTION, 0.0)
 
     # -- attention -----------------------------------------------------------------------------------------------------
 
-    def _attention(self, task: Task | Key, one: BatchPass) -> float:
-        seconds = 0.0
-        if one.rows:
-            on_host = self._attends_on_host(task.layer, task.batch)
-            seconds = self._to_host_and_back(one.rows) if on_host else self._decode_attention(one)
-        return seconds + (self._prompt_attention(task, one) if one.prompts else 0.0)
+    def _attention(self, task: Task | Key) -> float:
+        """Seconds of a layer's attention: one for each level that has heads in it."""
+        one, seconds = self.cost.batch_pass(task.step, task.batch), 0.0
+        if one.rows and self._attends_on_host(task.layer, task.batch):
+            seconds = self._to_host_and_back(one.rows)
+        elif one.rows:
+            seconds = sum(map(self._decode_attention, self.cost.by_level(task)))
+        return seconds + (sum(self._prompt_attention(task, at) for at in self.cost.by_level(task)) if one.prompts else 0.0)
 
     def _attending(self, task: Task | Key) -> float:
         """Seconds of what the host does for a visit, beside the KV."""
@@ -180,21 +185,23 @@ class Pricing:
         if not one.rows:
             return machine.task_seconds
         rate = machine.attention_bytes_per_s.get(HOST, inf)
-        reading = (one.slots + one.rows) * self.spec.kv_bytes_per_slot / rate
+        of_head = self.spec.kv_bytes_per_head
+        reading = sum((at.one.slots + one.rows) * at.heads * of_head / rate for at in self.cost.by_level(task))
         heads = one.rows * self.spec.kv_heads * machine.head_seconds
-        return reading + heads + self._eviction_seconds(task, one) + machine.task_seconds
+        return reading + heads + self._eviction_seconds(task) + machine.task_seconds
 
-    def _decode_attention(self, one: BatchPass) -> float:
-        spec, machine, rows = self.spec, self.machine, one.rows
-        slots = one.slots + rows
+    def _decode_attention(self, at: AtLevel) -> float:
+        spec, machine, one = self.spec, self.machine, at.one
+        slots, heads = one.slots + one.rows, at.heads * (spec.heads // spec.kv_heads)
         tier = DEVICE if machine.has_accelerator else HOST
-        reading = (slots + one.shared.tokens) * spec.kv_bytes_per_slot / machine.attention_bytes_per_s.get(tier, inf)
+        nbytes = (slots + one.shared.tokens) * at.heads * spec.kv_bytes_per_head
         is_plain = spec.kv_codec == PLAIN
-        flops = 4.0 * spec.heads * spec.head_dim * (slots + one.shared.attended)
-        values = 0.0 if is_plain else 2.0 * spec.kv_heads * spec.head_dim * (slots + one.shared.tokens)  # values to decode
+        flops = 4.0 * heads * spec.head_dim * (slots + one.shared.attended)
+        values = 0.0 if is_plain else 2.0 * at.heads * spec.head_dim * (slots + one.shared.tokens)  # values to decode
         computing = flops / machine.attention_flops_per_s.get(spec.dtype if is_plain else spec.kv_codec, inf)
         unpacking = values / machine.unpacking_rate(spec.kv_codec, self._bytes_to_decode(spec.kv_codec))
-        return max(reading, computing + unpacking) + rows * spec.kv_heads * machine.head_seconds
+        reading = nbytes / machine.attention_bytes_per_s.get(tier, inf)
+        return max(reading, computing + unpacking) + one.rows * at.heads * machine.head_seconds
 
     def _attends_on_host(self, layer: int, batch: int) -> bool:
         return self.schedule.traffic.is_beside(layer, batch)
@@ -206,12 +213,13 @@ class Pricing:
         back = rows * spec.heads * spec.head_dim * spec.itemsize
         return there / machine.device_to_host_per_s + back / machine.host_to_device_per_s + 2 * machine.task_seconds
 
-    def _prompt_attention(self, task: Task | Key, one: BatchPass) -> float:
-        spec, policy, occupancy = self.spec, self.planned.plan.policy, self.planned.occupancy[task.batch]
+    def _prompt_attention(self, task: Task | Key, at: AtLevel) -> float:
+        policy, occupancy = self.planned.levels[at.level].policy, self.planned.kv.occupancies[at.level][task.batch]
         scored = policy.ranks_by == ATTENTION and occupancy.evicts
         rate = self.machine.prompt_flops_per_s.get(WITH_SCORES if scored else PLAIN_SCORES, inf)
-        pairs = sum(count * part.tokens * part.attended for part, count in one.prompts.items())
-        return 4.0 * spec.heads * spec.head_dim * pairs / rate
+        pairs = sum(count * part.tokens * part.attended for part, count in at.one.prompts.items())
+        heads = at.heads * (self.spec.heads // self.spec.kv_heads)
+        return 4.0 * heads * self.spec.head_dim * pairs / rate
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -273,7 +281,7 @@ class Pricing:
         return nbytes
 
     def _attended_bytes(self, key: Key) -> int:
-        return self.cost.batch_pass(key.step, key.batch).slots * self.spec.kv_bytes_per_slot
+        return sum(at.one.slots * at.heads for at in self.cost.by_level(key)) * self.spec.kv_bytes_per_head
 
     @cached_property
     def _matrix_bytes(self) -> tuple[int, ...]:

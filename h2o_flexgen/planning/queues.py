@@ -19,12 +19,12 @@ LEAST_FILLED = 0.75  # a prompt much shorter than the longest of a part begins a
 
 class Queues:
     def __init__(self, planned: BlockPlan) -> None:
-        self._policy = planned.plan.policy
+        self._policies = [level.policy for level in planned.levels]
         self._seats = [batch.seats for batch in planned.block.batches if batch.seats is not None]
         self._sizes = [batch.size for batch in planned.block.batches]
-        self._capacity = [occupancy.capacity for occupancy in planned.occupancy]
+        self._capacity = [*zip(*([one.capacity for one in level] for level in planned.kv.occupancies))]  # of each level
         self._queues = [deque(seats.queue) for seats in self._seats]
-        self._slots: dict[Need, int] = {}
+        self._slots: dict[Need, tuple[int, ...]] = {}  # at each level
         self.needs: dict[int, Need] = {place: need for seats in self._seats for place, need in zip(seats.queue, seats.needs)}
 
     def __len__(self) -> int:
@@ -60,9 +60,10 @@ class Queues:
     def _fits(self, batch: int, need: Need, held: _Held) -> bool:
         slots = self._slots.get(need.alone)
         if slots is None:
-            slots = self._slots[need.alone] = self._policy.alone(need).capacity
+            slots = self._slots[need.alone] = tuple(policy.alone(need).capacity for policy in self._policies)
         seats = self._seats[batch]
-        return slots <= self._capacity[batch] and need.read <= seats.longest_prompt and held.has_room_for(need.prefix)
+        has_slots = all(one <= room for one, room in zip(slots, self._capacity[batch]))
+        return has_slots and need.read <= seats.longest_prompt and held.has_room_for(need.prefix)
 
 
 @dataclass

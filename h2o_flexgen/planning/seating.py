@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
@@ -22,20 +22,22 @@ from h2o_flexgen.policies.policy import KVPolicy
 
 
 class Stay:
-    """The rows of one batch, in the order in which they come."""
+    """The rows of one batch, in the order in which they come, and what they hold at each level."""
 
-    def __init__(self, seats: int, journal: int, echoes: bool) -> None:
+    def __init__(self, seats: int, journals: Iterable[int], echoes: bool) -> None:
         self.seats = seats
-        self.journal = journal  # entries that fill it
         self.echoes = echoes  # prompts are repeated behind themselves
-        self.rows: list[tuple[Need, Occupancy]] = []
+        self.needs: list[Need] = []
         self.prefixes: dict[int, list[int]] = {}  # by pass, the tokens of shared prefixes that are computed for newcomers
         self.first: list[int] = []  # the pass in which each row's prompt is read
         self.last: list[int] = []  # the pass in which its last token is picked
+        self.levels = [StayAtLevel(self, journal) for journal in journals]
 
-    def add(self, need: Need, alone: Occupancy, number: int) -> int:
-        """Adds a row whose prompt is read in this pass, and returns its last pass."""
-        self.rows.append((need, alone))
+    def add(self, need: Need, alone: Sequence[Occupancy], number: int) -> int:
+        """Adds a row whose prompt is read in this pass, and returns its last pass. `alone`: its slots at each level."""
+        self.needs.append(need)
+        for level, slots in zip(self.levels, alone, strict=True):
+            level.alone.append(slots)
         self.first.append(number)
         self.last.append(number + need.work - 1)
         return self.last[-1]
@@ -55,35 +57,50 @@ class Stay:
         found: list[int] = numpy.flatnonzero((first <= number) & (number <= last)).tolist()
         return found
 
-    def held(self, row: int, number: int) -> int:
-        """Slots of a row before a pass in which it is no newcomer."""
-        return self.rows[row][1].held(number - self.first[row])
-
     def changed_at(self, number: int) -> int:
         """The last pass up to this one in which rows came or had gone: since then all slots lie on disk as they are."""
         return self._changes[bisect_right(self._changes, number) - 1]
 
+
+class StayAtLevel:
+    """What the rows of a stay hold at one level."""
+
+    def __init__(self, stay: Stay, journal: int) -> None:
+        self._stay = stay
+        self.journal = journal  # entries that fill it
+        self.alone: list[Occupancy] = []  # the slots of each row
+        self._scattered: dict[int, int] = {}
+
+    def held(self, row: int, number: int) -> int:
+        """Slots of a row before a pass in which it is no newcomer."""
+        return self.alone[row].held(number - self._stay.first[row])
+
+    def evicts(self, row: int, number: int) -> bool:
+        return self.alone[row].evicts_at(number - self._stay.first[row])
+
     def journal_entries(self, number: int) -> int:
         """Slots of each row in the journal on disk before a pass."""
-        changed = self.changed_at(number - 1)
-        since = number - self._first_scattered(changed)
+        since = number - self._first_scattered(self._stay.changed_at(number - 1))
         return since % (self.journal + 1) if since > 0 else 0
 
     def is_scattered(self, number: int) -> bool:
-        return number >= self._first_scattered(self.changed_at(number))
+        return number >= self._first_scattered(self._stay.changed_at(number))
 
     def _first_scattered(self, changed: int) -> int:
         """The first pass behind a change in which the slots that rows write do not lie side by side."""
         if changed not in self._scattered:
-            rows = self.present(changed)
+            rows = self._stay.present(changed)
             counts = {self.held(row, changed + 1) for row in rows}
-            full = (self.first[row] + self.rows[row][1].first_evicting_step for row in rows)
+            full = (self._stay.first[row] + self.alone[row].first_evicting_step for row in rows)
             self._scattered[changed] = changed + 1 if len(counts) > 1 else max(changed + 1, min(full, default=0))
         return self._scattered[changed]
 
-    @cached_property
-    def _scattered(self) -> dict[int, int]:
-        return {}
+    def before(self, number: int) -> tuple[tuple[int, int], int]:
+        """The rows of the pass before, with the slots of the one that holds most; and the slots of each in the journal."""
+        rows = self._stay.present(number - 1)
+        if not rows:
+            return (0, 0), 0
+        return (len(rows), max(self.held(row, number) for row in rows)), self.journal_entries(number)
 
 
 @dataclass(frozen=True)
@@ -110,38 +127,29 @@ class PassOfSeats:
         return self.written
 
     @classmethod
-    def of(cls, stay: Stay, number: int, prefill_tokens: int) -> PassOfSeats:
+    def of(cls, stay: Stay, level: StayAtLevel, number: int, prefill_tokens: int) -> PassOfSeats:
         present = stay.present(number)
         if not present:
             return cls()
-        loaded, entries = _before(stay, number)
+        loaded, entries = level.before(number)
         staying = [row for row in present if stay.first[row] < number]
-        coming = [row for row in present if stay.first[row] == number]
-        before = [stay.held(row, number) for row in staying]
-        after = [stay.held(row, number + 1) for row in present]
+        coming = [stay.needs[row] for row in present if stay.first[row] == number]
+        after = [level.held(row, number + 1) for row in present]
         is_new = stay.changed_at(number) == number  # then all slots are stored anew
-        changed, is_scattered = max(after) if is_new else 1, not is_new and stay.is_scattered(number)
-        written = max(after) if is_scattered and entries == stay.journal else changed
+        changed, is_scattered = max(after) if is_new else 1, not is_new and level.is_scattered(number)
+        written = max(after) if is_scattered and entries == level.journal else changed
         return cls(
             rows=len(staying),
-            slots=sum(before),
-            shared=_shared([stay.rows[row][0] for row in staying]),
-            prompts=_prompts([stay.rows[row][0] for row in coming], stay.prefixes.get(number, ()), prefill_tokens, stay.echoes),
+            slots=sum(level.held(row, number) for row in staying),
+            shared=_shared([stay.needs[row] for row in staying]),
+            prompts=_prompts(coming, stay.prefixes.get(number, ()), prefill_tokens, stay.echoes),
             joining=len(coming),
-            evicts=any(stay.rows[row][1].evicts_at(number - stay.first[row]) for row in present),
+            evicts=any(level.evicts(row, number) for row in present),
             loaded=stay.seats * loaded[1],  # ranges of slots cross the link with all seats
             read=loaded[0] * (loaded[1] + entries),
             stored=len(present) if is_scattered else stay.seats * changed,
             written=len(present) * written,
         )
-
-
-def _before(stay: Stay, number: int) -> tuple[tuple[int, int], int]:
-    """The rows that the pass before had, with the slots of the one that holds most, and the slots of each in the journal."""
-    rows = stay.present(number - 1)
-    if not rows:
-        return (0, 0), 0
-    return (len(rows), max(stay.held(row, number) for row in rows)), stay.journal_entries(number)
 
 
 def _shared(needs: Sequence[Need]) -> Shared:
@@ -188,21 +196,24 @@ class Seating:
     @classmethod
     def of(cls, planned: BlockPlan) -> Seating:
         """Lets rows come and go as in a run, pass by pass."""
-        stays = tuple(Stay(one.batch.size, one.journal_capacity, one.batch.echoes) for one in planned.occupancy)
+        by_batch = zip(planned.block.batches, zip(*planned.kv.occupancies))
+        stays = tuple(Stay(batch.size, [one.journal_capacity for one in levels], batch.echoes) for batch, levels in by_batch)
         prefixes, queues = _Prefixes(planned.block.prefix_room), Queues(planned)
-        arrivals = [_Arrivals(batch, stay, queues, prefixes, planned.plan.policy) for batch, stay in enumerate(stays)]
+        policies = [level.policy for level in planned.levels]
+        arrivals = [_Arrivals(batch, stay, queues, prefixes, policies) for batch, stay in enumerate(stays)]
         number = 0
         while [one.pass_begins(number) for one in arrivals].count(0) < len(arrivals):
             number += 1
         return cls(stays, number, planned.plan.prefill_tokens)
 
-    def at(self, number: int, batch: int) -> PassOfSeats:
-        if (number, batch) not in self._known:
-            self._known[number, batch] = PassOfSeats.of(self.stays[batch], number, self.prefill_tokens)
-        return self._known[number, batch]
+    def at(self, number: int, batch: int, level: int = 0) -> PassOfSeats:
+        if (number, batch, level) not in self._known:
+            stay = self.stays[batch]
+            self._known[number, batch, level] = PassOfSeats.of(stay, stay.levels[level], number, self.prefill_tokens)
+        return self._known[number, batch, level]
 
     @cached_property
-    def _known(self) -> dict[tuple[int, int], PassOfSeats]:
+    def _known(self) -> dict[tuple[int, int, int], PassOfSeats]:
         return {}
 
     def tokens_at(self, number: int) -> int:
@@ -211,12 +222,12 @@ class Seating:
 
     @property
     def rows(self) -> int:
-        return sum(len(stay.rows) for stay in self.stays)
+        return sum(len(stay.needs) for stay in self.stays)
 
     @property
     def grown(self) -> int:
         """Tokens that rows may grow."""
-        return sum(need.gen_len for stay in self.stays for need, _ in stay.rows)
+        return sum(need.gen_len for stay in self.stays for need in stay.needs)
 
     @cached_property
     def reading(self) -> frozenset[int]:
@@ -227,9 +238,9 @@ class Seating:
 class _Arrivals:
     """Rows that leave a batch, and others that come."""
 
-    def __init__(self, batch: int, stay: Stay, queues: Queues, prefixes: _Prefixes, policy: KVPolicy) -> None:
-        self._batch, self._stay, self._queues, self._prefixes, self._policy = batch, stay, queues, prefixes, policy
-        self._alone: dict[Need, Occupancy] = {}
+    def __init__(self, batch: int, stay: Stay, queues: Queues, prefixes: _Prefixes, policies: Sequence[KVPolicy]) -> None:
+        self._batch, self._stay, self._queues, self._prefixes, self._policies = batch, stay, queues, prefixes, policies
+        self._alone: dict[Need, tuple[Occupancy, ...]] = {}
         self._leaving: dict[int, list[Need]] = {}  # by the pass before which they go
         self._seated = 0
         self._shared: Counter[SharedPrefix] = Counter()
@@ -247,7 +258,7 @@ class _Arrivals:
 
     def _seat(self, need: Need, number: int) -> None:
         if need not in self._alone:
-            self._alone[need] = self._policy.alone(need)
+            self._alone[need] = tuple(policy.alone(need) for policy in self._policies)
         last = self._stay.add(need, self._alone[need], number)
         self._leaving.setdefault(last + 1, []).append(need)
         self._seated += 1

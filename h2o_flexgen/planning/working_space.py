@@ -6,7 +6,8 @@ results of its functions, from their shapes. The constants of the estimate are h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from h2o_flexgen.core.layout import hidden_bytes
 from h2o_flexgen.core.model_spec import ModelSpec, TensorSpec
@@ -15,31 +16,48 @@ from h2o_flexgen.core.workload import ECHO_TOKENS, Batch
 from h2o_flexgen.kernels.sizes import FLOAT_BYTES, SCORED_BYTES, PromptRoom, prompt_threads, twin_values
 from h2o_flexgen.kernels.table import CPU, DECODE_ATTENTION, INT8_PRODUCT, PROMPT_ATTENTION, SHARED_ATTENTION, TORCH
 from h2o_flexgen.planning.block_plan import BlockPlan
+from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Budget, Occupancy
-from h2o_flexgen.policies.policy import ATTENTION, KVPolicy
+from h2o_flexgen.policies.policy import ATTENTION, PROBE, KVPolicy
 from h2o_flexgen.quant.codec import PLAIN
 
 SLACK = 1.15  # factor on the whole: allocators keep some of what is freed
 DECODING_BYTES, ENCODING_BYTES = 16, 24  # per value that is worked on at once: its code, it as fp32, and copies of them
 ROUNDED_BYTES = 12  # per value in and out of a product of 8 bits by torch: three of fp32 at a time
 SORTED_BYTES, RANKED_BYTES = 48, 40  # per place of a prompt, and per slot: ranks, indices of 8 bytes and masks
+WEIGHED_BYTES = 16  # alike, where it counts what a token is worth: that, as it comes and beside what is held, and products
 GRAPH_BYTES = 64 << 10  # of the driver, for the graph of a layer and batch: an estimate that no GPU has confirmed
 # Kept on a device, and in parts of segments. On Hopper torch has cuBLAS and cuBLASLt keep 32 MiB each for the stream that
 # computes; the context itself is outside of every budget.
 DEVICE_LIBRARIES = 128 << 20
 
 
+class Heads(NamedTuple):
+    """KV heads of one level, which attend at once."""
+
+    spec: ModelSpec  # of a model with these alone
+    policy: KVPolicy
+    occupancy: Occupancy
+
+    @classmethod
+    def of(cls, kv: HeldKV, batch: int) -> list[Heads]:
+        """The levels of a batch, each as in the layer that has most heads of it."""
+        levels = enumerate(kv.levels)
+        counted = [(level.policy, kv.occupancies[at][batch], kv.most_heads(at)) for at, level in levels]
+        return [cls(kv.spec.with_kv_heads(count), policy, occupancy) for policy, occupancy, count in counted if count]
+
+
 def block_working_bytes(planned: BlockPlan, site: Site, scored_at_once: int) -> int:
-    spec = planned.spec
+    spec, plan, batches = planned.spec, planned.plan, planned.block.batches
+    slots = ([level.capacity for level in levels] for levels in zip(*planned.kv.occupancies))
     kinds = {
-        (occupancy.batch.lengths, occupancy.batch.seen, occupancy.capacity, occupancy.batch.longest_prefix): occupancy
-        for occupancy in planned.occupancy
+        (batch.lengths, batch.seen, tuple(own), batch.longest_prefix): at for at, (batch, own) in enumerate(zip(batches, slots))
     }  # most batches are alike
-    most = max(working_bytes(spec, planned.plan, occupancy, site, scored_at_once) for occupancy in kinds.values())
-    if site.accelerator and planned.plan.may_capture:
-        most += max(_decode_bytes(spec, planned.plan, occupancy, site) for occupancy in kinds.values())
-        most += GRAPH_BYTES * len(spec.layers) * len(planned.occupancy)
+    most = max(working_bytes(planned.kv, at, plan, site, scored_at_once) for at in kinds.values())
+    if site.accelerator and plan.may_capture:
+        most += max(_decode_bytes(spec, plan, Heads.of(planned.kv, at), site) for at in kinds.values())
+        most += GRAPH_BYTES * len(spec.layers) * len(batches)
     decoding = DECODING_BYTES * _values_at_once(site)
     return int(SLACK * most) + min(decoding, 6 * max(tensor.decoded_nbytes for tensor in spec.tensors.values()))
 
@@ -54,40 +72,61 @@ def _values_at_once(site: Site) -> int:
     return twin_values(site.processor.device if site.processor.build == TORCH else CPU)
 
 
-def working_bytes(spec: ModelSpec, plan: Plan, occupancy: Occupancy, site: Site, scored_at_once: int = 0) -> int:
+def working_bytes(kv: HeldKV, number: int, plan: Plan, site: Site, scored_at_once: int = 0) -> int:
     """Bytes for one batch."""
-    policy, batch = plan.policy, occupancy.batch
-    prefill = max(_prefill_bytes(spec, policy, part, site) for part in _parts(plan, occupancy))
-    decode = _decode_bytes(spec, plan, occupancy, site)
+    spec, batch, levels = kv.spec, kv.block.batches[number], Heads.of(kv, number)
+    prefill = max(_prefill_bytes(spec, part, site) for part in _parts(plan, batch, levels))
+    decode = _decode_bytes(spec, plan, levels, site)
     scored = min(scored_at_once, batch.size * batch.prompt_len)
     head = max(batch.size, scored) * spec.vocab * (3 * 4 + spec.itemsize) + scored * _normed_bytes(spec)
     return max(prefill, decode, head) + hidden_bytes(spec, batch)
 
 
-def _decode_bytes(spec: ModelSpec, plan: Plan, occupancy: Occupancy, site: Site) -> int:
-    """Bytes for a decode step. Graphs have as much of their own, which no other work gets."""
-    policy, batch = plan.policy, occupancy.batch
-    decode = batch.size * spec.heads * occupancy.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(spec, policy, occupancy)
-    decode += batch.size * (occupancy.capacity * _decoding_bytes_per_slot(spec, policy, site) + _rounding_bytes(spec, site))
-    return decode + (0 if plan.copies_prefixes else _sharing_bytes(spec, batch, batch.size, site))
+def _decode_bytes(spec: ModelSpec, plan: Plan, levels: Sequence[Heads], site: Site) -> int:
+    """Bytes for a decode step, of the level that needs most. Graphs have as much of their own, which no other work gets."""
+    rows = levels[0].occupancy.batch.size
+    attending = max(_decode_attention_bytes(at, plan, site) for at in levels)
+    return attending + rows * (_rounding_bytes(spec, site) + _picking_bytes(spec, levels))
 
 
-def _prefill_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, site: Site) -> int:
-    """Bytes for prompts that are computed at once."""
-    batch, heads = occupancy.batch, spec.heads * spec.head_dim
-    tokens = batch.size * batch.prompt_len * batch.readings
+def _decode_attention_bytes(at: Heads, plan: Plan, site: Site) -> int:
+    (spec, policy, occupancy), batch = at, at.occupancy.batch
+    scored = batch.size * spec.heads * occupancy.capacity * (8 + 2 * spec.itemsize) + _evicting_bytes(at)
+    decoded = batch.size * occupancy.capacity * _decoding_bytes_per_slot(spec, policy, site)
+    return scored + decoded + (0 if plan.copies_prefixes else _sharing_bytes(spec, batch, batch.size, site))
+
+
+def _prefill_bytes(spec: ModelSpec, levels: Sequence[Heads], site: Site) -> int:
+    """Bytes for prompts that are computed at once: what the layer has of all heads, and what the level works in that needs
+    most."""
+    batch = levels[0].occupancy.batch
+    tokens, heads = batch.size * batch.prompt_len * batch.readings, spec.heads * spec.head_dim
     normed = _normed_bytes(spec)
-    threads = site.threads_of(PROMPT_ATTENTION, spec.dtype)
-    widened = spec.itemsize if threads else max(spec.itemsize, 4)  # torch's column sums are in fp32
-    attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * widened)
-    attention += _kernel_bytes(spec, occupancy, threads) if threads else _scored_bytes(spec, policy, occupancy)
-    attention += _choosing_bytes(spec, policy, occupancy, threads) + _extending_bytes(spec, policy, occupancy, threads)
-    attention += _sharing_bytes(spec, batch, tokens, site) + _echo_bytes(spec, occupancy, threads)
-    if spec.kv_codec != PLAIN:
-        encoding = ENCODING_BYTES * _values_at_once(site)
-        attention += tokens * spec.kv_bytes_per_slot + min(encoding, 4 * tokens * spec.kv_decoded_bytes_per_slot)
+    widened = spec.itemsize if site.threads_of(PROMPT_ATTENTION, spec.dtype) else max(spec.itemsize, 4)  # torch sums in fp32
+    attention = tokens * (normed + (4 * heads + 4 * spec.kv_heads * spec.head_dim) * widened + _picking_bytes(spec, levels))
+    attention += max(_prompt_attention_bytes(at, site) for at in levels)
+    attention += tokens * spec.width * FLOAT_BYTES if any(at.policy.judge == PROBE for at in levels) else 0  # in fp32
     passing = max(layer.passing_width for layer in spec.layers) * spec.itemsize
     return max(attention, tokens * (normed + passing)) + tokens * _rounding_bytes(spec, site)
+
+
+def _prompt_attention_bytes(at: Heads, site: Site) -> int:
+    (spec, _, occupancy), batch = at, at.occupancy.batch
+    tokens = batch.size * batch.prompt_len * batch.readings
+    threads = site.threads_of(PROMPT_ATTENTION, spec.dtype)
+    room = _kernel_bytes(spec, occupancy, threads) if threads else _scored_bytes(at)
+    room += _choosing_bytes(at, threads) + _extending_bytes(at, threads)
+    room += _sharing_bytes(spec, batch, tokens, site) + _echo_bytes(spec, occupancy, threads)
+    if spec.kv_codec != PLAIN:
+        encoding = ENCODING_BYTES * _values_at_once(site)
+        room += tokens * spec.kv_bytes_per_slot + min(encoding, 4 * tokens * spec.kv_decoded_bytes_per_slot)
+    return room
+
+
+def _picking_bytes(spec: ModelSpec, levels: Sequence[Heads]) -> int:
+    """Bytes for one token: where heads are of several levels, those of one are picked from the layer's, and the outcome is put
+    together."""
+    return 2 * (spec.heads + spec.kv_heads) * spec.head_dim * spec.itemsize if len(levels) > 1 else 0
 
 
 def _normed_bytes(spec: ModelSpec) -> int:
@@ -105,8 +144,9 @@ def _rounding_bytes(spec: ModelSpec, site: Site) -> int:
     return ROUNDED_BYTES * max(sum(matrix.shape[-2:]) for matrix in packed)
 
 
-def _scored_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy) -> int:
+def _scored_bytes(at: Heads) -> int:
     """Bytes for torch to add up what keys receive."""
+    spec, policy, occupancy = at
     if policy.ranks_by != ATTENTION:
         return 0
     batch, keys = occupancy.batch, _attended(occupancy)
@@ -130,18 +170,20 @@ def _kernel_bytes(spec: ModelSpec, occupancy: Occupancy, threads: int) -> int:
     return FLOAT_BYTES * room.end * prompt_threads(occupancy.batch.size, spec.kv_heads, threads)
 
 
-def _parts(plan: Plan, occupancy: Occupancy) -> Iterator[Occupancy]:
+def _parts(plan: Plan, batch: Batch, levels: Sequence[Heads]) -> Iterator[list[Heads]]:
     """The prompts of a batch that are computed at once; and the longest prefix that rows share, which is computed by itself and
     is kept as a whole. Where rows take copies of it, it stands before their prompts."""
-    batch, longest = occupancy.batch, occupancy.batch.longest_prefix
+    longest = batch.longest_prefix
     if longest:
-        yield Occupancy(Batch((0,), (longest,)), (Budget(longest),), 1)
+        whole = Occupancy(Batch((0,), (longest,)), (Budget(longest),), 1)
+        yield [at._replace(occupancy=whole) for at in levels]
     for part in batch.kinds_of_parts(plan.prefill_tokens):
         if longest and plan.copies_prefixes:
             behind = Batch(part.rows, part.lengths, (longest,) * part.size)
-            yield Occupancy(behind, (Budget(longest + part.prompt_len),) * part.size, 1)
+            copied = Occupancy(behind, (Budget(longest + part.prompt_len),) * part.size, 1)
+            yield [at._replace(occupancy=copied) for at in levels]
         else:
-            yield plan.policy.occupancy(part, occupancy.gen_len)
+            yield [at._replace(occupancy=at.policy.occupancy(part, at.occupancy.gen_len)) for at in levels]
 
 
 def _sharing_bytes(spec: ModelSpec, batch: Batch, tokens: int, site: Site) -> int:
@@ -157,17 +199,20 @@ def _sharing_bytes(spec: ModelSpec, batch: Batch, tokens: int, site: Site) -> in
     return each + 4 * min(SCORED_BYTES, scored) + 2 * FLOAT_BYTES * longest * spec.kv_heads * spec.head_dim
 
 
-def _choosing_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, threads: int) -> int:
+def _choosing_bytes(at: Heads, threads: int) -> int:
     """Bytes for ranking the tokens of prompts, sorting them, and moving those that stay."""
+    spec, policy, occupancy = at
     if policy.keeps_all:
         return 0
     keys = occupancy.held(0) + occupancy.batch.prompt_len
+    weighed = 0 if policy.judge is None else WEIGHED_BYTES + (SORTED_BYTES if policy.has_scores else 0)
     moved = 0 if threads else 4 * spec.head_dim  # torch moves with an index for each value
-    return occupancy.batch.size * spec.kv_heads * keys * (SORTED_BYTES + moved)
+    return occupancy.batch.size * spec.kv_heads * keys * (SORTED_BYTES + weighed + moved)
 
 
-def _extending_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy, threads: int) -> int:
+def _extending_bytes(at: Heads, threads: int) -> int:
     """Bytes for new tokens behind held ones: all of them side by side, as held, as stored and as attended."""
+    spec, policy, occupancy = at
     if occupancy.held(0) == 0:
         return 0
     tokens = occupancy.batch.prompt_len
@@ -201,8 +246,10 @@ def _decoding_bytes_per_slot(spec: ModelSpec, policy: KVPolicy, site: Site) -> i
     return spec.kv_decoded_bytes_per_slot + spec.kv_bytes_per_slot
 
 
-def _evicting_bytes(spec: ModelSpec, policy: KVPolicy, occupancy: Occupancy) -> int:
+def _evicting_bytes(at: Heads) -> int:
+    spec, policy, occupancy = at
     if policy.keeps_all:
         return 0
+    weighed = 0 if policy.judge is None else WEIGHED_BYTES
     rolled = spec.head_dim * (4 + 3 * spec.itemsize) if policy.rolls else 0  # angles, and keys on their way
-    return occupancy.batch.size * spec.kv_heads * occupancy.capacity * (RANKED_BYTES + rolled)
+    return occupancy.batch.size * spec.kv_heads * occupancy.capacity * (RANKED_BYTES + weighed + rolled)

@@ -10,6 +10,7 @@ from h2o_flexgen.policies.policy import KVPolicy
 
 class H2O(KVPolicy):
     name: ClassVar[str] = "h2o"
+    accepts: ClassVar[tuple[str, ...]] = (*KVPolicy.accepts, "value_norms")
 
     def budget(self, prompt_len: int, gen_len: int) -> Budget:
         heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
 from itertools import chain
 from statistics import fmean
 from typing import TypeAlias
@@ -25,6 +27,7 @@ class HeadBudgets:
     source: str  # what they were measured on, for people
     budgets: tuple[float, ...]  # of the whole model, ascending
     shares: tuple[ByHead, ...]  # at each of them
+    file: str = field(default="", compare=False)  # that they were read from, for people
 
     def __post_init__(self) -> None:
         if not self.budgets or len(self.budgets) != len(self.shares):
@@ -39,12 +42,22 @@ class HeadBudgets:
         """Layers with KV, and KV heads of each."""
         return len(self.shares[0]), len(self.shares[0][0]) if self.shares[0] else 0
 
+    @cached_property
+    def checksum(self) -> str:
+        """Identifies the budgets, by whatever names they go."""
+        return blake2b(repr((self.budgets, self.shares)).encode(), digest_size=8).hexdigest()
+
+    def as_json(self) -> dict[str, str]:
+        """What a report says instead of all shares."""
+        return {"model": self.model, "source": self.source, "checksum": self.checksum}
+
     def refuse_other(self, spec: ModelSpec) -> None:
         """Refuses a model of another shape."""
         wanted = len(spec.kv_layers), spec.kv_heads
         if self.shape != wanted:
+            these = f"head budgets {self.file}" if self.file else "the head budgets"
             raise ValueError(
-                f"the head budgets are of {self.model}, {self.shape[0]} layers of {self.shape[1]} KV heads, but {spec.name} "
+                f"{these} are of {self.model}, {self.shape[0]} layers of {self.shape[1]} KV heads, but {spec.name} "
                 f"has {wanted[0]} layers of {wanted[1]}; measure them for this model"
             )
 

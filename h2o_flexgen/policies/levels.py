@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, pairwise
-from math import inf
+from math import inf, log
 
 from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.policies.full import Full
@@ -18,9 +19,9 @@ from h2o_flexgen.policies.head_budgets import ByHead, HeadBudgets
 from h2o_flexgen.policies.options import DEFAULT_KEPT
 from h2o_flexgen.policies.policy import KVPolicy
 
-MOST_LEVELS = 4
+MOST_LEVELS = 6  # with 4 a model of 90 heads lost answers that it has with heads of their own (docs/log.md)
 NEARLY_ALL = 0.9  # heads that would keep more than this keep all
-FINENESS = 100  # shares are told apart to a hundredth
+FINENESS = 100  # shares are told apart to a hundredth; less than half of one counts as that
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,15 @@ def levels_of(policy: KVPolicy, budgets: HeadBudgets | None, spec: ModelSpec) ->
     if budgets is None:
         return (Level(policy, (tuple(range(spec.kv_heads)),) * len(spec.kv_layers)),)
     budgets.refuse_other(spec)
-    wanted = policy.options.kv_budget or DEFAULT_KEPT
-    rounded = _rounded(_with_whole(budgets.at(wanted)))
+    rounded = _shares(budgets, policy.options.kv_budget or DEFAULT_KEPT)
     shares = sorted(set(chain.from_iterable(rounded)), reverse=True)
     return tuple(Level(_keeping(policy, share), tuple(_heads(of_layer, share) for of_layer in rounded)) for share in shares)
+
+
+@lru_cache(maxsize=8)
+def _shares(budgets: HeadBudgets, budget: float) -> ByHead:
+    """The share of each head, of which few differ. A search asks for the same ones for each of thousands of plans."""
+    return _rounded(_with_whole(budgets.at(budget)))
 
 
 def _heads(of_layer: Sequence[float], share: float) -> tuple[int, ...]:
@@ -79,7 +85,8 @@ def _rounded(shares: ByHead) -> ByHead:
 
 
 def _bounds(bins: Sequence[int], counted: Counter[int]) -> tuple[int, ...]:
-    """Cuts the values so that squared distances to the means of the pieces are least; what keeps all is a piece of its own."""
+    """Cuts the values so that squared distances of logarithms within the pieces are least: a head with a few slots misses each
+    of them more than one with many. What keeps all is a piece of its own."""
     end = len(bins)
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
     for _ in range(MOST_LEVELS):
@@ -96,6 +103,6 @@ def _bounds(bins: Sequence[int], counted: Counter[int]) -> tuple[int, ...]:
 def _spread(values: Sequence[int], counted: Counter[int]) -> float:
     if FINENESS in values and len(values) > 1:
         return inf
-    number = sum(counted[value] for value in values)
-    mean = sum(value * counted[value] for value in values) / number
-    return sum(counted[value] * (value - mean) ** 2 for value in values)
+    logs = {value: log(max(value, 0.5)) for value in values}
+    mean = sum(logs[value] * counted[value] for value in values) / sum(counted[value] for value in values)
+    return sum(counted[value] * (logs[value] - mean) ** 2 for value in values)

@@ -18,7 +18,7 @@ RULES: Mapping[Rule, Sequence[str]] = {
         "kv_budget",
         "score_decay",
     ),
-    Rule(truth, "True or False"): ("hh_prompt_only",),
+    Rule(truth, "True or False"): ("hh_prompt_only", "value_norms"),
 }
 
 
@@ -35,6 +35,7 @@ class KVOptions:
     grace: int | None = None
     positions: str | None = None
     hh_prompt_only: bool = False
+    value_norms: bool = False
 
     def __post_init__(self) -> None:
         for rule, names in RULES.items():

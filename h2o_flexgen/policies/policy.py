@@ -15,8 +15,9 @@ from h2o_flexgen.kernels.gathering import SUM
 from h2o_flexgen.policies.occupancy import Budget, Occupancy, StepSlots
 from h2o_flexgen.policies.options import ROLLING, KVOptions, row_of
 
-NONE, ATTENTION, AGE, CHANCE = "none", "attention", "age", "chance"  # what tokens are ranked by
-WORD_BYTES = 4  # of a position, and of a score
+NONE, ATTENTION, AGE, CHANCE, WORTH = "none", "attention", "age", "chance", "worth"  # what tokens are ranked by
+VALUE_NORMS, PROBE = "value norms", "probe"  # what says how much a token is worth when it is written
+WORD_BYTES = 4  # of a position, of a score, and of what a token is worth
 SHARES = ("hh_ratio", "kv_budget")
 BUDGETS = ("heavy", "recent", *SHARES)
 PROTECTION = ("sinks", "grace")
@@ -29,6 +30,7 @@ class KVPolicy(ABC):
 
     name: ClassVar[str]
     ranks_by: ClassVar[str] = ATTENTION
+    judged_by: ClassVar[str | None] = None  # what says how much a token is worth when it is written, where that counts
     gathers: ClassVar[str] = SUM  # how the attention that a token gets becomes its score: the sum, or the highest share
     neighbours: ClassVar[int] = 1  # a prompt's scores are averaged over this many positions
     last_queries: ClassVar[int | None] = None  # of a prompt, which alone may count; None: all count
@@ -65,9 +67,19 @@ class KVPolicy(ABC):
         return self.ranks_by == NONE
 
     @property
+    def judge(self) -> str | None:
+        """What says how much a token is worth when it is written. Policies rank by it, or weigh scores with it."""
+        return VALUE_NORMS if self.options.value_norms else self.judged_by
+
+    @property
+    def has_scores(self) -> bool:
+        return self.ranks_by == ATTENTION
+
+    @property
     def score_words(self) -> int:
-        """32-bit words kept for a slot of a KV head beside key and value: its position, and its score if the policy has one."""
-        return 0 if self.keeps_all else 2 if self.ranks_by == ATTENTION else 1
+        """32-bit words kept for a slot of a KV head beside key and value: its position, and its score and its worth if the
+        policy has these."""
+        return 0 if self.keeps_all else 1 + self.has_scores + (self.judge is not None)
 
     @property
     def score_bytes(self) -> int:

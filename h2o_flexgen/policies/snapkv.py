@@ -11,6 +11,7 @@ from h2o_flexgen.policies.policy import KVPolicy
 
 class SnapKV(KVPolicy):
     name: ClassVar[str] = "snapkv"
+    accepts: ClassVar[tuple[str, ...]] = (*KVPolicy.accepts, "value_norms")
     neighbours: ClassVar[int] = 5
     last_queries: ClassVar[int | None] = 32  # the window in SnapKV's own runs
 

@@ -11,7 +11,7 @@ from h2o_flexgen.policies.policy import BUDGETS, COMMON, PROTECTION, KVPolicy
 class Tova(KVPolicy):
     name: ClassVar[str] = "tova"
     last_queries: ClassVar[int | None] = 1
-    accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, *COMMON)
+    accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, "value_norms", *COMMON)
 
     @property
     def decay(self) -> float:

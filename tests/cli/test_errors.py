@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from h2o_flexgen import chat, evaluate, plan, profile, run
+from h2o_flexgen import calibrate, chat, evaluate, plan, profile, run
 from h2o_flexgen.cli.chat_work import typed_turns
 from h2o_flexgen.cli.errors import UNREAD, Ended, exit_status
 from h2o_flexgen.cli.page import say
@@ -22,7 +22,7 @@ from h2o_flexgen.engine.progress import Progress
 from h2o_flexgen.schedule.ops import Op
 from h2o_flexgen.schedule.task import Key
 
-COMMANDS = (run, plan, profile, chat, evaluate)
+COMMANDS = (run, plan, profile, chat, calibrate, evaluate)
 
 
 @contextmanager

@@ -6,11 +6,11 @@ import argparse
 
 import pytest
 
-from h2o_flexgen.cli import chat_request, evaluate_request, plan_request, profile_request, run_request
+from h2o_flexgen.cli import calibrate_request, chat_request, evaluate_request, plan_request, profile_request, run_request
 from h2o_flexgen.cli.flags import memory_size, number, whole
 from h2o_flexgen.cli.run_request import parse, request_of
 
-REQUESTS = (run_request, plan_request, chat_request, evaluate_request, profile_request)
+REQUESTS = (run_request, plan_request, chat_request, calibrate_request, evaluate_request, profile_request)
 PARSERS = {one.PROGRAM: one.make_parser() for one in REQUESTS}
 TYPED = [
     pytest.param(action, id=f"{program.rpartition('.')[2]} {action.option_strings[0]}")

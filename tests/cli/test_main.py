@@ -31,8 +31,8 @@ def test_the_versions_are_told_at_every_door(words: list[str], capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "a command is missing; give one of run, batch, plan, profile, chat, evaluate"),
-        (["plam"], "unknown command 'plam'; known: run, batch, plan, profile, chat, evaluate; did you mean plan?"),
+        ([], "a command is missing; give one of run, batch, plan, profile, chat, calibrate, evaluate"),
+        (["plam"], "unknown command 'plam'; known: run, batch, plan, profile, chat, calibrate, evaluate; did you mean plan?"),
         (["--models"], "unknown flag --models; --help names those that there are"),
         (["run", "--gen-len", "0"], "argument --gen-len: '0' is not allowed; give a whole number from 1 to 10000000"),
     ],

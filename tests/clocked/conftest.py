@@ -22,7 +22,7 @@ def torch_takes_devices_in_python() -> None:
 @pytest.fixture(scope="session")
 def by_twins(checkpoints: Checkpoints) -> Checkpoints:
     """The same checkpoints, with results of the functions of torch alone."""
-    return replace(checkpoints, resident={})
+    return replace(checkpoints, read={}, resident={})
 
 
 @pytest.fixture

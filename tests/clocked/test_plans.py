@@ -75,24 +75,21 @@ RUNNING = {
 @pytest.mark.parametrize("values", list(covering(RUNNING)))
 def test_rows_that_come_and_go(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
     case = Case(lengths=stream.LENGTHS[:5], device=NAME, **values)
-    stream.hold_contract(case, by_twins, offload)
+    stream.hold_contract(case, (3, 1, 4, 2, 5), by_twins, offload)
 
 
 SHARING = {
     **RUNNING,
     "percent": MIXES[2:4],
     "slots": (1, 2),
-    "policy": [
-        (("prefix_policy", PINNED),),
-        (("prefix_policy", PINNED), *POLICIES[1]),
-        (("prefix_policy", JUDGED), *POLICIES[1]),
-    ],
+    "policy": (POLICIES[0], POLICIES[1]),
+    "prefix_policy": (PINNED, JUDGED),
 }
 
 
 @pytest.mark.parametrize("values", list(covering(SHARING)))
 def test_shared_prefixes(values: dict[str, Any], by_twins: Checkpoints, offload: Path, checker: Checker) -> None:
-    case = prefixes.SharedCase(own=prefixes.OWN[:8], device=NAME, **values)
+    case = prefixes.SharedCase(own=prefixes.OWN[:8], growth=(2, 1, 3, 1, 4, 2, 1, 3), device=NAME, **values)
     prefixes.hold_contract(case, by_twins, offload)
 
 

@@ -73,7 +73,7 @@ def opened_store(
     with opened_memories(device, offload) as memories:
         site = Site(memories.device.accelerator)
         planned = BlockPlan.of(spec, replace(plan.at(site), schedule=schedule), block, site)
-        with closing(KVStore(planned, 0, memories)) as store:
+        with closing(KVStore(planned, 0, memories, {})) as store:
             yield store, planned.schedule, spec, block, memories
 
 
@@ -183,7 +183,7 @@ def test_a_store_that_cannot_be_made_gives_back_what_it_had(calls: int, offload:
         spec, block = tiny_spec(blocks=3), block_of(LENGTHS, STEPS)
         plan = Plan().with_percent((100, 0, 0, 40, 100, 0)).folded()
         with pytest.raises(OSError, match="full"):
-            KVStore(BlockPlan.of(spec, plan, block, Site()), 0, memories)
+            KVStore(BlockPlan.of(spec, plan, block, Site()), 0, memories, {})
         memories.host.trim()
         assert memories.disk.meter.used_bytes == memories.host.meter.used_bytes == 0
 

@@ -32,7 +32,7 @@ def opened(folder: Path, lengths: list[int], size: int, plan: Plan) -> Iterator[
     shared = [SharedPrefix(group, length) for group, length in enumerate(lengths)]
     ((block, _),) = Workload.running(needs, shared).alike_blocks(size, 1)
     memories = Memories(Device(), folder)
-    store = PrefixStore(BlockPlan.of(tiny_spec(), plan, block, Site()), memories)
+    store = PrefixStore(BlockPlan.of(tiny_spec(), plan, block, Site()), memories, {})
     try:
         yield store
     finally:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from h2o_flexgen.schedule.task import Visit
 from tests.contract import Checkpoints
 from tests.engine.stores import opened_memories
 from tests.kernels.variants import used
+from tests.pairwise import on_devices
 
 ALL_ON_DISK, MIXED, IN_MEMORY = (0, 0, 100, 0, 100, 0), (30, 30, 100, 0, 100, 0), (40, 60, 100, 0, 100, 0)
 
@@ -109,16 +111,22 @@ def values_of(weights: Weights) -> dict[str, torch.Tensor]:
     return {name: one.values() if isinstance(one, PackedMatrix) else one for name, one in weights.items()}
 
 
-@pytest.mark.parametrize("codec", ["group4", "group8"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("percent", [ALL_ON_DISK, MIXED, IN_MEMORY])
-@pytest.mark.parametrize("kind", ["opt-350m", "qwen2-wordy", "neox-parallel"])
+PACKED = {
+    "codec": ["group4", "group8"],
+    "schedule": list(SCHEDULES),
+    "percent": [ALL_ON_DISK, MIXED, IN_MEMORY],
+    "kind": ["opt-350m", "qwen2-wordy", "neox-parallel"],
+}
+
+
+@pytest.mark.parametrize("values", on_devices(PACKED))
 def test_packed_weights_and_every_row_of_tables_are_what_decoding_all_gives(
-    kind: str, percent: tuple[float, ...], schedule: str, codec: str, any_device: str, checkpoints: Checkpoints, offload: Path
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    opened = opened_store(kind, percent, any_device, checkpoints, offload, schedule=schedule, codec=codec)
+    kind, percent, device, schedule = (values[name] for name in ("kind", "percent", "device", "schedule"))
+    opened = opened_store(kind, percent, device, checkpoints, offload, schedule=schedule, codec=values["codec"])
     with used(TORCH), opened as (store, made, _):  # without kernels matrices are decoded before they are multiplied
-        run_and_compare(store, made, checkpoints, kind, "float32", "float32", codec)
+        run_and_compare(store, made, checkpoints, kind, "float32", "float32", values["codec"])
 
 
 def test_rows_are_looked_up_for_each_token_wherever_it_stands(any_device: str, checkpoints: Checkpoints, offload: Path) -> None:

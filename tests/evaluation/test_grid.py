@@ -10,10 +10,14 @@ from h2o_flexgen.core.model_spec import ModelSpec
 from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.evaluation.grid import Grid, Setting, Share, Size
 from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.head_budgets import HeadBudgets
 from h2o_flexgen.policies.table import POLICIES
 from tests.planning.worlds import tiny_spec
+from tests.probes import OF_NO_MODEL
 
+HEADS = HeadBudgets("tiny", "a text", (0.2,), (((0.6, 0.04), (0.12, 0.04)),))
 EVICTING = sorted(name for name in POLICIES if name != "full")
+PROBES = {"kvzap": OF_NO_MODEL}
 
 
 def sized(weight_codec: str) -> ModelSpec:
@@ -82,13 +86,13 @@ def test_products_that_none_of_the_weights_allow_are_refused() -> None:
 @pytest.mark.parametrize("policy", EVICTING)
 @pytest.mark.parametrize("slots", [8, 13])
 def test_a_size_is_what_the_policy_then_holds(policy: str, slots: int) -> None:
-    made = Setting(policy, Size(slots)).plan(Plan()).policy
+    made = Setting(policy, Size(slots), probe=PROBES.get(policy)).plan(Plan()).policy
     assert made.occupancy(Batch((0,), (100,)), 50).counts(1) == (slots,)
 
 
 @pytest.mark.parametrize("policy", EVICTING)
 def test_a_share_is_one_of_prompt_and_generation(policy: str) -> None:
-    made = Setting(policy, Share(20)).plan(Plan()).policy
+    made = Setting(policy, Share(20), probe=PROBES.get(policy)).plan(Plan()).policy
     place_of_the_newest = policy == "h2o-flexgen"
     assert made.occupancy(Batch((0,), (100,)), 50).counts(1) == (30 - place_of_the_newest,)
 
@@ -111,10 +115,26 @@ def test_an_option_goes_to_the_policies_that_take_it_and_shows_in_their_rows() -
         assert setting.plan(Plan()).policy.occupancy(Batch((0,), (100,)), 50).counts(1) == (12,)
 
 
+def test_head_budgets_are_settings_of_their_own_beside_equal_ones() -> None:
+    grid = Grid(("full", "h2o"), (Share(20),), beside=(("sinks", 2),), heads=(None, HEADS))
+    assert labels(grid) == ["full 100 %", "h2o, sinks 2 20 %", "h2o, head budgets, sinks 2 20 %"]
+    full, equal, differing = grid.settings(sized)
+    assert (full.plan(Plan()).head_budgets, equal.plan(Plan()).head_budgets) == (None, None)
+    assert differing.plan(Plan()).head_budgets == HEADS and differing.full == equal.full == full
+    assert differing.identity() == {**equal.identity(), "head_budgets": HEADS.checksum}
+    assert differing.as_json()["head_budgets"] == HEADS.as_json()
+
+
+def test_every_level_of_heads_must_hold_what_is_protected() -> None:
+    Setting("h2o", Share(20), beside=(("sinks", 2),)).check(Plan(), tiny_spec(), [(40, 10)])
+    with pytest.raises(ValueError, match=r"protects .* \(this is h2o, head budgets, sinks 2 at 20 %"):
+        Setting("h2o", Share(20), beside=(("sinks", 2),), heads=HEADS).check(Plan(), tiny_spec(), [(40, 10)])
+
+
 @pytest.mark.parametrize(("policy", "amount"), [("streaming", Size(4)), ("snapkv", Size(1)), ("h2o", Share(1))])
 def test_what_a_policy_cannot_hold_is_refused_with_its_place_in_the_grid(policy: str, amount: Share | Size) -> None:
     with pytest.raises(ValueError, match=f"this is {policy} at {amount.label}; leave one of them out"):
-        Setting(policy, amount).check(Plan(), [(40, 10)])
+        Setting(policy, amount).check(Plan(), tiny_spec(), [(40, 10)])
 
 
 @pytest.mark.parametrize("percent", [0, -5, 100.5, float("nan")])

@@ -24,7 +24,7 @@ from h2o_flexgen.core.prefixes import SharedPrefix
 from h2o_flexgen.core.seats import Need
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
-from h2o_flexgen.core.workload import Batch, Workload
+from h2o_flexgen.core.workload import Batch, Block, Workload
 from h2o_flexgen.engine.job import Request
 from h2o_flexgen.engine.prompt_logprobs import read_prompts
 from h2o_flexgen.engine.row_state import RowState
@@ -43,6 +43,7 @@ from h2o_flexgen.models import create_model
 from h2o_flexgen.models.base import Given, Model, computed, logits
 from h2o_flexgen.planning.budgets import Budgets
 from h2o_flexgen.planning.footprint import Footprint
+from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.placement import place_weights
 from h2o_flexgen.planning.plan import PINNED, PREFIX_POLICIES, Plan
 from h2o_flexgen.planning.working_space import SLACK, _decoding_bytes_per_slot, working_bytes
@@ -221,7 +222,7 @@ def test_a_visit_allocates_no_more_in_passing_than_is_estimated(values: dict[str
     plan = Plan.create(prefill_tokens=rows * tokens * batch.readings, **options)
     with used(variant):
         most = max(passing_bytes(model, policy, batch, gen_len, step) for step in (0, 1, gen_len - 1))
-        estimate = SLACK * working_bytes(model.spec, plan, policy.occupancy(batch, gen_len), site_of("cpu", False))
+        estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), gen_len)), 0, plan, site_of("cpu", False))
     assert 0.2 * estimate < most <= estimate
 
 
@@ -267,7 +268,7 @@ def test_rows_behind_shared_prefixes_allocate_no_more_in_passing_than_is_estimat
     occupancy = plan.policy.occupancy(block.batches[0], block.gen_len)
     with used(variant):
         most = bytes_behind_prefixes(model, plan, workload.needs, occupancy.capacity)
-        estimate = SLACK * working_bytes(model.spec, plan, occupancy, site_of("cpu", False))
+        estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, block), 0, plan, site_of("cpu", False))
     assert 0.1 * estimate < most <= estimate
 
 
@@ -356,7 +357,7 @@ def test_looking_up_rows_and_a_head_in_parts_allocate_no_more_than_is_estimated(
     there = [pack.buffer, ids, positions, hidden, *first.values(), *last.values()]
     most = max(peak_allocated(look_up, there), peak_allocated(lambda: logits(model, head, hidden, parts), there))
     plan = Plan.create(prefill_tokens=rows * tokens)
-    assert len(parts) == 16 and most <= SLACK * working_bytes(spec, plan, plan.policy.occupancy(batch, 2), Site())
+    assert len(parts) == 16 and most <= SLACK * working_bytes(HeldKV.of(spec, plan, Block((batch,), 2)), 0, plan, Site())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -376,7 +377,7 @@ def test_scoring_allocates_no_more_in_passing_than_is_estimated(
     asked = [RowState(row, [row] * 6, params, tokenizer, forced=after) for row in batch.rows]
     scorer = Scorer(asked, tokenizer, at_once)
     most = peak_allocated(lambda: scorer(rows, hidden, partial(model.head, weights=weights), 0), [hidden, *weights.values()])
-    estimate = SLACK * working_bytes(model.spec, plan, plan.policy.occupancy(batch, 1), site_of("cpu", False), at_once)
+    estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), 1)), 0, plan, site_of("cpu", False), at_once)
     assert rows.is_done and len(scorer.scored) == 2 and most <= estimate
     assert most > 0.2 * estimate or vocab < 1000, "layers need more than a small head"
 
@@ -400,7 +401,7 @@ def test_log_probabilities_of_prompts_allocate_no_more_in_passing_than_is_estima
     hidden = torch.randn(2 * tokens, model.spec.width)
     logits_of = partial(model.head, weights=weights)
     most = peak_allocated(lambda: read_prompts(rows, hidden, logits_of, at_once), [hidden, *weights.values()])
-    estimate = SLACK * working_bytes(model.spec, plan, plan.policy.occupancy(batch, 1), site_of("cpu", False), at_once)
+    estimate = SLACK * working_bytes(HeldKV.of(model.spec, plan, Block((batch,), 1)), 0, plan, site_of("cpu", False), at_once)
     assert all(len(row.prompt_logprobs or ()) == tokens for row in states) and most <= estimate
 
 

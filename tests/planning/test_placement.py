@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen.core.site import Site
 from h2o_flexgen.core.tiers import DEVICE, DISK, HOST, TIERS
+from h2o_flexgen.planning.held_kv import HeldKV
 from h2o_flexgen.planning.placement import Placement, place, placed_shares, spread, traffic
 from h2o_flexgen.planning.plan import Plan, Shares
 from h2o_flexgen.schedule.check import check
@@ -93,13 +94,13 @@ def test_placed_shares_are_counted_in_bytes() -> None:
     )
     total = 40 + 4 * 16 + 4 + 2 * 64 + 40 + 4
     expected = (4000 / total, 4400 / total, 25.0, 75.0, 80.0, 0.0)
-    assert placed_shares(spec, Plan(), block, placement) == tuple(round(value, 2) for value in expected)
+    assert placed_shares(HeldKV.of(spec, Plan(), block), placement) == tuple(round(value, 2) for value in expected)
 
 
 @pytest.mark.parametrize("percent", [(100, 0, 100, 0, 100, 0), (0, 100, 0, 100, 0, 100), (0, 0, 0, 0, 0, 0)])
 def test_whole_shares_are_placed_as_asked(percent: tuple[float, ...]) -> None:
     spec, plan = tiny_spec(), Plan().with_percent(percent)
-    assert placed_shares(spec, plan, BLOCK, place(spec, plan, BLOCK)) == percent
+    assert placed_shares(HeldKV.of(spec, plan, BLOCK), place(spec, plan, BLOCK)) == percent
 
 
 def test_moves_name_the_layers_that_have_weights_on_disk_and_host() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from h2o_flexgen.planning.predict_running import ALL_PASSES, stretches
 from h2o_flexgen.planning.pricing import Pricing
 from h2o_flexgen.planning.some_steps import simulated, step_seconds
 from h2o_flexgen.planning.workload_plan import WorkloadPlan
+from tests.pairwise import covering
 from tests.planning.test_predict import SLOW_DISK
 from tests.planning.test_pricing import on
 from tests.planning.worlds import tiny_spec
@@ -44,14 +46,19 @@ def every_pass(of: BlockPlan, accelerator: bool) -> list[float]:
     return step_seconds(simulated(pricing, [*passes, passes[-1]]), of.schedule)[:-1]
 
 
-@pytest.mark.parametrize("accelerator", [False, True])
-@pytest.mark.parametrize("schedule", ["zigzag", "flexgen_barrier"])
-@pytest.mark.parametrize("policy", [{}, {"kv_policy": "h2o", "heavy": 2, "recent": 8}])
-@pytest.mark.parametrize("percent", [MIXED, ON_DISK, IN_MEMORY])
-def test_a_few_passes_say_about_how_long_all_of_them_take(
-    percent: tuple[float, ...], policy: dict[str, object], schedule: str, accelerator: bool
-) -> None:
-    of = planned(300, percent, accelerator, schedule=schedule, **policy).blocks.first
+PLANS = {
+    "accelerator": [False, True],
+    "schedule": ["zigzag", "flexgen_barrier"],
+    "policy": [(), (("kv_policy", "h2o"), ("heavy", 2), ("recent", 8))],
+    "percent": [MIXED, ON_DISK, IN_MEMORY],
+}
+
+
+@pytest.mark.parametrize("values", list(covering(PLANS)))
+def test_a_few_passes_say_about_how_long_all_of_them_take(values: dict[str, Any]) -> None:
+    accelerator = values["accelerator"]
+    plan = {"schedule": values["schedule"], **dict(values["policy"])}
+    of = planned(300, values["percent"], accelerator, **plan).blocks.first
     found, every = BlockPrediction.of(of, on(SLOW_DISK, accelerator)), every_pass(of, accelerator)
     reading = Pricing(of, on(SLOW_DISK, accelerator)).cost.seating.reading
     assert len(every) > 2 * ALL_PASSES

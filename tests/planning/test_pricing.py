@@ -133,7 +133,7 @@ def test_what_is_scored_costs_more_only_where_somebody_may_go() -> None:
 
 def test_a_visit_that_evicts_costs_more_than_one_that_does_not() -> None:
     of = planned(block_of([[4, 4]], gen_len=5), False, kv_policy="h2o", heavy=4, recent=2)
-    assert [of.occupancy[0].evicts_at(step) for step in range(4)] == [False, False, False, True]
+    assert [of.kv.occupancies[0][0].evicts_at(step) for step in range(4)] == [False, False, False, True]
     assert [parts_of(of, step, "attention")["overhead"] for step in range(4)] == pytest.approx([3e-4, 3e-4, 3e-4, 1e-3])
     assert parts_of(of, 3, "mlp")["overhead"] == 1e-4
     pruned = planned(block_of([[4, 2], [3]]), False, kv_policy="h2o", heavy=2, recent=1)
@@ -182,7 +182,7 @@ def test_attention_beside_the_data_moves_no_kv_over_the_link_but_what_is_new() -
     assert priced.seconds(key._replace(op=Op.ATTEND)) == pytest.approx(beside)
     prompts = [Pricing(of, MACHINE).compute_parts(Key(Op.COMPUTE, 0, layer, batch))["attention"] for of in (here, there)]
     assert prompts[0] == prompts[1]
-    whole_rows = rows * there.occupancy[batch].capacity * 2 * 8 * 4
+    whole_rows = rows * there.kv.occupancies[0][batch].capacity * 2 * 8 * 4
     assert priced.seconds(Key(Op.STORE_KV, 0, layer, batch)) == pytest.approx(whole_rows / 11e9 + 5e-5)
 
 
@@ -203,7 +203,7 @@ def test_on_average_a_journal_moves_as_much_as_step_by_step() -> None:
     of = planned(block_of([[6, 6]], gen_len=40), False, kv_policy="h2o", heavy=6, recent=2)
     exact, averaged = (Pricing(of, on(MACHINE, False), averaged=averaged) for averaged in (False, True))
     (place,) = (place for place, tier in of.placement.kv.items() if tier == DISK)
-    steps = range(of.occupancy[0].first_evicting_step, 40)
+    steps = range(of.kv.occupancies[0][0].first_evicting_step, 40)
     for op in (Op.READ_KV, Op.WRITE_KV):
         each, same = ([one.seconds(Key(op, step, *place)) for step in steps] for one in (exact, averaged))
         assert max(each) > min(each) and set(same) == {same[0]} and sum(same) == pytest.approx(sum(each))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from h2o_flexgen.schedule.ops import Data
 from h2o_flexgen.schedule.table import SCHEDULES
 from h2o_flexgen.schedule.task import Key
 from tests.contract import Case, Checkpoints, distinct_prompts
+from tests.pairwise import on_devices
 from tests.planning.worlds import tiny_spec
 
 ALL_ON_DISK, MIXED, IN_MEMORY = (0, 0, 0, 0, 0, 0), (30, 30, 20, 30, 40, 30), (0, 100, 0, 100, 0, 100)
@@ -31,6 +33,7 @@ H2O = (("kv_policy", "h2o"), ("heavy", 3), ("recent", 4))
 PROMPT_ONLY = (*H2O, ("hh_prompt_only", True))
 BY_SHARE = (("kv_policy", "h2o"), ("hh_ratio", 0.5))
 JUDGED = (*H2O, ("prefix_policy", "judged"))
+KVZIP = (("kv_policy", "kvzip"), ("heavy", 3), ("recent", 4))
 
 
 def requests(random: Random, header: int) -> list[Request]:
@@ -47,20 +50,22 @@ def cost_of(llm: LLM, job: list[Request]) -> Cost:
     return Cost(llm.planned(stream.workload).blocks.first)
 
 
-@pytest.mark.parametrize("policy", [(), H2O, PROMPT_ONLY, BY_SHARE, JUDGED])
-@pytest.mark.parametrize("percent", [ALL_ON_DISK, MIXED, IN_MEMORY])
-@pytest.mark.parametrize("header", [0, 40])
+JOBS = {
+    "policy": [(), H2O, PROMPT_ONLY, BY_SHARE, JUDGED, KVZIP],
+    "percent": [ALL_ON_DISK, MIXED, IN_MEMORY],
+    "header": [0, 40],
+}
+
+
+@pytest.mark.parametrize("values", on_devices(JOBS))
 def test_passes_tokens_and_bytes_are_those_of_a_run(
-    header: int,
-    percent: tuple[float, ...],
-    policy: tuple[tuple[str, object], ...],
-    any_device: str,
-    checkpoints: Checkpoints,
-    offload: Path,
+    values: dict[str, Any], checkpoints: Checkpoints, offload: Path, pretended: None
 ) -> None:
-    random = Random(str((header, percent, policy)))
+    header = values["header"]
+    random = Random(str((header, values["percent"], values["policy"])))
     shape = {"gpu_batch_size": random.randint(1, 4), "num_gpu_batches": random.randint(1, 3), "slots": random.randint(1, 3)}
-    case = Case("llama-gqa", percent, policy=policy, device=any_device, prefill_tokens=random.choice([8, 4096]), **shape)
+    plan = {name: values[name] for name in ("percent", "policy", "device")}
+    case = Case("llama-gqa", prefill_tokens=random.choice([8, 4096]), **plan, **shape)
     job, ticks = requests(random, header), list[Tick]()
     with case.open(checkpoints, offload, trace=True) as llm:
         cost = cost_of(llm, job)

@@ -25,10 +25,13 @@ class Head:
         context: int = 0,
         pinned: int = 0,
         positions: int = 1 << 30,
+        probe: tuple[Array, float] = (np.zeros(0), 0.0),
     ) -> None:
         """`context`: of a text that lives on, of which the prompt is only the beginning. `pinned`: the first tokens of the
         text, which are not evicted, and which neither the prompt nor the tokens that the policy counts include: it sees what
-        is behind them, from 0 on. `positions`: those of the model, which an echo must not exceed."""
+        is behind them, from 0 on. `positions`: those of the model, which an echo must not exceed. `probe`: the weight and
+        the bias of this head, which says what a token is worth whose layer has an input."""
+        self.probe = probe
         self.positions = positions
         self.pinned = pinned
         self.policy, self.head, self.turn, self.prompt = asked.get("kv_policy", "full"), head, turn, prompt
@@ -48,6 +51,8 @@ class Head:
         self.keys: dict[int, Array] = {}
         self.values: dict[int, Array] = {}
         self.score: dict[int, float] = {}
+        self.weighs = bool(asked.get("value_norms"))
+        self.worth: dict[int, float] = {}
 
     @staticmethod
     def _slots(asked: Mapping[str, Any], prompt: int, generated: int) -> tuple[int, int]:
@@ -59,15 +64,20 @@ class Head:
             return total - recent, recent
         return asked.get("heavy", 0), asked.get("recent", 0)
 
-    def attend(self, q: Array, k: Array, v: Array, decodes: bool = False) -> Array:
+    def attend(self, q: Array, k: Array, v: Array, decodes: bool = False, x: Array | None = None) -> Array:
         """One pass over new tokens: q (tokens, group, dim), k and v (tokens, dim), unrotated -> (tokens, group, dim). A pass
-        `decodes` if its only token is generated. Under kvzip all tokens of any other pass come once more behind them."""
+        `decodes` if its only token is generated. Under kvzip all tokens of any other pass come once more behind them. x:
+        (tokens, width), the input of their layer, where a probe asks for it."""
         if self.policy == "kvzip" and not decodes:
             return self._echoed(q, k, v)
         new = list(range(self.seen, self.seen + len(q)))
         for token, key, value in zip(new, k, v):
             self.kept.append(token)
             self.keys[token], self.values[token], self.score[token] = key, value, 0.0
+            self.worth[token] = float(np.sqrt((value**2).sum()))
+        if self.policy == "kvzap" and x is not None:
+            weight, bias = self.probe
+            self.worth |= dict(zip(new, (x @ weight + bias).tolist()))
         return self._attended(q, new, decodes)
 
     def begin(self, q: Array, k: Array, v: Array) -> Array:
@@ -143,18 +153,29 @@ class Head:
             self.score = {token: sum(raw.get(token + step, 0.0) for step in range(-2, 3)) / 5 for token in raw}
 
     def _evict(self, first: bool) -> None:
-        protected = dict.fromkeys(("h2o", "snapkv", "kvzip"), self.recent) | {"h2o-flexgen": self.recent - first}
+        protected = dict.fromkeys(("h2o", "snapkv", "kvzip", "kvzap"), self.recent) | {"h2o-flexgen": self.recent - first}
         window = protected.get(self.policy, 0)
         window = max(window, self.grace)
+        surest = self._surest(window) if first and self.weighs else []
         while len(self.kept) > self.budget and (first or not self.once):
-            free = [token for token in self.kept if self.sinks <= token < self.seen - window]
+            free = [token for token in self.kept if self.sinks <= token < self.seen - window and token not in surest]
             lost = min(free, key=lambda token: (self._rank(token), token))
             self.kept.remove(lost)
             del self.keys[lost], self.values[lost], self.score[lost]
 
+    def _surest(self, window: int) -> list[int]:
+        """Those that stay by their score alone: half of those that a prompt leaves to choose."""
+        free = [token for token in self.kept if self.sinks <= token < self.seen - window]
+        room = max(0, self.budget - (len(self.kept) - len(free)))
+        return sorted(free, key=lambda token: (self.score[token], token))[len(free) - room // 2 :]
+
     def _rank(self, token: int) -> float:
         if self.policy in ("local", "streaming"):
             return token
+        if self.policy == "kvzap":
+            return self.worth[token]
+        if self.weighs:
+            return (self.score[token] + 1e-4) * self.worth[token]
         return self._hash(token) if self.policy == "random" else self.score[token]
 
     def _hash(self, token: int) -> int:

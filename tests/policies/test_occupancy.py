@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
@@ -10,9 +12,16 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.policies.table import POLICIES
+from tests.probes import OF_NO_MODEL
 
 LENGTHS = draw.lists(draw.integers(1, 40), min_size=1, max_size=6)
-SLOTS = {"heavy": {"heavy": 5}, "local": {"recent": 5}, "streaming": {"recent": 5, "sinks": 1}, "full": {}}
+SLOTS: dict[str, dict[str, Any]] = {
+    "heavy": {"heavy": 5},
+    "local": {"recent": 5},
+    "streaming": {"recent": 5, "sinks": 1},
+    "full": {},
+    "kvzap": {"heavy": 3, "recent": 3, "probe": OF_NO_MODEL},
+}
 
 
 def occupancy_of(name: str, lengths: list[int], gen_len: int, **options: object) -> Occupancy:

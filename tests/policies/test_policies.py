@@ -15,15 +15,19 @@ from h2o_flexgen.core.workload import Batch
 from h2o_flexgen.kernels.column_sums import column_sums
 from h2o_flexgen.kernels.gathering import MAX, SUM
 from h2o_flexgen.kv.cache import KVCache
+from h2o_flexgen.kv.judges.judge import Judge
+from h2o_flexgen.kv.judges.linear import Linear
+from h2o_flexgen.kv.judges.value_norms import ValueNorms
 from h2o_flexgen.kv.scores import NOBODY, SlotScores
 from h2o_flexgen.kv.step import KVStep
 from h2o_flexgen.models.rotary import Rotary
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy
-from h2o_flexgen.policies.policy import KVPolicy
+from h2o_flexgen.policies.policy import PROBE, VALUE_NORMS, KVPolicy
 from tests.contract import Case, Checkpoints, generate_with
 from tests.pairwise import on_devices
 from tests.policies.oracle import Array, Head
+from tests.probes import OF_NO_MODEL, made_up_probe
 
 DIM, STEPS, LENGTHS = 8, 65, (40, 7, 23, 1)
 POSITIONS = 47  # of a model, as an echo sees them: that of the longest text comes in parts
@@ -56,11 +60,17 @@ ASKED: tuple[dict[str, Any], ...] = (
     {"kv_policy": "kvzip", "heavy": 9, "hh_prompt_only": True},
     {"kv_policy": "tova", "heavy": 9},
     {"kv_policy": "tova", "heavy": 9, "sinks": 2, "grace": 3, "positions": "rolling"},
+    {"kv_policy": "h2o", "heavy": 6, "recent": 5, "value_norms": True},
+    {"kv_policy": "h2o", "kv_budget": 0.3, "value_norms": True, "sinks": 1, "score_decay": 0.9, "positions": "rolling"},
+    {"kv_policy": "snapkv", "heavy": 7, "recent": 4, "value_norms": True},
+    {"kv_policy": "tova", "heavy": 9, "value_norms": True, "hh_prompt_only": True},
+    {"kv_policy": "kvzap", "heavy": 6, "recent": 5, "probe": OF_NO_MODEL},
+    {"kv_policy": "kvzap", "kv_budget": 0.3, "recent": 0, "sinks": 1, "positions": "rolling", "probe": OF_NO_MODEL},
 )
 
 
 def name_of(asked: Mapping[str, Any]) -> str:
-    return "-".join(str(value) for value in asked.values())
+    return "-".join(str(value) for name, value in asked.items() if name != "probe")
 
 
 def turn(x: Array, positions: Array) -> Array:
@@ -109,6 +119,20 @@ def new_tokens(rows: Sequence[Row], step: int, echoes: bool) -> list[Tensor]:
     return [part(0), part(1), part(2)]
 
 
+def judge_of(policy: KVPolicy, kv_heads: int) -> Judge | None:
+    """A probe sees the values of all heads, which stand for the input of a layer."""
+    if policy.judge == PROBE:
+        probe = made_up_probe(1, kv_heads, kv_heads * DIM)
+        return Linear(torch.from_numpy(probe.weights[0]), torch.from_numpy(probe.biases[0]))
+    return ValueNorms() if policy.judge == VALUE_NORMS else None
+
+
+def probe_of(kv_heads: int, head: int) -> tuple[Array, float]:
+    """What says it in the definition, for one head."""
+    probe = made_up_probe(1, kv_heads, kv_heads * DIM)
+    return probe.weights[0, head].astype(np.float64), float(probe.biases[0, head])
+
+
 def step_of(policy: KVPolicy, occupancy: Occupancy, step: int, positions: int = POSITIONS) -> KVStep:
     within = positions if policy.echoes and step == 0 else None
     return KVStep.of(occupancy.at(step), occupancy.capacity, torch.device("cpu"), echoes_within=within)
@@ -123,20 +147,25 @@ def test_kept_positions_and_outputs_are_those_of_the_definition(kept: dict[str, 
     occupancy = policy.occupancy(batch, STEPS)
     shape = (len(LENGTHS), kv_heads, occupancy.capacity)
     scores = SlotScores.over(
-        torch.full((4 * 8 * len(LENGTHS) * kv_heads * occupancy.capacity,), 0xFF, dtype=torch.uint8), policy, shape
+        torch.full((4 * 12 * len(LENGTHS) * kv_heads * occupancy.capacity,), 0xFF, dtype=torch.uint8), policy, shape
     )
-    cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores)
+    cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores, judge=judge_of(policy, kv_heads))
     rows = texts(kv_heads, group)
-    heads = [[Head(kept, length, STEPS, head, turn, positions=POSITIONS) for head in range(kv_heads)] for length in LENGTHS]
+    heads = [
+        [Head(kept, length, STEPS, head, turn, positions=POSITIONS, probe=probe_of(kv_heads, head)) for head in range(kv_heads)]
+        for length in LENGTHS
+    ]
     for step in range(STEPS):
-        out = cache.attend(step_of(policy, occupancy, step), *new_tokens(rows, step, policy.echoes), ROTARY)
+        given = new_tokens(rows, step, policy.echoes)
+        out = cache.attend(step_of(policy, occupancy, step), *given, ROTARY, given[2].flatten(2))
         for row, length in enumerate(LENGTHS):
             new = [length + step - 1] if step else [*range(length)]
             echo = [*range(length + STEPS, 2 * length + STEPS)] if policy.echoes and not step else []
             q, k, v = (part[new + echo].double().numpy() for part in rows[row])
             computed = [*range(len(new)), *(max(LENGTHS) + place for place in range(len(echo)))]
             for number, head in enumerate(heads[row]):
-                expected = head.attend(q[:, number * group : (number + 1) * group], k[:, number], v[:, number], step > 0)
+                own = q[:, number * group : (number + 1) * group]
+                expected = head.attend(own, k[:, number], v[:, number], step > 0, v.reshape(len(v), -1))
                 got = out[row, computed].view(-1, kv_heads, group, DIM)[:, number]
                 np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
                 count = occupancy.counts(step + 1)[row]
@@ -152,10 +181,11 @@ def test_after_every_step_the_budget_is_held_and_who_is_protected_is_there(kept:
     policy, rows = Plan.create(**kept).policy, texts(2, 2)
     occupancy = policy.occupancy(Batch(tuple(range(len(LENGTHS))), LENGTHS), STEPS)
     shape = (len(LENGTHS), 2, occupancy.capacity)
-    scores = SlotScores.over(torch.zeros(8 * shape[0] * shape[1] * shape[2], dtype=torch.uint8), policy, shape)
-    cache = KVCache(torch.zeros(2, *shape, DIM), scores)
+    scores = SlotScores.over(torch.zeros(12 * shape[0] * shape[1] * shape[2], dtype=torch.uint8), policy, shape)
+    cache = KVCache(torch.zeros(2, *shape, DIM), scores, judge=judge_of(policy, 2))
     for step in range(STEPS):
-        cache.attend(step_of(policy, occupancy, step), *new_tokens(rows, step, policy.echoes), ROTARY)
+        given = new_tokens(rows, step, policy.echoes)
+        cache.attend(step_of(policy, occupancy, step), *given, ROTARY, given[2].flatten(2))
         for row, (length, budget) in enumerate(zip(LENGTHS, occupancy.budgets)):
             total, generated = length + step, step if occupancy.prompt_only else 0
             window = budget.window if step else budget.prompt_window
@@ -183,7 +213,10 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
     """Passes of several tokens over what is held, with decode steps between them."""
     policy, rows, generator = Plan.create(**kept).policy, len(LENGTHS), torch.Generator().manual_seed(group)
     heads = [
-        [Head(kept, PASSES[0][0][row], 0, head, turn, CONTEXT, positions=POSITIONS) for head in range(kv_heads)]
+        [
+            Head(kept, PASSES[0][0][row], 0, head, turn, CONTEXT, positions=POSITIONS, probe=probe_of(kv_heads, head))
+            for head in range(kv_heads)
+        ]
         for row in range(rows)
     ]
     seen, cache = (0,) * rows, None
@@ -191,13 +224,13 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
         occupancy = policy.occupancy(Batch(tuple(range(rows)), lengths, seen, CONTEXT), gen_len)
         shape = (rows, kv_heads, occupancy.capacity)
         if cache is None:
-            region = torch.full((4 * 8 * rows * kv_heads * occupancy.capacity,), 0xFF, dtype=torch.uint8)
+            region = torch.full((4 * 12 * rows * kv_heads * occupancy.capacity,), 0xFF, dtype=torch.uint8)
             scores = SlotScores.over(region, policy, shape) if policy.score_bytes else None
-            cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores)
+            cache = KVCache(torch.full((2, *shape, DIM), torch.nan), scores, judge=judge_of(policy, kv_heads))
         for step in range(gen_len):
             tokens = max(lengths) * (2 if policy.echoes else 1) if step == 0 else 1
             q, k, v = (torch.randn(rows, tokens, n, DIM, generator=generator) for n in (kv_heads * group, kv_heads, kv_heads))
-            out = cache.attend(step_of(policy, occupancy, step), 2 * q, k, v, ROTARY)
+            out = cache.attend(step_of(policy, occupancy, step), 2 * q, k, v, ROTARY, v.flatten(2))
             for row in range(rows):
                 computed = [*range(lengths[row] if step == 0 else 1)]
                 if policy.echoes and step == 0:
@@ -205,7 +238,8 @@ def test_a_cache_that_lives_on_keeps_what_the_definition_says(kept: dict[str, An
                 asked, keys, values = (x[row, computed].double().numpy() for x in (2 * q, k, v))
                 for number, head in enumerate(heads[row]):
                     own = asked[:, number * group : (number + 1) * group]
-                    expected = head.attend(own, keys[:, number], values[:, number], step > 0)
+                    x = values.reshape(len(values), -1)
+                    expected = head.attend(own, keys[:, number], values[:, number], step > 0, x)
                     got = out[row, computed].view(-1, kv_heads, group, DIM)[:, number]
                     np.testing.assert_allclose(got.numpy(), expected, atol=2e-5)
                     held = occupancy.counts(step + 1)[row]

@@ -20,7 +20,7 @@ from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.policies.occupancy import Occupancy, StepSlots
 from h2o_flexgen.policies.policy import KVPolicy
 from tests.policies.oracle import Head
-from tests.policies.test_policies import ASKED, DIM, POSITIONS, ROTARY, name_of, turn
+from tests.policies.test_policies import ASKED, DIM, POSITIONS, ROTARY, judge_of, name_of, probe_of, turn
 
 STEPS, KV_HEADS, GROUP, CPU = 25, 2, 3, torch.device("cpu")
 PREFIXES = (SharedPrefix(0, 5), None, SharedPrefix(1, 12), SharedPrefix(0, 5))  # of each row
@@ -51,14 +51,16 @@ def cache_of(policy: KVPolicy | None, rows: int, slots: int) -> KVCache:
     if policy is None or not policy.score_bytes:
         return KVCache(image)
     notes = torch.full((rows * KV_HEADS * slots * policy.score_bytes,), 0xFF, dtype=torch.uint8)
-    return KVCache(image, SlotScores.over(notes, policy, (rows, KV_HEADS, slots)))
+    return KVCache(image, SlotScores.over(notes, policy, (rows, KV_HEADS, slots)), judge=judge_of(policy, KV_HEADS))
 
 
 def shared_caches(policy: KVPolicy, copies: bool, shared: dict[SharedPrefix, Text]) -> dict[int, KVCache]:
     caches = {}
     for prefix, own in shared.items():
         caches[prefix.group] = cache_of(policy if copies else None, 1, prefix.tokens)
-        caches[prefix.group].attend(KVStep.of(policy.whole(prefix.tokens), prefix.tokens, CPU), *(x[None] for x in own), ROTARY)
+        q, k, v = (each[None] for each in own)
+        now = KVStep.of(policy.whole(prefix.tokens), prefix.tokens, CPU)
+        caches[prefix.group].attend(now, q, k, v, ROTARY, v.flatten(2))
     return caches
 
 
@@ -76,8 +78,8 @@ def step_of(
 def head_of(kept: dict[str, Any], own: int, prefix: SharedPrefix | None, copies: bool, number: int) -> Head:
     shared = 0 if prefix is None else prefix.tokens
     if copies:
-        return Head(kept, own + shared, STEPS, number, turn)
-    return Head(kept, own, STEPS, number, turn, pinned=shared, positions=POSITIONS)
+        return Head(kept, own + shared, STEPS, number, turn, probe=probe_of(KV_HEADS, number))
+    return Head(kept, own, STEPS, number, turn, pinned=shared, positions=POSITIONS, probe=probe_of(KV_HEADS, number))
 
 
 BOTH_WAYS = [
@@ -110,7 +112,7 @@ def test_kept_tokens_and_outputs_are_those_of_the_definition(kept: dict[str, Any
         echo = [tuple(x[length + STEPS :] for x in row) for row, length in zip(rows, own)] if is_echoed else []
         if is_echoed:
             given = [torch.cat(both, dim=1) for both in zip(given, padded(echo))]  # type: ignore[arg-type]
-        out = cache.attend(step_of(occupancies, step, needs, capacity, within), *given, ROTARY)
+        out = cache.attend(step_of(occupancies, step, needs, capacity, within), *given, ROTARY, given[2].flatten(2))
         for row, prefix in enumerate(PREFIXES):
             for number, head in enumerate(heads[row]):
                 beginning = shared[prefix] if prefix is not None and step == 0 else None
@@ -127,16 +129,18 @@ def test_kept_tokens_and_outputs_are_those_of_the_definition(kept: dict[str, Any
 
 def attended(head: Head, new: Text, beginning: Text | None, copies: bool, number: int, decodes: bool) -> np.ndarray:
     """What the definition says of new tokens, behind their prefix if this is their first pass."""
-    q, k, v = _of_head(new, number)
+    q, k, v, x = _of_head(new, number)
     if beginning is None:
-        return head.attend(q, k, v, decodes)
+        return head.attend(q, k, v, decodes, x)
     before = _of_head(beginning, number)
     if copies:
-        return head.attend(*(np.concatenate(both) for both in zip(before, (q, k, v))))[len(before[0]) :]
-    head.begin(*before)
-    return head.attend(q, k, v)
+        q, k, v, x = (np.concatenate(both) for both in zip(before, (q, k, v, x)))
+        return head.attend(q, k, v, x=x)[len(before[0]) :]
+    head.begin(*before[:3])
+    return head.attend(q, k, v, x=x)
 
 
-def _of_head(tokens: Text, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _of_head(tokens: Text, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Queries, keys and values of a head, and what stands for the input of the layer."""
     q, k, v = (x.double().numpy() for x in tokens)
-    return q[:, number * GROUP : (number + 1) * GROUP], k[:, number], v[:, number]
+    return q[:, number * GROUP : (number + 1) * GROUP], k[:, number], v[:, number], v.reshape(len(v), -1)

@@ -36,7 +36,8 @@ class _Question(NamedTuple):
 
 
 class AskedStore:
-    def __init__(self, spec: ModelSpec, block: Block, schedule: Schedule, memories: Memories) -> None:
+    def __init__(self, spec: ModelSpec, judged: bool, block: Block, schedule: Schedule, memories: Memories) -> None:
+        """`judged`: a policy asks what tokens are worth."""
         self._spec = spec
         self._dtype = DTYPES[spec.dtype]
         self._places: dict[int, tuple[Arena, Tensor]] = {}  # of each batch
@@ -45,7 +46,7 @@ class AskedStore:
         asking = {batch for layer, batch in schedule.traffic.kv if schedule.traffic.is_beside(layer, batch)}
         with ExitStack() as held:
             for batch in asking:
-                arena = asked_arena(spec, block.batches[batch].size, bool(block.prefix_room))
+                arena = asked_arena(spec, block.batches[batch].size, bool(block.prefix_room), judged)
                 region = memories.host.alloc(arena.nbytes)
                 held.callback(memories.host.free, region)
                 self._places[batch] = arena, region
@@ -59,13 +60,22 @@ class AskedStore:
     # -- before and behind it, where the model computes ------------------------------------------------------------------
 
     def ask(
-        self, batch: int, cache: LayerCache, now: Steps, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None
+        self,
+        batch: int,
+        cache: LayerCache,
+        now: Steps,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None = None,
+        x: Tensor | None = None,
     ) -> Tensor:
         """An `attend` that only asks; what it returns is to be replaced by the answer."""
-        asked = cache.asked(now, q, k, v, rotation)
+        asked = cache.asked(now, q, k, v, rotation, x)
         sent_q, sent_k, sent_v = (self._sent(batch, place, tensor) for place, tensor in enumerate((asked.q, asked.k, asked.v)))
         more = asked.more and More(*(self._sent(batch, place, tensor) for place, tensor in enumerate(asked.more, start=4)))
-        self._questions[batch] = _Question(now, Asked(sent_q, sent_k, sent_v, more), rotation)
+        worth = None if asked.worth is None else self._sent(batch, -1, asked.worth)
+        self._questions[batch] = _Question(now, Asked(sent_q, sent_k, sent_v, more, worth), rotation)
         return q.new_zeros(len(q), 1, self._spec.heads * self._spec.head_dim)
 
     def fill_in(self, batch: int, hidden: Tensor) -> None:
@@ -85,8 +95,8 @@ class AskedStore:
             return 0
         made = cache.answer(self._on_host(batch, question.now), question.asked, question.rotation)
         outcome = self._outcome(batch, len(made)).copy_(made)
-        q, k, v, more = question.asked
-        return sum(tensor.nbytes for tensor in (q, k, v, *(more or ()), outcome))
+        q, k, v, more, worth = question.asked
+        return sum(tensor.nbytes for tensor in (q, k, v, *(more or ()), worth, outcome) if tensor is not None)
 
     def _on_host(self, batch: int, now: Steps) -> Steps:
         known = self._steps.get(batch)

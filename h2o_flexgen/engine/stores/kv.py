@@ -22,6 +22,7 @@ from torch import Tensor
 from h2o_flexgen.core.layout import KVLayout
 from h2o_flexgen.core.tiers import DISK, HOST
 from h2o_flexgen.engine.rows import BatchRows
+from h2o_flexgen.engine.stores.judges import Judges
 from h2o_flexgen.kernels.changed_slots import ChangedSlots
 from h2o_flexgen.kernels.operations import gather_slots
 from h2o_flexgen.kernels.raw_memory import numpy_of
@@ -62,8 +63,10 @@ class Unit:
 class KVStore:
     """Serves the heads of one level. A layer without heads of it has no place here."""
 
-    def __init__(self, planned: BlockPlan, level: int, memories: Memories) -> None:
+    def __init__(self, planned: BlockPlan, level: int, memories: Memories, judges: Judges) -> None:
+        """`judges`: of the heads of this level."""
         spec = planned.spec
+        self._judges = judges
         self._level = level
         self._policy = planned.levels[level].policy
         self._memories = memories
@@ -83,12 +86,12 @@ class KVStore:
         self._schedule = planned.schedule
         self._caches: dict[tuple[int, int, int], KVCache] = {}  # by the region that they lie in, layer and batch
         self._changed_of: dict[tuple[KVLayout, int], ChangedSlots] = {}  # by the layout and the rows in it
-        layouts = {place: planned.kv_layouts(*place)[self._level] for place in self._schedule.traffic.kv}
+        layouts = {place: planned.kv.layouts(*place)[self._level] for place in self._schedule.traffic.kv}
         self._layouts = {place: layout for place, layout in layouts.items() if layout is not None}
         for place in self._layouts:
             batch, before = planned.block.batches[place[1]], self._units.get(place)
             goes_on = before is not None and any(batch.seen)
-            held = planned.occupancies[self._level][place[1]].held(0)
+            held = planned.kv.occupancies[self._level][place[1]].held(0)
             self._units[place] = Unit(batch.size, held, journaled=before.journaled if goes_on and before else [])
 
     def _allocate(self, held: ExitStack) -> None:
@@ -191,7 +194,8 @@ class KVStore:
         """The cache over a region, with its views of it: both stay as long as this store."""
         place = id(region), task.layer, task.batch
         if place not in self._caches:
-            self._caches[place] = KVCache(self._image(region, task), scores, self._coding)
+            judge = self._judges.get(task.layer)
+            self._caches[place] = KVCache(self._image(region, task), scores, self._coding, judge=judge)
         cache = self._caches[place]
         cache.replaced = None
         return cache

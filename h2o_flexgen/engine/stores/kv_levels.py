@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing
 
 from h2o_flexgen.engine.rows import BatchRows
 from h2o_flexgen.engine.stores.asked import HOST_MEMORY
+from h2o_flexgen.engine.stores.judges import Judges, judges_by_level
 from h2o_flexgen.engine.stores.kv import KVStore
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.layer_cache import HeadsOfLayer, LayerCache, heads_by_layer
@@ -20,13 +21,14 @@ from h2o_flexgen.schedule.task import Task, Visit
 
 
 class KVLevels:
-    def __init__(self, planned: BlockPlan, memories: Memories) -> None:
+    def __init__(self, planned: BlockPlan, memories: Memories, judges: Judges) -> None:
         device, layers = memories.device, planned.spec.kv_layers
         self._schedule = planned.schedule
         self._heads = dict(zip(layers, heads_by_layer(planned.levels, device.torch_device, device.upload)))
         self._heads_on_host = dict(zip(layers, heads_by_layer(planned.levels, HOST_MEMORY)))
         with ExitStack() as held:  # if one cannot be made, those before it are closed
-            stores = [held.enter_context(closing(KVStore(planned, level, memories))) for level in range(len(planned.levels))]
+            own = enumerate(judges_by_level(judges, planned.levels, self._heads))
+            stores = [held.enter_context(closing(KVStore(planned, level, memories, of_level))) for level, of_level in own]
             self._held = held.pop_all()
         self._stores: Sequence[KVStore] = stores
         self._of_layer = {layer: [stores[level] for level, _ in heads] for layer, heads in self._heads.items()}

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from h2o_flexgen.core.layout import PrefixLayout
 from h2o_flexgen.core.prefixes import SharedPrefix
+from h2o_flexgen.engine.stores.judges import Judges, judges_by_level
 from h2o_flexgen.kv.cache import KVCache
 from h2o_flexgen.kv.coding import Coding
+from h2o_flexgen.kv.judges.judge import Judge
 from h2o_flexgen.kv.layer_cache import LayerCache, heads_by_layer
 from h2o_flexgen.kv.scores import SlotScores
 from h2o_flexgen.memory.memories import Memories
@@ -42,7 +44,7 @@ class Prefix:
 
 
 class PrefixStore:
-    def __init__(self, planned: BlockPlan, memories: Memories) -> None:
+    def __init__(self, planned: BlockPlan, memories: Memories, judges: Judges) -> None:
         spec, device = planned.spec, memories.device
         self._spec = spec
         self._policies = [level.policy for level in planned.levels]
@@ -54,6 +56,7 @@ class PrefixStore:
         self._token_bytes = PrefixLayout.of(spec, 1, self._noted).nbytes
         self._region = memories.compute.alloc(self._room * self._token_bytes) if self._room else None
         self._heads = heads_by_layer(planned.levels, device.torch_device, device.upload) if self._room else []
+        self._judges = judges_by_level(judges, planned.levels, dict(zip(spec.kv_layers, self._heads)))
 
     def close(self) -> None:
         self._kept.clear()
@@ -129,14 +132,18 @@ class PrefixStore:
             share = slice(before, before + count)
             image = self._share(image_at, layout.image_bytes, share)
             noted = self._share(notes_at, layout.notes_bytes, share) if self._noted else None
-            caches.append(self._of_level(level, (1, count, layout.tokens), image, noted))
+            judge = self._judges[level].get(self._spec.kv_layers[place])
+            caches.append(self._of_level(level, (1, count, layout.tokens), image, noted, judge))
             before += count
         return LayerCache(heads, caches)
 
-    def _of_level(self, level: int, shape: tuple[int, int, int], image: Tensor, noted: Tensor | None) -> KVCache:
+    def _of_level(
+        self, level: int, shape: tuple[int, int, int], image: Tensor, noted: Tensor | None, judge: Judge | None
+    ) -> KVCache:
         policy, values = self._policies[level], image.view(self._coding.kept_dtype)
         scores = SlotScores.over(noted, policy, shape) if noted is not None and policy.score_bytes else None
-        return KVCache(values.view(2, *shape, self._coding.width), scores, self._coding)
+        judge = judge if scores is not None else None
+        return KVCache(values.view(2, *shape, self._coding.width), scores, self._coding, judge=judge)
 
     def _share(self, start: int, nbytes: int, heads: slice) -> Tensor:
         """What some of the heads have of a part that all of them share alike."""

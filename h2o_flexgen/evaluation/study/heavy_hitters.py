@@ -14,7 +14,7 @@ from h2o_flexgen.evaluation.study import report
 from h2o_flexgen.evaluation.study.held import Gone, Held, heaviest_found, held_after, jaccard, of_layers, still_held, survival
 from h2o_flexgen.evaluation.study.kept import Keeper
 from h2o_flexgen.evaluation.study.onlooker import ORACLE, Onlooker
-from h2o_flexgen.evaluation.study.reading import OnLayer, read_text
+from h2o_flexgen.evaluation.study.reading import OnLayer, Reading, read_texts
 from h2o_flexgen.evaluation.study.scores import Array, PowerLaw, fit_power_law, sorted_scores
 from h2o_flexgen.kv.coding import Coding
 from h2o_flexgen.llm import LLM
@@ -113,7 +113,8 @@ def study(
     _check_text(llm, ids, prompt_len)
     keepers = _keepers(llm, policies, budget, len(ids), prompt_len)
     onlooker = Onlooker(keepers, _slots(budget, len(ids)), prompt_len)
-    read_text(llm, ids, [*(keeper.attend for keeper in keepers.values()), onlooker.attend], on_layer)
+    readers = [*(keeper.attend for keeper in keepers.values()), onlooker.attend]
+    read_texts(llm, [Reading(ids, attend) for attend in readers], on_layer)
     seen = onlooker.by_layer
     return HeavyHitterStudy(
         model=llm.name,

@@ -37,7 +37,7 @@ class Keeper:
     def gone(self) -> Gone:
         return of_layers(self.by_layer)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
         """Reads all tokens in the next layer; a models.base.Attend for one row."""
         occupancy, kv_heads, out = self.occupancy, k.shape[2], []
         cache, scores = self._opened(occupancy.capacity, kv_heads, q.device)

@@ -33,7 +33,7 @@ class Onlooker:
     prompt_len: int
     by_layer: list[LayerSeen] = field(default_factory=list)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
         """Reads all tokens in the next layer; a models.base.Attend for one row."""
         tokens = q.shape[1]
         if rotation is not None:

@@ -1,12 +1,14 @@
-"""Reading a text layer by layer: one layer's weights are loaded, and every reader goes through it before the next layer."""
+"""Reading texts layer by layer: one layer's weights are loaded, and every reader goes through it before the next layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from h2o_flexgen.core.model_spec import LayerSpec
 from h2o_flexgen.core.tiers import DEVICE
@@ -22,20 +24,35 @@ OnLayer = Callable[[int, int], None]  # called with the number of layers done, a
 ONLY = Visit(step=0, layer=0, batch=0)  # the only visit of a model with one layer
 
 
-def read_text(llm: LLM, ids: Sequence[int], readers: Sequence[Attend], on_layer: OnLayer | None = None) -> None:
-    """Each reader has its own hidden states, since they depend on its attention. Logits are not computed."""
+class Reading(NamedTuple):
+    """One reader's way through one text."""
+
+    ids: Sequence[int]
+    attend: Attend
+
+
+def read_texts(llm: LLM, readings: Sequence[Reading], on_layer: OnLayer | None = None) -> None:
+    """Each reading has its own hidden states, since they depend on its attention. Logits are not computed."""
     first, *others = llm.spec.layers[:-1]
-    tokens = torch.tensor([ids], device=llm.device.torch_device)
-    positions = torch.arange(len(ids), device=tokens.device).unsqueeze(0)
     with _opened(llm, first) as store:
-        hidden = [computed(llm.model, first, *store.look_up(ONLY, tokens), Given(positions))] * len(readers)
+        hidden = [_begun(llm, first, store, reading.ids) for reading in readings]
     for done, layer in enumerate(others, start=1):
         with _opened(llm, layer) as store:
             weights = store.views(ONLY)
-            for number, attend in enumerate(readers):
-                hidden[number] = computed(llm.model, layer, hidden[number], weights, Given(positions, attend))
+            for number, (ids, attend) in enumerate(readings):
+                given = Given(_positions(llm, ids), attend)
+                hidden[number] = computed(llm.model, layer, hidden[number], weights, given)
         if on_layer is not None:
             on_layer(done, len(others))
+
+
+def _begun(llm: LLM, first: LayerSpec, store: WeightStore, ids: Sequence[int]) -> Tensor:
+    tokens = torch.tensor([ids], device=llm.device.torch_device)
+    return computed(llm.model, first, *store.look_up(ONLY, tokens), Given(_positions(llm, ids)))
+
+
+def _positions(llm: LLM, ids: Sequence[int]) -> Tensor:
+    return torch.arange(len(ids), device=llm.device.torch_device).unsqueeze(0)
 
 
 @contextmanager

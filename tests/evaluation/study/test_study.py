@@ -125,6 +125,6 @@ def test_without_matplotlib_the_extra_is_named(
 def test_what_cannot_be_studied_is_refused_before_anything_is_read(
     changed: dict[str, Any], message: str, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("h2o_flexgen.evaluation.study.heavy_hitters.read_text", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr("h2o_flexgen.evaluation.study.heavy_hitters.read_texts", lambda *_: pytest.fail("it was read"))
     with LLM(str(checkpoints.folder("opt")), dtype="float32") as llm, pytest.raises(ValueError, match=message):
         study(llm, **{"ids": TEXT, "policies": POLICIES, "budget": 0.25, **changed})

@@ -1,6 +1,6 @@
-"""Compiles the launches of a file for GPUs that are not here, and says what their machine code takes: a program of its own.
+"""Compiles launches for a GPU that is not here, and says what their machine code takes: a program of its own.
 
-    python -m tests.kernels.gpu.compiling tests.kernels.gpu.launches.decode_attention [capabilities, as 75 or 90]
+    python -m tests.kernels.gpu.compiling 75 tests.kernels.gpu.launches.decode_attention [more files of launches]
 
 It must not interpret (no TRITON_INTERPRET). It prints what each kernel takes and ends with 1 where one breaks its limits.
 """
@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tests.kernels.gpu.launch import CAPABILITIES, MOST_BEHIND, Compiled, Launch
+from tests.kernels.gpu.launch import MOST_BEHIND, Compiled, Launch
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -74,11 +74,11 @@ def measured(kernel: Any, capability: int) -> Compiled:
     return Compiled.of(kernel.metadata.name, capability, usage, kernel.metadata.shared, kernel.asm["ptx"])
 
 
-def report(launches: Sequence[Launch], capabilities: Sequence[int]) -> int:
+def report(launches: Sequence[Launch], capability: int) -> int:
     """Prints what every launch takes; gives the number of limits that were broken."""
     broken = 0
     for launch in launches:
-        for capability in filter(launch.since.__le__, capabilities):
+        if launch.since <= capability:
             kernels = compiled(launch, capability)
             assert kernels, f"{launch.name} launches nothing"
             for one in kernels:
@@ -89,5 +89,5 @@ def report(launches: Sequence[Launch], capabilities: Sequence[int]) -> int:
 
 
 if __name__ == "__main__":
-    module, *asked = sys.argv[1:]
-    sys.exit(min(1, report(import_module(module).LAUNCHES, [int(one) for one in asked] or CAPABILITIES)))
+    capability, *modules = sys.argv[1:]
+    sys.exit(min(1, sum(report(import_module(module).LAUNCHES, int(capability)) for module in modules)))

@@ -68,7 +68,10 @@ def test_the_same_token_goes_and_takes_along_what_is_noted(
     got = torch.randint(0, 5, shape, generator=draw) / 9 if has_scores else None
     if scores is not None and got is not None:
         scores[0, 0, 0], scores[-1, -1, 0], got[0, 0, -1] = torch.nan, torch.inf, torch.nan
-    worth = torch.randint(-2, 3, shape, generator=draw) / 3 if by in ("weighed", "worth") else None
+    if by == "weighed" and scores is not None and got is not None:  # many to whom nobody attends
+        scores[..., ::2], got[..., ::2] = 0.0, 0.0
+    lowest = 1 if by == "weighed" else -2
+    worth = torch.randint(lowest, 5, shape, generator=draw) / 3 if by in ("weighed", "worth") else None
     held = torch.randint(1, slots + 1, (rows,), generator=draw)
     for decay, least in ((1.0, 0), (0.97, 5), (0.9, 2 * slots)):  # at last all are protected
         newest = Newest(torch.arange(rows), held - 1, held, held[:, None])

@@ -1,0 +1,88 @@
+"""The calibrate command's flags, and the request made of them. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from h2o_flexgen.cli.files import OUTPUT, check_output_file, check_picture
+from h2o_flexgen.cli.flags import TOKENS, TRACEBACK, Group, Parser, whole
+from h2o_flexgen.cli.requests import ModelRequest, SiteRequest, model_of, site_of
+from h2o_flexgen.demo import DEMO
+from h2o_flexgen.evaluation.texts import Text
+from h2o_flexgen.policies.head_budgets_file import FILE, OWN
+
+PROGRAM = "python -m h2o_flexgen.calibrate"
+USUAL_TOKENS, USUAL_TEXTS, MOST_TEXTS = 512, 8, 1000
+
+DESCRIPTION = """\
+Measure which share of a text each KV head of a model needs, at several budgets of the whole model, and write it to a file for
+--head-budgets. The model reads every text twice, layer by layer: one layer at a time is in memory, however large the model is.
+Without --model: the small one that travels with the package."""
+
+EPILOG = f"""\
+  {PROGRAM} --model smollm2 --text novel.txt articles.txt {OUTPUT} {FILE}
+  python -m h2o_flexgen.run --model smollm2 --kv-budget 0.2 --head-budgets {FILE}
+"""
+
+
+@dataclass(frozen=True)
+class CalibrateRequest:
+    """Everything that is asked of one calibration."""
+
+    model: ModelRequest
+    site: SiteRequest
+    texts: tuple[Text, ...]
+    tokens: int  # of each text that is read
+    number: int  # of such texts
+    output: Path
+    picture: Path | None
+    verbose: int
+
+
+def parse(argv: Sequence[str], program: str = PROGRAM) -> Namespace:
+    return make_parser(program).parse_or_demo(argv, {"model": DEMO})
+
+
+def request_of(flags: Namespace) -> CalibrateRequest:
+    check_output_file(flags.output)
+    check_picture(flags.picture, "--picture")
+    texts = tuple(map(Text.read, dict.fromkeys(flags.text))) if flags.text else (Text.held_out(),)
+    if flags.texts < len(texts):
+        raise ValueError(f"--texts {flags.texts} leaves out files of --text, which are {len(texts)}; give {len(texts)} or more")
+    return CalibrateRequest(
+        model=model_of(flags),
+        site=site_of(flags),
+        texts=texts,
+        tokens=flags.tokens,
+        number=flags.texts,
+        output=Path(flags.output).expanduser(),
+        picture=flags.picture and Path(flags.picture).expanduser(),
+        verbose=flags.verbose,
+    )
+
+
+def make_parser(program: str = PROGRAM) -> Parser:
+    usage = f"{program} [--model NAME] [--text FILE ...] {OUTPUT} {FILE} [options]"
+    parser = Parser(program, DESCRIPTION, usage, EPILOG.replace(PROGRAM, program))
+    parser.add_model()
+    parser.add_tokenizer()
+    _add_texts(parser.group("what is read"))
+    _add_output(parser.group("output"))
+    return parser
+
+
+def _add_texts(group: Group) -> None:
+    group.value("--text", "FILE", "of the kind that the model is for (default: prose of the package)", nargs="+")
+    twice = "of each piece of text, which is read twice: the model must have as many positions again"
+    group.value("--tokens", "TOKENS", twice, TOKENS, USUAL_TOKENS)
+    group.value("--texts", "N", "pieces, taken evenly from all files", whole(1, MOST_TEXTS), USUAL_TEXTS)
+
+
+def _add_output(group: Group) -> None:
+    own = f"the file of head budgets; as {FILE} in the model's folder it is what --head-budgets {OWN} means"
+    group.value(OUTPUT, "FILE", own, required=True)
+    group.value("--picture", "FILE", "what each head keeps at one budget (needs the extra [plot])")
+    group.verbose(f"{TRACEBACK}: where errors come from")

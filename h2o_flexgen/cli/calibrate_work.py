@@ -1,0 +1,85 @@
+"""The work of the calibrate command: has the model read texts twice, writes its head budgets, and tells of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+from h2o_flexgen.cli.calibrate_request import CalibrateRequest
+from h2o_flexgen.cli.open_llm import open_llm
+from h2o_flexgen.cli.page import page_width, say, table
+from h2o_flexgen.engine.progress import Progress
+from h2o_flexgen.evaluation.calibration.calibration import Calibration, calibrate
+from h2o_flexgen.evaluation.calibration.picture import draw_heads
+from h2o_flexgen.evaluation.texts import Text, windows
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.head_budgets import HeadBudgets
+from h2o_flexgen.policies.head_budgets_file import write_head_budgets
+from h2o_flexgen.policies.options import DEFAULT_KEPT
+from h2o_flexgen.text.tokenizer import Tokenizer
+
+NEARLY_ALL, LITTLE = 0.9, 0.5  # of a text; of the budget
+HEAD = ("budget", f"heads that keep {100 * NEARLY_ALL:g} % and more", f"less than {LITTLE:g} of the budget", "spread")
+
+
+def work(request: CalibrateRequest) -> None:
+    begun = time.perf_counter()
+    found = _calibration(request)
+    budgets = found.head_budgets
+    write_head_budgets(budgets, request.output)
+    if request.picture is not None:
+        draw_heads(budgets, DEFAULT_KEPT, request.picture)
+    say(_lines(found, budgets, request.output))
+    document = {
+        **budgets.as_json(),
+        "layers": budgets.shape[0],
+        "kv_heads": budgets.shape[1],
+        "budgets": list(budgets.budgets),
+        "spread": [found.spread(budget) for budget in budgets.budgets],
+        "output": str(request.output),
+        "seconds": round(time.perf_counter() - begun, 3),
+    }
+    print(json.dumps(document), flush=True)
+
+
+def _calibration(request: CalibrateRequest) -> Calibration:
+    name = request.model.name
+    with open_llm(request.model, request.site, Plan()) as llm, Progress(0, f"calibrating {name}", late=True) as progress:
+
+        def on_layer(done: int, layers: int) -> None:
+            progress.expect(layers)
+            progress.update("layers", done)
+
+        ids = _pieces(request, llm.tokenizer)
+        read = f"{len(ids)} texts" if len(ids) > 1 else "1 text"
+        return calibrate(llm, ids, f"{read} of {request.tokens} tokens: {_titles(request.texts)}", on_layer)
+
+
+def _pieces(request: CalibrateRequest, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Equally many pieces of each file; the first ones give what is left over."""
+    each, over = divmod(request.number, len(request.texts))
+    counts = [each + (place < over) for place in range(len(request.texts))]
+    return [ids for text, count in zip(request.texts, counts) for ids in windows([text], tokenizer, request.tokens, count).ids]
+
+
+def _titles(texts: Sequence[Text]) -> str:
+    return ", ".join(Path(text.name).stem for text in texts)
+
+
+def _lines(found: Calibration, budgets: HeadBudgets, output: Path) -> Iterator[str]:
+    layers, heads = budgets.shape
+    yield f"head budgets of {budgets.model}, {layers} layers of {heads} KV heads, measured on {budgets.source}"
+    yield from table([HEAD, *_rows(found, budgets)], page_width())
+    yield "spread: how much a head's share differs from text to text, in % of the text (standard deviation, mean of all heads)"
+    yield f"written to {output}; --head-budgets {output} has heads share out a --kv-budget so"
+
+
+def _rows(found: Calibration, budgets: HeadBudgets) -> Iterator[list[str]]:
+    for budget, by_head in zip(budgets.budgets, budgets.shares):
+        shares = [*chain.from_iterable(by_head)]
+        most, little = (sum(share >= NEARLY_ALL for share in shares), sum(share < LITTLE * budget for share in shares))
+        spread = found.spread(budget)
+        yield [f"{100 * budget:g} %", str(most), str(little), "-" if spread is None else f"{100 * spread:.2g}"]

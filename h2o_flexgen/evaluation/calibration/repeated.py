@@ -1,0 +1,59 @@
+"""RepeatedText: a text that is read with itself behind it, everything kept: which tokens does a model look up to say it again?
+
+A token's score is the highest attention that any query of the second copy gives it, in any head of the KV head's group (KVzip,
+arXiv 2505.23416).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.evaluation.study.reading import Reading
+from h2o_flexgen.kernels.gathering import MAX
+from h2o_flexgen.kernels.operations import prompt_attention
+from h2o_flexgen.models.base import Rotation
+
+
+class LayerRead(NamedTuple):
+    """What was seen of a text and its copy in one layer that attends; queries and keys are rotated."""
+
+    x: Tensor | None  # (2 * tokens, width), what queries, keys and values were made of, where the model tells
+    q: Tensor  # (heads, 2 * tokens, dim)
+    k: Tensor  # (kv_heads, 2 * tokens, dim)
+    v: Tensor
+    scores: Tensor  # (kv_heads, tokens), fp32, of the first copy
+
+
+@dataclass(frozen=True)
+class RepeatedText:
+    """Reads each layer, and hands on what was seen there. The tensors are valid until the listener returns."""
+
+    ids: Sequence[int]
+    on_layer: Callable[[LayerRead], None]
+
+    @property
+    def reading(self) -> Reading:
+        return Reading((*self.ids, *self.ids), self.attend)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None, x: Tensor | None = None) -> Tensor:
+        """Reads all tokens in the next layer; a models.base.Attend for one row."""
+        if rotation is not None:
+            positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
+            q, k = rotation(q, positions), rotation(k, positions)
+        q, k, v = (each.transpose(1, 2).contiguous() for each in (q, k, v))
+        nothing = torch.zeros(1, dtype=torch.int64, device=q.device)
+        out, highest = prompt_attention(q, k, v, nothing, self._counted.to(q.device), None, MAX)
+        assert highest is not None
+        self.on_layer(LayerRead(None if x is None else x[0], q[0], k[0], v[0], highest[0, :, : len(self.ids)]))
+        return out
+
+    @cached_property
+    def _counted(self) -> Tensor:
+        """The queries of the second copy count, and no others."""
+        return torch.arange(2 * len(self.ids)).ge(len(self.ids)).float().unsqueeze(0)

@@ -1,0 +1,63 @@
+/* RMS norm: the root of the mean square in float32; what is divided by it is rounded to its type before the weight is applied. A row's
+   squares are summed up lane by lane in the order of its values, and what becomes of it depends on nothing else. */
+
+#include "vectors.h"
+#include <math.h>
+
+typedef struct {
+    const char *x, *weight; /* (rows, width), (width) */
+    char *out;              /* (rows, width) */
+    long rows, width;
+    float eps;
+    int kind;
+} norm;
+
+static ALWAYS_INLINE void scale(const char *x, const char *weight, char *out, floats factor, long count, int kind)
+{
+    const floats normed = rounded_to(load_some(x, count, kind) * factor, kind);
+    store_some(out, normed * load_some(weight, count, kind), count, kind);
+}
+
+static ALWAYS_INLINE float mean_square(const char *x, long width, int kind)
+{
+    const long size = itemsize_of(kind);
+    floats sums[4] = {{0}, {0}, {0}, {0}};
+    long at = 0;
+    for (; at + 4 * LANES <= width; at += 4 * LANES)
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; part++) {
+            const floats value = load_floats(x + (at + part * LANES) * size, kind);
+            sums[part] += value * value;
+        }
+    for (; at < width; at += LANES) {
+        const floats value = load_some(x + at * size, width - at, kind);
+        sums[0] += value * value;
+    }
+    return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3])) / (float)width;
+}
+
+static ALWAYS_INLINE void norm_row(const norm *n, long row, int kind)
+{
+    const long size = itemsize_of(kind), width = n->width;
+    const char *x = n->x + row * width * size;
+    char *out = n->out + row * width * size;
+    const floats factor = all(1.0f / sqrtf(mean_square(x, width, kind) + n->eps));
+#define SCALE(AT, COUNT) scale(x + (AT)*size, n->weight + (AT)*size, out + (AT)*size, factor, COUNT, kind)
+    EACH_REGISTER(at, width, SCALE);
+#undef SCALE
+}
+
+typedef void (*row_action)(const norm *n, long row);
+
+static void norm_bf16(const norm *n, long row) { norm_row(n, row, BF16); }
+static void norm_float(const norm *n, long row) { norm_row(n, row, FLOAT); }
+static void norm_half(const norm *n, long row) { norm_row(n, row, HALF); }
+
+void rms_norm(const norm *n, int threads)
+{
+    static const row_action actions[] = {[BF16] = norm_bf16, [FLOAT] = norm_float, [HALF] = norm_half};
+    const row_action action = actions[n->kind];
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long row = 0; row < n->rows; row++)
+        action(n, row);
+}

@@ -1,0 +1,23 @@
+"""A token is worth what a linear map of the layer's input says, which was fitted to what tokens turned out to be worth."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from h2o_flexgen.kv.judges.judge import Judge, Written
+
+
+class Linear(Judge):
+    def __init__(self, weight: Tensor, bias: Tensor, heads: Tensor | None = None) -> None:
+        """weight (kv_heads, width) and bias (kv_heads,) in fp32; `heads`: the numbers of those that are asked for, unless all
+        are."""
+        self._weight, self._bias, self._heads = weight, bias, heads
+
+    def of_new(self, new: Written) -> Tensor:
+        assert new.x is not None, "a layer hands over what it makes keys of"
+        worth = functional.linear(new.x.float(), self._weight, self._bias)
+        return worth if self._heads is None else worth.index_select(-1, self._heads)
+
+    def of_heads(self, heads: Tensor) -> Linear:
+        return Linear(self._weight, self._bias, heads)

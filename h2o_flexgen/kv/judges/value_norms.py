@@ -1,0 +1,16 @@
+"""A token is worth the length of its value: a token with a short one changes little of what attention gives, however much it is
+attended to."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from h2o_flexgen.kv.judges.judge import Judge, Written
+
+
+class ValueNorms(Judge):
+    def of_new(self, new: Written) -> Tensor:
+        return new.v.float().square().sum(dim=-1).sqrt()
+
+    def of_heads(self, heads: Tensor) -> ValueNorms:
+        return self

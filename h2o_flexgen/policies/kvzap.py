@@ -1,0 +1,20 @@
+"""KVzap: keeps the tokens that a linear map of the layer's input says the model would look at when it repeats the text. What it
+says is known when a token is written, and never changes: no attention is added up."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from h2o_flexgen.policies.occupancy import Budget
+from h2o_flexgen.policies.policy import BUDGETS, COMMON, PROBE, PROTECTION, WORTH, KVPolicy
+
+
+class KVzap(KVPolicy):
+    name: ClassVar[str] = "kvzap"
+    ranks_by: ClassVar[str] = WORTH
+    judged_by: ClassVar[str | None] = PROBE
+    accepts: ClassVar[tuple[str, ...]] = (*BUDGETS, *PROTECTION, *COMMON)
+
+    def budget(self, prompt_len: int, gen_len: int) -> Budget:
+        heavy, recent = self.options.heavy_and_recent(prompt_len, gen_len)
+        return self._protecting(heavy + recent, recent)

@@ -1,0 +1,112 @@
+"""Head budgets and their file: what is written is read again, and what is wrong with a file is said in a line that names it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from h2o_flexgen.demo.fetched import SMOLLM2
+from h2o_flexgen.demo.places import folders_beside
+from h2o_flexgen.options import head_budgets_of
+from h2o_flexgen.planning.plan import Plan
+from h2o_flexgen.policies.head_budgets import HeadBudgets
+from h2o_flexgen.policies.head_budgets_file import FILE, read_head_budgets, write_head_budgets, written
+from tests.planning.worlds import tiny_spec
+
+BY_HEAD = HeadBudgets("a model", "a text", (0.2, 0.5), (((0.35, 0.05), (0.1, 0.3)), ((0.9, 0.1), (0.4, 0.6))))
+WRONG = {
+    "not JSON": ("{", "is no JSON"),
+    "a list": ("[]", "is no object"),
+    "half a file": ("{}", "model is missing"),
+    "no source": (["source", None], "source is None, which is no text"),
+    "no list": (["shares", 3], "shares are 3, which is no list"),
+    "layers missing": (["shares", [[[0.35, 0.05]], [[0.9, 0.1]]]], "layers and kv_heads are 2 and 2, but it has 1 layers"),
+    "layers missing at one budget": (["shares", [BY_HEAD.shares[0], [[0.9, 0.1]]]], "at 0.5 are not 2 layers of 2 heads"),
+    "heads missing": (["shares", [[[0.35, 0.05], [0.2]], BY_HEAD.shares[1]]], "at 0.2 are not 2 layers of 2 heads"),
+    "no heads at all": (["shares", [[[], []], [[], []]]], "are not 2 layers of 0 heads"),
+    "not a number": (["shares", [[["many", 0.05], [0.1, 0.3]], BY_HEAD.shares[1]]], "'many', which is no number"),
+    "a truth": (["shares", [[[True, 0.05], [0.1, 0.3]], BY_HEAD.shares[1]]], "True, which is no number"),
+    "NaN": (["shares", [[[float("nan"), 0.05], [0.1, 0.3]], BY_HEAD.shares[1]]], "nan, which is no number"),
+    "endless": (["shares", [[[10**400, 0.05], [0.1, 0.3]], BY_HEAD.shares[1]]], "which is no number"),
+    "above 1": (["shares", [[[1.35, 0.05], [-0.9, 0.3]], BY_HEAD.shares[1]]], "at 0.2 have a share outside 0 to 1"),
+    "another mean": (["shares", [[[0.5, 0.5], [0.5, 0.5]], BY_HEAD.shares[1]]], "have shares that are 0.500 on average"),
+    "budgets in disorder": (["budgets", [0.5, 0.2]], r"\[0.5, 0.2\]; give them ascending"),
+    "a budget too many": (["budgets", [0.2, 0.5, 0.7]], "3 budgets and shares for 2"),
+    "other sizes than it says": (["layers", 3], "layers and kv_heads are 3 and 2, but it has 2 layers of 2 KV heads"),
+}
+
+
+def in_file(folder: Path, budgets: HeadBudgets = BY_HEAD) -> Path:
+    write_head_budgets(budgets, folder / FILE)
+    return folder / FILE
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    read = read_head_budgets(in_file(tmp_path))
+    assert read == BY_HEAD and read.checksum == BY_HEAD.checksum
+    assert read.shape == (2, 2)
+
+
+@pytest.mark.parametrize(("change", "said"), WRONG.values(), ids=WRONG)
+def test_a_file_that_is_wrong_is_refused_in_a_line_with_its_name(change: str | list[object], said: str, tmp_path: Path) -> None:
+    file = tmp_path / FILE
+    changed = change if isinstance(change, str) else json.dumps({**json.loads(written(BY_HEAD)), str(change[0]): change[1]})
+    file.write_text(changed, encoding="utf-8")
+    with pytest.raises(ValueError, match=said) as refused:
+        read_head_budgets(file)
+    assert str(refused.value).startswith(str(file)) and "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"head budgets {tmp_path / FILE} cannot be read"):
+        read_head_budgets(tmp_path / FILE)
+
+
+def test_another_models_budgets_are_refused_with_their_file(tmp_path: Path) -> None:
+    other = HeadBudgets("a model", "a text", (0.3,), (((0.1, 0.2, 0.6),),))
+    with pytest.raises(ValueError, match=f"head budgets {tmp_path / FILE} are of a model, 1 layers of 3 KV heads, but tiny"):
+        read_head_budgets(in_file(tmp_path, other)).refuse_other(tiny_spec())
+
+
+def test_shares_alone_make_the_checksum(tmp_path: Path) -> None:
+    other = HeadBudgets("b", "another text", BY_HEAD.budgets, BY_HEAD.shares)
+    swapped = HeadBudgets("a model", "a text", BY_HEAD.budgets, (((0.05, 0.35), (0.1, 0.3)), BY_HEAD.shares[1]))
+    assert other.checksum == BY_HEAD.checksum != swapped.checksum
+
+
+def test_the_own_file_lies_in_the_models_folder_or_beside_its_gguf_file(tmp_path: Path) -> None:
+    in_file(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert head_budgets_of("own", str(tmp_path)) == head_budgets_of("own", str(tmp_path / "model.gguf")) == BY_HEAD
+    assert head_budgets_of(tmp_path / FILE, "any") == head_budgets_of(BY_HEAD, "any") == BY_HEAD
+
+
+def test_what_is_not_there_is_said_with_how_to_measure_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"there are no head budgets of {tmp_path} in {tmp_path}; measure them .*calibrate"):
+        head_budgets_of("own", str(tmp_path))
+    with pytest.raises(ValueError, match="there are no head budgets of facebook/opt-30b on the hub"):
+        head_budgets_of("own", "facebook/opt-30b")
+    with pytest.raises(ValueError, match="head_budgets is a int"):
+        head_budgets_of(3, "any")
+
+
+def test_the_fetched_models_own_travel_with_the_package_by_whatever_path_it_is_named(tmp_path: Path) -> None:
+    copy = tmp_path / SMOLLM2.file
+    copy.write_bytes(b"GGUF")
+    assert folders_beside(SMOLLM2.name)[-1] == folders_beside(str(copy))[-1] == SMOLLM2.folder
+    assert folders_beside(str(copy))[0] == tmp_path
+
+
+def test_a_plan_takes_them_for_a_share_of_what_is_evicted_and_names_them_by_their_checksum() -> None:
+    plan = Plan.create(kv_policy="h2o", kv_budget=0.2, head_budgets=BY_HEAD)
+    assert plan.as_json()["head_budgets"] == {"model": "a model", "source": "a text", "checksum": BY_HEAD.checksum}
+    assert Plan().as_json()["head_budgets"] is None
+    for options, said in (
+        ({"kv_policy": "full"}, "'full' keeps everything"),
+        ({"kv_policy": "h2o", "heavy": 3, "recent": 3}, "head budgets share out a kv_budget"),
+        ({"kv_policy": "h2o", "head_budgets": "a file"}, "head_budgets is a str"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Plan.create(**{"head_budgets": BY_HEAD, **options})
