@@ -17,7 +17,6 @@ from h2o_flexgen.planning.placement import Placement, place, place_weights, plac
 from h2o_flexgen.planning.plan import Plan
 from h2o_flexgen.planning.sections import layers_of, only_layers
 from h2o_flexgen.policies.levels import Level
-from h2o_flexgen.policies.occupancy import Occupancy
 from h2o_flexgen.schedule.pipeline import Pipeline
 from h2o_flexgen.schedule.schedule import Schedule
 from h2o_flexgen.schedule.table import SCHEDULES
